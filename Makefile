@@ -1,0 +1,75 @@
+# fastattn: everything that a clone needs. `make help` lists the commands.
+
+PYTHON ?= python3
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+# Files whose time says when a step was done last.
+TOOLS  := $(VENV)/.tools-installed
+BUILT  := $(VENV)/.fastattn-built
+# What the build reads. Folders are in the list too: they change when a file is added or removed.
+NATIVE := $(shell find csrc)
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help install test demo bench lint clean
+
+help: ## list the commands
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@echo
+	@echo "PYTHON=python3.12 chooses the Python of a new $(VENV); a torch that is installed in $(VENV) stays as it is."
+	@echo "FASTATTN_ARCHS, CUDA_HOME, CXX and MAX_JOBS steer the build: see the top of setup.py."
+
+# What is installed must not move: the versions of torch and of its CUDA libraries are constraints on whatever comes later.
+$(TOOLS): pyproject.toml
+	@test -x $(BIN)/pip || $(PYTHON) -c "import sys; sys.version_info >= (3, 10) or sys.exit('PYTHON: 3.10 or later, please')"
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) install torch==2.13.0
+	$(PIP) list --format freeze | grep -E '^(torch|triton|nvidia-[a-z0-9-]+|cuda-[a-z-]+)==' > $(VENV)/constraints.txt
+	$(PIP) install --quiet -c $(VENV)/constraints.txt --group build --group test --group bench --group dev
+	@touch $@
+
+define build
+$(BIN)/python -c "import setup; raise SystemExit(setup.find_nvcc() is None)" \
+  || $(PIP) install --quiet -c $(VENV)/constraints.txt --group nvcc \
+  || echo "No nvcc here and none to be had as a package: going on without CUDA C++ kernels."
+PYTHONWARNINGS="ignore:Editable installation" $(PIP) install --quiet --no-build-isolation -c $(VENV)/constraints.txt --editable .
+touch $(BUILT)
+$(BIN)/python -m fastattn --short
+endef
+
+$(BUILT): $(TOOLS) setup.py pyproject.toml $(NATIVE)
+	@echo "Building fastattn ..."
+	@$(build)
+
+install: $(TOOLS) ## make .venv with everything in it and build fastattn there; safe to repeat
+	@echo "Building fastattn ..."
+	@$(build)
+
+test: $(BUILT) ## run the tests; PYTEST_ARGS="-m quick" narrows them
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+demo: $(BUILT) ## a sentence model and a small decoder, plain and with fastattn
+	$(BIN)/python examples/demo.py
+
+bench: $(BUILT) ## measure what fastattn adds to a call
+	$(BIN)/python benchmarks/bench_overhead.py
+
+# mypy needs the package as it is installed: triton_kernels inside fastattn. It leaves out the tests, which pass wrong types
+# on purpose.
+TYPED := build/typed/fastattn
+
+lint: $(TOOLS) ## ruff, mypy and clang-format; changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@rm -rf build/typed && mkdir -p $(TYPED)
+	@ln -s $(CURDIR)/python/fastattn/* $(CURDIR)/triton_kernels $(TYPED)/
+	MYPYPATH=build/typed:benchmarks:examples $(BIN)/mypy setup.py $(TYPED) $(wildcard benchmarks/*.py examples/*.py)
+	find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' | xargs -r $(BIN)/clang-format --dry-run -Werror
+
+clean: ## remove what was built; .venv stays
+	rm -rf build dist *.egg-info python/fastattn/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis $(BUILT)
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,120 @@
+// Checks of what the host can see, in words that name the argument, what was expected and what came; and the copy that
+// makes a tensor fit for 16-byte loads.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "host/params.h"
+
+namespace fastattn {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Throws "fastattn.<op>: <message>" unless the condition holds.
+template <typename... Parts>
+void check(bool condition, const char* op, const Parts&... message) {
+    if (condition) return;
+    std::ostringstream text;
+    text << "fastattn." << op << ": ";
+    (text << ... << message);
+    throw std::runtime_error(text.str());
+}
+
+inline std::string shape_text(const Tensor& tensor) {
+    std::ostringstream text;
+    text << '[';
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) text << (dim == 0 ? "" : ", ") << tensor.size(dim);
+    text << ']';
+    return text.str();
+}
+
+inline const char* dtype_text(const Tensor& tensor) {
+    return torch::headeronly::toString(tensor.scalar_type());
+}
+
+inline void check_shape(const char* op, const char* name, const Tensor& tensor, std::initializer_list<int64_t> expected) {
+    bool equal = tensor.dim() == static_cast<int64_t>(expected.size());
+    for (int64_t dim = 0; equal && dim < tensor.dim(); ++dim) equal = tensor.size(dim) == expected.begin()[dim];
+    if (equal) return;
+    std::ostringstream text;
+    for (const int64_t size : expected) text << (text.tellp() == 0 ? "" : ", ") << size;
+    check(false, op, name, " must have shape [", text.str(), "], got ", shape_text(tensor));
+}
+
+inline void check_rank(const char* op, const char* name, const Tensor& tensor, int64_t rank) {
+    check(tensor.dim() == rank, op, name, " must have ", rank, " dimensions, got shape ", shape_text(tensor));
+}
+
+inline void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& query) {
+    check(tensor.scalar_type() == query.scalar_type(), op, name, " must have the dtype of query, ", dtype_text(query),
+          ", got ", dtype_text(tensor));
+    check(tensor.is_cuda() && tensor.get_device_index() == query.get_device_index(), op, name,
+          " must be on the device of query, cuda:", query.get_device_index(), ", got ",
+          tensor.is_cuda() ? "cuda:" + std::to_string(tensor.get_device_index()) : "another device");
+}
+
+// For options that the native kernel of an op does not have.
+inline void check_absent(const char* op, const char* name, const std::optional<Tensor>& tensor) {
+    check(!tensor.has_value(), op, name, " must be None for the native kernel, got a tensor of shape ",
+          tensor.has_value() ? shape_text(*tensor) : "");
+}
+
+inline int32_t to_int32(const char* op, const char* name, int64_t value) {
+    check(value >= 0 && value <= std::numeric_limits<int32_t>::max(), op, name, " must be at most 2147483647, got ", value);
+    return static_cast<int32_t>(value);
+}
+
+inline DataType data_type(const char* op, const char* name, const Tensor& tensor) {
+    const ScalarType dtype = tensor.scalar_type();
+    check(dtype == ScalarType::Half || dtype == ScalarType::BFloat16, op, name,
+          " must be float16 or bfloat16 for the native kernel, got ", dtype_text(tensor));
+    return dtype == ScalarType::Half ? DataType::kFloat16 : DataType::kBFloat16;
+}
+
+// Whether rows can be read 16 bytes at a time: the last dim contiguous, base and other strides multiples of 16 bytes.
+inline bool is_aligned(const Tensor& tensor) {
+    constexpr uint64_t kAlignment = 16;
+    const int64_t last = tensor.dim() - 1;
+    if (tensor.size(last) > 1 && tensor.stride(last) != 1) return false;
+    if (reinterpret_cast<uintptr_t>(tensor.data_ptr()) % kAlignment != 0) return false;
+    for (int64_t dim = 0; dim < last; ++dim) {
+        const uint64_t stride_bytes = static_cast<uint64_t>(tensor.stride(dim)) * tensor.element_size();
+        if (tensor.size(dim) > 1 && stride_bytes % kAlignment != 0) return false;
+    }
+    return true;
+}
+
+// The tensor itself where it is aligned, else a contiguous copy (which the allocator aligns).
+inline Tensor aligned(const Tensor& tensor) {
+    if (tensor.numel() == 0 || is_aligned(tensor)) return tensor;
+    Tensor copy = torch::stable::new_empty(tensor, tensor.sizes());
+    return torch::stable::copy_(copy, tensor);
+}
+
+// [batch, heads, rows, head_dim], aligned, as a kernel takes it.
+template <typename Element>
+HeadsView<Element> heads_view(const char* op, const char* name, const Tensor& tensor) {
+    HeadsView<Element> view;
+    view.data = static_cast<Element*>(tensor.data_ptr());
+    view.batch = to_int32(op, name, tensor.size(0));
+    view.heads = to_int32(op, name, tensor.size(1));
+    view.rows = to_int32(op, name, tensor.size(2));
+    view.head_dim = to_int32(op, name, tensor.size(3));
+    view.batch_stride = tensor.stride(0);
+    view.head_stride = tensor.stride(1);
+    view.row_stride = tensor.stride(2);
+    return view;
+}
+
+}  // namespace fastattn

@@ -1,0 +1,27 @@
+// The stream that torch wants work on.
+#pragma once
+
+#include <dlfcn.h>
+#include <torch/headeronly/util/shim_utils.h>
+
+#include <cstdint>
+#include <stdexcept>
+
+#include "host/params.h"
+
+namespace fastattn {
+
+// The symbol lives in libtorch_cuda, which a torch without CUDA does not have: so it is looked up at the first call, when
+// there is a CUDA tensor, and the library still loads where there is none.
+inline Stream current_cuda_stream(int32_t device_index) {
+    using Function = int32_t (*)(int32_t device_index, void** stream);
+    static const Function function =
+        reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream"));
+    void* stream = nullptr;
+    if (function == nullptr || function(device_index, &stream) != 0) {
+        throw std::runtime_error("fastattn: torch does not tell its current CUDA stream");
+    }
+    return static_cast<Stream>(stream);
+}
+
+}  // namespace fastattn

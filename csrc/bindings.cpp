@@ -1,0 +1,42 @@
+// Schemas of every operation, and the native kernels that implement them: nothing else.
+//
+// The meaning of each argument is documented in python/fastattn. The Triton kernels carry the same schemas in their own
+// namespace. An operation without a registration below has no native kernel: the dispatcher sends it elsewhere.
+
+#include <torch/csrc/stable/library.h>
+
+#ifdef FASTATTN_WITH_CUDA
+#include "api/attention_forward.h"
+#endif
+
+STABLE_TORCH_LIBRARY(fastattn, m) {
+    m.def(
+        "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
+        "Tensor? dropout_seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, "
+        "float scale, int window_left, int window_right, bool top_left, float softcap, float dropout_p) "
+        "-> (Tensor out, Tensor lse)");
+
+    m.def(
+        "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
+        "Tensor lse, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? dropout_seed, Tensor? cu_seqlens_q, "
+        "Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, float scale, int window_left, int window_right, "
+        "bool top_left, float softcap, float dropout_p, bool deterministic, bool bias_grad) "
+        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias, Tensor grad_sinks)");
+
+    m.def(
+        "attention_decode(Tensor query, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k_new, "
+        "Tensor? v_new, Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, Tensor? block_table, "
+        "Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor? alibi_slopes, Tensor? sinks, float scale, int window_left, "
+        "int window_right, float softcap, int num_splits, bool batch_invariant) -> (Tensor out, Tensor lse)");
+
+    m.def(
+        "int8_matmul(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? residual, str activation) -> Tensor");
+
+    m.def("int8_matmul_grad_input(Tensor grad_out, Tensor weight, Tensor scale) -> Tensor");
+}
+
+#ifdef FASTATTN_WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(fastattn, CUDA, m) {
+    m.impl("attention_forward", TORCH_BOX(&fastattn::attention_forward));
+}
+#endif

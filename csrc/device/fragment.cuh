@@ -1,0 +1,93 @@
+// Which element of a tile each lane of a warp holds, for mma.m16n8k16 with 16-bit operands and fp32 accumulators.
+// PTX ISA, "Matrix Fragments for mma.m16n8k16".
+#pragma once
+
+#include <cstdint>
+
+#include "device/ptx/cvt.cuh"
+#include "device/ptx/mma.cuh"
+#include "host/params.h"
+
+namespace fastattn {
+
+inline constexpr int kWarpSize = 32;
+inline constexpr int kMmaM = 16;
+inline constexpr int kMmaN = 8;
+inline constexpr int kMmaK = 16;
+inline constexpr int kLanesPerRow = 4;  // lanes that share a row of an accumulator
+
+// Accumulator register e of a lane is element [accumulator_row(lane) + 8 * (e / 2)][accumulator_column(lane) + e % 2]:
+// rows come in an upper and a lower half.
+__device__ __forceinline__ int accumulator_row(int lane) {
+    return lane / kLanesPerRow;
+}
+
+__device__ __forceinline__ int accumulator_column(int lane) {
+    return 2 * (lane % kLanesPerRow);
+}
+
+// Calls function(m, half, row) for the rows of a warp's kTilesM * 16 that a lane holds.
+template <int kTilesM, typename Function>
+__device__ __forceinline__ void for_own_rows(int lane, Function&& function) {
+#pragma unroll
+    for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) function(m, half, m * kMmaM + accumulator_row(lane) + 8 * half);
+    }
+}
+
+// Row, and 16-byte chunk of that row, of a 16x16 block in shared memory whose address a lane passes to ldmatrix.x4.
+struct LdmatrixLane {
+    int row, chunk;
+};
+
+// Registers r[0..3] become the block's 8x8 quarters upper left, lower left, upper right, lower right. From [M, K] that is
+// operand A; from [K, N], with .trans, operands B (r[0], r[1]) and (r[2], r[3]) of the block's two tiles in N.
+__device__ __forceinline__ LdmatrixLane ldmatrix_lane(int lane) {
+    return {lane % 16, lane / 16};
+}
+
+// The other two quarters are exchanged: from [N, K], operands B (r[0], r[1]) and (r[2], r[3]) of the two tiles in N. With
+// the map above these would be (r[0], r[2]) and (r[1], r[3]), and mma wants them in neighbouring registers.
+__device__ __forceinline__ LdmatrixLane ldmatrix_lane_b(int lane) {
+    return {lane / 16 * 8 + lane % 8, lane / 8 % 2};
+}
+
+template <DataType kDataType>
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (kDataType == DataType::kFloat16) {
+        ptx::mma_m16n8k16_f32_f16(d, a, b0, b1);
+    } else {
+        ptx::mma_m16n8k16_f32_bf16(d, a, b0, b1);
+    }
+}
+
+// Two neighbouring elements in one register, the first in the lower half. Round to nearest even.
+template <DataType kDataType>
+__device__ __forceinline__ uint32_t pack(float first, float second) {
+    return kDataType == DataType::kFloat16 ? ptx::cvt_rn_f16x2_f32(second, first)
+                                           : ptx::cvt_rn_bf16x2_f32(second, first);
+}
+
+template <DataType kDataType>
+__device__ __forceinline__ float unpack(uint16_t bits) {
+    return kDataType == DataType::kFloat16 ? ptx::cvt_f32_f16(bits) : __uint_as_float(uint32_t{bits} << 16);
+}
+
+template <DataType kDataType>
+__device__ __forceinline__ uint32_t multiply(uint32_t pair, float factor) {
+    return pack<kDataType>(unpack<kDataType>(static_cast<uint16_t>(pair)) * factor,
+                           unpack<kDataType>(static_cast<uint16_t>(pair >> 16)) * factor);
+}
+
+// Accumulators of two neighbouring m16n8 tiles, as the operand A of the next product: the accumulator's columns are A's
+// k, and lanes hold the same rows and columns in both.
+template <DataType kDataType>
+__device__ __forceinline__ void accumulators_to_a(uint32_t (&a)[4], const float (&left)[4], const float (&right)[4]) {
+    a[0] = pack<kDataType>(left[0], left[1]);
+    a[1] = pack<kDataType>(left[2], left[3]);
+    a[2] = pack<kDataType>(right[0], right[1]);
+    a[3] = pack<kDataType>(right[2], right[3]);
+}
+
+}  // namespace fastattn

@@ -1,0 +1,58 @@
+// NaN and infinity in values that only some rows of a tile see. The product P·V multiplies masked values by P = 0, which
+// does not silence them: so they are taken out of the tile, and added to the rows that see them.
+#pragma once
+
+#include <cstdint>
+
+#include "device/fragment.cuh"
+#include "device/swizzle.cuh"
+
+namespace fastattn {
+
+// Two 16-bit elements -> 0xffff in each half that is NaN or infinite, 0 in the others.
+template <DataType kDataType>
+__device__ __forceinline__ uint32_t nonfinite_mask(uint32_t two_elements) {
+    // Adding one to an exponent of all ones, and to no other, carries into the sign, which is cleared first.
+    constexpr uint32_t kExponentStep = kDataType == DataType::kFloat16 ? 0x04000400 : 0x00800080;
+    const uint32_t sign_bits = ((two_elements & 0x7fff7fff) + kExponentStep) & 0x80008000;
+    return (sign_bits << 1) - (sign_bits >> 15);
+}
+
+// Whether this thread's part of a tile, which has landed, holds anything that is not finite.
+template <DataType kDataType, typename TileLoader>
+__device__ __forceinline__ bool has_nonfinite(const TileLoader& tile) {
+    uint32_t found = 0;
+    tile.for_own_pairs([&](uint32_t& pair) { found |= nonfinite_mask<kDataType>(pair); });
+    return found != 0;
+}
+
+// Moves what is not finite out of sV [kNumRows, kHeadDim] and into the rows of rO that see its key: row [m][half] of
+// this lane sees keys [0, num_seen[m][half]), the tile begins at first_key. Weights are positive, so that they change
+// neither NaN nor an infinity. All threads of the CTA take part.
+template <DataType kDataType, int kTilesM, int kTilesD, typename TileLoader>
+__device__ __forceinline__ void separate_nonfinite(float (&rO)[kTilesM][kTilesD][4], const uint16_t* sV, const TileLoader& tile,
+                                                   const int32_t (&num_seen)[kTilesM][2], int32_t first_key, int lane) {
+#pragma unroll 1
+    for (int row = 0; row < TileLoader::kNumRows; ++row) {
+#pragma unroll
+        for (int d = 0; d < kTilesD; ++d) {
+            const char* chunk = reinterpret_cast<const char*>(sV) + Swizzle<kTilesD * kMmaN>::offset(row, d);
+            const uint32_t pair = reinterpret_cast<const uint32_t*>(chunk)[lane % kLanesPerRow];
+            const uint32_t nonfinite = pair & nonfinite_mask<kDataType>(pair);
+            if (nonfinite == 0) continue;
+#pragma unroll
+            for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const float value = unpack<kDataType>(static_cast<uint16_t>(nonfinite >> 16 * (e % 2)));
+                    rO[m][d][e] += first_key + row < num_seen[m][e / 2] ? value : 0.0f;
+                }
+            }
+        }
+    }
+    __syncthreads();  // nobody needs V as it was any more
+    tile.for_own_pairs([&](uint32_t& pair) { pair &= ~nonfinite_mask<kDataType>(pair); });
+    __syncthreads();  // V is finite for all
+}
+
+}  // namespace fastattn

@@ -1,0 +1,27 @@
+// cvt: between fp32 and 16-bit floats. PTX ISA, "Data Movement and Conversion Instructions: cvt".
+#pragma once
+
+#include <cstdint>
+
+namespace fastattn::ptx {
+
+// The lower half of the result is `low`. Round to nearest even.
+__device__ __forceinline__ uint32_t cvt_rn_f16x2_f32(float high, float low) {
+    uint32_t packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+__device__ __forceinline__ uint32_t cvt_rn_bf16x2_f32(float high, float low) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+__device__ __forceinline__ float cvt_f32_f16(uint16_t half) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+    return value;
+}
+
+}  // namespace fastattn::ptx

@@ -1,0 +1,111 @@
+// The online softmax (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1) on a warp's accumulators.
+#pragma once
+
+#include <cstdint>
+
+#include "device/fragment.cuh"
+#include "device/ptx/approx.cuh"
+
+namespace fastattn {
+
+inline constexpr float kLn2 = 0.69314718055994530942f;
+inline constexpr float kLog2E = 1.44269504088896340736f;
+inline constexpr float kInfinity = __builtin_huge_valf();
+
+// Sum and maximum over the lanes that share an accumulator row.
+__device__ __forceinline__ float row_reduce_max(float value) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
+    return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
+}
+
+__device__ __forceinline__ float row_reduce_sum(float value) {
+    value += __shfl_xor_sync(0xffffffff, value, 1);
+    return value + __shfl_xor_sync(0xffffffff, value, 2);
+}
+
+// Indices [m][half]: a lane has an upper and a lower row in each m16 tile. Scores are S = Q·Kᵀ; probabilities are
+// relative to the running maximum, P = 2^(scale_log2 * (S - max)), with scale_log2 > 0.
+template <int kTilesM>
+struct OnlineSoftmax {
+    float scale_log2;
+    float row_max[kTilesM][2];  // of S, unscaled, over the keys so far
+    float row_sum[kTilesM][2];  // of P, over this lane's columns only
+    float row_lse[kTilesM][2];  // of scale * S, natural logarithm; from finish() on
+
+    __device__ __forceinline__ explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+            row_max[m][0] = row_max[m][1] = -kInfinity;
+            row_sum[m][0] = row_sum[m][1] = 0.0f;
+        }
+    }
+
+    // Turns rS into P in place, and rescales what rO has gathered relative to the maximum before. kMasked: S may be -inf,
+    // also in a whole row. P keeps S's NaN; the maximum ignores it.
+    template <bool kMasked, int kTilesN, int kTilesD>
+    __device__ __forceinline__ void update(float (&rS)[kTilesM][kTilesN][4], float (&rO)[kTilesM][kTilesD][4]) {
+        float reference[kTilesM][2];
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float new_max = row_max[m][half];
+#pragma unroll
+                for (int n = 0; n < kTilesN; ++n) {
+                    new_max = fmaxf(new_max, fmaxf(rS[m][n][2 * half], rS[m][n][2 * half + 1]));
+                }
+                new_max = row_reduce_max(new_max);
+                // Without a key so far, any finite reference gives P = 0.
+                reference[m][half] = kMasked && new_max == -kInfinity ? 0.0f : scaled(new_max);
+                const float correction = ptx::ex2_approx_ftz_f32(scaled(row_max[m][half]) - reference[m][half]);
+                row_max[m][half] = new_max;
+                row_sum[m][half] *= correction;
+                scale_row(rO[m], half, correction);
+            }
+        }
+        // In the order in which P·V takes columns.
+#pragma unroll
+        for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+            for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    rS[m][n][e] = ptx::ex2_approx_ftz_f32(fmaf(rS[m][n][e], scale_log2, -reference[m][e / 2]));
+                    row_sum[m][e / 2] += rS[m][n][e];
+                }
+            }
+        }
+    }
+
+    // Divides rO by the sums and takes their logarithms. A row without a key gets 0 and -inf.
+    template <int kTilesD>
+    __device__ __forceinline__ void finish(float (&rO)[kTilesM][kTilesD][4]) {
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float sum = row_reduce_sum(row_sum[m][half]);
+                const bool empty = sum == 0.0f;
+                const float inverse = empty ? 0.0f : ptx::rcp_approx_ftz_f32(sum);
+                row_lse[m][half] = empty ? -kInfinity : fmaf(scaled(row_max[m][half]), kLn2, logf(sum));
+                scale_row(rO[m], half, inverse);
+            }
+        }
+    }
+
+private:
+    template <int kTilesD>
+    __device__ __forceinline__ static void scale_row(float (&rO)[kTilesD][4], int half, float factor) {
+#pragma unroll
+        for (int d = 0; d < kTilesD; ++d) {
+            rO[d][2 * half] *= factor;
+            rO[d][2 * half + 1] *= factor;
+        }
+    }
+
+    // Rounded by itself, never fused into what follows: P, the correction and the logarithm then refer to the same number,
+    // whose rounding cancels however large the scores are.
+    __device__ __forceinline__ float scaled(float max) const { return __fmul_rn(max, scale_log2); }
+};
+
+}  // namespace fastattn

@@ -1,0 +1,64 @@
+// The two products of attention, as one warp computes them on its own kTilesM * 16 query rows.
+#pragma once
+
+#include <cstdint>
+
+#include "device/fragment.cuh"
+#include "device/ptx/ldmatrix.cuh"
+#include "device/swizzle.cuh"
+
+namespace fastattn {
+
+// rS = sQ · sKᵀ. sQ [kTilesM * 16, kHeadDim] at ldmatrix_lane, sK [kTilesN * 8, kHeadDim] at ldmatrix_lane_b.
+template <DataType kDataType, int kTilesM, int kTilesN, int kHeadDim>
+__device__ __forceinline__ void gemm_qk(float (&rS)[kTilesM][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
+                                        const SwizzledBlocks<kHeadDim>& sK) {
+#pragma unroll
+    for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+        for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) rS[m][n][e] = 0.0f;
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < kHeadDim; k += kMmaK) {
+        uint32_t rQ[kTilesM][4];
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) ptx::ldmatrix_m8n8_x4(rQ[m], sQ.address(m * kMmaM, k));
+#pragma unroll
+        for (int n = 0; n < kTilesN; n += 2) {
+            uint32_t rK[4];
+            ptx::ldmatrix_m8n8_x4(rK, sK.address(n * kMmaN, k));
+#pragma unroll
+            for (int m = 0; m < kTilesM; ++m) {
+                mma_m16n8k16<kDataType>(rS[m][n], rQ[m], rK[0], rK[1]);
+                mma_m16n8k16<kDataType>(rS[m][n + 1], rQ[m], rK[2], rK[3]);
+            }
+        }
+    }
+}
+
+// rO += rP · sV, with rP rounded to 16 bits. sV [kTilesN * 8, kHeadDim] at ldmatrix_lane.
+template <DataType kDataType, int kTilesM, int kTilesN, int kHeadDim>
+__device__ __forceinline__ void gemm_pv(float (&rO)[kTilesM][kHeadDim / kMmaN][4],
+                                        const float (&rP)[kTilesM][kTilesN][4], const SwizzledBlocks<kHeadDim>& sV) {
+#pragma unroll
+    for (int n = 0; n < kTilesN; n += 2) {
+        uint32_t rA[kTilesM][4];
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) accumulators_to_a<kDataType>(rA[m], rP[m][n], rP[m][n + 1]);
+#pragma unroll
+        for (int d = 0; d < kHeadDim / kMmaN; d += 2) {
+            uint32_t rV[4];
+            ptx::ldmatrix_m8n8_x4_trans(rV, sV.address(n * kMmaN, d * kMmaN));
+#pragma unroll
+            for (int m = 0; m < kTilesM; ++m) {
+                mma_m16n8k16<kDataType>(rO[m][d], rA[m], rV[0], rV[1]);
+                mma_m16n8k16<kDataType>(rO[m][d + 1], rA[m], rV[2], rV[3]);
+            }
+        }
+    }
+}
+
+}  // namespace fastattn

@@ -1,0 +1,204 @@
+"""A small LLaMA-style decoder on top of fastattn: pre-norm RMSNorm, SwiGLU, rotary positions, grouped-query attention.
+
+The model sees tokens of several documents in one row, ``[total]``, without padding. What keeps the documents apart is
+the ``attend`` argument of :meth:`Decoder.forward`: the layers compute queries, keys and values and leave it to that object
+which of them meet. So the same weights train on packed batches (:class:`PackedAttention`), generate from a cache
+(:class:`CachedAttention`) and are compared with plain PyTorch (:class:`PaddedAttention`).
+
+Sources: Touvron et al., "LLaMA" (2023); Ainslie et al., "GQA" (2023); sharing one layer across the depth: Lan et al.,
+"ALBERT" (2020), section 3.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fastattn
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes of a decoder. ``max_positions`` bounds the length of a document and of what is generated."""
+
+    vocab_size: int
+    dim: int = 160
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    ffn_dim: int = 416
+    max_positions: int = 512
+    rotary_base: float = 10_000.0
+    share_layers: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dim % self.num_heads or self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise ValueError(
+                f"dim must be an even multiple of num_heads, and num_heads a multiple of num_kv_heads; "
+                f"got dim {self.dim}, num_heads {self.num_heads}, num_kv_heads {self.num_kv_heads}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Cosines and sines of the rotary angles, ``[max_positions, head_dim / 2]`` fp32, and each token's position ``[total]``."""
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Turn ``x [total, H, D]`` by its tokens' positions (Su et al., "RoFormer", 2021; pairs ``(i, i + D / 2)``)."""
+        cos, sin = self.cos[self.positions, None], self.sin[self.positions, None]
+        a, b = x.float().chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
+
+
+class Attend(Protocol):
+    """Attention of one layer: ``query [total, Hq, D]``, ``key``, ``value [total, Hkv, D]`` to ``[total, Hq, D]``.
+
+    Queries and keys come unrotated. ``depth`` counts the layers passed, also where they share their weights.
+    """
+
+    def __call__(self, depth: int, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class PackedAttention:
+    """Each document attends to itself; document ``b`` is the tokens from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``."""
+
+    cu_seqlens: Tensor  # [B + 1] int32
+    max_seqlen: int
+
+    def __call__(self, depth: int, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
+        return fastattn.attention_varlen(
+            rotary.rotate(query),
+            rotary.rotate(key),
+            value,
+            self.cu_seqlens,
+            self.cu_seqlens,
+            self.max_seqlen,
+            self.max_seqlen,
+            causal=True,
+        )
+
+
+@dataclass(frozen=True)
+class PaddedAttention:
+    """Plain PyTorch, for comparison: ``batch`` documents padded at the end to one length, so ``total = batch * length``."""
+
+    batch: int
+
+    def __call__(self, depth: int, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
+        def dense(x: Tensor) -> Tensor:  # [total, H, D] to [B, H, length, D]
+            return x.unflatten(0, (self.batch, -1)).transpose(1, 2)
+
+        # The padding stands behind the text, where a causal mask hides it.
+        out = F.scaled_dot_product_attention(
+            dense(rotary.rotate(query)), dense(rotary.rotate(key)), dense(value), is_causal=True, enable_gqa=True
+        )
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+class Attention(nn.Module):
+    """Projections around ``attend``."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        kv_dim = config.num_kv_heads * config.head_dim
+        self.query = nn.Linear(config.dim, config.dim, bias=False)
+        self.key = nn.Linear(config.dim, kv_dim, bias=False)
+        self.value = nn.Linear(config.dim, kv_dim, bias=False)
+        self.out = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, depth: int, rotary: Rotary, attend: Attend) -> Tensor:
+        query = self.query(x).unflatten(-1, (self.num_heads, -1))
+        key = self.key(x).unflatten(-1, (self.num_kv_heads, -1))
+        value = self.value(x).unflatten(-1, (self.num_kv_heads, -1))
+        out: Tensor = self.out(attend(depth, query, key, value, rotary).flatten(1))
+        return out
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer, "GLU variants improve transformer", 2020)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.up = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.down = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each normalised before and added to what came in."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.ffn = FeedForward(config)
+
+    def forward(self, x: Tensor, depth: int, rotary: Rotary, attend: Attend) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), depth, rotary, attend)
+        out: Tensor = x + self.ffn(self.ffn_norm(x))
+        return out
+
+
+class Decoder(nn.Module):
+    """Token ids ``[total]`` with their positions ``[total]`` to logits of the next token, ``[total, vocab_size]``.
+
+    With ``use_checkpoints`` set, training keeps only the input of each layer and computes the layer again in backward.
+    """
+
+    rotary_cos: Tensor
+    rotary_sin: Tensor
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.use_checkpoints = False
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(1 if config.share_layers else config.num_layers))
+        self.norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+        frequency = config.rotary_base ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
+        angle = torch.arange(config.max_positions)[:, None] * frequency
+        self.register_buffer("rotary_cos", angle.cos(), persistent=False)
+        self.register_buffer("rotary_sin", angle.sin(), persistent=False)
+        self.apply(self._initialise)
+
+    def _initialise(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=self.config.dim**-0.5)
+        if isinstance(module, (Attention, FeedForward)):  # each layer adds two terms to the residual stream
+            last = module.out if isinstance(module, Attention) else module.down
+            with torch.no_grad():
+                last.weight.mul_((2 * self.config.num_layers) ** -0.5)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        rotary = Rotary(self.rotary_cos, self.rotary_sin, positions)
+        x = self.embedding(tokens)
+        for depth in range(self.config.num_layers):
+            layer = self.layers[depth % len(self.layers)]
+            if self.use_checkpoints and torch.is_grad_enabled():
+                x = checkpoint(layer, x, depth, rotary, attend, use_reentrant=False)
+            else:
+                x = layer(x, depth, rotary, attend)
+        logits: Tensor = self.head(self.norm(x))
+        return logits

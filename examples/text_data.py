@@ -1,0 +1,137 @@
+"""Text as packed batches of bytes: read, cut into passages, sort by length, pack to a token budget."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+BOUNDARY = 256  # the token before the first byte of a passage and after its last one
+VOCAB_SIZE = 257  # the bytes and BOUNDARY
+IGNORED = -100  # a target that cross_entropy leaves out
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents one after the other, each followed by its own next tokens.
+
+    ``tokens``, ``targets`` and ``positions`` are int64 ``[total]``, ``cu_seqlens`` is int32 ``[documents + 1]``.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.shape[0]
+
+    def to(self, device: torch.device) -> Batch:
+        tensors = (self.tokens, self.targets, self.positions, self.cu_seqlens)
+        return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors), max_seqlen=self.max_seqlen)
+
+    def padded(self) -> Batch:
+        """The same documents, padded at the end to one length; targets in the padding are ``IGNORED``."""
+        lengths = self.cu_seqlens.diff().tolist()
+
+        def pad(packed: Tensor, value: int) -> Tensor:
+            return pad_sequence(list(packed.split(lengths)), batch_first=True, padding_value=value).flatten()
+
+        cu_seqlens = torch.arange(len(lengths) + 1, device=self.tokens.device, dtype=torch.int32) * self.max_seqlen
+        tokens, targets, positions = pad(self.tokens, BOUNDARY), pad(self.targets, IGNORED), pad(self.positions, 0)
+        return Batch(tokens, targets, positions, cu_seqlens, self.max_seqlen)
+
+
+def read_documents(path: Path | None) -> list[str]:
+    """The text in the file, or the topics of the language reference that every Python carries."""
+    if path is not None:
+        return [path.read_text(encoding="utf-8", errors="replace")]
+    from pydoc_data.topics import topics
+
+    return [topics[name] for name in sorted(topics)]
+
+
+def cut_into_passages(documents: list[str], max_length: int) -> list[bytes]:
+    """Passages of at most ``max_length`` bytes: as many whole paragraphs as fit; a longer paragraph is cut."""
+    passages = []
+    for document in documents:
+        passage = b""
+        for paragraph in document.split("\n\n"):
+            encoded = paragraph.strip("\n").encode()
+            if passage and len(passage) + 2 + len(encoded) <= max_length:
+                passage += b"\n\n" + encoded
+                continue
+            passages.append(passage)
+            while len(encoded) > max_length:
+                passages.append(encoded[:max_length])
+                encoded = encoded[max_length:]
+            passage = encoded
+        passages.append(passage)
+    return [passage for passage in passages if passage.strip()]
+
+
+def split(passages: list[bytes], held_out: float, seed: int) -> tuple[list[bytes], list[bytes]]:
+    """A random ``held_out`` share of the passages (at least one) is kept from training: ``(training, held-out)``."""
+    shuffled = random.Random(seed).sample(passages, len(passages))
+    num_held_out = max(1, round(held_out * len(passages)))
+    if num_held_out >= len(passages):
+        raise ValueError(f"the text has {len(passages)} passages; that is too short to train on")
+    return shuffled[num_held_out:], shuffled[:num_held_out]
+
+
+def pack(passages: list[bytes]) -> Batch:
+    """One batch of all the passages. A passage of n bytes is n + 1 tokens, the first of which is ``BOUNDARY``."""
+    inputs = [torch.tensor([BOUNDARY, *passage]) for passage in passages]
+    targets = [torch.tensor([*passage, BOUNDARY]) for passage in passages]
+    lengths = torch.tensor([len(document) for document in inputs])
+    return Batch(
+        tokens=torch.cat(inputs),
+        targets=torch.cat(targets),
+        positions=torch.cat([torch.arange(len(document)) for document in inputs]),
+        cu_seqlens=F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
+        max_seqlen=int(lengths.max()),
+    )
+
+
+def bucketed_batches(passages: list[bytes], token_budget: int, rng: random.Random) -> list[Batch]:
+    """An epoch: passages of like length share a batch of at most ``token_budget`` tokens; the batches come in random order.
+
+    Like lengths waste no work where a batch has to be padded (the PyTorch path, and tiles of a kernel that hang over).
+    """
+    shuffled = rng.sample(passages, len(passages))
+    batches: list[list[bytes]] = [[]]
+    num_tokens = 0
+    for passage in sorted(shuffled, key=len):  # a stable sort: equal lengths stay shuffled
+        if batches[-1] and num_tokens + len(passage) + 1 > token_budget:
+            batches.append([])
+            num_tokens = 0
+        batches[-1].append(passage)
+        num_tokens += len(passage) + 1
+    rng.shuffle(batches)
+    return [pack(batch) for batch in batches]
+
+
+def entropies(passages: list[bytes]) -> tuple[float, float]:
+    """Nats per byte of the text: of its bytes alone, and of a byte if the one before is known.
+
+    The second is the best that any model can do on this text if each position sees itself alone, that is if attention
+    does not work: a loss below it proves that it does.
+    """
+    text = np.concatenate([np.array([BOUNDARY, *passage, BOUNDARY]) for passage in passages])
+    # Not a pair: the boundary that closes a passage and the one that opens the next.
+    pairs = np.stack([text[:-1], text[1:]])[:, ~((text[:-1] == BOUNDARY) & (text[1:] == BOUNDARY))]
+
+    def entropy(symbols: np.ndarray) -> float:
+        counts = np.unique(symbols, return_counts=True)[1]
+        share = counts / counts.sum()
+        return float(-(share * np.log(share)).sum())
+
+    return entropy(pairs[1]), entropy(pairs[0] * VOCAB_SIZE + pairs[1]) - entropy(pairs[0])

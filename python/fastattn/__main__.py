@@ -1,0 +1,85 @@
+"""``python -m fastattn``: what is installed, what it was built for, and what runs on the GPUs of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+
+import torch
+
+import fastattn.dispatch
+from fastattn import device, native
+
+WITHOUT_CUDA_KERNELS = """none: this library was built without CUDA C++ kernels, so GPUs run the Triton kernels.
+To add them: install a CUDA toolkit, set CUDA_HOME to it and install fastattn again; or run
+`make install` in a clone where the package registry can be reached: it brings a compiler."""
+
+
+def native_code_for(compute_capability: int) -> str:
+    """Which of the library's machine codes a GPU of that compute capability (times ten) runs."""
+    major = compute_capability // 10
+    if "90a" in native.BUILD["archs"] and compute_capability == 90:
+        return "CUDA C++ kernels for sm_90a"
+    if "80" in native.BUILD["archs"] and major == 8:
+        return "CUDA C++ kernels for sm_80"
+    if "80" in native.BUILD["archs"] and major > 8:
+        return "CUDA C++ kernels for sm_80, compiled from PTX by the driver at first use"
+    return "no CUDA C++ kernels"
+
+
+def triton_version() -> str:
+    """The installed triton, without importing it."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed: GPUs run no Triton kernels; run `pip install triton`"
+
+
+def describe_gpu(index: int) -> str:
+    """One line about CUDA device ``index``: name, compute capability, memory, and the backends that serve it."""
+    gpu = torch.device("cuda", index)
+    facts = device.facts(gpu)
+    if facts is None:
+        return f"{torch.cuda.get_device_name(gpu)}: no kernels, PyTorch's own run"
+    memory_gib = torch.cuda.get_device_properties(gpu).total_memory / 2**30
+    return (
+        f"{torch.cuda.get_device_name(gpu)}, sm_{facts.arch}, {memory_gib:.0f} GiB: Triton kernels; "
+        f"{native_code_for(facts.arch)}"
+    )
+
+
+def report() -> str:
+    """The whole description, one fact a line."""
+    build = native.BUILD
+    kernels = WITHOUT_CUDA_KERNELS
+    if build["archs"]:
+        names = ", ".join(f"sm_{name}" for name in build["archs"])
+        kernels = f"{names}, compiled by nvcc {build['nvcc']}"
+    gpus = [describe_gpu(index) for index in range(torch.cuda.device_count())] or ["none: PyTorch's own kernels run"]
+    facts = [
+        ("fastattn", build["version"]),
+        ("library", f"{native.LIBRARY_PATH} (built against torch {build['torch']})"),
+        ("CUDA C++ kernels", kernels),
+        ("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
+        ("triton", triton_version()),
+        *((f"GPU {index}" if torch.cuda.device_count() else "GPU", text) for index, text in enumerate(gpus)),
+    ]
+    width = max(len(name) for name, _ in facts)
+    lines = []
+    for name, text in facts:
+        first, *rest = text.splitlines()
+        lines += [f"{name:<{width}}  {first}", *(f"{'':<{width}}  {line}" for line in rest)]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m fastattn", description="Describe this installation of fastattn.")
+    parser.add_argument("--short", action="store_true", help="leave out the table of what each backend supports")
+    arguments = parser.parse_args()
+    print(report())
+    if not arguments.short:
+        print(f"\n{fastattn.dispatch.support_table()}")
+
+
+if __name__ == "__main__":
+    main()

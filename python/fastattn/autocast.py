@@ -1,0 +1,27 @@
+"""Autocast as torch's own attention and linear layers honour it: their floating inputs become the autocast dtype."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype that autocast is in force with on this kind of device, or None."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def autocast_to(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """``tensor`` in ``dtype``; float64 and what is not floating stays as it is, as under torch's autocast."""
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Inside, PyTorch's operators keep their inputs' dtype: what we compute in float32 stays in float32."""
+    if autocast_dtype(device_type) is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False)

@@ -1,0 +1,284 @@
+"""Chooses the backend of a call, and can say why: the choice and the reason against every other backend."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattn import native
+from fastattn.checks import check_choice
+from fastattn.device import INTERPRETED_DEVICE, DeviceFacts, facts
+from fastattn.errors import InputError
+from fastattn.support import BACKENDS, FEATURES, KERNEL_BACKENDS, SUPPORT
+
+
+class Call(NamedTuple):
+    """What the choice of a backend depends on.
+
+    ``sizes`` is what the operation's tile chooser needs; ``only_torch`` says why no kernel can take the arguments at all.
+    """
+
+    op: str
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    features: frozenset[str]
+    sizes: tuple[int, ...] = ()
+    only_torch: str | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which backend runs a call, its kernel and tile, and why each of the others does not.
+
+    ``detour`` is the reason for which a call on a GPU went to PyTorch although nobody asked for that.
+    """
+
+    backend: str
+    kernel: str
+    tile: Any = None
+    rejected: dict[str, str] = field(default_factory=dict)
+    detour: str | None = None
+
+
+class Explained(BaseException):
+    """Carries the choice out of a call that only was to be explained."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+
+
+class _ThreadState(threading.local):
+    forced: str | None = None
+    explaining: bool = False
+
+
+_thread = _ThreadState()
+_choices: dict[Any, Choice] = {}
+_CHOICES_KEPT = 4096
+_recorders: list[list[Any]] = []
+_warned: set[str] = set()
+
+
+@contextlib.contextmanager
+def use_backend(backend: str) -> Iterator[None]:
+    """Force ``"cuda"``, ``"triton"`` or ``"torch"`` for the calls of this thread inside the block.
+
+    A call which that backend cannot run raises ``InputError`` with the reason. A backward pass uses what its forward
+    chose, wherever it runs.
+    """
+    check_choice("backend", backend, BACKENDS)
+    before = _thread.forced
+    _thread.forced = backend
+    try:
+        yield
+    finally:
+        _thread.forced = before
+
+
+@contextlib.contextmanager
+def explaining() -> Iterator[None]:
+    """Inside, ``choose`` raises ``Explained`` instead of returning."""
+    before = _thread.explaining
+    _thread.explaining = True
+    try:
+        yield
+    finally:
+        _thread.explaining = before
+
+
+@contextlib.contextmanager
+def recording(calls: list[Any]) -> Iterator[None]:
+    """Inside, ``note`` appends to ``calls``, from every thread (autograd runs backward in threads of its own)."""
+    _recorders.append(calls)
+    try:
+        yield
+    finally:
+        # By identity: two recordings that hold equal lists are still two.
+        _recorders[:] = [recorder for recorder in _recorders if recorder is not calls]
+
+
+def note(entry: Any) -> None:
+    """Tell every ``recording`` what ran."""
+    for recorder in _recorders:
+        recorder.append(entry)
+
+
+def torch_is_asked_for() -> bool:
+    """True inside ``torch.nn.attention.sdpa_kernel``, or where a backend of torch's SDPA was switched off."""
+    c = torch._C
+    return not (c._get_flash_sdp_enabled() and c._get_mem_efficient_sdp_enabled() and c._get_math_sdp_enabled())
+
+
+def choose(call: Call) -> Choice:
+    """The backend for ``call``. Raises ``InputError`` where a forced backend cannot run it."""
+    forced = _thread.forced
+    if torch.compiler.is_compiling():
+        return _decide(call, forced, torch_is_asked_for())
+    key = (call, forced, torch_is_asked_for())
+    choice = _choices.get(key)
+    if choice is None:
+        choice = _decide(*key)
+        if len(_choices) >= _CHOICES_KEPT:
+            _choices.clear()
+        _choices[key] = choice
+    if _thread.explaining:
+        raise Explained(choice)
+    if choice.detour is not None:
+        _announce(choice.detour)
+    if _recorders:
+        note(RecordedCall(call.op, choice.backend, choice.kernel))
+    return choice
+
+
+class RecordedCall(NamedTuple):
+    """One entry of ``fastattn.record()``."""
+
+    op: str
+    backend: str
+    kernel: str
+
+
+def _announce(reason: str) -> None:
+    mode = os.environ.get("FASTATTN_FALLBACK", "warn")
+    check_choice("FASTATTN_FALLBACK", mode, ("silent", "warn", "error"))
+    if mode == "error":
+        raise InputError(f"this call would run in PyTorch, and FASTATTN_FALLBACK=error forbids that: {reason}")
+    if mode == "warn" and reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(f"fastattn runs this call in PyTorch: {reason}", RuntimeWarning, stacklevel=4)
+
+
+def _decide(call: Call, forced: str | None, torch_asked_for: bool) -> Choice:
+    device_facts = facts(call.device)
+    rejected: dict[str, str] = {}
+    chosen = "torch"
+    for backend in KERNEL_BACKENDS:
+        reason = _reason_against(backend, call, device_facts, forced)
+        if reason is None and forced is not None and forced != backend:
+            reason = f'use_backend("{forced}") is in force.'
+        if reason is None and forced is None and torch_asked_for:
+            reason = "a backend of torch's own attention is selected (torch.nn.attention.sdpa_kernel)."
+        if reason is not None:
+            rejected[backend] = reason
+        elif chosen == "torch":
+            chosen = backend
+        else:
+            rejected[backend] = f'"{chosen}" comes first; use_backend("{backend}") selects it.'
+    if forced is not None and forced != chosen:
+        raise InputError(f'use_backend("{forced}") cannot run this call: {rejected[forced]}')
+    if chosen != "torch":
+        assert device_facts is not None
+        rejected["torch"] = "a kernel of fastattn runs this call."
+        kernel, tile = _describe(chosen, call, device_facts)
+        return Choice(chosen, kernel, tile, rejected)
+    detour = None
+    if device_facts is not None and device_facts is not INTERPRETED_DEVICE and forced is None and not torch_asked_for:
+        detour = " ".join(dict.fromkeys(rejected.values()))
+    return Choice("torch", "PyTorch", None, rejected, detour)
+
+
+def _reason_against(backend: str, call: Call, device_facts: DeviceFacts | None, forced: str | None) -> str | None:
+    """Why ``backend`` cannot run ``call``: a sentence that a user can act on, or None."""
+    if call.only_torch is not None:
+        return call.only_torch
+    if device_facts is None:
+        return f"the tensors are on {call.device.type}, and the kernels need an NVIDIA GPU; move them to cuda."
+    if device_facts is INTERPRETED_DEVICE and forced != "triton":
+        return (
+            'Triton\'s interpreter (TRITON_INTERPRET=1) runs kernels on CPU tensors only inside use_backend("triton").'
+        )
+    support = SUPPORT[call.op].get(backend)
+    if support is None:
+        return f"there is no {_NAMES[backend]} kernel for {call.op} yet."
+    unavailable = _unavailable(backend)
+    if unavailable is not None:
+        return unavailable
+    if device_facts.arch < support.min_arch:
+        return (
+            f"the GPU has compute capability {device_facts.arch // 10}.{device_facts.arch % 10}, and the "
+            f"{_NAMES[backend]} kernel needs {support.min_arch // 10}.{support.min_arch % 10} or later."
+        )
+    if device_facts is INTERPRETED_DEVICE:
+        if call.dtype not in (torch.float16, torch.float32):
+            return f"the dtype is {call.dtype}, and Triton's interpreter computes only float16 and float32 rightly."
+    elif call.dtype not in support.dtypes:
+        return f"the dtype is {call.dtype}, and the {_NAMES[backend]} kernel takes {support.dtypes_text()}; cast or autocast."
+    for name, dim in (("head dim", call.head_dim), ("value head dim", call.value_dim)):
+        if not support.takes_head_dim(dim):
+            return (
+                f"the {name} is {dim}, and the {_NAMES[backend]} kernel takes {support.head_dims_text()}; "
+                "pad with zeros and pass the original scale."
+            )
+    missing = [words for feature, words in FEATURES[call.op].items() if feature in call.features - support.features]
+    if missing:
+        return f"the {_NAMES[backend]} kernel does not have: {', '.join(missing)}."
+    return None
+
+
+_NAMES = {"cuda": "CUDA C++", "triton": "Triton"}
+_TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
+
+
+def _unavailable(backend: str) -> str | None:
+    if backend == "cuda":
+        if "80" not in native.BUILD["archs"]:
+            return (
+                "the library was built without CUDA C++ kernels for sm_80; `python -m fastattn` says how to get them."
+            )
+        return None
+    if not _TRITON_IS_INSTALLED:
+        return "triton is not installed; `pip install triton`."
+    return None
+
+
+def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str, Any]:
+    """The kernel's name and its tile, for ``explain``."""
+    if backend == "cuda":
+        dtype = str(call.dtype).removeprefix("torch.")
+        mask = "causal" if "causal" in call.features else "full"
+        return f"attention_forward_sm80<{dtype}, {call.head_dim}, {mask}>", None
+    from fastattn.triton_kernels import tiles
+
+    if call.op == "attention":
+        masked = bool(call.features & {"mask", "bias"})
+        tile: Any = tiles.attention_forward_tile(device_facts.arch, call.head_dim, call.value_dim, masked)
+        return "attention_forward_kernel", tile
+    if call.op == "decode":
+        rows, itemsize = call.sizes
+        return "split_kernel", tiles.decode_tile(
+            device_facts.arch, call.head_dim, call.value_dim, rows, itemsize, device_facts.shared_memory_bytes
+        )
+    raise AssertionError(call.op)
+
+
+def only_torch_handles(*tensors: Tensor | None) -> str | None:
+    """Why a tensor among these is for PyTorch alone (nested tensors, DTensor, other subclasses), or None."""
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            continue
+        kind = type(tensor)
+        is_plain = kind is Tensor or kind is torch.nn.Parameter or kind.__name__ in _TRACING_TENSORS
+        if not is_plain or tensor.is_nested:
+            name = kind.__name__ if not is_plain else "nested tensor"
+            return f"an argument is a {name}, and the kernels take plain tensors; PyTorch handles such ones."
+    return None
+
+
+def is_watched() -> bool:
+    """Whether this thread forces a backend, or somebody wants to know what runs: then every call must come by here."""
+    return _thread.forced is not None or _thread.explaining or bool(_recorders)
+
+
+# What torch's own tracers hand to the functions they trace; the ops have shape functions for them.
+_TRACING_TENSORS = frozenset({"FakeTensor", "FunctionalTensor", "Buffer"})

@@ -1,0 +1,79 @@
+"""Which kernel a call would run and why, and which ones really ran."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fastattn import dispatch
+from fastattn.dispatch import RecordedCall
+from fastattn.layout import reason_to_copy
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """``backend`` and ``kernel`` would run, with ``tile``; ``rejected`` says for every other backend why it does not.
+
+    ``copied`` names the tensors that a kernel would have to copy first, and why.
+    """
+
+    backend: str
+    kernel: str
+    tile: Any
+    rejected: dict[str, str]
+    copied: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend}: {self.kernel}"]
+        if self.tile is not None:
+            lines.append(f"  tile: {self.tile}")
+        lines += [f"  copied first: {name}: {reason}" for name, reason in self.copied.items()]
+        lines += [f"  not {backend}: {reason}" for backend, reason in self.rejected.items()]
+        return "\n".join(lines)
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Say which kernel ``function(*args, **kwargs)`` would run, without running it.
+
+    ``function`` is one of fastattn's (or anything that calls one: the first call is explained). Bad arguments raise
+    what the call itself would raise; a function that never reaches fastattn raises ``TypeError``.
+    """
+    try:
+        with dispatch.explaining():
+            function(*args, **kwargs)
+    except dispatch.Explained as explained:
+        choice = explained.choice
+    else:
+        name = getattr(function, "__name__", repr(function))
+        raise TypeError(f"function: expected one that calls fastattn, but {name} returned without doing so")
+    copied = {}
+    if choice.backend != "torch":
+        for name, value in _named_arguments(function, args, kwargs).items():
+            reason = reason_to_copy(value) if isinstance(value, Tensor) and value.dim() >= 2 else None
+            if reason is not None:
+                copied[name] = reason
+    return Explanation(choice.backend, choice.kernel, choice.tile, dict(choice.rejected), copied)
+
+
+def _named_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    try:
+        named = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):
+        return {}
+    return {name: named[name] for name in ("query", "key", "value", "x", "residual") if name in named}
+
+
+@contextlib.contextmanager
+def record() -> Iterator[list[RecordedCall]]:
+    """Collect ``(op, backend, kernel)`` of every fastattn call in the block, backward passes included, from all threads.
+
+    Calls inside a compiled graph do not pass through Python and are not seen.
+    """
+    calls: list[RecordedCall] = []
+    with dispatch.recording(calls):
+        yield calls

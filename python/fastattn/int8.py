@@ -1,0 +1,292 @@
+"""int8 weights and the linear layer over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from fastattn import ops, reference
+from fastattn.activations import ACTIVATIONS
+from fastattn.autocast import autocast_dtype, autocast_to, without_autocast
+from fastattn.checks import (
+    FLOATING,
+    check_choice,
+    check_dtype,
+    check_rank,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    device_checks_are_on,
+    expect,
+)
+from fastattn.dispatch import Call, choose, only_torch_handles
+from fastattn.errors import InputError
+
+GROUP_SIZES = (32, 64, 128)
+GRANULARITIES: tuple[str | int, ...] = ("tensor", "channel", *GROUP_SIZES)
+ACTIVATION_PRECISIONS = ("16bit", "int8")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Int8Weight:
+    """A weight ``[N, K]`` as int8 and scales: element ``(n, k)`` is ``data[n, k] * scale[n or 0, k // group or 0]``.
+
+    Args:
+        data: int8 ``[N, K]``, contiguous, from -127 to 127.
+        scale: float32, ``[1, 1]`` for granularity ``"tensor"``, ``[N, 1]`` for ``"channel"``, ``[N, K / group]`` for a group.
+        granularity: ``"tensor"``, ``"channel"`` or the size of a group along K: 32, 64 or 128.
+
+    Raises:
+        InputError, TypeError: the three do not fit together.
+    """
+
+    data: Tensor
+    scale: Tensor
+    granularity: str | int = "channel"
+
+    def __post_init__(self) -> None:
+        check_tensor("data", self.data)
+        check_rank("data", self.data, "[N, K]")
+        check_dtype("data", self.data, (torch.int8,))
+        expect(self.data.is_contiguous(), "data", "a contiguous tensor", f"strides {self.data.stride()}")
+        check_granularity(self.granularity, self.data.shape[1])
+        check_tensor("scale", self.scale)
+        check_dtype("scale", self.scale, (torch.float32,))
+        check_same_device("scale", self.scale, self.data.device)
+        check_shape("scale", self.scale, scale_shape(self.data.shape, self.granularity), f"for {self.granularity!r}")
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[N, K]``, as ``nn.Linear.weight.shape``."""
+        return self.data.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """What the int8 data and the scales take, in bytes."""
+        return self.data.nbytes + self.scale.nbytes
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight ``[N, K]`` in ``dtype``."""
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype: expected a torch.dtype, got {type(dtype).__name__}")
+        check_choice("dtype", dtype, FLOATING)
+        return reference.dequantize_int8(self.data, self.scale, dtype)
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Int8Weight:
+        """The same weight on ``device``. The dtypes stay: int8 and float32 scales are what the kernels read."""
+        if isinstance(device, (torch.dtype, Tensor)):
+            raise TypeError(f"device: expected a device, got {device!r}; dequantize(dtype) gives a floating weight")
+        data, scale = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.data, self.scale))
+        return self if data is self.data else Int8Weight(data, scale, self.granularity)
+
+    def __repr__(self) -> str:
+        return f"Int8Weight({list(self.shape)}, granularity={self.granularity!r}, device={str(self.device)!r})"
+
+
+def _unflatten(leaves: Any, granularity: Any) -> Int8Weight:
+    """Without the checks: the leaves of a tree may be anything for a while."""
+    weight = object.__new__(Int8Weight)
+    for name, leaf in zip(("data", "scale", "granularity"), (*leaves, granularity), strict=True):
+        object.__setattr__(weight, name, leaf)
+    return weight
+
+
+# torch.compile, torch.export and torch.func see through a weight that is an argument.
+pytree.register_pytree_node(
+    Int8Weight,
+    lambda weight: ([weight.data, weight.scale], weight.granularity),
+    _unflatten,
+    serialized_type_name="fastattn.Int8Weight",
+    to_dumpable_context=lambda granularity: granularity,
+    from_dumpable_context=lambda granularity: granularity,
+    flatten_with_keys_fn=lambda weight: (
+        [(pytree.GetAttrKey("data"), weight.data), (pytree.GetAttrKey("scale"), weight.scale)],
+        weight.granularity,
+    ),
+)
+torch.serialization.add_safe_globals([Int8Weight])  # torch.load takes saved weights without being told to trust them
+
+
+def check_granularity(granularity: Any, columns: int | torch.SymInt) -> None:
+    """``"tensor"``, ``"channel"`` or a group that divides ``columns``."""
+    known = isinstance(granularity, (str, int)) and not isinstance(granularity, bool) and granularity in GRANULARITIES
+    choices = ", ".join(map(repr, GRANULARITIES))
+    expect(known, "granularity", f"one of {choices}", repr(granularity))
+    if isinstance(granularity, int):
+        expect(columns % granularity == 0, "granularity", f"a group that divides K = {columns}", granularity)
+
+
+def scale_shape(shape: torch.Size, granularity: str | int) -> tuple[int, int]:
+    """The shape of the scales of a weight of ``shape [N, K]``."""
+    rows, columns = shape
+    if isinstance(granularity, str):
+        return (1, 1) if granularity == "tensor" else (rows, 1)
+    return rows, columns // granularity
+
+
+def quantize_int8(weight: Tensor, granularity: str | int = "channel") -> Int8Weight:
+    """Symmetric int8: ``round(weight / scale)`` with ``scale = absmax / 127``, to nearest, ties to even.
+
+    Args:
+        weight: floating ``[N, K]``, as ``nn.Linear.weight``. Gradients do not flow through.
+        granularity: what shares one scale: the whole ``"tensor"``, each row (``"channel"``), or each group of 32, 64 or 128
+            along K. What is all zeros has scale 1.
+
+    Raises:
+        InputError, TypeError: an argument that the host can see is wrong; with ``FASTATTN_CHECK=1`` also a weight that is
+            not finite.
+    """
+    check_tensor("weight", weight)
+    check_dtype("weight", weight, FLOATING)
+    check_rank("weight", weight, "[N, K]")
+    check_granularity(granularity, weight.shape[1])
+    if device_checks_are_on():
+        expect(bool(weight.isfinite().all()), "weight", "finite values", "NaN or infinity")
+    data, scale = reference.quantize_int8(weight.detach(), granularity)
+    return Int8Weight(data.contiguous(), scale.contiguous(), granularity)
+
+
+def int8_linear(
+    x: Tensor,
+    weight: Int8Weight,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    activations: str = "16bit",
+) -> Tensor:
+    """``activation(x @ weight^T + bias) + residual``, the int8 weight being dequantised on the fly.
+
+    Everything is computed in at least float32 and rounded to the dtype of ``x`` once, at the end (with gradients, once
+    more before the activation and the residual). Autocast is honoured as by ``F.linear``.
+
+    Args:
+        x: floating ``[..., K]``.
+        weight: from ``quantize_int8``, ``[N, K]``.
+        bias: ``[N]`` in the dtype of ``x``.
+        activation: None, ``"relu"``, ``"gelu"`` (exact), ``"gelu_tanh"`` or ``"silu"``.
+        residual: ``[..., N]`` in the dtype of ``x``, added last.
+        activations: ``"16bit"`` computes with ``x`` as it is; ``"int8"`` first rounds each row of it to symmetric int8 (the
+            gradient passes straight through).
+
+    Returns:
+        ``[..., N]`` in the dtype of ``x``, differentiable in ``x``, ``bias`` and ``residual``.
+
+    Raises:
+        InputError, TypeError: an argument that the host can see is wrong; with ``FASTATTN_CHECK=1`` also scales that are
+            not finite.
+    """
+    if not isinstance(weight, Int8Weight):
+        raise TypeError(f"weight: expected an Int8Weight (see quantize_int8), got {type(weight).__name__}")
+    return linear_over(x, weight.data, weight.scale, bias, activation, residual, activations)
+
+
+_plans: dict[Any, Call] = {}
+_PLANS_KEPT = 4096
+
+
+def linear_over(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    activations: str = "16bit",
+) -> Tensor:
+    """``int8_linear`` over the parts of a weight that is known to be sound."""
+    check_tensor("x", x)
+    check_tensor("bias", bias, optional=True)
+    check_tensor("residual", residual, optional=True)
+    cast = autocast_dtype(x.device.type)
+    if cast is not None:
+        x = autocast_to(cast, x)
+        bias = None if bias is None else autocast_to(cast, bias)
+        residual = None if residual is None else autocast_to(cast, residual)
+    if torch.compiler.is_compiling():
+        call = _check_and_plan(x, data, scale, bias, activation, residual, activations)
+    else:
+        signature = (
+            *map(_signature, (x, data, scale, bias, residual)),
+            activation,
+            activations,
+            torch.is_grad_enabled(),
+        )
+        found = _plans.get(signature) if isinstance(activation, (str, type(None))) else None
+        call = found or _check_and_plan(x, data, scale, bias, activation, residual, activations)
+        if found is None:
+            if len(_plans) >= _PLANS_KEPT:
+                _plans.clear()
+            _plans[signature] = call
+    if device_checks_are_on():
+        expect(bool(scale.isfinite().all()), "weight.scale", "finite scales", "NaN or infinity")
+
+    choice = choose(call)
+    activation = activation or "none"
+    if choice.backend == "torch":
+        with without_autocast(x.device.type):
+            return reference.int8_linear(x, data, scale, bias, activation, residual, activations)
+    return ops.int8_matmul(choice.backend, x, data, scale, bias, residual, activation)
+
+
+def _signature(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
+
+
+def _check_and_plan(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    activation: Any,
+    residual: Tensor | None,
+    activations: Any,
+) -> Call:
+    rows, columns = data.shape
+    check_dtype("x", x, FLOATING)
+    expect(x.dim() >= 1 and x.shape[-1] == columns, "x", f"shape [..., K] with K = {columns}", list(x.shape))
+    expect(data.device == x.device, "weight", f"a weight on {x.device} like x", f"one on {data.device}")
+    features = set()
+    if bias is not None:
+        check_shape("bias", bias, (rows,), "[N]")
+        check_dtype("bias", bias, (x.dtype,))
+        check_same_device("bias", bias, x.device)
+        features.add("bias")
+    if residual is not None:
+        check_shape("residual", residual, (*x.shape[:-1], rows), "[..., N]")
+        check_dtype("residual", residual, (x.dtype,))
+        check_same_device("residual", residual, x.device)
+        features.add("residual")
+    names = [name for name in ACTIVATIONS if name != "none"]
+    if activation is not None and (not isinstance(activation, str) or activation not in names):
+        raise InputError(f"activation: expected None or one of {', '.join(map(repr, names))}, got {activation!r}")
+    if activation is not None:
+        features.add("activation")
+    check_choice("activations", activations, ACTIVATION_PRECISIONS)
+    if activations == "int8":
+        features.add("int8 activations")
+    if scale.shape[1] > 1:
+        features.add("group scales")
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, residual)):
+        features.add("gradients")
+    rows_of_x = x.shape[:-1].numel()
+    return Call(
+        "int8_matmul",
+        x.device,
+        x.dtype,
+        0,
+        0,
+        frozenset(features),
+        (rows_of_x, rows, columns),
+        only_torch_handles(x, data, scale, bias, residual),
+    )

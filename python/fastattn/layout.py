@@ -1,0 +1,36 @@
+"""How the kernels want tensors to lie in memory, and how their results lie."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ALIGNMENT_BYTES = 16  # one vector load of a thread
+
+
+def reason_to_copy(tensor: Tensor) -> str | None:
+    """Why a kernel cannot read ``tensor`` where it lies, or None."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        return "its last dimension is not contiguous"
+    if tensor.data_ptr() % ALIGNMENT_BYTES:
+        return f"its first element is not {ALIGNMENT_BYTES}-byte aligned"
+    for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+        if size > 1 and stride * tensor.element_size() % ALIGNMENT_BYTES:
+            return f"its strides are not multiples of {ALIGNMENT_BYTES} bytes"
+    return None
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """``tensor`` itself, or a contiguous copy where a kernel cannot read it."""
+    return tensor if reason_to_copy(tensor) is None else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def empty_like_heads(like: Tensor, last_dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty ``[B, H, S, last_dim]`` in the dimension order of ``like [B, H, S, D]``.
+
+    That is ``[B, S, H, D]`` in memory if a head of ``like`` lies closer to the next than a row does, else contiguous.
+    """
+    batch, heads, rows, _ = like.shape
+    if like.stride(1) < like.stride(2):
+        return like.new_empty((batch, rows, heads, last_dim), dtype=dtype).transpose(1, 2)
+    return like.new_empty((batch, heads, rows, last_dim), dtype=dtype)

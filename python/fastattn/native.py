@@ -1,0 +1,41 @@
+"""Loads the native library, which defines ``torch.ops.fastattn``, and says what it was built from.
+
+``LIBRARY_PATH``  the library that was loaded: the one beside this file, or the one that FASTATTN_LIBRARY names
+``BUILD``         how it was built: "version", "archs" (the GPU architectures of its CUDA C++ kernels; empty if it has
+                  none), "cuda" and "nvcc" (versions, or None), "torch" (the one whose headers it was compiled with)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LIBRARY_PATH = Path(os.environ.get("FASTATTN_LIBRARY") or Path(__file__).with_name("libfastattn.so"))
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Loads the library at ``path`` into torch and returns its description. Raises ImportError."""
+    if not path.exists():
+        raise ImportError(
+            f"fastattn's native library is missing: {path} does not exist. In a clone, run `make install`; elsewhere "
+            "install fastattn again with `pip install --no-build-isolation --force-reinstall --no-deps`."
+        )
+    try:
+        torch.ops.load_library(path)
+        build_info = ctypes.CDLL(str(path)).fastattn_build_info
+    except (OSError, AttributeError) as error:
+        raise ImportError(
+            f"fastattn's native library {path} does not load into torch {torch.__version__} (2.10 or later is needed): "
+            f"{error}. Build it again: in a clone, run `make install`."
+        ) from error
+    build_info.restype = ctypes.c_char_p
+    description: dict[str, Any] = json.loads(build_info())
+    return description
+
+
+BUILD = _load(LIBRARY_PATH)

@@ -1,0 +1,312 @@
+"""The operators as PyTorch sees them: namespaces, shape functions, autograd, vmap, FLOP counts.
+
+The schemas are C++ (``csrc/bindings.cpp``). ``torch.ops.fastattn`` holds the CUDA C++ kernels, ``torch.ops.fastattn_triton``
+the Triton ones under the same schemas. Functions of this module take the backend first, then the schema's arguments.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from fastattn import dispatch, flops, native, vmap  # noqa: F401  (native loads the schemas)
+from fastattn.activations import ACTIVATIONS
+from fastattn.device import triton_is_interpreted
+from fastattn.dispatch import RecordedCall
+from fastattn.layout import empty_like_heads
+
+# Operator → the module of triton_kernels whose function of the same name launches it.
+_TRITON_LAUNCHERS = {
+    "attention_forward": "attention_forward",
+    "attention_backward": "attention_backward",
+    "attention_decode": "decode",
+    "int8_matmul": "int8_matmul",
+    "int8_matmul_grad_input": "int8_matmul",
+}
+_NAMESPACES = {"cuda": "fastattn", "triton": "fastattn_triton"}
+_libraries = {backend: torch.library.Library(namespace, "FRAGMENT") for backend, namespace in _NAMESPACES.items()}
+
+
+def _overload(backend: str, name: str) -> torch._ops.OpOverload:
+    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, _NAMESPACES[backend]), name).default
+    return overload
+
+
+def _triton_launcher(name: str) -> Callable[..., Any]:
+    """Imports Triton at the first call only."""
+
+    def launch(*args: Any) -> Any:
+        module = importlib.import_module(f"fastattn.triton_kernels.{_TRITON_LAUNCHERS[name]}")
+        return getattr(module, name)(*args)
+
+    return launch
+
+
+for _name in _TRITON_LAUNCHERS:
+    _schema = str(_overload("cuda", _name)._schema)
+    _libraries["triton"].define(_schema.removeprefix("fastattn::"), tags=(torch.Tag.pt2_compliant_tag,))
+    _libraries["triton"].impl(_name, _triton_launcher(_name), "CUDA")
+    if triton_is_interpreted():
+        _libraries["triton"].impl(_name, _triton_launcher(_name), "CPU")
+
+
+def _refuse_gradients(backend: str, name: str) -> None:
+    """A raw op called on tensors that need gradients raises: only the functions of this module differentiate."""
+    overload = _overload(backend, name)
+
+    def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = itertools.chain(args, kwargs.values())
+        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+            raise RuntimeError(
+                f"{overload}: the raw operator has no gradient, and an argument requires one; call the public "
+                "function of fastattn, or call the operator under torch.no_grad()"
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+    _libraries[backend].impl(name, autograd_kernel, "Autograd", with_keyset=True)
+
+
+def _call(backend: str, name: str, *args: Any) -> Any:
+    overload = _overloads[backend, name]
+    if torch.compiler.is_compiling():
+        return overload(*args)
+    with torch._C._AutoDispatchBelowAutograd():  # spares the Python kernel of _refuse_gradients
+        return overload(*args)
+
+
+# --- shape functions -----------------------------------------------------------------------------------------------
+
+
+def _fake_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    seed: Any,
+    cu_seqlens_q: Any,
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
+    if cu_seqlens_q is not None:
+        total, heads, _ = query.shape
+        return query.new_empty(total, heads, value.shape[-1]), query.new_empty(heads, total, dtype=torch.float32)
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    return empty_like_heads(query, value.shape[-1]), lse
+
+
+def _fake_attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, ...]:
+    cu_seqlens_q, bias_grad = options[1], options[-1]
+    if cu_seqlens_q is not None:
+        grads = tuple(t.new_empty(t.shape) for t in (query, key, value))
+    else:
+        grads = tuple(empty_like_heads(t, t.shape[-1]) for t in (query, key, value))
+    grad_bias = query.new_empty(bias.shape if bias_grad and bias is not None else (0,), dtype=torch.float32)
+    grad_sinks = query.new_empty((0,) if sinks is None else sinks.shape, dtype=torch.float32)
+    return *grads, grad_bias, grad_sinks
+
+
+def _fake_attention_decode(query: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    return empty_like_heads(query, v_cache.shape[-1]), lse
+
+
+def _fake_int8_matmul(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _fake_int8_matmul_grad_input(grad_out: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    return grad_out.new_empty((*grad_out.shape[:-1], weight.shape[1]))
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
+    "attention_forward": _fake_attention_forward,
+    "attention_backward": _fake_attention_backward,
+    "attention_decode": _fake_attention_decode,
+    "int8_matmul": _fake_int8_matmul,
+    "int8_matmul_grad_input": _fake_int8_matmul_grad_input,
+}
+_FLOPS: dict[str, Callable[..., int]] = {
+    "attention_forward": flops.forward_flops,
+    "attention_backward": flops.backward_flops,
+    "attention_decode": flops.decode_flops,
+    "int8_matmul": flops.matmul_flops,
+    "int8_matmul_grad_input": flops.matmul_flops,
+}
+_VMAPS: dict[str, Callable[..., Any]] = {
+    "attention_forward": vmap.attention_forward_rule,
+    "attention_backward": vmap.attention_backward_rule,
+    "int8_matmul": vmap.matmul_rule,
+    "int8_matmul_grad_input": vmap.matmul_rule,
+}
+_overloads: dict[tuple[str, str], torch._ops.OpOverload] = {}
+for _backend, _name in itertools.product(_NAMESPACES, _TRITON_LAUNCHERS):
+    _overloads[_backend, _name] = _overload(_backend, _name)
+    _qualified = f"{_NAMESPACES[_backend]}::{_name}"
+    torch.library.register_fake(_qualified, _FAKES[_name], lib=_libraries[_backend])
+    _refuse_gradients(_backend, _name)
+    register_flop_formula(getattr(getattr(torch.ops, _NAMESPACES[_backend]), _name))(_FLOPS[_name])
+    if _name in _VMAPS:
+        _rule = _VMAPS[_name](_overloads[_backend, _name])
+        torch.library.register_vmap(_qualified, _rule, lib=_libraries[_backend])
+
+
+# --- autograd ------------------------------------------------------------------------------------------------------
+
+
+class _Attention(torch.autograd.Function):
+    generate_vmap_rule = True  # forward and backward are one op each, and the ops have vmap rules
+
+    @staticmethod
+    def forward(backend: str, deterministic: bool, *args: Any) -> tuple[Tensor, Tensor]:
+        out, lse = _call(backend, "attention_forward", *args)
+        return out, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.backend, ctx.deterministic, *tensors = inputs[:11]
+        ctx.save_for_backward(*tensors, *output)
+        ctx.options = inputs[11:]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        query, key, value, bias, slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k, out, lse = ctx.saved_tensors
+        nothing = (None,) * 19
+        if grad_out is None and grad_lse is None:
+            return nothing
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        bias_grad = bias is not None and ctx.needs_input_grad[5]
+        if not torch.compiler.is_compiling():
+            dispatch.note(RecordedCall("attention backward", ctx.backend, "attention_backward"))
+        gradients = _call(
+            ctx.backend,
+            "attention_backward",
+            grad_out,
+            grad_lse,
+            query,
+            key,
+            value,
+            out,
+            lse,
+            bias,
+            slopes,
+            sinks,
+            seed,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            *ctx.options,
+            ctx.deterministic,
+            bias_grad,
+        )
+        grad_query, grad_key, grad_value, grad_bias, grad_sinks = gradients
+        grad_bias = grad_bias.to(bias.dtype) if bias_grad else None
+        grad_sinks = grad_sinks if sinks is not None else None
+        return (None, None, grad_query, grad_key, grad_value, grad_bias, None, grad_sinks, *nothing[8:])
+
+
+def attention(
+    backend: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    dropout_seed: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    top_left: bool,
+    softcap: float,
+    dropout_p: float,
+    *,
+    needs_grad: bool,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """Output and lse, differentiable in query, key, value, bias, sinks and through the lse."""
+    tensors = (query, key, value, bias, alibi_slopes, sinks, dropout_seed, cu_seqlens_q, cu_seqlens_k)
+    options = (max_seqlen_q, max_seqlen_k, scale, window_left, window_right, top_left, softcap, dropout_p)
+    if needs_grad:
+        result: tuple[Tensor, Tensor] = _Attention.apply(backend, deterministic, *tensors, *options)
+        return result
+    out, lse = _call(backend, "attention_forward", *tensors, *options)
+    return out, lse
+
+
+def attention_decode(backend: str, *args: Any) -> tuple[Tensor, Tensor]:
+    """Output and lse; appends to the caches in place. Not differentiable."""
+    out, lse = _call(backend, "attention_decode", *args)
+    return out, lse
+
+
+class _Int8Matmul(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(backend: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        y: Tensor = _call(backend, "int8_matmul", x, weight, scale, bias, None, "none")
+        return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.backend, _, weight, scale, bias = inputs
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(weight, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        weight, scale = ctx.saved_tensors
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[1]:
+            if not torch.compiler.is_compiling():
+                dispatch.note(RecordedCall("int8_matmul backward", ctx.backend, "int8_matmul_grad_input"))
+            grad_x = _call(ctx.backend, "int8_matmul_grad_input", grad_out, weight, scale)
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[4]:
+            rows = tuple(range(grad_out.dim() - 1))
+            grad_bias = grad_out.sum(rows, dtype=torch.float32).to(ctx.bias_dtype) if rows else grad_out
+        return None, grad_x, None, None, grad_bias
+
+
+def int8_matmul(
+    backend: str,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """``act(x @ dequantize(weight)^T + bias) + residual``, differentiable in x, bias and residual.
+
+    Where gradients are wanted, the activation and the residual are PyTorch's, over the kernel's product.
+    """
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, residual)):
+        product: Tensor = ACTIVATIONS[activation](_Int8Matmul.apply(backend, x, weight, scale, bias))
+        return product if residual is None else product + residual
+    y: Tensor = _call(backend, "int8_matmul", x, weight, scale, bias, residual, activation)
+    return y

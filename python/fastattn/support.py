@@ -1,0 +1,120 @@
+"""What each backend's kernels take: the lists that the dispatcher asks and that the README's table is made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+BACKENDS = ("cuda", "triton", "torch")
+KERNEL_BACKENDS = ("cuda", "triton")
+
+# Every option that a call can use and a kernel can lack. The words stand in the table and in the reasons.
+FEATURES: dict[str, dict[str, str]] = {
+    "attention": {
+        "gradients": "gradients (the backward pass)",
+        "causal": "a causal mask",
+        "gqa": "grouped-query attention (fewer KV heads than query heads)",
+        "value dim": "a value head dim that differs from the query's",
+        "varlen": "packed sequences (attention_varlen)",
+        "window": "a sliding window",
+        "softcap": "softcap",
+        "alibi": "ALiBi slopes",
+        "mask": "a bool mask",
+        "bias": "an additive bias",
+        "bias gradients": "the gradient of a bias",
+        "sinks": "attention sinks",
+        "dropout": "dropout",
+        "slope gradients": "the gradient of ALiBi slopes",
+    },
+    "decode": {
+        "gqa": "grouped-query attention (fewer KV heads than query heads)",
+        "value dim": "a value head dim that differs from the query's",
+        "causal": "a causal mask among the new queries",
+        "append": "appending new keys and values",
+        "rotary": "rotary embedding",
+        "paged": "a paged cache",
+        "int8 cache": "an int8 cache",
+        "window": "a sliding window",
+        "softcap": "softcap",
+        "alibi": "ALiBi slopes",
+        "sinks": "attention sinks",
+    },
+    "int8_matmul": {
+        "gradients": "gradients (of the input, bias and residual)",
+        "group scales": "scales per group along K",
+        "bias": "a bias",
+        "activation": "a fused activation",
+        "residual": "a fused residual",
+        "int8 activations": "int8 activations",
+    },
+}
+
+# What the table's rows call the operations.
+FUNCTIONS = {
+    "attention": "`scaled_dot_product_attention`, `attention`, `attention_varlen`",
+    "decode": "`attention_with_kv_cache`",
+    "int8_matmul": "`int8_linear`",
+}
+
+
+@dataclass(frozen=True)
+class Support:
+    """What the kernels of one backend take for one operation. Head dims are None where the operation has none."""
+
+    features: frozenset[str]
+    head_dims: tuple[int, ...] | range | None
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+    min_arch: int = 80
+
+    def takes_head_dim(self, dim: int) -> bool:
+        """In comparisons that torch.compile can guard on."""
+        if self.head_dims is None:
+            return True
+        if isinstance(self.head_dims, range):
+            return self.head_dims.start <= dim < self.head_dims.stop and dim % self.head_dims.step == 0
+        return any(dim == taken for taken in self.head_dims)
+
+    def head_dims_text(self) -> str:
+        """``64, 128`` or ``multiples of 8 from 16 to 256``."""
+        if self.head_dims is None:
+            return "any"
+        if isinstance(self.head_dims, range):
+            return f"multiples of {self.head_dims.step} from {self.head_dims[0]} to {self.head_dims[-1]}"
+        return ", ".join(str(dim) for dim in self.head_dims)
+
+    def dtypes_text(self) -> str:
+        return ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+
+
+def _all_features_but(op: str, *missing: str) -> frozenset[str]:
+    return frozenset(FEATURES[op]) - frozenset(missing)
+
+
+SUPPORT: dict[str, dict[str, Support]] = {
+    "attention": {
+        "cuda": Support(frozenset({"causal", "gqa"}), head_dims=(64, 128)),
+        "triton": Support(_all_features_but("attention", "slope gradients"), head_dims=range(16, 257, 8)),
+    },
+    "decode": {
+        "triton": Support(_all_features_but("decode"), head_dims=range(16, 257, 8)),
+    },
+    "int8_matmul": {
+        "triton": Support(_all_features_but("int8_matmul", "int8 activations"), head_dims=None),
+    },
+}
+
+
+def support_table() -> str:
+    """The support table of the README, in Markdown."""
+    lines = ["| | CUDA C++ | Triton | PyTorch |", "|---|---|---|---|"]
+    for op, features in FEATURES.items():
+        kernels = [SUPPORT[op].get(backend) for backend in KERNEL_BACKENDS]
+        lines.append(f"| **{FUNCTIONS[op]}** | | | |")
+        lines.append("| dtypes | " + " | ".join(s.dtypes_text() if s else "–" for s in kernels) + " | all floating |")
+        if any(s and s.head_dims is not None for s in kernels):
+            lines.append("| head dims | " + " | ".join(s.head_dims_text() if s else "–" for s in kernels) + " | any |")
+        for feature, words in features.items():
+            cells = ["yes" if s and feature in s.features else "–" for s in kernels]
+            lines.append(f"| {words} | {' | '.join(cells)} | yes |")
+    return "\n".join(lines)

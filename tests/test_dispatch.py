@@ -1,0 +1,228 @@
+"""Choosing a backend: explain, record, use_backend, sdpa_kernel, detours; and the patch that installs the drop-in."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastattn
+from fastattn import dispatch
+from fastattn.device import DeviceFacts
+from fastattn.dispatch import Call, Choice
+from fastattn.support import FEATURES, SUPPORT, support_table
+
+H200 = DeviceFacts(arch=90, num_sms=132, shared_memory_bytes=227 * 1024)
+TURING = DeviceFacts(arch=75, num_sms=68, shared_memory_bytes=64 * 1024)
+GPU = torch.device("cuda", 0)
+
+
+def call(**changes: object) -> Call:
+    usual = Call("attention", GPU, torch.bfloat16, 128, 128, frozenset({"causal"}), (1, 8, 8, 512, 512))
+    return usual._replace(**changes)
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dispatcher believes in an H200 and in a library with kernels for it."""
+    monkeypatch.setattr(dispatch, "facts", lambda device: H200 if device.type == "cuda" else None)
+    monkeypatch.setitem(dispatch.native.BUILD, "archs", ["80", "90a"])
+    monkeypatch.setattr(dispatch, "_choices", {})
+    monkeypatch.setattr(dispatch, "_warned", set())
+
+
+@pytest.mark.usefixtures("h200")
+class TestChoice:
+    def test_native_comes_first_where_it_can(self) -> None:
+        choice = dispatch.choose(call())
+        assert choice.backend == "cuda"
+        assert "128" in choice.kernel and "bfloat16" in choice.kernel
+        assert set(choice.rejected) == {"triton", "torch"}
+
+    @pytest.mark.parametrize("feature", sorted(SUPPORT["attention"]["triton"].features))
+    def test_every_feature_finds_a_kernel(self, feature: str) -> None:
+        choice = dispatch.choose(call(features=frozenset({feature})))
+        native = feature in SUPPORT["attention"]["cuda"].features
+        assert choice.backend == ("cuda" if native else "triton")
+        if not native:
+            assert FEATURES["attention"][feature] in choice.rejected["cuda"]
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"dtype": torch.float32}, "float32"),
+            ({"head_dim": 20, "value_dim": 20}, "20"),
+            ({"head_dim": 264}, "264"),
+            ({"features": frozenset({"slope gradients"})}, "gradient of ALiBi slopes"),
+            ({"only_torch": "an argument is a DTensor."}, "DTensor"),
+        ],
+    )
+    def test_detour_says_why_and_warns_once(self, changes: dict[str, object], words: str) -> None:
+        with pytest.warns(RuntimeWarning, match=words):
+            choice = dispatch.choose(call(**changes))
+        assert choice.backend == "torch"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            dispatch.choose(call(**changes))
+
+    def test_detour_can_be_an_error_or_silent(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("FASTATTN_FALLBACK", "error")
+        with pytest.raises(fastattn.InputError, match="FASTATTN_FALLBACK=error.*float32"):
+            dispatch.choose(call(dtype=torch.float32))
+        monkeypatch.setenv("FASTATTN_FALLBACK", "silent")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            dispatch.choose(call(dtype=torch.float32))
+        monkeypatch.setenv("FASTATTN_FALLBACK", "loud")
+        with pytest.raises(fastattn.InputError, match="FASTATTN_FALLBACK: expected one of 'silent', 'warn', 'error'"):
+            dispatch.choose(call(dtype=torch.float32))
+
+    def test_forcing_a_backend(self) -> None:
+        for backend in ("cuda", "triton", "torch"):
+            with fastattn.use_backend(backend):
+                assert dispatch.choose(call()).backend == backend
+        with pytest.raises(fastattn.InputError, match=r'use_backend\("cuda"\) cannot run this call: .*softcap'):
+            with fastattn.use_backend("cuda"):
+                dispatch.choose(call(features=frozenset({"softcap"})))
+        with pytest.raises(
+            fastattn.InputError, match="backend: expected one of 'cuda', 'triton', 'torch', got 'metal'"
+        ):
+            with fastattn.use_backend("metal"):
+                pass
+
+    def test_forcing_is_for_this_thread(self) -> None:
+        seen: list[str] = []
+        with fastattn.use_backend("torch"):
+            thread = threading.Thread(target=lambda: seen.append(dispatch.choose(call()).backend))
+            thread.start()
+            thread.join()
+            assert dispatch.choose(call()).backend == "torch"
+        assert seen == ["cuda"]
+
+    def test_sdpa_kernel_means_torch_and_is_no_detour(self) -> None:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            choice = dispatch.choose(call())
+        assert choice.backend == "torch" and "sdpa_kernel" in choice.rejected["cuda"]
+
+    def test_old_gpus_are_told_what_is_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dispatch, "facts", lambda device: TURING)
+        with pytest.warns(RuntimeWarning, match=r"compute capability 7\.5.*needs 8\.0"):
+            assert dispatch.choose(call()).backend == "torch"
+
+    def test_library_without_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(dispatch.native.BUILD, "archs", [])
+            choice = dispatch.choose(call())
+        assert choice.backend == "triton" and "python -m fastattn" in choice.rejected["cuda"]
+    
+
+def test_explain_runs_nothing_and_prints_well() -> None:
+    query = torch.randn(1, 2, 4, 16)
+    with fastattn.record() as calls:
+        explanation = fastattn.explain(fastattn.attention, query, query, query, causal=True)
+    assert calls == []
+    assert explanation.backend == "torch" and set(explanation.rejected) == {"cuda", "triton"}
+    assert "not cuda: " in str(explanation) and "NVIDIA GPU" in str(explanation)
+
+
+def test_explain_names_tensors_that_are_copied() -> None:
+    query = torch.randn(1, 2, 4, 16)
+    crooked = torch.randn(1, 2, 16, 4).transpose(2, 3)
+    with fastattn.use_backend("triton"):
+        explanation = fastattn.explain(fastattn.attention, query, crooked, query)
+    assert explanation.copied == {"key": "its last dimension is not contiguous"}
+    assert "copied first: key" in str(explanation) and explanation.tile is not None
+
+
+def test_explain_refuses_what_never_reaches_fastattn() -> None:
+    with pytest.raises(TypeError, match="function: expected one that calls fastattn"):
+        fastattn.explain(torch.add, torch.ones(1), torch.ones(1))
+
+
+def test_explain_raises_what_the_call_raises() -> None:
+    with pytest.raises(fastattn.InputError, match="key"):
+        fastattn.explain(
+            fastattn.attention, torch.randn(1, 2, 4, 16), torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 16)
+        )
+
+
+def test_record_lists_forward_and_backward_and_nests() -> None:
+    query = torch.randn(1, 1, 4, 16, requires_grad=True)
+    with fastattn.use_backend("triton"), fastattn.record() as outer:
+        with fastattn.record() as inner:
+            out = fastattn.attention(query, query, query)
+        out.sum().backward()
+    assert [entry.op for entry in inner] == ["attention"]
+    assert [(entry.op, entry.backend) for entry in outer] == [("attention", "triton"), ("attention backward", "triton")]
+
+
+def test_choices_are_immutable() -> None:
+    with pytest.raises(AttributeError):
+        Choice("torch", "PyTorch").backend = "cuda"  # type: ignore[misc]
+
+
+def test_support_table_covers_every_feature_and_stands_in_the_readme() -> None:
+    table = support_table()
+    for features in FEATURES.values():
+        assert all(words in table for words in features.values())
+    readme = (__import__("pathlib").Path(__file__).parents[1] / "README.md").read_text()
+    assert table in readme, "README.md: paste the output of `python -m fastattn --support-table`"
+
+
+class TestPatch:
+    def test_importing_replaces_nothing_and_the_block_does(self) -> None:
+        assert F.scaled_dot_product_attention is not fastattn.scaled_dot_product_attention
+        with fastattn.patch_sdpa():
+            assert F.scaled_dot_product_attention is fastattn.scaled_dot_product_attention
+        assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+
+    def test_nests_and_survives_exceptions(self) -> None:
+        with pytest.raises(KeyError):
+            with fastattn.patch_sdpa():
+                with fastattn.patch_sdpa():
+                    pass
+                assert F.scaled_dot_product_attention is fastattn.scaled_dot_product_attention
+                raise KeyError
+        assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+
+    def test_install_counts(self) -> None:
+        fastattn.install()
+        fastattn.install()
+        fastattn.uninstall()
+        assert F.scaled_dot_product_attention is fastattn.scaled_dot_product_attention
+        fastattn.uninstall()
+        assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+        with pytest.raises(RuntimeError, match="uninstall"):
+            fastattn.uninstall()
+
+    def test_many_threads_leave_it_as_it_was(self) -> None:
+        start = threading.Barrier(8)
+
+        def work() -> None:
+            start.wait()
+            for _ in range(200):
+                with fastattn.patch_sdpa():
+                    assert F.scaled_dot_product_attention is fastattn.scaled_dot_product_attention
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+        assert torch.backends.mha.get_fastpath_enabled()
+
+    @pytest.mark.parametrize("need_weights", [False, True])
+    def test_multihead_attention_comes_here_when_it_needs_no_weights(self, need_weights: bool) -> None:
+        torch.manual_seed(0)
+        layer = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval()
+        x = torch.randn(2, 5, 16)
+        with torch.no_grad():
+            expected = layer(x, x, x, need_weights=need_weights)[0]
+            with fastattn.patch_sdpa(), fastattn.record() as calls:
+                actual = layer(x, x, x, need_weights=need_weights)[0]
+        assert bool(calls) is not need_weights
+        torch.testing.assert_close(actual, expected)

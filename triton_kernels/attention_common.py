@@ -1,0 +1,257 @@
+"""What the attention kernels share: which keys a row sees, what a score is, which probabilities dropout keeps.
+
+Index tensors come already shaped: ``row`` and ``column`` broadcast against each other to the tile, so that the same
+function serves S = Q K^T ``[BLOCK_M, BLOCK_N]`` and its transpose.
+
+Scores have one of two units, chosen by the constexpr ``BIAS``: base-2 logarithms, into which the scale folds log2(e); or
+natural ones where an additive bias comes in, because finfo.min * log2(e) would overflow to -inf and turn a number into
+a mask.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastattn.layout import readable
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+INF = tl.constexpr(float("inf"))
+
+# Values of the constexpr BIAS.
+NO_BIAS, BOOL_BIAS, ADDITIVE_BIAS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def sequence_range(cu_seqlens, batch, total, max_seqlen):
+    """First row and length of sequence ``batch``; what lies out of range in ``cu_seqlens`` is clamped, never read."""
+    if cu_seqlens is None:
+        begin = 0
+        length = max_seqlen
+    else:
+        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + batch), 0), total)
+        end = tl.minimum(tl.maximum(tl.load(cu_seqlens + batch + 1), begin), total)
+        length = tl.minimum(end - begin, max_seqlen)
+    return begin, length
+
+
+@triton.jit
+def load_rows(base, first_row, num_rows, stride, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows ``first_row`` … ``first_row + BLOCK - 1``, ``[BLOCK, WIDTH]``; zero from ``num_rows`` rows and ``DIM`` on.
+
+    The launchers guarantee 16-byte aligned rows; without the hints, a row length like 72 would mean 2-byte loads.
+    """
+    VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
+    row = tl.arange(0, BLOCK)
+    column = tl.arange(0, WIDTH)
+    tile = base + tl.multiple_of(tl.cast(first_row, tl.int64) * stride, VECTOR)
+    pointers = tile + (tl.multiple_of(row.to(tl.int64) * stride, VECTOR)[:, None] + column[None, :])
+    mask = (row < num_rows - first_row)[:, None]
+    if DIM != WIDTH:
+        mask = mask & (column < DIM)[None, :]
+    return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_full_rows(base, first_row, stride, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """`load_rows` where all rows exist."""
+    VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
+    row = tl.arange(0, BLOCK)
+    column = tl.arange(0, WIDTH)
+    tile = base + tl.multiple_of(tl.cast(first_row, tl.int64) * stride, VECTOR)
+    pointers = tile + (tl.multiple_of(row.to(tl.int64) * stride, VECTOR)[:, None] + column[None, :])
+    if DIM != WIDTH:
+        return tl.load(pointers, mask=(column < DIM)[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def store_rows(base, values, first_row, num_rows, stride, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Inverse of `load_rows`, rounding to the dtype of ``base``."""
+    VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
+    row = tl.arange(0, BLOCK)
+    column = tl.arange(0, WIDTH)
+    tile = base + tl.multiple_of(tl.cast(first_row, tl.int64) * stride, VECTOR)
+    pointers = tile + (tl.multiple_of(row.to(tl.int64) * stride, VECTOR)[:, None] + column[None, :])
+    mask = (row < num_rows - first_row)[:, None] & (column < DIM)[None, :]
+    tl.store(pointers, values.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def tile_range(
+    first, last, shift, window_left, window_right, length, BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
+):
+    """Which tiles of ``BLOCK`` columns the rows ``first`` … ``last`` see: ``begin <= full_begin <= full_end <= end``.
+
+    Row i sees column j if i + shift - window_left <= j <= i + shift + window_right, and 0 <= j < length. Tiles from
+    ``begin`` to ``end`` are seen by some row, those from ``full_begin`` to ``full_end`` wholly by every row. The same
+    condition read backwards (shift negated, sides swapped) says which rows see a column.
+    """
+    seen_begin = 0
+    seen_end = length
+    full_first = 0
+    full_stop = length
+    if LEFT:
+        seen_begin = tl.maximum(first + shift - window_left, 0)
+        full_first = tl.maximum(last + shift - window_left, 0)
+    if RIGHT:
+        seen_end = tl.maximum(tl.minimum(last + shift + window_right + 1, length), 0)
+        full_stop = tl.maximum(tl.minimum(first + shift + window_right + 1, length), 0)
+    end = (seen_end + BLOCK - 1) // BLOCK
+    begin = tl.minimum(seen_begin // BLOCK, end)
+    full_begin = tl.minimum(tl.maximum((full_first + BLOCK - 1) // BLOCK, begin), end)
+    full_end = tl.minimum(tl.maximum(full_stop // BLOCK, full_begin), end)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def visible_keys(row, column, offset, seqlen_k, window_left, window_right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """True where the query row, standing at ``row + offset``, sees the key column. Shape of the tile or of ``column``."""
+    visible = column < seqlen_k
+    if LEFT:
+        visible = visible & (column >= row + offset - window_left)
+    if RIGHT:
+        visible = visible & (column <= row + offset + window_right)
+    return visible
+
+
+@triton.jit
+def tanh(x):
+    """Absolute error about 1e-7; through exp2, which the interpreter has too and which saturates to +-1 by itself."""
+    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
+
+
+@triton.jit
+def apply_bias(
+    scores, visible, row, column, bias_base, stride_bias_m, stride_bias_n, seqlen_q, seqlen_k, BIAS: tl.constexpr
+):  # fmt: skip
+    """Scores plus the additive bias, and visible without what the mask or a bias of -inf hides."""
+    inside = (row < seqlen_q) & (column < seqlen_k)
+    pointers = bias_base + (row.to(tl.int64) * stride_bias_m + column.to(tl.int64) * stride_bias_n)
+    bias = tl.load(pointers, mask=inside, other=0)
+    if BIAS == BOOL_BIAS:
+        return scores, visible & (bias != 0)
+    else:
+        bias = bias.to(tl.float32)
+        return scores + bias, visible & (bias != -INF)
+
+
+@triton.jit
+def attention_scores(
+    products, row, column, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
+    window_left, window_right, scale, softcap,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Scores of one tile of q.k, and what else the gradient needs.
+
+    scale → softcap → bias or ALiBi → mask. Returns (scores in the unit of BIAS, -inf where masked; which are visible,
+    all true unless MASKED; d score / d (scale * q.k), 1 unless SOFTCAP). A bias needs MASKED.
+    """
+    UNIT: tl.constexpr = LOG2_E if BIAS != ADDITIVE_BIAS else 1.0  # one nat in the unit of the scores
+    if SOFTCAP:
+        ratio = tanh(products * (scale / softcap))
+        scores = ratio * (softcap * UNIT)
+        slope_of_cap = 1.0 - ratio * ratio
+    else:
+        scores = products * (scale * UNIT)
+        slope_of_cap = 1.0
+    if ALIBI:
+        distance = tl.abs(row + (seqlen_k - seqlen_q) - column)
+        scores -= (slope * UNIT) * distance.to(tl.float32)
+    visible = True
+    if MASKED:
+        visible = visible_keys(row, column, offset, seqlen_k, window_left, window_right, LEFT, RIGHT)
+        if BIAS != NO_BIAS:
+            scores, visible = apply_bias(
+                scores, visible, row, column, bias_base, stride_bias_m, stride_bias_n, seqlen_q, seqlen_k, BIAS
+            )
+        scores = tl.where(visible, scores, -INF)
+    return scores, visible, slope_of_cap
+
+
+@triton.jit
+def dropout_keep(seed, threshold, batch_head, first_row, first_column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which probabilities of the tile dropout keeps, ``[BLOCK_M, BLOCK_N]`` bool; ``first_column % 4 == 0``.
+
+    Philox 4x32-10 (Salmon et al., SC 2011): key = seed, counter = (column // 4, row, batch * Hq + head, 0), word =
+    column % 4; dropped below ``threshold``. One call gives the words of four columns.
+    """
+    row = first_row + tl.arange(0, BLOCK_M)[:, None]
+    column_block = first_column // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
+    zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
+    w0, w1, w2, w3 = tl.philox(seed, zero + column_block, zero + row, zero + batch_head, zero)
+    limit = threshold.to(tl.uint32, bitcast=True)
+    # Interleaved as bytes, not as words: the change of layout goes through shared memory.
+    even = tl.interleave((w0 >= limit).to(tl.int8), (w2 >= limit).to(tl.int8))
+    odd = tl.interleave((w1 >= limit).to(tl.int8), (w3 >= limit).to(tl.int8))
+    return tl.interleave(even, odd) != 0
+
+
+@triton.jit
+def is_finite(x):
+    """NaN compares false."""
+    return tl.abs(x.to(tl.float32)) < INF
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Host side
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def strides_bhm(tensor: Tensor) -> tuple[int, int, int]:
+    """Batch, head and row strides of ``[B, H, S, D]``, or of a packed ``[total, H, D]`` (no batch stride)."""
+    if tensor.dim() == 3:
+        return 0, tensor.stride(1), tensor.stride(0)
+    return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+
+
+def row_strides(rows: Tensor) -> tuple[int, int]:
+    """Batch and head strides of a per-row quantity: lse ``[B, H, S]``, or packed ``[H, total]`` (no batch stride)."""
+    return (0, rows.stride(0)) if rows.dim() == 2 else (rows.stride(0), rows.stride(1))
+
+
+def broadcast_strides(tensor: Tensor | None) -> tuple[int, ...]:
+    """Strides of a 4-D bias, 0 where its size is 1 so that every index reads the one element."""
+    if tensor is None:
+        return 0, 0, 0, 0
+    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def bias_argument(bias: Tensor | None) -> tuple[Tensor | None, int]:
+    """The bias as kernels read it (a bool mask as bytes), and the constexpr BIAS."""
+    if bias is None:
+        return None, NO_BIAS.value
+    if bias.dtype == torch.bool:
+        return bias.view(torch.uint8), BOOL_BIAS.value
+    return bias, ADDITIVE_BIAS.value
+
+
+def slope_argument(alibi_slopes: Tensor | None) -> tuple[Tensor | None, int]:
+    """Contiguous ALiBi slopes ``[B | 1, Hq]`` and their batch stride."""
+    if alibi_slopes is None:
+        return None, 0
+    return alibi_slopes.contiguous(), alibi_slopes.shape[1] if alibi_slopes.shape[0] > 1 else 0
+
+
+def window_arguments(window_left: int, window_right: int, max_seqlen_q: int, max_seqlen_k: int) -> tuple[int, ...]:
+    """(left, right, LEFT, RIGHT): a side reaching past every key is unbounded, so that sums of positions fit 32 bits."""
+    reach = max_seqlen_q + max_seqlen_k
+    left, right = 0 <= window_left < reach, 0 <= window_right < reach
+    return window_left if left else 0, window_right if right else 0, left, right
+
+
+def dropout_arguments(dropout_p: float) -> tuple[int, float]:
+    """(threshold as the signed number with the same 32 bits, factor of the kept): p = 1 keeps nothing, by factor 0."""
+    threshold = min(int(dropout_p * 2**32), 2**32 - 1)
+    signed = threshold - 2**32 if threshold >= 2**31 else threshold
+    return signed, 1.0 / (1.0 - dropout_p) if dropout_p < 1 else 0.0
+
+
+def readable_all(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Copies of those that a kernel cannot read where they lie (last dim not contiguous, not 16-byte aligned)."""
+    return tuple(readable(tensor) for tensor in tensors)

@@ -1,0 +1,329 @@
+"""Attention forward: O = softmax(mask(bias + softcap(scale * Q K^T))) V and the log-sum-exp of its rows, tile by tile.
+
+One CTA owns BLOCK_M query rows of one head and walks over the key tiles that these rows see:
+
+    S = Q K^T                     [BLOCK_M, BLOCK_N]
+    m' = max(m, rowmax(S))        running maximum
+    P = exp(S - m')
+    l = l exp(m - m') + rowsum(P) running denominator
+    O = O exp(m - m') + dropout(P) V
+    O / l, lse = m + log(l)
+
+Key tiles that no row sees are skipped; those that every row sees wholly go through a loop without masks.
+Source: Dao, "FlashAttention-2", 2023, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastattn.device import facts
+from fastattn.layout import empty_like_heads
+from fastattn.triton_kernels.attention_common import (
+    ADDITIVE_BIAS,
+    INF,
+    LN_2,
+    LOG2_E,
+    NO_BIAS,
+    apply_bias,
+    attention_scores,
+    bias_argument,
+    broadcast_strides,
+    dropout_arguments,
+    dropout_keep,
+    is_finite,
+    load_full_rows,
+    load_rows,
+    readable_all,
+    row_strides,
+    sequence_range,
+    slope_argument,
+    store_rows,
+    strides_bhm,
+    tile_range,
+    visible_keys,
+    window_arguments,
+)
+from fastattn.triton_kernels.tiles import attention_forward_tile, padded_head_dim
+
+
+@triton.jit
+def _attend_tile(
+    out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kn, stride_vn, first_row, first_key, batch_head,
+    slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right,
+    scale, softcap, seed, dropout_threshold,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax over the keys ``first_key`` … ``first_key + BLOCK_N - 1``."""
+    UNIT: tl.constexpr = LOG2_E if BIAS != ADDITIVE_BIAS else 1.0
+    EXP2_FACTOR: tl.constexpr = 1.0 if BIAS != ADDITIVE_BIAS else LOG2_E
+    if MASKED:
+        k = load_rows(k_base, first_key, seqlen_k, stride_kn, BLOCK_N, HEAD_DIM, WIDTH_QK)
+    else:
+        k = load_full_rows(k_base, first_key, stride_kn, BLOCK_N, HEAD_DIM, WIDTH_QK)
+    products = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
+
+    if MASKED or SOFTCAP or ALIBI:
+        row = first_row + tl.arange(0, BLOCK_M)[:, None]
+        column = first_key + tl.arange(0, BLOCK_N)[None, :]
+        scores, visible, _ = attention_scores(
+            products, row, column, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
+            window_left, window_right, scale, softcap, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, MASKED,
+        )  # fmt: skip
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        shift = tl.where(new_max == -INF, 0.0, new_max)  # a row that has seen nothing yet: exp(-inf - 0), not exp(NaN)
+        p = tl.exp2((scores - shift[:, None]) * EXP2_FACTOR)
+    else:
+        # scale >= 0 here, so that the maximum commutes with it, and scale and shift are one FMA.
+        new_max = tl.maximum(row_max, tl.max(products, 1) * (scale * UNIT))
+        shift = new_max
+        p = tl.exp2(products * (scale * UNIT) - shift[:, None])
+
+    rescale = tl.exp2((row_max - shift) * EXP2_FACTOR)
+    row_sum = row_sum * rescale + tl.sum(p, 1)
+    out = out * rescale[:, None]
+    if DROPOUT:
+        keep = dropout_keep(seed, dropout_threshold, batch_head, first_row, first_key, BLOCK_M, BLOCK_N)
+        p = tl.where(keep, p, 0.0)
+
+    if MASKED:
+        v = load_rows(v_base, first_key, seqlen_k, stride_vn, BLOCK_N, VALUE_DIM, WIDTH_V)
+        # 0 * NaN is NaN: what a row does not see must not reach it through a probability of zero.
+        finite = is_finite(v)
+        spoiled = tl.maximum(spoiled, tl.max(1 - finite.to(tl.int32), 1))
+        v = tl.where(finite, v, 0.0)
+    else:
+        v = load_full_rows(v_base, first_key, stride_vn, BLOCK_N, VALUE_DIM, WIDTH_V)
+    out = tl.dot(p.to(v.dtype), v, out, input_precision="ieee")
+    return out, new_max, row_sum, spoiled
+
+
+@triton.jit
+def _spoil_tile(
+    out, v_base, stride_vn, first_row, first_key, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
+    window_left, window_right, VALUE_DIM: tl.constexpr, WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Put back what `_attend_tile` left out of a masked tile: NaN where a row sees a value that is not finite."""
+    v = load_rows(v_base, first_key, seqlen_k, stride_vn, BLOCK_N, VALUE_DIM, WIDTH_V)
+    row = first_row + tl.arange(0, BLOCK_M)[:, None]
+    column = first_key + tl.arange(0, BLOCK_N)[None, :]
+    visible = visible_keys(row, column, offset, seqlen_k, window_left, window_right, LEFT, RIGHT) & (row < seqlen_q)
+    if BIAS != NO_BIAS:
+        _, visible = apply_bias(0.0, visible, row, column, bias_base, stride_bias_m, stride_bias_n, seqlen_q, seqlen_k, BIAS)
+    count = tl.dot(visible.to(v.dtype), (1 - is_finite(v).to(tl.int32)).to(v.dtype), input_precision="ieee")
+    return tl.where(count > 0, float("nan"), out)
+
+
+@triton.jit(do_not_specialize=["max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right"])
+def attention_forward_kernel(
+    query, key, value, output, lse, bias, alibi_slopes, sinks, dropout_seed, cu_seqlens_q, cu_seqlens_k,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_om, stride_lb, stride_lh,
+    stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_b,
+    num_heads, group_size, max_seqlen_q, max_seqlen_k, total_q, total_k,
+    scale, window_left, window_right, softcap, dropout_threshold, dropout_factor,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """Grid: (query tiles * B * Hq), the tiles of one head side by side so that they share its keys in L2."""
+    UNIT: tl.constexpr = LOG2_E if BIAS != ADDITIVE_BIAS else 1.0
+    NATURAL: tl.constexpr = LN_2 if BIAS != ADDITIVE_BIAS else 1.0  # one unit of a score in nats
+
+    # Which rows of which head of which sequence; the last rows first, because under a causal mask they take longest.
+    num_m_tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
+    first_row = (num_m_tiles - 1 - tl.program_id(0) % num_m_tiles) * BLOCK_M
+    batch_head = tl.program_id(0) // num_m_tiles
+    batch = (batch_head // num_heads).to(tl.int64)
+    head = (batch_head % num_heads).to(tl.int64)
+    kv_head = head // group_size
+    begin_q, seqlen_q = sequence_range(cu_seqlens_q, batch, total_q, max_seqlen_q)
+    begin_k, seqlen_k = sequence_range(cu_seqlens_k, batch, total_k, max_seqlen_k)
+    if first_row >= seqlen_q:
+        return
+    last_row = tl.minimum(first_row + BLOCK_M, seqlen_q) - 1
+    offset = 0 if TOP_LEFT else seqlen_k - seqlen_q
+
+    k_base = key + batch * stride_kb + kv_head * stride_kh + tl.cast(begin_k, tl.int64) * stride_kn
+    v_base = value + batch * stride_vb + kv_head * stride_vh + tl.cast(begin_k, tl.int64) * stride_vn
+    q_base = query + batch * stride_qb + head * stride_qh + tl.cast(begin_q, tl.int64) * stride_qm
+    q = load_rows(q_base, first_row, seqlen_q, stride_qm, BLOCK_M, HEAD_DIM, WIDTH_QK)
+    q = tl.where(scale < 0, -q, q)  # a scale that is not negative lets the loop take the maximum before scaling
+    scale = tl.abs(scale)
+
+    bias_base = bias
+    slope = 0.0
+    seed = 0
+    if BIAS != NO_BIAS:
+        bias_base = bias + batch * stride_bias_b + head * stride_bias_h
+    if ALIBI:
+        slope = tl.load(alibi_slopes + batch * stride_slope_b + head)
+    if DROPOUT:
+        seed = tl.load(dropout_seed)
+    row_max = tl.full([BLOCK_M], -INF, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:  # a key that every row has seen already, and that has no value
+        sink = tl.load(sinks + head) * UNIT
+        row_max = tl.zeros([BLOCK_M], tl.float32) + sink
+        row_sum += tl.where(sink == -INF, 0.0, 1.0)
+    out = tl.zeros([BLOCK_M, WIDTH_V], tl.float32)
+
+    begin, full_begin, full_end, end = tile_range(
+        first_row, last_row, offset, window_left, window_right, seqlen_k, BLOCK_N, LEFT, RIGHT
+    )
+    if BIAS != NO_BIAS:
+        full_begin = end
+        full_end = end
+    spoiled = tl.zeros([BLOCK_N], tl.int32)  # whether a masked tile had values that are not finite
+    if BIAS == NO_BIAS:
+        for tile in range(full_begin, full_end):
+            out, row_max, row_sum, spoiled = _attend_tile(
+                out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kn, stride_vn, first_row, tile * BLOCK_N, batch_head,
+                slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right,
+                scale, softcap, seed, dropout_threshold, HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
+                BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=False,
+            )  # fmt: skip
+    num_masked = full_begin - begin + end - full_end  # on either side of the full ones
+    for step in range(num_masked):
+        tile = begin + step + tl.where(begin + step < full_begin, 0, full_end - full_begin)
+        out, row_max, row_sum, spoiled = _attend_tile(
+            out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kn, stride_vn, first_row, tile * BLOCK_N, batch_head,
+            slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right,
+            scale, softcap, seed, dropout_threshold, HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
+            BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,
+        )  # fmt: skip
+    if tl.max(spoiled, 0) > 0:
+        for step in range(num_masked):
+            tile = begin + step + tl.where(begin + step < full_begin, 0, full_end - full_begin)
+            out = _spoil_tile(
+                out, v_base, stride_vn, first_row, tile * BLOCK_N, bias_base, stride_bias_m, stride_bias_n, offset,
+                seqlen_q, seqlen_k, window_left, window_right, VALUE_DIM, WIDTH_V, BLOCK_M, BLOCK_N, LEFT, RIGHT, BIAS,
+            )  # fmt: skip
+
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row without keys: 0 / 1, and lse = -inf + log(1)
+    factor = 1.0 / row_sum
+    if DROPOUT:
+        factor *= dropout_factor
+    o_base = output + batch * stride_ob + head * stride_oh + tl.cast(begin_q, tl.int64) * stride_om
+    store_rows(o_base, out * factor[:, None], first_row, seqlen_q, stride_om, BLOCK_M, VALUE_DIM, WIDTH_V)
+    row = first_row + tl.arange(0, BLOCK_M)
+    lse_base = lse + batch * stride_lb + head * stride_lh + begin_q
+    tl.store(lse_base + row, row_max * NATURAL + tl.log(row_sum), mask=row < seqlen_q)
+
+
+def forward_constexprs(
+    arch: int,
+    head_dim: int,
+    value_dim: int,
+    *,
+    left: bool = False,
+    right: bool = False,
+    top_left: bool = False,
+    softcap: bool = False,
+    alibi: bool = False,
+    bias: int = NO_BIAS.value,
+    sinks: bool = False,
+    dropout: bool = False,
+) -> dict[str, Any]:
+    """Constexprs and launch options of `attention_forward_kernel`."""
+    tile = attention_forward_tile(arch, head_dim, value_dim, masked=bias != NO_BIAS.value)
+    return {
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
+        "WIDTH_QK": padded_head_dim(head_dim),
+        "WIDTH_V": padded_head_dim(value_dim),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "LEFT": left,
+        "RIGHT": right,
+        "TOP_LEFT": top_left,
+        "SOFTCAP": softcap,
+        "ALIBI": alibi,
+        "BIAS": bias,
+        "SINKS": sinks,
+        "DROPOUT": dropout,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "enable_fp_fusion": True,
+    }
+
+
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    dropout_seed: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    top_left: bool,
+    softcap: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """Launch `attention_forward_kernel`: the op ``attention_forward`` of csrc/bindings.cpp, arguments already checked.
+
+    Dense: query ``[B, Hq, Sq, D]``, key ``[B, Hkv, Sk, D]``, value ``[B, Hkv, Sk, Dv]``; packed: ``[total, H, D]`` with
+    int32 ``cu_seqlens [B + 1]``. bias ``[B|1, Hq|1, Sq|1, Sk|1]`` bool or floating; alibi_slopes fp32 ``[B|1, Hq]``;
+    sinks fp32 ``[Hq]``; a negative window is unbounded. Returns (out in query's dtype and order of dims, lse fp32 in
+    nats ``[B, Hq, Sq]`` or ``[Hq, total_q]``).
+    """
+    packed = cu_seqlens_q is not None
+    num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
+    if cu_seqlens_q is not None:
+        batch = cu_seqlens_q.numel() - 1
+        out = query.new_zeros(query.shape[0], num_heads, value_dim)  # rows of no sequence stay 0
+        lse = query.new_full((num_heads, query.shape[0]), -float("inf"), dtype=torch.float32)
+    else:
+        batch = query.shape[0]
+        out = empty_like_heads(query, value_dim)
+        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    query, key, value = readable_all(query, key, value)
+    bias, bias_kind = bias_argument(bias)
+    alibi_slopes, stride_slope_b = slope_argument(alibi_slopes)
+    left, right, has_left, has_right = window_arguments(window_left, window_right, max_seqlen_q, max_seqlen_k)
+    threshold, factor = dropout_arguments(dropout_p)
+    device = facts(query.device)
+    assert device is not None, "the dispatcher sends only devices with facts here"
+    constexprs = forward_constexprs(
+        device.arch,
+        head_dim,
+        value_dim,
+        left=has_left,
+        right=has_right,
+        top_left=top_left,
+        softcap=softcap > 0,
+        alibi=alibi_slopes is not None,
+        bias=bias_kind,
+        sinks=sinks is not None,
+        dropout=dropout_p > 0,
+    )
+    grid = (triton.cdiv(max_seqlen_q, constexprs["BLOCK_M"]) * batch * num_heads,)
+    if grid[0] == 0 or out.numel() == 0:
+        return out, lse
+    with torch.cuda.device_of(query):
+        attention_forward_kernel[grid](
+            query, key, value, out, lse, bias, alibi_slopes, sinks if sinks is None else sinks.contiguous(),
+            dropout_seed, cu_seqlens_q, cu_seqlens_k,
+            *strides_bhm(query), *strides_bhm(key), *strides_bhm(value), *strides_bhm(out), *row_strides(lse),
+            *broadcast_strides(bias), stride_slope_b,
+            num_heads, num_heads // max(1, key.shape[1]), max_seqlen_q, max_seqlen_k,
+            query.shape[0] if packed else 0, key.shape[0] if packed else 0,
+            scale, left, right, softcap, threshold, factor,
+            **constexprs,
+        )  # fmt: skip
+    return out, lse

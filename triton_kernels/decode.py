@@ -1,0 +1,484 @@
+"""Flash-decoding: attention of a few queries over a long KV cache (Dao et al., "Flash-Decoding for long-context inference", 2023).
+
+    S = mask(ALiBi(softcap(scale * rotate(Q) K^T)))     P = exp(S - lse)     out = P V
+
+Three kernels, launched in this order:
+  append   (decode_append.py, if there are new tokens) writes them into the cache.
+  split    one CTA per (sequence, KV head, row tile, split). The rows of a tile are all query heads of the KV head times
+           the queries, so that each key is loaded once for all of them:  row = query_idx * group + head_in_group.
+           A split walks over its share of the sequence's key blocks with an online softmax, and leaves its own
+           normalised output (fp32) and log-sum-exp. With a single split it writes the result itself.
+  combine  one CTA per row: sum of the splits' outputs weighted by exp(lse_split - lse); adds the sink.
+The grid follows from shapes alone. Lengths are read on the device, where each split works out its own key range.
+Preconditions: the last dims contiguous, rows 16-byte aligned, capacity below 2^30 tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastattn.device import facts
+from fastattn.layout import empty_like_heads, readable
+
+from .decode_append import launch_append
+from .decode_cache import load_rotated, locate_tokens, tokens_before
+from .tiles import ceil_div, decode_key_blocks, decode_plan, decode_tile, padded_head_dim
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+# Further than any key can be from any query: a window side that masks nothing.
+UNBOUNDED = 1 << 30
+
+# Partial results that the combine kernel reads at a time: [16, 128] fp32 are 16 vector loads per thread of one warp.
+COMBINE_SPLITS = 16
+
+
+@triton.jit
+def tanh(x):
+    """Accurate to a few ulp: a Taylor polynomial near 0, where the exponential form would cancel."""
+    square = x * x
+    series = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+    decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    far = (1.0 - decay) / (1.0 + decay)
+    return tl.where(tl.abs(x) < 0.25, x * series, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def finish_row(acc, row_max, row_sum, sink_log2, HAS_SINK: tl.constexpr):
+    """Normalised output and log-sum-exp (base 2) of rows; a sink adds to the denominator alone.
+
+    ``acc`` has one dim more than ``row_max``, ``row_sum`` and ``sink_log2``. A row without keys: 0 and -inf (or the sink).
+    """
+    if HAS_SINK:
+        peak = tl.maximum(row_max, sink_log2)
+        peak_safe = tl.where(peak == float("-inf"), 0.0, peak)
+        rescale = tl.exp2(row_max - peak_safe)
+        row_sum = row_sum * rescale + tl.exp2(sink_log2 - peak_safe)
+        acc = acc * tl.expand_dims(rescale, -1)
+        row_max = peak
+    out = acc / tl.expand_dims(tl.where(row_sum == 0.0, 1.0, row_sum), -1)
+    return out, row_max + tl.log2(row_sum)
+
+
+@triton.jit
+def split_kernel(
+    query,  # [B, Hq, Sq, D]
+    q_strides,
+    k_cache,  # [blocks, Hkv, rows, D]
+    k_strides,  # in units of VECTOR elements, as v_strides
+    v_cache,  # [blocks, Hkv, rows, Dv]
+    v_strides,
+    k_scale,  # [blocks, Hkv, rows] fp32, or None
+    k_scale_strides,
+    v_scale,
+    v_scale_strides,
+    cache_seqlens,  # [B] int32
+    block_table,  # [B, max_pages] int32, or None
+    table_strides,
+    num_pages,
+    rotary_cos,  # [num_positions, ROTARY_DIM / 2], or None
+    rotary_sin,
+    rotary_stride,
+    num_positions,
+    alibi_slopes,  # [B or 1, Hq] fp32, or None
+    alibi_batch_stride,
+    sinks,  # [Hq] fp32, or None
+    out,  # [B, Hq, Sq, Dv]; or, where SPLIT, [num_splits, B, Hq, Sq, Dv] fp32
+    out_strides,  # (split, batch, head, query)
+    lse,  # [B, Hq, Sq] fp32, natural log; or, where SPLIT, [num_splits, B, Hq, Sq], base 2
+    lse_strides,
+    inner_scale,  # scale / softcap if HAS_SOFTCAP, else scale * log2(e)
+    softcap_log2,  # softcap * log2(e)
+    window_left,  # at least 0; UNBOUNDED masks nothing
+    window_right,
+    capacity,
+    num_new,
+    num_kv_heads,
+    num_queries,
+    num_splits,
+    blocks_per_split,  # 0: deal the sequence's blocks evenly
+    GROUP: tl.constexpr,  # query heads per KV head
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,  # 0: contiguous
+    VECTOR: tl.constexpr,  # elements in 16 bytes of the cache
+    QUANTISED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    ROWS_DIFFER: tl.constexpr,  # the rows of a tile do not all see the same keys
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # Which sequence, KV head, split and rows. Row tiles run fastest: they read the same keys, from L2.
+    num_m_blocks = tl.cdiv(num_queries * GROUP, BLOCK_M)
+    pid = tl.program_id(0).to(tl.int64)
+    m_block = (pid % num_m_blocks).to(tl.int32)
+    split_idx = (pid // num_m_blocks % num_splits).to(tl.int32)
+    kv_head_idx = pid // num_m_blocks // num_splits % num_kv_heads
+    batch_idx = pid // num_m_blocks // num_splits // num_kv_heads
+    row = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = row < num_queries * GROUP
+    query_idx = tl.minimum(row // GROUP, num_queries - 1)
+    head_idx = kv_head_idx * GROUP + row % GROUP
+
+    # The keys that some row sees, [first_key, last_key), and the blocks of them that fall to this split.
+    total = tl.minimum(tokens_before(cache_seqlens, batch_idx, capacity) + num_new, capacity)
+    row_position = total - num_queries + query_idx
+    first_position = total - num_queries + m_block * BLOCK_M // GROUP
+    last_position = total - num_queries + tl.minimum(((m_block + 1) * BLOCK_M - 1) // GROUP, num_queries - 1)
+    first_key = tl.maximum(first_position - window_left, 0)
+    last_key = tl.maximum(tl.minimum(last_position + window_right + 1, total), first_key)
+    first_block = first_key // BLOCK_N
+    num_blocks = tl.where(last_key > first_key, tl.cdiv(last_key, BLOCK_N) - first_block, 0)
+    if blocks_per_split > 0:
+        begin = tl.minimum(split_idx * blocks_per_split, num_blocks)
+        end = tl.minimum(begin + blocks_per_split, num_blocks)
+    else:
+        begin = (split_idx.to(tl.int64) * num_blocks // num_splits).to(tl.int32)
+        end = ((split_idx.to(tl.int64) + 1) * num_blocks // num_splits).to(tl.int32)
+    begin += first_block
+    end += first_block
+
+    lse_ptrs = lse + split_idx.to(tl.int64) * lse_strides[0] + batch_idx * lse_strides[1]
+    lse_ptrs += head_idx * lse_strides[2] + query_idx * lse_strides[3]
+    if SPLIT:
+        if begin >= end:  # combine does not read the output of a split whose lse is -inf
+            tl.store(lse_ptrs, float("-inf") + tl.zeros([BLOCK_M], tl.float32), mask=is_row)
+            return
+
+    # Blocks [full_begin, full_end) are those that every row sees whole.
+    full_begin = tl.cdiv(tl.maximum(last_position - window_left, 0), BLOCK_N)
+    full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
+    full_end = tl.maximum(tl.minimum(first_position + window_right + 1, total), 0) // BLOCK_N
+    full_end = tl.maximum(tl.minimum(full_end, end), full_begin)
+
+    dim = tl.arange(0, D_PAD)
+    value_dim = tl.arange(0, DV_PAD)
+    q_rows = query + batch_idx * q_strides[0] + head_idx * q_strides[1] + query_idx.to(tl.int64) * q_strides[2]
+    q = load_rotated(
+        q_rows, is_row, row_position, rotary_cos, rotary_sin, rotary_stride, num_positions, dim,
+        HEAD_DIM, ROTARY_DIM, INTERLEAVED,
+    )  # fmt: skip
+    if HAS_ALIBI:
+        slope_log2 = tl.load(alibi_slopes + batch_idx * alibi_batch_stride + head_idx, mask=is_row, other=0.0) * LOG2E
+
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+    # First the blocks without a mask, then those at the edges. If all rows see the same keys then not loading the others
+    # is mask enough, and one loop does it.
+    for AT_EDGE in tl.static_range(0 if ROWS_DIFFER else 1, 2):
+        if not ROWS_DIFFER:
+            num_steps = end - begin
+        elif AT_EDGE:
+            num_steps = (full_begin - begin) + (end - full_end)
+        else:
+            num_steps = full_end - full_begin
+        for step in range(0, num_steps):
+            if not ROWS_DIFFER:
+                key_block = begin + step
+            elif AT_EDGE:
+                key_block = tl.where(begin + step < full_begin, begin + step, full_end + step - (full_begin - begin))
+            else:
+                key_block = full_begin + step
+
+            # Load K and V, [BLOCK_N, D_PAD] and [BLOCK_N, DV_PAD]; absent keys are zeros.
+            position = key_block * BLOCK_N + tl.arange(0, BLOCK_N)
+            wanted = (position >= first_key) & (position < last_key)
+            block, slot, is_present = locate_tokens(
+                position, wanted, block_table, table_strides, num_pages, batch_idx,
+                PAGE_SIZE, SAME_PAGE=PAGE_SIZE % BLOCK_N == 0,
+            )  # fmt: skip
+            k_offset = (block * k_strides[0] + kv_head_idx * k_strides[1] + slot * k_strides[2]) * VECTOR
+            v_offset = (block * v_strides[0] + kv_head_idx * v_strides[1] + slot * v_strides[2]) * VECTOR
+            k_mask = is_present[:, None] & (dim < HEAD_DIM)[None, :]
+            v_mask = is_present[:, None] & (value_dim < VALUE_DIM)[None, :]
+            k = tl.load(k_cache + k_offset[:, None] + dim[None, :], mask=k_mask, other=0.0)
+            v = tl.load(v_cache + v_offset[:, None] + value_dim[None, :], mask=v_mask, other=0.0)
+
+            # Scores, base 2.
+            s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+            if QUANTISED:
+                scale_offset = block * k_scale_strides[0] + kv_head_idx * k_scale_strides[1] + slot * k_scale_strides[2]
+                s *= tl.load(k_scale + scale_offset, mask=is_present, other=0.0)[None, :]
+            s *= inner_scale
+            if HAS_SOFTCAP:
+                s = tanh(s) * softcap_log2
+            if HAS_ALIBI:
+                distance = tl.abs(row_position[:, None] - position[None, :]).to(tl.float32)
+                s -= slope_log2[:, None] * distance
+            visible = tl.broadcast_to(is_present[None, :], s.shape)
+            if ROWS_DIFFER and AT_EDGE:
+                visible &= position[None, :] >= row_position[:, None] - window_left
+                visible &= position[None, :] <= row_position[:, None] + window_right
+            s = tl.where(visible, s, float("-inf"))
+
+            # Online softmax.
+            new_max = tl.maximum(row_max, tl.max(s, axis=1))
+            max_safe = tl.where(new_max == float("-inf"), 0.0, new_max)
+            p = tl.exp2(s - max_safe[:, None])
+            rescale = tl.exp2(row_max - max_safe)
+            row_sum = row_sum * rescale + tl.sum(p, axis=1)
+            row_max = new_max
+            acc *= rescale[:, None]
+
+            # Values.
+            if QUANTISED:
+                # V's scales go into P, relative to the block's largest: alone they may be below fp16's normal range.
+                scale_offset = block * v_scale_strides[0] + kv_head_idx * v_scale_strides[1] + slot * v_scale_strides[2]
+                scale = tl.load(v_scale + scale_offset, mask=is_present, other=0.0)
+                largest = tl.max(tl.where(tl.abs(scale) < float("inf"), tl.abs(scale), 0.0), axis=0)
+                largest = tl.where(largest == 0.0, 1.0, largest)
+                p = tl.where(visible, p * (scale / largest)[None, :], 0.0)  # a masked key's scale may be NaN
+                acc += tl.dot(p.to(q.dtype), v.to(q.dtype), input_precision="ieee") * largest
+            else:
+                if ROWS_DIFFER and AT_EDGE:
+                    # Zero probability times NaN is NaN: only rows that see a non-finite value may get it.
+                    is_finite = tl.abs(v.to(tl.float32)) < float("inf")
+                    is_spoiled = tl.where(is_finite, 0.0, 1.0).to(q.dtype)
+                    v = tl.where(is_finite, v, 0.0)
+                    num_spoiled = tl.dot(visible.to(q.dtype), is_spoiled, input_precision="ieee")
+                    acc = tl.where(num_spoiled > 0.0, float("nan"), acc)
+                acc += tl.dot(p.to(q.dtype), v, input_precision="ieee")
+
+    # Leave the split's own result, or the final one.
+    if SPLIT:
+        out_tile, lse_log2 = finish_row(acc, row_max, row_sum, row_max, HAS_SINK=False)
+        tl.store(lse_ptrs, lse_log2, mask=is_row)
+    else:
+        sink_log2 = row_max
+        if HAS_SINK:
+            sink_log2 = tl.load(sinks + head_idx, mask=is_row, other=0.0) * LOG2E
+        out_tile, lse_log2 = finish_row(acc, row_max, row_sum, sink_log2, HAS_SINK)
+        tl.store(lse_ptrs, lse_log2 * LN2, mask=is_row)
+    out_rows = out + split_idx.to(tl.int64) * out_strides[0] + batch_idx * out_strides[1]
+    out_rows += head_idx * out_strides[2] + query_idx.to(tl.int64) * out_strides[3]
+    out_mask = is_row[:, None] & (value_dim < VALUE_DIM)[None, :]
+    tl.store(out_rows[:, None] + value_dim[None, :], out_tile.to(out.dtype.element_ty), mask=out_mask)
+
+
+@triton.jit
+def combine_kernel(
+    partial_out,  # [num_splits, B, Hq, Sq, Dv] fp32
+    partial_lse,  # [num_splits, B, Hq, Sq] fp32, base 2
+    sinks,  # [Hq] fp32, or None
+    out,  # [B, Hq, Sq, Dv]
+    out_strides,  # (batch, head, query)
+    lse,  # [B, Hq, Sq] fp32, natural log
+    num_splits,
+    num_rows,  # B * Hq * Sq
+    num_heads,
+    num_queries,
+    VALUE_DIM: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    COMBINE_SPLITS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    query_idx = row % num_queries
+    head_idx = row // num_queries % num_heads
+    batch_idx = row // num_queries // num_heads
+    value_dim = tl.arange(0, DV_PAD)
+
+    row_max = tl.full([1], float("-inf"), tl.float32)
+    for first_split in range(0, num_splits, COMBINE_SPLITS):
+        split = first_split + tl.arange(0, COMBINE_SPLITS)
+        split_lse = tl.load(partial_lse + split * num_rows + row, mask=split < num_splits, other=float("-inf"))
+        row_max = tl.maximum(row_max, tl.max(split_lse, axis=0))
+    max_safe = tl.where(row_max == float("-inf"), 0.0, row_max)
+
+    # Splits in order, in groups of constant size: the sum's order, and so its bits, do not depend on num_splits as long
+    # as the further splits are empty.
+    row_sum = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, DV_PAD], tl.float32)
+    for first_split in range(0, num_splits, COMBINE_SPLITS):
+        split = first_split + tl.arange(0, COMBINE_SPLITS)
+        split_row = split * num_rows + row
+        split_lse = tl.load(partial_lse + split_row, mask=split < num_splits, other=float("-inf"))
+        mask = (split_lse != float("-inf"))[:, None] & (value_dim < VALUE_DIM)[None, :]
+        o = tl.load(partial_out + split_row[:, None] * VALUE_DIM + value_dim[None, :], mask=mask, other=0.0)
+        weight = tl.exp2(split_lse - max_safe)
+        row_sum += tl.sum(weight, axis=0)
+        acc += tl.sum(weight[:, None] * o, axis=0)[None, :]
+
+    sink_log2 = row_max
+    if HAS_SINK:
+        sink_log2 = tl.load(sinks + head_idx + tl.zeros([1], tl.int32)) * LOG2E
+    out_row, lse_log2 = finish_row(acc, row_max, row_sum, sink_log2, HAS_SINK)
+    tl.store(lse + row + tl.zeros([1], tl.int32), lse_log2 * LN2)
+    out_ptr = out + batch_idx * out_strides[0] + head_idx * out_strides[1] + query_idx * out_strides[2]
+    tl.store(out_ptr + value_dim[None, :], out_row.to(out.dtype.element_ty), mask=(value_dim < VALUE_DIM)[None, :])
+
+
+def _vector_strides(cache: Tensor, vector: int) -> tuple[int, ...]:
+    """Strides of blocks, heads and rows in vectors of 16 bytes: the compiler then sees that rows are aligned."""
+    return tuple(stride // vector if size > 1 else 0 for size, stride in zip(cache.shape[:3], cache.stride()[:3]))
+
+
+def attention_decode(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    rotary_interleaved: bool,
+    block_table: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    num_splits: int,
+    batch_invariant: bool,
+) -> tuple[Tensor, Tensor]:
+    """Append ``k_new``, ``v_new`` to the caches, then attend: ``out [B, Hq, Sq, Dv]``, ``lse [B, Hq, Sq]`` fp32.
+
+    Shapes and meanings as in ``fastattn.attention_with_kv_cache``; the caller has checked them. A negative window side is
+    unbounded, ``causal`` is ``window_right = 0``. ``num_splits`` > 0 is honoured up to the number of key blocks that a
+    query can see; 0 lets `tiles.decode_plan` choose. Raises ValueError if the capacity is 2^30 tokens or more.
+    """
+    batch, num_heads, num_queries, head_dim = query.shape
+    kv_heads, block_rows, value_dim = v_cache.shape[1:]
+    num_new = 0 if k_new is None else k_new.shape[2]
+    capacity = block_rows if block_table is None else block_table.shape[1] * block_rows
+    if capacity >= UNBOUNDED:
+        raise ValueError(f"attention_decode: a capacity below 2^30 tokens is supported, got {capacity}")
+    cache_seqlens = cache_seqlens.contiguous()
+    if rotary_cos is not None and rotary_sin is not None:
+        rotary_cos, rotary_sin = rotary_cos.contiguous(), rotary_sin.contiguous()
+    if k_new is not None and v_new is not None:
+        launch_append(
+            k_cache,
+            v_cache,
+            cache_seqlens,
+            k_new,
+            v_new,
+            rotary_cos,
+            rotary_sin,
+            rotary_interleaved,
+            block_table,
+            k_scale,
+            v_scale,
+            capacity,
+        )
+
+    out = empty_like_heads(query, value_dim)
+    lse = query.new_empty((batch, num_heads, num_queries), dtype=torch.float32)
+    if lse.numel() == 0:
+        return out, lse
+
+    device = facts(query.device)
+    assert device is not None, f"attention_decode has no kernel for {query.device}"
+    query = readable(query)
+    group = num_heads // kv_heads
+    tile = decode_tile(
+        device.arch, head_dim, value_dim, num_queries * group, k_cache.element_size(), device.shared_memory_bytes
+    )
+    m_blocks = ceil_div(num_queries * group, tile.block_m)
+    key_blocks = decode_key_blocks(capacity, num_queries, window_left, tile.block_n)
+    plan = decode_plan(batch, kv_heads, m_blocks, key_blocks, device.num_sms, tile, num_splits, batch_invariant)
+
+    is_split = plan.num_splits > 1
+    split_out, split_lse = out[None], lse[None]
+    if is_split:
+        split_out = query.new_empty((plan.num_splits, *out.shape), dtype=torch.float32)
+        split_lse = query.new_empty((plan.num_splits, *lse.shape), dtype=torch.float32)
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.contiguous().view(-1, num_heads)
+    sinks = None if sinks is None else sinks.contiguous()
+    vector = 16 // k_cache.element_size()
+    log2e = LOG2E.value
+
+    split_kernel[(batch * kv_heads * plan.num_splits * m_blocks,)](
+        query,
+        query.stride()[:3],
+        k_cache,
+        _vector_strides(k_cache, vector),
+        v_cache,
+        _vector_strides(v_cache, vector),
+        k_scale,
+        (0, 0, 0) if k_scale is None else k_scale.stride(),
+        v_scale,
+        (0, 0, 0) if v_scale is None else v_scale.stride(),
+        cache_seqlens,
+        block_table,
+        (0, 0) if block_table is None else block_table.stride(),
+        0 if block_table is None else k_cache.shape[0],
+        rotary_cos,
+        rotary_sin,
+        0 if rotary_cos is None else rotary_cos.stride(0),
+        0 if rotary_cos is None else rotary_cos.shape[0],
+        alibi_slopes,
+        0 if alibi_slopes is None or alibi_slopes.shape[0] == 1 else num_heads,
+        sinks,
+        split_out,
+        split_out.stride()[:4],
+        split_lse,
+        split_lse.stride(),
+        scale / softcap if softcap > 0 else scale * log2e,
+        softcap * log2e,
+        min(window_left, UNBOUNDED) if window_left >= 0 else UNBOUNDED,
+        min(window_right, UNBOUNDED) if window_right >= 0 else UNBOUNDED,
+        capacity,
+        num_new,
+        kv_heads,
+        num_queries,
+        plan.num_splits,
+        plan.blocks_per_split,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        D_PAD=padded_head_dim(head_dim),
+        DV_PAD=padded_head_dim(value_dim),
+        ROTARY_DIM=0 if rotary_cos is None else 2 * rotary_cos.shape[1],
+        INTERLEAVED=rotary_interleaved,
+        PAGE_SIZE=0 if block_table is None else block_rows,
+        VECTOR=vector,
+        QUANTISED=k_cache.dtype == torch.int8,
+        HAS_SOFTCAP=softcap > 0,
+        HAS_ALIBI=alibi_slopes is not None,
+        HAS_SINK=sinks is not None,
+        ROWS_DIFFER=num_queries > 1 and (window_left >= 0 or window_right >= 0),
+        SPLIT=is_split,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        enable_fp_fusion=True,
+    )
+    if is_split:
+        combine_kernel[(lse.numel(),)](
+            split_out,
+            split_lse,
+            sinks,
+            out,
+            out.stride()[:3],
+            lse,
+            plan.num_splits,
+            lse.numel(),
+            num_heads,
+            num_queries,
+            VALUE_DIM=value_dim,
+            DV_PAD=padded_head_dim(value_dim),
+            HAS_SINK=sinks is not None,
+            COMBINE_SPLITS=COMBINE_SPLITS,
+            num_warps=1,
+            enable_fp_fusion=True,
+        )
+    return out, lse

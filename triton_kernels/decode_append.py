@@ -1,0 +1,190 @@
+"""Appends new keys and values to a KV cache: RoPE on the keys, int8 quantisation if the cache is int8.
+
+    k_cache[:, len + j] = quantise(rotate(k_new[:, j], position = len + j))         j = 0 … S_new - 1
+    v_cache[:, len + j] = quantise(v_new[:, j])
+
+One program writes BLOCK_T tokens of one KV head of one sequence, keys then values. Quantisation is symmetric with one
+fp32 scale per token and head: scale = max|x| / 127 (1 for a row of zeros), x = round-to-nearest-even(x / scale).
+Tokens that do not fit into the capacity, or whose page does not exist, are dropped. The launcher turns the contraction
+to fused multiply-adds off, so that the cache gets the same bits as from ``fastattn.reference``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastattn.layout import readable
+
+from .decode_cache import load_rotated, locate_tokens, tokens_before
+from .tiles import ceil_div, padded_head_dim
+
+# Adding and subtracting 1.5 * 2^23 rounds an fp32 of magnitude below 2^22 to the nearest integer, ties to even.
+ROUND_TO_INTEGER = tl.constexpr(12582912.0)
+
+# Tokens of one program. Decoding appends one or a few; a prompt's thousands still make enough programs.
+BLOCK_T = 16
+
+
+@triton.jit
+def store_tokens(
+    x,  # [BLOCK_T, D_PAD] fp16 or bf16
+    cache,
+    cache_strides,
+    scales,
+    scale_strides,
+    block,
+    kv_head_idx,
+    slot,
+    is_stored,
+    dim,
+    HEAD_DIM: tl.constexpr,
+    QUANTISED: tl.constexpr,
+):
+    """Write rows ``x`` to their places, quantised if the cache is int8."""
+    if QUANTISED:
+        x = x.to(tl.float32)
+        absmax = tl.max(tl.abs(x), axis=1)
+        scale = tl.where(absmax == 0.0, 1.0, tl.div_rn(absmax, 127.0))
+        # A maximum ignores NaN. Zero times a non-finite value is NaN: such a row gets the scale NaN, and stays visible.
+        scale += tl.sum(x * 0.0, axis=1)
+        ratio = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+        ratio = tl.where(scale[:, None] == scale[:, None], ratio, 0.0)
+        x = tl.minimum(tl.maximum(ratio + ROUND_TO_INTEGER - ROUND_TO_INTEGER, -127.0), 127.0).to(tl.int8)
+        scale_offset = block * scale_strides[0] + kv_head_idx * scale_strides[1] + slot * scale_strides[2]
+        tl.store(scales + scale_offset, scale, mask=is_stored)
+    row_offset = block * cache_strides[0] + kv_head_idx * cache_strides[1] + slot * cache_strides[2]
+    row_offset = tl.broadcast_to(row_offset, slot.shape)
+    tl.store(cache + row_offset[:, None] + dim[None, :], x, mask=is_stored[:, None] & (dim < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def append_kernel(
+    k_new,  # [B, Hkv, S_new, D]
+    k_new_strides,
+    v_new,  # [B, Hkv, S_new, Dv]
+    v_new_strides,
+    k_cache,  # [blocks, Hkv, rows, D]
+    k_strides,
+    v_cache,  # [blocks, Hkv, rows, Dv]
+    v_strides,
+    k_scale,  # [blocks, Hkv, rows] fp32, or None
+    k_scale_strides,
+    v_scale,
+    v_scale_strides,
+    cache_seqlens,  # [B] int32
+    block_table,  # [B, max_pages] int32, or None
+    table_strides,
+    num_pages,
+    rotary_cos,  # [num_positions, ROTARY_DIM / 2], or None
+    rotary_sin,
+    rotary_stride,
+    num_positions,
+    capacity,
+    num_new,
+    num_kv_heads,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    num_t_blocks = tl.cdiv(num_new, BLOCK_T)
+    pid = tl.program_id(0).to(tl.int64)
+    t_block = (pid % num_t_blocks).to(tl.int32)
+    kv_head_idx = pid // num_t_blocks % num_kv_heads
+    batch_idx = pid // (num_t_blocks * num_kv_heads)
+
+    # Where the new tokens go.
+    token = t_block * BLOCK_T + tl.arange(0, BLOCK_T)
+    position = tokens_before(cache_seqlens, batch_idx, capacity) + token
+    fits = (token < num_new) & (position < capacity)
+    block, slot, is_stored = locate_tokens(
+        position, fits, block_table, table_strides, num_pages, batch_idx, PAGE_SIZE, SAME_PAGE=False
+    )
+
+    # Keys.
+    dim = tl.arange(0, D_PAD)
+    k_rows = k_new + batch_idx * k_new_strides[0] + kv_head_idx * k_new_strides[1]
+    k_rows += token.to(tl.int64) * k_new_strides[2]
+    k = load_rotated(
+        k_rows, is_stored, position, rotary_cos, rotary_sin, rotary_stride, num_positions, dim,
+        HEAD_DIM, ROTARY_DIM, INTERLEAVED,
+    )  # fmt: skip
+    store_tokens(
+        k, k_cache, k_strides, k_scale, k_scale_strides, block, kv_head_idx, slot, is_stored, dim, HEAD_DIM, QUANTISED
+    )
+
+    # Values.
+    dim = tl.arange(0, DV_PAD)
+    v_rows = v_new + batch_idx * v_new_strides[0] + kv_head_idx * v_new_strides[1]
+    v_rows += token.to(tl.int64) * v_new_strides[2]
+    v = tl.load(v_rows[:, None] + dim[None, :], mask=is_stored[:, None] & (dim < VALUE_DIM)[None, :], other=0.0)
+    store_tokens(
+        v, v_cache, v_strides, v_scale, v_scale_strides, block, kv_head_idx, slot, is_stored, dim, VALUE_DIM, QUANTISED
+    )
+
+
+def launch_append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    rotary_interleaved: bool,
+    block_table: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    capacity: int,
+) -> None:
+    """Write ``k_new [B, Hkv, S_new, D]`` and ``v_new [B, Hkv, S_new, Dv]`` into the caches, in place."""
+    batch, kv_heads, num_new, head_dim = k_new.shape
+    value_dim = v_new.shape[3]
+    grid = (batch * kv_heads * ceil_div(num_new, BLOCK_T),)
+    if grid[0] == 0 or capacity == 0:
+        return
+    k_new, v_new = readable(k_new), readable(v_new)
+    append_kernel[grid](
+        k_new,
+        k_new.stride()[:3],
+        v_new,
+        v_new.stride()[:3],
+        k_cache,
+        k_cache.stride()[:3],
+        v_cache,
+        v_cache.stride()[:3],
+        k_scale,
+        (0, 0, 0) if k_scale is None else k_scale.stride(),
+        v_scale,
+        (0, 0, 0) if v_scale is None else v_scale.stride(),
+        cache_seqlens,
+        block_table,
+        (0, 0) if block_table is None else block_table.stride(),
+        0 if block_table is None else k_cache.shape[0],
+        rotary_cos,
+        rotary_sin,
+        0 if rotary_cos is None else rotary_cos.stride(0),
+        0 if rotary_cos is None else rotary_cos.shape[0],
+        capacity,
+        num_new,
+        kv_heads,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        D_PAD=padded_head_dim(head_dim),
+        DV_PAD=padded_head_dim(value_dim),
+        ROTARY_DIM=0 if rotary_cos is None else 2 * rotary_cos.shape[1],
+        INTERLEAVED=rotary_interleaved,
+        PAGE_SIZE=0 if block_table is None else k_cache.shape[2],
+        QUANTISED=k_cache.dtype == torch.int8,
+        BLOCK_T=BLOCK_T,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )

@@ -1,0 +1,91 @@
+"""Device functions that the append and the split kernel of flash-decoding share: where the tokens of a sequence lie.
+
+A cache is ``[blocks, Hkv, block_rows, D]``. Contiguous, a sequence is one block and ``block_rows`` its capacity. Paged,
+a sequence's row of the block table names its pages. Lengths and tables lie in device memory and may hold anything:
+lengths are clamped, and tokens whose page does not exist are absent, neither read nor written.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tokens_before(cache_seqlens, batch_idx, capacity):
+    """How many tokens a sequence had before this call's append, 0 to ``capacity``."""
+    return tl.minimum(tl.maximum(tl.load(cache_seqlens + batch_idx), 0), capacity)
+
+
+@triton.jit
+def locate_tokens(
+    position,  # [R] int32
+    wanted,  # [R] bool; implies 0 <= position < capacity
+    block_table,
+    table_strides,
+    num_pages,
+    batch_idx,  # int64
+    PAGE_SIZE: tl.constexpr,  # 0: contiguous cache
+    SAME_PAGE: tl.constexpr,  # all positions lie in one page: one look-up instead of a gather
+):
+    """The tokens' block (int64, scalar or [R]), their row in it (int64 [R]), and which exist (bool [R])."""
+    if PAGE_SIZE == 0:
+        return batch_idx, position.to(tl.int64), wanted
+    else:
+        page_row = block_table + batch_idx * table_strides[0]
+        page_idx = position // PAGE_SIZE
+        if SAME_PAGE:
+            page_idx = tl.max(page_idx, axis=0)
+            any_wanted = tl.max(wanted.to(tl.int32), axis=0) > 0
+            page = tl.load(page_row + page_idx * table_strides[1], mask=any_wanted, other=-1)
+        else:
+            page = tl.load(page_row + page_idx * table_strides[1], mask=wanted, other=-1)
+        exists = (page >= 0) & (page < num_pages)
+        return page.to(tl.int64), (position % PAGE_SIZE).to(tl.int64), wanted & exists
+
+
+@triton.jit
+def load_rotated(
+    row_ptrs,  # [R] pointers to rows of HEAD_DIM elements
+    row_mask,  # [R] bool: which rows to read; the others are 0
+    position,  # [R] int32: where each row stands in its sequence
+    rotary_cos,  # [num_positions, ROTARY_DIM / 2]
+    rotary_sin,
+    rotary_stride,
+    num_positions,
+    dim,  # [D_PAD] int32: 0, 1, ...
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,  # 0: no RoPE
+    INTERLEAVED: tl.constexpr,
+):
+    """Rows with RoPE applied to their first ROTARY_DIM dims, ``[R, D_PAD]``; computed in fp32, rounded to the rows' dtype.
+
+    Su et al., "RoFormer" (2021), section 3.4.2: (a, b) becomes (a cos - b sin, a sin + b cos). A pair is (2i, 2i + 1)
+    if interleaved, else (i, i + ROTARY_DIM / 2); each element reads its partner a second time, from the cache.
+    Positions outside the table are clamped to it.
+    """
+    x = tl.load(row_ptrs[:, None] + dim[None, :], mask=row_mask[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+    if ROTARY_DIM > 0:
+        HALF: tl.constexpr = ROTARY_DIM // 2
+        if INTERLEAVED:
+            is_first = dim % 2 == 0
+            angle_idx = dim // 2
+            partner = tl.where(is_first, dim + 1, dim - 1)
+        else:
+            is_first = dim < HALF
+            angle_idx = dim % HALF
+            partner = tl.where(is_first, dim + HALF, dim - HALF)
+        turns = row_mask[:, None] & (dim < ROTARY_DIM)[None, :]
+        y = tl.load(row_ptrs[:, None] + partner[None, :], mask=turns, other=0.0)
+
+        table_row = tl.maximum(tl.minimum(position, num_positions - 1), 0)
+        angle_offset = table_row.to(tl.int64)[:, None] * rotary_stride + angle_idx[None, :]
+        in_table = turns & (num_positions > 0)
+        cos = tl.load(rotary_cos + angle_offset, mask=in_table, other=1.0).to(tl.float32)
+        sin = tl.load(rotary_sin + angle_offset, mask=in_table, other=0.0).to(tl.float32)
+
+        x_cos = x.to(tl.float32) * cos
+        y_sin = y.to(tl.float32) * sin
+        turned = tl.where(is_first[None, :], x_cos - y_sin, y_sin + x_cos)
+        x = tl.where(turns, turned.to(x.dtype), x)
+    return x
