@@ -169,10 +169,10 @@ def host_compiler(cxx: Sequence[str]) -> str:
 
 def find_ninja() -> str:
     """The ninja of this environment's package, else the one on PATH."""
-    for folders in (sysconfig.get_path("scripts"), None):
-        if found := shutil.which("ninja", path=folders):
-            return found
-    raise BuildError("ninja is not installed. Run: pip install ninja")
+    found = shutil.which("ninja", path=sysconfig.get_path("scripts")) or shutil.which("ninja")
+    if not found:
+        raise BuildError("ninja is not installed. Run: pip install ninja")
+    return found
 
 
 def num_jobs(environ: Mapping[str, str]) -> str:
@@ -235,7 +235,7 @@ def write_if_changed(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class NativeBuild:
-    """Everything that decides what the native library becomes. ``toolkit`` is None in a build without CUDA kernels."""
+    """All that decides what the native library becomes. ``toolkit`` is None in a build without CUDA kernels."""
 
     source: Path
     output: Path
@@ -248,8 +248,7 @@ class NativeBuild:
     @property
     def architectures(self) -> list[str]:
         """Names of the architectures that have kernels in the library."""
-        present = set(self.instances.values())
-        return [architecture.name for architecture in ARCHITECTURES if architecture in present]
+        return [architecture.name for architecture in ARCHITECTURES if architecture in self.instances.values()]
 
     def description(self) -> dict[str, object]:
         """What ``fastattn_build_info()`` of the library returns, as JSON."""
@@ -277,7 +276,7 @@ class NativeBuild:
         build_info = json.dumps(json.dumps(self.description()))
         cxx_flags: list[str | Path] = [
             *("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
-            *("-Wall", "-Wextra", "-Werror=return-type", *names),
+            *("-ffunction-sections", "-fdata-sections", "-Wall", "-Wextra", "-Werror=return-type", *names),
             *(f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", f"-DFASTATTN_BUILD_INFO={build_info}", *defines),
             *(*include, *system_include),
         ]
@@ -285,6 +284,8 @@ class NativeBuild:
             # All that is undefined must come from the libraries named here: nothing from Python, and nothing from
             # torch's CUDA libraries, which a CPU-only torch lacks.
             *("-shared", "-Wl,-z,defs", "-Wl,--as-needed", "-Wl,--strip-all"),
+            # Without kernels no op reaches the functions that launch them: they go, with what they would need.
+            "-Wl,--gc-sections",
             # fastattn_build_info is the one exported symbol.
             *(f"-Wl,--version-script={self.output / 'exports.map'}", f"-Wl,-soname,{LIBRARY_NAME}"),
         ]
@@ -414,10 +415,9 @@ class BuildNative(build_ext):
 
     def build_extension(self, extension: Extension) -> None:
         build = configure(self.distribution.get_version(), os.environ)
-        library = build.run()
         target = Path(self.get_ext_fullpath(extension.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(library, target)
+        shutil.copy2(build.run(), target)
         if build.toolkit:
             print(f"fastattn: CUDA C++ kernels for {', '.join(build.architectures)}, by nvcc {build.toolkit.version}")
         else:

@@ -41,8 +41,8 @@ class CheckList:
         bound_width = max((len(check.bound) for check in self.checks), default=0)
         print("\nChecks")
         for check in self.checks:
-            verdict = "ok" if check.held else "FAILED"
-            print(f"  {check.what:{what_width}}  {check.figure:>{figure_width}}  {check.bound:{bound_width}}  {verdict}")
+            columns = f"{check.what:{what_width}}  {check.figure:>{figure_width}}  {check.bound:{bound_width}}"
+            print(f"  {columns}  {'ok' if check.held else 'FAILED'}")
         if not self.checks:
             print(f"{name}: FAILED (nothing was checked)")
             return 1

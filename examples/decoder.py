@@ -1,8 +1,8 @@
 """A small LLaMA-style decoder on top of fastattn: pre-norm RMSNorm, SwiGLU, rotary positions, grouped-query attention.
 
 The model sees tokens of several documents in one row, ``[total]``, without padding. What keeps the documents apart is
-the ``attend`` argument of :meth:`Decoder.forward`: the layers compute queries, keys and values and leave it to that object
-which of them meet. So the same weights train on packed batches (:class:`PackedAttention`), generate from a cache
+the ``attend`` argument of :meth:`Decoder.forward`: the layers compute queries, keys and values and leave it to that
+object which of them meet. So the same weights train on packed batches (:class:`PackedAttention`), generate from a cache
 (:class:`CachedAttention`) and are compared with plain PyTorch (:class:`PaddedAttention`).
 
 Sources: Touvron et al., "LLaMA" (2023); Ainslie et al., "GQA" (2023); sharing one layer across the depth: Lan et al.,
@@ -27,11 +27,11 @@ class DecoderConfig:
     """Sizes of a decoder. ``max_positions`` bounds the length of a document and of what is generated."""
 
     vocab_size: int
-    dim: int = 160
+    dim: int = 128
     num_layers: int = 4
     num_heads: int = 4
     num_kv_heads: int = 2
-    ffn_dim: int = 416
+    ffn_dim: int = 352
     max_positions: int = 512
     rotary_base: float = 10_000.0
     share_layers: bool = False
@@ -50,7 +50,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines of the rotary angles, ``[max_positions, head_dim / 2]`` fp32, and each token's position ``[total]``."""
+    """Cosines and sines of the angles, ``[max_positions, head_dim / 2]``, and each token's position, ``[total]``."""
 
     cos: Tensor
     sin: Tensor
@@ -94,7 +94,7 @@ class PackedAttention:
 
 @dataclass(frozen=True)
 class PaddedAttention:
-    """Plain PyTorch, for comparison: ``batch`` documents padded at the end to one length, so ``total = batch * length``."""
+    """Plain PyTorch, for comparison: ``batch`` documents, padded at the end to one length: total = batch * length."""
 
     batch: int
 
@@ -105,6 +105,25 @@ class PaddedAttention:
         # The padding stands behind the text, where a causal mask hides it.
         out = F.scaled_dot_product_attention(
             dense(rotary.rotate(query)), dense(rotary.rotate(key)), dense(value), is_causal=True, enable_gqa=True
+        )
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class CachedAttention:
+    """``cache.batch`` sequences go on: the new tokens, as many for each, join the cache and attend to all that is in it.
+
+    The cache knows the positions, and the kernel rotates the new queries and keys by them.
+    """
+
+    cache: fastattn.KVCache
+
+    def __call__(self, depth: int, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
+        def dense(x: Tensor) -> Tensor:  # [total, H, D] to [B, H, new, D]
+            return x.unflatten(0, (self.cache.batch, -1)).transpose(1, 2)
+
+        out = self.cache.attend(
+            depth, dense(query), dense(key), dense(value), rotary_cos=rotary.cos, rotary_sin=rotary.sin
         )
         return out.transpose(1, 2).flatten(0, 1)
 

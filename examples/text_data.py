@@ -35,8 +35,13 @@ class Batch:
         return self.tokens.shape[0]
 
     def to(self, device: torch.device) -> Batch:
-        tensors = (self.tokens, self.targets, self.positions, self.cu_seqlens)
-        return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors), max_seqlen=self.max_seqlen)
+        return Batch(
+            tokens=self.tokens.to(device),
+            targets=self.targets.to(device),
+            positions=self.positions.to(device),
+            cu_seqlens=self.cu_seqlens.to(device),
+            max_seqlen=self.max_seqlen,
+        )
 
     def padded(self) -> Batch:
         """The same documents, padded at the end to one length; targets in the padding are ``IGNORED``."""
@@ -102,7 +107,7 @@ def pack(passages: list[bytes]) -> Batch:
 
 
 def bucketed_batches(passages: list[bytes], token_budget: int, rng: random.Random) -> list[Batch]:
-    """An epoch: passages of like length share a batch of at most ``token_budget`` tokens; the batches come in random order.
+    """An epoch: passages of like length share a batch of at most ``token_budget`` tokens; batches come in random order.
 
     Like lengths waste no work where a batch has to be padded (the PyTorch path, and tiles of a kernel that hang over).
     """

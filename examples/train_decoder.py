@@ -1,7 +1,7 @@
 """Train a small LLaMA-style decoder on text, on packed batches without padding.
 
-    python examples/train_decoder.py --steps 300 --out demo_output
-    python examples/train_decoder.py --text book.txt --dtype bfloat16 --checkpoint --share-layers
+    python examples/train_decoder.py
+    python examples/train_decoder.py --text book.txt --steps 1000 --dtype bfloat16 --checkpoint --share-layers
 
 Writes the weights (decoder.pt) and the loss curve (loss.png) into the output folder; generate.py goes on from there.
 Exits with 1 if one of the checks that it prints at the end failed.
@@ -10,6 +10,7 @@ Exits with 1 if one of the checks that it prints at the end failed.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import time
@@ -19,13 +20,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from checks import CheckList
-from decoder import Decoder, DecoderConfig, PackedAttention, PaddedAttention
-from text_data import VOCAB_SIZE, Batch, bucketed_batches, cut_into_passages, entropies, pack, read_documents, split
 from torch import Tensor
 from tqdm import tqdm
 
 import fastattn
+from checks import CheckList
+from decoder import Decoder, DecoderConfig, PackedAttention, PaddedAttention
+from text_data import VOCAB_SIZE, Batch, bucketed_batches, cut_into_passages, entropies, read_documents, split
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -39,7 +40,7 @@ class Options:
     device: torch.device = field(default_factory=lambda: torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     dtype: torch.dtype | None = None
     checkpoint: bool = False
-    steps: int = 300
+    steps: int = 250
     token_budget: int = 2048
     max_length: int = 255
     learning_rate: float = 4e-3
@@ -62,8 +63,10 @@ class History:
 
 @dataclass(frozen=True)
 class Trained:
+    """A trained model, the text it has not seen, and how the training went."""
+
     model: Decoder
-    held_out: list[Batch]
+    held_out: list[bytes]
     history: History
 
 
@@ -99,22 +102,30 @@ def endless_batches(passages: list[bytes], options: Options) -> Iterator[Batch]:
             yield batch.to(options.device)
 
 
+def warm_up_then_cosine(step: int, steps: int) -> float:
+    """Factor of the learning rate: up to 1 over a tenth of the steps, then half a cosine down to 0."""
+    warm_up = max(1, steps // 10)
+    return (step + 1) / warm_up if step < warm_up else (1 + math.cos(math.pi * step / steps)) / 2
+
+
 def train(model: Decoder, passages: list[bytes], held_out: list[Batch], options: Options) -> History:
-    """AdamW with one cycle of the learning rate; the weights stay fp32, the compute is in ``options.compute_dtype``."""
+    """AdamW. The weights stay fp32; ``options.compute_dtype`` is what matmuls and attention compute in."""
     model.use_checkpoints = options.checkpoint
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, options.steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_then_cosine(step, options.steps))
     # Gradients of fp16 losses vanish below 6e-8 unless they are scaled; bf16 has the exponents of fp32.
     scaler = torch.amp.GradScaler(options.device.type, enabled=options.compute_dtype == torch.float16)
     history = History()
-    evaluate_every = max(1, options.steps // 6)
+    evaluate_every = math.ceil(options.steps / 6)
 
     batches = endless_batches(passages, options)
-    with tqdm(range(1, options.steps + 1), desc="training", unit="step", disable=None) as progress:
+    # In a log file, where the bar cannot move, a line every ten seconds is enough.
+    seconds_between = 0.1 if sys.stderr.isatty() else 10.0
+    with tqdm(range(options.steps), desc="training", unit="step", mininterval=seconds_between) as progress:
         for step in progress:
-            if step == 1 or step % evaluate_every == 0:
+            if step % evaluate_every == 0:
                 with autocast(options):
-                    history.held_out[step - 1] = evaluate(model, held_out)
+                    history.held_out[step] = evaluate(model, held_out)
             with autocast(options):
                 loss = packed_loss(model, next(batches))
             optimizer.zero_grad()
@@ -125,7 +136,7 @@ def train(model: Decoder, passages: list[bytes], held_out: list[Batch], options:
             scaler.update()
             schedule.step()
             history.training.append(loss.item())
-            progress.set_postfix(loss=f"{loss.item():.3f}")
+            progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     with autocast(options):
         history.held_out[options.steps] = evaluate(model, held_out)
     model.use_checkpoints = False
@@ -144,7 +155,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def check_attention(model: Decoder, batch: Batch, options: Options, checks: CheckList) -> None:
-    """Packed against padded plain PyTorch, with and without gradient checkpoints, and that no token sees a later one."""
+    """Packed against padded plain PyTorch, with against without checkpointing, and that no token sees a later one."""
     # A 16-bit dtype rounds to 2^-8 (bf16) or 2^-11 (fp16) at each of some ten roundings in a row.
     bound = 1e-5 if options.compute_dtype == torch.float32 else 0.03
     with autocast(options):
@@ -170,28 +181,43 @@ def check_attention(model: Decoder, batch: Batch, options: Options, checks: Chec
         checks.at_most("decoder: logits before a change in the text move by", (after - before).abs().max().item(), 1e-6)
 
 
-def compare_speed(model: Decoder, batches: list[Batch], options: Options) -> None:
-    """Tokens per second and peak memory of training steps, packed with fastattn and padded with plain PyTorch."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # lr 0: the trained weights stay
+def measure(
+    model: Decoder, loss_of: Callable[[Decoder, Batch], Tensor], batches: list[Batch], options: Options
+) -> tuple[float, float]:
+    """Training steps: tokens per second, and on a GPU their peak memory in MiB (elsewhere NaN)."""
     on_gpu = options.device.type == "cuda"
-    print(f"\nTraining steps on {torch.cuda.get_device_name() if on_gpu else 'the CPU'}, {len(batches)} batches")
+
+    def step(batch: Batch) -> None:
+        with autocast(options):
+            loss = loss_of(model, batch)
+        torch.autograd.grad(loss, list(model.parameters()))  # the optimiser's step is the same for both
+
+    for batch in batches:  # the first time round, kernels are compiled and memory is set aside
+        step(batch)
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    for batch in batches:
+        step(batch)
+    if on_gpu:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else math.nan
+    return sum(batch.num_tokens for batch in batches) / seconds, peak
+
+
+def compare_speed(model: Decoder, passages: list[bytes], options: Options) -> None:
+    """Print speed and memory of training, packed with fastattn and padded with plain PyTorch.
+
+    The batches are 16 times as large as those of the training, or launching kernels would be all that is measured.
+    """
+    batches = bucketed_batches(passages, 16 * options.token_budget, random.Random(options.seed))
+    batches = [batch.to(options.device) for batch in batches]
+    print(f"\nForward and backward of {len(batches)} batches of up to {16 * options.token_budget:,} tokens")
     for name, loss_of in {"fastattn, packed": packed_loss, "plain PyTorch, padded": padded_loss}.items():
-        for batch in [batches[0], *batches]:  # the first one warms up
-            if batch is batches[0]:
-                if on_gpu:
-                    torch.cuda.synchronize()
-                    torch.cuda.reset_peak_memory_stats()
-                start = time.perf_counter()
-            with autocast(options):
-                loss = loss_of(model, batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        if on_gpu:
-            torch.cuda.synchronize()
-        tokens_per_second = sum(batch.num_tokens for batch in batches) / (time.perf_counter() - start)
-        memory = f", peak memory {torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB" if on_gpu else ""
-        print(f"  {name:22} {tokens_per_second:12,.0f} tokens/s{memory}")
+        tokens_per_second, peak = measure(model, loss_of, batches, options)
+        print(f"  {name:22} {tokens_per_second:12,.0f} tokens/s   peak memory {peak:8,.0f} MiB")
 
 
 def plot(history: History, unigram: float, bigram: float, path: Path) -> None:
@@ -215,43 +241,104 @@ def plot(history: History, unigram: float, bigram: float, path: Path) -> None:
 def run(options: Options, checks: CheckList) -> Trained:
     """Train, check, and write weights and loss curve to ``options.out``."""
     torch.manual_seed(options.seed)
-    passages, held_out_passages = split(
-        cut_into_passages(read_documents(options.text), options.max_length), held_out=0.05, seed=options.seed
-    )
-    held_out = [
-        batch.to(options.device)
-        for batch in bucketed_batches(held_out_passages, options.token_budget, random.Random(options.seed))
-    ]
+    documents = read_documents(options.text)
+    passages, held_out_passages = split(cut_into_passages(documents, options.max_length), 0.05, options.seed)
+    held_out = bucketed_batches(held_out_passages, options.token_budget, random.Random(options.seed))
+    held_out = [batch.to(options.device) for batch in held_out]
     unigram, bigram = entropies(held_out_passages)
     model = Decoder(options.config).to(options.device)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(
-        f"{num_parameters:,} parameters, {options.config.num_layers} layers"
-        f"{' that share their weights' if options.config.share_layers else ''}; "
-        f"{sum(map(len, passages)):,} bytes to train on in {len(passages)} passages, {len(held_out_passages)} held out; "
-        f"{options.device.type}, {str(options.compute_dtype).removeprefix('torch.')}"
-    )
 
-    with fastattn.record() as calls, torch.no_grad(), autocast(options):
-        packed_loss(model, held_out[0])
-    print(f"Attention runs on: {calls[0]}")
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    sharing = " that share their weights" if options.config.share_layers else ""
+    dtype_name = str(options.compute_dtype).removeprefix("torch.")
+    print(f"{num_parameters:,} parameters, {options.config.num_layers} layers{sharing}; {options.device}, {dtype_name}")
+    print(
+        f"{sum(map(len, passages)):,} bytes of text in {len(passages)} passages; {len(held_out_passages)} more held out"
+    )
+    with torch.no_grad(), autocast(options):
+        print(f"Attention runs on {fastattn.explain(packed_loss, model, held_out[0])}")
 
     history = train(model, passages, held_out, options)
-    first, last = history.held_out[0], history.held_out[options.steps]
-
-    print("\n    step   held-out loss (nats per token)")
+    print("\n  step  held-out loss, nats per token")
     for step, loss in history.held_out.items():
-        print(f"  {step:6}   {loss:.3f} {'#' * round(8 * loss)}")
-    print(f"  of the held-out text: entropy of a byte {unigram:.3f}; of a byte given the one before {bigram:.3f}")
+        print(f"{step:6}  {loss:.3f} {'#' * round(8 * loss)}")
+    print(f"  Entropy of a byte of that text {unigram:.3f}, if the byte before is known {bigram:.3f}")
 
     options.out.mkdir(parents=True, exist_ok=True)
     plot(history, unigram, bigram, options.out / "loss.png")
-    torch.save({"config": asdict(options.config), "weights": model.state_dict()}, options.out / "decoder.pt")
+    saved = {"config": asdict(options.config), "weights": model.state_dict(), "held_out": held_out_passages}
+    torch.save(saved, options.out / "decoder.pt")
     print(f"Wrote {options.out / 'loss.png'} and {options.out / 'decoder.pt'}")
+    if options.device.type == "cuda":
+        compare_speed(model, passages, options)
 
-    checks.at_most("decoder: held-out loss, against what a byte alone tells", last, min(first, unigram))
+    last = history.held_out[options.steps]
+    checks.at_most("decoder: held-out loss, against the entropy of a byte", last, unigram)
     checks.at_most("decoder: held-out loss, against the best without attention", last, bigram)
     check_attention(model, held_out[0], options, checks)
-    if options.device.type == "cuda":
-        compare_speed(model, held_out, options)
-    return Trained(model, held_out, history)
+    return Trained(model, held_out_passages, history)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a training; ``options_from`` reads them."""
+    default = Options()
+    parser.add_argument("--text", type=Path, help="a text file (default: Python's language reference)")
+    parser.add_argument("--out", type=Path, default=default.out, help="folder for results (default: %(default)s)")
+    parser.add_argument("--device", type=torch.device, default=default.device, help="default: %(default)s")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="compute in this dtype by autocast (default: bfloat16 on a GPU, else float32)"
+    )
+    parser.add_argument("--checkpoint", action="store_true", help="recompute each layer in backward: less memory")
+    parser.add_argument("--share-layers", action="store_true", help="all layers have the weights of one, as in ALBERT")
+    parser.add_argument("--steps", type=int, default=default.steps, help="default: %(default)s")
+    parser.add_argument(
+        "--token-budget", type=int, default=default.token_budget, help="tokens in a batch (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-length", type=int, default=default.max_length, help="bytes in a passage at most (default: %(default)s)"
+    )
+    parser.add_argument("--learning-rate", type=float, default=default.learning_rate, help="default: %(default)s")
+    parser.add_argument("--dim", type=int, default=default.config.dim, help="default: %(default)s")
+    parser.add_argument("--layers", type=int, default=default.config.num_layers, help="default: %(default)s")
+    parser.add_argument("--heads", type=int, default=default.config.num_heads, help="default: %(default)s")
+    parser.add_argument("--kv-heads", type=int, default=default.config.num_kv_heads, help="default: %(default)s")
+    parser.add_argument("--ffn-dim", type=int, default=default.config.ffn_dim, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=default.seed, help="default: %(default)s")
+
+
+def options_from(arguments: argparse.Namespace) -> Options:
+    config = DecoderConfig(
+        VOCAB_SIZE,
+        dim=arguments.dim,
+        num_layers=arguments.layers,
+        num_heads=arguments.heads,
+        num_kv_heads=arguments.kv_heads,
+        ffn_dim=arguments.ffn_dim,
+        max_positions=2 * (arguments.max_length + 1),
+        share_layers=arguments.share_layers,
+    )
+    return Options(
+        text=arguments.text,
+        out=arguments.out,
+        device=arguments.device,
+        dtype=DTYPES[arguments.dtype] if arguments.dtype else None,
+        checkpoint=arguments.checkpoint,
+        steps=arguments.steps,
+        token_budget=arguments.token_budget,
+        max_length=arguments.max_length,
+        learning_rate=arguments.learning_rate,
+        seed=arguments.seed,
+        config=config,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    checks = CheckList()
+    run(options_from(parser.parse_args()), checks)
+    return checks.finish("train_decoder")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

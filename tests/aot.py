@@ -122,7 +122,7 @@ def loops(lines: list[str]) -> list[frozenset[int]]:
     targets = [re.findall(r"\(?(\.L[\w.]*)\)?", line) if opcode(line) in JUMPS else [] for line in lines]
     before: list[list[int]] = [[] for _ in lines]
     for index, line in enumerate(lines):
-        ends = opcode(line) in ("BRA", "EXIT", "RET", "BRX") and not line.startswith("@")
+        ends = opcode(line) in ("BRA", "EXIT", "RET", "BRX") and not line.startswith("@") and "," not in line
         if not ends and index + 1 < len(lines):
             before[index + 1].append(index)
         for name in targets[index]:

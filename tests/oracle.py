@@ -1,7 +1,7 @@
 """When a kernel's result is right: one rule for every operation.
 
-The oracle is ``fastattn.reference`` in float64. A result passes when its worst error is at most twice the worst error of
-PyTorch's own composite computation in the kernel's dtype on the same inputs, plus one rounding of the result.
+The oracle is ``fastattn.reference`` in float64. A result passes when its worst error is at most twice the worst error
+of PyTorch's own composite computation in the kernel's dtype on the same inputs, plus one rounding of the result.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
+import torch
 
 from fastattn import native
 
@@ -232,6 +233,14 @@ def test_without_nvcc_the_ops_are_there_and_the_report_says_what_to_do(plain_lib
         FASTATTN_LIBRARY=plain_library,
     )
     assert "fastattn::attention_forward(Tensor query" in ops
+
+
+def test_the_report_names_versions_and_ends_in_the_support_table(tmp_path):
+    report = run(sys.executable, "-m", "fastattn", cwd=tmp_path)
+    assert re.search(rf"^fastattn +{re.escape(native.BUILD['version'])}$", report, re.MULTILINE)
+    assert str(native.LIBRARY_PATH) in report
+    assert re.search(rf"^torch +{re.escape(torch.__version__)}, CUDA ", report, re.MULTILINE)
+    assert report.strip().splitlines()[-1].startswith("|")
 
 
 def test_a_missing_library_is_an_import_error_that_says_what_to_run(tmp_path):

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import check_against_oracle
 from torch import Tensor
 
 import fastattn
+from oracle import check_against_oracle
 
 SEED = 20
 torch_sdpa = F.scaled_dot_product_attention

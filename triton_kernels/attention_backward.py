@@ -6,43 +6,148 @@
     dS = P (dP - delta),          delta = rowsum(dO * O) - dlse, once per row
     dQ = scale * dS K,  dK = scale * dS^T Q,  dbias = dS
 
-One kernel computes delta; one, with a CTA per key tile, dK and dV over all query heads of its KV head; one, with a CTA per
-query tile, dQ; and one, with a CTA per tile of the bias, the bias's gradient over what the bias is broadcast over.
+One kernel each, in this order: delta (`attention_backward_rows`), dK and dV (`attention_backward_key_value`), dQ
+(`attention_backward_query`), the bias's gradient (`attention_backward_bias`). Computing P twice costs two of seven products;
+in return dQ needs no atomics and no fp32 workspace.
 Source: Dao, "FlashAttention-2", 2023, algorithm 2, split so that every sum has one owner and one order.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from fastattn.device import facts
-from fastattn.layout import empty_like_heads
-from fastattn.triton_kernels.attention_common import (
-    ADDITIVE_BIAS,
-    INF,
-    LN_2,
-    LOG2_E,
-    NO_BIAS,
-    attention_scores,
-    bias_argument,
+from fastattn.layout import empty_like_heads, readable
+from fastattn.triton_kernels.attention_backward_bias import attention_backward_bias_kernel
+from fastattn.triton_kernels.attention_backward_key_value import attention_backward_key_value_kernel
+from fastattn.triton_kernels.attention_backward_query import attention_backward_query_kernel
+from fastattn.triton_kernels.attention_backward_rows import attention_backward_rows_kernel
+from fastattn.triton_kernels.attention_launch import (
+    Arguments,
+    architecture,
+    attention_constexprs,
     broadcast_strides,
-    dropout_arguments,
-    dropout_keep,
-    is_finite,
-    load_full_rows,
-    load_rows,
-    readable_all,
-    row_strides,
-    sequence_range,
-    slope_argument,
-    store_rows,
-    strides_bhm,
-    tile_range,
-    window_arguments,
+    launch,
+    lse_strides,
+    score_arguments,
+    score_options,
+    strides,
+    tile_options,
 )
-from fastattn.triton_kernels.tiles import BackwardKernel, attention_backward_tile, padded_head_dim
+from fastattn.triton_kernels.tiles import BackwardKernel, attention_backward_tile, ceil_div
+
+
+def attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    dropout_seed: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    top_left: bool,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Launch the kernels of the op ``attention_backward`` of csrc/bindings.cpp, arguments already checked.
+
+    Shapes are those of `attention_forward`; grad_out is like out, grad_lse like lse. Returns (grad_query, grad_key,
+    grad_value, in dtype and order of dims of their tensors; grad_bias fp32 in the bias's shape, or ``[0]`` unless
+    ``bias_grad``; grad_sinks fp32 ``[Hq]``, or ``[0]``). Every kernel is deterministic, asked or not.
+    """
+    num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
+    if cu_seqlens_q is not None:
+        batch = cu_seqlens_q.numel() - 1
+        grads = tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value))
+    else:
+        batch = query.shape[0]
+        grads = tuple(empty_like_heads(t, t.shape[-1]) for t in (query, key, value))
+    grad_query, grad_key, grad_value = grads
+    additive = bias is not None and bias.is_floating_point()
+    grad_bias = query.new_zeros(bias.shape if bias_grad and bias is not None else (0,), dtype=torch.float32)
+
+    query, key, value, grad_out, out = (readable(t) for t in (query, key, value, grad_out, out))
+    lse = lse.contiguous()
+    delta, row_shift = torch.empty_like(lse), torch.empty_like(lse)
+    options = score_options(
+        bias, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, window_left, window_right, top_left, softcap, dropout_p
+    )
+    grad_bias_b, grad_bias_h, grad_bias_m, grad_bias_n = broadcast_strides(grad_bias if grad_bias.dim() == 4 else None)
+    arguments: Arguments = {
+        **score_arguments(
+            query, key, value, bias, alibi_slopes, sinks, dropout_seed,
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right, softcap, dropout_p,
+        ),
+        "grad_out": grad_out,
+        "output": out,
+        "lse": lse,
+        "grad_lse": None if grad_lse is None else grad_lse.contiguous(),
+        "GRAD_LSE": grad_lse is not None,
+        "delta": delta,
+        "row_shift": row_shift,
+        "row_log2_sum": torch.empty_like(lse) if additive else None,
+        "grad_query": grad_query,
+        "grad_key": grad_key,
+        "grad_value": grad_value,
+        "grad_bias": grad_bias,
+        **strides("g", grad_out),
+        **strides("o", out),
+        **strides("dq", grad_query),
+        **strides("dk", grad_key),
+        **strides("dv", grad_value),
+        **lse_strides(lse),
+        "stride_dbias_b": grad_bias_b,
+        "stride_dbias_h": grad_bias_h,
+        "stride_dbias_m": grad_bias_m,
+        "stride_dbias_n": grad_bias_n,
+        "num_batches": batch,
+    }  # fmt: skip
+    arch = architecture(query.device)
+
+    def with_tile(kernel: BackwardKernel) -> Arguments:
+        tile = attention_backward_tile(arch, head_dim, value_dim, kernel, **tile_options(options))
+        return {**arguments, **attention_constexprs(tile, head_dim, value_dim, **options)}
+
+    if lse.numel() > 0:
+        complete = with_tile("query")
+        num_programs = ceil_div(max_seqlen_q, complete["BLOCK_M"]) * batch * num_heads
+        launch(attention_backward_rows_kernel, num_programs, complete, query.device)
+        launch(attention_backward_query_kernel, num_programs, complete, query.device)
+    if key.numel() > 0:
+        complete = with_tile("key_value")
+        num_programs = ceil_div(max_seqlen_k, complete["BLOCK_N"]) * batch * key.shape[1]
+        launch(attention_backward_key_value_kernel, num_programs, complete, query.device)
+    if bias_grad and bias is not None and lse.numel() > 0:
+        sums = dict(
+            zip(("SUM_BATCHES", "SUM_HEADS", "SUM_ROWS", "SUM_COLUMNS"), (s == 1 for s in bias.shape), strict=True)
+        )
+        complete = {**with_tile("bias"), **sums}
+        num_programs = (
+            (1 if sums["SUM_BATCHES"] else batch)
+            * (1 if sums["SUM_HEADS"] else num_heads)
+            * (1 if sums["SUM_ROWS"] else ceil_div(max_seqlen_q, complete["BLOCK_M"]))
+            * (1 if sums["SUM_COLUMNS"] else ceil_div(max_seqlen_k, complete["BLOCK_N"]))
+        )
+        launch(attention_backward_bias_kernel, num_programs, complete, query.device)
+
+    grad_sinks = query.new_zeros((0,) if sinks is None else sinks.shape, dtype=torch.float32)
+    if sinks is not None and lse.numel() > 0:
+        # A logit without a value: dS = P (0 - delta), and lse = -inf marks rows that see nothing, not even the sink.
+        head_last = (lse if lse.dim() == 3 else lse[None]).transpose(1, 2)  # [B, S, Hq]
+        delta_last = (delta if delta.dim() == 3 else delta[None]).transpose(1, 2)
+        grad = (sinks - head_last).exp() * -delta_last
+        grad_sinks = torch.where(head_last == -torch.inf, 0.0, grad).sum((0, 1))
+    return grad_query, grad_key, grad_value, grad_bias, grad_sinks

@@ -10,12 +10,8 @@ a mask.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from fastattn.layout import readable
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -175,6 +171,37 @@ def attention_scores(
 
 
 @triton.jit
+def score_gradients(
+    products, grad_products, keep, shift, log2_sum, delta, row, column, slope, bias_base, stride_bias_m, stride_bias_n,
+    offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap, dropout_factor,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of the backward pass, from q.k and dO.v, either way round.
+
+    ``shift``, ``log2_sum``, ``delta`` are per row, shaped like ``row`` (`attention_backward_rows`). Returns (P after
+    dropout but for its factor; dS, which is the bias's gradient; d loss / d (scale * q.k)).
+    """
+    scores, visible, slope_of_cap = attention_scores(
+        products, row, column, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
+        window_left, window_right, scale, softcap, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, MASKED,
+    )  # fmt: skip
+    if BIAS == ADDITIVE_BIAS:
+        p = tl.exp2((scores - shift) * LOG2_E - log2_sum)
+    else:
+        p = tl.exp2(scores - shift)
+    dropped = p
+    if DROPOUT:
+        grad_products = tl.where(keep, grad_products * dropout_factor, 0.0)
+        dropped = tl.where(keep, p, 0.0)
+    grad_scores = p * (grad_products - delta)
+    if MASKED:  # a NaN in a masked key or value came through the products
+        dropped = tl.where(visible, dropped, 0.0)
+        grad_scores = tl.where(visible, grad_scores, 0.0)
+    return dropped, grad_scores, grad_scores * slope_of_cap
+
+
+@triton.jit
 def dropout_keep(seed, threshold, batch_head, first_row, first_column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Which probabilities of the tile dropout keeps, ``[BLOCK_M, BLOCK_N]`` bool; ``first_column % 4 == 0``.
 
@@ -196,62 +223,3 @@ def dropout_keep(seed, threshold, batch_head, first_row, first_column, BLOCK_M: 
 def is_finite(x):
     """NaN compares false."""
     return tl.abs(x.to(tl.float32)) < INF
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Host side
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def strides_bhm(tensor: Tensor) -> tuple[int, int, int]:
-    """Batch, head and row strides of ``[B, H, S, D]``, or of a packed ``[total, H, D]`` (no batch stride)."""
-    if tensor.dim() == 3:
-        return 0, tensor.stride(1), tensor.stride(0)
-    return tensor.stride(0), tensor.stride(1), tensor.stride(2)
-
-
-def row_strides(rows: Tensor) -> tuple[int, int]:
-    """Batch and head strides of a per-row quantity: lse ``[B, H, S]``, or packed ``[H, total]`` (no batch stride)."""
-    return (0, rows.stride(0)) if rows.dim() == 2 else (rows.stride(0), rows.stride(1))
-
-
-def broadcast_strides(tensor: Tensor | None) -> tuple[int, ...]:
-    """Strides of a 4-D bias, 0 where its size is 1 so that every index reads the one element."""
-    if tensor is None:
-        return 0, 0, 0, 0
-    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def bias_argument(bias: Tensor | None) -> tuple[Tensor | None, int]:
-    """The bias as kernels read it (a bool mask as bytes), and the constexpr BIAS."""
-    if bias is None:
-        return None, NO_BIAS.value
-    if bias.dtype == torch.bool:
-        return bias.view(torch.uint8), BOOL_BIAS.value
-    return bias, ADDITIVE_BIAS.value
-
-
-def slope_argument(alibi_slopes: Tensor | None) -> tuple[Tensor | None, int]:
-    """Contiguous ALiBi slopes ``[B | 1, Hq]`` and their batch stride."""
-    if alibi_slopes is None:
-        return None, 0
-    return alibi_slopes.contiguous(), alibi_slopes.shape[1] if alibi_slopes.shape[0] > 1 else 0
-
-
-def window_arguments(window_left: int, window_right: int, max_seqlen_q: int, max_seqlen_k: int) -> tuple[int, ...]:
-    """(left, right, LEFT, RIGHT): a side reaching past every key is unbounded, so that sums of positions fit 32 bits."""
-    reach = max_seqlen_q + max_seqlen_k
-    left, right = 0 <= window_left < reach, 0 <= window_right < reach
-    return window_left if left else 0, window_right if right else 0, left, right
-
-
-def dropout_arguments(dropout_p: float) -> tuple[int, float]:
-    """(threshold as the signed number with the same 32 bits, factor of the kept): p = 1 keeps nothing, by factor 0."""
-    threshold = min(int(dropout_p * 2**32), 2**32 - 1)
-    signed = threshold - 2**32 if threshold >= 2**31 else threshold
-    return signed, 1.0 / (1.0 - dropout_p) if dropout_p < 1 else 0.0
-
-
-def readable_all(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Copies of those that a kernel cannot read where they lie (last dim not contiguous, not 16-byte aligned)."""
-    return tuple(readable(tensor) for tensor in tensors)

@@ -15,15 +15,12 @@ Source: Dao, "FlashAttention-2", 2023, algorithm 1.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.device import facts
-from fastattn.layout import empty_like_heads
+from fastattn.layout import empty_like_heads, readable
 from fastattn.triton_kernels.attention_common import (
     ADDITIVE_BIAS,
     INF,
@@ -32,24 +29,26 @@ from fastattn.triton_kernels.attention_common import (
     NO_BIAS,
     apply_bias,
     attention_scores,
-    bias_argument,
-    broadcast_strides,
-    dropout_arguments,
     dropout_keep,
     is_finite,
     load_full_rows,
     load_rows,
-    readable_all,
-    row_strides,
     sequence_range,
-    slope_argument,
     store_rows,
-    strides_bhm,
     tile_range,
     visible_keys,
-    window_arguments,
 )
-from fastattn.triton_kernels.tiles import attention_forward_tile, padded_head_dim
+from fastattn.triton_kernels.attention_launch import (
+    architecture,
+    attention_constexprs,
+    launch,
+    lse_strides,
+    score_arguments,
+    score_options,
+    strides,
+    tile_options,
+)
+from fastattn.triton_kernels.tiles import attention_forward_tile, ceil_div
 
 
 @triton.jit
@@ -117,7 +116,9 @@ def _spoil_tile(
     column = first_key + tl.arange(0, BLOCK_N)[None, :]
     visible = visible_keys(row, column, offset, seqlen_k, window_left, window_right, LEFT, RIGHT) & (row < seqlen_q)
     if BIAS != NO_BIAS:
-        _, visible = apply_bias(0.0, visible, row, column, bias_base, stride_bias_m, stride_bias_n, seqlen_q, seqlen_k, BIAS)
+        _, visible = apply_bias(
+            0.0, visible, row, column, bias_base, stride_bias_m, stride_bias_n, seqlen_q, seqlen_k, BIAS
+        )
     count = tl.dot(visible.to(v.dtype), (1 - is_finite(v).to(tl.int32)).to(v.dtype), input_precision="ieee")
     return tl.where(count > 0, float("nan"), out)
 
@@ -219,43 +220,6 @@ def attention_forward_kernel(
     tl.store(lse_base + row, row_max * NATURAL + tl.log(row_sum), mask=row < seqlen_q)
 
 
-def forward_constexprs(
-    arch: int,
-    head_dim: int,
-    value_dim: int,
-    *,
-    left: bool = False,
-    right: bool = False,
-    top_left: bool = False,
-    softcap: bool = False,
-    alibi: bool = False,
-    bias: int = NO_BIAS.value,
-    sinks: bool = False,
-    dropout: bool = False,
-) -> dict[str, Any]:
-    """Constexprs and launch options of `attention_forward_kernel`."""
-    tile = attention_forward_tile(arch, head_dim, value_dim, masked=bias != NO_BIAS.value)
-    return {
-        "HEAD_DIM": head_dim,
-        "VALUE_DIM": value_dim,
-        "WIDTH_QK": padded_head_dim(head_dim),
-        "WIDTH_V": padded_head_dim(value_dim),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "LEFT": left,
-        "RIGHT": right,
-        "TOP_LEFT": top_left,
-        "SOFTCAP": softcap,
-        "ALIBI": alibi,
-        "BIAS": bias,
-        "SINKS": sinks,
-        "DROPOUT": dropout,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        "enable_fp_fusion": True,
-    }
-
-
 def attention_forward(
     query: Tensor,
     key: Tensor,
@@ -282,7 +246,6 @@ def attention_forward(
     sinks fp32 ``[Hq]``; a negative window is unbounded. Returns (out in query's dtype and order of dims, lse fp32 in
     nats ``[B, Hq, Sq]`` or ``[Hq, total_q]``).
     """
-    packed = cu_seqlens_q is not None
     num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
     if cu_seqlens_q is not None:
         batch = cu_seqlens_q.numel() - 1
@@ -292,38 +255,23 @@ def attention_forward(
         batch = query.shape[0]
         out = empty_like_heads(query, value_dim)
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    query, key, value = readable_all(query, key, value)
-    bias, bias_kind = bias_argument(bias)
-    alibi_slopes, stride_slope_b = slope_argument(alibi_slopes)
-    left, right, has_left, has_right = window_arguments(window_left, window_right, max_seqlen_q, max_seqlen_k)
-    threshold, factor = dropout_arguments(dropout_p)
-    device = facts(query.device)
-    assert device is not None, "the dispatcher sends only devices with facts here"
-    constexprs = forward_constexprs(
-        device.arch,
-        head_dim,
-        value_dim,
-        left=has_left,
-        right=has_right,
-        top_left=top_left,
-        softcap=softcap > 0,
-        alibi=alibi_slopes is not None,
-        bias=bias_kind,
-        sinks=sinks is not None,
-        dropout=dropout_p > 0,
-    )
-    grid = (triton.cdiv(max_seqlen_q, constexprs["BLOCK_M"]) * batch * num_heads,)
-    if grid[0] == 0 or out.numel() == 0:
+    if lse.numel() == 0:
         return out, lse
-    with torch.cuda.device_of(query):
-        attention_forward_kernel[grid](
-            query, key, value, out, lse, bias, alibi_slopes, sinks if sinks is None else sinks.contiguous(),
-            dropout_seed, cu_seqlens_q, cu_seqlens_k,
-            *strides_bhm(query), *strides_bhm(key), *strides_bhm(value), *strides_bhm(out), *row_strides(lse),
-            *broadcast_strides(bias), stride_slope_b,
-            num_heads, num_heads // max(1, key.shape[1]), max_seqlen_q, max_seqlen_k,
-            query.shape[0] if packed else 0, key.shape[0] if packed else 0,
-            scale, left, right, softcap, threshold, factor,
-            **constexprs,
-        )  # fmt: skip
+    options = score_options(
+        bias, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, window_left, window_right, top_left, softcap, dropout_p
+    )
+    tile = attention_forward_tile(architecture(query.device), head_dim, value_dim, **tile_options(options))
+    arguments = {
+        **score_arguments(
+            readable(query), readable(key), readable(value), bias, alibi_slopes, sinks, dropout_seed,
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right, softcap, dropout_p,
+        ),
+        "output": out,
+        "lse": lse,
+        **strides("o", out),
+        **lse_strides(lse),
+        **attention_constexprs(tile, head_dim, value_dim, **options),
+    }  # fmt: skip
+    num_programs = ceil_div(max_seqlen_q, tile.block_m) * batch * num_heads
+    launch(attention_forward_kernel, num_programs, arguments, query.device)
     return out, lse

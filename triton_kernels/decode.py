@@ -25,10 +25,8 @@ from fastattn.layout import empty_like_heads, readable
 
 from .decode_append import launch_append
 from .decode_cache import load_rotated, locate_tokens, tokens_before
+from .device_math import tanh
 from .tiles import ceil_div, decode_key_blocks, decode_plan, decode_tile, padded_head_dim
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 # Further than any key can be from any query: a window side that masks nothing.
 UNBOUNDED = 1 << 30
@@ -38,30 +36,20 @@ COMBINE_SPLITS = 16
 
 
 @triton.jit
-def tanh(x):
-    """Accurate to a few ulp: a Taylor polynomial near 0, where the exponential form would cancel."""
-    square = x * x
-    series = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
-    decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
-    far = (1.0 - decay) / (1.0 + decay)
-    return tl.where(tl.abs(x) < 0.25, x * series, tl.where(x < 0.0, -far, far))
+def finish_row(acc, row_max, row_sum, sink, HAS_SINK: tl.constexpr):
+    """Normalised output and log-sum-exp of rows; a sink adds to the denominator alone.
 
-
-@triton.jit
-def finish_row(acc, row_max, row_sum, sink_log2, HAS_SINK: tl.constexpr):
-    """Normalised output and log-sum-exp (base 2) of rows; a sink adds to the denominator alone.
-
-    ``acc`` has one dim more than ``row_max``, ``row_sum`` and ``sink_log2``. A row without keys: 0 and -inf (or the sink).
+    ``acc`` has one dim more than ``row_max``, ``row_sum`` and ``sink``. A row without keys: 0 and -inf (or the sink).
     """
     if HAS_SINK:
-        peak = tl.maximum(row_max, sink_log2)
+        peak = tl.maximum(row_max, sink)
         peak_safe = tl.where(peak == float("-inf"), 0.0, peak)
-        rescale = tl.exp2(row_max - peak_safe)
-        row_sum = row_sum * rescale + tl.exp2(sink_log2 - peak_safe)
+        rescale = tl.exp(row_max - peak_safe)
+        row_sum = row_sum * rescale + tl.exp(sink - peak_safe)
         acc = acc * tl.expand_dims(rescale, -1)
         row_max = peak
     out = acc / tl.expand_dims(tl.where(row_sum == 0.0, 1.0, row_sum), -1)
-    return out, row_max + tl.log2(row_sum)
+    return out, row_max + tl.log(row_sum)
 
 
 @triton.jit
@@ -69,7 +57,7 @@ def split_kernel(
     query,  # [B, Hq, Sq, D]
     q_strides,
     k_cache,  # [blocks, Hkv, rows, D]
-    k_strides,  # in units of VECTOR elements, as v_strides
+    k_strides,
     v_cache,  # [blocks, Hkv, rows, Dv]
     v_strides,
     k_scale,  # [blocks, Hkv, rows] fp32, or None
@@ -89,10 +77,10 @@ def split_kernel(
     sinks,  # [Hq] fp32, or None
     out,  # [B, Hq, Sq, Dv]; or, where SPLIT, [num_splits, B, Hq, Sq, Dv] fp32
     out_strides,  # (split, batch, head, query)
-    lse,  # [B, Hq, Sq] fp32, natural log; or, where SPLIT, [num_splits, B, Hq, Sq], base 2
+    lse,  # [B, Hq, Sq] fp32; or, where SPLIT, [num_splits, B, Hq, Sq]
     lse_strides,
-    inner_scale,  # scale / softcap if HAS_SOFTCAP, else scale * log2(e)
-    softcap_log2,  # softcap * log2(e)
+    inner_scale,  # scale / softcap if HAS_SOFTCAP, else scale
+    softcap,
     window_left,  # at least 0; UNBOUNDED masks nothing
     window_right,
     capacity,
@@ -109,7 +97,6 @@ def split_kernel(
     ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,  # 0: contiguous
-    VECTOR: tl.constexpr,  # elements in 16 bytes of the cache
     QUANTISED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
@@ -162,6 +149,7 @@ def split_kernel(
     full_end = tl.maximum(tl.minimum(first_position + window_right + 1, total), 0) // BLOCK_N
     full_end = tl.maximum(tl.minimum(full_end, end), full_begin)
 
+    VECTOR: tl.constexpr = 128 // k_cache.dtype.element_ty.primitive_bitwidth  # rows are 16-byte aligned
     dim = tl.arange(0, D_PAD)
     value_dim = tl.arange(0, DV_PAD)
     q_rows = query + batch_idx * q_strides[0] + head_idx * q_strides[1] + query_idx.to(tl.int64) * q_strides[2]
@@ -170,7 +158,7 @@ def split_kernel(
         HEAD_DIM, ROTARY_DIM, INTERLEAVED,
     )  # fmt: skip
     if HAS_ALIBI:
-        slope_log2 = tl.load(alibi_slopes + batch_idx * alibi_batch_stride + head_idx, mask=is_row, other=0.0) * LOG2E
+        slope = tl.load(alibi_slopes + batch_idx * alibi_batch_stride + head_idx, mask=is_row, other=0.0)
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -199,24 +187,25 @@ def split_kernel(
                 position, wanted, block_table, table_strides, num_pages, batch_idx,
                 PAGE_SIZE, SAME_PAGE=PAGE_SIZE % BLOCK_N == 0,
             )  # fmt: skip
-            k_offset = (block * k_strides[0] + kv_head_idx * k_strides[1] + slot * k_strides[2]) * VECTOR
-            v_offset = (block * v_strides[0] + kv_head_idx * v_strides[1] + slot * v_strides[2]) * VECTOR
+            k_offset = block * k_strides[0] + kv_head_idx * k_strides[1] + slot * k_strides[2]
+            v_offset = block * v_strides[0] + kv_head_idx * v_strides[1] + slot * v_strides[2]
+            k_offset, v_offset = tl.multiple_of(k_offset, VECTOR), tl.multiple_of(v_offset, VECTOR)
             k_mask = is_present[:, None] & (dim < HEAD_DIM)[None, :]
             v_mask = is_present[:, None] & (value_dim < VALUE_DIM)[None, :]
             k = tl.load(k_cache + k_offset[:, None] + dim[None, :], mask=k_mask, other=0.0)
             v = tl.load(v_cache + v_offset[:, None] + value_dim[None, :], mask=v_mask, other=0.0)
 
-            # Scores, base 2.
+            # Scores. In natural units, not base 2: of large ones the constant would cost another rounding.
             s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
             if QUANTISED:
                 scale_offset = block * k_scale_strides[0] + kv_head_idx * k_scale_strides[1] + slot * k_scale_strides[2]
                 s *= tl.load(k_scale + scale_offset, mask=is_present, other=0.0)[None, :]
             s *= inner_scale
             if HAS_SOFTCAP:
-                s = tanh(s) * softcap_log2
+                s = tanh(s) * softcap
             if HAS_ALIBI:
                 distance = tl.abs(row_position[:, None] - position[None, :]).to(tl.float32)
-                s -= slope_log2[:, None] * distance
+                s -= slope[:, None] * distance
             visible = tl.broadcast_to(is_present[None, :], s.shape)
             if ROWS_DIFFER and AT_EDGE:
                 visible &= position[None, :] >= row_position[:, None] - window_left
@@ -226,8 +215,8 @@ def split_kernel(
             # Online softmax.
             new_max = tl.maximum(row_max, tl.max(s, axis=1))
             max_safe = tl.where(new_max == float("-inf"), 0.0, new_max)
-            p = tl.exp2(s - max_safe[:, None])
-            rescale = tl.exp2(row_max - max_safe)
+            p = tl.exp(s - max_safe[:, None])
+            rescale = tl.exp(row_max - max_safe)
             row_sum = row_sum * rescale + tl.sum(p, axis=1)
             row_max = new_max
             acc *= rescale[:, None]
@@ -253,28 +242,29 @@ def split_kernel(
 
     # Leave the split's own result, or the final one.
     if SPLIT:
-        out_tile, lse_log2 = finish_row(acc, row_max, row_sum, row_max, HAS_SINK=False)
-        tl.store(lse_ptrs, lse_log2, mask=is_row)
+        out_tile, row_lse = finish_row(acc, row_max, row_sum, row_max, HAS_SINK=False)
+        tl.store(lse_ptrs, row_lse, mask=is_row)
     else:
-        sink_log2 = row_max
+        sink = row_max
         if HAS_SINK:
-            sink_log2 = tl.load(sinks + head_idx, mask=is_row, other=0.0) * LOG2E
-        out_tile, lse_log2 = finish_row(acc, row_max, row_sum, sink_log2, HAS_SINK)
-        tl.store(lse_ptrs, lse_log2 * LN2, mask=is_row)
+            sink = tl.load(sinks + head_idx, mask=is_row, other=0.0)
+        out_tile, row_lse = finish_row(acc, row_max, row_sum, sink, HAS_SINK)
+        tl.store(lse_ptrs, row_lse, mask=is_row)
     out_rows = out + split_idx.to(tl.int64) * out_strides[0] + batch_idx * out_strides[1]
     out_rows += head_idx * out_strides[2] + query_idx.to(tl.int64) * out_strides[3]
     out_mask = is_row[:, None] & (value_dim < VALUE_DIM)[None, :]
+    out_rows = tl.multiple_of(out_rows, 16)  # bytes
     tl.store(out_rows[:, None] + value_dim[None, :], out_tile.to(out.dtype.element_ty), mask=out_mask)
 
 
 @triton.jit
 def combine_kernel(
     partial_out,  # [num_splits, B, Hq, Sq, Dv] fp32
-    partial_lse,  # [num_splits, B, Hq, Sq] fp32, base 2
+    partial_lse,  # [num_splits, B, Hq, Sq] fp32
     sinks,  # [Hq] fp32, or None
     out,  # [B, Hq, Sq, Dv]
     out_strides,  # (batch, head, query)
-    lse,  # [B, Hq, Sq] fp32, natural log
+    lse,  # [B, Hq, Sq] fp32
     num_splits,
     num_rows,  # B * Hq * Sq
     num_heads,
@@ -307,22 +297,17 @@ def combine_kernel(
         split_lse = tl.load(partial_lse + split_row, mask=split < num_splits, other=float("-inf"))
         mask = (split_lse != float("-inf"))[:, None] & (value_dim < VALUE_DIM)[None, :]
         o = tl.load(partial_out + split_row[:, None] * VALUE_DIM + value_dim[None, :], mask=mask, other=0.0)
-        weight = tl.exp2(split_lse - max_safe)
+        weight = tl.exp(split_lse - max_safe)
         row_sum += tl.sum(weight, axis=0)
         acc += tl.sum(weight[:, None] * o, axis=0)[None, :]
 
-    sink_log2 = row_max
+    sink = row_max
     if HAS_SINK:
-        sink_log2 = tl.load(sinks + head_idx + tl.zeros([1], tl.int32)) * LOG2E
-    out_row, lse_log2 = finish_row(acc, row_max, row_sum, sink_log2, HAS_SINK)
-    tl.store(lse + row + tl.zeros([1], tl.int32), lse_log2 * LN2)
+        sink = tl.load(sinks + head_idx + tl.zeros([1], tl.int32))
+    out_row, row_lse = finish_row(acc, row_max, row_sum, sink, HAS_SINK)
+    tl.store(lse + row + tl.zeros([1], tl.int32), row_lse)
     out_ptr = out + batch_idx * out_strides[0] + head_idx * out_strides[1] + query_idx * out_strides[2]
     tl.store(out_ptr + value_dim[None, :], out_row.to(out.dtype.element_ty), mask=(value_dim < VALUE_DIM)[None, :])
-
-
-def _vector_strides(cache: Tensor, vector: int) -> tuple[int, ...]:
-    """Strides of blocks, heads and rows in vectors of 16 bytes: the compiler then sees that rows are aligned."""
-    return tuple(stride // vector if size > 1 else 0 for size, stride in zip(cache.shape[:3], cache.stride()[:3]))
 
 
 def attention_decode(
@@ -387,8 +372,15 @@ def attention_decode(
     assert device is not None, f"attention_decode has no kernel for {query.device}"
     query = readable(query)
     group = num_heads // kv_heads
+    page_size = 0 if block_table is None else block_rows
     tile = decode_tile(
-        device.arch, head_dim, value_dim, num_queries * group, k_cache.element_size(), device.shared_memory_bytes
+        device.arch,
+        head_dim,
+        value_dim,
+        num_queries * group,
+        k_cache.element_size(),
+        device.shared_memory_bytes,
+        page_size,
     )
     m_blocks = ceil_div(num_queries * group, tile.block_m)
     key_blocks = decode_key_blocks(capacity, num_queries, window_left, tile.block_n)
@@ -402,16 +394,14 @@ def attention_decode(
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes.contiguous().view(-1, num_heads)
     sinks = None if sinks is None else sinks.contiguous()
-    vector = 16 // k_cache.element_size()
-    log2e = LOG2E.value
 
     split_kernel[(batch * kv_heads * plan.num_splits * m_blocks,)](
         query,
         query.stride()[:3],
         k_cache,
-        _vector_strides(k_cache, vector),
+        k_cache.stride()[:3],
         v_cache,
-        _vector_strides(v_cache, vector),
+        v_cache.stride()[:3],
         k_scale,
         (0, 0, 0) if k_scale is None else k_scale.stride(),
         v_scale,
@@ -431,8 +421,8 @@ def attention_decode(
         split_out.stride()[:4],
         split_lse,
         split_lse.stride(),
-        scale / softcap if softcap > 0 else scale * log2e,
-        softcap * log2e,
+        scale / softcap if softcap > 0 else scale,
+        softcap,
         min(window_left, UNBOUNDED) if window_left >= 0 else UNBOUNDED,
         min(window_right, UNBOUNDED) if window_right >= 0 else UNBOUNDED,
         capacity,
@@ -448,8 +438,7 @@ def attention_decode(
         DV_PAD=padded_head_dim(value_dim),
         ROTARY_DIM=0 if rotary_cos is None else 2 * rotary_cos.shape[1],
         INTERLEAVED=rotary_interleaved,
-        PAGE_SIZE=0 if block_table is None else block_rows,
-        VECTOR=vector,
+        PAGE_SIZE=page_size,
         QUANTISED=k_cache.dtype == torch.int8,
         HAS_SOFTCAP=softcap > 0,
         HAS_ALIBI=alibi_slopes is not None,

@@ -56,7 +56,7 @@ def store_tokens(
         scale_offset = block * scale_strides[0] + kv_head_idx * scale_strides[1] + slot * scale_strides[2]
         tl.store(scales + scale_offset, scale, mask=is_stored)
     row_offset = block * cache_strides[0] + kv_head_idx * cache_strides[1] + slot * cache_strides[2]
-    row_offset = tl.broadcast_to(row_offset, slot.shape)
+    row_offset = tl.multiple_of(row_offset, 128 // cache.dtype.element_ty.primitive_bitwidth)  # 16 bytes
     tl.store(cache + row_offset[:, None] + dim[None, :], x, mask=is_stored[:, None] & (dim < HEAD_DIM)[None, :])
 
 
@@ -125,6 +125,7 @@ def append_kernel(
     dim = tl.arange(0, DV_PAD)
     v_rows = v_new + batch_idx * v_new_strides[0] + kv_head_idx * v_new_strides[1]
     v_rows += token.to(tl.int64) * v_new_strides[2]
+    v_rows = tl.multiple_of(v_rows, 16)  # bytes
     v = tl.load(v_rows[:, None] + dim[None, :], mask=is_stored[:, None] & (dim < VALUE_DIM)[None, :], other=0.0)
     store_tokens(
         v, v_cache, v_strides, v_scale, v_scale_strides, block, kv_head_idx, slot, is_stored, dim, VALUE_DIM, QUANTISED

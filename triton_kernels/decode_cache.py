@@ -40,13 +40,14 @@ def locate_tokens(
             page = tl.load(page_row + page_idx * table_strides[1], mask=any_wanted, other=-1)
         else:
             page = tl.load(page_row + page_idx * table_strides[1], mask=wanted, other=-1)
-        exists = (page >= 0) & (page < num_pages)
+        row_page = tl.broadcast_to(page, position.shape)
+        exists = (row_page >= 0) & (row_page < num_pages)
         return page.to(tl.int64), (position % PAGE_SIZE).to(tl.int64), wanted & exists
 
 
 @triton.jit
 def load_rotated(
-    row_ptrs,  # [R] pointers to rows of HEAD_DIM elements
+    row_ptrs,  # [R] pointers to rows of HEAD_DIM elements, 16-byte aligned
     row_mask,  # [R] bool: which rows to read; the others are 0
     position,  # [R] int32: where each row stands in its sequence
     rotary_cos,  # [num_positions, ROTARY_DIM / 2]
@@ -64,6 +65,7 @@ def load_rotated(
     if interleaved, else (i, i + ROTARY_DIM / 2); each element reads its partner a second time, from the cache.
     Positions outside the table are clamped to it.
     """
+    row_ptrs = tl.multiple_of(row_ptrs, 16)
     x = tl.load(row_ptrs[:, None] + dim[None, :], mask=row_mask[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
     if ROTARY_DIM > 0:
         HALF: tl.constexpr = ROTARY_DIM // 2
@@ -80,7 +82,7 @@ def load_rotated(
 
         table_row = tl.maximum(tl.minimum(position, num_positions - 1), 0)
         angle_offset = table_row.to(tl.int64)[:, None] * rotary_stride + angle_idx[None, :]
-        in_table = turns & (num_positions > 0)
+        in_table = turns & (table_row < num_positions)[:, None]  # false if the table is empty
         cos = tl.load(rotary_cos + angle_offset, mask=in_table, other=1.0).to(tl.float32)
         sin = tl.load(rotary_sin + angle_offset, mask=in_table, other=0.0).to(tl.float32)
 

@@ -49,8 +49,10 @@ class AttentionTile:
 BackwardKernel = Literal["key_value", "query", "bias"]
 
 
-def attention_forward_tile(arch: int, head_dim: int, value_dim: int, masked: bool = False) -> AttentionTile:
-    """Tile of the attention forward kernel; ``masked``: every tile takes the masked path (there is a bias)."""
+def attention_forward_tile(
+    arch: int, head_dim: int, value_dim: int, masked: bool = False, crowded: bool = False
+) -> AttentionTile:
+    """Tile of the attention forward kernel; ``masked``: causal or window, ``crowded``: bias, ALiBi, softcap or dropout."""
     width = max(padded_head_dim(head_dim), padded_head_dim(value_dim))
     if width <= 64:
         return AttentionTile(128, 64, num_warps=4, num_stages=3)
@@ -59,7 +61,9 @@ def attention_forward_tile(arch: int, head_dim: int, value_dim: int, masked: boo
     return AttentionTile(64, 32, num_warps=8, num_stages=2)
 
 
-def attention_backward_tile(arch: int, head_dim: int, value_dim: int, kernel: BackwardKernel) -> AttentionTile:
+def attention_backward_tile(
+    arch: int, head_dim: int, value_dim: int, kernel: BackwardKernel, masked: bool = False, crowded: bool = False
+) -> AttentionTile:
     """Tile of one of the backward kernels: "key_value" (dK, dV), "query" (dQ) or "bias" (the bias's gradient)."""
     width = max(padded_head_dim(head_dim), padded_head_dim(value_dim))
     if width <= 64:
@@ -105,30 +109,43 @@ class DecodeTile:
 
 
 def decode_tile(
-    arch: int, head_dim: int, value_dim: int, rows: int, cache_itemsize: int, shared_memory_bytes: int
+    arch: int,
+    head_dim: int,
+    value_dim: int,
+    rows: int,
+    cache_itemsize: int,
+    shared_memory_bytes: int,
+    page_size: int = 0,
 ) -> DecodeTile:
     """The tile of `decode.split_kernel` for ``rows`` = Sq * Hq / Hkv packed query rows.
 
     It must not depend on the batch: a row's bits would (batch_invariant). ``cache_itemsize`` is the bytes of one cache
-    element (1 for int8); ``shared_memory_bytes`` what one CTA may use. Compute capability plays no part so far: with
-    16 to 64 rows, mma.sync is far from being what binds.
+    element (1 for int8), ``shared_memory_bytes`` what one CTA may use, ``page_size`` 0 for a contiguous cache.
     """
-    padded_dims = padded_head_dim(head_dim) + padded_head_dim(value_dim)
+    key_width, value_width = padded_head_dim(head_dim), padded_head_dim(value_dim)
+    width = key_width + value_width
     # 16 is the least that an MMA takes. 64 rows of 256 + 256 dims spill registers even with eight warps (AOT, sm_90).
-    block_m = min(64 if padded_dims <= 256 else 32, max(16, 1 << (rows - 1).bit_length()))
+    block_m = min(64 if width <= 256 else 32, max(16, 1 << (rows - 1).bit_length()))
     # Four warps until the accumulator, and RoPE on the whole query tile before the loop, spill (AOT: 32 rows of 128 + 128).
-    num_warps = 8 if block_m * padded_dims >= 32 * 256 else 4
+    num_warps = 8 if block_m * width >= 32 * 256 else 4
     # 64 keys of 128 + 128 16-bit dims are 32 KB, a good unit to keep in flight; wider heads take half as many keys.
-    block_n = 64 if padded_dims <= 256 else 32
-    stage_bytes = block_n * padded_dims * cache_itemsize
-    # Outside the pipeline: the query tile (16-bit), and scratch for the probabilities and the reductions over warps.
-    fixed_bytes = block_m * padded_dims * 2 + block_m * block_n * 4
-    # Two CTAs on an SM hide each other's softmax and edges. Bandwidth needs some 32 KB in flight per SM (4.8 TB/s times
-    # 0.8 us over 132 SMs), that is two stages; more than four only lengthen the start.
+    block_n = 64 if width <= 256 else 32
+
+    # Shared memory outside the pipeline (AOT): the query tile and the probabilities, 16-bit. wgmma, which 64 rows get on
+    # sm_90, also wants there what else it multiplies: keys and values made from int8, or where values are not finite.
+    is_wgmma = arch == 90 and block_m == 64
+    fixed_bytes = 2 * (block_m * key_width + block_m * block_n + (block_n * width if is_wgmma else 0))
+    block_bytes = block_n * width * cache_itemsize
+    # Two CTAs on an SM hide each other's softmax and edges, if each has two blocks in flight. Bandwidth needs some 32 KB
+    # per SM (4.8 TB/s times 0.8 us over 132 SMs); more than three blocks only lengthen the start.
     for ctas_per_sm in (2, 1):
-        num_stages = min(4, (shared_memory_bytes // ctas_per_sm - fixed_bytes) // stage_bytes)
-        if num_stages >= 2:
+        buffers = min(3, (shared_memory_bytes // ctas_per_sm - fixed_bytes) // block_bytes)
+        if buffers >= 2:
             break
+    # Triton's pipeliner gives num_stages - 1 buffers to an mma.sync loop, num_stages to wgmma, and half of that where
+    # the addresses come from a gather of page ids, which is pipelined as well (AOT).
+    gathers = page_size % block_n != 0
+    num_stages = buffers * (2 if gathers else 1) + (0 if is_wgmma else 1)
     return DecodeTile(block_m, block_n, num_warps, max(1, num_stages), ctas_per_sm)
 
 

@@ -26,14 +26,14 @@ struct QueryTile {
 // come one after the other. Within a group the last tiles of all heads come first: under a causal mask these are the
 // longest, and what is left at the end, when SMs run out of work, is short.
 FASTATTN_HOST_DEVICE QueryTile query_tile(uint32_t cta, const AttentionForwardParams& params, int32_t num_tiles) {
-    const uint32_t num_heads = static_cast<uint32_t>(params.query.batch) * params.query.heads;
-    const uint32_t ctas_per_group = static_cast<uint32_t>(num_tiles) * params.heads_per_group;
-    const uint32_t first_head = cta / ctas_per_group * params.heads_per_group;
-    const uint32_t heads_left = num_heads - first_head;
-    const uint32_t heads_here = heads_left < params.heads_per_group ? heads_left : params.heads_per_group;
+    const uint32_t heads = params.query.heads, group = params.heads_per_group;
+    const uint32_t ctas_per_group = num_tiles * group;
+    const uint32_t first_head = cta / ctas_per_group * group;  // counted over batch and heads
+    const uint32_t heads_left = params.query.batch * heads - first_head;
+    const uint32_t heads_here = heads_left < group ? heads_left : group;
     const uint32_t cta_in_group = cta % ctas_per_group;
     const uint32_t head = first_head + cta_in_group % heads_here;
-    return {static_cast<int32_t>(head / params.query.heads), static_cast<int32_t>(head % params.query.heads),
+    return {static_cast<int32_t>(head / heads), static_cast<int32_t>(head % heads),
             num_tiles - 1 - static_cast<int32_t>(cta_in_group / heads_here)};
 }
 

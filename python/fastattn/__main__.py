@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 
 import torch
 
-import fastattn.dispatch
 from fastattn import device, native
+from fastattn.support import SUPPORT, support_table
 
 WITHOUT_CUDA_KERNELS = """none: this library was built without CUDA C++ kernels, so GPUs run the Triton kernels.
 To add them: install a CUDA toolkit, set CUDA_HOME to it and install fastattn again; or run
@@ -39,12 +40,14 @@ def describe_gpu(index: int) -> str:
     """One line about CUDA device ``index``: name, compute capability, memory, and the backends that serve it."""
     gpu = torch.device("cuda", index)
     facts = device.facts(gpu)
-    if facts is None:
-        return f"{torch.cuda.get_device_name(gpu)}: no kernels, PyTorch's own run"
+    oldest = min(support.min_arch for backends in SUPPORT.values() for support in backends.values())
+    if facts is None or facts.arch < oldest:
+        return f"{torch.cuda.get_device_name(gpu)}: PyTorch's own kernels run; fastattn's need sm_{oldest} or later"
     memory_gib = torch.cuda.get_device_properties(gpu).total_memory / 2**30
+    triton = "Triton kernels" if importlib.util.find_spec("triton") else "no Triton kernels"
     return (
-        f"{torch.cuda.get_device_name(gpu)}, sm_{facts.arch}, {memory_gib:.0f} GiB: Triton kernels; "
-        f"{native_code_for(facts.arch)}"
+        f"{torch.cuda.get_device_name(gpu)}, sm_{facts.arch}, {memory_gib:.0f} GiB: "
+        f"{triton}; {native_code_for(facts.arch)}"
     )
 
 
@@ -78,7 +81,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(report())
     if not arguments.short:
-        print(f"\n{fastattn.dispatch.support_table()}")
+        print(f"\n{support_table()}")
 
 
 if __name__ == "__main__":

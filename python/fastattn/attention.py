@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -91,15 +92,15 @@ def attention(
             ``torch.use_deterministic_algorithms`` says.
 
     Returns:
-        ``[B, Hq, Sq, Dv]``, and with ``return_lse`` the lse, ``[B, Hq, Sq]``, float32 (float64 for float64 inputs). A row
-        that sees no key has output 0, lse -inf (or its sink) and gradient 0.
+        ``[B, Hq, Sq, Dv]``, and with ``return_lse`` the lse, ``[B, Hq, Sq]``, float32 (float64 for float64 inputs). A
+        row that sees no key has output 0, lse -inf (or its sink) and gradient 0.
 
     Raises:
         InputError, TypeError: an argument that the host can see is wrong.
     """
     return _attend(
         (query, key, value, bias, alibi_slopes, sinks, None, None),
-        (query.shape[-2], key.shape[-2], causal, tuple(window), softcap, dropout_p, scale),
+        (0, 0, causal, tuple(window), softcap, dropout_p, scale),
         dropout_seed,
         deterministic,
         return_lse,
@@ -130,7 +131,8 @@ def attention_varlen(
 
     Args:
         query: ``[total_q, Hq, D]``; key: ``[total_k, Hkv, D]``; value: ``[total_k, Hkv, Dv]``.
-        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]`` on the device: sequence ``b`` is the rows from ``cu_seqlens[b]`` up to
+        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]`` on the device: sequence ``b`` is the rows from ``cu_seqlens[b]``
+        up to
             ``cu_seqlens[b + 1]``. They are not read back; where they are wrong, rows count as absent.
             ``FASTATTN_CHECK=1`` reads them and raises.
         max_seqlen_q, max_seqlen_k: the longest lengths; what a sequence has beyond them is absent.
@@ -163,6 +165,9 @@ def _attend(
     query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k = tensors
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
+    check_bool("return_lse", return_lse)
+    if deterministic is not None:
+        check_bool("deterministic", deterministic)
     cast = autocast_dtype(query.device.type)
     if cast is not None:
         query, key, value = (autocast_to(cast, t) for t in (query, key, value))
@@ -305,22 +310,22 @@ def _check_and_plan(tensors: _Tensors, options: _Options) -> Plan:
         features.add("dropout")
     if scale is not None:
         check_number("scale", scale)
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:6])
-    if needs_grad:
-        features.add("gradients")
     if bias is not None:
         check_bias(bias, query, (batch, heads, query.shape[2], key.shape[2]))
         features.add("mask" if bias.dtype == torch.bool else "bias")
-        if needs_grad and bias.requires_grad:
-            features.add("bias gradients")
     if alibi_slopes is not None:
         check_slopes(alibi_slopes, query.device, batch, heads)
         features.add("alibi")
-        if needs_grad and alibi_slopes.requires_grad:
-            features.add("slope gradients")
     if sinks is not None:
         check_sinks(sinks, query.device, heads)
         features.add("sinks")
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:6])
+    if needs_grad:
+        features.add("gradients")
+        if bias is not None and bias.requires_grad:
+            features.add("bias gradients")
+        if alibi_slopes is not None and alibi_slopes.requires_grad:
+            features.add("slope gradients")
     if heads != kv_heads:
         features.add("gqa")
     if value.shape[-1] != head_dim:
@@ -393,7 +398,7 @@ def check_sinks(sinks: Any, device: torch.device, heads: int) -> None:
 def _check_offsets(name: str, offsets: Tensor, total: int, max_seqlen: int) -> None:
     """Reads the offsets back: only with ``FASTATTN_CHECK=1``."""
     values = offsets.tolist()
-    lengths = [end - begin for begin, end in zip(values, values[1:], strict=False)]
+    lengths = [end - begin for begin, end in pairwise(values)]
     expect(values[0] == 0, name, "0 as the first offset", values[0])
     expect(min(lengths, default=0) >= 0, name, "offsets that do not decrease", values)
     expect(values[-1] == total, name, f"{total} (the number of rows) as the last offset", values[-1])

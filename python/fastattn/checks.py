@@ -78,7 +78,7 @@ def check_bool(name: str, value: Any) -> None:
 
 
 def device_checks_are_on() -> bool:
-    """``FASTATTN_CHECK=1``: also check what lies in device memory, which synchronises. Never under compile or capture."""
+    """``FASTATTN_CHECK=1``: also check what lies in device memory, which synchronises. Not under compile or capture."""
     if torch.compiler.is_compiling() or os.environ.get("FASTATTN_CHECK", "0") != "1":
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

@@ -42,7 +42,7 @@ def _look_up(device: torch.device) -> DeviceFacts | None:
         return DeviceFacts(
             arch=properties.major * 10 + properties.minor,
             num_sms=properties.multi_processor_count,
-            shared_memory_bytes=properties.shared_memory_per_block_optin,
+            shared_memory_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         )
     if device.type == "cpu" and triton_is_interpreted():
         return INTERPRETED_DEVICE

@@ -24,7 +24,8 @@ from fastattn.support import BACKENDS, FEATURES, KERNEL_BACKENDS, SUPPORT
 class Call(NamedTuple):
     """What the choice of a backend depends on.
 
-    ``sizes`` is what the operation's tile chooser needs; ``only_torch`` says why no kernel can take the arguments at all.
+    ``sizes`` is what the operation's tile chooser needs; ``only_torch`` says why no kernel can take the arguments at
+    all.
     """
 
     op: str
@@ -213,7 +214,8 @@ def _reason_against(backend: str, call: Call, device_facts: DeviceFacts | None, 
         if call.dtype not in (torch.float16, torch.float32):
             return f"the dtype is {call.dtype}, and Triton's interpreter computes only float16 and float32 rightly."
     elif call.dtype not in support.dtypes:
-        return f"the dtype is {call.dtype}, and the {_NAMES[backend]} kernel takes {support.dtypes_text()}; cast or autocast."
+        takes = f"the {_NAMES[backend]} kernel takes {support.dtypes_text()}"
+        return f"the dtype is {call.dtype}, and {takes}; cast or autocast."
     for name, dim in (("head dim", call.head_dim), ("value head dim", call.value_dim)):
         if not support.takes_head_dim(dim):
             return (
@@ -259,7 +261,7 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
         return "split_kernel", tiles.decode_tile(
             device_facts.arch, call.head_dim, call.value_dim, rows, itemsize, device_facts.shared_memory_bytes
         )
-    raise AssertionError(call.op)
+    return f"{call.op} kernel", None
 
 
 def only_torch_handles(*tensors: Tensor | None) -> str | None:

@@ -70,7 +70,8 @@ def _named_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 @contextlib.contextmanager
 def record() -> Iterator[list[RecordedCall]]:
-    """Collect ``(op, backend, kernel)`` of every fastattn call in the block, backward passes included, from all threads.
+    """Collect ``(op, backend, kernel)`` of every fastattn call in the block, backward passes included, from all
+    threads.
 
     Calls inside a compiled graph do not pass through Python and are not seen.
     """

@@ -1,4 +1,7 @@
-"""FLOP counts for ``torch.utils.flop_counter``, as torch counts its own attention: every pair of query and key, masked or not."""
+"""FLOP counts for ``torch.utils.flop_counter``.
+
+As torch counts its own attention: every pair of query and key, masked or not.
+"""
 
 from __future__ import annotations
 

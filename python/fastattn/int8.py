@@ -24,7 +24,6 @@ from fastattn.checks import (
     expect,
 )
 from fastattn.dispatch import Call, choose, only_torch_handles
-from fastattn.errors import InputError
 
 GROUP_SIZES = (32, 64, 128)
 GRANULARITIES: tuple[str | int, ...] = ("tensor", "channel", *GROUP_SIZES)
@@ -37,7 +36,8 @@ class Int8Weight:
 
     Args:
         data: int8 ``[N, K]``, contiguous, from -127 to 127.
-        scale: float32, ``[1, 1]`` for granularity ``"tensor"``, ``[N, 1]`` for ``"channel"``, ``[N, K / group]`` for a group.
+        scale: float32: ``[1, 1]`` for granularity ``"tensor"``, ``[N, 1]`` for ``"channel"``, ``[N, K / group]`` for a
+            group.
         granularity: ``"tensor"``, ``"channel"`` or the size of a group along K: 32, 64 or 128.
 
     Raises:
@@ -137,12 +137,12 @@ def quantize_int8(weight: Tensor, granularity: str | int = "channel") -> Int8Wei
 
     Args:
         weight: floating ``[N, K]``, as ``nn.Linear.weight``. Gradients do not flow through.
-        granularity: what shares one scale: the whole ``"tensor"``, each row (``"channel"``), or each group of 32, 64 or 128
-            along K. What is all zeros has scale 1.
+        granularity: what shares one scale: the whole ``"tensor"``, each row (``"channel"``), or each group of 32, 64 or
+            128 along K. What is all zeros has scale 1.
 
     Raises:
-        InputError, TypeError: an argument that the host can see is wrong; with ``FASTATTN_CHECK=1`` also a weight that is
-            not finite.
+        InputError, TypeError: an argument that the host can see is wrong; with ``FASTATTN_CHECK=1`` also a weight that
+            is not finite.
     """
     check_tensor("weight", weight)
     check_dtype("weight", weight, FLOATING)
@@ -174,15 +174,15 @@ def int8_linear(
         bias: ``[N]`` in the dtype of ``x``.
         activation: None, ``"relu"``, ``"gelu"`` (exact), ``"gelu_tanh"`` or ``"silu"``.
         residual: ``[..., N]`` in the dtype of ``x``, added last.
-        activations: ``"16bit"`` computes with ``x`` as it is; ``"int8"`` first rounds each row of it to symmetric int8 (the
-            gradient passes straight through).
+        activations: ``"16bit"`` computes with ``x`` as it is; ``"int8"`` first rounds each row of it to symmetric int8
+            (the gradient passes straight through).
 
     Returns:
         ``[..., N]`` in the dtype of ``x``, differentiable in ``x``, ``bias`` and ``residual``.
 
     Raises:
-        InputError, TypeError: an argument that the host can see is wrong; with ``FASTATTN_CHECK=1`` also scales that are
-            not finite.
+        InputError, TypeError: an argument that the host can see is wrong; with ``FASTATTN_CHECK=1`` also scales that
+            are not finite.
     """
     if not isinstance(weight, Int8Weight):
         raise TypeError(f"weight: expected an Int8Weight (see quantize_int8), got {type(weight).__name__}")
@@ -206,6 +206,9 @@ def linear_over(
     check_tensor("x", x)
     check_tensor("bias", bias, optional=True)
     check_tensor("residual", residual, optional=True)
+    for name, option in (("activation", activation), ("activations", activations)):
+        if not isinstance(option, str) and (option is not None or name == "activations"):
+            raise TypeError(f"{name}: expected a str, got {type(option).__name__}")
     cast = autocast_dtype(x.device.type)
     if cast is not None:
         x = autocast_to(cast, x)
@@ -220,12 +223,13 @@ def linear_over(
             activations,
             torch.is_grad_enabled(),
         )
-        found = _plans.get(signature) if isinstance(activation, (str, type(None))) else None
-        call = found or _check_and_plan(x, data, scale, bias, activation, residual, activations)
+        found = _plans.get(signature)
         if found is None:
+            found = _check_and_plan(x, data, scale, bias, activation, residual, activations)
             if len(_plans) >= _PLANS_KEPT:
                 _plans.clear()
-            _plans[signature] = call
+            _plans[signature] = found
+        call = found
     if device_checks_are_on():
         expect(bool(scale.isfinite().all()), "weight.scale", "finite scales", "NaN or infinity")
 
@@ -248,9 +252,9 @@ def _check_and_plan(
     data: Tensor,
     scale: Tensor,
     bias: Tensor | None,
-    activation: Any,
+    activation: str | None,
     residual: Tensor | None,
-    activations: Any,
+    activations: str,
 ) -> Call:
     rows, columns = data.shape
     check_dtype("x", x, FLOATING)
@@ -267,9 +271,7 @@ def _check_and_plan(
         check_dtype("residual", residual, (x.dtype,))
         check_same_device("residual", residual, x.device)
         features.add("residual")
-    names = [name for name in ACTIVATIONS if name != "none"]
-    if activation is not None and (not isinstance(activation, str) or activation not in names):
-        raise InputError(f"activation: expected None or one of {', '.join(map(repr, names))}, got {activation!r}")
+    check_choice("activation", activation, (None, *(name for name in ACTIVATIONS if name != "none")))
     if activation is not None:
         features.add("activation")
     check_choice("activations", activations, ACTIVATION_PRECISIONS)

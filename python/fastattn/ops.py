@@ -1,14 +1,15 @@
 """The operators as PyTorch sees them: namespaces, shape functions, autograd, vmap, FLOP counts.
 
-The schemas are C++ (``csrc/bindings.cpp``). ``torch.ops.fastattn`` holds the CUDA C++ kernels, ``torch.ops.fastattn_triton``
-the Triton ones under the same schemas. Functions of this module take the backend first, then the schema's arguments.
+The schemas are C++ (``csrc/bindings.cpp``). ``torch.ops.fastattn`` holds the CUDA C++ kernels,
+``torch.ops.fastattn_triton`` the Triton ones under the same schemas. Functions of this module take the backend first,
+then the schema's arguments.
 """
 
 from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def _fake_attention_forward(
     *_: Any,
 ) -> tuple[Tensor, Tensor]:
     if cu_seqlens_q is not None:
-        total, heads, _ = query.shape
+        total, heads = query.shape[:2]
         return query.new_empty(total, heads, value.shape[-1]), query.new_empty(heads, total, dtype=torch.float32)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     return empty_like_heads(query, value.shape[-1]), lse
@@ -173,6 +174,38 @@ for _backend, _name in itertools.product(_NAMESPACES, _TRITON_LAUNCHERS):
 # --- autograd ------------------------------------------------------------------------------------------------------
 
 
+class _Once(torch.autograd.Function):
+    """An op inside a backward pass that itself is being recorded (``create_graph=True``, ``torch.func.grad``).
+
+    Recording it is allowed; differentiating it raises.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(backend: str, name: str, *args: Any) -> Any:
+        return _call(backend, name, *args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.name = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(f'{ctx.name}: second derivatives are not implemented; use_backend("torch") has them')
+
+
+def _call_in_backward(backend: str, name: str, *args: Any) -> Any:
+    return _apply(_Once, backend, name, *args) if torch.is_grad_enabled() else _call(backend, name, *args)
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)``, without the ``inspect.signature`` at every call (10 µs) that only functorch needs."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
 class _Attention(torch.autograd.Function):
     generate_vmap_rule = True  # forward and backward are one op each, and the ops have vmap rules
 
@@ -199,7 +232,7 @@ class _Attention(torch.autograd.Function):
         bias_grad = bias is not None and ctx.needs_input_grad[5]
         if not torch.compiler.is_compiling():
             dispatch.note(RecordedCall("attention backward", ctx.backend, "attention_backward"))
-        gradients = _call(
+        gradients = _call_in_backward(
             ctx.backend,
             "attention_backward",
             grad_out,
@@ -223,6 +256,15 @@ class _Attention(torch.autograd.Function):
         grad_bias = grad_bias.to(bias.dtype) if bias_grad else None
         grad_sinks = grad_sinks if sinks is not None else None
         return (None, None, grad_query, grad_key, grad_value, grad_bias, None, grad_sinks, *nothing[8:])
+
+
+def _distinct(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """One tensor in two places becomes two: torch.compile takes no autograd.Function with the same input twice."""
+    result: list[Any] = []
+    for tensor in tensors:
+        is_repeated = tensor is not None and any(tensor is earlier for earlier in result)
+        result.append(tensor.view_as(tensor) if is_repeated else tensor)
+    return tuple(result)
 
 
 def attention(
@@ -252,7 +294,9 @@ def attention(
     tensors = (query, key, value, bias, alibi_slopes, sinks, dropout_seed, cu_seqlens_q, cu_seqlens_k)
     options = (max_seqlen_q, max_seqlen_k, scale, window_left, window_right, top_left, softcap, dropout_p)
     if needs_grad:
-        result: tuple[Tensor, Tensor] = _Attention.apply(backend, deterministic, *tensors, *options)
+        if torch.compiler.is_compiling():
+            tensors = _distinct(tensors)
+        result: tuple[Tensor, Tensor] = _apply(_Attention, backend, deterministic, *tensors, *options)
         return result
     out, lse = _call(backend, "attention_forward", *tensors, *options)
     return out, lse
@@ -285,7 +329,7 @@ class _Int8Matmul(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             if not torch.compiler.is_compiling():
                 dispatch.note(RecordedCall("int8_matmul backward", ctx.backend, "int8_matmul_grad_input"))
-            grad_x = _call(ctx.backend, "int8_matmul_grad_input", grad_out, weight, scale)
+            grad_x = _call_in_backward(ctx.backend, "int8_matmul_grad_input", grad_out, weight, scale)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[4]:
             rows = tuple(range(grad_out.dim() - 1))
             grad_bias = grad_out.sum(rows, dtype=torch.float32).to(ctx.bias_dtype) if rows else grad_out
@@ -306,7 +350,7 @@ def int8_matmul(
     Where gradients are wanted, the activation and the residual are PyTorch's, over the kernel's product.
     """
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, residual)):
-        product: Tensor = ACTIVATIONS[activation](_Int8Matmul.apply(backend, x, weight, scale, bias))
+        product: Tensor = ACTIVATIONS[activation](_apply(_Int8Matmul, backend, x, weight, scale, bias))
         return product if residual is None else product + residual
     y: Tensor = _call(backend, "int8_matmul", x, weight, scale, bias, residual, activation)
     return y

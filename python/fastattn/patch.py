@@ -29,7 +29,7 @@ def install() -> None:
         if _installed == 1:
             _mha_fastpath_before = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
-            F.scaled_dot_product_attention = scaled_dot_product_attention
+            F.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[assignment]
 
 
 def uninstall() -> None:

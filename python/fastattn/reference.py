@@ -65,7 +65,7 @@ def _attend(
     scale: float | None,
     compute_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """The formula. ``position`` and ``alibi_position``: where each query stands among the keys, int64 ``[B or 1, Sq]``."""
+    """The formula. ``position``, ``alibi_position``: where each query stands among the keys, int64 ``[B or 1, Sq]``."""
     dtype = compute_dtype or torch.promote_types(query.dtype, torch.float32)
     lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     batch, heads, num_queries, head_dim = query.shape
@@ -178,7 +178,7 @@ def attention(
 
 
 def _packed_rows(cu_seqlens: Tensor, total: int, max_seqlen: int) -> tuple[Tensor, Tensor]:
-    """Where row ``i`` of sequence ``b`` lies in the packed tensor, ``[B, max_seqlen]`` (``total`` if it has no such row)."""
+    """Where row ``i`` of sequence ``b`` lies in the packed tensor, ``[B, max_seqlen]``; ``total`` if nowhere."""
     cu_seqlens = cu_seqlens.to(torch.int64)
     begin = cu_seqlens[:-1].clamp(0, total)
     length = (torch.maximum(cu_seqlens[1:].clamp(max=total), begin) - begin).clamp(max=max_seqlen)
@@ -239,9 +239,11 @@ def attention_varlen(
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate the first ``2 * cos.shape[-1]`` dims of ``x [B, H, S, D]`` by angles with ``cos``, ``sin`` ``[B, S, rotary_dim / 2]``.
+    """Rotate the first ``2 * cos.shape[-1]`` dims of ``x [B, H, S, D]`` by angles with ``cos``, ``sin`` ``[B, S,
+    rotary_dim / 2]``.
 
-    Su et al., "RoFormer" (2021), section 3.4.2. Pairs are ``(2i, 2i + 1)`` if interleaved, else ``(i, i + rotary_dim / 2)``.
+    Su et al., "RoFormer" (2021), section 3.4.2. Pairs are ``(2i, 2i + 1)`` if interleaved, else ``(i, i + rotary_dim /
+    2)``.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     half = cos.shape[-1]
@@ -254,7 +256,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 with one scale per row: ``x [..., D]`` to int8 ``[..., D]`` and scales ``[...]`` (1 for a row of zeros)."""
+    """Symmetric int8 with a scale per row: ``x [..., D]`` to int8 ``[..., D]`` and scales ``[...]``, 1 for zeros."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     if x.shape[-1] == 0:
         return x.to(torch.int8), x.new_ones(x.shape[:-1], dtype=dtype)
@@ -264,7 +266,10 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _append(cache: Tensor, new: Tensor, slots: Tensor, block_rows: int) -> None:
-    """Write ``new [B, Hkv, S_new, …]`` into ``cache [X, Hkv, block_rows, …]`` at flat ``slots [B, S_new]``; the slot past the end drops."""
+    """Write ``new [B, Hkv, S_new, …]`` into ``cache [X, Hkv, block_rows, …]`` at the flat ``slots [B, S_new]``.
+
+    A slot past the end drops its token.
+    """
     num_slots = cache.shape[0] * block_rows
     token = torch.arange(slots.numel(), device=cache.device)
     writer = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=cache.device).scatter(0, slots.flatten(), token)

@@ -53,7 +53,8 @@ def scaled_dot_product_attention(
     """``torch.nn.functional.scaled_dot_product_attention``: same signature, results, gradients and errors.
 
     Args:
-        query: ``[..., Hq, L, E]``; key: ``[..., H, S, E]``; value: ``[..., H, S, Ev]``; leading dimensions broadcast, and
+        query: ``[..., Hq, L, E]``; key: ``[..., H, S, E]``; value: ``[..., H, S, Ev]``; leading dimensions broadcast,
+        and
             none is needed.
         attn_mask: broadcasts to ``[..., Hq, L, S]``: bool with True = attend, or added to the scores.
         dropout_p: the probability with which an attention weight is zeroed (also outside training, as in torch).
@@ -69,7 +70,7 @@ def scaled_dot_product_attention(
     """
     device = query.device
     if facts(device) is None and not dispatch.is_watched():
-        return torch_sdpa(  # type: ignore[no-any-return]
+        return torch_sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     original = (query, key, value, attn_mask)
@@ -91,7 +92,7 @@ def scaled_dot_product_attention(
         plan = found
     choice = choose(plan.call)
     if choice.backend == "torch":
-        return torch_sdpa(  # type: ignore[no-any-return]
+        return torch_sdpa(
             *original, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     out, _ = ops.attention(
@@ -105,8 +106,8 @@ def scaled_dot_product_attention(
         draw_seed(device) if dropout_p > 0 else None,
         None,
         None,
-        query.shape[-2],
-        key.shape[-2],
+        0,
+        0,
         plan.scale,
         -1,
         0 if is_causal else -1,
@@ -192,7 +193,11 @@ def _reason_for_torch(
             return f"attn_mask is {attn_mask.dtype}; torch raises."
         full = (*batch, heads, query.shape[-2], key.shape[-2])
         offset = len(full) - attn_mask.dim()
-        if attn_mask.dim() < 2 or offset < 0 or any(s not in (1, f) for s, f in zip(attn_mask.shape, full[offset:])):
+        if (
+            attn_mask.dim() < 2
+            or offset < 0
+            or any(s not in (1, f) for s, f in zip(attn_mask.shape, full[max(offset, 0) :], strict=False))
+        ):
             return "attn_mask does not broadcast to the scores; torch decides."
     return None
 

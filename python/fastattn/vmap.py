@@ -1,7 +1,8 @@
 """``torch.vmap`` rules of the operators.
 
-The mapped dimension joins the heads, which every kernel treats alike (``v * Hq + h`` reads KV head ``v * Hkv + h // group``), so
-that a mapped call is one launch. Rules take the operator's overload and return what ``torch.library.register_vmap`` wants.
+The mapped dimension joins the heads, which every kernel treats alike (``v * Hq + h`` reads KV head ``v * Hkv + h //
+group``), so that a mapped call is one launch. Rules take the operator's overload and return what
+``torch.library.register_vmap`` wants.
 """
 
 from __future__ import annotations

@@ -1,0 +1,194 @@
+"""Quantise a trained decoder to int8 and let it write, with a key-value cache.
+
+    python examples/train_decoder.py
+    python examples/generate.py --prompt "The iterator" --prompt "A class" --tokens 200
+
+Every token is also computed a second time without a cache, from the whole text before it, and must be the same.
+Exits with 1 if one of the checks that it prints at the end failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+import fastattn
+import fastattn.nn
+from checks import CheckList
+from decoder import CachedAttention, Decoder, DecoderConfig, PackedAttention
+from text_data import BOUNDARY, bucketed_batches
+from train_decoder import DTYPES, Options, autocast, evaluate
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What a model wrote: ``tokens [B, n]``, and ``logits [B, n, vocab_size]`` from which each of them was chosen."""
+
+    tokens: Tensor
+    logits: Tensor
+
+    def text(self, row: int) -> str:
+        """The text of one sequence up to where the model ended it."""
+        tokens = self.tokens[row].tolist()
+        end = tokens.index(BOUNDARY) if BOUNDARY in tokens else len(tokens)
+        return bytes(tokens[:end]).decode(errors="replace")
+
+
+@torch.no_grad()
+def generate_cached(model: Decoder, prompts: list[bytes], num_tokens: int, dtype: torch.dtype) -> Generated:
+    """Continue prompts of different lengths by the likeliest tokens: one pass over the prompts, then a token at a time.
+
+    ``dtype`` is that of queries, keys and values, that is of autocast where it is on.
+    """
+    config, device = model.config, model.rotary_cos.device
+    rows = [torch.tensor([BOUNDARY, *prompt], device=device) for prompt in prompts]
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    cache = fastattn.KVCache(
+        config.num_layers,
+        len(prompts),
+        config.num_kv_heads,
+        config.head_dim,
+        capacity=max(map(len, rows)) + num_tokens,
+        dtype=dtype,
+        device=device,
+    )
+    attend = CachedAttention(cache)
+
+    padded = pad_sequence(rows, batch_first=True, padding_value=BOUNDARY)
+    positions = torch.arange(padded.shape[1], device=device).repeat(len(prompts))
+    prompt_logits = model(padded.flatten(), positions, attend).unflatten(0, padded.shape)
+    cache.truncate(lengths)  # forget the padding
+    logits = [prompt_logits[torch.arange(len(prompts), device=device), lengths - 1]]
+    tokens = [logits[-1].argmax(-1)]
+    for step in range(num_tokens - 1):
+        logits.append(model(tokens[-1], lengths + step, attend))
+        tokens.append(logits[-1].argmax(-1))
+    return Generated(torch.stack(tokens, dim=1), torch.stack(logits, dim=1))
+
+
+@torch.no_grad()
+def logits_uncached(model: Decoder, prompts: list[bytes], tokens: Tensor) -> Tensor:
+    """The logits from which each of ``tokens [B, n]`` should have been chosen, computed from scratch: no cache.
+
+    For every token the model reads its whole text again, all sequences packed one after the other.
+    """
+    device = tokens.device
+    steps = []
+    for step in range(tokens.shape[1]):
+        texts = [[BOUNDARY, *prompt, *row[:step]] for prompt, row in zip(prompts, tokens.tolist(), strict=True)]
+        packed = torch.tensor([token for text in texts for token in text], device=device)
+        lengths = torch.tensor([len(text) for text in texts], device=device)
+        positions = torch.cat([torch.arange(len(text), device=device) for text in texts])
+        ends = lengths.cumsum(0)
+        cu_seqlens = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
+        logits = model(packed, positions, PackedAttention(cu_seqlens, max(map(len, texts))))
+        steps.append(logits[ends - 1])
+    return torch.stack(steps, dim=1)
+
+
+def check_generation(name: str, generated: Generated, uncached: Tensor, dtype: torch.dtype, checks: CheckList) -> None:
+    """The cache must choose, token by token, what the model chooses without one.
+
+    Both paths round differently. In 32 bits that decides nothing; in 16 bits the two best tokens may come out equal, and
+    only a choice that trails by more than rounding (2^-8 of logits up to 16, a few times) is another choice.
+    """
+    bound, tie = (1e-3, 0.0) if dtype == torch.float32 else (0.25, 0.25)
+    chosen = uncached.gather(-1, generated.tokens[..., None]).squeeze(-1)
+    num_different = int((uncached.amax(-1) - chosen > tie).sum())
+    what = f"generation, {name}: of {generated.tokens.numel()} tokens, cached and uncached differ in"
+    checks.equal(what, num_different, 0)
+    deviation = (generated.logits - uncached).abs().max().item()
+    checks.at_most(f"generation, {name}: logits, cached against uncached", deviation, bound)
+
+
+def run(
+    model: Decoder, held_out: list[bytes], prompts: list[bytes], num_tokens: int, options: Options, checks: CheckList
+) -> None:
+    """Quantise a copy of ``model``; let both write; compare their losses, and cached with uncached generation."""
+    dtype = options.compute_dtype
+    quantized = copy.deepcopy(model)
+    report = fastattn.nn.quantize_model(quantized)
+    print(f"\n{report}")
+
+    batches = bucketed_batches(held_out, options.token_budget, random.Random(options.seed))
+    batches = [batch.to(options.device) for batch in batches]
+    losses = {}
+    for name, candidate in {dtype_name(dtype): model, "int8": quantized}.items():
+        candidate.eval()
+        with autocast(options):
+            losses[name] = evaluate(candidate, batches)
+            with fastattn.record() as calls:
+                generated = generate_cached(candidate, prompts, num_tokens, dtype)
+            uncached = logits_uncached(candidate, prompts, generated.tokens)
+
+        print(f"\nThe {name} model, held-out loss {losses[name]:.4f} nats per token, goes on like this:")
+        for row, prompt in enumerate(prompts):
+            print(f"  {prompt.decode(errors='replace')!r} → {generated.text(row)!r}")
+        for call in dict.fromkeys(calls):
+            print(f"  {call.op} ran on {call.backend}: {call.kernel}, {calls.count(call)} times")
+        check_generation(name, generated, uncached, dtype, checks)
+
+    num_int8_calls = sum(call.op == "int8_matmul" for call in calls)
+    linears = 7 * model.config.num_layers + 1  # four of attention, three of SwiGLU, the head
+    checks.equal("int8: linear layers per token that ran in int8", num_int8_calls / num_tokens, linears)
+    before, after = (sum(getattr(layer, f"bytes_{when}") for layer in report.layers) for when in ("before", "after"))
+    checks.at_most("int8: size of the linear layers / size before", after / before, 0.27)
+    checks.at_most("int8: held-out loss minus that before", losses["int8"] - losses[dtype_name(dtype)], 0.01)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def prompts_from(held_out: list[bytes]) -> list[bytes]:
+    """The beginnings of the four longest passages, 8 to 32 bytes: prompts that differ in length."""
+    longest = sorted(held_out, key=len, reverse=True)[:4]
+    return [passage[: 8 * (number + 1)] for number, passage in enumerate(longest)]
+
+
+def load(path: Path, device: torch.device) -> tuple[Decoder, list[bytes]]:
+    """The model that train_decoder.py saved, and the passages that it was not trained on."""
+    saved = torch.load(path, map_location=device)
+    model = Decoder(DecoderConfig(**saved["config"])).to(device)
+    model.load_state_dict(saved["weights"])
+    return model, saved["held_out"]
+
+
+def main() -> int:
+    default = Options()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", type=Path, default=default.out / "decoder.pt", help="from train_decoder.py (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        type=os.fsencode,
+        help="text to continue, as often as you like (default: held-out text)",
+    )
+    parser.add_argument("--tokens", type=int, default=96, help="how many to write (default: %(default)s)")
+    parser.add_argument("--device", type=torch.device, default=default.device, help="default: %(default)s")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, else float32")
+    arguments = parser.parse_args()
+    model, held_out = load(arguments.model, arguments.device)
+    prompts = arguments.prompt or prompts_from(held_out)
+    if max(map(len, prompts)) + 1 + arguments.tokens > model.config.max_positions:
+        parser.error(f"prompt and --tokens together may have {model.config.max_positions - 1} bytes")
+
+    options = Options(device=arguments.device, dtype=DTYPES[arguments.dtype] if arguments.dtype else None)
+    checks = CheckList()
+    run(model, held_out, prompts, arguments.tokens, options, checks)
+    return checks.finish("generate")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

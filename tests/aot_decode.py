@@ -1,0 +1,182 @@
+"""What flash-decoding compiles to: every shape of tile, cache and feature that changes the split kernel's main loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aot import Build
+
+from fastattn.triton_kernels import tiles
+from fastattn.triton_kernels.decode import COMBINE_SPLITS, combine_kernel, split_kernel
+from fastattn.triton_kernels.decode_append import BLOCK_T, append_kernel
+
+KB = 1024
+SHARED_MEMORY = {80: 163 * KB, 86: 99 * KB, 90: 227 * KB, 100: 227 * KB}
+STRIDES = ("i32", "i32", "i32")
+PLAIN: dict[str, Any] = {}
+# Everything at once, which needs most registers; not the int8 cache and the pages, which change the loads.
+FEATURES = {"softcap": True, "alibi": True, "sinks": True, "rotary_dim": 64, "split": False, "rows_differ": True}
+
+
+class TupleType(tuple[str, ...]):
+    """The type of a tuple argument, where `aot.compile_build` expects a name with or without a colon."""
+
+    def partition(self, separator: str) -> tuple[TupleType, str, str]:
+        return self, "", ""
+
+
+def cache_types(dtype: str, int8: bool, paged: bool, rotary: bool) -> dict[str, Any]:
+    """Types of the arguments that the append and the split kernel share."""
+    cache = "*i8:16" if int8 else f"*{dtype}:16"
+    scale = "*fp32:16" if int8 else "none"
+    table = f"*{dtype}:16" if rotary else "none"
+    return {
+        "k_cache": cache,
+        "k_strides": TupleType(STRIDES),
+        "v_cache": cache,
+        "v_strides": TupleType(STRIDES),
+        "k_scale": scale,
+        "k_scale_strides": TupleType(STRIDES),
+        "v_scale": scale,
+        "v_scale_strides": TupleType(STRIDES),
+        "cache_seqlens": "*i32:16",
+        "block_table": "*i32:16" if paged else "none",
+        "table_strides": TupleType(("i32", "i32")),
+        "num_pages": "i32",
+        "rotary_cos": table,
+        "rotary_sin": table,
+        "rotary_stride": "i32",
+        "num_positions": "i32",
+        "capacity": "i32",
+        "num_new": "i32",
+        "num_kv_heads": "i32",
+    }
+
+
+def split_build(
+    arch: int,
+    dtype: str,
+    dims: tuple[int, int],
+    rows: int,
+    *,
+    page_size: int = 0,
+    int8: bool = False,
+    rows_differ: bool = False,
+    softcap: bool = False,
+    alibi: bool = False,
+    sinks: bool = False,
+    rotary_dim: int = 0,
+    split: bool = True,
+) -> Build:
+    tile = tiles.decode_tile(arch, *dims, rows, 1 if int8 else 2, SHARED_MEMORY[arch], page_size)
+    types: dict[str, Any] = cache_types(dtype, int8, page_size > 0, rotary_dim > 0) | {
+        "query": f"*{dtype}:16",
+        "q_strides": TupleType(STRIDES),
+        "alibi_slopes": "*fp32:16" if alibi else "none",
+        "alibi_batch_stride": "i32",
+        "sinks": "*fp32:16" if sinks else "none",
+        "out": "*fp32:16" if split else f"*{dtype}:16",
+        "out_strides": TupleType(("i32", *STRIDES)),
+        "lse": "*fp32:16",
+        "lse_strides": TupleType(("i32", *STRIDES)),
+        "inner_scale": "fp32",
+        "softcap": "fp32",
+        "window_left": "i32",
+        "window_right": "i32",
+        "num_queries": "i32",
+        "num_splits": "i32",
+        "blocks_per_split": "i32",
+    }
+    constexprs = {
+        "GROUP": 8,
+        "HEAD_DIM": dims[0],
+        "VALUE_DIM": dims[1],
+        "D_PAD": tiles.padded_head_dim(dims[0]),
+        "DV_PAD": tiles.padded_head_dim(dims[1]),
+        "ROTARY_DIM": rotary_dim,
+        "INTERLEAVED": False,
+        "PAGE_SIZE": page_size,
+        "QUANTISED": int8,
+        "HAS_SOFTCAP": softcap,
+        "HAS_ALIBI": alibi,
+        "HAS_SINK": sinks,
+        "ROWS_DIFFER": rows_differ,
+        "SPLIT": split,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "enable_fp_fusion": True,
+    }
+    kind = "features" if softcap else "rows-differ" if rows_differ else "plain"
+    cache = ("int8" if int8 else "16bit") + (f"-page{page_size}" if page_size else "")
+    name = f"decode-sm{arch}-{dtype}-d{dims[0]}x{dims[1]}-rows{rows}-{cache}-{kind}"
+    return Build(name, split_kernel, arch, types, constexprs, SHARED_MEMORY[arch] // tile.ctas_per_sm)
+
+
+def append_build(arch: int, dtype: str, int8: bool) -> Build:
+    types: dict[str, Any] = cache_types(dtype, int8, True, True) | {
+        "k_new": f"*{dtype}:16",
+        "k_new_strides": TupleType(STRIDES),
+        "v_new": f"*{dtype}:16",
+        "v_new_strides": TupleType(STRIDES),
+    }
+    constexprs = {
+        "HEAD_DIM": 128,
+        "VALUE_DIM": 128,
+        "D_PAD": 128,
+        "DV_PAD": 128,
+        "ROTARY_DIM": 128,
+        "INTERLEAVED": True,
+        "PAGE_SIZE": 16,
+        "QUANTISED": int8,
+        "BLOCK_T": BLOCK_T,
+        "num_warps": 4,
+        "enable_fp_fusion": False,
+    }
+    name = f"append-sm{arch}-{dtype}-{'int8' if int8 else '16bit'}"
+    return Build(name, append_kernel, arch, types, constexprs, SHARED_MEMORY[arch])
+
+
+def combine_build(arch: int, dtype: str) -> Build:
+    types: dict[str, Any] = {
+        "partial_out": "*fp32:16",
+        "partial_lse": "*fp32:16",
+        "sinks": "*fp32:16",
+        "out": f"*{dtype}:16",
+        "out_strides": TupleType(STRIDES),
+        "lse": "*fp32:16",
+        "num_splits": "i32",
+        "num_rows": "i32",
+        "num_heads": "i32",
+        "num_queries": "i32",
+    }
+    constexprs = {
+        "VALUE_DIM": 128,
+        "DV_PAD": 128,
+        "HAS_SINK": True,
+        "COMBINE_SPLITS": COMBINE_SPLITS,
+        "num_warps": 1,
+        "enable_fp_fusion": True,
+    }
+    return Build(f"combine-sm{arch}-{dtype}", combine_kernel, arch, types, constexprs, SHARED_MEMORY[arch])
+
+
+def builds() -> list[Build]:
+    found = []
+    for arch in (80, 86, 90, 100):
+        for dim in (64, 128, 256):
+            for rows in (1, 32, 64):
+                found.append(split_build(arch, "bf16", (dim, dim), rows))
+                found.append(split_build(arch, "fp16", (dim, dim), rows, **FEATURES))
+        for rows in (1, 64):
+            found.append(split_build(arch, "bf16", (128, 128), rows, int8=True))
+            found.append(split_build(arch, "fp16", (128, 128), rows, page_size=16, rows_differ=True))
+            found.append(split_build(arch, "bf16", (128, 128), rows, page_size=64, int8=True, **FEATURES))
+        found.append(split_build(arch, "fp16", (64, 64), 64, page_size=16, int8=True, **FEATURES))
+        found.append(split_build(arch, "bf16", (256, 256), 64, page_size=16, int8=True, **FEATURES))
+        found.append(split_build(arch, "bf16", (192, 128), 16))
+        found.append(split_build(arch, "fp16", (72, 72), 16))
+        for dtype in ("fp16", "bf16"):
+            found += [append_build(arch, dtype, False), append_build(arch, dtype, True), combine_build(arch, dtype)]
+    return found

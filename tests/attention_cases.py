@@ -1,0 +1,220 @@
+"""Random attention problems, what the Triton kernels make of them, and what the oracle says. Not a test module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from fastattn import reference
+from fastattn.triton_kernels import attention_backward as backward_module
+from fastattn.triton_kernels import attention_forward as forward_module
+from fastattn.triton_kernels.tiles import AttentionTile
+from oracle import check_against_oracle
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter computes bfloat16 wrongly; compiled kernels take 16-bit types alone.
+DTYPES = (torch.float16, torch.bfloat16) if DEVICE == "cuda" else (torch.float16, torch.float32)
+SMALL_TILE = AttentionTile(16, 32, num_warps=4, num_stages=1)  # so that short sequences have many tiles
+SEED = 0x123456789ABCDEF
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem; its tensors are a function of it. ``lengths`` (of queries, of keys) make it a packed one."""
+
+    shape: tuple[int, int, int, int, int] = (1, 2, 1, 33, 47)  # B, Hq, group size, Sq, Sk
+    head_dims: tuple[int, int] = (16, 16)
+    dtype: torch.dtype = torch.float16
+    window: tuple[int, int] = (-1, -1)
+    top_left: bool = False
+    softcap: float = 0.0
+    alibi: str = ""  # "head" or "batch"
+    mask: str = ""  # "bool", "float", "inf" (-inf for masked), "min" (finfo.min for masked), "all min"
+    mask_shape: tuple[int, int, int, int] = (1, 1, 1, 1)  # 1 = use the full size, 0 = broadcast
+    sinks: bool = False
+    dropout: float = 0.0
+    scale: float | None = None
+    layout: str = "bhsd"  # "bshd", "sliced", "misaligned"
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    magnitude: float = 1.0
+    grad_lse: bool = False
+    small_tile: bool = True
+    seed: int = 0
+
+    def __str__(self) -> str:
+        default = Case()
+        changed = {name: value for name, value in vars(self).items() if value != getattr(default, name)}
+        return ",".join(f"{name}={value}".replace(" ", "").replace("torch.", "") for name, value in changed.items())
+
+
+@dataclass
+class Problem:
+    """Tensors of a case. ``bias`` is 4-D; packed tensors are ``[total, H, D]``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlens: tuple[int, int] = (0, 0)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def offsets(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(DEVICE)
+
+
+def laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """The same values in another memory layout."""
+    if layout == "bshd":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "sliced":  # last dim strided: must be copied
+        return torch.stack([tensor, torch.full_like(tensor, torch.nan)], -1).flatten(-2)[..., ::2]
+    if layout == "misaligned":  # one element off: must be copied
+        buffer = tensor.new_full((tensor.numel() + 1,), torch.nan)
+        buffer[1:] = tensor.flatten()
+        return buffer[1:].view(tensor.shape)
+    return tensor
+
+
+def make_bias(case: Case, generator: torch.Generator) -> Tensor | None:
+    if not case.mask:
+        return None
+    batch, heads, _, rows, columns = case.shape
+    full = (batch, heads, rows, columns)
+    shape = [size if use else 1 for size, use in zip(full, case.mask_shape, strict=True)]
+    attend = torch.rand(shape, generator=generator) < 0.6
+    if case.mask == "bool":
+        return attend
+    bias = torch.randn(shape, generator=generator).to(case.dtype)
+    if case.mask == "inf":
+        bias = bias.masked_fill(~attend, -torch.inf)
+    if case.mask == "min":
+        bias = bias.masked_fill(~attend, torch.finfo(case.dtype).min)
+    if case.mask == "all min":
+        bias = torch.full(shape, torch.finfo(torch.float32).min)
+    return bias
+
+
+def make_problem(case: Case) -> Problem:
+    generator = torch.Generator().manual_seed(case.seed)
+    batch, heads, group, rows, columns = case.shape
+    head_dim, value_dim = case.head_dims
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    if case.lengths is not None:
+        batch, rows, columns = 1, sum(case.lengths[0]), sum(case.lengths[1])
+    query, key = normal(batch, heads, rows, head_dim), normal(batch, heads // group, columns, head_dim)
+    value, grad_out = normal(batch, heads // group, columns, value_dim), normal(batch, heads, rows, value_dim)
+    grad_lse = normal(batch, heads, rows) if case.grad_lse else None
+    tensors = [(t * m).to(case.dtype) for t, m in ((query, case.magnitude), (key, 1.0), (value, 1.0), (grad_out, 1.0))]
+    query, key, value, grad_out = (laid_out(t, case.layout).to(DEVICE) for t in tensors)
+    slopes = None
+    if case.alibi:
+        num_sequences = len(case.lengths[0]) if case.lengths else batch
+        slopes = torch.rand(num_sequences if case.alibi == "batch" else 1, heads, generator=generator).to(DEVICE)
+    bias = make_bias(case, generator)
+    problem = Problem(
+        query=query,
+        key=key,
+        value=value,
+        bias=None if bias is None else bias.to(DEVICE),
+        alibi_slopes=slopes,
+        sinks=normal(heads).to(DEVICE) if case.sinks else None,
+        grad_out=grad_out,
+        grad_lse=None if grad_lse is None else grad_lse.to(DEVICE),
+        max_seqlens=(rows, columns),
+    )
+    if case.lengths is not None:
+        for name in ("query", "key", "value", "grad_out"):
+            setattr(problem, name, getattr(problem, name)[0].transpose(0, 1))
+        if problem.grad_lse is not None:
+            problem.grad_lse = problem.grad_lse[0]
+        problem.cu_seqlens_q, problem.cu_seqlens_k = offsets(case.lengths[0]), offsets(case.lengths[1])
+        problem.max_seqlens = (max(case.lengths[0], default=0), max(case.lengths[1], default=0))
+    return problem
+
+
+def options_of(case: Case) -> tuple[Any, ...]:
+    scale = case.scale if case.scale is not None else case.head_dims[0] ** -0.5
+    return scale, *case.window, case.top_left, case.softcap, case.dropout
+
+
+def run_kernels(case: Case, problem: Problem, monkeypatch: Any) -> dict[str, Tensor]:
+    """Forward and backward of the Triton kernels."""
+    if case.small_tile:
+        monkeypatch.setattr(forward_module, "attention_forward_tile", lambda *_, **__: SMALL_TILE)
+        monkeypatch.setattr(backward_module, "attention_backward_tile", lambda *_, **__: SMALL_TILE)
+    seed = torch.tensor([SEED], device=DEVICE)
+    p, options = problem, options_of(case)
+    shared = (p.bias, p.alibi_slopes, p.sinks, seed, p.cu_seqlens_q, p.cu_seqlens_k, *p.max_seqlens, *options)
+    out, lse = forward_module.attention_forward(p.query, p.key, p.value, *shared)
+    bias_grad = p.bias is not None and p.bias.is_floating_point()
+    gradients = backward_module.attention_backward(
+        p.grad_out, p.grad_lse, p.query, p.key, p.value, out, lse, *shared, True, bias_grad
+    )
+    names = ("grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks")
+    return {"out": out, "lse": lse, **dict(zip(names, gradients, strict=True))}
+
+
+def run_reference(case: Case, problem: Problem, dtype: torch.dtype, compute_dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same by `fastattn.reference` and autograd, on inputs of ``dtype``."""
+
+    def leaf(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or not tensor.is_floating_point():
+            return tensor
+        return tensor.detach().to(dtype).requires_grad_()
+
+    p = problem
+    query, key, value = (t.detach().to(dtype).requires_grad_() for t in (p.query, p.key, p.value))
+    bias, slopes, sinks = leaf(p.bias), leaf(p.alibi_slopes), leaf(p.sinks)
+    scale, left, right, top_left, softcap, dropout = options_of(case)
+    common: dict[str, Any] = {
+        "window": (left, right),
+        "softcap": softcap,
+        "alibi_slopes": slopes,
+        "sinks": sinks,
+        "dropout_p": dropout,
+        "dropout_seed": SEED,
+        "scale": scale,
+        "compute_dtype": compute_dtype,
+    }
+    if p.cu_seqlens_q is not None and p.cu_seqlens_k is not None:
+        out, lse = reference.attention_varlen(
+            query, key, value, p.cu_seqlens_q, p.cu_seqlens_k, *p.max_seqlens, **common
+        )
+    else:
+        out, lse = reference.attention(query, key, value, bias=bias, top_left=top_left, **common)
+    outputs, grads = [out], [p.grad_out.to(out.dtype)]
+    if p.grad_lse is not None:
+        outputs.append(lse)
+        grads.append(p.grad_lse.to(lse.dtype))
+    leaves = {"query": query, "key": key, "value": value, "bias": bias, "sinks": sinks}
+    wanted = {name: t for name, t in leaves.items() if t is not None and t.requires_grad}
+    found = torch.autograd.grad(outputs, list(wanted.values()), grads, allow_unused=True)
+    result = {"out": out.detach(), "lse": lse.detach()}
+    for (name, tensor), gradient in zip(wanted.items(), found, strict=True):
+        result[f"grad_{name}"] = torch.zeros_like(tensor) if gradient is None else gradient
+    return result
+
+
+def check(case: Case, monkeypatch: Any, problem: Problem | None = None) -> dict[str, Tensor]:
+    """Every result of the kernels against the oracle; the kernels' results."""
+    problem = problem or make_problem(case)
+    actual = run_kernels(case, problem, monkeypatch)
+    oracle = run_reference(case, problem, torch.float64, torch.float64)
+    composite = run_reference(case, problem, case.dtype, case.dtype)
+    # lse is fp32 whatever the inputs: it has to be as good as an fp32 composite.
+    composite["lse"] = run_reference(case, problem, torch.float32, torch.float32)["lse"]
+    for name, expected in oracle.items():
+        check_against_oracle(f"{case}: {name}", actual[name], expected, composite[name])
+    return actual

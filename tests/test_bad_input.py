@@ -1,0 +1,194 @@
+"""Misuse of the attention functions: what the host can see raises and says what; what it cannot see stays harmless.
+
+The other public functions have such tables beside their own tests (test_int8.py, test_nn.py, test_kv_cache.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import InputError
+
+
+def dense(**changes: Any) -> dict[str, Any]:
+    usual = {"query": torch.zeros(2, 4, 5, 16), "key": torch.zeros(2, 2, 7, 16), "value": torch.zeros(2, 2, 7, 24)}
+    return {**usual, **changes}
+
+
+def packed(**changes: Any) -> dict[str, Any]:
+    offsets = torch.tensor([0, 3, 9], dtype=torch.int32)
+    usual = {
+        "query": torch.zeros(9, 4, 16),
+        "key": torch.zeros(9, 2, 16),
+        "value": torch.zeros(9, 2, 16),
+        "cu_seqlens_q": offsets,
+        "cu_seqlens_k": offsets,
+        "max_seqlen_q": 6,
+        "max_seqlen_k": 6,
+    }
+    return {**usual, **changes}
+
+
+A, V = fastattn.attention, fastattn.attention_varlen
+# what is wrong: function, arguments, error type, words of the message (argument, expected, came)
+TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tuple[str, ...]]] = {
+    "query is no tensor": (A, dense(query=[1.0]), TypeError, ("query", "torch.Tensor", "list")),
+    "key is no tensor": (A, dense(key=None), TypeError, ("key", "torch.Tensor", "NoneType")),
+    "query rank": (A, dense(query=torch.zeros(4, 5, 16)), InputError, ("query", "[B, Hq, Sq, D]", "[4, 5, 16]")),
+    "value rank": (A, dense(value=torch.zeros(7, 24)), InputError, ("value", "[B, Hkv, Sk, Dv]", "[7, 24]")),
+    "query dtype": (A, dense(query=torch.zeros(2, 4, 5, 16).int()), InputError, ("query", "float16", "int32")),
+    "key dtype": (A, dense(key=torch.zeros(2, 2, 7, 16).half()), InputError, ("key", "float32", "float16")),
+    "value device": (A, dense(value=torch.zeros(2, 2, 7, 24, device="meta")), InputError, ("value", "cpu", "meta")),
+    "key head dim": (A, dense(key=torch.zeros(2, 2, 7, 8)), InputError, ("key", "16", "8")),
+    "value length": (A, dense(value=torch.zeros(2, 2, 6, 24)), InputError, ("value", "[2, 2, 7]", "[2, 2, 6]")),
+    "key batch": (
+        A,
+        dense(key=torch.zeros(1, 2, 7, 16), value=torch.zeros(1, 2, 7, 24)),
+        InputError,
+        ("key", "2", "1"),
+    ),
+    "head counts": (
+        A,
+        dense(key=torch.zeros(2, 3, 7, 16), value=torch.zeros(2, 3, 7, 24)),
+        InputError,
+        ("query", "multiple of the 3 KV heads", "4 heads"),
+    ),
+    "no KV heads": (
+        A,
+        dense(key=torch.zeros(2, 0, 7, 16), value=torch.zeros(2, 0, 7, 24)),
+        InputError,
+        ("key", "at least one KV head", "0"),
+    ),
+    "causal": (A, dense(causal="yes"), TypeError, ("causal", "bool", "str")),
+    "window form": (A, dense(window=(1, 2, 3)), InputError, ("window", "(left, right)", "(1, 2, 3)")),
+    "window values": (A, dense(window=(-2, 0)), InputError, ("window", "at least -1", "-2")),
+    "window types": (A, dense(window=(1.5, 0)), TypeError, ("window", "int", "float")),
+    "softcap negative": (A, dense(softcap=-1.0), InputError, ("softcap", "at least 0", "-1")),
+    "softcap NaN": (A, dense(softcap=float("nan")), InputError, ("softcap", "finite", "nan")),
+    "dropout range": (A, dense(dropout_p=1.5), InputError, ("dropout_p", "from 0.0 to 1.0", "1.5")),
+    "dropout type": (A, dense(dropout_p="0.5"), TypeError, ("dropout_p", "number", "str")),
+    "seed type": (A, dense(dropout_p=0.5, dropout_seed=1.5), TypeError, ("dropout_seed", "int", "float")),
+    "seed range": (A, dense(dropout_p=0.5, dropout_seed=2**64), InputError, ("dropout_seed", "64-bit", str(2**64))),
+    "seed dtype": (
+        A,
+        dense(dropout_p=0.5, dropout_seed=torch.zeros(1)),
+        InputError,
+        ("dropout_seed", "int64", "float32"),
+    ),
+    "seed size": (
+        A,
+        dense(dropout_p=0.5, dropout_seed=torch.zeros(2, dtype=torch.int64)),
+        InputError,
+        ("dropout_seed", "one element", "[2]"),
+    ),
+    "scale infinite": (A, dense(scale=float("inf")), InputError, ("scale", "finite", "inf")),
+    "scale type": (A, dense(scale="big"), TypeError, ("scale", "number", "str")),
+    "bias rank": (A, dense(bias=torch.zeros(5, 7)), InputError, ("bias", "[B or 1, Hq or 1", "[5, 7]")),
+    "bias shape": (A, dense(bias=torch.zeros(2, 2, 5, 7)), InputError, ("bias", "[2, 4, 5, 7]", "[2, 2, 5, 7]")),
+    "bias dtype": (A, dense(bias=torch.zeros(1, 1, 5, 7).int()), InputError, ("bias", "torch.bool", "int32")),
+    "bias device": (A, dense(bias=torch.zeros(1, 1, 5, 7, device="meta")), InputError, ("bias", "cpu", "meta")),
+    "bias type": (A, dense(bias=0.5), TypeError, ("bias", "torch.Tensor or None", "float")),
+    "slopes shape": (A, dense(alibi_slopes=torch.zeros(3)), InputError, ("alibi_slopes", "[Hq] = [4]", "[3]")),
+    "slopes dtype": (A, dense(alibi_slopes=torch.zeros(4).int()), InputError, ("alibi_slopes", "float32", "int32")),
+    "sinks shape": (A, dense(sinks=torch.zeros(2)), InputError, ("sinks", "[Hq] = [4]", "[2]")),
+    "sinks type": (A, dense(sinks=[0.0] * 4), TypeError, ("sinks", "torch.Tensor or None", "list")),
+    "deterministic": (A, dense(deterministic="no"), TypeError, ("deterministic", "bool", "str")),
+    "return_lse": (A, dense(return_lse=1), TypeError, ("return_lse", "bool", "int")),
+    "packed query rank": (V, packed(query=torch.zeros(1, 9, 4, 16)), InputError, ("query", "[total_q, Hq, D]", "4")),
+    "offsets type": (V, packed(cu_seqlens_q=[0, 3, 9]), TypeError, ("cu_seqlens_q", "torch.Tensor", "list")),
+    "offsets missing": (V, packed(cu_seqlens_k=None), TypeError, ("cu_seqlens_k", "torch.Tensor", "NoneType")),
+    "offsets dtype": (
+        V,
+        packed(cu_seqlens_k=torch.tensor([0, 3, 9])),
+        InputError,
+        ("cu_seqlens_k", "torch.int32", "torch.int64"),
+    ),
+    "offsets rank": (
+        V,
+        packed(cu_seqlens_q=torch.zeros(1, 3, dtype=torch.int32)),
+        InputError,
+        ("cu_seqlens_q", "[B + 1]", "[1, 3]"),
+    ),
+    "offsets empty": (
+        V,
+        packed(cu_seqlens_q=torch.zeros(0, dtype=torch.int32)),
+        InputError,
+        ("cu_seqlens_q", "at least one", "0"),
+    ),
+    "batches differ": (
+        V,
+        packed(cu_seqlens_k=torch.tensor([0, 9], dtype=torch.int32)),
+        InputError,
+        ("cu_seqlens_k", "[B + 1] = [3]", "[2]"),
+    ),
+    "max length negative": (V, packed(max_seqlen_q=-1), InputError, ("max_seqlen_q", "at least 0", "-1")),
+    "max length type": (V, packed(max_seqlen_k=torch.tensor(6)), TypeError, ("max_seqlen_k", "int", "Tensor")),
+    "packed value length": (V, packed(value=torch.zeros(8, 2, 16)), InputError, ("value", "[9, 2]", "[8, 2]")),
+}
+
+
+@pytest.mark.parametrize("what", TABLE)
+def test_misuse_is_named(what: str) -> None:
+    function, arguments, error, words = TABLE[what]
+    with pytest.raises(error) as raised:
+        function(**arguments)
+    for word in words:
+        assert word in str(raised.value), f"{word!r} is missing in: {raised.value}"
+    if error is InputError:
+        assert isinstance(raised.value, ValueError) and isinstance(raised.value, RuntimeError)
+
+
+@pytest.mark.parametrize("function", [A, V, fastattn.scaled_dot_product_attention])
+def test_unknown_options_are_refused(function: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match="windows"):
+        function(**dense(windows=(1, 1)))
+
+
+def test_a_good_call_after_a_bad_one_with_the_same_shapes() -> None:
+    """What was checked once is kept by signature: an error must not be kept, nor skip the next check."""
+    for _ in range(2):
+        with pytest.raises(InputError, match="scale"):
+            A(**dense(scale=float("inf")))
+        A(**dense())
+
+
+OFFSETS: dict[str, tuple[list[int], tuple[str, ...]]] = {
+    "decreasing": ([0, 7, 3, 9], ("cu_seqlens_q", "do not decrease")),
+    "not from 0": ([1, 3, 5, 9], ("cu_seqlens_q", "0 as the first")),
+    "past the end": ([0, 3, 5, 2**31 - 1], ("cu_seqlens_q", "9 (the number of rows)")),
+    "short of the end": ([0, 3, 5, 6], ("cu_seqlens_q", "9 (the number of rows)")),
+    "negative": ([0, -5, 5, 9], ("cu_seqlens_q", "do not decrease")),
+    "longer than the maximum": ([0, 1, 2, 9], ("max_seqlen_q", "at least 7", "6")),
+}
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("what", OFFSETS)
+def test_offsets_in_device_memory(what: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checked on request; otherwise nothing outside the tensors is read or written, and what has rows has results."""
+    values, words = OFFSETS[what]
+    offsets = torch.tensor(values, dtype=torch.int32)
+    guarded = torch.full((3, 9, 2, 16), float("nan"))  # rows before and after the tensors' own
+    guarded[1] = torch.randn(9, 2, 16, generator=torch.Generator().manual_seed(0))
+    arguments = packed(query=guarded[1], key=guarded[1], value=guarded[1], cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    with fastattn.use_backend(backend):
+        out, lse = V(**arguments, return_lse=True)
+        assert not bool(out.isnan().any()) and not bool(lse.isnan().any())
+        in_no_sequence = lse[0] == -float("inf")
+        assert bool((out[in_no_sequence] == 0).all())
+        monkeypatch.setenv("FASTATTN_CHECK", "1")
+        with pytest.raises(InputError, match=re.escape(words[0]) + ".*" + ".*".join(map(re.escape, words[1:]))):
+            V(**arguments)
+
+
+def test_good_offsets_pass_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTATTN_CHECK", "1")
+    out = V(**packed())
+    assert isinstance(out, Tensor)

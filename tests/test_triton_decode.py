@@ -1,0 +1,425 @@
+"""Flash-decoding's Triton kernels against the float64 reference, run by Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from oracle import check_against_oracle
+from torch import Tensor
+
+from fastattn import reference
+from fastattn.triton_kernels import tiles
+from fastattn.triton_kernels.decode import attention_decode
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HUGE = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. Memory that must not be read holds NaN, and unused table entries numbers out of range."""
+
+    name: str
+    lengths: tuple[int, ...] = (37, 130, 1)
+    heads: tuple[int, int] = (4, 2)
+    queries: int = 1
+    dims: tuple[int, int] = (32, 32)
+    capacity: int = 150
+    dtype: torch.dtype = torch.float16
+    page_size: int = 0
+    new: int = 0
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: str = ""  # "", "heads" or "batch"
+    sinks: bool = False
+    rotary_dim: int = 0
+    interleaved: bool = False
+    int8: bool = False
+    scale: float | None = None
+    splits: int = 0
+    batch_invariant: bool = False
+    magnitude: float = 1.0
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}-seed{self.seed}"
+
+
+def absent_rows(case: Case, batch: int) -> slice:
+    """The positions of a sequence that hold no token before the append."""
+    return slice(min(max(case.lengths[batch], 0), case.capacity), case.capacity)
+
+
+def make_cache(case: Case, dim: int, block_table: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+    """A cache with NaN wherever there is no token, and its scales if it is int8."""
+    batch, kv_heads = len(case.lengths), case.heads[1]
+    rows = case.magnitude * torch.randn(batch, kv_heads, case.capacity, dim, generator=generator)
+    rows = rows.to(case.dtype)
+    scales = None
+    if case.int8:
+        rows, scales = reference.quantize_rows(rows)
+    spoiled = scales if scales is not None else rows
+    for sequence in range(batch):
+        spoiled[sequence, :, absent_rows(case, sequence)] = math.nan
+    if block_table is None:
+        return rows, scales
+    num_pages = batch * block_table.shape[1] + 3  # three pages that nobody names
+    pages = rows.new_full((num_pages, kv_heads, case.page_size, dim), 99 if case.int8 else math.nan)
+    page_scales = None if scales is None else scales.new_full((num_pages, kv_heads, case.page_size), math.nan)
+    for sequence in range(batch):
+        for index, page in enumerate(block_table[sequence].tolist()):
+            part = slice(index * case.page_size, (index + 1) * case.page_size)
+            pages[page] = rows[sequence, :, part]
+            if page_scales is not None and scales is not None:
+                page_scales[page] = scales[sequence, :, part]
+    return pages, page_scales
+
+
+def make_arguments(case: Case) -> dict[str, object]:
+    """Keyword arguments of ``reference.attention_with_kv_cache`` and, all but ``causal`` and ``window``, of the launcher."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def normal(*shape: int) -> Tensor:
+        return (case.magnitude * torch.randn(*shape, generator=generator)).to(case.dtype)
+
+    batch, (heads, kv_heads), (head_dim, value_dim) = len(case.lengths), case.heads, case.dims
+    block_table = None
+    if case.page_size:
+        assert case.capacity % case.page_size == 0
+        max_pages = case.capacity // case.page_size
+        block_table = torch.randperm(batch * max_pages + 3, generator=generator)[: batch * max_pages]
+        block_table = block_table.view(batch, max_pages).to(torch.int32)
+    k_cache, k_scale = make_cache(case, head_dim, block_table, generator)
+    v_cache, v_scale = make_cache(case, value_dim, block_table, generator)
+    if block_table is not None:  # what lies beyond the tokens names no page
+        for sequence, length in enumerate(case.lengths):
+            first_unused = -(-max(length + case.new, 0) // case.page_size)
+            garbage = torch.tensor([HUGE, -7, -HUGE - 1, k_cache.shape[0]], dtype=torch.int32)
+            unused = block_table[sequence, first_unused:]
+            unused.copy_(garbage.repeat(unused.numel() // 4 + 1)[: unused.numel()])
+    half = case.rotary_dim // 2
+    angles = torch.rand(case.capacity, half, generator=generator) * 2 * math.pi
+    arguments: dict[str, object] = {
+        "query": normal(batch, heads, case.queries, head_dim),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "cache_seqlens": torch.tensor(case.lengths, dtype=torch.int32),
+        "k_new": normal(batch, kv_heads, case.new, head_dim) if case.new else None,
+        "v_new": normal(batch, kv_heads, case.new, value_dim) if case.new else None,
+        "rotary_cos": angles.cos().to(case.dtype) if half else None,
+        "rotary_sin": angles.sin().to(case.dtype) if half else None,
+        "rotary_interleaved": case.interleaved,
+        "block_table": block_table,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "softcap": case.softcap,
+        "alibi_slopes": None,
+        "sinks": torch.randn(heads, generator=generator) if case.sinks else None,
+        "scale": case.scale if case.scale is not None else 1 / math.sqrt(head_dim),
+    }
+    if case.alibi:
+        shape = (batch, heads) if case.alibi == "batch" else (1, heads)
+        arguments["alibi_slopes"] = torch.rand(shape, generator=generator)
+    return {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
+def clone(arguments: dict[str, object], dtype: torch.dtype | None = None) -> dict[str, object]:
+    """A copy of the arguments; floating tensors in ``dtype`` if given."""
+    copies = {}
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            value = value.clone() if dtype is None or not value.is_floating_point() else value.to(dtype)
+        copies[name] = value
+    return copies
+
+
+def run_kernel(case: Case, arguments: dict[str, object]) -> tuple[Tensor, Tensor]:
+    """The launcher; caches among the arguments change in place."""
+    left, right = case.window
+    return attention_decode(
+        **arguments,
+        window_left=left,
+        window_right=0 if case.causal else right,
+        num_splits=case.splits,
+        batch_invariant=case.batch_invariant,
+    )
+
+
+def check(case: Case, arguments: dict[str, object] | None = None) -> tuple[Tensor, Tensor]:
+    """Assert that the append gives the reference's bits, and that attention over the result meets the oracle."""
+    arguments = arguments if arguments is not None else make_arguments(case)
+    expected, inputs = clone(arguments), clone(arguments)
+    options = {"causal": case.causal, "window": case.window}
+    reference.attention_with_kv_cache(**expected, **options)
+    out, lse = run_kernel(case, inputs)
+    for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
+        if isinstance(arguments[name], Tensor):
+            torch.testing.assert_close(inputs[name], expected[name], rtol=0, atol=0, equal_nan=True)
+
+    # The cache is what it should be: now the oracle attends over these very bits, with nothing left to append.
+    expected["cache_seqlens"] = expected["cache_seqlens"].clamp(0, case.capacity) + case.new
+    expected["k_new"] = expected["v_new"] = None
+    oracle, oracle_lse = reference.attention_with_kv_cache(**clone(expected, torch.float64), **options)
+    composite, composite_lse = reference.attention_with_kv_cache(**clone(expected), **options, compute_dtype=case.dtype)
+    assert out.dtype == case.dtype and lse.dtype == torch.float32
+    check_against_oracle("out", out, oracle, composite)
+    check_against_oracle("lse", lse, oracle_lse, composite_lse)
+    return out, lse
+
+
+CASES = [
+    Case("one-query"),
+    Case("float32", dtype=torch.float32),
+    Case("not-causal", causal=False, queries=3),
+    Case("lengths-out-of-range", lengths=(0, -5, 151, HUGE, 150)),
+    Case("append-out-of-range", lengths=(0, -5, 149, 150, HUGE), new=2),
+    Case("append-more-than-queries", lengths=(10, 0, 120), new=25, queries=2),
+    Case("append-fewer-than-queries", lengths=(10, 0, 120), new=1, queries=5),
+    Case("sixteen-queries", queries=16, lengths=(3, 70, 150)),
+    Case("many-row-tiles", queries=9, heads=(16, 1), lengths=(3, 66, 150)),
+    Case("mha", heads=(3, 3), lengths=(64, 65)),
+    Case("gqa-8", heads=(8, 1), queries=2, lengths=(63, 129)),
+    Case("gqa-16", heads=(32, 2), lengths=(128, 77)),
+    Case("value-dim-wider", dims=(24, 64)),
+    Case("value-dim-narrower", dims=(96, 8), lengths=(40, 5)),
+    Case("dim-256", dims=(256, 256), lengths=(33, 70), queries=2),
+    Case("window-left", window=(20, -1), queries=4, splits=3),
+    Case("window-both-sides", window=(17, 2), causal=False, queries=7),
+    Case("window-zero", window=(0, 0), queries=2),
+    Case("window-past-everything", window=(HUGE, HUGE), causal=False, queries=2),
+    Case("window-far-left-batch-invariant", window=(40, -1), lengths=(140, 7, 100), batch_invariant=True),
+    Case("softcap", softcap=5.0, magnitude=2.0, queries=3),
+    Case("softcap-float32", softcap=30.0, magnitude=2.0, dtype=torch.float32),
+    Case("alibi", alibi="heads", queries=3),
+    Case("alibi-batch-not-causal", alibi="batch", causal=False, queries=3),
+    Case("sinks", sinks=True, lengths=(37, 0, 1)),
+    Case("sinks-split", sinks=True, lengths=(137, 0, 1), splits=3),
+    Case("rotary", rotary_dim=32, new=1),
+    Case("rotary-interleaved", rotary_dim=32, interleaved=True, new=3, queries=3),
+    Case("rotary-partial", rotary_dim=16, dims=(40, 16), new=2, queries=2),
+    Case("rotary-partial-interleaved", rotary_dim=8, interleaved=True, dims=(40, 16), new=2),
+    Case("rotary-out-of-range", rotary_dim=16, lengths=(-9, 0, HUGE), new=2, queries=4),
+    Case("rotary-float32", rotary_dim=32, new=2, queries=2, dtype=torch.float32),
+    Case("page-1", page_size=1, new=2),
+    Case("page-16", page_size=16, capacity=160, new=20, queries=4),
+    Case("page-48", page_size=48, capacity=192, lengths=(37, 191, 0, 96)),
+    Case("page-64", page_size=64, capacity=192, lengths=(64, 128, 190), new=1, splits=2),
+    Case("page-256", page_size=256, capacity=512, lengths=(300, 255, 511), new=1),
+    Case("page-16-window", page_size=16, capacity=160, window=(30, -1), queries=3, alibi="heads"),
+    Case("int8", int8=True),
+    Case("int8-append", int8=True, new=3, queries=3, rotary_dim=32),
+    Case("int8-float32", int8=True, new=2, queries=2, dtype=torch.float32),
+    Case("int8-small-values", int8=True, magnitude=1e-4, scale=1e6),
+    Case("int8-paged", int8=True, page_size=16, capacity=160, new=1, splits=3),
+    Case("int8-page-64", int8=True, page_size=64, capacity=192, new=2, dims=(16, 48)),
+    Case("large-magnitude", magnitude=30.0),
+    Case("negative-scale", scale=-0.3, queries=2),
+    Case("zero-scale", scale=0.0),
+    Case("everything", dims=(64, 32), heads=(8, 2), queries=3, new=3, page_size=16, capacity=160, window=(90, -1),
+         softcap=8.0, alibi="batch", sinks=True, rotary_dim=32, int8=True, splits=2),
+    Case("everything-16-bit", dims=(64, 32), heads=(8, 2), queries=3, new=3, page_size=64, capacity=192, window=(90, -1),
+         softcap=8.0, alibi="batch", sinks=True, rotary_dim=32, interleaved=True, splits=2, seed=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_the_oracle(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 1000])
+def test_any_number_of_splits_meets_the_oracle(splits: int) -> None:
+    check(Case("splits", lengths=(0, 5, 190, 448), capacity=448, queries=2, sinks=True, splits=splits))
+
+
+def test_strongly_negative_scores() -> None:
+    case = Case("negative")
+    arguments = make_arguments(case)
+    arguments["query"] = torch.full_like(arguments["query"], -20.0)
+    arguments["k_cache"] = arguments["k_cache"].abs()
+    check(case, arguments)
+
+
+def test_a_dominant_key_gives_its_value() -> None:
+    case = Case("dominant")
+    arguments = make_arguments(case)
+    arguments["query"] = torch.ones_like(arguments["query"])
+    arguments["k_cache"][:, :, 0] = 60.0
+    out, _ = check(case, arguments)
+    torch.testing.assert_close(out[:, 0, 0], arguments["v_cache"][:, 0, 0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_pages_out_of_range_are_absent(int8: bool) -> None:
+    case = Case("absent-pages", page_size=16, capacity=160, lengths=(100, 150, 33), new=2, int8=int8, splits=2)
+    arguments = make_arguments(case)
+    table = arguments["block_table"]
+    table[0, 1], table[0, 5], table[1, 9] = HUGE, -1, arguments["k_cache"].shape[0]  # new tokens of sequence 1 are there
+    table[2] = -5
+    out, lse = check(case, arguments)
+    assert bool((out[2] == 0).all()) and bool((lse[2] == -math.inf).all())
+
+
+def test_a_cache_without_pages() -> None:
+    case = Case("no-pages", page_size=16, capacity=32, lengths=(20,))
+    arguments = make_arguments(case)
+    arguments["k_cache"] = arguments["k_cache"][:0]
+    arguments["v_cache"] = arguments["v_cache"][:0]
+    out, lse = run_kernel(case, arguments)
+    assert bool((out == 0).all()) and bool((lse == -math.inf).all())
+
+
+@pytest.mark.parametrize("spoil", ["k_cache", "v_cache", "k_scale", "v_scale"])
+def test_nan_reaches_only_rows_that_see_it(spoil: str) -> None:
+    """The last of four causal queries sees the spoiled key, which lies in the same tile as all others."""
+    case = Case("nan", queries=4, int8=spoil.endswith("scale"), lengths=(70, 12))
+    arguments = make_arguments(case)
+    for sequence, length in enumerate(case.lengths):
+        arguments[spoil][sequence, :, length - 1] = math.nan
+    out, lse = check(case, arguments)
+    assert not bool(out[:, :, :3].isnan().any()) and bool(out[:, :, 3].isnan().all())
+    assert bool(lse[:, :, 3].isnan().all()) == spoil.startswith("k_")
+
+
+def test_nan_in_one_split_reaches_the_result() -> None:
+    case = Case("nan-split", splits=3, lengths=(150,))
+    arguments = make_arguments(case)
+    arguments["v_cache"][0, 0, 70] = math.nan
+    out, _ = check(case, arguments)
+    assert bool(out[0, :2].isnan().all()) and not bool(out[0, 2:].isnan().any())
+
+
+def test_new_keys_that_are_not_finite_stay_visible_in_an_int8_cache() -> None:
+    case = Case("nan-append", int8=True, new=2, lengths=(3, 20))
+    arguments = make_arguments(case)
+    arguments["v_new"][0, 0, 1, 5] = math.nan
+    out, _ = run_kernel(case, arguments)
+    assert bool(out[0, :2].isnan().all()) and not bool(out[0, 2:].isnan().any()) and not bool(out[1].isnan().any())
+
+
+def test_views_are_read_and_written_in_place() -> None:
+    """Caches, new keys and queries that are transposed or sliced views; the output follows the query's layout."""
+    case = Case("views", new=2, queries=2, lengths=(20, 100), rotary_dim=32)
+    plain = make_arguments(case)
+    views = clone(plain)
+    for name in ("query", "k_new", "v_new"):  # [B, S, H, D] in memory
+        views[name] = plain[name].transpose(1, 2).contiguous().transpose(1, 2)
+    for name in ("k_cache", "v_cache"):  # a part of a larger cache, [B, rows, Hkv, D] in memory
+        batch, kv_heads, rows, dim = plain[name].shape
+        larger = plain[name].new_full((batch, rows + 3, kv_heads, dim + 8), math.nan)
+        views[name] = larger.transpose(1, 2)[:, :, :rows, :dim]
+        views[name].copy_(plain[name])
+    out, lse = run_kernel(case, views)
+    expected_out, expected_lse = run_kernel(case, plain)
+    assert out.transpose(1, 2).is_contiguous() and expected_out.is_contiguous()
+    assert torch.equal(out, expected_out) and torch.equal(lse, expected_lse)
+    for name in ("k_cache", "v_cache"):
+        torch.testing.assert_close(views[name], plain[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_query_that_is_misaligned_is_copied() -> None:
+    case = Case("misaligned")
+    arguments = make_arguments(case)
+    storage = torch.empty(arguments["query"].numel() + 1, dtype=case.dtype, device=DEVICE)
+    arguments["query"] = storage[1:].view_as(arguments["query"]).copy_(arguments["query"])
+    check(case, arguments)
+
+
+@pytest.mark.parametrize("empty", ["batch", "queries", "capacity"])
+def test_empty(empty: str) -> None:
+    case = Case("empty", new=2, capacity=0 if empty == "capacity" else 8, lengths=() if empty == "batch" else (3, 1))
+    case = replace(case, queries=0) if empty == "queries" else case
+    check(case)  # with no queries too, the new tokens are appended
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (100, -1)], ids=["full", "window"])
+def test_batch_invariant_bits(monkeypatch: pytest.MonkeyPatch, window: tuple[int, int]) -> None:
+    """A sequence has the same bits alone, and in a batch that the split plan would otherwise cut differently."""
+    monkeypatch.setattr(tiles, "DECODE_INVARIANT_SPLIT_KEYS", 128)
+    tiles.decode_plan.cache_clear()
+    try:
+        case = Case("invariant", lengths=(300, 5, 448, 129), capacity=448, window=window, queries=2, batch_invariant=True)
+        arguments = make_arguments(case)
+        together = run_kernel(case, clone(arguments))
+        for sequence in range(len(case.lengths)):
+            alone = clone(arguments)
+            for name in ("query", "k_cache", "v_cache", "cache_seqlens"):
+                alone[name] = arguments[name][sequence : sequence + 1].clone()
+            for result, expected in zip(run_kernel(case, alone), together, strict=True):
+                assert torch.equal(result[0], expected[sequence])
+    finally:
+        tiles.decode_plan.cache_clear()
+
+
+def test_a_capacity_past_32_bits_is_refused() -> None:
+    case = Case("huge", page_size=16, capacity=32, lengths=(20,))
+    arguments = make_arguments(case)
+    arguments["block_table"] = arguments["block_table"][:, :1].expand(1, 2**26)
+    with pytest.raises(ValueError, match="below 2\\^30"):
+        run_kernel(case, arguments)
+
+
+TILE = tiles.decode_tile(90, 128, 128, 8, 2, 227 * 1024)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 7, 16, 17, 64, 500])
+@pytest.mark.parametrize("key_blocks", [0, 1, 2, 9, 64, 513, 20000])
+def test_split_plan_covers_every_block(batch: int, key_blocks: int) -> None:
+    for requested in (0, 1, 5, 10**6):
+        for invariant in (False, True):
+            plan = tiles.decode_plan(batch, 8, 1, key_blocks, 132, TILE, requested, invariant)
+            assert 1 <= plan.num_splits <= max(1, key_blocks)
+            assert plan.blocks_per_split == 0 or plan.num_splits * plan.blocks_per_split >= key_blocks
+            if requested:
+                assert plan == tiles.DecodePlan(max(1, min(requested, key_blocks)), 0)
+            else:
+                assert plan.num_splits <= tiles.DECODE_MAX_SPLITS
+
+
+def test_split_plan_fills_the_gpu_and_no_more() -> None:
+    assert tiles.decode_num_splits(1, 8, 1, 2048, 132) * 8 >= 0.9 * 132  # one sequence of 128k keys
+    assert tiles.decode_num_splits(1, 1, 1, 2048, 132) >= 64
+    assert tiles.decode_num_splits(264, 8, 1, 64, 132) == 1  # many tiles: no merge
+    assert tiles.decode_num_splits(1, 1, 1, 4, 132) == 1  # few blocks: the merge costs more than it saves
+    assert tiles.decode_num_splits(1, 0, 1, 64, 132) >= 1
+
+
+def test_split_plan_has_no_cliff_between_neighbouring_batches() -> None:
+    """More sequences never get so many fewer splits that a quarter of the GPU falls idle where there is work for it."""
+    for batch in range(1, 34):
+        splits = tiles.decode_num_splits(batch, 4, 1, 512, 132)
+        ctas = batch * 4 * splits
+        waves = -(-ctas // 264)
+        assert ctas >= 0.75 * 264 * waves or ctas >= 0.75 * 132, (batch, splits)
+
+
+def test_batch_invariant_plan_ignores_the_batch() -> None:
+    plans = {tiles.decode_plan(b, 8, 1, 300, sms, TILE, 0, True) for b in (1, 5, 64) for sms in (16, 132)}
+    assert len(plans) == 1
+
+
+def test_key_blocks_bound_what_a_window_can_touch() -> None:
+    for left in (0, 1, 63, 64, 65, 200):
+        for queries in (1, 2, 5, 65):
+            bound = tiles.decode_key_blocks(1000, queries, left, 64)
+            for total in range(queries, 400):
+                first = max(total - queries - left, 0)
+                assert -(-total // 64) - first // 64 <= bound
+    assert tiles.decode_key_blocks(1000, 1, -1, 64) == 16
+    assert tiles.decode_key_blocks(10, 1, 10**6, 64) == 1
+
+
+@pytest.mark.parametrize("arch, shared_kb", [(80, 163), (86, 99), (89, 99), (90, 227), (100, 227), (120, 99)])
+def test_tiles_fit_and_have_powers_of_two(arch: int, shared_kb: int) -> None:
+    for dim in range(8, 257, 8):
+        for value_dim in (8, dim, 256):
+            for rows in (1, 16, 17, 64, 1000):
+                for itemsize in (1, 2):
+                    for page_size in (0, 16, 64):
+                        tile = tiles.decode_tile(arch, dim, value_dim, rows, itemsize, shared_kb * 1024, page_size)
+                        assert tile.block_m in (16, 32, 64) and tile.block_n in (32, 64) and tile.num_stages >= 1
+                        assert tile.block_m >= min(rows, 32)

@@ -1,0 +1,157 @@
+"""dK and dV of attention: one CTA owns BLOCK_N keys of one KV head and walks over the query rows that see them.
+
+    P^T  = exp(K Q^T - lse)       [BLOCK_N, BLOCK_M]
+    dV  += dropout(P^T) dO
+    dS^T = P^T (dropout(V dO^T) - delta)
+    dK  += scale * dS^T Q
+
+for every query head of the KV head in turn, so that each sum has one owner and one order: no atomics, no expanded heads.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fastattn.triton_kernels.attention_common import (
+    ADDITIVE_BIAS,
+    INF,
+    NO_BIAS,
+    dropout_keep,
+    load_full_rows,
+    load_rows,
+    score_gradients,
+    sequence_range,
+    store_rows,
+    tile_range,
+)
+
+
+@triton.jit
+def _key_value_tile(
+    dk, dv, k, v, q_base, g_base, shift_base, log2_sum_base, delta_base, stride_qm, stride_gm, first_row, first_key,
+    batch_head, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right,
+    scale, softcap, seed, dropout_threshold, dropout_factor,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add what the rows ``first_row`` … ``first_row + BLOCK_M - 1`` of one head give to dK and dV.
+
+    Everything is transposed, ``[BLOCK_N, BLOCK_M]``, so that P^T and dS^T are left operands. Keys past the end give
+    garbage in their own rows of dK and dV, which nobody stores; rows past the end have P = 0.
+    """
+    if MASKED:
+        q = load_rows(q_base, first_row, seqlen_q, stride_qm, BLOCK_M, HEAD_DIM, WIDTH_QK)
+        grad = load_rows(g_base, first_row, seqlen_q, stride_gm, BLOCK_M, VALUE_DIM, WIDTH_V)
+    else:
+        q = load_full_rows(q_base, first_row, stride_qm, BLOCK_M, HEAD_DIM, WIDTH_QK)
+        grad = load_full_rows(g_base, first_row, stride_gm, BLOCK_M, VALUE_DIM, WIDTH_V)
+    row = first_row + tl.arange(0, BLOCK_M)
+    inside = row < seqlen_q
+    shift = tl.load(shift_base + row, mask=inside, other=INF)
+    delta = tl.load(delta_base + row, mask=inside, other=0.0)
+    log2_sum = delta
+    if BIAS == ADDITIVE_BIAS:
+        log2_sum = tl.load(log2_sum_base + row, mask=inside, other=0.0)
+    keep = True
+    if DROPOUT:
+        keep = tl.trans(dropout_keep(seed, dropout_threshold, batch_head, first_row, first_key, BLOCK_M, BLOCK_N))
+
+    products = tl.dot(k, tl.trans(q), input_precision="ieee")
+    grad_products = tl.dot(v, tl.trans(grad), input_precision="ieee")
+    p, _, ds = score_gradients(
+        products, grad_products, keep, shift[None, :], log2_sum[None, :], delta[None, :],
+        row[None, :], (first_key + tl.arange(0, BLOCK_N))[:, None], slope, bias_base, stride_bias_m, stride_bias_n,
+        offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap, dropout_factor,
+        LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED,
+    )  # fmt: skip
+    dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right"])
+def attention_backward_key_value_kernel(
+    grad_out, query, key, value, row_shift, row_log2_sum, delta, grad_key, grad_value,
+    bias, alibi_slopes, dropout_seed, cu_seqlens_q, cu_seqlens_k,
+    stride_gb, stride_gh, stride_gm, stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
+    stride_lb, stride_lh, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_b,
+    num_heads, group_size, max_seqlen_q, max_seqlen_k, total_q, total_k,
+    scale, window_left, window_right, softcap, dropout_threshold, dropout_factor,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of BLOCK_N keys. Grid: (key tiles * B * Hkv); under a causal mask the first tiles take longest."""
+    num_n_tiles = tl.cdiv(max_seqlen_k, BLOCK_N)
+    num_kv_heads = num_heads // group_size
+    first_key = (tl.program_id(0) % num_n_tiles) * BLOCK_N
+    batch = (tl.program_id(0) // num_n_tiles // num_kv_heads).to(tl.int64)
+    kv_head = (tl.program_id(0) // num_n_tiles % num_kv_heads).to(tl.int64)
+    begin_q, seqlen_q = sequence_range(cu_seqlens_q, batch, total_q, max_seqlen_q)
+    begin_k, seqlen_k = sequence_range(cu_seqlens_k, batch, total_k, max_seqlen_k)
+    if first_key >= seqlen_k:
+        return
+    begin_row, begin_key = tl.cast(begin_q, tl.int64), tl.cast(begin_k, tl.int64)
+    last_key = tl.minimum(first_key + BLOCK_N, seqlen_k) - 1
+    offset = 0 if TOP_LEFT else seqlen_k - seqlen_q
+
+    k_base = key + batch * stride_kb + kv_head * stride_kh + begin_key * stride_kn
+    v_base = value + batch * stride_vb + kv_head * stride_vh + begin_key * stride_vn
+    k = load_rows(k_base, first_key, seqlen_k, stride_kn, BLOCK_N, HEAD_DIM, WIDTH_QK)
+    v = load_rows(v_base, first_key, seqlen_k, stride_vn, BLOCK_N, VALUE_DIM, WIDTH_V)
+    dk = tl.zeros([BLOCK_N, WIDTH_QK], tl.float32)
+    dv = tl.zeros([BLOCK_N, WIDTH_V], tl.float32)
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(dropout_seed)
+
+    # Which rows see these keys: the same condition with the sides swapped.
+    begin, full_begin, full_end, end = tile_range(
+        first_key, last_key, -offset, window_right, window_left, seqlen_q, BLOCK_M, RIGHT, LEFT
+    )
+    if BIAS != NO_BIAS:
+        full_begin = end
+        full_end = end
+    for member in range(group_size):
+        head = kv_head * group_size + member
+        batch_head = (batch * num_heads + head).to(tl.int32)
+        q_base = query + batch * stride_qb + head * stride_qh + begin_row * stride_qm
+        g_base = grad_out + batch * stride_gb + head * stride_gh + begin_row * stride_gm
+        rows_of_head = batch * stride_lb + head * stride_lh + begin_row
+        shift_base, delta_base, log2_sum_base = row_shift + rows_of_head, delta + rows_of_head, row_log2_sum
+        bias_base = bias
+        slope = 0.0
+        if BIAS != NO_BIAS:
+            bias_base = bias + batch * stride_bias_b + head * stride_bias_h
+        if BIAS == ADDITIVE_BIAS:
+            log2_sum_base = row_log2_sum + rows_of_head
+        if ALIBI:
+            slope = tl.load(alibi_slopes + batch * stride_slope_b + head)
+        if BIAS == NO_BIAS:
+            for tile in range(full_begin, full_end):
+                dk, dv = _key_value_tile(
+                    dk, dv, k, v, q_base, g_base, shift_base, log2_sum_base, delta_base, stride_qm, stride_gm,
+                    tile * BLOCK_M, first_key, batch_head, slope, bias_base, stride_bias_m, stride_bias_n,
+                    offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap,
+                    seed, dropout_threshold, dropout_factor, HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
+                    BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=False,
+                )  # fmt: skip
+        for step in range(full_begin - begin + end - full_end):  # on either side of the full ones
+            tile = begin + step + tl.where(begin + step < full_begin, 0, full_end - full_begin)
+            dk, dv = _key_value_tile(
+                dk, dv, k, v, q_base, g_base, shift_base, log2_sum_base, delta_base, stride_qm, stride_gm,
+                tile * BLOCK_M, first_key, batch_head, slope, bias_base, stride_bias_m, stride_bias_n,
+                offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap,
+                seed, dropout_threshold, dropout_factor, HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
+                BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,
+            )  # fmt: skip
+
+    if DROPOUT:
+        dv *= dropout_factor
+    dk_base = grad_key + batch * stride_dkb + kv_head * stride_dkh + begin_key * stride_dkn
+    dv_base = grad_value + batch * stride_dvb + kv_head * stride_dvh + begin_key * stride_dvn
+    store_rows(dk_base, dk * scale, first_key, seqlen_k, stride_dkn, BLOCK_N, HEAD_DIM, WIDTH_QK)
+    store_rows(dv_base, dv, first_key, seqlen_k, stride_dvn, BLOCK_N, VALUE_DIM, WIDTH_V)

@@ -1,0 +1,207 @@
+"""The host side that attention's forward and backward launchers share: from the op's arguments to those of the kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.device import facts
+from fastattn.triton_kernels.attention_common import ADDITIVE_BIAS, BOOL_BIAS, NO_BIAS
+from fastattn.triton_kernels.tiles import AttentionTile, padded_head_dim
+
+Arguments = dict[str, Any]
+
+
+def attention_constexprs(
+    tile: AttentionTile,
+    head_dim: int,
+    value_dim: int,
+    *,
+    left: bool = False,
+    right: bool = False,
+    top_left: bool = False,
+    softcap: bool = False,
+    alibi: bool = False,
+    bias: int = NO_BIAS.value,
+    sinks: bool = False,
+    dropout: bool = False,
+) -> Arguments:
+    """Constexprs of every attention kernel, and the launch options."""
+    return {
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
+        "WIDTH_QK": padded_head_dim(head_dim),
+        "WIDTH_V": padded_head_dim(value_dim),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "LEFT": left,
+        "RIGHT": right,
+        "TOP_LEFT": top_left,
+        "SOFTCAP": softcap,
+        "ALIBI": alibi,
+        "BIAS": bias,
+        "SINKS": sinks,
+        "DROPOUT": dropout,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "enable_fp_fusion": True,  # what Triton up to 3.9 does by itself; P = exp2(s * scale - max) is one FMA
+    }
+
+
+LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+
+
+def arguments_of(kernel: Any, arguments: Arguments) -> Arguments:
+    """Those of ``arguments`` that ``kernel`` names, and the launch options."""
+    return {name: arguments[name] for name in (*kernel.arg_names, *LAUNCH_OPTIONS)}
+
+
+def launch(kernel: Any, num_programs: int, arguments: Arguments, device: torch.device) -> None:
+    """Run ``num_programs`` CTAs of ``kernel`` with those of ``arguments`` that it names."""
+    if num_programs > 0:
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            kernel[(num_programs,)](**arguments_of(kernel, arguments))
+
+
+def score_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    dropout_seed: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+) -> Arguments:
+    """What decides the scores and which of them count: the arguments that all attention kernels have in common."""
+    packed = cu_seqlens_q is not None
+    left, right, _, _ = window_arguments(window_left, window_right, max_seqlen_q, max_seqlen_k)
+    threshold, factor = dropout_arguments(dropout_p)
+    bias_b, bias_h, bias_m, bias_n = broadcast_strides(bias)
+    return {
+        "query": query,
+        "key": key,
+        "value": value,
+        "bias": bias.view(torch.uint8) if bias is not None and bias.dtype == torch.bool else bias,
+        "alibi_slopes": None if alibi_slopes is None else alibi_slopes.contiguous(),
+        "sinks": None if sinks is None else sinks.contiguous(),
+        "dropout_seed": dropout_seed,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        **strides("q", query),
+        **strides("k", key),
+        **strides("v", value),
+        "stride_bias_b": bias_b,
+        "stride_bias_h": bias_h,
+        "stride_bias_m": bias_m,
+        "stride_bias_n": bias_n,
+        "stride_slope_b": alibi_slopes.shape[1] if alibi_slopes is not None and alibi_slopes.shape[0] > 1 else 0,
+        "num_heads": query.shape[1],
+        "group_size": query.shape[1] // max(1, key.shape[1]),
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "total_q": query.shape[0] if packed else 0,
+        "total_k": key.shape[0] if packed else 0,
+        "scale": scale,
+        "window_left": left,
+        "window_right": right,
+        "softcap": softcap,
+        "dropout_threshold": threshold,
+        "dropout_factor": factor,
+    }
+
+
+def score_options(
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    window_left: int,
+    window_right: int,
+    top_left: bool,
+    softcap: float,
+    dropout_p: float,
+) -> Arguments:
+    """The keyword arguments of `attention_constexprs` for a call."""
+    _, _, left, right = window_arguments(window_left, window_right, max_seqlen_q, max_seqlen_k)
+    return {
+        "left": left,
+        "right": right,
+        "top_left": top_left,
+        "softcap": softcap > 0,
+        "alibi": alibi_slopes is not None,
+        "bias": bias_kind(bias),
+        "sinks": sinks is not None,
+        "dropout": dropout_p > 0,
+    }
+
+
+def tile_options(options: Arguments) -> dict[str, bool]:
+    """What the choosers of tiles in tiles.py need to know of `score_options`."""
+    crowded = options["bias"] != NO_BIAS.value or options["dropout"] or options["alibi"] or options["softcap"]
+    return {"masked": options["left"] or options["right"], "crowded": crowded}
+
+
+def bias_kind(bias: Tensor | None) -> int:
+    """The constexpr BIAS."""
+    if bias is None:
+        return NO_BIAS.value
+    return BOOL_BIAS.value if bias.dtype == torch.bool else ADDITIVE_BIAS.value
+
+
+def architecture(device: torch.device) -> int:
+    """Compute capability times ten of a device that the dispatcher sends here."""
+    known = facts(device)
+    assert known is not None, f"{device} has no Triton kernels"
+    return known.arch
+
+
+def strides(letter: str, tensor: Tensor) -> dict[str, int]:
+    """``stride_<letter>b``, ``…h``, and ``…m`` (``…n`` for keys and values): of ``[B, H, S, D]``, or packed ``[total, H, D]``."""
+    row = "n" if letter.endswith(("k", "v")) else "m"
+    batch = 0 if tensor.dim() == 3 else tensor.stride(0)
+    return {
+        f"stride_{letter}b": batch,
+        f"stride_{letter}h": tensor.stride(1),
+        f"stride_{letter}{row}": tensor.stride(-3 if tensor.dim() == 3 else -2),
+    }
+
+
+def lse_strides(lse: Tensor) -> dict[str, int]:
+    """Batch and head strides of lse ``[B, H, S]``, or packed ``[H, total]``."""
+    batch, head = (0, lse.stride(0)) if lse.dim() == 2 else lse.stride()[:2]
+    return {"stride_lb": batch, "stride_lh": head}
+
+
+def broadcast_strides(tensor: Tensor | None) -> tuple[int, ...]:
+    """Strides of a 4-D bias, 0 where its size is 1 so that every index reads the one element."""
+    if tensor is None:
+        return 0, 0, 0, 0
+    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def window_arguments(
+    window_left: int, window_right: int, max_seqlen_q: int, max_seqlen_k: int
+) -> tuple[int, int, bool, bool]:
+    """(left, right, LEFT, RIGHT): a side reaching past every key is unbounded, so that sums of positions fit 32 bits."""
+    reach = max_seqlen_q + max_seqlen_k
+    left, right = 0 <= window_left < reach, 0 <= window_right < reach
+    return window_left if left else 0, window_right if right else 0, left, right
+
+
+def dropout_arguments(dropout_p: float) -> tuple[int, float]:
+    """(threshold as the signed number with the same 32 bits, factor of the kept): p = 1 keeps nothing, by factor 0."""
+    threshold = min(int(dropout_p * 2**32), 2**32 - 1)
+    signed = threshold - 2**32 if threshold >= 2**31 else threshold
+    return signed, 1.0 / (1.0 - dropout_p) if dropout_p < 1 else 0.0
