@@ -47,7 +47,8 @@ class CheckList:
             print(f"{name}: FAILED (nothing was checked)")
             return 1
         if self.failed:
-            print(f"{name}: FAILED ({len(self.failed)} of {len(self.checks)} checks: {self.failed[0].what}, …)")
+            failed = "; ".join(check.what for check in self.failed)
+            print(f"{name}: FAILED ({len(self.failed)} of {len(self.checks)} checks: {failed})")
             return 1
         print(f"{name}: ok")
         return 0

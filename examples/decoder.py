@@ -59,7 +59,7 @@ class Rotary:
     def rotate(self, x: Tensor) -> Tensor:
         """Turn ``x [total, H, D]`` by its tokens' positions (Su et al., "RoFormer", 2021; pairs ``(i, i + D / 2)``)."""
         cos, sin = self.cos[self.positions, None], self.sin[self.positions, None]
-        a, b = x.float().chunk(2, dim=-1)
+        a, b = x.chunk(2, dim=-1)  # 16-bit halves times fp32 angles are fp32
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
 
 
@@ -80,7 +80,7 @@ class PackedAttention:
     max_seqlen: int
 
     def __call__(self, depth: int, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
-        return fastattn.attention_varlen(
+        out = fastattn.attention_varlen(
             rotary.rotate(query),
             rotary.rotate(key),
             value,
@@ -90,6 +90,8 @@ class PackedAttention:
             self.max_seqlen,
             causal=True,
         )
+        assert isinstance(out, Tensor)  # with return_lse=True it would be a pair
+        return out
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class PaddedAttention:
 
 @dataclass(frozen=True)
 class CachedAttention:
-    """``cache.batch`` sequences go on: the new tokens, as many for each, join the cache and attend to all that is in it.
+    """``cache.batch`` sequences go on: new tokens, as many for each, join the cache and attend to all that it holds.
 
     The cache knows the positions, and the kernel rotates the new queries and keys by them.
     """
@@ -125,6 +127,7 @@ class CachedAttention:
         out = self.cache.attend(
             depth, dense(query), dense(key), dense(value), rotary_cos=rotary.cos, rotary_sin=rotary.sin
         )
+        assert isinstance(out, Tensor)  # with return_lse=True it would be a pair
         return out.transpose(1, 2).flatten(0, 1)
 
 

@@ -1,9 +1,9 @@
-"""The whole of fastattn on real input: a sentence model made faster and smaller, a decoder trained, quantised and served.
+"""The whole of fastattn on real input: a sentence model patched and quantised, a decoder trained, quantised and served.
 
     python examples/demo.py
 
-Runs sentence_embeddings.py, train_decoder.py and generate.py one after the other. The last line is ``demo: ok`` if every
-check held; otherwise it names what failed, and the exit status is 1.
+Runs sentence_embeddings.py, train_decoder.py and generate.py one after the other. The last line is ``demo: ok`` if
+every check held; otherwise it names what failed, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def main() -> int:
     trained = train_decoder.run(options, checks)
     print("\n== The decoder in int8, writing with a key-value cache ==")
     prompts = generate.prompts_from(trained.held_out)
-    generate.run(trained.model, trained.held_out, prompts, 96, options, checks)
+    num_tokens = min(96, options.config.max_positions - 1 - max(map(len, prompts)))
+    generate.run(trained.model, trained.held_out, prompts, num_tokens, options, checks)
 
     print(f"\nTook {time.perf_counter() - start:.0f} s")
     return checks.finish("demo")

@@ -71,6 +71,8 @@ def cut_into_passages(documents: list[str], max_length: int) -> list[bytes]:
         passage = b""
         for paragraph in document.split("\n\n"):
             encoded = paragraph.strip("\n").encode()
+            if not encoded:
+                continue
             if passage and len(passage) + 2 + len(encoded) <= max_length:
                 passage += b"\n\n" + encoded
                 continue
@@ -80,7 +82,7 @@ def cut_into_passages(documents: list[str], max_length: int) -> list[bytes]:
                 encoded = encoded[max_length:]
             passage = encoded
         passages.append(passage)
-    return [passage for passage in passages if passage.strip()]
+    return [passage for passage in passages if passage]
 
 
 def split(passages: list[bytes], held_out: float, seed: int) -> tuple[list[bytes], list[bytes]]:

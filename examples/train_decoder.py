@@ -40,7 +40,7 @@ class Options:
     device: torch.device = field(default_factory=lambda: torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     dtype: torch.dtype | None = None
     checkpoint: bool = False
-    steps: int = 250
+    steps: int = 300
     token_budget: int = 2048
     max_length: int = 255
     learning_rate: float = 4e-3
@@ -156,8 +156,8 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 def check_attention(model: Decoder, batch: Batch, options: Options, checks: CheckList) -> None:
     """Packed against padded plain PyTorch, with against without checkpointing, and that no token sees a later one."""
-    # A 16-bit dtype rounds to 2^-8 (bf16) or 2^-11 (fp16) at each of some ten roundings in a row.
-    bound = 1e-5 if options.compute_dtype == torch.float32 else 0.03
+    # fp32 sums thousands of tokens in another order; 16 bits round to 2^-8 (bf16) or 2^-11 (fp16) after every matmul.
+    bound = 1e-4 if options.compute_dtype == torch.float32 else 0.03
     with autocast(options):
         loss, packed = gradients(model, packed_loss, batch)
         plain_loss, padded = gradients(model, padded_loss, batch)
@@ -238,6 +238,11 @@ def plot(history: History, unigram: float, bigram: float, path: Path) -> None:
     plt.close(figure)
 
 
+def save(model: Decoder, held_out: list[bytes], path: Path) -> None:
+    """Write the model and the passages that it was not trained on, for generate.py."""
+    torch.save({"config": asdict(model.config), "weights": model.state_dict(), "held_out": held_out}, path)
+
+
 def run(options: Options, checks: CheckList) -> Trained:
     """Train, check, and write weights and loss curve to ``options.out``."""
     torch.manual_seed(options.seed)
@@ -266,8 +271,7 @@ def run(options: Options, checks: CheckList) -> Trained:
 
     options.out.mkdir(parents=True, exist_ok=True)
     plot(history, unigram, bigram, options.out / "loss.png")
-    saved = {"config": asdict(options.config), "weights": model.state_dict(), "held_out": held_out_passages}
-    torch.save(saved, options.out / "decoder.pt")
+    save(model, held_out_passages, options.out / "decoder.pt")
     print(f"Wrote {options.out / 'loss.png'} and {options.out / 'decoder.pt'}")
     if options.device.type == "cuda":
         compare_speed(model, passages, options)
@@ -279,10 +283,18 @@ def run(options: Options, checks: CheckList) -> Trained:
     return Trained(model, held_out_passages, history)
 
 
+def existing_file(name: str) -> Path:
+    """For argparse."""
+    path = Path(name)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {name}")
+    return path
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a training; ``options_from`` reads them."""
     default = Options()
-    parser.add_argument("--text", type=Path, help="a text file (default: Python's language reference)")
+    parser.add_argument("--text", type=existing_file, help="a text file (default: Python's language reference)")
     parser.add_argument("--out", type=Path, default=default.out, help="folder for results (default: %(default)s)")
     parser.add_argument("--device", type=torch.device, default=default.device, help="default: %(default)s")
     parser.add_argument(

@@ -163,20 +163,21 @@ def combine_build(arch: int, dtype: str) -> Build:
 
 
 def builds() -> list[Build]:
+    """Both row tiles and every width on every architecture; the costliest features once for each tile."""
     found = []
-    for arch in (80, 86, 90, 100):
-        for dim in (64, 128, 256):
-            for rows in (1, 32, 64):
-                found.append(split_build(arch, "bf16", (dim, dim), rows))
-                found.append(split_build(arch, "fp16", (dim, dim), rows, **FEATURES))
-        for rows in (1, 64):
-            found.append(split_build(arch, "bf16", (128, 128), rows, int8=True))
-            found.append(split_build(arch, "fp16", (128, 128), rows, page_size=16, rows_differ=True))
-            found.append(split_build(arch, "bf16", (128, 128), rows, page_size=64, int8=True, **FEATURES))
-        found.append(split_build(arch, "fp16", (64, 64), 64, page_size=16, int8=True, **FEATURES))
-        found.append(split_build(arch, "bf16", (256, 256), 64, page_size=16, int8=True, **FEATURES))
-        found.append(split_build(arch, "bf16", (192, 128), 16))
-        found.append(split_build(arch, "fp16", (72, 72), 16))
-        for dtype in ("fp16", "bf16"):
-            found += [append_build(arch, dtype, False), append_build(arch, dtype, True), combine_build(arch, dtype)]
+    for arch in (80, 90, 100):
+        for dtype, other, rows in (("fp16", "bf16", 16), ("bf16", "fp16", 32)):
+            for dim in (64, 128, 256):
+                found.append(split_build(arch, dtype, (dim, dim), rows))
+                if arch == 90 or dim == 128:
+                    found.append(split_build(arch, other, (dim, dim), rows, **FEATURES))
+            found.append(split_build(arch, dtype, (128, 128), rows, page_size=16, rows_differ=True))
+            found.append(split_build(arch, other, (128, 128), rows, page_size=64, int8=True))
+            found.append(append_build(arch, dtype, int8=dtype == "fp16"))
+            found.append(combine_build(arch, dtype))
+        found.append(split_build(arch, "fp16", (256, 256), 32, page_size=16, int8=True, rows_differ=True))
+    found.append(split_build(80, "bf16", (72, 40), 16))
+    # sm_86, sm_89 and sm_120 have 99 KB of shared memory.
+    found += [split_build(86, "bf16", (dim, dim), 32, rows_differ=True) for dim in (128, 256)]
+    found.append(split_build(86, "fp16", (256, 256), 32, page_size=16, int8=True))
     return found

@@ -213,8 +213,21 @@ def check(case: Case, monkeypatch: Any, problem: Problem | None = None) -> dict[
     actual = run_kernels(case, problem, monkeypatch)
     oracle = run_reference(case, problem, torch.float64, torch.float64)
     composite = run_reference(case, problem, case.dtype, case.dtype)
-    # lse is fp32 whatever the inputs: it has to be as good as an fp32 composite.
-    composite["lse"] = run_reference(case, problem, torch.float32, torch.float32)["lse"]
     for name, expected in oracle.items():
-        check_against_oracle(f"{case}: {name}", actual[name], expected, composite[name])
+        if case.dtype != torch.float32:
+            check_against_oracle(f"{case}: {name}", actual[name], expected, composite[name])
+        if case.dtype == torch.float32 or name == "lse":
+            check_closely(f"{case}: {name}", actual[name], expected)
     return actual
+
+
+def check_closely(name: str, actual: Tensor, oracle: Tensor) -> None:
+    """For what is computed in fp32 throughout: lse, and everything when the interpreter runs a kernel on fp32 tensors.
+
+    No composite is a measure there: base-2 exponentials of scaled scores round otherwise than natural ones of scores.
+    """
+    assert torch.equal(actual.isinf().cpu(), oracle.isinf().cpu()), f"{name}: infinities differ"
+    expected = oracle.masked_fill(oracle.isinf(), 0.0)
+    largest = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
+    error = (actual.double().masked_fill(oracle.isinf(), 0.0) - expected).abs()
+    assert bool((error <= 1e-5 * largest).all()), f"{name}: off by {error.max().item():.3e} of {largest:.3e}"

@@ -94,6 +94,19 @@ def test_leading_dims(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(int8_linear(x, weight), F.linear(x, weight.dequantize()))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_inputs(layout: torch.layout) -> None:
+    parts, weight, bias = [normal(s, s, K, dtype=torch.float32) for s in (2, 5)], weight_of(), inputs()[1]
+    nested = torch.nested.nested_tensor(parts, layout=layout)
+    y = int8_linear(nested, weight, bias, activation="gelu", residual=int8_linear(nested, weight))
+    for actual, part in zip(y.unbind(), parts, strict=True):
+        expected = int8_linear(part, weight, bias, activation="gelu", residual=int8_linear(part, weight))
+        torch.testing.assert_close(actual, expected)
+    with pytest.raises(InputError, match="activations: expected '16bit' for a nested x, got 'int8'"):
+        int8_linear(nested, weight, activations="int8")
+
+
 @pytest.mark.parametrize("activations", ["16bit", "int8"])
 def test_gradients_are_those_of_the_float_layer(activations: str) -> None:
     weight = weight_of(32)
@@ -174,6 +187,8 @@ def test_checkpointing_gives_the_same_gradients() -> None:
     for wrap in (lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=False)):
         x, bias, _ = inputs(grad=True)
         wrap(lambda x, b=bias: int8_linear(x, weight, b, activation="gelu"), x).sum().backward()
+        assert x.grad is not None
+        assert bias.grad is not None
         grads.append((x.grad, bias.grad))
     assert torch.equal(grads[0][0], grads[1][0])
     assert torch.equal(grads[0][1], grads[1][1])
@@ -183,6 +198,13 @@ def test_explain_names_the_path() -> None:
     explanation = fastattn.explain(int8_linear, inputs()[0], weight_of(), activations="int8")
     assert explanation.backend == "torch"
     assert set(explanation.rejected) == {"cuda", "triton"}
+
+
+def test_kernels_refuse_int8_activations_and_say_so() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, weight = inputs(torch.float16)[0].to(device), weight_of().to(device)
+    with fastattn.use_backend("triton"), pytest.raises(InputError, match="does not have: int8 activations"):
+        int8_linear(x, weight, activations="int8")
 
 
 def q(**changes: Any) -> dict[str, Any]:

@@ -344,3 +344,16 @@ def test_deterministic_follows_torch(backend: str, monkeypatch: pytest.MonkeyPat
 def test_reference_is_what_the_torch_path_computes(backend: str) -> None:
     inputs = [draw(1, 2, 5, 16) for _ in range(3)]
     torch.testing.assert_close(attend(*inputs), reference.attention(*inputs, causal=True, softcap=5.0)[0])
+
+
+def test_dropout_compiles_and_follows_the_generator() -> None:
+    def attend_with_dropout(query: Tensor) -> Any:
+        return fastattn.attention(query, query, query, dropout_p=0.5)
+
+    query = draw(1, 2, 5, 16, requires_grad=True)
+    compiled = torch.compile(attend_with_dropout, fullgraph=True, backend="aot_eager")
+    torch.manual_seed(3)
+    expected = outputs_and_gradients(attend_with_dropout, [query])
+    torch.manual_seed(3)
+    for got, want in zip(outputs_and_gradients(compiled, [query]), expected, strict=True):
+        torch.testing.assert_close(got, want)

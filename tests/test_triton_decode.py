@@ -421,5 +421,5 @@ def test_tiles_fit_and_have_powers_of_two(arch: int, shared_kb: int) -> None:
                 for itemsize in (1, 2):
                     for page_size in (0, 16, 64):
                         tile = tiles.decode_tile(arch, dim, value_dim, rows, itemsize, shared_kb * 1024, page_size)
-                        assert tile.block_m in (16, 32, 64) and tile.block_n in (32, 64) and tile.num_stages >= 1
+                        assert tile.block_m in (16, 32) and tile.block_n in (32, 64) and tile.num_stages >= 1
                         assert tile.block_m >= min(rows, 32)

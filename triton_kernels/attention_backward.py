@@ -73,7 +73,7 @@ def attention_backward(
         batch = cu_seqlens_q.numel() - 1
         grads = tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value))
     else:
-        batch = query.shape[0]
+        batch, max_seqlen_q, max_seqlen_k = query.shape[0], query.shape[2], key.shape[2]
         grads = tuple(empty_like_heads(t, t.shape[-1]) for t in (query, key, value))
     grad_query, grad_key, grad_value = grads
     additive = bias is not None and bias.is_floating_point()

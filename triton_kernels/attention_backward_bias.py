@@ -80,7 +80,7 @@ def attention_backward_bias_kernel(
         keep = True
         if DROPOUT:
             keep = dropout_keep(seed, dropout_threshold, batch_head, first_row, first_key, BLOCK_M, BLOCK_N)
-        _, ds, _ = score_gradients(
+        _p, ds, _grad_products = score_gradients(
             products, grad_products, keep, shift[:, None], log2_sum[:, None], delta_tile[:, None],
             row[:, None], column[None, :], slope, bias + batch * stride_bias_b + head * stride_bias_h,
             stride_bias_m, stride_bias_n, offset, max_seqlen_q, max_seqlen_k, window_left, window_right,

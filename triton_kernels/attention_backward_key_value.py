@@ -60,7 +60,7 @@ def _key_value_tile(
 
     products = tl.dot(k, tl.trans(q), input_precision="ieee")
     grad_products = tl.dot(v, tl.trans(grad), input_precision="ieee")
-    p, _, ds = score_gradients(
+    p, _grad_bias, ds = score_gradients(
         products, grad_products, keep, shift[None, :], log2_sum[None, :], delta[None, :],
         row[None, :], (first_key + tl.arange(0, BLOCK_N))[:, None], slope, bias_base, stride_bias_m, stride_bias_n,
         offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap, dropout_factor,

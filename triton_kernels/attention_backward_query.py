@@ -47,7 +47,7 @@ def _query_tile(
 
     products = tl.dot(q, tl.trans(k), input_precision="ieee")
     grad_products = tl.dot(grad, tl.trans(v), input_precision="ieee")
-    _, _, ds = score_gradients(
+    _p, _grad_bias, ds = score_gradients(
         products, grad_products, keep, shift[:, None], log2_sum[:, None], delta[:, None],
         (first_row + tl.arange(0, BLOCK_M))[:, None], (first_key + tl.arange(0, BLOCK_N))[None, :],
         slope, bias_base, stride_bias_m, stride_bias_n,

@@ -36,13 +36,13 @@ def _renormalise(
     row = first_row + tl.arange(0, BLOCK_M)[:, None]
     row_max = tl.zeros([BLOCK_M], tl.float32) + sink
     row_sum = tl.zeros([BLOCK_M], tl.float32) + tl.where(sink == -INF, 0.0, 1.0)
-    begin, _, _, end = tile_range(
+    begin, _full_begin, _full_end, end = tile_range(
         first_row, last_row, offset, window_left, window_right, seqlen_k, BLOCK_N, LEFT, RIGHT
     )
     for tile in range(begin, end):
         k = load_rows(k_base, tile * BLOCK_N, seqlen_k, stride_kn, BLOCK_N, HEAD_DIM, WIDTH_QK)
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        scores, _, _ = attention_scores(
+        scores, _visible, _slope_of_cap = attention_scores(
             tl.dot(q, tl.trans(k), input_precision="ieee"), row, column, slope, bias_base, stride_bias_m, stride_bias_n,
             offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap,
             LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, MASKED=True,

@@ -195,7 +195,8 @@ def score_gradients(
         grad_products = tl.where(keep, grad_products * dropout_factor, 0.0)
         dropped = tl.where(keep, p, 0.0)
     grad_scores = p * (grad_products - delta)
-    if MASKED:  # a NaN in a masked key or value came through the products
+    if MASKED:  # a NaN in a masked key or value came through the products, to rows past the end too
+        visible = visible & (row < seqlen_q)
         dropped = tl.where(visible, dropped, 0.0)
         grad_scores = tl.where(visible, grad_scores, 0.0)
     return dropped, grad_scores, grad_scores * slope_of_cap

@@ -72,7 +72,7 @@ def _attend_tile(
     if MASKED or SOFTCAP or ALIBI:
         row = first_row + tl.arange(0, BLOCK_M)[:, None]
         column = first_key + tl.arange(0, BLOCK_N)[None, :]
-        scores, visible, _ = attention_scores(
+        scores, _visible, _slope_of_cap = attention_scores(
             products, row, column, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
             window_left, window_right, scale, softcap, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, MASKED,
         )  # fmt: skip
@@ -116,7 +116,7 @@ def _spoil_tile(
     column = first_key + tl.arange(0, BLOCK_N)[None, :]
     visible = visible_keys(row, column, offset, seqlen_k, window_left, window_right, LEFT, RIGHT) & (row < seqlen_q)
     if BIAS != NO_BIAS:
-        _, visible = apply_bias(
+        _unused, visible = apply_bias(
             0.0, visible, row, column, bias_base, stride_bias_m, stride_bias_n, seqlen_q, seqlen_k, BIAS
         )
     count = tl.dot(visible.to(v.dtype), (1 - is_finite(v).to(tl.int32)).to(v.dtype), input_precision="ieee")
@@ -252,7 +252,7 @@ def attention_forward(
         out = query.new_zeros(query.shape[0], num_heads, value_dim)  # rows of no sequence stay 0
         lse = query.new_full((num_heads, query.shape[0]), -float("inf"), dtype=torch.float32)
     else:
-        batch = query.shape[0]
+        batch, max_seqlen_q, max_seqlen_k = query.shape[0], query.shape[2], key.shape[2]
         out = empty_like_heads(query, value_dim)
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     if lse.numel() == 0:

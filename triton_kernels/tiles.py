@@ -52,25 +52,91 @@ BackwardKernel = Literal["key_value", "query", "bias"]
 def attention_forward_tile(
     arch: int, head_dim: int, value_dim: int, masked: bool = False, crowded: bool = False
 ) -> AttentionTile:
-    """Tile of the attention forward kernel; ``masked``: causal or window, ``crowded``: bias, ALiBi, softcap or dropout."""
+    """Tile of `attention_forward_kernel`.
+
+    ``masked``: causal or window; ``crowded``: bias, ALiBi, softcap or dropout, which need registers for every score. So far
+    neither ``arch`` nor ``masked`` changes the choice: every tile fits the 99 KB of the smallest architecture (AOT), and
+    no GPU has been at hand to show that another one is faster.
+    """
     width = max(padded_head_dim(head_dim), padded_head_dim(value_dim))
     if width <= 64:
-        return AttentionTile(128, 64, num_warps=4, num_stages=3)
+        if crowded:
+            return AttentionTile(64, 64, num_warps=4, num_stages=2)  # 128 x 64 spills on sm_80 and sm_90 (AOT)
+        # Eight warps: with four, the causal loop spills on sm_80 and sm_90 (AOT). Three stages: prediction.
+        return AttentionTile(128, 64, num_warps=8, num_stages=3)
     if width <= 128:
-        return AttentionTile(128, 64, num_warps=8, num_stages=2)
-    return AttentionTile(64, 32, num_warps=8, num_stages=2)
+        if crowded:
+            return AttentionTile(64, 32, num_warps=8, num_stages=2)  # 64 x 64 and 128 x 32 spill on sm_90 (AOT)
+        return AttentionTile(128, 64, num_warps=8, num_stages=2)  # 64 KB (sm_80) to 96 KB (sm_90); two stages: prediction
+    if crowded:
+        return AttentionTile(32, 32, num_warps=8, num_stages=1)  # 64 x 32 spills on sm_90 (AOT)
+    return AttentionTile(64, 32, num_warps=8, num_stages=2)  # 64 x 64 spills on sm_90 and needs 104 KB on sm_80 (AOT)
 
 
 def attention_backward_tile(
     arch: int, head_dim: int, value_dim: int, kernel: BackwardKernel, masked: bool = False, crowded: bool = False
 ) -> AttentionTile:
-    """Tile of one of the backward kernels: "key_value" (dK, dV), "query" (dQ) or "bias" (the bias's gradient)."""
+    """Tile of one of the backward kernels: "key_value" (dK, dV), "query" (dQ, and delta) or "bias" (its gradient).
+
+    Parameters and what they do not change yet are those of `attention_forward_tile`.
+    """
     width = max(padded_head_dim(head_dim), padded_head_dim(value_dim))
-    if width <= 64:
-        return AttentionTile(64, 64, num_warps=4, num_stages=2)
-    if width <= 128:
-        return AttentionTile(64, 64, num_warps=8, num_stages=2)
-    return AttentionTile(32, 32, num_warps=8, num_stages=1)
+    if kernel == "bias":  # always crowded; its accumulator is the tile itself
+        if width <= 64:
+            return AttentionTile(32, 32, num_warps=4, num_stages=2)  # 64 x 32 spills on sm_100 (AOT)
+        # Eight warps: with four, 64 x 32 spills on sm_100 (AOT). One stage from 256 dims on: two exceed 99 KB.
+        return AttentionTile(64, 32, num_warps=8, num_stages=2 if width <= 128 else 1)
+    if width > 128:
+        # The accumulators alone are 256 columns wide: 64 x 32 (query) and 32 x 64 (key_value) spill on sm_90 (AOT).
+        if kernel == "key_value" and crowded:
+            return AttentionTile(16, 32, num_warps=8, num_stages=1)  # 32 x 32 spills on sm_100 (AOT)
+        return AttentionTile(32, 32, num_warps=8, num_stages=1)
+    if kernel == "query":
+        if width <= 64:
+            side = 32 if crowded else 64  # 64 x 32, crowded, spills on sm_80 and sm_100 (AOT)
+            return AttentionTile(side, side, num_warps=4, num_stages=2)
+        return AttentionTile(64, 32 if crowded else 64, num_warps=8, num_stages=2)  # 64 x 64, crowded, spills on sm_90 (AOT)
+    if crowded:
+        return AttentionTile(32, 32, num_warps=4, num_stages=2)  # 32 x 64 spills on sm_80 and sm_90 (AOT)
+    # Four warps suffice for 64 dims; at 128, 64 x 64 spills on sm_90 with eight warps, and 32 x 64 with four (AOT).
+    return AttentionTile(32, 64, num_warps=4 if width <= 64 else 8, num_stages=2)
+
+
+def describe_attention(
+    facts: DeviceFacts, dtype: object, head_dim: int, value_dim: int, features: frozenset[str], sizes: tuple[int, ...]
+) -> tuple[str, AttentionTile]:
+    """The forward kernel's name and tile, for ``fastattn.explain``; ``features`` as in fastattn.support."""
+    crowded = bool(features & {"mask", "bias", "alibi", "softcap", "dropout"})
+    masked = bool(features & {"causal", "window"})
+    return "attention_forward_kernel", attention_forward_tile(facts.arch, head_dim, value_dim, masked, crowded)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Splitting a reduction over CTAs (flash-decoding, int8 matmul)
+# ---------------------------------------------------------------------------------------------------------------------
+
+# In units of the time in which one CTA takes one step of its main loop. Estimated from latencies (a step is one DRAM
+# round trip spread over the stages in flight, about 0.4 us), not measured.
+SPLIT_SETUP_STEPS = 2.0  # launch, indices, first loads, epilogue: about 1 us
+SPLIT_MERGE_STEPS = 6.0  # the second kernel's launch and its first loads: 2 to 3 us
+SPLIT_MERGE_STEPS_PER_SPLIT = 1 / 16  # the merge reads 16 partial results per round trip
+
+
+def ceil_div(a: int, b: int) -> int:
+    """``a / b`` rounded up."""
+    return -(-a // b)
+
+
+def split_cost(tiles: int, steps: int, slots: int, splits: int) -> float:
+    """Estimated time of ``tiles`` results of ``steps`` loop steps each, dealt to ``splits`` CTAs, where ``slots`` run at once.
+
+        ceil(tiles * splits / slots) * (setup + ceil(steps / splits)) + (merge(splits) if splits > 1)
+
+    Unlike a threshold on the fill of the SMs, a sum of costs has no cliff between neighbouring sizes.
+    """
+    waves = ceil_div(tiles * splits, max(1, slots))
+    merge = SPLIT_MERGE_STEPS + splits * SPLIT_MERGE_STEPS_PER_SPLIT if splits > 1 else 0.0
+    return waves * (SPLIT_SETUP_STEPS + ceil_div(steps, splits)) + merge
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -84,18 +150,6 @@ DECODE_MAX_SPLITS = 256
 # A split of a batch-invariant plan always has this many keys, whatever else is in the batch. 1024 keys of 128 + 128
 # 16-bit dims are 512 KB of cache, against which the partial result of 16 rows, written and read (16 KB), is 3 %.
 DECODE_INVARIANT_SPLIT_KEYS = 1024
-
-# The cost model of `decode_num_splits`, in units of the time in which one CTA walks over one block of keys. Estimated
-# from latencies (a block is one DRAM round trip spread over the stages in flight, about 0.4 us), not measured.
-DECODE_SETUP_BLOCKS = 2.0  # launch, query, RoPE, first loads, epilogue: about 1 us
-DECODE_COMBINE_BLOCKS = 6.0  # the second kernel launch, and its first loads: 2 to 3 us
-DECODE_COMBINE_BLOCKS_PER_SPLIT = 1 / 16  # combine reads 16 partial results per round trip
-
-
-def ceil_div(a: int, b: int) -> int:
-    """``a / b`` rounded up."""
-    return -(-a // b)
-
 
 @dataclass(frozen=True)
 class DecodeTile:
@@ -124,17 +178,16 @@ def decode_tile(
     """
     key_width, value_width = padded_head_dim(head_dim), padded_head_dim(value_dim)
     width = key_width + value_width
-    # 16 is the least that an MMA takes. 64 rows of 256 + 256 dims spill registers even with eight warps (AOT, sm_90).
-    block_m = min(64 if width <= 256 else 32, max(16, 1 << (rows - 1).bit_length()))
-    # Four warps until the accumulator, and RoPE on the whole query tile before the loop, spill (AOT: 32 rows of 128 + 128).
-    num_warps = 8 if block_m * width >= 32 * 256 else 4
+    # 16 is the least that an MMA takes. 64 rows spill registers in the loop (AOT: on sm_80 at 64 + 64 dims, on sm_90 at
+    # 128 + 128 with a paged cache); further row tiles read the same keys from L2.
+    block_m = min(32, max(16, 1 << (rows - 1).bit_length()))
+    # Four warps until the accumulator, and RoPE on the whole query tile before the loop, spill (AOT).
+    num_warps = 8 if block_m == 32 or width > 256 else 4
     # 64 keys of 128 + 128 16-bit dims are 32 KB, a good unit to keep in flight; wider heads take half as many keys.
     block_n = 64 if width <= 256 else 32
 
-    # Shared memory outside the pipeline (AOT): the query tile and the probabilities, 16-bit. wgmma, which 64 rows get on
-    # sm_90, also wants there what else it multiplies: keys and values made from int8, or where values are not finite.
-    is_wgmma = arch == 90 and block_m == 64
-    fixed_bytes = 2 * (block_m * key_width + block_m * block_n + (block_n * width if is_wgmma else 0))
+    # Shared memory outside the pipeline (AOT): the query tile and the probabilities, 16-bit.
+    fixed_bytes = 2 * (block_m * key_width + block_m * block_n)
     block_bytes = block_n * width * cache_itemsize
     # Two CTAs on an SM hide each other's softmax and edges, if each has two blocks in flight. Bandwidth needs some 32 KB
     # per SM (4.8 TB/s times 0.8 us over 132 SMs); more than three blocks only lengthen the start.
@@ -142,11 +195,10 @@ def decode_tile(
         buffers = min(3, (shared_memory_bytes // ctas_per_sm - fixed_bytes) // block_bytes)
         if buffers >= 2:
             break
-    # Triton's pipeliner gives num_stages - 1 buffers to an mma.sync loop, num_stages to wgmma, and half of that where
-    # the addresses come from a gather of page ids, which is pipelined as well (AOT).
+    # Triton's pipeliner gives num_stages - 1 buffers to an mma.sync loop, and half of that where the addresses come from
+    # a gather of page ids, which is pipelined as well (AOT).
     gathers = page_size % block_n != 0
-    num_stages = buffers * (2 if gathers else 1) + (0 if is_wgmma else 1)
-    return DecodeTile(block_m, block_n, num_warps, max(1, num_stages), ctas_per_sm)
+    return DecodeTile(block_m, block_n, num_warps, 1 + buffers * (2 if gathers else 1), ctas_per_sm)
 
 
 def decode_key_blocks(capacity: int, num_queries: int, window_left: int, block_n: int) -> int:
@@ -164,22 +216,13 @@ def decode_num_splits(
 ) -> int:
     """Into how many parts each sequence of up to ``key_blocks`` blocks of keys is split, so that the grid fills the GPU.
 
-    The estimated time of ``s`` splits is that of the waves of CTAs plus that of merging:
-        ceil(batch * kv_heads * m_blocks * s / slots) * (setup + ceil(key_blocks / s)) + (combine(s) if s > 1)
-    and the least of it wins, the smaller ``s`` in a tie. Many sequences or heads: 1, because more splits only add waves.
-    One sequence: as many as there are slots. Few blocks: 1, because the merge costs more than it saves. Unlike a
-    threshold on the fill of the SMs, a sum of costs has no cliff between neighbouring sizes. The host knows only the
-    capacity: a shorter sequence has fewer keys in each of its splits, not fewer splits.
+    The least estimated time wins (`split_cost`). Many sequences or heads: 1, because more splits only add waves. One
+    sequence: as many as there are slots for CTAs. Few blocks: 1, because the merge costs more than it saves. The host
+    knows only the capacity: a shorter sequence has fewer keys in each of its splits, not fewer splits.
     """
-    tiles = batch * kv_heads * m_blocks
-    slots = max(1, num_sms * ctas_per_sm)
-
-    def cost(splits: int) -> float:
-        waves = ceil_div(tiles * splits, slots)
-        merge = DECODE_COMBINE_BLOCKS + splits * DECODE_COMBINE_BLOCKS_PER_SPLIT if splits > 1 else 0.0
-        return waves * (DECODE_SETUP_BLOCKS + ceil_div(key_blocks, splits)) + merge
-
-    return min(range(1, max(1, min(key_blocks, DECODE_MAX_SPLITS)) + 1), key=cost)
+    tiles, slots = batch * kv_heads * m_blocks, num_sms * ctas_per_sm
+    candidates = range(1, max(1, min(key_blocks, DECODE_MAX_SPLITS)) + 1)
+    return min(candidates, key=lambda splits: split_cost(tiles, key_blocks, slots, splits))
 
 
 @dataclass(frozen=True)
@@ -212,3 +255,53 @@ def decode_plan(
         blocks_per_split = max(DECODE_INVARIANT_SPLIT_KEYS // tile.block_n, ceil_div(key_blocks, DECODE_MAX_SPLITS))
         return DecodePlan(max(1, ceil_div(key_blocks, blocks_per_split)), blocks_per_split)
     return DecodePlan(decode_num_splits(batch, kv_heads, m_blocks, key_blocks, num_sms, tile.ctas_per_sm), 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# int8 matmul
+# ---------------------------------------------------------------------------------------------------------------------
+
+# Bounds the fp32 partial results; past 16 the merge reads more than a split saves.
+INT8_MAX_SPLITS = 16
+
+
+@dataclass(frozen=True)
+class Int8MatmulTile:
+    """Constexprs of `int8_matmul`'s kernels: ``block_m`` tokens, ``block_n`` outputs, ``block_k`` deep, ``split_k`` CTAs deep."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    split_k: int
+
+
+@functools.lru_cache(maxsize=4096)
+def int8_matmul_tile(
+    arch: int, m: int, n: int, k: int, group: int, shared_memory_bytes: int, num_sms: int
+) -> Int8MatmulTile:
+    """The tile of ``[m, k] x [n, k] -> [m, n]``; ``group`` is the width of a scale's group along k, or 0.
+
+    For the gradient of the input, n is that matmul's output width (the weight's K) and k its depth (the weight's N).
+    """
+    # The weights are what costs at small m: every CTA takes all tokens, so that each weight is read once.
+    block_m = min(128, max(16, 1 << (max(m, 1) - 1).bit_length()))
+    large = block_m == 128
+    # 128 x 128 is the least at which 16-bit operands from L2 do not bind the tensor cores; 64 weight rows make enough
+    # CTAs at small m (128 at n = 8192), and are what one wgmma takes.
+    block_n = 128 if large else 64
+    # 128 bytes of a weight row are a whole cache line. A step lies inside one group, whose scale it applies.
+    block_k = min(64 if large else 128, group or 128)
+    # Eight warps where the accumulator (twice, with groups: the step's own and the total) would fill four's registers.
+    num_warps = 8 if large else 4
+    # Small m needs bytes in flight: four stages of 12 to 24 KB, on two CTAs per SM. Large m needs latency hidden.
+    step_bytes = block_n * block_k + block_m * block_k * 2
+    ctas_per_sm = 1 if large else 2
+    # Besides the pipeline: one step's weights as 16-bit numbers, where the MMA wants them in shared memory.
+    spare_bytes = shared_memory_bytes // ctas_per_sm - 2 * block_n * block_k
+    num_stages = max(2, min(4, spare_bytes // step_bytes))
+    tiles, steps = ceil_div(m, block_m) * ceil_div(n, block_n), ceil_div(k, block_k)
+    candidates = range(1, max(1, min(steps, INT8_MAX_SPLITS)) + 1)
+    split_k = min(candidates, key=lambda splits: split_cost(tiles, steps, num_sms * ctas_per_sm, splits))
+    return Int8MatmulTile(block_m, block_n, block_k, num_warps, num_stages, split_k)

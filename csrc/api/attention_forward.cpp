@@ -87,7 +87,8 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
             });
         });
     });
-    check(known, kOp, "query has a head dim that no native kernel is built for, got ", params.query.head_dim);
+    check(known, kOp, "query must have a head dim that native kernels are built for (", list_text(ForwardHeadDims{}),
+          "), got ", params.query.head_dim);
     return {out, lse};
 }
 

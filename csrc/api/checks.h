@@ -43,7 +43,8 @@ inline const char* dtype_text(const Tensor& tensor) {
     return torch::headeronly::toString(tensor.scalar_type());
 }
 
-inline void check_shape(const char* op, const char* name, const Tensor& tensor, std::initializer_list<int64_t> expected) {
+inline void check_shape(const char* op, const char* name, const Tensor& tensor,
+                        std::initializer_list<int64_t> expected) {
     bool equal = tensor.dim() == static_cast<int64_t>(expected.size());
     for (int64_t dim = 0; equal && dim < tensor.dim(); ++dim) equal = tensor.size(dim) == expected.begin()[dim];
     if (equal) return;
@@ -71,7 +72,8 @@ inline void check_absent(const char* op, const char* name, const std::optional<T
 }
 
 inline int32_t to_int32(const char* op, const char* name, int64_t value) {
-    check(value >= 0 && value <= std::numeric_limits<int32_t>::max(), op, name, " must be at most 2147483647, got ", value);
+    check(value >= 0 && value <= std::numeric_limits<int32_t>::max(), op, name, " must be at most 2147483647, got ",
+          value);
     return static_cast<int32_t>(value);
 }
 

@@ -12,6 +12,7 @@
 // Preconditions: those of HeadsView. Any lengths, any finite scale.
 #pragma once
 
+#include <string>
 #include <type_traits>
 
 #include "attention/forward.h"
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     using Config = ForwardConfigSm80<kHeadDim>;
     constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kWarpM = Config::kWarpM;
     constexpr int kTilesM = Config::kTilesM, kTilesN = Config::kTilesN, kTilesD = Config::kTilesD;
-    extern __shared__ char shared_bytes[];
+    extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<ForwardStorageSm80<Config>*>(shared_bytes);
 
     // Prologue: which query rows, and how many keys they see.
@@ -90,8 +91,8 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     TileLoader<kBlockN, kHeadDim, Config::kNumThreads> load_v(shared.sV, gV, params.value.row_stride, threadIdx.x);
 
     const SwizzledBlocks<kHeadDim> sQ(shared.sQ + warp * kWarpM * kHeadDim, ldmatrix_lane(lane));  // [kWarpM, kHeadDim]
-    const SwizzledBlocks<kHeadDim> sK(shared.sK, ldmatrix_lane_b(lane));                           // [kBlockN, kHeadDim]
-    const SwizzledBlocks<kHeadDim> sV(shared.sV, ldmatrix_lane(lane));                             // [kBlockN, kHeadDim]
+    const SwizzledBlocks<kHeadDim> sK(shared.sK, ldmatrix_lane_b(lane));  // [kBlockN, kHeadDim]
+    const SwizzledBlocks<kHeadDim> sV(shared.sV, ldmatrix_lane(lane));    // [kBlockN, kHeadDim]
 
     // One tile of keys. Where it is masked, it may reach beyond the last key, and rows may differ in what they see.
     const auto step = [&](int32_t first_key, auto masked) {
@@ -150,13 +151,11 @@ template <int kHeadDim, DataType kDataType, bool kCausal>
 void launch_attention_forward_sm80(const AttentionForwardParams& params, Stream stream) {
     using Config = ForwardConfigSm80<kHeadDim>;
     const int64_t num_tiles = ceil_div(params.query.rows, Config::kBlockM);
-    const Launch launch{
-        .kernel = kCausal ? "attention_forward_sm80 (causal)" : "attention_forward_sm80",
-        .compute_capability = 80,
-        .num_ctas = num_tiles * params.query.heads * params.query.batch,
-        .threads = Config::kNumThreads,
-        .shared_bytes = sizeof(ForwardStorageSm80<Config>),
-    };
+    static const std::string name = "attention_forward_sm80<" + std::to_string(kHeadDim) + ", " + to_string(kDataType) +
+                                    (kCausal ? ", causal>" : ", full>");
+    const int64_t num_ctas = num_tiles * params.query.heads * params.query.batch;
+    const Launch launch{name.c_str(), /*compute_capability=*/80, num_ctas, Config::kNumThreads,
+                        sizeof(ForwardStorageSm80<Config>)};
     launch_kernel(attention_forward_sm80<kHeadDim, kDataType, kCausal>, launch, params, stream);
 }
 

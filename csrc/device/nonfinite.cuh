@@ -30,8 +30,9 @@ __device__ __forceinline__ bool has_nonfinite(const TileLoader& tile) {
 // this lane sees keys [0, num_seen[m][half]), the tile begins at first_key. Weights are positive, so that they change
 // neither NaN nor an infinity. All threads of the CTA take part.
 template <DataType kDataType, int kTilesM, int kTilesD, typename TileLoader>
-__device__ __forceinline__ void separate_nonfinite(float (&rO)[kTilesM][kTilesD][4], const uint16_t* sV, const TileLoader& tile,
-                                                   const int32_t (&num_seen)[kTilesM][2], int32_t first_key, int lane) {
+__device__ __forceinline__ void separate_nonfinite(float (&rO)[kTilesM][kTilesD][4], const uint16_t* sV,
+                                                   const TileLoader& tile, const int32_t (&num_seen)[kTilesM][2],
+                                                   int32_t first_key, int lane) {
 #pragma unroll 1
     for (int row = 0; row < TileLoader::kNumRows; ++row) {
 #pragma unroll

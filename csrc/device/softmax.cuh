@@ -93,7 +93,7 @@ struct OnlineSoftmax {
         }
     }
 
-private:
+  private:
     template <int kTilesD>
     __device__ __forceinline__ static void scale_row(float (&rO)[kTilesD][4], int half, float factor) {
 #pragma unroll

@@ -1,6 +1,7 @@
 // Runtime values into template arguments.
 #pragma once
 
+#include <string>
 #include <type_traits>
 #include <utility>
 
@@ -15,6 +16,12 @@ bool dispatch_value(std::integer_sequence<T, kValues...>, T value, Function&& fu
 template <typename Function>
 void dispatch_bool(bool value, Function&& function) {
     dispatch_value(std::integer_sequence<bool, false, true>{}, value, std::forward<Function>(function));
+}
+
+// The list as messages show it: "64, 128".
+template <int kFirst, int... kRest>
+std::string list_text(std::integer_sequence<int, kFirst, kRest...>) {
+    return (std::to_string(kFirst) + ... + (", " + std::to_string(kRest)));
 }
 
 }  // namespace fastattn

@@ -12,17 +12,17 @@
 namespace fastattn {
 
 struct Launch {
-    const char* kernel;           // its name, for errors
-    int32_t compute_capability;   // the lowest that it runs on, times ten
-    int64_t num_ctas;             // grid, in x
-    int32_t threads;              // of a CTA
-    size_t shared_bytes;          // dynamic shared memory of a CTA
+    const char* kernel;          // its name, for errors
+    int32_t compute_capability;  // the lowest that it runs on, times ten
+    int64_t num_ctas;            // grid, in x
+    int32_t threads;             // of a CTA
+    size_t shared_bytes;         // dynamic shared memory of a CTA
 };
 
 [[noreturn]] inline void throw_launch_error(const Launch& launch, const std::string& reason) {
-    throw std::runtime_error(std::string("fastattn: ") + launch.kernel + " could not be launched: " + reason + " (grid " +
-                             std::to_string(launch.num_ctas) + ", block " + std::to_string(launch.threads) + ", " +
-                             std::to_string(launch.shared_bytes) + " bytes of shared memory)");
+    throw std::runtime_error(std::string("fastattn: ") + launch.kernel + " could not be launched: " + reason +
+                             " (grid " + std::to_string(launch.num_ctas) + ", block " + std::to_string(launch.threads) +
+                             ", " + std::to_string(launch.shared_bytes) + " bytes of shared memory)");
 }
 
 inline void check_launch(const Launch& launch, cudaError_t error) {
@@ -55,8 +55,8 @@ void launch_kernel(void (*kernel)(Params), const Launch& launch, const Params& p
     }
     Params copy = params;
     void* arguments[] = {&copy};
-    check_launch(launch, cudaLaunchKernel(function, dim3(static_cast<unsigned>(launch.num_ctas)),
-                                          dim3(launch.threads), arguments, launch.shared_bytes, stream));
+    check_launch(launch, cudaLaunchKernel(function, dim3(static_cast<unsigned>(launch.num_ctas)), dim3(launch.threads),
+                                          arguments, launch.shared_bytes, stream));
 }
 
 }  // namespace fastattn

@@ -11,6 +11,10 @@ using Stream = CUstream_st*;
 
 enum class DataType { kFloat16, kBFloat16 };
 
+inline const char* to_string(DataType dtype) {
+    return dtype == DataType::kFloat16 ? "float16" : "bfloat16";
+}
+
 // [batch, heads, rows, head_dim] of 16-bit elements. The last dim is contiguous; the base and every other dim's stride
 // are multiples of 16 bytes, so that rows can be copied 16 bytes at a time.
 template <typename Element>

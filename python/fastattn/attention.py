@@ -422,7 +422,7 @@ def seed_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
 
 def draw_seed(device: torch.device) -> Tensor:
     """A seed from torch's generator of the device, so that ``torch.manual_seed`` and CUDA graphs govern it."""
-    return torch.empty((), dtype=torch.int64, device=device).random_()
+    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
 
 
 def is_deterministic(deterministic: bool | None) -> bool:

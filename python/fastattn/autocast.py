@@ -10,7 +10,9 @@ from torch import Tensor
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype that autocast is in force with on this kind of device, or None."""
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
 
 
 def autocast_to(dtype: torch.dtype, tensor: Tensor) -> Tensor:

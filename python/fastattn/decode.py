@@ -47,7 +47,7 @@ class _Tensors(NamedTuple):
 class _Options(NamedTuple):
     rotary_interleaved: bool
     causal: bool
-    window: tuple[int, int]
+    window: Any
     softcap: float
     scale: float | None
     return_lse: bool
@@ -139,26 +139,16 @@ def attention_with_kv_cache(
         alibi_slopes,
         sinks,
     )
-    for name, tensor in zip(_Tensors._fields, tensors, strict=True):
-        check_tensor(name, tensor, optional=name not in _NEEDED)
-    if torch.is_grad_enabled():
-        _refuse_gradients(tensors)
+    check_tensor("query", query)
     cast = autocast_dtype(query.device.type)
     if cast is not None:
+        check_tensor("k_new", k_new, optional=True)
+        check_tensor("v_new", v_new, optional=True)
         query = autocast_to(cast, query)
         k_new = None if k_new is None else autocast_to(cast, k_new)
         v_new = None if v_new is None else autocast_to(cast, v_new)
         tensors = tensors._replace(query=query, k_new=k_new, v_new=v_new)
-    options = _Options(
-        rotary_interleaved,
-        causal,
-        check_window(window),
-        softcap,
-        scale,
-        return_lse,
-        num_splits,
-        batch_invariant,
-    )
+    options = _Options(rotary_interleaved, causal, window, softcap, scale, return_lse, num_splits, batch_invariant)
     plan = _plan(tensors, options)
     if device_checks_are_on():
         _check_device_memory(tensors)
@@ -230,14 +220,20 @@ def _check_layout(name: str, cache: Tensor) -> None:
         )
 
 
-def _signature(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, type(tensor))
+def _signature(tensor: Any) -> tuple[Any, ...] | None:
+    """What a plan depends on; of what is no tensor, the type: there is no plan with that."""
+    if tensor is None:
+        return None
+    if not isinstance(tensor, Tensor):
+        return (type(tensor),)
+    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
 
 
 def _plan(tensors: _Tensors, options: _Options) -> _Plan:
     if torch.compiler.is_compiling():
         return _check_and_plan(tensors, options)
-    signature = (*map(_signature, tensors), options)
+    # The types too: 0 equals False, and is not one.
+    signature = (*map(_signature, tensors), options, *map(type, options), torch.is_grad_enabled())
     try:
         found = _plans.get(signature)
     except TypeError:  # an option that cannot be hashed is a wrong one: the checks say what is wrong with it
@@ -251,6 +247,10 @@ def _plan(tensors: _Tensors, options: _Options) -> _Plan:
 
 
 def _check_and_plan(t: _Tensors, options: _Options) -> _Plan:
+    for name, tensor in zip(_Tensors._fields, t, strict=True):
+        check_tensor(name, tensor, optional=name not in _NEEDED)
+    if torch.is_grad_enabled():
+        _refuse_gradients(t)
     check_dtype("query", t.query, FLOATING)
     check_rank("query", t.query, "[B, Hq, Sq, D]")
     batch, heads, num_queries, head_dim = t.query.shape
@@ -261,7 +261,7 @@ def _check_and_plan(t: _Tensors, options: _Options) -> _Plan:
     check_dtype("cache_seqlens", t.cache_seqlens, (torch.int32,))
     features = _check_caches(t) | _check_append(t) | _check_rotary(t)
 
-    left, right = options.window
+    left, right = check_window(options.window)
     check_bool("rotary_interleaved", options.rotary_interleaved)
     check_bool("causal", options.causal)
     check_bool("return_lse", options.return_lse)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from fastattn.dispatch import Call, choose, only_torch_handles
 
 GROUP_SIZES = (32, 64, 128)
 GRANULARITIES: tuple[str | int, ...] = ("tensor", "channel", *GROUP_SIZES)
+ACTIVATION_CHOICES = (None, *(name for name in ACTIVATIONS if name != "none"))
 ACTIVATION_PRECISIONS = ("16bit", "int8")
 
 
@@ -214,6 +216,8 @@ def linear_over(
         x = autocast_to(cast, x)
         bias = None if bias is None else autocast_to(cast, bias)
         residual = None if residual is None else autocast_to(cast, residual)
+    if x.is_nested:
+        return _nested_linear(x, data, scale, bias, activation, residual, activations)
     if torch.compiler.is_compiling():
         call = _check_and_plan(x, data, scale, bias, activation, residual, activations)
     else:
@@ -239,6 +243,25 @@ def linear_over(
         with without_autocast(x.device.type):
             return reference.int8_linear(x, data, scale, bias, activation, residual, activations)
     return ops.int8_matmul(choice.backend, x, data, scale, bias, residual, activation)
+
+
+def _nested_linear(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    activations: str,
+) -> Tensor:
+    """Nested tensors have neither shapes nor most operators: PyTorch's linear layer takes them, and judges them."""
+    check_dtype("x", x, FLOATING)
+    check_choice("activation", activation, ACTIVATION_CHOICES)
+    expect(activations == "16bit", "activations", "'16bit' for a nested x", repr(activations))
+    choose(Call("int8_matmul", x.device, x.dtype, 0, 0, frozenset(), (), only_torch_handles(x)))
+    y = F.linear(x, reference.dequantize_int8(data, scale, x.dtype), bias)
+    y = ACTIVATIONS[activation or "none"](y)
+    return y if residual is None else y + residual
 
 
 def _signature(tensor: Tensor | None) -> tuple[Any, ...] | None:
@@ -271,7 +294,7 @@ def _check_and_plan(
         check_dtype("residual", residual, (x.dtype,))
         check_same_device("residual", residual, x.device)
         features.add("residual")
-    check_choice("activation", activation, (None, *(name for name in ACTIVATIONS if name != "none")))
+    check_choice("activation", activation, ACTIVATION_CHOICES)
     if activation is not None:
         features.add("activation")
     check_choice("activations", activations, ACTIVATION_PRECISIONS)

@@ -1,0 +1,119 @@
+"""What test_triton_compile.py compiles of the attention kernels: every tile, with the options that crowd it most and least."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aot import Build
+from fastattn.triton_kernels.attention_backward_bias import attention_backward_bias_kernel
+from fastattn.triton_kernels.attention_backward_key_value import attention_backward_key_value_kernel
+from fastattn.triton_kernels.attention_backward_query import attention_backward_query_kernel
+from fastattn.triton_kernels.attention_backward_rows import attention_backward_rows_kernel
+from fastattn.triton_kernels.attention_common import ADDITIVE_BIAS, BOOL_BIAS, NO_BIAS
+from fastattn.triton_kernels.attention_forward import attention_forward_kernel
+from fastattn.triton_kernels.attention_launch import LAUNCH_OPTIONS, attention_constexprs, tile_options
+from fastattn.triton_kernels.tiles import (
+    AttentionTile,
+    attention_backward_tile,
+    attention_forward_tile,
+    shared_memory_limit,
+)
+
+KERNELS: dict[str, Any] = {
+    "forward": attention_forward_kernel,
+    "rows": attention_backward_rows_kernel,
+    "query": attention_backward_query_kernel,
+    "key_value": attention_backward_key_value_kernel,
+    "bias": attention_backward_bias_kernel,
+}
+MATRICES = ("query", "key", "value", "output", "grad_out", "grad_query", "grad_key", "grad_value")
+ROWS = ("lse", "delta", "row_shift", "grad_lse", "grad_bias")
+FLOATS = ("scale", "softcap", "dropout_factor")
+
+DEFAULTS: dict[str, Any] = {
+    "left": False,
+    "right": False,
+    "top_left": False,
+    "softcap": False,
+    "alibi": False,
+    "bias": NO_BIAS.value,
+    "sinks": False,
+    "dropout": False,
+}
+CAUSAL = {**DEFAULTS, "right": True}
+BOOL = {**DEFAULTS, "bias": BOOL_BIAS.value}
+EVERYTHING = {name: True for name in DEFAULTS} | {"alibi": False, "top_left": False, "bias": ADDITIVE_BIAS.value}
+ALIBI = {**DEFAULTS, "left": True, "right": True, "alibi": True, "dropout": True}
+
+
+def tile_of(kernel: str, arch: int, head_dim: int, value_dim: int, options: dict[str, Any]) -> AttentionTile:
+    if kernel == "forward":
+        return attention_forward_tile(arch, head_dim, value_dim, **tile_options(options))
+    which: Any = "query" if kernel == "rows" else kernel
+    return attention_backward_tile(arch, head_dim, value_dim, which, **tile_options(options))
+
+
+def argument_types(kernel: Any, dtype: str, options: dict[str, Any], head_dim: int) -> dict[str, str]:
+    """As the launcher passes them: 16-byte aligned tensors, strides that are multiples of the head dim, a dense call."""
+    present = {
+        "bias": {NO_BIAS.value: "none", BOOL_BIAS.value: "*u8:16", ADDITIVE_BIAS.value: f"*{dtype}:16"}[options["bias"]],
+        "row_log2_sum": "*fp32:16" if options["bias"] == ADDITIVE_BIAS.value else "none",
+        "alibi_slopes": "*fp32:16" if options["alibi"] else "none",
+        "sinks": "*fp32:16" if options["sinks"] else "none",
+        "dropout_seed": "*i64:16" if options["dropout"] else "none",
+        "cu_seqlens_q": "none",
+        "cu_seqlens_k": "none",
+        "stride_bias_n": "i32",
+    }
+    types = {}
+    for name in kernel.arg_names:
+        if name in present:
+            types[name] = present[name]
+        elif name in MATRICES:
+            types[name] = f"*{dtype}:16"
+        elif name in ROWS:
+            types[name] = "*fp32:16"
+        elif name in FLOATS:
+            types[name] = "fp32"
+        elif name.startswith("stride") and head_dim % 16 == 0:
+            types[name] = "i32:16"
+        else:
+            types[name] = "i32"
+    return types
+
+
+def build(kernel: str, arch: int, head_dim: int, options: dict[str, Any], dtype: str, target: int = 0) -> Build:
+    """The kernel as launched on ``arch``; ``target``: compiled as for another architecture of the same instructions."""
+    function = KERNELS[kernel]
+    tile = tile_of(kernel, arch, head_dim, head_dim, options)
+    constexprs = attention_constexprs(tile, head_dim, head_dim, **options)
+    constexprs |= {"GRAD_LSE": True, "SUM_BATCHES": True, "SUM_HEADS": False, "SUM_ROWS": False, "SUM_COLUMNS": False}
+    used = [name for name in function.arg_names if name in constexprs]
+    named = ",".join(name for name, value in options.items() if value) or "plain"
+    return Build(
+        name=f"attention {kernel} sm_{arch} {dtype} d{head_dim} {named}",
+        kernel=function,
+        arch=target or arch,
+        types=argument_types(function, dtype, options, head_dim),
+        constexprs={name: constexprs[name] for name in (*used, *LAUNCH_OPTIONS)},
+        shared_limit=shared_memory_limit(arch),
+    )
+
+
+def builds() -> list[Build]:
+    """Every tile of every architecture; the dtypes take turns, since they differ in one instruction's suffix."""
+    found = []
+    for arch in (80, 90, 100):
+        for index, head_dim in enumerate((64, 128, 256)):
+            for kernel in KERNELS:
+                for turn, options in enumerate((CAUSAL, EVERYTHING)):
+                    if kernel == "bias" and options is CAUSAL or kernel == "rows" and (options is CAUSAL or head_dim != 128):
+                        continue
+                    found.append(build(kernel, arch, head_dim, options, ("fp16", "bf16")[(index + turn) % 2]))
+    for head_dim in (64, 256):  # 99 KB of shared memory; the code is that of sm_80
+        for kernel in ("forward", "query", "key_value"):
+            found.append(build(kernel, 86, head_dim, CAUSAL, "bf16", target=80))
+    found.append(build("forward", 80, 72, DEFAULTS, "bf16"))  # strides that are no multiple of 16
+    found.append(build("forward", 90, 64, ALIBI, "bf16"))
+    found.append(build("key_value", 90, 128, BOOL, "fp16"))
+    return found

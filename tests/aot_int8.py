@@ -1,0 +1,119 @@
+"""What the int8 matmul compiles to: each tiling, granularity and direction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aot import Build
+
+from fastattn.triton_kernels import tiles
+from fastattn.triton_kernels.int8_matmul import MERGE_BLOCK, forward_kernel, grad_input_kernel, merge_kernel
+
+KB = 1024
+SHARED_MEMORY = {80: 163 * KB, 86: 99 * KB, 90: 227 * KB, 100: 227 * KB}
+NUM_SMS = 132
+WIDTH = 4096  # of the weight, both ways
+SIZES = {"M": "i32", "N": "i32:16", "K": "i32:16", "num_splits": "i32"}
+
+
+def launch_options(tile: tiles.Int8MatmulTile) -> dict[str, Any]:
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
+
+
+def tile_of(arch: int, m: int, group: int) -> tuple[tiles.Int8MatmulTile, int]:
+    """The tile, and the shared memory that it may use: half an SM's where two CTAs are to share it."""
+    tile = tiles.int8_matmul_tile(arch, m, WIDTH, WIDTH, group, SHARED_MEMORY[arch], NUM_SMS)
+    return tile, SHARED_MEMORY[arch] // (1 if tile.block_m == 128 else 2)
+
+
+def forward_build(arch: int, dtype: str, m: int, group: int, activation: str) -> Build:
+    tile, limit = tile_of(arch, m, group)
+    is_split = tile.split_k > 1
+    types: dict[str, Any] = SIZES | {
+        "x": f"*{dtype}:16",
+        "x_stride": "i32:16",
+        "weight": "*i8:16",
+        "scale": "*fp32:16",
+        "scale_stride": "i32",
+        "bias": f"*{dtype}:16",
+        "residual": f"*{dtype}:16",
+        "residual_stride": "i32:16",
+        "out": f"*{dtype}:16",
+        "partial": "*fp32:16" if is_split else "none",
+    }
+    constexprs = {
+        "GROUP": group,
+        "HAS_SCALE": group == 0,
+        "HAS_BIAS": True,
+        "HAS_RESIDUAL": True,
+        "ACTIVATION": activation,
+        "SPLIT": is_split,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+    } | launch_options(tile)
+    name = f"int8-forward-sm{arch}-{dtype}-m{m}-group{group}"
+    return Build(name, forward_kernel, arch, types, constexprs, limit)
+
+
+def grad_input_build(arch: int, dtype: str, m: int, group: int) -> Build:
+    tile, limit = tile_of(arch, m, 0)
+    types: dict[str, Any] = SIZES | {
+        "grad_out": f"*{dtype}:16",
+        "grad_out_stride": "i32:16",
+        "weight": "*i8:16",
+        "scale": "*fp32:16",
+        "scale_stride": "i32",
+        "largest_scale": "*fp32:16",
+        "out": "*fp32:16" if tile.split_k > 1 else f"*{dtype}:16",
+    }
+    constexprs = {
+        "GROUP": group,
+        "PER_CHANNEL": True,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_K": tile.block_n,
+        "BLOCK_N": tile.block_k,
+    } | launch_options(tile)
+    name = f"int8-grad-input-sm{arch}-{dtype}-m{m}-group{group}"
+    return Build(name, grad_input_kernel, arch, types, constexprs, limit)
+
+
+def merge_build(arch: int, dtype: str) -> Build:
+    types: dict[str, Any] = {
+        "partial": "*fp32:16",
+        "scale": "*fp32:16",
+        "scale_stride": "i32",
+        "bias": f"*{dtype}:16",
+        "residual": f"*{dtype}:16",
+        "residual_stride": "i32:16",
+        "out": f"*{dtype}:16",
+        "size": "i32:16",
+        "N": "i32:16",
+        "num_splits": "i32",
+    }
+    constexprs = {
+        "HAS_SCALE": True,
+        "HAS_BIAS": True,
+        "HAS_RESIDUAL": True,
+        "ACTIVATION": "gelu",
+        "BLOCK": MERGE_BLOCK,
+        "num_warps": 4,
+        "enable_fp_fusion": True,
+    }
+    return Build(f"int8-merge-sm{arch}-{dtype}", merge_kernel, arch, types, constexprs, SHARED_MEMORY[arch])
+
+
+def builds() -> list[Build]:
+    found = []
+    for arch in (80, 86, 90, 100):
+        for m, dtype, other in ((1, "fp16", "bf16"), (32, "bf16", "fp16"), (64, "fp16", "bf16"), (4096, "bf16", "fp16")):
+            found.append(forward_build(arch, dtype, m, 0, "gelu"))
+            if arch != 86 and m in (1, 4096):
+                found.append(forward_build(arch, other, m, 32, "silu"))
+                found.append(forward_build(arch, dtype, m, 128, "none"))
+        found.append(grad_input_build(arch, "bf16", 4096, 0))
+        if arch != 86:
+            found.append(grad_input_build(arch, "fp16", 4096, 32))
+            found.append(grad_input_build(arch, "fp16", 64, 128))
+            found.append(merge_build(arch, "bf16"))
+    return found

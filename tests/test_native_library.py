@@ -1,0 +1,190 @@
+"""Static tests of the native library: what it registers, how its sources are arranged, and the machine code in it.
+
+None of them needs a GPU. Those of the machine code read it with cuobjdump, from the CUDA toolkit or Triton's wheel.
+What a kernel needs of dynamic shared memory stands in no binary: kernels assert it where they are compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import triton
+
+from fastattn import native
+
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+
+SCHEMA_ARGUMENTS = {
+    "attention_forward": 17,
+    "attention_backward": 23,
+    "attention_decode": 20,
+    "int8_matmul": 6,
+    "int8_matmul_grad_input": 3,
+}
+NATIVE_OPS = {"attention_forward"}
+
+HEAD_DIMS = (64, 128)
+DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
+FORWARD_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES, (False, True)))
+
+# Each CTA has 128 threads, and two of them share the 65536 registers of an SM.
+MAX_REGISTERS = 65536 // (2 * 128)
+MAX_SHARED_BYTES = 99 * 1024  # of one CTA on sm_86, sm_89 and sm_120
+
+
+# --- What is registered -----------------------------------------------------------------------------------------------
+
+
+def test_the_library_defines_exactly_the_documented_ops() -> None:
+    defined = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastattn::")}
+    assert defined == {f"fastattn::{name}" for name in SCHEMA_ARGUMENTS}
+
+
+@pytest.mark.parametrize("name", SCHEMA_ARGUMENTS)
+def test_schema_has_the_documented_number_of_arguments(name: str) -> None:
+    assert len(getattr(torch.ops.fastattn, name).default._schema.arguments) == SCHEMA_ARGUMENTS[name]
+
+
+def test_decode_says_that_it_writes_to_the_caches_and_their_scales() -> None:
+    arguments = torch.ops.fastattn.attention_decode.default._schema.arguments
+    written = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
+    assert written == {"k_cache", "v_cache", "k_scale", "v_scale"}
+
+
+@pytest.mark.parametrize("name", SCHEMA_ARGUMENTS)
+def test_cuda_kernels_are_registered_where_they_were_built(name: str) -> None:
+    registered = torch._C._dispatch_has_kernel_for_dispatch_key(f"fastattn::{name}", "CUDA")
+    assert registered == (bool(native.BUILD["archs"]) and name in NATIVE_OPS)
+
+
+# --- How the sources are arranged -------------------------------------------------------------------------------------
+
+
+def sources() -> list[Path]:
+    return [path for path in sorted(CSRC.rglob("*")) if path.suffix in {".h", ".cuh", ".cpp", ".cu"}]
+
+
+def test_inline_ptx_stands_in_one_folder() -> None:
+    outside = [path for path in sources() if path.parent != CSRC / "device" / "ptx"]
+    assert outside
+    assert [path for path in outside if re.search(r"\basm\b", path.read_text())] == []
+
+
+def test_torch_headers_are_included_by_the_api_alone() -> None:
+    including = [path for path in sources() if re.search(r"#include\s*[<\"](torch|ATen|c10)/", path.read_text())]
+    assert CSRC / "bindings.cpp" in including
+    assert [path for path in including if path.parent != CSRC / "api" and path != CSRC / "bindings.cpp"] == []
+
+
+def test_instances_are_at_most_ten_lines() -> None:
+    instances = sorted(CSRC.glob("*/instances/*.cu"))
+    assert instances
+    assert [path for path in instances if len(path.read_text().splitlines()) > 10] == []
+
+
+# --- The machine code -------------------------------------------------------------------------------------------------
+
+with_sm80_kernels = pytest.mark.skipif(
+    "80" not in native.BUILD["archs"], reason="the native library was built without kernels for sm_80"
+)
+
+
+class Kernel(NamedTuple):
+    """A compiled kernel: its SASS instructions, without addresses and predicates, and what it takes of an SM."""
+
+    instructions: list[str]
+    registers: int
+    stack_bytes: int
+    static_shared_bytes: int
+
+
+def cuobjdump(*arguments: str) -> str:
+    """What cuobjdump prints about the library. It comes with the CUDA toolkit and with Triton."""
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"
+    in_triton = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    path = os.pathsep.join([str(toolkit), os.environ.get("PATH", ""), str(in_triton)])
+    tool = shutil.which("cuobjdump", path=path)
+    assert tool is not None, f"there is no cuobjdump in {path}"
+    # It calls nvdisasm, which lies beside it.
+    environment = {**os.environ, "PATH": os.pathsep.join([str(Path(tool).parent), path])}
+    command = [tool, *arguments, str(native.LIBRARY_PATH)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+
+
+def forward_instance(symbol: str) -> tuple[int, str, bool] | None:
+    """(head dim, dtype, causal) of a mangled attention_forward_sm80, None for any other symbol."""
+    match = re.search(r"attention_forward_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
+    return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
+
+
+@functools.cache
+def forward_kernels() -> dict[tuple[int, str, bool], Kernel]:
+    """The forward kernels in the library's machine code for sm_80."""
+    usage = {}
+    for symbol, text in re.findall(r"Function (\w+):\s*(.*)", cuobjdump("-arch", "sm_80", "-res-usage")):
+        usage[symbol] = {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED):(\d+)", text)}
+    kernels = {}
+    for section in re.split(r"\n\s*Function : ", cuobjdump("-arch", "sm_80", "-sass"))[1:]:
+        symbol = section.split(None, 1)[0]
+        instance = forward_instance(symbol)
+        if instance:
+            instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", section)
+            of_kernel = usage[symbol]
+            kernels[instance] = Kernel(instructions, of_kernel["REG"], of_kernel["STACK"], of_kernel["SHARED"])
+    return kernels
+
+
+@with_sm80_kernels
+def test_every_forward_instance_is_there() -> None:
+    assert sorted(forward_kernels()) == FORWARD_INSTANCES
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", FORWARD_INSTANCES, ids=str)
+def test_forward_stays_within_its_registers_and_shared_memory(instance: tuple[int, str, bool]) -> None:
+    kernel = forward_kernels()[instance]
+    assert 0 < kernel.registers <= MAX_REGISTERS
+    assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", FORWARD_INSTANCES, ids=str)
+def test_forward_never_touches_local_memory(instance: tuple[int, str, bool]) -> None:
+    kernel = forward_kernels()[instance]
+    assert [name for name in kernel.instructions if name.split(".")[0] in {"LDL", "STL"}] == []
+    assert kernel.stack_bytes == 0
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", FORWARD_INSTANCES, ids=str)
+def test_forward_multiplies_on_the_tensor_cores(instance: tuple[int, str, bool]) -> None:
+    head_dim, dtype, _ = instance
+    instructions = forward_kernels()[instance].instructions
+    expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
+    # Two products of 32 rows by 64 keys in a warp, in the masked loop and in the other.
+    products = 2 * 2 * (32 // 16) * (64 // 8) * (head_dim // 16)
+    assert [name for name in instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))] == [expected] * products
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", FORWARD_INSTANCES, ids=str)
+def test_forward_copies_asynchronously_and_loads_matrices(instance: tuple[int, str, bool]) -> None:
+    kinds = {name.split(".")[0] for name in forward_kernels()[instance].instructions}
+    assert {"LDGSTS", "LDSM", "MUFU"} <= kinds
+
+
+@with_sm80_kernels
+def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
+    ptx = cuobjdump("-ptx")
+    assert set(re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)) == {"sm_80"}
+    entries = re.findall(r"\.entry (\w+)", ptx)
+    assert sorted(filter(None, map(forward_instance, entries))) == FORWARD_INSTANCES

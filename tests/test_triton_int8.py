@@ -1,0 +1,205 @@
+"""The int8 matmul's Triton kernels against the float64 reference, run by Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from oracle import check_against_oracle
+from torch import Tensor
+
+from fastattn import reference
+from fastattn.triton_kernels import int8_matmul as kernels
+from fastattn.triton_kernels import tiles
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GRANULARITIES = ["tensor", "channel", 32, 64, 128]
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float16, std: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (std * torch.randn(*shape, generator=generator)).to(DEVICE, dtype)
+
+
+def quantised(n: int, k: int, granularity: str | int, seed: int = 0, std: float = 0.05) -> tuple[Tensor, Tensor]:
+    return reference.quantize_int8(normal(n, k, seed=seed, dtype=torch.float32, std=std), granularity)
+
+
+def check_forward(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+) -> Tensor:
+    """Assert that the kernel meets the oracle on these inputs."""
+
+    def double(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.double()
+
+    out = kernels.int8_matmul(x, weight, scale, bias, residual, activation)
+    oracle = reference.int8_linear(x.double(), weight, scale.double(), double(bias), activation, double(residual))
+    composite = reference.int8_linear(x, weight, scale, bias, activation, residual, compute_dtype=x.dtype)
+    assert out.dtype == x.dtype and out.is_contiguous()
+    check_against_oracle("out", out, oracle, composite)
+    return out
+
+
+def check_grad_input(grad_out: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    out = kernels.int8_matmul_grad_input(grad_out, weight, scale)
+    oracle = grad_out.double() @ reference.dequantize_int8(weight, scale, torch.float64)
+    composite = grad_out @ reference.dequantize_int8(weight, scale, grad_out.dtype)
+    assert out.dtype == grad_out.dtype and out.is_contiguous()
+    check_against_oracle("grad_input", out, oracle, composite)
+    return out
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("m", [1, 17, 65, 130])
+def test_forward_and_gradient(granularity: str | int, m: int) -> None:
+    weight, scale = quantised(80, 256, granularity, seed=m)
+    check_forward(normal(m, 256, seed=m + 1), weight, scale)
+    check_grad_input(normal(m, 80, seed=m + 2), weight, scale)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+@pytest.mark.parametrize("m, n, k", [(1, 1, 1), (3, 7, 5), (16, 65, 129), (33, 127, 63), (129, 131, 1)])
+def test_odd_sizes(granularity: str, m: int, n: int, k: int) -> None:
+    weight, scale = quantised(n, k, granularity, seed=n)
+    check_forward(normal(m, k, seed=k), weight, scale, normal(n, seed=1), normal(m, n, seed=2), "silu")
+    check_grad_input(normal(m, n, seed=3), weight, scale)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_groups_with_odd_outputs(group: int) -> None:
+    weight, scale = quantised(67, 3 * group, group)
+    check_forward(normal(5, 3 * group, seed=1), weight, scale, normal(67, seed=2))
+    check_grad_input(normal(5, 67, seed=3), weight, scale)
+
+
+@pytest.mark.parametrize("with_bias, with_residual", itertools.product([False, True], repeat=2))
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "gelu_tanh", "silu"])
+def test_epilogues(activation: str, with_bias: bool, with_residual: bool) -> None:
+    """Sums from -10 to 10: every activation's tails. Both the kernel's own epilogue and the merge kernel's (small m)."""
+    for m, n, k in ((4, 40, 640), (66, 40, 64)):
+        weight, scale = quantised(n, k, "channel", std=0.1)
+        x = normal(m, k, seed=1, std=(1000 / k) ** 0.5)
+        bias = normal(n, seed=2) if with_bias else None
+        residual = normal(m, n, seed=3) if with_residual else None
+        check_forward(x, weight, scale, bias, residual, activation)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_nan_passes_through_the_epilogue(activation: str) -> None:
+    weight, scale = quantised(8, 32, "channel")
+    x = normal(3, 32, seed=1)
+    x[1, 4] = torch.nan
+    out = kernels.int8_matmul(x, weight, scale, None, None, activation)
+    assert bool(out[1].isnan().all()) and not bool(out[[0, 2]].isnan().any())
+
+
+@pytest.mark.parametrize("granularity", ["channel", 32])
+def test_float32(granularity: str | int) -> None:
+    """Only the interpreter takes this dtype: the logic without 16-bit rounding."""
+    weight, scale = quantised(70, 96, granularity)
+    check_forward(normal(9, 96, seed=1, dtype=torch.float32), weight, scale, activation="gelu_tanh")
+    check_grad_input(normal(9, 70, seed=2, dtype=torch.float32), weight, scale)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", 64])
+def test_leading_dims_and_views(granularity: str | int) -> None:
+    """Batch dims, rows that are parts of longer rows, transposed inputs: same bits as from a contiguous copy."""
+    weight, scale = quantised(48, 128, granularity)
+    wide = normal(2, 5, 200, seed=1)
+    transposed = normal(128, 6, seed=2).t()
+    residual = normal(2, 5, 100, seed=3)[..., :48]
+    for x, added in ((wide[..., :128], residual), (wide[:, ::2, 8:136], None), (transposed, None)):
+        out = check_forward(x, weight, scale, residual=added)
+        contiguous = None if added is None else added.contiguous()
+        assert torch.equal(out, kernels.int8_matmul(x.contiguous(), weight, scale, None, contiguous, "none"))
+    assert check_grad_input(wide[..., :48], weight, scale).shape == (2, 5, 128)
+
+
+def test_one_dimensional_input() -> None:
+    weight, scale = quantised(10, 16, "channel")
+    assert check_forward(normal(16, seed=1), weight, scale).shape == (10,)
+
+
+@pytest.mark.parametrize("m, n, k", [(0, 8, 16), (3, 0, 16), (3, 8, 0), (0, 0, 0)])
+def test_empty(m: int, n: int, k: int) -> None:
+    weight, scale = torch.zeros(n, k, dtype=torch.int8, device=DEVICE), torch.ones(n, 1, device=DEVICE)
+    check_forward(normal(m, k, seed=1), weight, scale, normal(n, seed=2), activation="relu")
+    check_grad_input(normal(m, n, seed=3), weight, scale)
+
+
+@pytest.mark.parametrize("granularity", ["channel", 32])
+def test_a_channel_of_zeros(granularity: str | int) -> None:
+    """Its scale is 1, which is large beside the others: they must not lose precision by it."""
+    dense = normal(40, 64, seed=1, dtype=torch.float32, std=0.02)
+    dense[3] = 0.0
+    weight, scale = reference.quantize_int8(dense, granularity)
+    assert bool((scale[3] == 1).all())
+    out = check_forward(normal(6, 64, seed=2), weight, scale)
+    assert bool((out[:, 3] == 0).all())
+    check_grad_input(normal(6, 40, seed=3), weight, scale)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_small_gradients_and_small_scales_do_not_underflow(granularity: str | int) -> None:
+    """Gradients around 1e-3 times weights around 1e-4: their products are far below fp16's range, their sums are not."""
+    weight, scale = quantised(256, 128, granularity, std=1e-4)
+    grad_out = normal(4, 256, seed=1, std=100.0)
+    check_grad_input(grad_out, weight, scale)
+    exact = grad_out.double() @ reference.dequantize_int8(weight, scale, torch.float64)
+    found = kernels.int8_matmul_grad_input(grad_out, weight, scale)
+    assert (found.double() - exact).abs().max() <= 2e-3 * exact.abs().max()
+
+
+def test_extreme_weights_are_exact() -> None:
+    """-127 and 127 times powers of two, with a scale of a power of two: every step is exact, so the result is."""
+    weight = torch.tensor([[127, -127, 1, -1] * 8], dtype=torch.int8, device=DEVICE).repeat(16, 1)
+    scale = torch.full((16, 1), 2.0**-7, device=DEVICE)
+    x = torch.full((2, 32), 0.5, dtype=torch.float16, device=DEVICE)
+    x[:, ::2] = 1.0
+    exact = x.double() @ reference.dequantize_int8(weight, scale, torch.float64).t()
+    assert torch.equal(kernels.int8_matmul(x, weight, scale, None, None, "none").double(), exact)
+    grad_out = torch.ones(2, 16, dtype=torch.float16, device=DEVICE)
+    exact = grad_out.double() @ reference.dequantize_int8(weight, scale, torch.float64)
+    assert torch.equal(kernels.int8_matmul_grad_input(grad_out, weight, scale).double(), exact)
+
+
+@pytest.mark.parametrize("split_k", [1, 2, 5])
+@pytest.mark.parametrize("granularity", ["channel", 64])
+def test_split_k(monkeypatch: pytest.MonkeyPatch, split_k: int, granularity: str | int) -> None:
+    """Any number of splits meets the oracle, and repeats its bits."""
+    tile = tiles.Int8MatmulTile(16, 32, 64, num_warps=4, num_stages=2, split_k=split_k)
+    monkeypatch.setattr(kernels, "int8_matmul_tile", lambda *sizes: tile)
+    weight, scale = quantised(50, 320, granularity)
+    x, bias, residual = normal(20, 320, seed=1), normal(50, seed=2), normal(20, 50, seed=3)
+    out = check_forward(x, weight, scale, bias, residual, "gelu")
+    assert torch.equal(out, kernels.int8_matmul(x, weight, scale, bias, residual, "gelu"))
+    check_grad_input(normal(20, 50, seed=4), weight, scale)
+
+
+SIZES = [1, 2, 16, 17, 33, 64, 65, 128, 1000, 8192]
+
+
+@pytest.mark.parametrize("arch, shared_kb", [(80, 163), (86, 99), (90, 227), (100, 227)])
+@pytest.mark.parametrize("group", [0, 32, 64, 128])
+def test_tiles(arch: int, shared_kb: int, group: int) -> None:
+    for m, n, k in itertools.product(SIZES, SIZES, [64, 128, 4096]):
+        tile = tiles.int8_matmul_tile(arch, m, n, k, group, shared_kb * 1024, 132)
+        assert group == 0 or group % tile.block_k == 0  # a step lies in one group
+        assert 1 <= tile.split_k <= -(-k // tile.block_k)
+        assert tile.block_m >= min(m, 128) and tile.num_stages >= 2
+
+
+def test_split_k_fills_the_gpu_and_no_more() -> None:
+    def split(m: int, n: int, k: int) -> int:
+        return tiles.int8_matmul_tile(90, m, n, k, 0, 227 * 1024, 132).split_k
+
+    assert split(1, 1024, 8192) * 16 >= 132  # 16 tiles of 64 outputs
+    assert split(8192, 8192, 8192) == 1
+    assert split(1, 8192, 128) == 1  # nothing to split

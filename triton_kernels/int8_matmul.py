@@ -1,0 +1,382 @@
+"""Matmul with int8 weights that are dequantised in registers, and its input gradient.
+
+    forward         Y[M, N]  = act(X[M, K] W^T + bias) + residual         W = scale * int8[N, K]
+    grad_input      dX[M, K] = dY[M, N] W
+
+One CTA computes a tile of the result over its share of the reduction: int8 weights come through shared memory, become
+16-bit numbers in registers (all of -127 … 127 are exact in fp16 and bf16) and go into an MMA with an fp32 accumulator.
+Scales: per tensor and per output channel they multiply the finished sum; per group along K, a step of the loop lies in
+one group and its partial sum is multiplied. In grad_input the scales lie along the reduction: see `grad_input_kernel`.
+If the result has too few tiles to fill the GPU, split_k CTAs share one, leave fp32 partial sums, and `merge_kernel` adds
+them in a fixed order (so that bits repeat) and does the epilogue. All is fp32 up to one rounding at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastattn.device import facts
+
+from .device_math import tanh
+from .tiles import Int8MatmulTile, ceil_div, int8_matmul_tile
+
+SQRT_HALF = tl.constexpr(math.sqrt(0.5))
+SQRT_2_OVER_PI = tl.constexpr(math.sqrt(2 / math.pi))
+
+# Weight blocks that neighbouring CTAs share: 8 x 128 rows of weights stay in L2 while all tokens pass over them.
+SUPERGROUP = tl.constexpr(8)
+
+MERGE_BLOCK = 1024
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """The epilogue's activation of fp32 values; NaN stays NaN."""
+    if ACTIVATION == "relu":
+        x = tl.where(x < 0.0, 0.0, x)
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * SQRT_HALF))
+    elif ACTIVATION == "gelu_tanh":
+        x = 0.5 * x * (1.0 + tanh((x + 0.044715 * x * x * x) * SQRT_2_OVER_PI))
+    elif ACTIVATION == "silu":
+        x = x / (1.0 + tl.exp(-x))
+    return x
+
+
+@triton.jit
+def tile_of_program(pid, num_m_blocks, num_n_blocks):
+    """(m_block, n_block) of a program: all token blocks pass over SUPERGROUP weight blocks, then over the next ones."""
+    group_size = SUPERGROUP * num_m_blocks
+    first_n_block = pid // group_size * SUPERGROUP
+    width = tl.minimum(num_n_blocks - first_n_block, SUPERGROUP)
+    return pid % group_size // width, first_n_block + pid % group_size % width
+
+
+@triton.jit
+def split_range(split_idx, num_splits, num_steps):
+    """The steps of the reduction that fall to a split: begin, end."""
+    return split_idx * num_steps // num_splits, (split_idx + 1) * num_steps // num_splits
+
+
+@triton.jit
+def finish(
+    acc,  # fp32, finished but for scale, bias, activation and residual
+    m,  # int64, indices that broadcast to the shape of acc
+    n,
+    mask,
+    scale,  # fp32, [N] or [1]
+    scale_stride,  # 0 if per tensor
+    bias,  # [N], or None
+    residual,  # [M, N], or None
+    residual_stride,
+    out,  # [M, N] contiguous
+    N,
+    HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """Epilogue: scale → bias → activation → residual, and the one rounding."""
+    if HAS_SCALE:
+        acc *= tl.load(scale + n * scale_stride, mask=n < N, other=0.0)
+    if HAS_BIAS:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    acc = activate(acc, ACTIVATION)
+    if HAS_RESIDUAL:
+        acc += tl.load(residual + m * residual_stride + n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + m * N + n, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def forward_kernel(
+    x,  # [M, K]
+    x_stride,
+    weight,  # [N, K] int8, contiguous
+    scale,  # [N, K / GROUP] fp32 if GROUP, else [N] or [1]
+    scale_stride,
+    bias,
+    residual,
+    residual_stride,
+    out,  # [M, N]
+    partial,  # [num_splits, M, N] fp32 if SPLIT
+    M,
+    N,
+    K,
+    num_splits,
+    GROUP: tl.constexpr,  # a multiple of BLOCK_K, or 0
+    HAS_SCALE: tl.constexpr,  # per tensor or channel
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    num_m_blocks, num_n_blocks = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    pid = tl.program_id(0)
+    m_block, n_block = tile_of_program(pid % (num_m_blocks * num_n_blocks), num_m_blocks, num_n_blocks)
+    split_idx = pid // (num_m_blocks * num_n_blocks)
+    begin, end = split_range(split_idx, num_splits, tl.cdiv(K, BLOCK_K))
+
+    m = m_block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = n_block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_rows = x + m[:, None] * x_stride
+    w_rows = weight + n[:, None] * K
+
+    # The tile is computed transposed, W X^T: weights are the MMA's first operand, which may come from registers.
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for step in range(begin, end):
+        k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        x_tile = tl.load(x_rows + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
+        w_tile = tl.load(w_rows + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0)
+        w_tile = w_tile.to(x_tile.dtype)
+        if GROUP:
+            group_scale = tl.load(scale + n * scale_stride + step * BLOCK_K // GROUP, mask=n < N, other=0.0)
+            acc += tl.dot(w_tile, tl.trans(x_tile), input_precision="ieee") * group_scale[:, None]
+        else:
+            acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
+
+    mask = (n < N)[:, None] & (m < M)[None, :]
+    if SPLIT:
+        tl.store(partial + (split_idx.to(tl.int64) * M + m[None, :]) * N + n[:, None], acc, mask=mask)
+    else:
+        finish(
+            acc, m[None, :], n[:, None], mask, scale, scale_stride, bias, residual, residual_stride, out, N,
+            HAS_SCALE, HAS_BIAS, HAS_RESIDUAL, ACTIVATION,
+        )  # fmt: skip
+
+
+@triton.jit
+def grad_input_kernel(
+    grad_out,  # [M, N]
+    grad_out_stride,
+    weight,  # [N, K] int8, contiguous
+    scale,  # [N, K / GROUP] fp32 if GROUP, [N] if PER_CHANNEL, else [1]
+    scale_stride,
+    largest_scale,  # [1] fp32
+    out,  # [M, K], or [num_splits, M, K] fp32
+    M,
+    N,
+    K,
+    num_splits,
+    GROUP: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # depth of a step
+):
+    """dX = dY W. A channel's or group's scale differs along the reduction, so it must go into an operand and be rounded.
+
+    It goes into the weights, as it does for who materialises them. In dY it would cost one rounding too, but gradients
+    are small: times a scale of 1e-3 they fall below fp16's normal range. For the same reason the weights are scaled
+    relative to the largest scale, which multiplies the finished sum in fp32. Per tensor that leaves exact integers.
+    """
+    num_m_blocks, num_k_blocks = tl.cdiv(M, BLOCK_M), tl.cdiv(K, BLOCK_K)
+    pid = tl.program_id(0)
+    m_block, k_block = tile_of_program(pid % (num_m_blocks * num_k_blocks), num_m_blocks, num_k_blocks)
+    split_idx = pid // (num_m_blocks * num_k_blocks)
+    begin, end = split_range(split_idx, num_splits, tl.cdiv(N, BLOCK_N))
+
+    m = m_block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = k_block.to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    largest = tl.load(largest_scale)
+    acc = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    for step in range(begin, end):
+        n = step * BLOCK_N + tl.arange(0, BLOCK_N)
+        dy_mask = (m < M)[:, None] & (n < N)[None, :]
+        dy_tile = tl.load(grad_out + m[:, None] * grad_out_stride + n[None, :], mask=dy_mask, other=0.0)
+        w_mask = (n < N)[:, None] & (k < K)[None, :]
+        w_tile = tl.load(weight + n.to(tl.int64)[:, None] * K + k[None, :], mask=w_mask, other=0)
+        if GROUP:
+            # One column per group that the tile touches, then spread over the group's columns.
+            GROUPS: tl.constexpr = max(1, BLOCK_K // GROUP)
+            group = k_block * BLOCK_K // GROUP + tl.arange(0, GROUPS)
+            scale_mask = (n < N)[:, None] & (group * GROUP < K)[None, :]
+            ratio = tl.load(scale + n.to(tl.int64)[:, None] * scale_stride + group[None, :], mask=scale_mask, other=0.0)
+            ratio = tl.broadcast_to((ratio / largest)[:, :, None], [BLOCK_N, GROUPS, BLOCK_K // GROUPS])
+            w_tile = w_tile.to(tl.float32) * tl.reshape(ratio, [BLOCK_N, BLOCK_K])
+        elif PER_CHANNEL:
+            ratio = tl.load(scale + n * scale_stride, mask=n < N, other=0.0) / largest
+            w_tile = w_tile.to(tl.float32) * ratio[:, None]
+        acc = tl.dot(dy_tile, w_tile.to(dy_tile.dtype), acc, input_precision="ieee")
+
+    mask = (m < M)[:, None] & (k < K)[None, :]
+    out_rows = out + (split_idx.to(tl.int64) * M + m[:, None]) * K
+    tl.store(out_rows + k[None, :], (acc * largest).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def merge_kernel(
+    partial,  # [num_splits, M, N] fp32
+    scale,
+    scale_stride,
+    bias,
+    residual,
+    residual_stride,
+    out,  # [M, N]
+    size,  # M * N
+    N,
+    num_splits,
+    HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adds the splits of BLOCK elements of the result in order, then the epilogue."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < size
+    acc = tl.zeros([BLOCK], tl.float32)
+    for split_idx in range(0, num_splits):
+        acc += tl.load(partial + split_idx * size + index, mask=mask, other=0.0)
+    finish(
+        acc, index // N, index % N, mask, scale, scale_stride, bias, residual, residual_stride, out, N,
+        HAS_SCALE, HAS_BIAS, HAS_RESIDUAL, ACTIVATION,
+    )  # fmt: skip
+
+
+def _rows(tensor: Tensor, width: int) -> Tensor:
+    """``[..., width]`` as ``[rows, width]`` whose rows are contiguous; a copy only where no view has that shape."""
+    rows = tensor.reshape(math.prod(tensor.shape[:-1]), width)
+    return rows if rows.stride(1) == 1 or width <= 1 else rows.contiguous()
+
+
+def _tile(device: torch.device, m: int, n: int, k: int, group: int) -> Int8MatmulTile:
+    known = facts(device)
+    assert known is not None, f"int8_matmul has no kernel for {device}"
+    return int8_matmul_tile(known.arch, m, n, k, group, known.shared_memory_bytes, known.num_sms)
+
+
+def _launch_options(tile: Int8MatmulTile) -> dict[str, Any]:
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
+
+
+def int8_matmul(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
+) -> Tensor:
+    """``act(x @ dequantize(weight)^T + bias) + residual``: ``x [..., K]``, int8 ``weight [N, K]`` to ``[..., N]``.
+
+    ``scale`` fp32 ``[1, 1]``, ``[N, 1]`` or ``[N, K / group]`` with a group of 32, 64 or 128; ``activation`` one of none,
+    relu, gelu, gelu_tanh, silu; ``bias [N]`` and ``residual [..., N]`` in x's dtype. The caller has checked all that.
+    """
+    n, k = weight.shape
+    out = x.new_empty((*x.shape[:-1], n))
+    if out.numel() == 0:
+        return out
+    x = _rows(x, k)
+    m = x.shape[0]
+    weight, scale = weight.contiguous(), scale.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    residual = None if residual is None else _rows(residual, n)
+    residual_stride = 0 if residual is None else residual.stride(0)
+    group = k // scale.shape[1] if scale.shape[1] > 1 else 0  # one group is a channel
+    has_scale = group == 0 and k > 0
+    scale_stride = scale.shape[1] if scale.shape[0] > 1 else 0
+    tile = _tile(x.device, m, n, k, group)
+    is_split = tile.split_k > 1
+    partial = x.new_empty((tile.split_k, m, n), dtype=torch.float32) if is_split else None
+    epilogue = {"HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None, "ACTIVATION": activation}
+    forward_kernel[(ceil_div(m, tile.block_m) * ceil_div(n, tile.block_n) * tile.split_k,)](
+        x,
+        x.stride(0),
+        weight,
+        scale,
+        scale_stride,
+        bias,
+        residual,
+        residual_stride,
+        out,
+        partial,
+        m,
+        n,
+        k,
+        tile.split_k,
+        GROUP=group,
+        HAS_SCALE=has_scale,
+        SPLIT=is_split,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        **epilogue,
+        **_launch_options(tile),
+    )
+    if partial is not None:
+        _merge(partial, scale if has_scale else None, scale_stride, bias, residual, residual_stride, out, activation)
+    return out
+
+
+def _merge(
+    partial: Tensor,
+    scale: Tensor | None,
+    scale_stride: int,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    residual_stride: int,
+    out: Tensor,
+    activation: str,
+) -> None:
+    """``act(scale * sum(partial) + bias) + residual`` into ``out``, of as many elements as one of ``partial [splits, M, N]``."""
+    num_splits, m, n = partial.shape
+    merge_kernel[(ceil_div(m * n, MERGE_BLOCK),)](
+        partial,
+        scale,
+        scale_stride,
+        bias,
+        residual,
+        residual_stride,
+        out,
+        m * n,
+        n,
+        num_splits,
+        HAS_SCALE=scale is not None,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        ACTIVATION=activation,
+        BLOCK=MERGE_BLOCK,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+def int8_matmul_grad_input(grad_out: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """``grad_out @ dequantize(weight)``: ``[..., N]`` to ``[..., K]``, without a dequantised copy of the weight."""
+    n, k = weight.shape
+    out = grad_out.new_empty((*grad_out.shape[:-1], k))
+    if out.numel() == 0 or n == 0:
+        return out.zero_()
+    grad_out = _rows(grad_out, n)
+    m = grad_out.shape[0]
+    weight, scale = weight.contiguous(), scale.contiguous()
+    group = k // scale.shape[1] if scale.shape[1] > 1 else 0
+    tile = _tile(grad_out.device, m, k, n, 0)
+    is_split = tile.split_k > 1
+    partial = grad_out.new_empty((tile.split_k, m, k), dtype=torch.float32) if is_split else None
+    grad_input_kernel[(ceil_div(m, tile.block_m) * ceil_div(k, tile.block_n) * tile.split_k,)](
+        grad_out,
+        grad_out.stride(0),
+        weight,
+        scale,
+        scale.shape[1],
+        scale.amax(),
+        out if partial is None else partial,
+        m,
+        n,
+        k,
+        tile.split_k,
+        GROUP=group,
+        PER_CHANNEL=scale.numel() > 1,
+        BLOCK_M=tile.block_m,
+        BLOCK_K=tile.block_n,
+        BLOCK_N=tile.block_k,
+        **_launch_options(tile),
+    )
+    if partial is not None:
+        _merge(partial, None, 0, None, None, 0, out, "none")
+    return out
