@@ -5,7 +5,7 @@
 
 #include <torch/csrc/stable/library.h>
 
-#ifdef FASTATTN_WITH_CUDA
+#ifdef FASTATTN_ARCH_80
 #include "api/attention_forward.h"
 #endif
 
@@ -35,7 +35,7 @@ STABLE_TORCH_LIBRARY(fastattn, m) {
     m.def("int8_matmul_grad_input(Tensor grad_out, Tensor weight, Tensor scale) -> Tensor");
 }
 
-#ifdef FASTATTN_WITH_CUDA
+#ifdef FASTATTN_ARCH_80
 STABLE_TORCH_LIBRARY_IMPL(fastattn, CUDA, m) {
     m.impl("attention_forward", TORCH_BOX(&fastattn::attention_forward));
 }

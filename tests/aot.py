@@ -1,7 +1,7 @@
 """Ahead-of-time compilation of the Triton kernels, without a GPU, and what the machine code says.
 
-A module ``aot_<kernels>.py`` beside this one has a function ``builds() -> list[Build]``. This file, run as a program in a
-process of its own (a process in which Triton's interpreter is on cannot compile), compiles the builds of the modules
+A module ``aot_<kernels>.py`` beside this one has a function ``builds() -> list[Build]``. This file, run as a program in
+a process of its own (a process in which Triton's interpreter is on cannot compile), compiles the builds of the modules
 that are named on its command line, and prints a JSON list of `Report` fields.
 """
 
@@ -30,8 +30,8 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 class Build:
     """One compilation of ``kernel`` (a ``triton.jit`` function) for compute capability ``arch`` (80, 90, 100).
 
-    ``types`` gives the type of every argument that is no constexpr, as Triton spells it, with ``:16`` where the launcher
-    guarantees divisibility by 16 (``"*fp16:16"``, ``"i32"``, ``"fp32"``), or ``"none"`` for an absent tensor.
+    ``types`` gives the type of every argument that is no constexpr, as Triton spells it, with ``:16`` where the
+    launcher guarantees divisibility by 16 (``"*fp16:16"``, ``"i32"``, ``"fp32"``), or ``"none"`` for an absent tensor.
     ``constexprs`` are what the launcher passes by name, launch options included. ``shared_limit`` is in bytes.
     """
 

@@ -1,4 +1,4 @@
-"""What test_triton_compile.py compiles of the attention kernels: every tile, with the options that crowd it most and least."""
+"""What test_triton_compile.py compiles of the attention kernels: every tile, with few options and with many."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DEFAULTS: dict[str, Any] = {
 }
 CAUSAL = {**DEFAULTS, "right": True}
 BOOL = {**DEFAULTS, "bias": BOOL_BIAS.value}
-EVERYTHING = {name: True for name in DEFAULTS} | {"alibi": False, "top_left": False, "bias": ADDITIVE_BIAS.value}
+EVERYTHING = dict.fromkeys(DEFAULTS, True) | {"alibi": False, "top_left": False, "bias": ADDITIVE_BIAS.value}
 ALIBI = {**DEFAULTS, "left": True, "right": True, "alibi": True, "dropout": True}
 
 
@@ -54,9 +54,11 @@ def tile_of(kernel: str, arch: int, head_dim: int, value_dim: int, options: dict
 
 
 def argument_types(kernel: Any, dtype: str, options: dict[str, Any], head_dim: int) -> dict[str, str]:
-    """As the launcher passes them: 16-byte aligned tensors, strides that are multiples of the head dim, a dense call."""
+    """As the launcher passes them for a dense call: aligned tensors, strides that are multiples of the head dim."""
     present = {
-        "bias": {NO_BIAS.value: "none", BOOL_BIAS.value: "*u8:16", ADDITIVE_BIAS.value: f"*{dtype}:16"}[options["bias"]],
+        "bias": {NO_BIAS.value: "none", BOOL_BIAS.value: "*u8:16", ADDITIVE_BIAS.value: f"*{dtype}:16"}[
+            options["bias"]
+        ],
         "row_log2_sum": "*fp32:16" if options["bias"] == ADDITIVE_BIAS.value else "none",
         "alibi_slopes": "*fp32:16" if options["alibi"] else "none",
         "sinks": "*fp32:16" if options["sinks"] else "none",
@@ -105,15 +107,17 @@ def builds() -> list[Build]:
     found = []
     for arch in (80, 90, 100):
         for index, head_dim in enumerate((64, 128, 256)):
-            for kernel in KERNELS:
-                for turn, options in enumerate((CAUSAL, EVERYTHING)):
-                    if kernel == "bias" and options is CAUSAL or kernel == "rows" and (options is CAUSAL or head_dim != 128):
-                        continue
-                    found.append(build(kernel, arch, head_dim, options, ("fp16", "bf16")[(index + turn) % 2]))
-    for head_dim in (64, 256):  # 99 KB of shared memory; the code is that of sm_80
-        for kernel in ("forward", "query", "key_value"):
-            found.append(build(kernel, 86, head_dim, CAUSAL, "bf16", target=80))
-    found.append(build("forward", 80, 72, DEFAULTS, "bf16"))  # strides that are no multiple of 16
+            for turn, options in enumerate((CAUSAL, EVERYTHING)):
+                for kernel in KERNELS if options is EVERYTHING else ("forward", "query", "key_value"):
+                    if kernel != "rows" or head_dim == 128:  # rows: the query kernel's tile, and much less in it
+                        found.append(build(kernel, arch, head_dim, options, ("fp16", "bf16")[(index + turn) % 2]))
+    for head_dim in (64, 128, 256):  # 99 KB of shared memory; the code is that of sm_80
+        found += [
+            build(kernel, 86, head_dim, CAUSAL, "bf16", target=80) for kernel in ("forward", "query", "key_value")
+        ]
+    for arch in (80, 90):  # head dims that are padded, and strides that are no multiples of 16
+        for head_dim, options in ((72, CAUSAL), (40, EVERYTHING)):
+            found += [build(kernel, arch, head_dim, options, "bf16") for kernel in ("forward", "query", "key_value")]
     found.append(build("forward", 90, 64, ALIBI, "bf16"))
     found.append(build("key_value", 90, 128, BOOL, "fp16"))
     return found

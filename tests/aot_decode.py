@@ -5,15 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from aot import Build
-
 from fastattn.triton_kernels import tiles
-from fastattn.triton_kernels.decode import COMBINE_SPLITS, combine_kernel, split_kernel
-from fastattn.triton_kernels.decode_append import BLOCK_T, append_kernel
+from fastattn.triton_kernels.decode import split_kernel
 
 KB = 1024
 SHARED_MEMORY = {80: 163 * KB, 86: 99 * KB, 90: 227 * KB, 100: 227 * KB}
 STRIDES = ("i32", "i32", "i32")
-PLAIN: dict[str, Any] = {}
+ONES = (
+    "num_queries",
+    "num_splits",
+    "num_kv_heads",
+    "num_new",
+    "num_pages",
+    "num_positions",
+    "rotary_stride",
+    "capacity",
+)
 # Everything at once, which needs most registers; not the int8 cache and the pages, which change the loads.
 FEATURES = {"softcap": True, "alibi": True, "sinks": True, "rotary_dim": 64, "split": False, "rows_differ": True}
 
@@ -67,7 +74,9 @@ def split_build(
     sinks: bool = False,
     rotary_dim: int = 0,
     split: bool = True,
+    ones: tuple[str, ...] = (),
 ) -> Build:
+    """``ones``: integers that are 1, of which Triton makes constants."""
     tile = tiles.decode_tile(arch, *dims, rows, 1 if int8 else 2, SHARED_MEMORY[arch], page_size)
     types: dict[str, Any] = cache_types(dtype, int8, page_size > 0, rotary_dim > 0) | {
         "query": f"*{dtype}:16",
@@ -108,58 +117,13 @@ def split_build(
         "num_stages": tile.num_stages,
         "enable_fp_fusion": True,
     }
-    kind = "features" if softcap else "rows-differ" if rows_differ else "plain"
+    for one in ones:
+        del types[one]
+        constexprs[one] = 1
+    kind = "ones" if ones else "features" if softcap else "rows-differ" if rows_differ else "plain"
     cache = ("int8" if int8 else "16bit") + (f"-page{page_size}" if page_size else "")
     name = f"decode-sm{arch}-{dtype}-d{dims[0]}x{dims[1]}-rows{rows}-{cache}-{kind}"
     return Build(name, split_kernel, arch, types, constexprs, SHARED_MEMORY[arch] // tile.ctas_per_sm)
-
-
-def append_build(arch: int, dtype: str, int8: bool) -> Build:
-    types: dict[str, Any] = cache_types(dtype, int8, True, True) | {
-        "k_new": f"*{dtype}:16",
-        "k_new_strides": TupleType(STRIDES),
-        "v_new": f"*{dtype}:16",
-        "v_new_strides": TupleType(STRIDES),
-    }
-    constexprs = {
-        "HEAD_DIM": 128,
-        "VALUE_DIM": 128,
-        "D_PAD": 128,
-        "DV_PAD": 128,
-        "ROTARY_DIM": 128,
-        "INTERLEAVED": True,
-        "PAGE_SIZE": 16,
-        "QUANTISED": int8,
-        "BLOCK_T": BLOCK_T,
-        "num_warps": 4,
-        "enable_fp_fusion": False,
-    }
-    name = f"append-sm{arch}-{dtype}-{'int8' if int8 else '16bit'}"
-    return Build(name, append_kernel, arch, types, constexprs, SHARED_MEMORY[arch])
-
-
-def combine_build(arch: int, dtype: str) -> Build:
-    types: dict[str, Any] = {
-        "partial_out": "*fp32:16",
-        "partial_lse": "*fp32:16",
-        "sinks": "*fp32:16",
-        "out": f"*{dtype}:16",
-        "out_strides": TupleType(STRIDES),
-        "lse": "*fp32:16",
-        "num_splits": "i32",
-        "num_rows": "i32",
-        "num_heads": "i32",
-        "num_queries": "i32",
-    }
-    constexprs = {
-        "VALUE_DIM": 128,
-        "DV_PAD": 128,
-        "HAS_SINK": True,
-        "COMBINE_SPLITS": COMBINE_SPLITS,
-        "num_warps": 1,
-        "enable_fp_fusion": True,
-    }
-    return Build(f"combine-sm{arch}-{dtype}", combine_kernel, arch, types, constexprs, SHARED_MEMORY[arch])
 
 
 def builds() -> list[Build]:
@@ -173,10 +137,9 @@ def builds() -> list[Build]:
                     found.append(split_build(arch, other, (dim, dim), rows, **FEATURES))
             found.append(split_build(arch, dtype, (128, 128), rows, page_size=16, rows_differ=True))
             found.append(split_build(arch, other, (128, 128), rows, page_size=64, int8=True))
-            found.append(append_build(arch, dtype, int8=dtype == "fp16"))
-            found.append(combine_build(arch, dtype))
         found.append(split_build(arch, "fp16", (256, 256), 32, page_size=16, int8=True, rows_differ=True))
     found.append(split_build(80, "bf16", (72, 40), 16))
+    found.append(split_build(90, "bf16", (64, 64), 8, rotary_dim=64, page_size=16, ones=ONES))
     # sm_86, sm_89 and sm_120 have 99 KB of shared memory.
     found += [split_build(86, "bf16", (dim, dim), 32, rows_differ=True) for dim in (128, 256)]
     found.append(split_build(86, "fp16", (256, 256), 32, page_size=16, int8=True))

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from fastattn import reference
 from fastattn.triton_kernels import attention_backward as backward_module
 from fastattn.triton_kernels import attention_forward as forward_module
 from fastattn.triton_kernels.tiles import AttentionTile
 from oracle import check_against_oracle
-from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter computes bfloat16 wrongly; compiled kernels take 16-bit types alone.

@@ -172,17 +172,19 @@ def test_checkpointing_computes_layers_again_and_gives_the_same_gradients() -> N
     model, batch = tiny_decoder(), text_data.pack(PASSAGES)
     forwards: list[int] = []
     model.layers[0].register_forward_pre_hook(lambda *_: forwards.append(1))
-    _, plain = train_decoder.gradients(model, train_decoder.packed_loss, batch)
+    _, plain = train_decoder.gradients(model, train_decoder.packed_loss, batch, OPTIONS)
     assert len(forwards) == 1
     model.use_checkpoints = True
-    _, recomputed = train_decoder.gradients(model, train_decoder.packed_loss, batch)
+    _, recomputed = train_decoder.gradients(model, train_decoder.packed_loss, batch, OPTIONS)
     assert len(forwards) == 3
     assert recomputed.equal(plain)
 
 
-def test_check_attention_holds() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_check_attention_holds(dtype: torch.dtype) -> None:
     checks = CheckList()
-    train_decoder.check_attention(tiny_decoder(), text_data.pack(PASSAGES), OPTIONS, checks)
+    options = replace(OPTIONS, dtype=dtype)
+    train_decoder.check_attention(Decoder(CONFIG), text_data.pack(PASSAGES), options, checks)
     assert len(checks.checks) == 4
     assert not checks.failed
 

@@ -216,6 +216,7 @@ def test_layers_of_one_weight_share_one_int8_weight(tmp_path: Any) -> None:
     assert is_shared(model)
     assert is_shared(model.half())
     assert is_shared(model.float())
+    assert is_shared(model._apply(torch.clone))  # new memory for everything, as on the way to another device
     assert is_shared(copy.deepcopy(model))
     assert model[0].bias is not model[1].bias
     state = bits(model)

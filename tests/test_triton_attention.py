@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from attention_cases import DEVICE, DTYPES, SEED, Case, check, laid_out, make_problem, run_kernels
 from fastattn import reference
 
@@ -60,13 +61,17 @@ def test_each_option(case: Case, monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "head_dims", [(16, 16), (24, 40), (40, 24), (64, 128), (72, 72), (96, 16), (128, 64), (136, 256), (256, 136)], ids=str
+    "head_dims",
+    [(16, 16), (24, 40), (40, 24), (64, 128), (72, 72), (96, 16), (128, 64), (136, 256), (256, 136)],
+    ids=str,
 )
 def test_head_dims_with_their_own_tiles(head_dims: tuple[int, int], dtype: torch.dtype, monkeypatch: Any) -> None:
     check(Case(head_dims=head_dims, dtype=dtype, window=CAUSAL, small_tile=False), monkeypatch)
 
 
-@pytest.mark.parametrize("lengths", [(1, 1), (1, 97), (97, 1), (15, 17), (16, 31), (17, 33), (31, 32), (64, 65)], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [(1, 1), (1, 97), (97, 1), (15, 17), (16, 31), (17, 33), (31, 32), (64, 65)], ids=str
+)
 @pytest.mark.parametrize("window", [(-1, -1), CAUSAL], ids=str)
 def test_lengths_around_tiles(lengths: tuple[int, int], window: tuple[int, int], monkeypatch: Any) -> None:
     # Of a row with a single key the gradient is exactly 0 but for what comes through lse; the composite finds that 0

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from aot import LOCAL_MEMORY, loops, opcode
 
 pytest.importorskip("triton")
@@ -47,7 +48,9 @@ def test_tensor_cores(reports: list[dict[str, Any]]) -> None:
 
 
 def test_shared_memory(reports: list[dict[str, Any]]) -> None:
-    too_large = [(r["name"], r["shared_bytes"], r["shared_limit"]) for r in reports if r["shared_bytes"] > r["shared_limit"]]
+    too_large = [
+        (r["name"], r["shared_bytes"], r["shared_limit"]) for r in reports if r["shared_bytes"] > r["shared_limit"]
+    ]
     assert not too_large
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
-from oracle import check_against_oracle
 from torch import Tensor
 
 from fastattn import reference
 from fastattn.triton_kernels import tiles
 from fastattn.triton_kernels.decode import attention_decode
+from oracle import check_against_oracle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HUGE = 2**31 - 1
@@ -54,7 +55,9 @@ def absent_rows(case: Case, batch: int) -> slice:
     return slice(min(max(case.lengths[batch], 0), case.capacity), case.capacity)
 
 
-def make_cache(case: Case, dim: int, block_table: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+def make_cache(
+    case: Case, dim: int, block_table: Tensor | None, generator: torch.Generator
+) -> tuple[Tensor, Tensor | None]:
     """A cache with NaN wherever there is no token, and its scales if it is int8."""
     batch, kv_heads = len(case.lengths), case.heads[1]
     rows = case.magnitude * torch.randn(batch, kv_heads, case.capacity, dim, generator=generator)
@@ -79,8 +82,8 @@ def make_cache(case: Case, dim: int, block_table: Tensor | None, generator: torc
     return pages, page_scales
 
 
-def make_arguments(case: Case) -> dict[str, object]:
-    """Keyword arguments of ``reference.attention_with_kv_cache`` and, all but ``causal`` and ``window``, of the launcher."""
+def make_arguments(case: Case) -> dict[str, Any]:
+    """Keyword arguments that ``reference.attention_with_kv_cache`` and the launcher have in common."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def normal(*shape: int) -> Tensor:
@@ -103,7 +106,7 @@ def make_arguments(case: Case) -> dict[str, object]:
             unused.copy_(garbage.repeat(unused.numel() // 4 + 1)[: unused.numel()])
     half = case.rotary_dim // 2
     angles = torch.rand(case.capacity, half, generator=generator) * 2 * math.pi
-    arguments: dict[str, object] = {
+    arguments: dict[str, Any] = {
         "query": normal(batch, heads, case.queries, head_dim),
         "k_cache": k_cache,
         "v_cache": v_cache,
@@ -127,7 +130,7 @@ def make_arguments(case: Case) -> dict[str, object]:
     return {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in arguments.items()}
 
 
-def clone(arguments: dict[str, object], dtype: torch.dtype | None = None) -> dict[str, object]:
+def clone(arguments: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
     """A copy of the arguments; floating tensors in ``dtype`` if given."""
     copies = {}
     for name, value in arguments.items():
@@ -137,7 +140,7 @@ def clone(arguments: dict[str, object], dtype: torch.dtype | None = None) -> dic
     return copies
 
 
-def run_kernel(case: Case, arguments: dict[str, object]) -> tuple[Tensor, Tensor]:
+def run_kernel(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The launcher; caches among the arguments change in place."""
     left, right = case.window
     return attention_decode(
@@ -149,7 +152,7 @@ def run_kernel(case: Case, arguments: dict[str, object]) -> tuple[Tensor, Tensor
     )
 
 
-def check(case: Case, arguments: dict[str, object] | None = None) -> tuple[Tensor, Tensor]:
+def check(case: Case, arguments: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
     """Assert that the append gives the reference's bits, and that attention over the result meets the oracle."""
     arguments = arguments if arguments is not None else make_arguments(case)
     expected, inputs = clone(arguments), clone(arguments)
@@ -221,8 +224,8 @@ CASES = [
     Case("zero-scale", scale=0.0),
     Case("everything", dims=(64, 32), heads=(8, 2), queries=3, new=3, page_size=16, capacity=160, window=(90, -1),
          softcap=8.0, alibi="batch", sinks=True, rotary_dim=32, int8=True, splits=2),
-    Case("everything-16-bit", dims=(64, 32), heads=(8, 2), queries=3, new=3, page_size=64, capacity=192, window=(90, -1),
-         softcap=8.0, alibi="batch", sinks=True, rotary_dim=32, interleaved=True, splits=2, seed=1),
+    Case("everything-16-bit", dims=(64, 32), heads=(8, 2), queries=3, new=3, page_size=64, capacity=192,
+         window=(90, -1), softcap=8.0, alibi="batch", sinks=True, rotary_dim=32, interleaved=True, splits=2, seed=1),
 ]  # fmt: skip
 
 
@@ -258,7 +261,11 @@ def test_pages_out_of_range_are_absent(int8: bool) -> None:
     case = Case("absent-pages", page_size=16, capacity=160, lengths=(100, 150, 33), new=2, int8=int8, splits=2)
     arguments = make_arguments(case)
     table = arguments["block_table"]
-    table[0, 1], table[0, 5], table[1, 9] = HUGE, -1, arguments["k_cache"].shape[0]  # new tokens of sequence 1 are there
+    table[0, 1], table[0, 5], table[1, 9] = (
+        HUGE,
+        -1,
+        arguments["k_cache"].shape[0],
+    )  # new tokens of sequence 1 are there
     table[2] = -5
     out, lse = check(case, arguments)
     assert bool((out[2] == 0).all()) and bool((lse[2] == -math.inf).all())
@@ -342,7 +349,9 @@ def test_batch_invariant_bits(monkeypatch: pytest.MonkeyPatch, window: tuple[int
     monkeypatch.setattr(tiles, "DECODE_INVARIANT_SPLIT_KEYS", 128)
     tiles.decode_plan.cache_clear()
     try:
-        case = Case("invariant", lengths=(300, 5, 448, 129), capacity=448, window=window, queries=2, batch_invariant=True)
+        case = Case(
+            "invariant", lengths=(300, 5, 448, 129), capacity=448, window=window, queries=2, batch_invariant=True
+        )
         arguments = make_arguments(case)
         together = run_kernel(case, clone(arguments))
         for sequence in range(len(case.lengths)):

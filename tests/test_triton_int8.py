@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 import torch
-from oracle import check_against_oracle
 from torch import Tensor
 
 from fastattn import reference
 from fastattn.triton_kernels import int8_matmul as kernels
 from fastattn.triton_kernels import tiles
+from oracle import check_against_oracle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GRANULARITIES = ["tensor", "channel", 32, 64, 128]
@@ -82,7 +82,7 @@ def test_groups_with_odd_outputs(group: int) -> None:
 @pytest.mark.parametrize("with_bias, with_residual", itertools.product([False, True], repeat=2))
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu", "gelu_tanh", "silu"])
 def test_epilogues(activation: str, with_bias: bool, with_residual: bool) -> None:
-    """Sums from -10 to 10: every activation's tails. Both the kernel's own epilogue and the merge kernel's (small m)."""
+    """Sums from -10 to 10: every activation's tails. Small m with a deep k takes the merge kernel's epilogue."""
     for m, n, k in ((4, 40, 640), (66, 40, 64)):
         weight, scale = quantised(n, k, "channel", std=0.1)
         x = normal(m, k, seed=1, std=(1000 / k) ** 0.5)
@@ -148,7 +148,7 @@ def test_a_channel_of_zeros(granularity: str | int) -> None:
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_small_gradients_and_small_scales_do_not_underflow(granularity: str | int) -> None:
-    """Gradients around 1e-3 times weights around 1e-4: their products are far below fp16's range, their sums are not."""
+    """Weights around 1e-4 are below fp16's normal range; the gradient must be as good as for larger ones."""
     weight, scale = quantised(256, 128, granularity, std=1e-4)
     grad_out = normal(4, 256, seed=1, std=100.0)
     check_grad_input(grad_out, weight, scale)

@@ -7,8 +7,8 @@
     dQ = scale * dS K,  dK = scale * dS^T Q,  dbias = dS
 
 One kernel each, in this order: delta (`attention_backward_rows`), dK and dV (`attention_backward_key_value`), dQ
-(`attention_backward_query`), the bias's gradient (`attention_backward_bias`). Computing P twice costs two of seven products;
-in return dQ needs no atomics and no fp32 workspace.
+(`attention_backward_query`), the bias's gradient (`attention_backward_bias`). Computing P twice
+costs two of seven products; in return dQ needs no atomics and no fp32 workspace.
 Source: Dao, "FlashAttention-2", 2023, algorithm 2, split so that every sum has one owner and one order.
 """
 
@@ -89,7 +89,8 @@ def attention_backward(
     arguments: Arguments = {
         **score_arguments(
             query, key, value, bias, alibi_slopes, sinks, dropout_seed,
-            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right, softcap, dropout_p,
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right, softcap,
+            dropout_p,
         ),
         "grad_out": grad_out,
         "output": out,

@@ -5,7 +5,8 @@
     dS^T = P^T (dropout(V dO^T) - delta)
     dK  += scale * dS^T Q
 
-for every query head of the KV head in turn, so that each sum has one owner and one order: no atomics, no expanded heads.
+for every query head of the KV head in turn, so that each sum has one owner and one order (no atomics) and
+no head is expanded.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ def attention_backward_query_kernel(
     else:
         for tile in range(full_begin, full_end):
             dq = _query_tile(
-                dq, q, grad, shift, log2_sum, delta_tile, k_base, v_base, stride_kn, stride_vn, first_row, tile * BLOCK_N,
-                batch_head, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
+                dq, q, grad, shift, log2_sum, delta_tile, k_base, v_base, stride_kn, stride_vn, first_row,
+                tile * BLOCK_N, batch_head, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
                 window_left, window_right, scale, softcap, seed, dropout_threshold, dropout_factor,
                 HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
                 BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=False,
@@ -129,8 +129,8 @@ def attention_backward_query_kernel(
     for step in range(full_begin - begin + end - full_end):  # on either side of the full ones
         tile = begin + step + tl.where(begin + step < full_begin, 0, full_end - full_begin)
         dq = _query_tile(
-            dq, q, grad, shift, log2_sum, delta_tile, k_base, v_base, stride_kn, stride_vn, first_row, tile * BLOCK_N,
-            batch_head, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
+            dq, q, grad, shift, log2_sum, delta_tile, k_base, v_base, stride_kn, stride_vn, first_row,
+            tile * BLOCK_N, batch_head, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
             window_left, window_right, scale, softcap, seed, dropout_threshold, dropout_factor,
             HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
             BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,

@@ -3,7 +3,7 @@
 Index tensors come already shaped: ``row`` and ``column`` broadcast against each other to the tile, so that the same
 function serves S = Q K^T ``[BLOCK_M, BLOCK_N]`` and its transpose.
 
-Scores have one of two units, chosen by the constexpr ``BIAS``: base-2 logarithms, into which the scale folds log2(e); or
+Scores have one of two units, chosen by the constexpr ``BIAS``: base-2 logarithms (the scale absorbs log2(e)), or
 natural ones where an additive bias comes in, because finfo.min * log2(e) would overflow to -inf and turn a number into
 a mask.
 """
@@ -43,7 +43,7 @@ def load_rows(base, first_row, num_rows, stride, BLOCK: tl.constexpr, DIM: tl.co
     VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
     row = tl.arange(0, BLOCK)
     column = tl.arange(0, WIDTH)
-    tile = base + tl.multiple_of(tl.cast(first_row, tl.int64) * stride, VECTOR)
+    tile = tl.multiple_of(base + tl.cast(first_row, tl.int64) * stride, 16)
     pointers = tile + (tl.multiple_of(row.to(tl.int64) * stride, VECTOR)[:, None] + column[None, :])
     mask = (row < num_rows - first_row)[:, None]
     if DIM != WIDTH:
@@ -57,7 +57,7 @@ def load_full_rows(base, first_row, stride, BLOCK: tl.constexpr, DIM: tl.constex
     VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
     row = tl.arange(0, BLOCK)
     column = tl.arange(0, WIDTH)
-    tile = base + tl.multiple_of(tl.cast(first_row, tl.int64) * stride, VECTOR)
+    tile = tl.multiple_of(base + tl.cast(first_row, tl.int64) * stride, 16)
     pointers = tile + (tl.multiple_of(row.to(tl.int64) * stride, VECTOR)[:, None] + column[None, :])
     if DIM != WIDTH:
         return tl.load(pointers, mask=(column < DIM)[None, :], other=0.0)
@@ -71,7 +71,7 @@ def store_rows(base, values, first_row, num_rows, stride, BLOCK: tl.constexpr, D
     VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
     row = tl.arange(0, BLOCK)
     column = tl.arange(0, WIDTH)
-    tile = base + tl.multiple_of(tl.cast(first_row, tl.int64) * stride, VECTOR)
+    tile = tl.multiple_of(base + tl.cast(first_row, tl.int64) * stride, 16)
     pointers = tile + (tl.multiple_of(row.to(tl.int64) * stride, VECTOR)[:, None] + column[None, :])
     mask = (row < num_rows - first_row)[:, None] & (column < DIM)[None, :]
     tl.store(pointers, values.to(base.dtype.element_ty), mask=mask)
@@ -106,7 +106,7 @@ def tile_range(
 
 @triton.jit
 def visible_keys(row, column, offset, seqlen_k, window_left, window_right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """True where the query row, standing at ``row + offset``, sees the key column. Shape of the tile or of ``column``."""
+    """True where the query row, standing at ``row + offset``, sees the key column."""
     visible = column < seqlen_k
     if LEFT:
         visible = visible & (column >= row + offset - window_left)

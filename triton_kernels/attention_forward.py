@@ -187,18 +187,19 @@ def attention_forward_kernel(
     if BIAS == NO_BIAS:
         for tile in range(full_begin, full_end):
             out, row_max, row_sum, spoiled = _attend_tile(
-                out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kn, stride_vn, first_row, tile * BLOCK_N, batch_head,
-                slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right,
-                scale, softcap, seed, dropout_threshold, HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
+                out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kn, stride_vn, first_row, tile * BLOCK_N,
+                batch_head, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
+                window_left, window_right, scale, softcap, seed, dropout_threshold,
+                HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
                 BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=False,
             )  # fmt: skip
     num_masked = full_begin - begin + end - full_end  # on either side of the full ones
     for step in range(num_masked):
         tile = begin + step + tl.where(begin + step < full_begin, 0, full_end - full_begin)
         out, row_max, row_sum, spoiled = _attend_tile(
-            out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kn, stride_vn, first_row, tile * BLOCK_N, batch_head,
-            slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right,
-            scale, softcap, seed, dropout_threshold, HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
+            out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kn, stride_vn, first_row, tile * BLOCK_N,
+            batch_head, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
+            window_left, window_right, scale, softcap, seed, dropout_threshold, HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
             BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,
         )  # fmt: skip
     if tl.max(spoiled, 0) > 0:
@@ -264,7 +265,8 @@ def attention_forward(
     arguments = {
         **score_arguments(
             readable(query), readable(key), readable(value), bias, alibi_slopes, sinks, dropout_seed,
-            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right, softcap, dropout_p,
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right, softcap,
+            dropout_p,
         ),
         "output": out,
         "lse": lse,

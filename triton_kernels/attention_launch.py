@@ -1,4 +1,4 @@
-"""The host side that attention's forward and backward launchers share: from the op's arguments to those of the kernels."""
+"""The host side that attention's launchers share: from the arguments of the op to those of the kernels."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def architecture(device: torch.device) -> int:
 
 
 def strides(letter: str, tensor: Tensor) -> dict[str, int]:
-    """``stride_<letter>b``, ``…h``, and ``…m`` (``…n`` for keys and values): of ``[B, H, S, D]``, or packed ``[total, H, D]``."""
+    """Batch, head and row stride (``…m``, of keys and values ``…n``) of ``[B, H, S, D]`` or packed ``[total, H, D]``."""
     row = "n" if letter.endswith(("k", "v")) else "m"
     batch = 0 if tensor.dim() == 3 else tensor.stride(0)
     return {
@@ -194,7 +194,7 @@ def broadcast_strides(tensor: Tensor | None) -> tuple[int, ...]:
 def window_arguments(
     window_left: int, window_right: int, max_seqlen_q: int, max_seqlen_k: int
 ) -> tuple[int, int, bool, bool]:
-    """(left, right, LEFT, RIGHT): a side reaching past every key is unbounded, so that sums of positions fit 32 bits."""
+    """(left, right, LEFT, RIGHT): a side that reaches past every key is unbounded; sums of positions fit 32 bits."""
     reach = max_seqlen_q + max_seqlen_k
     left, right = 0 <= window_left < reach, 0 <= window_right < reach
     return window_left if left else 0, window_right if right else 0, left, right

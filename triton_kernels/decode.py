@@ -1,4 +1,6 @@
-"""Flash-decoding: attention of a few queries over a long KV cache (Dao et al., "Flash-Decoding for long-context inference", 2023).
+"""Flash-decoding: attention of a few queries over a long KV cache.
+
+Dao et al., "Flash-Decoding for long-context inference" (2023).
 
     S = mask(ALiBi(softcap(scale * rotate(Q) K^T)))     P = exp(S - lse)     out = P V
 
@@ -8,7 +10,7 @@ Three kernels, launched in this order:
            the queries, so that each key is loaded once for all of them:  row = query_idx * group + head_in_group.
            A split walks over its share of the sequence's key blocks with an online softmax, and leaves its own
            normalised output (fp32) and log-sum-exp. With a single split it writes the result itself.
-  combine  one CTA per row: sum of the splits' outputs weighted by exp(lse_split - lse); adds the sink.
+  combine  (decode_combine.py) one CTA per row: the splits' outputs weighted by exp(lse_split - lse); adds the sink.
 The grid follows from shapes alone. Lengths are read on the device, where each split works out its own key range.
 Preconditions: the last dims contiguous, rows 16-byte aligned, capacity below 2^30 tokens.
 """
@@ -25,31 +27,12 @@ from fastattn.layout import empty_like_heads, readable
 
 from .decode_append import launch_append
 from .decode_cache import load_rotated, locate_tokens, tokens_before
+from .decode_combine import COMBINE_SPLITS, combine_kernel, finish_row
 from .device_math import tanh
 from .tiles import ceil_div, decode_key_blocks, decode_plan, decode_tile, padded_head_dim
 
 # Further than any key can be from any query: a window side that masks nothing.
 UNBOUNDED = 1 << 30
-
-# Partial results that the combine kernel reads at a time: [16, 128] fp32 are 16 vector loads per thread of one warp.
-COMBINE_SPLITS = 16
-
-
-@triton.jit
-def finish_row(acc, row_max, row_sum, sink, HAS_SINK: tl.constexpr):
-    """Normalised output and log-sum-exp of rows; a sink adds to the denominator alone.
-
-    ``acc`` has one dim more than ``row_max``, ``row_sum`` and ``sink``. A row without keys: 0 and -inf (or the sink).
-    """
-    if HAS_SINK:
-        peak = tl.maximum(row_max, sink)
-        peak_safe = tl.where(peak == float("-inf"), 0.0, peak)
-        rescale = tl.exp(row_max - peak_safe)
-        row_sum = row_sum * rescale + tl.exp(sink - peak_safe)
-        acc = acc * tl.expand_dims(rescale, -1)
-        row_max = peak
-    out = acc / tl.expand_dims(tl.where(row_sum == 0.0, 1.0, row_sum), -1)
-    return out, row_max + tl.log(row_sum)
 
 
 @triton.jit
@@ -108,11 +91,11 @@ def split_kernel(
 ):
     # Which sequence, KV head, split and rows. Row tiles run fastest: they read the same keys, from L2.
     num_m_blocks = tl.cdiv(num_queries * GROUP, BLOCK_M)
-    pid = tl.program_id(0).to(tl.int64)
-    m_block = (pid % num_m_blocks).to(tl.int32)
-    split_idx = (pid // num_m_blocks % num_splits).to(tl.int32)
-    kv_head_idx = pid // num_m_blocks // num_splits % num_kv_heads
-    batch_idx = pid // num_m_blocks // num_splits // num_kv_heads
+    pid = tl.program_id(0)
+    m_block = pid % num_m_blocks
+    split_idx = pid // num_m_blocks % num_splits
+    kv_head_idx = (pid // (num_m_blocks * num_splits) % num_kv_heads).to(tl.int64)
+    batch_idx = (pid // (num_m_blocks * num_splits * num_kv_heads)).to(tl.int64)
     row = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = row < num_queries * GROUP
     query_idx = tl.minimum(row // GROUP, num_queries - 1)
@@ -163,8 +146,8 @@ def split_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
-    # First the blocks without a mask, then those at the edges. If all rows see the same keys then not loading the others
-    # is mask enough, and one loop does it.
+    # First the blocks without a mask, then those at the edges. If all rows see the same keys, then not loading the
+    # others is mask enough, and one loop does it.
     for AT_EDGE in tl.static_range(0 if ROWS_DIFFER else 1, 2):
         if not ROWS_DIFFER:
             num_steps = end - begin
@@ -172,7 +155,7 @@ def split_kernel(
             num_steps = (full_begin - begin) + (end - full_end)
         else:
             num_steps = full_end - full_begin
-        for step in range(0, num_steps):
+        for step in range(num_steps):
             if not ROWS_DIFFER:
                 key_block = begin + step
             elif AT_EDGE:
@@ -257,59 +240,6 @@ def split_kernel(
     tl.store(out_rows[:, None] + value_dim[None, :], out_tile.to(out.dtype.element_ty), mask=out_mask)
 
 
-@triton.jit
-def combine_kernel(
-    partial_out,  # [num_splits, B, Hq, Sq, Dv] fp32
-    partial_lse,  # [num_splits, B, Hq, Sq] fp32
-    sinks,  # [Hq] fp32, or None
-    out,  # [B, Hq, Sq, Dv]
-    out_strides,  # (batch, head, query)
-    lse,  # [B, Hq, Sq] fp32
-    num_splits,
-    num_rows,  # B * Hq * Sq
-    num_heads,
-    num_queries,
-    VALUE_DIM: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    HAS_SINK: tl.constexpr,
-    COMBINE_SPLITS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    query_idx = row % num_queries
-    head_idx = row // num_queries % num_heads
-    batch_idx = row // num_queries // num_heads
-    value_dim = tl.arange(0, DV_PAD)
-
-    row_max = tl.full([1], float("-inf"), tl.float32)
-    for first_split in range(0, num_splits, COMBINE_SPLITS):
-        split = first_split + tl.arange(0, COMBINE_SPLITS)
-        split_lse = tl.load(partial_lse + split * num_rows + row, mask=split < num_splits, other=float("-inf"))
-        row_max = tl.maximum(row_max, tl.max(split_lse, axis=0))
-    max_safe = tl.where(row_max == float("-inf"), 0.0, row_max)
-
-    # Splits in order, in groups of constant size: the sum's order, and so its bits, do not depend on num_splits as long
-    # as the further splits are empty.
-    row_sum = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, DV_PAD], tl.float32)
-    for first_split in range(0, num_splits, COMBINE_SPLITS):
-        split = first_split + tl.arange(0, COMBINE_SPLITS)
-        split_row = split * num_rows + row
-        split_lse = tl.load(partial_lse + split_row, mask=split < num_splits, other=float("-inf"))
-        mask = (split_lse != float("-inf"))[:, None] & (value_dim < VALUE_DIM)[None, :]
-        o = tl.load(partial_out + split_row[:, None] * VALUE_DIM + value_dim[None, :], mask=mask, other=0.0)
-        weight = tl.exp(split_lse - max_safe)
-        row_sum += tl.sum(weight, axis=0)
-        acc += tl.sum(weight[:, None] * o, axis=0)[None, :]
-
-    sink = row_max
-    if HAS_SINK:
-        sink = tl.load(sinks + head_idx + tl.zeros([1], tl.int32))
-    out_row, row_lse = finish_row(acc, row_max, row_sum, sink, HAS_SINK)
-    tl.store(lse + row + tl.zeros([1], tl.int32), row_lse)
-    out_ptr = out + batch_idx * out_strides[0] + head_idx * out_strides[1] + query_idx * out_strides[2]
-    tl.store(out_ptr + value_dim[None, :], out_row.to(out.dtype.element_ty), mask=(value_dim < VALUE_DIM)[None, :])
-
-
 def attention_decode(
     query: Tensor,
     k_cache: Tensor,
@@ -334,9 +264,9 @@ def attention_decode(
 ) -> tuple[Tensor, Tensor]:
     """Append ``k_new``, ``v_new`` to the caches, then attend: ``out [B, Hq, Sq, Dv]``, ``lse [B, Hq, Sq]`` fp32.
 
-    Shapes and meanings as in ``fastattn.attention_with_kv_cache``; the caller has checked them. A negative window side is
-    unbounded, ``causal`` is ``window_right = 0``. ``num_splits`` > 0 is honoured up to the number of key blocks that a
-    query can see; 0 lets `tiles.decode_plan` choose. Raises ValueError if the capacity is 2^30 tokens or more.
+    Shapes and meanings as in ``fastattn.attention_with_kv_cache``; the caller has checked them. A negative window side
+    is unbounded, ``causal`` is ``window_right = 0``. ``num_splits`` > 0 is honoured up to the number of key blocks that
+    a query can see; 0 lets `tiles.decode_plan` choose. Raises ValueError if the capacity is 2^30 tokens or more.
     """
     batch, num_heads, num_queries, head_dim = query.shape
     kv_heads, block_rows, value_dim = v_cache.shape[1:]

@@ -96,10 +96,10 @@ def append_kernel(
     BLOCK_T: tl.constexpr,
 ):
     num_t_blocks = tl.cdiv(num_new, BLOCK_T)
-    pid = tl.program_id(0).to(tl.int64)
-    t_block = (pid % num_t_blocks).to(tl.int32)
-    kv_head_idx = pid // num_t_blocks % num_kv_heads
-    batch_idx = pid // (num_t_blocks * num_kv_heads)
+    pid = tl.program_id(0)
+    t_block = pid % num_t_blocks
+    kv_head_idx = (pid // num_t_blocks % num_kv_heads).to(tl.int64)
+    batch_idx = (pid // (num_t_blocks * num_kv_heads)).to(tl.int64)
 
     # Where the new tokens go.
     token = t_block * BLOCK_T + tl.arange(0, BLOCK_T)

@@ -59,11 +59,11 @@ def load_rotated(
     ROTARY_DIM: tl.constexpr,  # 0: no RoPE
     INTERLEAVED: tl.constexpr,
 ):
-    """Rows with RoPE applied to their first ROTARY_DIM dims, ``[R, D_PAD]``; computed in fp32, rounded to the rows' dtype.
+    """Rows with RoPE applied to their first ROTARY_DIM dims, ``[R, D_PAD]``.
 
-    Su et al., "RoFormer" (2021), section 3.4.2: (a, b) becomes (a cos - b sin, a sin + b cos). A pair is (2i, 2i + 1)
-    if interleaved, else (i, i + ROTARY_DIM / 2); each element reads its partner a second time, from the cache.
-    Positions outside the table are clamped to it.
+    Computed in fp32, rounded to the rows' dtype. Su et al., "RoFormer" (2021), section 3.4.2: a pair (a, b) becomes
+    (a cos - b sin, a sin + b cos). Pairs are (2i, 2i + 1) if interleaved, else (i, i + ROTARY_DIM / 2); each element
+    reads its partner a second time, from the cache. Positions outside the table are clamped to it.
     """
     row_ptrs = tl.multiple_of(row_ptrs, 16)
     x = tl.load(row_ptrs[:, None] + dim[None, :], mask=row_mask[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)

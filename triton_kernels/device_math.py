@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+
 @triton.jit
 def tanh(x):
     """Accurate to a few ulp: a Taylor polynomial near 0, where the exponential form would cancel."""

@@ -7,8 +7,8 @@ One CTA computes a tile of the result over its share of the reduction: int8 weig
 16-bit numbers in registers (all of -127 … 127 are exact in fp16 and bf16) and go into an MMA with an fp32 accumulator.
 Scales: per tensor and per output channel they multiply the finished sum; per group along K, a step of the loop lies in
 one group and its partial sum is multiplied. In grad_input the scales lie along the reduction: see `grad_input_kernel`.
-If the result has too few tiles to fill the GPU, split_k CTAs share one, leave fp32 partial sums, and `merge_kernel` adds
-them in a fixed order (so that bits repeat) and does the epilogue. All is fp32 up to one rounding at the end.
+If the result has too few tiles to fill the GPU, split_k CTAs share one and leave fp32 partial sums; `merge_kernel` adds
+them in a fixed order, so that bits repeat, and does the epilogue. All is fp32 up to one rounding at the end.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def grad_input_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,  # depth of a step
 ):
-    """dX = dY W. A channel's or group's scale differs along the reduction, so it must go into an operand and be rounded.
+    """dX = dY W. A channel's or group's scale varies along the reduction, so it must go into an operand and be rounded.
 
     It goes into the weights, as it does for who materialises them. In dY it would cost one rounding too, but gradients
     are small: times a scale of 1e-3 they fall below fp16's normal range. For the same reason the weights are scaled
@@ -221,7 +221,7 @@ def merge_kernel(
     residual,
     residual_stride,
     out,  # [M, N]
-    size,  # M * N
+    M,
     N,
     num_splits,
     HAS_SCALE: tl.constexpr,
@@ -230,14 +230,16 @@ def merge_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Adds the splits of BLOCK elements of the result in order, then the epilogue."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < size
+    """Adds the splits of BLOCK elements of one row of the result in order, then the epilogue."""
+    num_n_blocks = tl.cdiv(N, BLOCK)
+    m = (tl.program_id(0) // num_n_blocks).to(tl.int64)
+    n = (tl.program_id(0) % num_n_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = n < N
     acc = tl.zeros([BLOCK], tl.float32)
-    for split_idx in range(0, num_splits):
-        acc += tl.load(partial + split_idx * size + index, mask=mask, other=0.0)
+    for split_idx in range(num_splits):
+        acc += tl.load(partial + (split_idx * M + m) * N + n, mask=mask, other=0.0)
     finish(
-        acc, index // N, index % N, mask, scale, scale_stride, bias, residual, residual_stride, out, N,
+        acc, m, n, mask, scale, scale_stride, bias, residual, residual_stride, out, N,
         HAS_SCALE, HAS_BIAS, HAS_RESIDUAL, ACTIVATION,
     )  # fmt: skip
 
@@ -263,8 +265,8 @@ def int8_matmul(
 ) -> Tensor:
     """``act(x @ dequantize(weight)^T + bias) + residual``: ``x [..., K]``, int8 ``weight [N, K]`` to ``[..., N]``.
 
-    ``scale`` fp32 ``[1, 1]``, ``[N, 1]`` or ``[N, K / group]`` with a group of 32, 64 or 128; ``activation`` one of none,
-    relu, gelu, gelu_tanh, silu; ``bias [N]`` and ``residual [..., N]`` in x's dtype. The caller has checked all that.
+    ``scale`` fp32 ``[1, 1]``, ``[N, 1]`` or ``[N, K / group]`` with a group of 32, 64 or 128; ``activation`` one of
+    none, relu, gelu, gelu_tanh, silu; ``bias [N]``, ``residual [..., N]`` in x's dtype. The caller has checked all.
     """
     n, k = weight.shape
     out = x.new_empty((*x.shape[:-1], n))
@@ -322,9 +324,9 @@ def _merge(
     out: Tensor,
     activation: str,
 ) -> None:
-    """``act(scale * sum(partial) + bias) + residual`` into ``out``, of as many elements as one of ``partial [splits, M, N]``."""
+    """``act(scale * sum(partial) + bias) + residual`` into ``out [..., N]``, from ``partial [splits, M, N]``."""
     num_splits, m, n = partial.shape
-    merge_kernel[(ceil_div(m * n, MERGE_BLOCK),)](
+    merge_kernel[(m * ceil_div(n, MERGE_BLOCK),)](
         partial,
         scale,
         scale_stride,
@@ -332,7 +334,7 @@ def _merge(
         residual,
         residual_stride,
         out,
-        m * n,
+        m,
         n,
         num_splits,
         HAS_SCALE=scale is not None,

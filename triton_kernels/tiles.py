@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from fastattn.device import DeviceFacts
 
 # What one block may use of an SM's shared memory, by compute capability (CUDA programming guide, table of technical
 # specifications): 227 KB on sm_90 and sm_100, 163 KB on sm_80 and sm_87, 99 KB on sm_86, sm_89 and sm_120.
@@ -54,20 +57,23 @@ def attention_forward_tile(
 ) -> AttentionTile:
     """Tile of `attention_forward_kernel`.
 
-    ``masked``: causal or window; ``crowded``: bias, ALiBi, softcap or dropout, which need registers for every score. So far
-    neither ``arch`` nor ``masked`` changes the choice: every tile fits the 99 KB of the smallest architecture (AOT), and
-    no GPU has been at hand to show that another one is faster.
+    ``masked``: causal or window; ``crowded``: bias, ALiBi, softcap or dropout, which need registers for every score.
+    So far neither ``arch`` nor ``masked`` changes the choice: every tile fits the 99 KB of the smallest architecture
+    (AOT), and no GPU has been at hand to show that another one is faster.
     """
     width = max(padded_head_dim(head_dim), padded_head_dim(value_dim))
     if width <= 64:
         if crowded:
-            return AttentionTile(64, 64, num_warps=4, num_stages=2)  # 128 x 64 spills on sm_80 and sm_90 (AOT)
+            # 128 x 64 spills on sm_80 and sm_90, and so does 64 x 64 with four warps where the width is padded (AOT).
+            return AttentionTile(64, 64, num_warps=8, num_stages=2)
         # Eight warps: with four, the causal loop spills on sm_80 and sm_90 (AOT). Three stages: prediction.
         return AttentionTile(128, 64, num_warps=8, num_stages=3)
     if width <= 128:
         if crowded:
             return AttentionTile(64, 32, num_warps=8, num_stages=2)  # 64 x 64 and 128 x 32 spill on sm_90 (AOT)
-        return AttentionTile(128, 64, num_warps=8, num_stages=2)  # 64 KB (sm_80) to 96 KB (sm_90); two stages: prediction
+        return AttentionTile(
+            128, 64, num_warps=8, num_stages=2
+        )  # 64 KB (sm_80) to 96 KB (sm_90); two stages: prediction
     if crowded:
         return AttentionTile(32, 32, num_warps=8, num_stages=1)  # 64 x 32 spills on sm_90 (AOT)
     return AttentionTile(64, 32, num_warps=8, num_stages=2)  # 64 x 64 spills on sm_90 and needs 104 KB on sm_80 (AOT)
@@ -87,15 +93,18 @@ def attention_backward_tile(
         # Eight warps: with four, 64 x 32 spills on sm_100 (AOT). One stage from 256 dims on: two exceed 99 KB.
         return AttentionTile(64, 32, num_warps=8, num_stages=2 if width <= 128 else 1)
     if width > 128:
-        # The accumulators alone are 256 columns wide: 64 x 32 (query) and 32 x 64 (key_value) spill on sm_90 (AOT).
-        if kernel == "key_value" and crowded:
-            return AttentionTile(16, 32, num_warps=8, num_stages=1)  # 32 x 32 spills on sm_100 (AOT)
+        # The accumulators alone are 256 columns wide: 64 x 32 (query) and 32 x 64 (key_value) spill on sm_90, and 32 x
+        # 32 on sm_100 if it is crowded, in either kernel (AOT).
+        if crowded:
+            return AttentionTile(*((32, 16) if kernel == "query" else (16, 32)), num_warps=8, num_stages=1)
         return AttentionTile(32, 32, num_warps=8, num_stages=1)
     if kernel == "query":
         if width <= 64:
             side = 32 if crowded else 64  # 64 x 32, crowded, spills on sm_80 and sm_100 (AOT)
             return AttentionTile(side, side, num_warps=4, num_stages=2)
-        return AttentionTile(64, 32 if crowded else 64, num_warps=8, num_stages=2)  # 64 x 64, crowded, spills on sm_90 (AOT)
+        return AttentionTile(
+            64, 32 if crowded else 64, num_warps=8, num_stages=2
+        )  # 64 x 64, crowded, spills on sm_90 (AOT)
     if crowded:
         return AttentionTile(32, 32, num_warps=4, num_stages=2)  # 32 x 64 spills on sm_80 and sm_90 (AOT)
     # Four warps suffice for 64 dims; at 128, 64 x 64 spills on sm_90 with eight warps, and 32 x 64 with four (AOT).
@@ -128,7 +137,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def split_cost(tiles: int, steps: int, slots: int, splits: int) -> float:
-    """Estimated time of ``tiles`` results of ``steps`` loop steps each, dealt to ``splits`` CTAs, where ``slots`` run at once.
+    """Estimated time of ``tiles`` results of ``steps`` loop steps each, dealt to ``splits`` CTAs, ``slots`` at a time.
 
         ceil(tiles * splits / slots) * (setup + ceil(steps / splits)) + (merge(splits) if splits > 1)
 
@@ -150,6 +159,7 @@ DECODE_MAX_SPLITS = 256
 # A split of a batch-invariant plan always has this many keys, whatever else is in the batch. 1024 keys of 128 + 128
 # 16-bit dims are 512 KB of cache, against which the partial result of 16 rows, written and read (16 KB), is 3 %.
 DECODE_INVARIANT_SPLIT_KEYS = 1024
+
 
 @dataclass(frozen=True)
 class DecodeTile:
@@ -189,20 +199,20 @@ def decode_tile(
     # Shared memory outside the pipeline (AOT): the query tile and the probabilities, 16-bit.
     fixed_bytes = 2 * (block_m * key_width + block_m * block_n)
     block_bytes = block_n * width * cache_itemsize
-    # Two CTAs on an SM hide each other's softmax and edges, if each has two blocks in flight. Bandwidth needs some 32 KB
-    # per SM (4.8 TB/s times 0.8 us over 132 SMs); more than three blocks only lengthen the start.
+    # Two CTAs on an SM hide each other's softmax and edges, if each has two blocks in flight. Bandwidth needs some
+    # 32 KB per SM (4.8 TB/s times 0.8 us over 132 SMs); more than three blocks only lengthen the start.
     for ctas_per_sm in (2, 1):
         buffers = min(3, (shared_memory_bytes // ctas_per_sm - fixed_bytes) // block_bytes)
         if buffers >= 2:
             break
-    # Triton's pipeliner gives num_stages - 1 buffers to an mma.sync loop, and half of that where the addresses come from
-    # a gather of page ids, which is pipelined as well (AOT).
+    # Triton's pipeliner gives num_stages - 1 buffers to an mma.sync loop, and half of that where the addresses come
+    # from a gather of page ids, which is pipelined as well (AOT).
     gathers = page_size % block_n != 0
     return DecodeTile(block_m, block_n, num_warps, 1 + buffers * (2 if gathers else 1), ctas_per_sm)
 
 
 def decode_key_blocks(capacity: int, num_queries: int, window_left: int, block_n: int) -> int:
-    """The most blocks of ``block_n`` keys that the queries of one sequence can see together (``window_left`` < 0: unbounded)."""
+    """The most blocks of ``block_n`` keys that a sequence's queries can see together (``window_left`` < 0: all)."""
     num_blocks = ceil_div(capacity, block_n)
     if window_left < 0:
         return num_blocks
@@ -214,7 +224,7 @@ def decode_key_blocks(capacity: int, num_queries: int, window_left: int, block_n
 def decode_num_splits(
     batch: int, kv_heads: int, m_blocks: int, key_blocks: int, num_sms: int, ctas_per_sm: int = 2
 ) -> int:
-    """Into how many parts each sequence of up to ``key_blocks`` blocks of keys is split, so that the grid fills the GPU.
+    """Into how many parts each sequence of up to ``key_blocks`` blocks of keys is split, so as to fill the GPU.
 
     The least estimated time wins (`split_cost`). Many sequences or heads: 1, because more splits only add waves. One
     sequence: as many as there are slots for CTAs. Few blocks: 1, because the merge costs more than it saves. The host
@@ -267,7 +277,7 @@ INT8_MAX_SPLITS = 16
 
 @dataclass(frozen=True)
 class Int8MatmulTile:
-    """Constexprs of `int8_matmul`'s kernels: ``block_m`` tokens, ``block_n`` outputs, ``block_k`` deep, ``split_k`` CTAs deep."""
+    """Constexprs of `int8_matmul`'s kernels: ``block_m`` tokens, ``block_n`` outputs, steps of ``block_k``."""
 
     block_m: int
     block_n: int
@@ -293,14 +303,17 @@ def int8_matmul_tile(
     block_n = 128 if large else 64
     # 128 bytes of a weight row are a whole cache line. A step lies inside one group, whose scale it applies.
     block_k = min(64 if large else 128, group or 128)
-    # Eight warps where the accumulator (twice, with groups: the step's own and the total) would fill four's registers.
-    num_warps = 8 if large else 4
-    # Small m needs bytes in flight: four stages of 12 to 24 KB, on two CTAs per SM. Large m needs latency hidden.
+    # Eight warps where the accumulator (twice, with groups: the step's own and the total) and the converted weights
+    # would fill four's registers (AOT: the gradient spills at m = 64 on sm_80).
+    num_warps = 8 if block_m >= 64 else 4
+    # Bandwidth needs bytes in flight: 32 KB on each of two CTAs per SM at small m, in more stages where a group makes
+    # them small. Large m only needs latency hidden.
     step_bytes = block_n * block_k + block_m * block_k * 2
     ctas_per_sm = 1 if large else 2
-    # Besides the pipeline: one step's weights as 16-bit numbers, where the MMA wants them in shared memory.
-    spare_bytes = shared_memory_bytes // ctas_per_sm - 2 * block_n * block_k
-    num_stages = max(2, min(4, spare_bytes // step_bytes))
+    # Besides the pipeline: one step's weights as 16-bit numbers, which wgmma and tcgen05 may want in shared memory.
+    converted_bytes = 2 * block_n * block_k if arch >= 90 else 0
+    room = (shared_memory_bytes // ctas_per_sm - converted_bytes) // step_bytes
+    num_stages = max(2, min(max(4, min(8, 32 * 1024 // step_bytes)), room))
     tiles, steps = ceil_div(m, block_m) * ceil_div(n, block_n), ceil_div(k, block_k)
     candidates = range(1, max(1, min(steps, INT8_MAX_SPLITS)) + 1)
     split_k = min(candidates, key=lambda splits: split_cost(tiles, steps, num_sms * ctas_per_sm, splits))

@@ -1,5 +1,7 @@
 // fastattn::attention_forward on CUDA tensors: check, fill the params, pick the kernel.
 
+#ifdef FASTATTN_ARCH_80
+
 #include "api/attention_forward.h"
 
 #include <torch/csrc/stable/accelerator.h>
@@ -93,3 +95,5 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
 }
 
 }  // namespace fastattn
+
+#endif  // FASTATTN_ARCH_80

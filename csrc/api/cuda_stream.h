@@ -10,9 +10,9 @@
 
 namespace fastattn {
 
-// The symbol lives in libtorch_cuda, which a torch without CUDA does not have. So it is looked up at the first call, when
-// there is a CUDA tensor, and this library still loads where there is none. Python loads torch's libraries for itself
-// alone, so that the default search finds them only in a program that links them.
+// The symbol lives in libtorch_cuda, which a torch without CUDA does not have. So it is looked up at the first call,
+// when there is a CUDA tensor, and this library still loads where there is none. Python loads torch's libraries for
+// itself alone, so that the default search finds them only in a program that links them.
 inline Stream current_cuda_stream(int32_t device_index) {
     using Function = int32_t (*)(int32_t device_index, void** stream);
     static const Function function = [] {

@@ -1,9 +1,9 @@
 // Attention forward, FlashAttention-2 (Dao 2023, algorithm 1): O = softmax(scale · Q·Kᵀ + mask) · V, and the lse.
 //
 // One CTA computes kBlockM query rows of one head; each of its warps owns 32 of them from start to end, and all lanes
-// also copy. Keys pass in tiles of kBlockN from the last that is visible to the first, so that the masked tiles (the end
-// of the sequence, the diagonal) come first and have a loop of their own. K and V have one buffer each: while one is
-// computed with, the other is on its way.
+// also copy. Keys pass in tiles of kBlockN from the last that is visible to the first, so that the masked tiles (the
+// end of the sequence, the diagonal) come first and have a loop of their own. K and V have one buffer each: while one
+// is computed with, the other is on its way.
 //
 //   cp.async      K2 |   V2   |         K1         |   V1   |         K0         |   V0   |
 //   tensor cores     | Q·K2ᵀ  | softmax     P·V2   | Q·K1ᵀ  | softmax     P·V1   | Q·K0ᵀ  | softmax     P·V0
@@ -76,7 +76,8 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     int32_t num_seen[kTilesM][2];                                      // keys that row [m][half] of this lane sees
     for_own_rows<kTilesM>(lane, [&](int m, int half, int row) { num_seen[m][half] = keys_seen_by(warp_row + row); });
 
-    // Scores are multiplied by |scale|, so that they grow with Q·Kᵀ, whose maximum softmax takes; Q gets the sign, or 0.
+    // Scores are multiplied by |scale|, so that they grow with Q·Kᵀ, whose maximum softmax takes; Q gets the sign, or
+    // 0.
     const float sign = params.scale > 0 ? 1.0f : params.scale < 0 ? -1.0f : params.scale;
     OnlineSoftmax<kTilesM> softmax(sign == 0 ? 1.0f : fabsf(params.scale) * kLog2E);
     float rO[kTilesM][kTilesD][4] = {};  // [kWarpM, kHeadDim]

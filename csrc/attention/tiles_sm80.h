@@ -13,12 +13,12 @@ using ForwardHeadDims = std::integer_sequence<int, 64, 128>;
 template <int kHeadDim>
 struct ForwardTileSm80;
 
-// Counts are of the SASS for sm_80 (nvcc 13.0), per warp and unmasked step of 32 rows by kBlockN keys; a step of 64 rows by
-// 64 keys takes two. Nothing of it spills.
+// Counts are of the SASS for sm_80 (nvcc 13.0), per warp and unmasked step of 32 rows by kBlockN keys; a step of 64
+// rows by 64 keys takes two. Nothing of it spills.
 
-// 603 instructions: 128 HMMA, 68 EX2, 40 LDSM. 237 registers, 32 KB. kBlockN = 96 and 112 take 7 and 8% fewer instructions
-// per key, but mask up to 95 and 111 columns at the end of every sequence and more at the diagonal; three CTAs on an SM
-// (168 registers) spill 100 bytes.
+// 603 instructions: 128 HMMA, 68 EX2, 40 LDSM. 237 registers, 32 KB. kBlockN = 96 and 112 take 7 and 8% fewer
+// instructions per key, but mask up to 95 and 111 columns at the end of every sequence and more at the diagonal; three
+// CTAs on an SM (168 registers) spill 100 bytes.
 template <>
 struct ForwardTileSm80<64> {
     static constexpr int kBlockM = 128;

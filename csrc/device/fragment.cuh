@@ -41,14 +41,14 @@ struct LdmatrixLane {
     int row, chunk;
 };
 
-// Registers r[0..3] become the block's 8x8 quarters upper left, lower left, upper right, lower right. From [M, K] that is
-// operand A; from [K, N], with .trans, operands B (r[0], r[1]) and (r[2], r[3]) of the block's two tiles in N.
+// Registers r[0..3] become the block's 8x8 quarters upper left, lower left, upper right, lower right. From [M, K] that
+// is operand A; from [K, N], with .trans, operands B (r[0], r[1]) and (r[2], r[3]) of the block's two tiles in N.
 __device__ __forceinline__ LdmatrixLane ldmatrix_lane(int lane) {
     return {lane % 16, lane / 16};
 }
 
-// The other two quarters are exchanged: from [N, K], operands B (r[0], r[1]) and (r[2], r[3]) of the two tiles in N. With
-// the map above these would be (r[0], r[2]) and (r[1], r[3]), and mma wants them in neighbouring registers.
+// The other two quarters are exchanged: from [N, K], operands B (r[0], r[1]) and (r[2], r[3]) of the two tiles in N.
+// With the map above these would be (r[0], r[2]) and (r[1], r[3]), and mma wants them in neighbouring registers.
 __device__ __forceinline__ LdmatrixLane ldmatrix_lane_b(int lane) {
     return {lane / 16 * 8 + lane % 8, lane / 8 % 2};
 }

@@ -6,8 +6,8 @@
 
 namespace fastattn {
 
-// Row [m][half] of this lane sees keys [0, num_seen[m][half]); the tile's columns are the keys from first_key on. What a
-// row does not see becomes -inf, whatever it was.
+// Row [m][half] of this lane sees keys [0, num_seen[m][half]); the tile's columns are the keys from first_key on. What
+// a row does not see becomes -inf, whatever it was.
 template <int kTilesM, int kTilesN>
 __device__ __forceinline__ void mask_columns(float (&rS)[kTilesM][kTilesN][4], const int32_t (&num_seen)[kTilesM][2],
                                              int32_t first_key, int lane) {

@@ -1,5 +1,5 @@
-// NaN and infinity in values that only some rows of a tile see. The product P·V multiplies masked values by P = 0, which
-// does not silence them: so they are taken out of the tile, and added to the rows that see them.
+// NaN and infinity in values that only some rows of a tile see. The product P·V multiplies masked values by P = 0,
+// which does not silence them: so they are taken out of the tile, and added to the rows that see them.
 #pragma once
 
 #include <cstdint>

@@ -12,7 +12,7 @@ inline constexpr float kLn2 = 0.69314718055994530942f;
 inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kInfinity = __builtin_huge_valf();
 
-// Sum and maximum over the lanes that share an accumulator row.
+// Maximum and sum over the lanes that share an accumulator row.
 __device__ __forceinline__ float row_reduce_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
@@ -40,8 +40,8 @@ struct OnlineSoftmax {
         }
     }
 
-    // Turns rS into P in place, and rescales what rO has gathered relative to the maximum before. kMasked: S may be -inf,
-    // also in a whole row. P keeps S's NaN; the maximum ignores it.
+    // Turns rS into P in place, and rescales what rO has gathered relative to the maximum before. kMasked: S may be
+    // -inf, also in a whole row. P keeps S's NaN; the maximum ignores it.
     template <bool kMasked, int kTilesN, int kTilesD>
     __device__ __forceinline__ void update(float (&rS)[kTilesM][kTilesN][4], float (&rO)[kTilesM][kTilesD][4]) {
         float reference[kTilesM][2];
@@ -103,8 +103,9 @@ struct OnlineSoftmax {
         }
     }
 
-    // Rounded by itself, never fused into what follows: P, the correction and the logarithm then refer to the same number,
-    // whose rounding cancels however large the scores are.
+    // Rounded by itself, never fused into what follows: P, the correction and the logarithm then refer to the same
+    // number, and its rounding cancels. The largest P is 1 but for that rounding, which stays within a factor of 2^4
+    // for scores below 2^27 (binary logarithms); fp32 scores above have an error of the same size in themselves.
     __device__ __forceinline__ float scaled(float max) const { return __fmul_rn(max, scale_log2); }
 };
 

@@ -15,9 +15,9 @@ __device__ __forceinline__ Element* row_pointer(const HeadsView<Element>& view, 
     return view.data + batch * view.batch_stride + head * view.head_stride + row * view.row_stride;
 }
 
-// The tiles of one tensor, copied one after the other into one place. Each thread copies one chunk of every kRowsPerPass-th
-// row, so that neighbouring threads touch neighbouring chunks. A thread always has the same chunks of a tile, and may look
-// at them before the barrier that shares the tile.
+// The tiles of one tensor, copied one after the other into one place. Each thread copies one chunk of every
+// kRowsPerPass-th row, so that neighbouring threads touch neighbouring chunks. A thread always has the same chunks of a
+// tile, and may look at them before the barrier that shares the tile.
 template <int kRows, int kHeadDim, int kThreads>
 struct TileLoader {
     using Layout = Swizzle<kHeadDim>;
@@ -41,8 +41,8 @@ struct TileLoader {
         gChunk = gTile + row * row_stride + chunk * kChunkElements;
     }
 
-    // Starts to copy a tile, and goes back by one. kPartial: only the first num_rows rows exist; the others become zero,
-    // and are not read.
+    // Starts to copy a tile, and goes back by one. kPartial: only the first num_rows rows exist; the others become
+    // zero, and are not read.
     template <bool kPartial>
     __device__ __forceinline__ void load(int num_rows) {
         const uint32_t destination = shared_address(sChunk);

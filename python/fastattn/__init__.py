@@ -10,7 +10,7 @@ from fastattn import nn
 from fastattn.attention import attention, attention_varlen
 from fastattn.decode import attention_with_kv_cache
 from fastattn.dispatch import use_backend
-from fastattn.errors import InputError
+from fastattn.errors import CacheFull, InputError
 from fastattn.explain import Explanation, explain, record
 from fastattn.int8 import Int8Weight, int8_linear, quantize_int8
 from fastattn.kv_cache import KVCache
@@ -19,6 +19,7 @@ from fastattn.patch import install, patch_sdpa, uninstall
 from fastattn.sdpa import scaled_dot_product_attention
 
 __all__ = [
+    "CacheFull",
     "Explanation",
     "InputError",
     "Int8Weight",

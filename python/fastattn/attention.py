@@ -26,6 +26,7 @@ from fastattn.checks import (
 )
 from fastattn.dispatch import Call, choose, only_torch_handles
 from fastattn.errors import InputError
+from fastattn.plans import Plans
 
 # The original of what patch_sdpa() replaces.
 torch_sdpa = torch._C._nn.scaled_dot_product_attention
@@ -49,10 +50,6 @@ class Plan(NamedTuple):
     dropout_p: float
     needs_grad: bool
     torch_sdpa_can: bool
-
-
-_plans: dict[Any, Plan] = {}
-_PLANS_KEPT = 4096
 
 
 def attention(
@@ -100,7 +97,7 @@ def attention(
     """
     return _attend(
         (query, key, value, bias, alibi_slopes, sinks, None, None),
-        (0, 0, causal, tuple(window), softcap, dropout_p, scale),
+        (0, 0, causal, window, softcap, dropout_p, scale),
         dropout_seed,
         deterministic,
         return_lse,
@@ -148,7 +145,7 @@ def attention_varlen(
     check_tensor("cu_seqlens_k", cu_seqlens_k)
     return _attend(
         (query, key, value, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k),
-        (max_seqlen_q, max_seqlen_k, causal, tuple(window), softcap, dropout_p, scale),
+        (max_seqlen_q, max_seqlen_k, causal, window, softcap, dropout_p, scale),
         dropout_seed,
         deterministic,
         return_lse,
@@ -173,17 +170,7 @@ def _attend(
         query, key, value = (autocast_to(cast, t) for t in (query, key, value))
         tensors = (query, key, value, *tensors[3:])
 
-    if torch.compiler.is_compiling():
-        plan = _check_and_plan(tensors, options)
-    else:
-        signature = (*map(_signature, tensors), options, torch.is_grad_enabled())
-        found = _plans.get(signature)
-        if found is None:
-            found = _check_and_plan(tensors, options)
-            if len(_plans) >= _PLANS_KEPT:
-                _plans.clear()
-            _plans[signature] = found
-        plan = found
+    plan = _plans.get(tensors, options)
     if cu_seqlens_q is not None and device_checks_are_on():
         assert cu_seqlens_k is not None
         _check_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], options[0])
@@ -242,15 +229,6 @@ def _reference(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return reference.attention(query, key, value, bias=bias, **options)
     return reference.attention_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, *max_seqlens, **options)
-
-
-def _signature(tensor: Any) -> tuple[Any, ...] | None:
-    """What a plan depends on; the type too, since subclasses go to PyTorch and what is no tensor is an error."""
-    if tensor is None:
-        return None
-    if not isinstance(tensor, Tensor):
-        return (type(tensor),)
-    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
 
 
 def _check_and_plan(tensors: _Tensors, options: _Options) -> Plan:
@@ -353,6 +331,9 @@ def _check_and_plan(tensors: _Tensors, options: _Options) -> Plan:
         needs_grad,
         plain,
     )
+
+
+_plans = Plans(_check_and_plan)
 
 
 def default_scale(head_dim: int) -> float:

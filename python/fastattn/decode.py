@@ -26,6 +26,7 @@ from fastattn.checks import (
 from fastattn.dispatch import Call, choose, only_torch_handles
 from fastattn.errors import InputError
 from fastattn.layout import ALIGNMENT_BYTES, reason_to_copy
+from fastattn.plans import Plans
 
 
 class _Tensors(NamedTuple):
@@ -63,8 +64,6 @@ class _Plan(NamedTuple):
     window: tuple[int, int]
 
 
-_plans: dict[Any, _Plan] = {}
-_PLANS_KEPT = 4096
 _NEEDED = ("query", "k_cache", "v_cache", "cache_seqlens")
 
 
@@ -149,7 +148,7 @@ def attention_with_kv_cache(
         v_new = None if v_new is None else autocast_to(cast, v_new)
         tensors = tensors._replace(query=query, k_new=k_new, v_new=v_new)
     options = _Options(rotary_interleaved, causal, window, softcap, scale, return_lse, num_splits, batch_invariant)
-    plan = _plan(tensors, options)
+    plan = _plans.get(tensors, options)
     if device_checks_are_on():
         _check_device_memory(tensors)
 
@@ -220,32 +219,6 @@ def _check_layout(name: str, cache: Tensor) -> None:
         )
 
 
-def _signature(tensor: Any) -> tuple[Any, ...] | None:
-    """What a plan depends on; of what is no tensor, the type: there is no plan with that."""
-    if tensor is None:
-        return None
-    if not isinstance(tensor, Tensor):
-        return (type(tensor),)
-    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
-
-
-def _plan(tensors: _Tensors, options: _Options) -> _Plan:
-    if torch.compiler.is_compiling():
-        return _check_and_plan(tensors, options)
-    # The types too: 0 equals False, and is not one.
-    signature = (*map(_signature, tensors), options, *map(type, options), torch.is_grad_enabled())
-    try:
-        found = _plans.get(signature)
-    except TypeError:  # an option that cannot be hashed is a wrong one: the checks say what is wrong with it
-        return _check_and_plan(tensors, options)
-    if found is None:
-        found = _check_and_plan(tensors, options)
-        if len(_plans) >= _PLANS_KEPT:
-            _plans.clear()
-        _plans[signature] = found
-    return found
-
-
 def _check_and_plan(t: _Tensors, options: _Options) -> _Plan:
     for name, tensor in zip(_Tensors._fields, t, strict=True):
         check_tensor(name, tensor, optional=name not in _NEEDED)
@@ -301,6 +274,9 @@ def _check_and_plan(t: _Tensors, options: _Options) -> _Plan:
     )
     scale = default_scale(head_dim) if options.scale is None else float(options.scale)
     return _Plan(call, scale, (left, right))
+
+
+_plans = Plans(_check_and_plan)
 
 
 def _check_caches(t: _Tensors) -> set[str]:

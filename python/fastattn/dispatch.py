@@ -253,15 +253,19 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
     from fastattn.triton_kernels import tiles
 
     if call.op == "attention":
-        masked = bool(call.features & {"mask", "bias"})
-        tile: Any = tiles.attention_forward_tile(device_facts.arch, call.head_dim, call.value_dim, masked)
+        masked = bool(call.features & {"causal", "window"})
+        crowded = bool(call.features & {"mask", "bias", "dropout", "alibi", "softcap"})
+        tile: Any = tiles.attention_forward_tile(device_facts.arch, call.head_dim, call.value_dim, masked, crowded)
         return "attention_forward_kernel", tile
     if call.op == "decode":
         rows, itemsize = call.sizes
         return "split_kernel", tiles.decode_tile(
             device_facts.arch, call.head_dim, call.value_dim, rows, itemsize, device_facts.shared_memory_bytes
         )
-    return f"{call.op} kernel", None
+    tile = tiles.int8_matmul_tile(
+        device_facts.arch, *call.sizes, device_facts.shared_memory_bytes, device_facts.num_sms
+    )
+    return "int8_matmul_kernel", tile
 
 
 def only_torch_handles(*tensors: Tensor | None) -> str | None:

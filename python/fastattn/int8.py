@@ -25,6 +25,7 @@ from fastattn.checks import (
     expect,
 )
 from fastattn.dispatch import Call, choose, only_torch_handles
+from fastattn.plans import Plans
 
 GROUP_SIZES = (32, 64, 128)
 GRANULARITIES: tuple[str | int, ...] = ("tensor", "channel", *GROUP_SIZES)
@@ -191,10 +192,6 @@ def int8_linear(
     return linear_over(x, weight.data, weight.scale, bias, activation, residual, activations)
 
 
-_plans: dict[Any, Call] = {}
-_PLANS_KEPT = 4096
-
-
 def linear_over(
     x: Tensor,
     data: Tensor,
@@ -218,22 +215,7 @@ def linear_over(
         residual = None if residual is None else autocast_to(cast, residual)
     if x.is_nested:
         return _nested_linear(x, data, scale, bias, activation, residual, activations)
-    if torch.compiler.is_compiling():
-        call = _check_and_plan(x, data, scale, bias, activation, residual, activations)
-    else:
-        signature = (
-            *map(_signature, (x, data, scale, bias, residual)),
-            activation,
-            activations,
-            torch.is_grad_enabled(),
-        )
-        found = _plans.get(signature)
-        if found is None:
-            found = _check_and_plan(x, data, scale, bias, activation, residual, activations)
-            if len(_plans) >= _PLANS_KEPT:
-                _plans.clear()
-            _plans[signature] = found
-        call = found
+    call = _plans.get((x, data, scale, bias, residual), (activation, activations))
     if device_checks_are_on():
         expect(bool(scale.isfinite().all()), "weight.scale", "finite scales", "NaN or infinity")
 
@@ -264,21 +246,9 @@ def _nested_linear(
     return y if residual is None else y + residual
 
 
-def _signature(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    if tensor is None:
-        return None
-    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
-
-
-def _check_and_plan(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    activations: str,
-) -> Call:
+def _check_and_plan(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Call:
+    x, data, scale, bias, residual = tensors
+    activation, activations = options
     rows, columns = data.shape
     check_dtype("x", x, FLOATING)
     expect(x.dim() >= 1 and x.shape[-1] == columns, "x", f"shape [..., K] with K = {columns}", list(x.shape))
@@ -312,6 +282,9 @@ def _check_and_plan(
         0,
         0,
         frozenset(features),
-        (rows_of_x, rows, columns),
+        (rows_of_x, rows, columns, columns // scale.shape[1] if scale.shape[1] > 1 else 0),
         only_torch_handles(x, data, scale, bias, residual),
     )
+
+
+_plans = Plans(_check_and_plan)

@@ -22,6 +22,7 @@ from fastattn.attention import default_scale, draw_seed, torch_sdpa
 from fastattn.autocast import autocast_dtype, autocast_to
 from fastattn.device import facts
 from fastattn.dispatch import Call, choose, only_torch_handles
+from fastattn.plans import Plans
 
 
 class _Plan(NamedTuple):
@@ -33,10 +34,6 @@ class _Plan(NamedTuple):
     kv_heads: int
     scale: float
     needs_grad: bool
-
-
-_plans: dict[Any, _Plan] = {}
-_PLANS_KEPT = 4096
 
 
 def scaled_dot_product_attention(
@@ -70,31 +67,17 @@ def scaled_dot_product_attention(
     """
     device = query.device
     if facts(device) is None and not dispatch.is_watched():
-        return torch_sdpa(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     original = (query, key, value, attn_mask)
     cast = autocast_dtype(device.type)
     if cast is not None:
         query, key, value = (autocast_to(cast, t) for t in (query, key, value))
         attn_mask = None if attn_mask is None else autocast_to(cast, attn_mask)
     options = (dropout_p, is_causal, scale, enable_gqa)
-    if torch.compiler.is_compiling():
-        plan = _make_plan(query, key, value, attn_mask, *options)
-    else:
-        signature = (*map(_signature, (query, key, value, attn_mask)), *options, torch.is_grad_enabled())
-        found = _plans.get(signature)
-        if found is None:
-            found = _make_plan(query, key, value, attn_mask, *options)
-            if len(_plans) >= _PLANS_KEPT:
-                _plans.clear()
-            _plans[signature] = found
-        plan = found
+    plan = _plans.get((query, key, value, attn_mask), options)
     choice = choose(plan.call)
     if choice.backend == "torch":
-        return torch_sdpa(
-            *original, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return torch_sdpa(*original, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     out, _ = ops.attention(
         choice.backend,
         _to_heads(query, plan.batch, plan.heads),
@@ -123,22 +106,9 @@ def scaled_dot_product_attention(
     return out.reshape((*plan.batch, plan.heads, *out.shape[-2:])[-rank:])
 
 
-def _signature(tensor: Any) -> tuple[Any, ...] | None:
-    if tensor is None:
-        return None
-    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
-
-
-def _make_plan(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> _Plan:
+def _make_plan(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _Plan:
+    query, key, value, attn_mask = tensors
+    dropout_p, is_causal, scale, enable_gqa = options
     only_torch = only_torch_handles(query, key, value, attn_mask) or _reason_for_torch(
         query, key, value, attn_mask, dropout_p, scale, enable_gqa
     )
@@ -163,6 +133,9 @@ def _make_plan(
     call = Call("attention", query.device, query.dtype, query.shape[-1], value.shape[-1], features, sizes)
     resolved_scale = default_scale(query.shape[-1]) if scale is None else float(scale)
     return _Plan(call, batch, heads, kv_heads, resolved_scale, needs_grad)
+
+
+_plans = Plans(_make_plan)
 
 
 def _reason_for_torch(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from aot import Build
-
 from fastattn.triton_kernels import tiles
-from fastattn.triton_kernels.int8_matmul import MERGE_BLOCK, forward_kernel, grad_input_kernel, merge_kernel
+from fastattn.triton_kernels.int8_matmul import forward_kernel, grad_input_kernel
 
 KB = 1024
 SHARED_MEMORY = {80: 163 * KB, 86: 99 * KB, 90: 227 * KB, 100: 227 * KB}
@@ -78,35 +77,15 @@ def grad_input_build(arch: int, dtype: str, m: int, group: int) -> Build:
     return Build(name, grad_input_kernel, arch, types, constexprs, limit)
 
 
-def merge_build(arch: int, dtype: str) -> Build:
-    types: dict[str, Any] = {
-        "partial": "*fp32:16",
-        "scale": "*fp32:16",
-        "scale_stride": "i32",
-        "bias": f"*{dtype}:16",
-        "residual": f"*{dtype}:16",
-        "residual_stride": "i32:16",
-        "out": f"*{dtype}:16",
-        "size": "i32:16",
-        "N": "i32:16",
-        "num_splits": "i32",
-    }
-    constexprs = {
-        "HAS_SCALE": True,
-        "HAS_BIAS": True,
-        "HAS_RESIDUAL": True,
-        "ACTIVATION": "gelu",
-        "BLOCK": MERGE_BLOCK,
-        "num_warps": 4,
-        "enable_fp_fusion": True,
-    }
-    return Build(f"int8-merge-sm{arch}-{dtype}", merge_kernel, arch, types, constexprs, SHARED_MEMORY[arch])
-
-
 def builds() -> list[Build]:
     found = []
     for arch in (80, 86, 90, 100):
-        for m, dtype, other in ((1, "fp16", "bf16"), (32, "bf16", "fp16"), (64, "fp16", "bf16"), (4096, "bf16", "fp16")):
+        for m, dtype, other in (
+            (1, "fp16", "bf16"),
+            (32, "bf16", "fp16"),
+            (64, "fp16", "bf16"),
+            (4096, "bf16", "fp16"),
+        ):
             found.append(forward_build(arch, dtype, m, 0, "gelu"))
             if arch != 86 and m in (1, 4096):
                 found.append(forward_build(arch, other, m, 32, "silu"))
@@ -115,5 +94,4 @@ def builds() -> list[Build]:
         if arch != 86:
             found.append(grad_input_build(arch, "fp16", 4096, 32))
             found.append(grad_input_build(arch, "fp16", 64, 128))
-            found.append(merge_build(arch, "bf16"))
     return found

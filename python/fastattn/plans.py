@@ -1,0 +1,51 @@
+"""Checking a call's arguments and deciding about them once per signature, not once per call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+Plan = TypeVar("Plan")
+
+_KEPT = 4096  # a server that sees ever new lengths must not grow for ever
+
+
+class Plans(Generic[Plan]):
+    """Keeps what ``make(tensors, options)`` returned, by everything of the arguments that the host knows.
+
+    ``make`` checks the arguments and raises where they are wrong; an error is not kept. Under ``torch.compile`` it is
+    traced each time: there the compiled graph is what keeps the result.
+    """
+
+    def __init__(self, make: Callable[[Any, Any], Plan]) -> None:
+        self._make = make
+        self._kept: dict[Any, Plan] = {}
+
+    def get(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Plan:
+        """The plan for these arguments."""
+        if torch.compiler.is_compiling():
+            return self._make(tensors, options)
+        # The options' types too: 0 equals False, and is not one.
+        signature = (*map(_signature, tensors), options, *map(type, options), torch.is_grad_enabled())
+        try:
+            found = self._kept.get(signature)
+        except TypeError:  # an option that cannot be hashed is a wrong one: the checks say what is wrong with it
+            return self._make(tensors, options)
+        if found is None:
+            found = self._make(tensors, options)
+            if len(self._kept) >= _KEPT:
+                self._kept.clear()
+            self._kept[signature] = found
+        return found
+
+
+def _signature(tensor: Any) -> Any:
+    """What a plan depends on; the type too, since subclasses go to PyTorch. Of what is no tensor, the type alone."""
+    if tensor is None:
+        return None
+    if not isinstance(tensor, Tensor):
+        return type(tensor)
+    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)

@@ -1,0 +1,93 @@
+"""What the kernels without matrix instructions compile to: before and after flash-decoding and the int8 matmul."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aot import Build
+from aot_decode import SHARED_MEMORY, STRIDES, TupleType, cache_types
+from fastattn.triton_kernels.decode_append import BLOCK_T, append_kernel
+from fastattn.triton_kernels.decode_combine import COMBINE_SPLITS, combine_kernel
+from fastattn.triton_kernels.int8_matmul import MERGE_BLOCK, merge_kernel
+
+
+def append_build(arch: int, dtype: str, int8: bool) -> Build:
+    types: dict[str, Any] = cache_types(dtype, int8, True, True) | {
+        "k_new": f"*{dtype}:16",
+        "k_new_strides": TupleType(STRIDES),
+        "v_new": f"*{dtype}:16",
+        "v_new_strides": TupleType(STRIDES),
+    }
+    constexprs = {
+        "HEAD_DIM": 128,
+        "VALUE_DIM": 128,
+        "D_PAD": 128,
+        "DV_PAD": 128,
+        "ROTARY_DIM": 128,
+        "INTERLEAVED": True,
+        "PAGE_SIZE": 16,
+        "QUANTISED": int8,
+        "BLOCK_T": BLOCK_T,
+        "num_warps": 4,
+        "enable_fp_fusion": False,
+    }
+    name = f"append-sm{arch}-{dtype}-{'int8' if int8 else '16bit'}"
+    return Build(name, append_kernel, arch, types, constexprs, SHARED_MEMORY[arch])
+
+
+def combine_build(arch: int, dtype: str) -> Build:
+    types: dict[str, Any] = {
+        "partial_out": "*fp32:16",
+        "partial_lse": "*fp32:16",
+        "sinks": "*fp32:16",
+        "out": f"*{dtype}:16",
+        "out_strides": TupleType(STRIDES),
+        "lse": "*fp32:16",
+        "num_splits": "i32",
+        "num_rows": "i32",
+        "num_heads": "i32",
+        "num_queries": "i32",
+    }
+    constexprs = {
+        "VALUE_DIM": 128,
+        "DV_PAD": 128,
+        "HAS_SINK": True,
+        "COMBINE_SPLITS": COMBINE_SPLITS,
+        "num_warps": 1,
+        "enable_fp_fusion": True,
+    }
+    return Build(f"combine-sm{arch}-{dtype}", combine_kernel, arch, types, constexprs, SHARED_MEMORY[arch])
+
+
+def merge_build(arch: int, dtype: str) -> Build:
+    types: dict[str, Any] = {
+        "partial": "*fp32:16",
+        "scale": "*fp32:16",
+        "scale_stride": "i32",
+        "bias": f"*{dtype}:16",
+        "residual": f"*{dtype}:16",
+        "residual_stride": "i32:16",
+        "out": f"*{dtype}:16",
+        "M": "i32",
+        "N": "i32:16",
+        "num_splits": "i32",
+    }
+    constexprs = {
+        "HAS_SCALE": True,
+        "HAS_BIAS": True,
+        "HAS_RESIDUAL": True,
+        "ACTIVATION": "gelu",
+        "BLOCK": MERGE_BLOCK,
+        "num_warps": 4,
+        "enable_fp_fusion": True,
+    }
+    return Build(f"int8-merge-sm{arch}-{dtype}", merge_kernel, arch, types, constexprs, SHARED_MEMORY[arch])
+
+
+def builds() -> list[Build]:
+    found = []
+    for arch in (80, 90, 100):
+        for dtype in ("fp16", "bf16"):
+            found += [append_build(arch, dtype, int8) for int8 in (False, True)]
+            found += [combine_build(arch, dtype), merge_build(arch, dtype)]
+    return found

@@ -1,0 +1,428 @@
+// A recursive-descent parser of the PTX grammar that compilers emit. What it does not know is a syntax error.
+#include <cstdlib>
+#include <cstring>
+
+#include "fault.h"
+#include "lexer.h"
+#include "ptx.h"
+
+namespace emulator::ptx {
+namespace {
+
+class Parser {
+  public:
+    explicit Parser(const std::string& text) : tokens_(tokenize(text)) {
+        size_t start = 0;
+        while (start <= text.size()) {
+            const size_t end = std::min(text.find('\n', start), text.size());
+            module_.lines.push_back(text.substr(start, end - start));
+            start = end + 1;
+        }
+    }
+
+    Module parse() {
+        while (peek().kind != Token::Kind::kEnd) parse_directive();
+        return std::move(module_);
+    }
+
+  private:
+    [[noreturn]] void fail(const std::string& message, int line) {
+        Fault fault("syntax", message);
+        fault.place.line = line;
+        fault.place.text = module_.lines[line - 1];
+        throw fault;
+    }
+    [[noreturn]] void unexpected() { fail("unexpected '" + std::string(peek().text) + "'", peek().line); }
+
+    const Token& peek(size_t ahead = 0) const { return tokens_[std::min(at_ + ahead, tokens_.size() - 1)]; }
+    const Token& next() { return tokens_[std::min(at_++, tokens_.size() - 1)]; }
+    bool accept(std::string_view sign) {
+        if (!peek().is(sign)) return false;
+        ++at_;
+        return true;
+    }
+    void expect(std::string_view sign) {
+        if (!accept(sign)) fail("expected '" + std::string(sign) + "' before '" + std::string(peek().text) + "'", peek().line);
+    }
+    std::string word() {
+        if (peek().kind != Token::Kind::kWord) unexpected();
+        return std::string(next().text);
+    }
+    int64_t integer() {
+        const bool minus = accept("-");
+        if (peek().kind != Token::Kind::kNumber) unexpected();
+        const int64_t value = static_cast<int64_t>(std::strtoull(std::string(next().text).c_str(), nullptr, 0));
+        return minus ? -value : value;
+    }
+    void skip_line() {
+        const int line = peek().line;
+        while (peek().line == line && peek().kind != Token::Kind::kEnd) ++at_;
+    }
+    void skip_braces() {
+        expect("{");
+        for (int depth = 1; depth > 0;) {
+            const Token& token = next();
+            if (token.kind == Token::Kind::kEnd) unexpected();
+            depth += token.is("{") - token.is("}");
+        }
+    }
+
+    // At module level.
+    void parse_directive() {
+        if (accept(";")) return;
+        if (accept(".version")) return skip_line();
+        if (accept(".address_size")) {
+            if (integer() != 64) fail("only 64-bit addresses are known", peek().line);
+            return;
+        }
+        if (accept(".target")) {
+            module_.target = word();
+            return skip_line();
+        }
+        if (accept(".file")) return parse_file();
+        if (accept(".section")) {
+            word();
+            return skip_braces();
+        }
+        if (accept(".pragma")) {
+            ++at_;
+            return expect(";");
+        }
+        bool is_external = false;
+        while (true) {
+            if (accept(".extern")) {
+                is_external = true;
+            } else if (!accept(".visible") && !accept(".weak") && !accept(".common")) {
+                break;
+            }
+        }
+        if (accept(".entry")) return parse_function(true);
+        if (accept(".func")) return parse_function(false);
+        const std::string space = word();
+        const auto known = space.front() == '.' ? parse_space(space.substr(1)) : std::nullopt;
+        if (!known) fail("unknown directive '" + space + "'", peek().line);
+        for (Variable& variable : parse_variables(*known, is_external)) {
+            module_.variables.emplace(variable.name, variable);
+        }
+    }
+
+    void parse_file() {
+        const int index = static_cast<int>(integer());
+        const std::string_view name = next().text;
+        module_.files[index] = std::string(name.substr(1, name.size() - 2));
+        while (accept(",")) ++at_;  // time and size
+    }
+
+    // After the state space: `.align 16 .b8 name[64] = {…}, …;`
+    std::vector<Variable> parse_variables(Space space, bool is_external) {
+        std::vector<Variable> found;
+        int64_t alignment = 0, per_element = 1;
+        while (true) {
+            if (accept(".align")) {
+                alignment = integer();
+            } else if (accept(".v2") || accept(".v4")) {
+                per_element = tokens_[at_ - 1].text.back() - '0';
+            } else if (accept(".attribute")) {
+                fail("attributes of variables are not supported", peek().line);
+            } else {
+                break;
+            }
+        }
+        const Type type = parse_type_word();
+        do {
+            found.push_back(parse_declarator(space, type, alignment, per_element, is_external));
+        } while (accept(","));
+        expect(";");
+        return found;
+    }
+
+    Type parse_type_word() {
+        const std::string name = word();
+        const auto type = name.front() == '.' ? parse_type(name.substr(1)) : std::nullopt;
+        if (!type) fail("unknown type '" + name + "'", peek().line);
+        return *type;
+    }
+
+    Variable parse_declarator(Space space, Type type, int64_t alignment, int64_t per_element, bool is_external) {
+        const int line = peek().line;
+        Variable variable{word(), space, type, width_of(type) * per_element, alignment, {}};
+        if (variable.alignment == 0) variable.alignment = variable.bytes;
+        while (accept("[")) {
+            if (accept("]")) {
+                if (space != Space::kShared || !is_external) fail("an array without a size", line);
+                variable.bytes = 0;
+            } else {
+                variable.bytes *= integer();
+                expect("]");
+            }
+        }
+        if (accept("=")) parse_initial(variable);
+        if (is_external && space != Space::kShared) fail("an external variable: modules are not linked", line);
+        return variable;
+    }
+
+    void parse_initial(Variable& variable) {
+        const int width = width_of(variable.type);
+        const auto element = [&] {
+            const Operand operand = parse_operand();
+            if (operand.kind == Operand::Kind::kName || operand.kind == Operand::Kind::kAddress) {
+                fail("addresses in initial values are not supported", peek().line);
+            }
+            int64_t bits = operand.value;
+            if (operand.kind == Operand::Kind::kFloat && variable.type == Type::kF32) {
+                double wide;
+                std::memcpy(&wide, &bits, 8);
+                const float value = static_cast<float>(wide);
+                std::memcpy(&bits, &value, 4);
+            }
+            const auto* bytes = reinterpret_cast<const uint8_t*>(&bits);
+            variable.initial.insert(variable.initial.end(), bytes, bytes + width);
+        };
+        if (!peek().is("{")) return element();
+        int depth = 0;
+        do {  // nested braces only group: rows are complete
+            if (accept("{")) {
+                ++depth;
+            } else if (accept("}")) {
+                --depth;
+            } else if (!accept(",")) {
+                element();
+            }
+        } while (depth > 0);
+    }
+
+    std::vector<Variable> parse_parameters() {
+        std::vector<Variable> found;
+        if (!accept("(")) return found;
+        if (accept(")")) return found;
+        do {
+            const int line = peek().line;
+            if (!accept(".param")) fail("only .param parameters are known", line);
+            int64_t alignment = 0;
+            while (true) {
+                if (accept(".align")) {
+                    alignment = integer();
+                } else if (accept(".ptr")) {
+                    if (peek().is(".global") || peek().is(".shared") || peek().is(".const") || peek().is(".local")) ++at_;
+                    if (accept(".align")) integer();  // of what it points to
+                } else {
+                    break;
+                }
+            }
+            const Type type = parse_type_word();
+            if (accept(".ptr")) {
+                if (peek().is(".global") || peek().is(".shared") || peek().is(".const") || peek().is(".local")) ++at_;
+                if (accept(".align")) integer();
+            }
+            found.push_back(parse_declarator(Space::kParam, type, alignment, 1, false));
+        } while (accept(","));
+        expect(")");
+        return found;
+    }
+
+    void parse_function(bool is_entry) {
+        auto function = std::make_unique<Function>();
+        function->is_entry = is_entry;
+        if (!is_entry) function->results = parse_parameters();
+        function->name = word();
+        function->parameters = parse_parameters();
+        while (!peek().is("{") && !peek().is(";")) parse_function_directive(*function);
+        if (accept(";")) return;  // a declaration; the body follows, or a call to it will not be resolved
+        function_ = function.get();
+        function_->scopes.emplace_back();
+        scope_ = 0;
+        source_file_ = source_line_ = 0;
+        parse_block();
+        module_.functions[function->name] = std::move(function);
+    }
+
+    void parse_function_directive(Function& function) {
+        int* threads = peek().is(".reqntid") ? function.required_threads : peek().is(".maxntid") ? function.most_threads : nullptr;
+        const std::string name = word();
+        if (threads != nullptr) {
+            int count = 0;
+            do threads[count++] = static_cast<int>(integer());
+            while (count < 3 && accept(","));
+            while (count < 3) threads[count++] = 1;
+        } else if (name == ".minnctapersm" || name == ".maxnreg" || name == ".maxnctapersm") {
+            integer();  // what ptxas is told of resources has no meaning here
+        } else if (name == ".pragma") {
+            ++at_, accept(";");
+        } else if (name != ".noreturn") {
+            fail("unknown directive '" + name + "'", peek().line);
+        }
+    }
+
+    // From the opening brace to the closing one.
+    void parse_block() {
+        expect("{");
+        while (!accept("}")) parse_statement();
+    }
+
+    void parse_statement() {
+        if (accept(";")) return;
+        if (peek().is("{")) {
+            function_->scopes.emplace_back().parent = scope_;
+            const int outer = scope_;
+            scope_ = static_cast<int>(function_->scopes.size()) - 1;
+            parse_block();
+            scope_ = outer;
+            return;
+        }
+        if (accept(".loc")) {
+            source_file_ = static_cast<int>(integer());
+            source_line_ = static_cast<int>(integer());
+            integer();
+            if (accept(",")) {  // , function_name label, inlined_at file line column
+                while (!accept("inlined_at")) ++at_;
+                integer(), integer(), integer();
+            }
+            return;
+        }
+        if (accept(".pragma")) {
+            ++at_;
+            return expect(";");
+        }
+        if (accept(".reg")) return parse_registers();
+        Scope& scope = function_->scopes[scope_];
+        if (peek().kind == Token::Kind::kWord && peek().text.front() == '.') {
+            const auto space = parse_space(word().substr(1));
+            if (!space) fail("unknown directive '" + std::string(tokens_[at_ - 1].text) + "'", tokens_[at_ - 1].line);
+            for (Variable& variable : parse_variables(*space, false)) scope.variables.emplace(variable.name, variable);
+            return;
+        }
+        if (peek().kind == Token::Kind::kWord && peek(1).is(":")) {
+            const std::string label = word();
+            expect(":");
+            if (accept(".branchtargets")) {
+                do scope.branch_targets[label].push_back(word());
+                while (accept(","));
+                return expect(";");
+            }
+            if (peek().is(".callprototype")) fail("calls through pointers are not supported", peek().line);
+            scope.labels[label] = static_cast<int>(function_->body.size());
+            return;
+        }
+        parse_instruction();
+    }
+
+    void parse_registers() {
+        if (accept(".v2") || accept(".v4")) fail("vector registers are not supported", peek().line);
+        const Type type = parse_type_word();
+        do {
+            const std::string name = word();
+            int count = -1;
+            if (accept("<")) {
+                count = static_cast<int>(integer());
+                expect(">");
+            }
+            function_->scopes[scope_].registers[name] = {type, count};
+        } while (accept(","));
+        expect(";");
+    }
+
+    void parse_instruction() {
+        Instruction instruction;
+        instruction.line = peek().line;
+        if (accept("@")) {
+            instruction.guard_negated = accept("!");
+            instruction.guard = word();
+        }
+        instruction.opcode = word();
+        instruction.scope = scope_;
+        instruction.source_file = source_file_;
+        instruction.source_line = source_line_;
+        if (!accept(";")) {
+            do instruction.operands.push_back(parse_operand());
+            while (accept(","));
+            expect(";");
+        }
+        function_->body.push_back(std::move(instruction));
+    }
+
+    Operand parse_operand() {
+        Operand first = parse_simple_operand();
+        if (!accept("|")) return first;
+        Operand pair{Operand::Kind::kPair, "", 0, false, {}};
+        pair.elements.push_back(std::move(first));
+        pair.elements.push_back(parse_simple_operand());
+        return pair;
+    }
+
+    Operand parse_sequence(Operand::Kind kind, std::string_view end) {
+        Operand sequence{kind, "", 0, false, {}};
+        if (accept(end)) return sequence;
+        do sequence.elements.push_back(parse_operand());
+        while (accept(","));
+        expect(end);
+        return sequence;
+    }
+
+    Operand parse_simple_operand() {
+        if (accept("{")) return parse_sequence(Operand::Kind::kVector, "}");
+        if (accept("(")) return parse_sequence(Operand::Kind::kList, ")");
+        if (accept("[")) {
+            Operand address{Operand::Kind::kAddress, "", 0, false, {}};
+            address.elements.push_back(parse_simple_operand());
+            std::swap(address.value, address.elements[0].value);  // the offset
+            if (address.elements[0].kind != Operand::Kind::kName) {
+                std::swap(address.value, address.elements[0].value);  // an absolute address
+            }
+            expect("]");
+            return address;
+        }
+        if (accept("!")) {
+            Operand operand = parse_simple_operand();
+            operand.negated = true;
+            return operand;
+        }
+        if (peek().kind == Token::Kind::kWord) {
+            Operand operand{Operand::Kind::kName, word(), 0, false, {}};
+            if (operand.name == "_") operand.kind = Operand::Kind::kSink;
+            if (peek().is("+") || peek().is("-")) {
+                accept("+");
+                operand.value = integer();
+            }
+            return operand;
+        }
+        return parse_number();
+    }
+
+    Operand parse_number() {
+        const bool minus = accept("-");
+        if (peek().kind != Token::Kind::kNumber) unexpected();
+        const std::string text(next().text);
+        Operand operand{Operand::Kind::kInteger, "", 0, false, {}};
+        const char mark = text.size() > 1 && text[0] == '0' ? text[1] : '\0';
+        if (mark == 'f' || mark == 'F' || mark == 'd' || mark == 'D') {
+            const bool is_single = mark == 'f' || mark == 'F';
+            operand.kind = is_single ? Operand::Kind::kFloat32 : Operand::Kind::kFloat64;
+            uint64_t bits = std::strtoull(text.c_str() + 2, nullptr, 16);
+            if (minus) bits ^= is_single ? uint64_t{1} << 31 : uint64_t{1} << 63;
+            operand.value = static_cast<int64_t>(bits);
+        } else if (mark != 'x' && mark != 'X' && text.find_first_of(".eE") != std::string::npos) {
+            operand.kind = Operand::Kind::kFloat;
+            const double value = (minus ? -1.0 : 1.0) * std::strtod(text.c_str(), nullptr);
+            std::memcpy(&operand.value, &value, 8);
+        } else {
+            const uint64_t value = std::strtoull(text.c_str(), nullptr, mark == 'b' ? 2 : 0);
+            operand.value = static_cast<int64_t>(minus ? ~value + 1 : value);
+        }
+        return operand;
+    }
+
+    std::vector<Token> tokens_;
+    size_t at_ = 0;
+    Module module_;
+    Function* function_ = nullptr;
+    int scope_ = 0;
+    int source_file_ = 0, source_line_ = 0;
+};
+
+}  // namespace
+
+Module parse(const std::string& text) {
+    return Parser(text).parse();
+}
+
+}  // namespace emulator::ptx

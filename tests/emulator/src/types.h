@@ -1,0 +1,70 @@
+// PTX's fundamental types and state spaces.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+namespace emulator {
+
+constexpr int kWarpSize = 32;
+constexpr uint32_t kAllLanes = 0xffffffffu;
+
+enum class Type : uint8_t {
+    kPred, kB8, kB16, kB32, kB64, kU8, kU16, kU32, kU64, kS8, kS16, kS32, kS64,
+    kF16, kBF16, kF32, kF64, kTF32, kF16x2, kBF16x2,
+};
+
+enum class Space : uint8_t { kGeneric, kGlobal, kShared, kLocal, kConst, kParam };
+
+constexpr int width_of(Type type) {  // bytes; a predicate's register holds one bit per lane and is apart
+    switch (type) {
+        case Type::kPred: return 0;
+        case Type::kB8:
+        case Type::kU8:
+        case Type::kS8: return 1;
+        case Type::kB16:
+        case Type::kU16:
+        case Type::kS16:
+        case Type::kF16:
+        case Type::kBF16: return 2;
+        case Type::kB64:
+        case Type::kU64:
+        case Type::kS64:
+        case Type::kF64: return 8;
+        default: return 4;
+    }
+}
+
+constexpr bool is_signed(Type type) {
+    return type == Type::kS8 || type == Type::kS16 || type == Type::kS32 || type == Type::kS64;
+}
+
+constexpr bool is_unsigned(Type type) {
+    return type == Type::kU8 || type == Type::kU16 || type == Type::kU32 || type == Type::kU64;
+}
+
+constexpr bool is_integer(Type type) {
+    return is_signed(type) || is_unsigned(type);
+}
+
+constexpr bool is_bits(Type type) {
+    return type == Type::kB8 || type == Type::kB16 || type == Type::kB32 || type == Type::kB64;
+}
+
+constexpr bool is_float(Type type) {
+    return type >= Type::kF16;
+}
+
+constexpr bool is_packed(Type type) {
+    return type == Type::kF16x2 || type == Type::kBF16x2;
+}
+
+constexpr Type bits_of_width(int bytes) {
+    return bytes == 1 ? Type::kB8 : bytes == 2 ? Type::kB16 : bytes == 4 ? Type::kB32 : Type::kB64;
+}
+
+std::optional<Type> parse_type(std::string_view name);    // "f32"
+std::optional<Space> parse_space(std::string_view name);  // "shared"
+
+}  // namespace emulator
