@@ -286,7 +286,7 @@ class NativeBuild:
             *("-shared", "-Wl,-z,defs", "-Wl,--as-needed", "-Wl,--strip-all"),
             # Without kernels no op reaches the functions that launch them: they go, with what they would need.
             "-Wl,--gc-sections",
-            # fastattn_build_info is the one exported symbol.
+            # fastattn_build_info and fastattn_tiles are the exported symbols.
             *(f"-Wl,--version-script={self.output / 'exports.map'}", f"-Wl,-soname,{LIBRARY_NAME}"),
         ]
         # No run path: at run time torch has loaded its library already, and the soname finds it.
@@ -333,7 +333,7 @@ class NativeBuild:
     def run(self) -> Path:
         """Compiles what has changed since the last call and returns the library's path."""
         self.output.mkdir(parents=True, exist_ok=True)
-        write_if_changed(self.output / "exports.map", "{ global: fastattn_build_info; local: *; };\n")
+        write_if_changed(self.output / "exports.map", "{ global: fastattn_build_info; fastattn_tiles; local: *; };\n")
         write_if_changed(self.output / "build.ninja", self.ninja_file())
         command = [find_ninja(), "-C", str(self.output), "-j", num_jobs(os.environ)]
         if subprocess.run(command).returncode:

@@ -40,6 +40,7 @@ class TestChoice:
         choice = dispatch.choose(call())
         assert choice.backend == "cuda"
         assert "128" in choice.kernel and "bfloat16" in choice.kernel
+        assert set(choice.tile) == {"block_m", "block_n", "num_warps"}
         assert set(choice.rejected) == {"triton", "torch"}
 
     @pytest.mark.parametrize("feature", sorted(SUPPORT["attention"]["triton"].features))

@@ -246,16 +246,18 @@ def _unavailable(backend: str) -> str | None:
 
 def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str, Any]:
     """The kernel's name and its tile, for ``explain``."""
+    tile: Any
     if backend == "cuda":
         dtype = str(call.dtype).removeprefix("torch.")
         mask = "causal" if "causal" in call.features else "full"
-        return f"attention_forward_sm80<{dtype}, {call.head_dim}, {mask}>", None
+        tile = native.TILES["attention_forward_sm80"][str(call.head_dim)]
+        return f"attention_forward_sm80<{dtype}, {call.head_dim}, {mask}>", tile
     from fastattn.triton_kernels import tiles
 
     if call.op == "attention":
         masked = bool(call.features & {"causal", "window"})
         crowded = bool(call.features & {"mask", "bias", "dropout", "alibi", "softcap"})
-        tile: Any = tiles.attention_forward_tile(device_facts.arch, call.head_dim, call.value_dim, masked, crowded)
+        tile = tiles.attention_forward_tile(device_facts.arch, call.head_dim, call.value_dim, masked, crowded)
         return "attention_forward_kernel", tile
     if call.op == "decode":
         rows, itemsize = call.sizes

@@ -1,6 +1,7 @@
 """Loads the native library, which defines ``torch.ops.fastattn``, and says what it was built from.
 
 ``LIBRARY_PATH``  the library that was loaded: the one beside this file, or the one that FASTATTN_LIBRARY names
+``TILES``         the tiles of its kernels: kernel → head dim → {"block_m", "block_n", "num_warps"}
 ``BUILD``         how it was built: "version", "archs" (the GPU architectures of its CUDA C++ kernels; empty if it has
                   none), "cuda" and "nvcc" (versions, or None), "torch" (the one whose headers it was compiled with)
 """
@@ -18,8 +19,8 @@ import torch
 LIBRARY_PATH = Path(os.environ.get("FASTATTN_LIBRARY") or Path(__file__).with_name("libfastattn.so"))
 
 
-def _load(path: Path) -> dict[str, Any]:
-    """Loads the library at ``path`` into torch and returns its description. Raises ImportError."""
+def _load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Loads the library at ``path`` into torch and returns BUILD and TILES. Raises ImportError."""
     if not path.exists():
         raise ImportError(
             f"fastattn's native library is missing: {path} does not exist. In a clone, run `make install`; elsewhere "
@@ -27,15 +28,17 @@ def _load(path: Path) -> dict[str, Any]:
         )
     try:
         torch.ops.load_library(path)
-        build_info = ctypes.CDLL(str(path)).fastattn_build_info
+        library = ctypes.CDLL(str(path))
+        texts = library.fastattn_build_info, library.fastattn_tiles
     except (OSError, AttributeError) as error:
         raise ImportError(
             f"fastattn's native library {path} does not load into torch {torch.__version__} (2.10 or later is needed): "
             f"{error}. Build it again: in a clone, run `make install`."
         ) from error
-    build_info.restype = ctypes.c_char_p
-    description: dict[str, Any] = json.loads(build_info())
-    return description
+    for function in texts:
+        function.restype = ctypes.c_char_p
+    build, tiles = (json.loads(function()) for function in texts)
+    return build, tiles
 
 
-BUILD = _load(LIBRARY_PATH)
+BUILD, TILES = _load(LIBRARY_PATH)
