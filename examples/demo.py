@@ -9,8 +9,13 @@ every check held; otherwise it names what failed, and the exit status is 1.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
+
+# Before torch is imported. By default its threads burn time while they wait, which they lose where cores are busy: on
+# two cores with six other processes a training took eight times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import generate
 import sentence_embeddings

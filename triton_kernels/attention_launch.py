@@ -168,7 +168,7 @@ def architecture(device: torch.device) -> int:
 
 
 def strides(letter: str, tensor: Tensor) -> dict[str, int]:
-    """Batch, head and row stride (``…m``, of keys and values ``…n``) of ``[B, H, S, D]`` or packed ``[total, H, D]``."""
+    """Batch, head and row stride (``…m``; of keys and values ``…n``) of ``[B, H, S, D]``, packed ``[total, H, D]``."""
     row = "n" if letter.endswith(("k", "v")) else "m"
     batch = 0 if tensor.dim() == 3 else tensor.stride(0)
     return {

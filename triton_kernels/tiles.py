@@ -71,9 +71,10 @@ def attention_forward_tile(
     if width <= 128:
         if crowded:
             return AttentionTile(64, 32, num_warps=8, num_stages=2)  # 64 x 64 and 128 x 32 spill on sm_90 (AOT)
-        return AttentionTile(
-            128, 64, num_warps=8, num_stages=2
-        )  # 64 KB (sm_80) to 96 KB (sm_90); two stages: prediction
+        # 64 KB (sm_80) to 96 KB (sm_90). Where the width is padded, 128 x 64 spills on sm_80 (AOT).
+        # Two stages: prediction.
+        padded = head_dim != width or value_dim != width
+        return AttentionTile(128, 32 if padded else 64, num_warps=8, num_stages=2)
     if crowded:
         return AttentionTile(32, 32, num_warps=8, num_stages=1)  # 64 x 32 spills on sm_90 (AOT)
     return AttentionTile(64, 32, num_warps=8, num_stages=2)  # 64 x 64 spills on sm_90 and needs 104 KB on sm_80 (AOT)

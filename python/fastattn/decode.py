@@ -269,7 +269,11 @@ def _check_and_plan(t: _Tensors, options: _Options) -> _Plan:
         head_dim,
         t.v_cache.shape[-1],
         frozenset(features),
-        (num_queries * (heads // kv_heads if kv_heads else 1), t.k_cache.element_size()),
+        (
+            num_queries * (heads // kv_heads if kv_heads else 1),
+            t.k_cache.element_size(),
+            0 if t.block_table is None else t.k_cache.shape[2],
+        ),
         only_torch_handles(*t),
     )
     scale = default_scale(head_dim) if options.scale is None else float(options.scale)

@@ -260,14 +260,20 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
         tile = tiles.attention_forward_tile(device_facts.arch, call.head_dim, call.value_dim, masked, crowded)
         return "attention_forward_kernel", tile
     if call.op == "decode":
-        rows, itemsize = call.sizes
+        rows, itemsize, page_size = call.sizes
         return "split_kernel", tiles.decode_tile(
-            device_facts.arch, call.head_dim, call.value_dim, rows, itemsize, device_facts.shared_memory_bytes
+            device_facts.arch,
+            call.head_dim,
+            call.value_dim,
+            rows,
+            itemsize,
+            device_facts.shared_memory_bytes,
+            page_size,
         )
     tile = tiles.int8_matmul_tile(
         device_facts.arch, *call.sizes, device_facts.shared_memory_bytes, device_facts.num_sms
     )
-    return "int8_matmul_kernel", tile
+    return "forward_kernel", tile
 
 
 def only_torch_handles(*tensors: Tensor | None) -> str | None:

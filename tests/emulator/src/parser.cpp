@@ -405,7 +405,7 @@ class Parser {
             const double value = (minus ? -1.0 : 1.0) * std::strtod(text.c_str(), nullptr);
             std::memcpy(&operand.value, &value, 8);
         } else {
-            const uint64_t value = std::strtoull(text.c_str(), nullptr, mark == 'b' ? 2 : 0);
+            const uint64_t value = mark == 'b' ? std::strtoull(text.c_str() + 2, nullptr, 2) : std::strtoull(text.c_str(), nullptr, 0);
             operand.value = static_cast<int64_t>(minus ? ~value + 1 : value);
         }
         return operand;

@@ -1,0 +1,133 @@
+// A CTA: its warps take turns in an order drawn from the seed, and meet at barriers.
+#include <sstream>
+
+#include "families/barrier.h"
+#include "machine.h"
+
+namespace emulator {
+
+Cta::Cta(const Launch& launch, const uint32_t (&cta_index)[3], uint64_t seed, Report& report)
+    : launch(launch), random(seed), report(report) {
+    std::copy(cta_index, cta_index + 3, index);
+    shared_.assign(launch.program->static_shared_bytes + launch.shared_bytes, std::byte{0xff});  // NaN of every type
+    written_.assign(shared_.size(), 0);
+    const uint32_t threads = launch.block[0] * launch.block[1] * launch.block[2];
+    for (uint32_t first = 0; first < threads; first += kWarpSize) {
+        const uint32_t count = std::min<uint32_t>(kWarpSize, threads - first);
+        const uint32_t lanes = count == kWarpSize ? kAllLanes : (1u << count) - 1;
+        warps_.push_back(std::make_unique<Warp>(*this, static_cast<int>(first / kWarpSize), lanes));
+    }
+}
+
+void Cta::run() {
+    std::vector<Warp*> runnable;
+    while (true) {
+        runnable.clear();
+        bool all_ended = true;
+        for (const auto& warp : warps_) {
+            all_ended = all_ended && warp->has_ended();
+            if (!warp->has_ended() && warp->is_runnable()) runnable.push_back(warp.get());
+        }
+        if (all_ended) break;
+        if (runnable.empty()) fail_deadlock();
+        Warp& warp = *runnable[random.below(static_cast<uint32_t>(runnable.size()))];
+        warp.run(random.length(12));
+    }
+    for (int id = 0; id < 16; ++id) {
+        if (!barriers_[id].is_used) continue;
+        Fault fault("barrier", "the CTA has ended with " + std::to_string(barriers_[id].arrived) +
+                                   " threads arrived at barrier " + std::to_string(id) + ", which nobody waited for");
+        fault.place = warps_[0]->place_of(nullptr, -1);
+        throw fault;
+    }
+}
+
+void Cta::fail_deadlock() {
+    std::ostringstream text;
+    text << "no warp can go on:";
+    const Operation* first = nullptr;
+    const Warp* of = nullptr;
+    int lane = -1;
+    for (const auto& warp : warps_) {
+        text << "\n  warp " << warp->thread(0) / kWarpSize << ": ";
+        if (warp->has_ended()) text << "has ended";
+        for (const Path& path : warp->paths()) {
+            const Operation& operation = launch.program->operations[path.pc];
+            if (first == nullptr) first = &operation, of = warp.get(), lane = __builtin_ctz(path.mask);
+            text << "lanes 0x" << std::hex << path.mask << std::dec << " at line " << operation.instruction->line << " ("
+                 << operation.instruction->opcode << ") wait "
+                 << (path.state == Path::State::kBarrier ? "at the barrier" : "for lanes of the member mask") << "; ";
+        }
+        if (!warp->has_ended() && warp->paths().empty()) text << "lanes wait for each other where branches meet";
+    }
+    for (int id = 0; id < 16; ++id) {
+        if (barriers_[id].is_used) {
+            text << "\n  barrier " << id << ": " << barriers_[id].arrived << " threads have arrived";
+            if (barriers_[id].count != 0) text << " of " << barriers_[id].count;
+        }
+    }
+    Fault fault("deadlock", text.str());
+    fault.place = (of != nullptr ? of : warps_[0].get())->place_of(first, lane);
+    throw fault;
+}
+
+bool Cta::arrive(const Operation& operation, Warp& warp, Frame* frame, uint32_t mask, bool waits) {
+    const int lane = __builtin_ctz(mask);
+    const BarrierRequest request = barrier_request(operation, warp, mask);
+    if (request.id >= 16) throw Fault("barrier", "barrier " + std::to_string(request.id) + ": there are 0 to 15", lane);
+    const uint32_t threads = static_cast<uint32_t>(warps_.size()) * kWarpSize;
+    if (request.has_count && (request.count == 0 || request.count % kWarpSize != 0 || request.count > threads)) {
+        throw Fault("barrier", "a barrier for " + std::to_string(request.count) + " threads in a CTA of " +
+                                   std::to_string(threads) + ": it must be a multiple of 32, and not 0", lane);
+    }
+    Barrier& barrier = barriers_[request.id];
+    const uint32_t count = request.has_count ? request.count : 0;
+    if (barrier.is_used && barrier.count != count) {
+        const auto name = [](uint32_t n) { return n == 0 ? std::string("all") : std::to_string(n); };
+        throw Fault("barrier", "barrier " + std::to_string(request.id) + " is for " + name(count) +
+                                   " threads here, but for " + name(barrier.count) + " where others have arrived", lane);
+    }
+    if (barrier.is_used && barrier.reduction != request.reduction && waits) {
+        throw Fault("barrier", "warps meet at barrier " + std::to_string(request.id) + " with different reductions", lane);
+    }
+    barrier.is_used = true;
+    barrier.count = count;
+    if (waits) barrier.reduction = request.reduction;
+    barrier.arrived += operation.is_aligned ? kWarpSize : __builtin_popcount(mask);
+    barrier.ones += __builtin_popcount(request.predicate & mask);
+    if (waits) barrier.waiting.push_back({&warp, frame, mask, &operation});
+    const bool is_complete = complete_if_full(static_cast<int>(request.id));
+    if (!is_complete && waits) ++report.barrier_waits;
+    return is_complete;
+}
+
+bool Cta::complete_if_full(int id) {
+    Barrier& barrier = barriers_[id];
+    uint32_t expected = barrier.count;
+    if (expected == 0) {
+        const bool by_warp = !barrier.waiting.empty() && barrier.waiting[0].operation->is_aligned;
+        for (const auto& warp : warps_) {
+            if (!warp->has_ended()) expected += by_warp ? kWarpSize : __builtin_popcount(warp->live());
+        }
+    }
+    if (barrier.arrived < expected) return false;
+    if (barrier.arrived > expected) {
+        throw Fault("barrier", "barrier " + std::to_string(id) + ": " + std::to_string(barrier.arrived) +
+                                   " threads have arrived, " + std::to_string(expected) + " were expected");
+    }
+    for (const Barrier::Waiting& waiting : barrier.waiting) {
+        finish_barrier(*waiting.operation, waiting.frame->registers.get(), waiting.mask, barrier.ones, barrier.arrived);
+        waiting.warp->release(waiting.mask);  // the one that has arrived last runs already
+    }
+    barrier = Barrier{};
+    return true;
+}
+
+// A barrier for all threads is one for those that are left.
+void Cta::lanes_exited() {
+    for (int id = 0; id < 16; ++id) {
+        if (barriers_[id].is_used && barriers_[id].count == 0) complete_if_full(id);
+    }
+}
+
+}  // namespace emulator

@@ -1,0 +1,207 @@
+// The state of a running launch: the CTA with its shared memory and barriers, its warps, and the paths of their lanes.
+#pragma once
+
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "fault.h"
+#include "memory.h"
+#include "program.h"
+#include "random.h"
+#include "report.h"
+
+namespace emulator {
+
+struct Launch {
+    const Program* program;
+    const GlobalMemory* memory;
+    std::vector<std::byte> parameters;
+    uint32_t grid[3], block[3];
+    int64_t shared_bytes;  // dynamic
+    uint64_t seed;
+    bool checks;                // bounds of global memory, and what follows
+    bool uninitialised_errors;  // reads of shared memory that nothing wrote
+    int64_t instruction_limit;  // of one warp
+    int workers;
+};
+
+// One call of a function by some lanes of a warp: its registers, its local memory, and where it returns to.
+struct Frame {
+    const FunctionCode* code;
+    std::unique_ptr<std::byte[]> registers;
+    int64_t local_base, local_end;
+    Frame* caller;
+    const Operation* call;
+};
+
+// Lanes of a warp that execute together. A warp has more than one path where its lanes have parted.
+struct Path {
+    enum class State : uint8_t {
+        kReady,
+        kMembers,  // at a .sync instruction whose member mask names lanes that are not there
+        kBarrier,
+    };
+    uint32_t mask = 0;
+    int pc = 0;
+    int join = -1;  // of Warp::joins_
+    Frame* frame = nullptr;
+    State state = State::kReady;
+    uint32_t waiting_mask = 0;  // kMembers: lanes that would execute the instruction
+};
+
+// Where paths that came from one become one again: the immediate post-dominator of the branch, or the end of a call.
+struct Join {
+    int pc = -1;
+    uint32_t expected = 0, arrived = 0;  // expected == 0: free
+    int parent = -1;
+    bool ends_call = false;
+    Frame* frame = nullptr;
+};
+
+// cp.async of one instruction, on its way. A lane's copies belong to its group `group[lane]`.
+struct AsyncCopy {
+    uint32_t mask;
+    int64_t due;  // count of the warp's instructions at which it lands, unless it is waited for
+    int bytes;
+    uint64_t shared[kWarpSize], global[kWarpSize];
+    uint8_t source_bytes[kWarpSize];
+    uint32_t group[kWarpSize];
+};
+
+class Cta;
+
+class Warp {
+  public:
+    Warp(Cta& cta, int index, uint32_t lanes);
+
+    // For the instruction families.
+    template <typename T>
+    T* reg(Slot slot) {
+        return reinterpret_cast<T*>(base_ + slot);
+    }
+    uint32_t predicate(Slot slot) { return *reg<uint32_t>(slot); }
+    void set_predicate(Slot slot, uint32_t mask, uint32_t bits) {
+        uint32_t& word = *reg<uint32_t>(slot);
+        word = (word & ~mask) | (bits & mask);
+    }
+    // The host's address of a lane's `bytes` bytes, or a Fault.
+    std::byte* access(Space space, uint64_t address, int bytes, int lane, bool is_write);
+    // For the counters; `addresses` as the instruction has them.
+    void count_memory(const Operation& operation, Space space, const uint64_t* addresses, int bytes, uint32_t mask);
+
+    Next branch(const Operation& operation, uint32_t taken);
+    Next branch_indexed(const Operation& operation, uint32_t mask);
+    Next call(const Operation& operation, uint32_t mask);
+    Next exit(uint32_t mask);
+    Next wait_at_barrier(const Operation& operation, uint32_t mask);
+    void arrive_at_barrier(const Operation& operation, uint32_t mask);
+
+    void start_copy(const AsyncCopy& copy);
+    void commit_group(uint32_t mask);
+    void wait_group(uint32_t mask, uint32_t most_pending);
+
+    // For the CTA.
+    bool is_runnable() const;
+    bool has_ended() const { return live_ == 0; }
+    void run(int64_t budget);
+    bool release(uint32_t mask);  // the path with these lanes waited at a barrier; false: it is the one that runs
+    uint32_t live() const { return live_; }
+    uint32_t lanes() const { return lanes_; }
+    const std::vector<Path>& paths() const { return paths_; }
+    int thread(int lane) const { return index_ * kWarpSize + lane; }
+    Place place_of(const Operation* operation, int lane) const;
+
+    Cta& cta;
+
+  private:
+    friend class Cta;
+    bool choose_path();
+    bool arrive_at_joins();
+    bool gather_members(const Operation& operation, uint32_t& mask);
+    void complete(int join);
+    int new_join(int pc, uint32_t expected, int parent, bool ends_call);
+    Frame* new_frame(const FunctionCode& code, Frame* caller, const Operation* call);
+    void return_from_call(uint32_t mask);
+    void land(const AsyncCopy& copy, uint32_t mask);
+    void land_due_copies();
+    [[noreturn]] void fail_access(Space space, uint64_t address, int bytes, int lane, bool is_write);
+
+    int index_;
+    uint32_t lanes_, live_;
+    std::byte* base_ = nullptr;  // registers of the running path's frame
+    Path path_;                  // that runs; mask == 0: none
+    std::vector<Path> paths_;    // that do not
+    std::vector<Join> joins_;
+    std::vector<std::unique_ptr<Frame>> frames_;
+    std::vector<std::byte> local_[kWarpSize];
+    int64_t executed_ = 0, next_due_ = INT64_MAX;
+    uint32_t committed_[kWarpSize] = {};
+    std::vector<AsyncCopy> copies_;
+};
+
+struct Barrier {
+    uint32_t count = 0;    // of threads that it waits for; 0: all of the CTA
+    uint32_t arrived = 0;  // threads
+    bool is_used = false;  // in the phase that runs
+    int reduction = -1;    // of bar.red in this phase; -1: none
+    uint32_t ones = 0;     // threads whose predicate was true
+    struct Waiting {
+        Warp* warp;
+        Frame* frame;
+        uint32_t mask;
+        const Operation* operation;
+    };
+    std::vector<Waiting> waiting;
+};
+
+class Cta {
+  public:
+    Cta(const Launch& launch, const uint32_t (&index)[3], uint64_t seed, Report& report);
+    void run();
+
+    std::byte* shared(uint64_t address, int bytes) {
+        return address + bytes <= shared_.size() ? shared_.data() + address : nullptr;
+    }
+    void mark_written(uint64_t address, int bytes) { std::memset(written_.data() + address, 1, bytes); }
+    void mark_unwritten(uint64_t address, int bytes) { std::memset(written_.data() + address, 0, bytes); }
+    bool is_written(uint64_t address, int bytes) const {
+        return std::memchr(written_.data() + address, 0, bytes) == nullptr;
+    }
+    int64_t shared_bytes() const { return static_cast<int64_t>(shared_.size()); }
+
+    // True: the barrier was complete, and the others have been released.
+    bool arrive(const Operation& operation, Warp& warp, Frame* frame, uint32_t mask, bool waits);
+    void lanes_exited();
+
+    const Launch& launch;
+    uint32_t index[3];
+    Random random;
+    Report& report;
+    GlobalMemory::Region last_region;  // that an access was found in
+
+  private:
+    bool complete_if_full(int id);
+    [[noreturn]] void fail_deadlock();
+
+    std::vector<std::byte> shared_;
+    std::vector<uint8_t> written_;  // one for each byte of shared memory
+    std::vector<std::unique_ptr<Warp>> warps_;
+    Barrier barriers_[16];
+};
+
+// Runs all CTAs; throws the first Fault that occurred.
+Report run_launch(const Launch& launch);
+
+// Runs a function for each lane of a mask, as one vectorisable loop where that is all of them.
+template <typename Function>
+inline __attribute__((always_inline)) void each_lane(uint32_t mask, Function&& function) {
+    if (mask == kAllLanes) {
+        for (int lane = 0; lane < kWarpSize; ++lane) function(lane);
+    } else {
+        for (; mask != 0; mask &= mask - 1) function(__builtin_ctz(mask));
+    }
+}
+
+}  // namespace emulator

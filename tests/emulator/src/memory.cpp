@@ -1,0 +1,50 @@
+#include "memory.h"
+
+#include <algorithm>
+#include <sstream>
+
+namespace emulator {
+
+GlobalMemory::GlobalMemory(std::vector<Allocation> allocations) : allocations_(std::move(allocations)) {
+    std::sort(allocations_.begin(), allocations_.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
+    for (const Allocation& allocation : allocations_) {
+        if (allocation.begin == allocation.end) continue;
+        // Only true overlaps (views of one tensor) are joined: neighbours may be two tensors that lie side by side.
+        if (!regions_.empty() && allocation.begin < regions_.back().end) {
+            regions_.back().end = std::max(regions_.back().end, allocation.end);
+        } else {
+            regions_.push_back({allocation.begin, allocation.end});
+        }
+    }
+}
+
+GlobalMemory::Region GlobalMemory::find(uint64_t address, uint64_t bytes) const {
+    const auto after = std::upper_bound(regions_.begin(), regions_.end(), address,
+                                        [](uint64_t value, const Region& region) { return value < region.begin; });
+    if (after == regions_.begin()) return {};
+    const Region& region = *std::prev(after);
+    return address + bytes <= region.end && address < region.end ? region : Region{};
+}
+
+std::string GlobalMemory::describe(uint64_t address, uint64_t bytes) const {
+    const Allocation* nearest = nullptr;
+    uint64_t distance = ~uint64_t{0};
+    for (const Allocation& allocation : allocations_) {
+        const uint64_t away = address < allocation.begin           ? allocation.begin - address
+                              : address + bytes > allocation.end ? address + bytes - allocation.end
+                                                                 : 0;
+        if (away < distance) distance = away, nearest = &allocation;
+    }
+    std::ostringstream text;
+    text << bytes << " bytes at 0x" << std::hex << address << std::dec;
+    if (nearest == nullptr) return text.str() + ": this launch was given no memory";
+    if (address < nearest->begin) {
+        text << ", " << distance << " bytes before the start of " << nearest->name;
+    } else {
+        text << ", reaching " << distance << " bytes past the end of " << nearest->name;
+    }
+    text << " (" << nearest->end - nearest->begin << " bytes)";
+    return text.str();
+}
+
+}  // namespace emulator

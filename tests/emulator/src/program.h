@@ -1,0 +1,105 @@
+// A kernel that is ready to run: its instructions, and those of the functions that it calls, as compact operations.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "ptx.h"
+#include "types.h"
+
+namespace emulator {
+
+class Warp;
+struct Operation;
+
+enum class Next : uint8_t {
+    kContinue,  // with the next instruction
+    kJumped,    // the path stands where it goes on
+    kBlocked,   // the path waits, or has ended
+};
+
+// Runs an operation for the lanes in the mask, which is not 0.
+using Execute = Next (*)(Warp& warp, const Operation& operation, uint32_t mask);
+
+// Where a register is in its function's frame, in bytes. A register is an array of 32 values, one for each lane; a
+// predicate is one word with a bit for each. Constants and special registers are registers that nobody writes.
+using Slot = uint32_t;
+
+constexpr int kMostRegisters = 20;
+
+enum class Class : uint8_t {
+    kInteger, kFloat, kHalf, kCompare, kLogic, kConvert, kMove, kGlobal, kShared, kLocal, kParam, kAtomic, kAsync, kWarp,
+    kBarrier, kMatrixLoad, kTensorCore, kControl, kCount,
+};
+
+constexpr const char* kClassNames[] = {"integer", "float",  "half",   "compare", "logic", "convert", "move",         "global",      "shared",
+                                       "local",   "param",  "atomic", "async",   "warp",  "barrier", "matrix load",  "tensor core", "control"};
+
+struct Operation {
+    Execute execute = nullptr;
+    Slot r[kMostRegisters] = {};  // those that are written come first
+    int64_t value = 0;            // an offset, an immediate: what the family makes of it
+    int32_t option[4] = {};       // likewise
+    int32_t target = -1;          // of a branch
+    int32_t join = -1;            // where the lanes that a branch parts meet again
+    Slot guard = 0;
+    bool is_guarded = false, guard_negated = false;
+    bool is_aligned = false;      // all lanes of the warp must come here together
+    bool has_member_mask = false;
+    Slot member_mask = 0;         // .sync: lanes that wait for each other
+    Class type = Class::kMove;
+    const ptx::Instruction* instruction = nullptr;
+};
+
+enum class Special : uint8_t { kTid, kNtid, kCtaid, kNctaid, kLaneid, kWarpid, kNwarpid, kLanemask, kDynamicShared, kTotalShared, kLocalBase, kSmid, kNsmid, kGridid };
+
+struct SpecialSlot {
+    Slot slot;
+    Special special;
+    int index;  // x, y, z; which lane mask; an offset for kLocalBase
+    int width;
+};
+
+struct FunctionCode {
+    const ptx::Function* source = nullptr;
+    int first = 0, end = 0;        // operations; end: the one that returns, where all paths meet
+    std::vector<std::byte> image;  // of a fresh frame
+    std::vector<SpecialSlot> specials;
+    int64_t local_bytes = 0;                 // of one lane: variables and call parameters
+    std::map<std::string, int64_t> formals;  // parameters and results of a .func, in its local memory
+};
+
+struct Copy {
+    int64_t from, to, bytes;
+};
+
+struct Call {
+    const FunctionCode* callee;
+    std::vector<Copy> arguments;  // from the caller's local memory to the callee's
+    std::vector<Copy> results;    // and back
+};
+
+struct Parameter {
+    std::string name;
+    Type type;
+    int64_t offset, bytes;
+    bool is_array;
+};
+
+struct Program {
+    std::string name;
+    const ptx::Module* module = nullptr;
+    std::vector<Operation> operations;
+    std::vector<std::unique_ptr<FunctionCode>> functions;  // [0]: the kernel
+    std::vector<std::unique_ptr<Call>> calls;
+    std::vector<std::vector<int32_t>> jump_tables;
+    std::vector<Parameter> parameters;
+    int64_t parameter_bytes = 0;
+    std::map<std::string, int64_t> shared_offsets;
+    int64_t static_shared_bytes = 0;  // where the dynamic part begins
+};
+
+}  // namespace emulator

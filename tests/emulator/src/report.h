@@ -1,0 +1,35 @@
+// What is counted while a kernel runs.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace emulator {
+
+// Of one instruction of the program.
+struct Counts {
+    uint64_t warps = 0;    // times that a warp executed it
+    uint64_t lanes = 0;    // lanes that took part, summed over these
+    uint64_t bytes = 0;    // moved from or to global memory
+    uint64_t sectors = 0;  // 32-byte sectors of global memory touched, summed over requests
+    uint64_t wavefronts = 0, conflicts = 0;  // of shared memory; conflicts: beyond those that the width alone needs
+
+    void add(const Counts& other) {
+        warps += other.warps, lanes += other.lanes, bytes += other.bytes, sectors += other.sectors;
+        wavefronts += other.wavefronts, conflicts += other.conflicts;
+    }
+};
+
+struct Report {
+    std::vector<Counts> operations;  // one for each of the program
+    uint64_t barrier_waits = 0;      // times that a warp waited at a barrier
+
+    void add(const Report& other) {
+        operations.resize(std::max(operations.size(), other.operations.size()));
+        for (size_t i = 0; i < other.operations.size(); ++i) operations[i].add(other.operations[i]);
+        barrier_waits += other.barrier_waits;
+    }
+};
+
+}  // namespace emulator
