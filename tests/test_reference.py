@@ -372,3 +372,13 @@ def test_varlen_takes_what_is_out_of_range_as_absent(cu: list[int], max_seqlen: 
             mates = [other for other, its_owner in enumerate(owners) if its_owner == owner]
             expected, _ = reference.attention(*(x[None, None, :, 0] for x in (query[[row]], key[mates], value[mates])))
             torch.testing.assert_close(out[row], expected[0, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scores_of_finfo_min_share_a_row_evenly(dtype: torch.dtype) -> None:
+    """A number, not a mask: beside it the log of how many keys there are is lost, and must not be needed."""
+    query, key = torch.zeros(1, 1, 2, 4, dtype=dtype), torch.zeros(1, 1, 5, 4, dtype=dtype)
+    value = torch.arange(20, dtype=dtype).view(1, 1, 5, 4)
+    bias = torch.full((1, 1, 2, 5), torch.finfo(torch.float32).min, dtype=dtype)
+    out, _ = reference.attention(query, key, value, bias=bias)
+    torch.testing.assert_close(out, value.mean(2, keepdim=True).expand(1, 1, 2, 4))

@@ -303,7 +303,7 @@ def random_case(seed: int) -> Case:
         dtype = DTYPES[1]
     side = [-1, -1, 0, 3, 16, 50]
     return Case(
-        # A single key: see test_lengths_around_tiles.
+        # For a single key see test_lengths_around_tiles.
         shape=(batch, group * draw.choice([1, 2]), group, draw.randint(1, 60), draw.randint(2, 60)),
         head_dims=(draw.choice([16, 24, 40, 64, 72]), draw.choice([16, 32, 48, 80])),
         dtype=dtype,
@@ -312,7 +312,7 @@ def random_case(seed: int) -> Case:
         softcap=draw.choice([0.0, 0.0, 1.5, 20.0]),
         alibi="" if mask else draw.choice(["", "", "head", "batch"]),
         mask=mask,
-        # Constant along the keys, a bias changes nothing, and its gradient is a 0 made of thousands of cancelling terms.
+        # Constant along the keys, a bias changes nothing, and its gradient is a 0 of thousands of cancelling terms.
         mask_shape=(*(draw.choice([0, 1]) for _ in range(3)), 1),  # type: ignore[arg-type]
         sinks=draw.random() < 0.3,
         dropout=draw.choice([0.0, 0.0, 0.1, 0.5]),

@@ -1,8 +1,9 @@
 """What attention's backward needs once per query row: delta = rowsum(dO * O) - dlse, and what normalises P.
 
 P = exp(S - lse) loses its normalisation where lse is huge: with every visible key at finfo.min, finfo.min + log(n)
-rounds to finfo.min, and P would be 1 instead of 1 / n. Only an additive bias makes such scores. Then these rows get their
-maximum and the logarithm of their sum separately, from one more pass over their keys that other rows never pay for.
+rounds to finfo.min, and P would be 1 instead of 1 / n. Only an additive bias makes such scores. Then these rows get
+their maximum and the logarithm of their sum separately, from one more pass over their keys; other rows never pay
+for it.
 """
 
 from __future__ import annotations

@@ -113,12 +113,14 @@ def attention_backward_tile(
 
 
 def describe_attention(
-    facts: DeviceFacts, dtype: object, head_dim: int, value_dim: int, features: frozenset[str], sizes: tuple[int, ...]
+    facts: DeviceFacts, head_dim: int, value_dim: int, features: frozenset[str]
 ) -> tuple[str, AttentionTile]:
     """The forward kernel's name and tile, for ``fastattn.explain``; ``features`` as in fastattn.support."""
     crowded = bool(features & {"mask", "bias", "alibi", "softcap", "dropout"})
     masked = bool(features & {"causal", "window"})
-    return "attention_forward_kernel", attention_forward_tile(facts.arch, head_dim, value_dim, masked, crowded)
+    return "attention_forward.attention_forward_kernel", attention_forward_tile(
+        facts.arch, head_dim, value_dim, masked, crowded
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

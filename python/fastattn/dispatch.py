@@ -255,13 +255,10 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
     from fastattn.triton_kernels import tiles
 
     if call.op == "attention":
-        masked = bool(call.features & {"causal", "window"})
-        crowded = bool(call.features & {"mask", "bias", "dropout", "alibi", "softcap"})
-        tile = tiles.attention_forward_tile(device_facts.arch, call.head_dim, call.value_dim, masked, crowded)
-        return "attention_forward_kernel", tile
+        return tiles.describe_attention(device_facts, call.head_dim, call.value_dim, call.features)
     if call.op == "decode":
         rows, itemsize, page_size = call.sizes
-        return "split_kernel", tiles.decode_tile(
+        return "decode.split_kernel", tiles.decode_tile(
             device_facts.arch,
             call.head_dim,
             call.value_dim,
@@ -273,7 +270,7 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
     tile = tiles.int8_matmul_tile(
         device_facts.arch, *call.sizes, device_facts.shared_memory_bytes, device_facts.num_sms
     )
-    return "forward_kernel", tile
+    return "int8_matmul.forward_kernel", tile
 
 
 def only_torch_handles(*tensors: Tensor | None) -> str | None:

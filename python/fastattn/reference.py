@@ -113,11 +113,12 @@ def _attend(
         scores = torch.cat([scores, sink], dim=-1)
 
     sees_nothing = (scores == -INF).all(-1, keepdim=True)
-    lse = scores.masked_fill(sees_nothing, 0.0).logsumexp(-1, keepdim=True)
-    probabilities = (scores - lse).exp()[..., :num_keys]
+    finite_scores = scores.masked_fill(sees_nothing, 0.0)
+    # Not exp(scores - lse): beside scores of finfo.min, the log of their number is lost in the lse.
+    probabilities = finite_scores.softmax(-1)[..., :num_keys].masked_fill(sees_nothing, 0.0)
     if visible is not None:
         probabilities = probabilities.masked_fill(~visible, 0.0)
-    lse = lse.masked_fill(sees_nothing, -INF)
+    lse = finite_scores.logsumexp(-1, keepdim=True).masked_fill(sees_nothing, -INF)
     if dropout_p > 0:
         assert dropout_seed is not None
         keep = dropout_keep(dropout_seed, dropout_p, batch, heads, num_queries, num_keys, query.device)

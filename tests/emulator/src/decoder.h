@@ -1,0 +1,116 @@
+// From a parsed instruction to an operation: what the instruction families use to take one apart.
+#pragma once
+
+#include <cstring>
+#include <initializer_list>
+#include <map>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "fault.h"
+#include "program.h"
+
+namespace emulator {
+
+// Addresses of a module's .global and .const variables.
+using VariableAddresses = std::map<std::string, uint64_t, std::less<>>;
+
+struct Address {
+    Slot base;
+    int base_width;
+    int64_t offset;
+};
+
+// One for each function that is decoded; it stands on one instruction at a time.
+class Decoder {
+  public:
+    Decoder(Program& program, FunctionCode& code, const VariableAddresses& variables);
+    void begin(const ptx::Instruction& instruction, Operation& operation);
+    void finish();  // fails if a modifier was not understood
+
+    // Modifiers, without their dots, in whatever order the family asks for them.
+    std::string_view root() const { return words_.front(); }
+    bool accept(std::string_view modifier);
+    // Index of the one of these that is there, -1 if none is.
+    int accept_any(std::initializer_list<std::string_view> modifiers);
+    int require_any(std::initializer_list<std::string_view> modifiers);
+    std::optional<Type> accept_type();  // the first that is left
+    Type require_type();
+    Type require_type(std::initializer_list<Type> known);
+    Space accept_space();  // kGeneric if none is named
+    [[noreturn]] void fail(const std::string& reason) const;
+
+    // Operands.
+    size_t num_operands() const { return instruction_->operands.size(); }
+    void require_operands(size_t least, size_t most);
+    const ptx::Operand& operand(size_t i) const;
+    Slot read(const ptx::Operand& operand, Type type);
+    Slot read(size_t i, Type type) { return read(operand(i), type); }
+    // A register that may be wider than the type; constants have the type's width.
+    std::pair<Slot, int> read_any(const ptx::Operand& operand, Type type);
+    Slot read_predicate(const ptx::Operand& operand, bool& is_negated);
+    Slot write(const ptx::Operand& operand, Type type);
+    Slot write(size_t i, Type type) { return write(operand(i), type); }
+    std::pair<Slot, int> write_any(const ptx::Operand& operand, Type type);
+    Slot write_predicate(const ptx::Operand& operand);
+    int64_t immediate(size_t i) const;
+    // In an address of parameters, `space` becomes local where these lie in a frame.
+    Address address(size_t i, Space& space);
+    // The operands of a vector, or the one.
+    std::vector<const ptx::Operand*> elements(size_t i) const;
+    int target(const ptx::Operand& label) const;
+    const std::vector<std::string>& branch_targets(const ptx::Operand& label) const;
+    int label(const std::string& name) const;
+    int64_t local_offset(const ptx::Operand& parameter) const;  // of a .param variable of this function's body
+
+    Slot constant(uint64_t bits, int width);
+    Slot scratch(int width);
+    void lay_out_locals();
+
+    Operation& operation() { return *operation_; }
+    Program& program() { return program_; }
+    const FunctionCode& code() const { return code_; }
+
+  private:
+    struct Register {
+        Type type;
+        Slot slot;
+    };
+    const Register* find_register(const std::string& name);
+    const ptx::Variable* find_variable(const std::string& name, int* scope) const;
+    std::optional<Slot> special(const std::string& name, int width);
+    Slot special_slot(Special special, int index, int width);
+    std::optional<Slot> symbol(const std::string& name, int64_t offset, int width);
+    Slot allocate(int bytes);
+    uint64_t literal_bits(const ptx::Operand& operand, Type type) const;
+
+    Program& program_;
+    FunctionCode& code_;
+    const VariableAddresses& variables_;
+    const ptx::Instruction* instruction_ = nullptr;
+    Operation* operation_ = nullptr;
+    std::vector<std::string_view> words_;  // [0] the opcode's root
+    std::vector<bool> used_;
+    std::vector<std::unordered_map<std::string, Register>> registers_;  // by the scope that declares them
+    std::map<std::pair<uint64_t, int>, Slot> constants_;
+    std::map<std::pair<int, std::string>, int64_t> locals_;  // (scope, name) to offset
+};
+
+struct Family {
+    std::string_view root;
+    void (*decode)(Decoder&);
+};
+
+// All opcodes; nullptr if there is none of that name.
+const Family* find_family(std::string_view root);
+
+// Decodes a kernel and all that it calls. The module must outlive the program.
+std::unique_ptr<Program> decode_kernel(const ptx::Module& module, const std::string& name, const VariableAddresses& variables);
+
+// Sets `join` of each branch of the function to the immediate post-dominator.
+void find_joins(Program& program, const FunctionCode& code);
+
+}  // namespace emulator

@@ -1,0 +1,45 @@
+// The decoders of all families. Those with a type are reached through the table's dispatch by type.
+#pragma once
+
+#include "../decoder.h"
+
+namespace emulator {
+
+void decode_integer(Decoder& d, Type type);
+void decode_float(Decoder& d, Type type);  // f32, f64
+void decode_half(Decoder& d, Type type);   // f16, bf16 and their pairs
+
+void decode_approximate(Decoder& d);  // ex2, lg2, sin, cos, tanh, rsqrt, rcp, sqrt
+void decode_logic(Decoder& d);
+void decode_shift(Decoder& d);
+void decode_funnel_shift(Decoder& d);
+void decode_lop3(Decoder& d);
+void decode_prmt(Decoder& d);
+void decode_bit_field(Decoder& d);
+void decode_count_bits(Decoder& d);
+void decode_setp(Decoder& d);
+void decode_set(Decoder& d);
+void decode_selp(Decoder& d);
+void decode_cvt(Decoder& d);
+void decode_mov(Decoder& d);
+void decode_cvta(Decoder& d);
+void decode_isspacep(Decoder& d);
+void decode_ld(Decoder& d);
+void decode_st(Decoder& d);
+void decode_prefetch(Decoder& d);
+void decode_createpolicy(Decoder& d);
+void decode_atom(Decoder& d);
+void decode_shfl(Decoder& d);
+void decode_vote(Decoder& d);
+void decode_match(Decoder& d);
+void decode_redux(Decoder& d);
+void decode_activemask(Decoder& d);
+void decode_barrier(Decoder& d);
+void decode_fence(Decoder& d);
+void decode_cp(Decoder& d);
+void decode_ldmatrix(Decoder& d);
+void decode_mma(Decoder& d);
+void decode_nanosleep(Decoder& d);
+void decode_dot_product(Decoder& d);
+
+}  // namespace emulator
