@@ -25,7 +25,7 @@ import fastattn
 from fastattn import device, int8
 from fastattn.device import DeviceFacts
 
-H200 = DeviceFacts(arch=90, num_sms=132, shared_memory_bytes=227 * 1024)
+H200 = DeviceFacts(arch=90, num_sms=132, shared_memory_bytes=227 * 1024, driver_cuda=13000)
 AIM_WITHOUT_GRADIENTS_US, AIM_WITH_GRADIENTS_US = 5.0, 20.0
 SHAPE = (1, 8, 16, 64)
 

@@ -15,8 +15,8 @@ from fastattn.device import DeviceFacts
 from fastattn.dispatch import Call, Choice
 from fastattn.support import FEATURES, SUPPORT, support_table
 
-H200 = DeviceFacts(arch=90, num_sms=132, shared_memory_bytes=227 * 1024)
-TURING = DeviceFacts(arch=75, num_sms=68, shared_memory_bytes=64 * 1024)
+H200 = DeviceFacts(arch=90, num_sms=132, shared_memory_bytes=227 * 1024, driver_cuda=13000)
+TURING = DeviceFacts(arch=75, num_sms=68, shared_memory_bytes=64 * 1024, driver_cuda=13000)
 GPU = torch.device("cuda", 0)
 
 
@@ -30,6 +30,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dispatcher believes in an H200 and in a library with kernels for it."""
     monkeypatch.setattr(dispatch, "facts", lambda device: H200 if device.type == "cuda" else None)
     monkeypatch.setitem(dispatch.native.BUILD, "archs", ["80", "90a"])
+    monkeypatch.setitem(dispatch.native.BUILD, "cuda", "13.0")
     monkeypatch.setattr(dispatch, "_choices", {})
     monkeypatch.setattr(dispatch, "_warned", set())
 
@@ -113,6 +114,12 @@ class TestChoice:
         monkeypatch.setattr(dispatch, "facts", lambda device: TURING)
         with pytest.warns(RuntimeWarning, match=r"compute capability 7\.5.*needs 8\.0"):
             assert dispatch.choose(call()).backend == "torch"
+
+    def test_old_drivers_run_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dispatch, "facts", lambda device: H200._replace(driver_cuda=12060))
+        choice = dispatch.choose(call())
+        assert choice.backend == "triton"
+        assert "supports CUDA 12.6" in choice.rejected["cuda"] and "built with 13.0" in choice.rejected["cuda"]
 
     def test_library_without_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(dispatch.native.BUILD, "archs", [])

@@ -95,6 +95,14 @@ def test_compiles_without_graph_breaks(name: str) -> None:
         torch.testing.assert_close(got, want)
 
 
+def test_the_first_call_may_be_a_compiled_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the dispatcher knows of the device is looked up while dynamo traces, and not only then."""
+    monkeypatch.setattr(fastattn.device, "_known", {})
+    query = draw(1, 2, 5, 16)
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(query, query, query), attend(query, query, query))
+
+
 @pytest.mark.parametrize("function", [attend, drop_in])
 def test_dynamic_lengths_compile_once(function: Callable[..., Any]) -> None:
     counter = CompileCounter()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastattn import native
 from fastattn.checks import check_choice
-from fastattn.device import INTERPRETED_DEVICE, DeviceFacts, facts
+from fastattn.device import DeviceFacts, facts, is_interpreted
 from fastattn.errors import InputError
 from fastattn.support import BACKENDS, FEATURES, KERNEL_BACKENDS, SUPPORT
 
@@ -184,7 +184,7 @@ def _decide(call: Call, forced: str | None, torch_asked_for: bool) -> Choice:
         kernel, tile = _describe(chosen, call, device_facts)
         return Choice(chosen, kernel, tile, rejected)
     detour = None
-    if device_facts is not None and device_facts is not INTERPRETED_DEVICE and forced is None and not torch_asked_for:
+    if device_facts is not None and not is_interpreted(call.device) and forced is None and not torch_asked_for:
         detour = " ".join(dict.fromkeys(rejected.values()))
     return Choice("torch", "PyTorch", None, rejected, detour)
 
@@ -195,14 +195,14 @@ def _reason_against(backend: str, call: Call, device_facts: DeviceFacts | None, 
         return call.only_torch
     if device_facts is None:
         return f"the tensors are on {call.device.type}, and the kernels need an NVIDIA GPU; move them to cuda."
-    if device_facts is INTERPRETED_DEVICE and forced != "triton":
+    if is_interpreted(call.device) and forced != "triton":
         return (
             'Triton\'s interpreter (TRITON_INTERPRET=1) runs kernels on CPU tensors only inside use_backend("triton").'
         )
     support = SUPPORT[call.op].get(backend)
     if support is None:
         return f"there is no {_NAMES[backend]} kernel for {call.op} yet."
-    unavailable = _unavailable(backend)
+    unavailable = _unavailable(backend, device_facts)
     if unavailable is not None:
         return unavailable
     if device_facts.arch < support.min_arch:
@@ -210,7 +210,7 @@ def _reason_against(backend: str, call: Call, device_facts: DeviceFacts | None, 
             f"the GPU has compute capability {device_facts.arch // 10}.{device_facts.arch % 10}, and the "
             f"{_NAMES[backend]} kernel needs {support.min_arch // 10}.{support.min_arch % 10} or later."
         )
-    if device_facts is INTERPRETED_DEVICE:
+    if is_interpreted(call.device):
         if call.dtype not in (torch.float16, torch.float32):
             return f"the dtype is {call.dtype}, and Triton's interpreter computes only float16 and float32 rightly."
     elif call.dtype not in support.dtypes:
@@ -232,11 +232,18 @@ _NAMES = {"cuda": "CUDA C++", "triton": "Triton"}
 _TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
-def _unavailable(backend: str) -> str | None:
+def _unavailable(backend: str, device_facts: DeviceFacts) -> str | None:
     if backend == "cuda":
         if "80" not in native.BUILD["archs"]:
             return (
                 "the library was built without CUDA C++ kernels for sm_80; `python -m fastattn` says how to get them."
+            )
+        major, minor = (int(part) for part in native.BUILD["cuda"].split("."))
+        if device_facts.driver_cuda < 1000 * major + 10 * minor:
+            supported = f"{device_facts.driver_cuda // 1000}.{device_facts.driver_cuda % 1000 // 10}"
+            return (
+                f"the driver supports CUDA {supported}, and the library was built with {major}.{minor}; update the "
+                "driver, or build fastattn with an older CUDA toolkit."
             )
         return None
     if not _TRITON_IS_INSTALLED:

@@ -1,0 +1,20 @@
+// What the CTA needs to know of a warp's arrival at a barrier.
+#pragma once
+
+#include "../machine.h"
+
+namespace emulator {
+
+struct BarrierRequest {
+    uint32_t id, count;
+    bool has_count;
+    int reduction;       // 0 popc, 1 and, 2 or; -1: none
+    uint32_t predicate;  // of bar.red
+};
+
+BarrierRequest barrier_request(const Operation& operation, Warp& warp, uint32_t mask);
+
+// Gives lanes that waited the result of bar.red: `ones` of `arrived` threads had a true predicate.
+void finish_barrier(const Operation& operation, std::byte* registers, uint32_t mask, uint32_t ones, uint32_t arrived);
+
+}  // namespace emulator
