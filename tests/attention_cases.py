@@ -12,9 +12,9 @@ from fastattn import reference
 from fastattn.triton_kernels import attention_backward as backward_module
 from fastattn.triton_kernels import attention_forward as forward_module
 from fastattn.triton_kernels.tiles import AttentionTile
+from kernel_device import DEVICE
 from oracle import check_against_oracle
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter computes bfloat16 wrongly; compiled kernels take 16-bit types alone.
 DTYPES = (torch.float16, torch.bfloat16) if DEVICE == "cuda" else (torch.float16, torch.float32)
 SMALL_TILE = AttentionTile(16, 32, num_warps=4, num_stages=1)  # so that short sequences have many tiles

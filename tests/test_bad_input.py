@@ -15,6 +15,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn import InputError
+from kernel_device import DEVICE, WIDEST_DTYPE
 
 
 def dense(**changes: Any) -> dict[str, Any]:
@@ -174,9 +175,11 @@ OFFSETS: dict[str, tuple[list[int], tuple[str, ...]]] = {
 def test_offsets_in_device_memory(what: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checked on request; otherwise nothing outside the tensors is read or written, and what has rows has results."""
     values, words = OFFSETS[what]
-    offsets = torch.tensor(values, dtype=torch.int32)
-    guarded = torch.full((3, 9, 2, 16), float("nan"))  # rows before and after the tensors' own
-    guarded[1] = torch.randn(9, 2, 16, generator=torch.Generator().manual_seed(0))
+    offsets = torch.tensor(values, dtype=torch.int32, device=DEVICE)
+    guarded = torch.full(
+        (3, 9, 2, 16), float("nan"), dtype=WIDEST_DTYPE, device=DEVICE
+    )  # rows before and after the tensors' own
+    guarded[1].copy_(torch.randn(9, 2, 16, generator=torch.Generator().manual_seed(0)))
     arguments = packed(query=guarded[1], key=guarded[1], value=guarded[1], cu_seqlens_q=offsets, cu_seqlens_k=offsets)
     with fastattn.use_backend(backend):
         out, lse = V(**arguments, return_lse=True)

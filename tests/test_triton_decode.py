@@ -13,9 +13,9 @@ from torch import Tensor
 from fastattn import reference
 from fastattn.triton_kernels import tiles
 from fastattn.triton_kernels.decode import attention_decode
+from kernel_device import DEVICE
 from oracle import check_against_oracle
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HUGE = 2**31 - 1
 
 

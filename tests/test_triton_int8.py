@@ -11,9 +11,9 @@ from torch import Tensor
 from fastattn import reference
 from fastattn.triton_kernels import int8_matmul as kernels
 from fastattn.triton_kernels import tiles
+from kernel_device import DEVICE
 from oracle import check_against_oracle
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GRANULARITIES = ["tensor", "channel", 32, 64, 128]
 
 
