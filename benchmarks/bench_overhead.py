@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
+import subprocess
 import timeit
 from collections.abc import Callable
 from pathlib import Path
@@ -105,6 +105,20 @@ def cases() -> dict[str, tuple[Callable[[], Any], Callable[[], Any], float]]:
     }
 
 
+def machine() -> dict[str, str]:
+    """Where and on what the figures were taken."""
+    cpus = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":")[1].strip() for line in cpus if line.startswith("model name")]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    return {
+        "cpu": f"{len(names)} x {names[0]}" if names else platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fastattn": fastattn.native.BUILD["version"],
+        "commit": commit.stdout.strip(),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=2000, help="calls per repeat")
@@ -123,9 +137,7 @@ def main() -> None:
         rows.append({"call": name, "public_us": public_us, "floor_us": floor_us, "added_us": added, "aim_us": aim})
         print(f"{name:<34}{public_us:>11.2f}{floor_us:>10.2f}{added:>10.2f}{aim:>8.0f}")
     if arguments.json:
-        machine = {"python": platform.python_version(), "torch": torch.__version__, "cpu": platform.processor()}
-        machine["cores"] = str(os.cpu_count())
-        arguments.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
+        arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

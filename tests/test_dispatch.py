@@ -82,6 +82,15 @@ class TestChoice:
         with pytest.raises(fastattn.InputError, match="FASTATTN_FALLBACK: expected one of 'silent', 'warn', 'error'"):
             dispatch.choose(call(dtype=torch.float32))
 
+    def test_detours_can_be_forbidden_in_compiled_code(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dispatch, "facts", lambda device: H200)
+        monkeypatch.setenv("FASTATTN_FALLBACK", "error")
+        monkeypatch.setattr(dispatch, "is_interpreted", lambda device: False)
+        compiled = torch.compile(fastattn.attention, fullgraph=True, backend="eager")
+        query = torch.randn(1, 2, 4, 20)
+        with pytest.raises(Exception, match=r"FASTATTN_FALLBACK=error.*float32"):
+            compiled(query, query, query)
+
     def test_forcing_a_backend(self) -> None:
         for backend in ("cuda", "triton", "torch"):
             with fastattn.use_backend(backend):
@@ -134,6 +143,14 @@ def test_explain_runs_nothing_and_prints_well() -> None:
     assert calls == []
     assert explanation.backend == "torch" and set(explanation.rejected) == {"cuda", "triton"}
     assert all(f"not {backend}: {reason}" in str(explanation) for backend, reason in explanation.rejected.items())
+
+
+def test_explain_leaves_the_random_generator_alone() -> None:
+    query = torch.ones(1, 1, 4, 16)
+    before = torch.get_rng_state()
+    fastattn.explain(fastattn.attention, query, query, query, dropout_p=0.5)
+    fastattn.explain(fastattn.scaled_dot_product_attention, query, query, query, dropout_p=0.5)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_explain_sends_tensors_to_a_gpu() -> None:
@@ -210,6 +227,25 @@ class TestPatch:
         assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
         with pytest.raises(RuntimeError, match="uninstall"):
             fastattn.uninstall()
+
+    def test_uninstall_puts_back_what_stood_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def somebody_elses() -> None:
+            raise AssertionError
+
+        monkeypatch.setattr(F, "scaled_dot_product_attention", somebody_elses)
+        with fastattn.patch_sdpa():
+            assert F.scaled_dot_product_attention is fastattn.scaled_dot_product_attention
+        assert F.scaled_dot_product_attention is somebody_elses
+
+    def test_torch_fx_traces_through_it(self) -> None:
+        class Model(torch.nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return F.scaled_dot_product_attention(x, x, x)
+
+        x = torch.randn(1, 2, 5, 16)
+        with fastattn.patch_sdpa():
+            traced = torch.fx.symbolic_trace(Model())
+        torch.testing.assert_close(traced(x), F.scaled_dot_product_attention(x, x, x))
 
     def test_many_threads_leave_it_as_it_was(self) -> None:
         start = threading.Barrier(8)

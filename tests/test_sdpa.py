@@ -272,3 +272,31 @@ def test_nested_tensors_go_to_torch() -> None:
     query = nested.transpose(1, 2)
     out = fastattn.scaled_dot_product_attention(query, query, query)
     assert out.is_nested and out.shape[0] == 2
+
+
+def test_strided_nested_tensors_go_to_torch_when_a_plan_is_made() -> None:
+    query = torch.nested.nested_tensor([torch.randn(2, 3, 16), torch.randn(2, 5, 16)])
+    with fastattn.record() as calls:
+        out = fastattn.scaled_dot_product_attention(query, query, query)
+    assert [call.backend for call in calls] == ["torch"]
+    assert out.is_nested
+
+
+WRONG_TYPES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "query": ((None, torch.ones(2, 16), torch.ones(2, 16)), {}),
+    "key": ((torch.ones(2, 16), None, torch.ones(2, 16)), {}),
+    "attn_mask": ((torch.ones(2, 16),) * 3, {"attn_mask": [1]}),
+    "dropout_p": ((torch.ones(2, 16),) * 3, {"dropout_p": "a"}),
+    "is_causal": ((torch.ones(2, 16),) * 3, {"is_causal": 1}),
+    "scale": ((torch.ones(2, 16),) * 3, {"scale": "a"}),
+    "enable_gqa": ((torch.ones(3, 2, 16),) * 3, {"enable_gqa": 1}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_wrong_types_raise_torchs_error(name: str) -> None:
+    arguments, options = WRONG_TYPES[name]
+    with pytest.raises(TypeError, match=name):
+        torch_sdpa(*arguments, **options)
+    with fastattn.record(), pytest.raises(TypeError, match=name):
+        fastattn.scaled_dot_product_attention(*arguments, **options)

@@ -5,7 +5,9 @@ Kernels run under Triton's interpreter, or for real where there is a GPU; the Py
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -195,6 +199,23 @@ def test_autocast_decides_the_dtype(function: Callable[..., Any], backend: str) 
             assert function(*doubles).dtype == F.scaled_dot_product_attention(*doubles).dtype == torch.float64
 
 
+def test_autocast_takes_a_bias_of_another_16_bit_dtype(backend: str) -> None:
+    if backend == "triton" and DEVICE == "cpu":
+        pytest.skip("autocast to float16 is for GPUs")
+    query = draw(1, 2, 5, 16)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        out = fastattn.attention(query, query, query, bias=torch.zeros(1, 1, 5, 5, dtype=torch.float16))
+    assert isinstance(out, Tensor)
+    assert out.dtype == torch.bfloat16
+
+
+def test_no_heads_with_slopes() -> None:
+    query = draw(1, 0, 5, 16)
+    out = fastattn.attention(query, query, query, alibi_slopes=torch.zeros(0))
+    assert isinstance(out, Tensor)
+    assert out.shape == (1, 0, 5, 16)
+
+
 def test_double_backward_is_refused(backend: str) -> None:
     if backend == "torch":
         pytest.skip("PyTorch differentiates its own path as often as one likes")
@@ -315,6 +336,53 @@ def test_opcheck(name: str, backend: str) -> None:
     torch.library.opcheck(getattr(torch.ops.fastattn_triton, op).default, make())
 
 
+def int8_layer(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    return fastattn.int8_linear(x, fastattn.quantize_int8(torch.eye(16)), activation="silu")
+
+
+@pytest.mark.parametrize("function", [attend, drop_in, int8_layer])
+def test_forward_mode_is_torchs(function: Callable[..., Any], backend: str) -> None:
+    """A kernel knows nothing of tangents: it must refuse, never return a result without them."""
+    inputs = tuple(draw(1, 2, 5, 16) for _ in range(3))
+    function(*inputs)  # so that a plan and a choice are kept
+    if backend != "torch":
+        with pytest.raises(fastattn.InputError, match="forward-mode"):
+            torch.func.jvp(function, inputs, inputs)
+        return
+    with sdpa_kernel(SDPBackend.MATH):
+        _, tangent = torch.func.jvp(function, inputs, inputs)
+    step = 1e-2
+    later, earlier = (function(*(t * (1 + sign * step) for t in inputs)) for sign in (1, -1))
+    torch.testing.assert_close(tangent, (later - earlier) / (2 * step), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("function", [attend, drop_in])
+def test_symbolic_tracers_pass_through(function: Callable[..., Any]) -> None:
+    inputs = [draw(1, 2, 5, 16) for _ in range(3)]
+    traced = make_fx(function, tracing_mode="symbolic")(*inputs)
+    torch.testing.assert_close(traced(*inputs), function(*inputs))
+
+
+def test_triton_launches_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several GPUs, Triton takes the current one, wherever the tensors are."""
+    current = [0]
+
+    @contextlib.contextmanager
+    def enter(device: torch.device) -> Iterator[None]:
+        current.append(device.index)
+        yield
+        current.pop()
+
+    launched_on: list[int] = []
+    launcher = SimpleNamespace(int8_matmul=lambda x: launched_on.append(current[-1]))
+    monkeypatch.setattr(fastattn.ops.importlib, "import_module", lambda name: launcher)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    for index in (0, 1):
+        fastattn.ops._triton_launcher("int8_matmul")(SimpleNamespace(device=torch.device("cuda", index)))
+    assert launched_on == [0, 1]
+
+
 @pytest.mark.parametrize("namespace", ["fastattn", "fastattn_triton"])
 def test_raw_operators_refuse_to_differentiate(namespace: str) -> None:
     arguments = forward_arguments(query=draw(1, 4, 5, 16, requires_grad=True))
@@ -326,13 +394,15 @@ def test_flops_are_counted_as_torch_counts_its_own(backend: str) -> None:
     if backend == "torch":
         pytest.skip("torch counts its own operators")
     query, key = draw(2, 4, 5, 16, requires_grad=True), draw(2, 2, 7, 16, requires_grad=True)
+    value = draw(2, 2, 7, 24, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        out = fastattn.attention(query, key, key)
+        out = fastattn.attention(query, key, value)
         forward = counter.get_total_flops()
         assert isinstance(out, Tensor)
         out.sum().backward()
-    assert forward == 2 * (2 * 4 * 5 * 7) * (16 + 16)
-    assert counter.get_total_flops() == forward + forward * 5 // 2
+    pairs = 2 * 4 * 5 * 7
+    assert forward == 2 * pairs * (16 + 24)
+    assert counter.get_total_flops() == forward + 2 * pairs * (3 * 16 + 2 * 24)
 
 
 def test_deterministic_follows_torch(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:

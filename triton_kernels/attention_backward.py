@@ -29,6 +29,7 @@ from fastattn.triton_kernels.attention_launch import (
     broadcast_strides,
     launch,
     lse_strides,
+    packed_lengths,
     score_arguments,
     score_options,
     strides,
@@ -71,6 +72,7 @@ def attention_backward(
     num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
     if cu_seqlens_q is not None:
         batch = cu_seqlens_q.numel() - 1
+        max_seqlen_q, max_seqlen_k = packed_lengths(query, key, max_seqlen_q, max_seqlen_k)
         grads = tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value))
     else:
         batch, max_seqlen_q, max_seqlen_k = query.shape[0], query.shape[2], key.shape[2]
@@ -127,7 +129,10 @@ def attention_backward(
         num_programs = ceil_div(max_seqlen_q, complete["BLOCK_M"]) * batch * num_heads
         launch(attention_backward_rows_kernel, num_programs, complete, query.device)
         launch(attention_backward_query_kernel, num_programs, complete, query.device)
-    if key.numel() > 0:
+    if num_heads == 0:  # keys and values may have heads all the same
+        grad_key.zero_()
+        grad_value.zero_()
+    elif key.numel() > 0:
         complete = with_tile("key_value")
         num_programs = ceil_div(max_seqlen_k, complete["BLOCK_N"]) * batch * key.shape[1]
         launch(attention_backward_key_value_kernel, num_programs, complete, query.device)

@@ -19,7 +19,11 @@ from fastattn.triton_kernels.attention_common import (
 )
 
 
-@triton.jit(do_not_specialize=["max_seqlen_q", "max_seqlen_k", "window_left", "window_right", "num_batches"])
+@triton.jit(
+    do_not_specialize=[
+        "max_seqlen_q", "max_seqlen_k", "window_left", "window_right", "num_batches", "dropout_threshold",
+    ]
+)  # fmt: skip
 def attention_backward_bias_kernel(
     grad_out, query, key, value, row_shift, row_log2_sum, delta, grad_bias, bias, alibi_slopes, dropout_seed,
     stride_gb, stride_gh, stride_gm, stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,

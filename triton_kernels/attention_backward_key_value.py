@@ -72,7 +72,11 @@ def _key_value_tile(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right"])
+@triton.jit(
+    do_not_specialize=[
+        "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "dropout_threshold",
+    ]
+)  # fmt: skip
 def attention_backward_key_value_kernel(
     grad_out, query, key, value, row_shift, row_log2_sum, delta, grad_key, grad_value,
     bias, alibi_slopes, dropout_seed, cu_seqlens_q, cu_seqlens_k,

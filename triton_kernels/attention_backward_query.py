@@ -59,7 +59,11 @@ def _query_tile(
     return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right"])
+@triton.jit(
+    do_not_specialize=[
+        "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "dropout_threshold",
+    ]
+)  # fmt: skip
 def attention_backward_query_kernel(
     grad_out, query, key, value, row_shift, row_log2_sum, delta, grad_query,
     bias, alibi_slopes, dropout_seed, cu_seqlens_q, cu_seqlens_k,

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fastattn.triton_kernels.device_math import tanh
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 INF = tl.constexpr(float("inf"))
@@ -113,12 +115,6 @@ def visible_keys(row, column, offset, seqlen_k, window_left, window_right, LEFT:
     if RIGHT:
         visible = visible & (column <= row + offset + window_right)
     return visible
-
-
-@triton.jit
-def tanh(x):
-    """Absolute error about 1e-7; through exp2, which the interpreter has too and which saturates to +-1 by itself."""
-    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
 
 
 @triton.jit

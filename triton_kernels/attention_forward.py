@@ -43,6 +43,7 @@ from fastattn.triton_kernels.attention_launch import (
     attention_constexprs,
     launch,
     lse_strides,
+    packed_lengths,
     score_arguments,
     score_options,
     strides,
@@ -123,7 +124,11 @@ def _spoil_tile(
     return tl.where(count > 0, float("nan"), out)
 
 
-@triton.jit(do_not_specialize=["max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right"])
+@triton.jit(
+    do_not_specialize=[
+        "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "dropout_threshold",
+    ]
+)  # fmt: skip
 def attention_forward_kernel(
     query, key, value, output, lse, bias, alibi_slopes, sinks, dropout_seed, cu_seqlens_q, cu_seqlens_k,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
@@ -250,6 +255,7 @@ def attention_forward(
     num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
     if cu_seqlens_q is not None:
         batch = cu_seqlens_q.numel() - 1
+        max_seqlen_q, max_seqlen_k = packed_lengths(query, key, max_seqlen_q, max_seqlen_k)
         out = query.new_zeros(query.shape[0], num_heads, value_dim)  # rows of no sequence stay 0
         lse = query.new_full((num_heads, query.shape[0]), -float("inf"), dtype=torch.float32)
     else:

@@ -50,6 +50,11 @@ def attention_constexprs(
     }
 
 
+def packed_lengths(query: Tensor, key: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> tuple[int, int]:
+    """The bounds of a packed call: none larger than its tensor, so that neither grids nor window sums overflow."""
+    return min(max_seqlen_q, query.shape[0]), min(max_seqlen_k, key.shape[0])
+
+
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
@@ -96,8 +101,8 @@ def score_arguments(
         "alibi_slopes": None if alibi_slopes is None else alibi_slopes.contiguous(),
         "sinks": None if sinks is None else sinks.contiguous(),
         "dropout_seed": dropout_seed,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
+        "cu_seqlens_q": None if cu_seqlens_q is None else cu_seqlens_q.contiguous(),
+        "cu_seqlens_k": None if cu_seqlens_k is None else cu_seqlens_k.contiguous(),
         **strides("q", query),
         **strides("k", key),
         **strides("v", value),

@@ -38,7 +38,7 @@ struct AttentionForwardParams {
     RowsView lse;                     // [B, Hq, Sq], natural logarithm
     float scale;                      // of Q·Kᵀ; any sign
     int32_t causal_offset;            // causal: query i sees keys j <= i + causal_offset
-    int32_t heads_per_group;          // heads whose tiles are scheduled side by side, see attention/tile_scheduler.h
+    int32_t heads_per_group;          // heads whose tiles are scheduled side by side, see attention/tile_order.h
 };
 
 }  // namespace fastattn

@@ -168,7 +168,9 @@ def _attend(
     cast = autocast_dtype(query.device.type)
     if cast is not None:
         query, key, value = (autocast_to(cast, t) for t in (query, key, value))
-        tensors = (query, key, value, *tensors[3:])
+        if isinstance(bias, Tensor) and bias.dtype != torch.float32:  # float32 goes with every query: it stays exact
+            bias = autocast_to(cast, bias)
+        tensors = (query, key, value, bias, *tensors[4:])
 
     plan = _plans.get(tensors, options)
     if cu_seqlens_q is not None and device_checks_are_on():
@@ -176,10 +178,12 @@ def _attend(
         _check_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], options[0])
         _check_offsets("cu_seqlens_k", cu_seqlens_k, key.shape[0], options[1])
     seed = None
-    if plan.dropout_p > 0:
-        seed = draw_seed(query.device) if dropout_seed is None else seed_tensor(dropout_seed, query.device)
+    if plan.dropout_p > 0 and dropout_seed is not None:
+        seed = seed_tensor(dropout_seed, query.device)
 
     choice = choose(plan.call)
+    if plan.dropout_p > 0 and seed is None:  # after the choice: explain must leave the generator alone
+        seed = draw_seed(query.device)
     if choice.backend == "torch":
         if plan.torch_sdpa_can and not return_lse:
             grouped = "gqa" in plan.call.features
@@ -194,7 +198,7 @@ def _attend(
             key,
             value,
             bias,
-            None if alibi_slopes is None else alibi_slopes.detach().float().view(-1, query.shape[1]),
+            None if alibi_slopes is None else torch.atleast_2d(alibi_slopes.detach().float()),
             None if sinks is None else sinks.float(),
             seed,
             cu_seqlens_q,

@@ -16,8 +16,11 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def autocast_to(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """``tensor`` in ``dtype``; float64 and what is not floating stays as it is, as under torch's autocast."""
-    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+    """``tensor`` in ``dtype``; float64 and what is not floating stays as it is, as under torch's autocast.
+
+    So does what is no tensor: the checks say what is wrong with it.
+    """
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(dtype)
 

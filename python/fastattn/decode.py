@@ -190,7 +190,7 @@ def attention_with_kv_cache(
             block_table,
             k_scale,
             v_scale,
-            None if alibi_slopes is None else alibi_slopes.float().view(-1, query.shape[1]),
+            None if alibi_slopes is None else torch.atleast_2d(alibi_slopes.float()),
             None if sinks is None else sinks.float(),
             plan.scale,
             *plan.window,

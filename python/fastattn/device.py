@@ -53,7 +53,7 @@ def _look_up(device: torch.device) -> tuple[int, int, int, int] | None:
             properties.major * 10 + properties.minor,
             properties.multi_processor_count,
             properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
-            torch._C._cuda_getDriverVersion(),
+            torch._C._cuda_getDriverVersion(),  # type: ignore[attr-defined]
         )
     if is_interpreted(device):
         return INTERPRETED_DEVICE

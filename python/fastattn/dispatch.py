@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastattn import native
 from fastattn.checks import check_choice
@@ -124,10 +125,18 @@ def torch_is_asked_for() -> bool:
 def choose(call: Call) -> Choice:
     """The backend for ``call``. Raises ``InputError`` where a forced backend cannot run it."""
     forced = _thread.forced
+    if forward_ad._current_level >= 0 and call.only_torch is None:  # a kernel would drop the tangents silently
+        call = call._replace(only_torch=_FORWARD_MODE)
     if torch.compiler.is_compiling():
-        return _decide(call, forced, torch_is_asked_for())
+        choice = _decide(call, forced, torch_is_asked_for())
+        if choice.detour is not None and _fallback_mode() == "error":
+            raise InputError(_forbidden(choice.detour))
+        return choice
     key = (call, forced, torch_is_asked_for())
-    choice = _choices.get(key)
+    try:
+        choice = _choices.get(key)
+    except TypeError:  # a tracer's symbolic sizes cannot be hashed
+        return _decide(*key)
     if choice is None:
         choice = _decide(*key)
         if len(_choices) >= _CHOICES_KEPT:
@@ -150,11 +159,20 @@ class RecordedCall(NamedTuple):
     kernel: str
 
 
-def _announce(reason: str) -> None:
+def _fallback_mode() -> str:
     mode = os.environ.get("FASTATTN_FALLBACK", "warn")
     check_choice("FASTATTN_FALLBACK", mode, ("silent", "warn", "error"))
+    return mode
+
+
+def _forbidden(reason: str) -> str:
+    return f"this call would run in PyTorch, and FASTATTN_FALLBACK=error forbids that: {reason}"
+
+
+def _announce(reason: str) -> None:
+    mode = _fallback_mode()
     if mode == "error":
-        raise InputError(f"this call would run in PyTorch, and FASTATTN_FALLBACK=error forbids that: {reason}")
+        raise InputError(_forbidden(reason))
     if mode == "warn" and reason not in _warned:
         _warned.add(reason)
         warnings.warn(f"fastattn runs this call in PyTorch: {reason}", RuntimeWarning, stacklevel=4)
@@ -228,6 +246,10 @@ def _reason_against(backend: str, call: Call, device_facts: DeviceFacts | None, 
     return None
 
 
+_FORWARD_MODE = (
+    "forward-mode differentiation is under way (torch.func.jvp, forward_ad), and the kernels have gradients for "
+    "backward mode only; PyTorch's math backend has both (torch.nn.attention.sdpa_kernel(SDPBackend.MATH))."
+)
 _NAMES = {"cuda": "CUDA C++", "triton": "Triton"}
 _TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 

@@ -19,9 +19,9 @@ def forward_flops(query: Any, key: Any, value: Any, *args: Any, out_val: Any = N
 
 
 def backward_flops(grad_out: Any, grad_lse: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    # Q K^T, dO V^T, P^T dO, dS^T Q, dS K: five products where the forward has two.
-    pairs_flops = _attention_flops(query, key, value, args[2:])
-    return pairs_flops * 5 // 2
+    # Q K^T, dS^T Q, dS K have the query's head dim; dO V^T, P^T dO have the value's. The forward has one of each.
+    forward = _attention_flops(query, key, value, args[2:])
+    return forward * (3 * key[-1] + 2 * value[-1]) // max(key[-1] + value[-1], 1)
 
 
 def decode_flops(query: Any, k_cache: Any, v_cache: Any, *args: Any, **kwargs: Any) -> int:

@@ -184,6 +184,7 @@ class KVCache:
         check_shape("sequences", sequences, (self.batch,), "[batch]")
         check_dtype("sequences", sequences, (torch.int32, torch.int64))
         check_same_device("sequences", sequences, self._lengths.device)
+        sequences = sequences.clamp(0, max(self.batch - 1, 0))  # nothing outside is read, whatever the device holds
         for layer in self._layers:
             for tensor in layer.tensors():
                 tensor.copy_(tensor.index_select(0, sequences))

@@ -40,11 +40,15 @@ def _overload(backend: str, name: str) -> torch._ops.OpOverload:
 
 
 def _triton_launcher(name: str) -> Callable[..., Any]:
-    """Imports Triton at the first call only."""
+    """Imports Triton at the first call only. Triton launches on the current device: that has to be the tensors'."""
 
     def launch(*args: Any) -> Any:
         module = importlib.import_module(f"fastattn.triton_kernels.{_TRITON_LAUNCHERS[name]}")
-        return getattr(module, name)(*args)
+        device = args[0].device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return getattr(module, name)(*args)
+        with torch.cuda.device(device):
+            return getattr(module, name)(*args)
 
     return launch
 

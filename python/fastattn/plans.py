@@ -48,4 +48,5 @@ def _signature(tensor: Any) -> Any:
         return None
     if not isinstance(tensor, Tensor):
         return type(tensor)
-    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
+    shape = None if tensor.is_nested else tensor.shape  # a strided nested tensor has none
+    return shape, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)

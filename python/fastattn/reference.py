@@ -102,7 +102,7 @@ def _attend(
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
         distance = (alibi_position[:, None, :, None] - column).abs().to(dtype)
-        scores = scores - alibi_slopes.to(dtype).view(-1, heads, 1, 1) * distance
+        scores = scores - torch.atleast_2d(alibi_slopes.to(dtype))[:, :, None, None] * distance
     if bias is not None and bias.dtype != torch.bool:
         scores = scores + bias.to(dtype)
     if visible is not None and spoiled_keys is not None:

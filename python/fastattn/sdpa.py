@@ -65,6 +65,8 @@ def scaled_dot_product_attention(
     Raises:
         RuntimeError: what torch rejects, with torch's message.
     """
+    if not isinstance(query, Tensor):  # torch.fx traces it, or torch says what is wrong with it
+        return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     device = query.device
     if facts(device) is None and not dispatch.is_watched():
         return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -110,7 +112,7 @@ def _make_plan(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _Plan:
     query, key, value, attn_mask = tensors
     dropout_p, is_causal, scale, enable_gqa = options
     only_torch = only_torch_handles(query, key, value, attn_mask) or _reason_for_torch(
-        query, key, value, attn_mask, dropout_p, scale, enable_gqa
+        query, key, value, attn_mask, *options
     )
     if only_torch is not None:
         call = Call("attention", query.device, query.dtype, 0, 0, frozenset(), (), only_torch)
@@ -144,11 +146,20 @@ def _reason_for_torch(
     value: Tensor,
     attn_mask: Tensor | None,
     dropout_p: float,
+    is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
 ) -> str | None:
     """Why only torch's function can say what these arguments mean (or what is wrong with them), or None."""
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    numbers = (dropout_p,) if scale is None else (dropout_p, scale)
+    if not (
+        all(isinstance(t, Tensor) for t in tensors)
+        and all(isinstance(n, (int, float, torch.SymInt, torch.SymFloat)) for n in numbers)
+        and isinstance(is_causal, bool)
+        and isinstance(enable_gqa, bool)
+    ):
+        return "an argument has the wrong type; torch decides."
     if min(t.dim() for t in (query, key, value)) < (3 if enable_gqa else 2):
         return "query, key and value have too few dimensions; torch raises."
     if any(t.device != query.device for t in tensors) or any(t.dtype != query.dtype for t in (key, value)):
