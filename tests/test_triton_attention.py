@@ -11,6 +11,8 @@ import torch
 
 from attention_cases import DEVICE, DTYPES, SEED, Case, check, laid_out, make_problem, run_kernels
 from fastattn import reference
+from fastattn.triton_kernels import attention_backward as backward_module
+from fastattn.triton_kernels import attention_forward as forward_module
 
 CAUSAL = (-1, 0)
 
@@ -94,6 +96,20 @@ def test_empty(shape: tuple[int, int, int, int, int], sinks: bool, monkeypatch: 
     assert bool((actual["lse"] == expected).all())
 
 
+@pytest.mark.parametrize("softcap", [1e3, 1e5, 1e12], ids=str)
+def test_a_large_softcap_changes_next_to_nothing(softcap: float, monkeypatch: Any) -> None:
+    check(Case(softcap=softcap, shape=(1, 1, 1, 20, 40), magnitude=4.0), monkeypatch)
+
+
+def test_no_query_heads_beside_key_heads(monkeypatch: Any) -> None:
+    problem = make_problem(Case(shape=(2, 2, 1, 5, 7)))
+    problem.query, problem.grad_out = problem.query[:, :0], problem.grad_out[:, :0]
+    actual = run_kernels(Case(), problem, monkeypatch)
+    for name in ("key", "value"):
+        assert actual[f"grad_{name}"].shape == getattr(problem, name).shape
+        assert torch.count_nonzero(actual[f"grad_{name}"]) == 0
+
+
 PACKED = ((5, 0, 33, 1, 17), (40, 7, 0, 1, 20))
 
 
@@ -133,6 +149,36 @@ def test_packed_rows_of_no_sequence(monkeypatch: Any) -> None:
     expected = check(case, monkeypatch, inner)
     assert torch.equal(actual["out"][3:], expected["out"])
     assert torch.equal(actual["grad_value"][:35], expected["grad_value"])
+
+
+def test_packed_offsets_that_are_a_view(monkeypatch: Any) -> None:
+    problem = make_problem(case := Case(lengths=PACKED))
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        offsets = getattr(problem, name)
+        setattr(problem, name, torch.stack([offsets, torch.full_like(offsets, 2)], 1)[:, 0])
+    check(case, monkeypatch, problem)
+
+
+def test_packed_bounds_larger_than_the_tensors(monkeypatch: Any) -> None:
+    """They cost nothing, and sums of positions and window sides stay within 32 bits."""
+    case = Case(lengths=((9, 24), (40, 7)), window=(2**31 - 2, 3))
+    problem = make_problem(case)
+    expected = run_kernels(case, problem, monkeypatch)
+    problem.max_seqlens = (2**31 - 1, 2**31 - 1)
+    grids: list[int] = []
+    for module in (forward_module, backward_module):
+        launch = module.launch
+
+        def counted(kernel: Any, num_programs: int, *rest: Any, launch: Any = launch) -> None:
+            grids.append(num_programs)
+            assert num_programs < 1000
+            launch(kernel, num_programs, *rest)
+
+        monkeypatch.setattr(module, "launch", counted)
+    actual = run_kernels(case, problem, monkeypatch)
+    assert len(grids) == 4
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, actual[name]), name
 
 
 @pytest.mark.parametrize("layout", ["bshd", "sliced", "misaligned"])

@@ -127,15 +127,15 @@ def attention_backward(
     if lse.numel() > 0:
         complete = with_tile("query")
         num_programs = ceil_div(max_seqlen_q, complete["BLOCK_M"]) * batch * num_heads
-        launch(attention_backward_rows_kernel, num_programs, complete, query.device)
-        launch(attention_backward_query_kernel, num_programs, complete, query.device)
+        launch(attention_backward_rows_kernel, num_programs, complete)
+        launch(attention_backward_query_kernel, num_programs, complete)
     if num_heads == 0:  # keys and values may have heads all the same
         grad_key.zero_()
         grad_value.zero_()
     elif key.numel() > 0:
         complete = with_tile("key_value")
         num_programs = ceil_div(max_seqlen_k, complete["BLOCK_N"]) * batch * key.shape[1]
-        launch(attention_backward_key_value_kernel, num_programs, complete, query.device)
+        launch(attention_backward_key_value_kernel, num_programs, complete)
     if bias_grad and bias is not None and lse.numel() > 0:
         sums = dict(
             zip(("SUM_BATCHES", "SUM_HEADS", "SUM_ROWS", "SUM_COLUMNS"), (s == 1 for s in bias.shape), strict=True)
@@ -147,7 +147,7 @@ def attention_backward(
             * (1 if sums["SUM_ROWS"] else ceil_div(max_seqlen_q, complete["BLOCK_M"]))
             * (1 if sums["SUM_COLUMNS"] else ceil_div(max_seqlen_k, complete["BLOCK_N"]))
         )
-        launch(attention_backward_bias_kernel, num_programs, complete, query.device)
+        launch(attention_backward_bias_kernel, num_programs, complete)
 
     grad_sinks = query.new_zeros((0,) if sinks is None else sinks.shape, dtype=torch.float32)
     if sinks is not None and lse.numel() > 0:

@@ -281,5 +281,5 @@ def attention_forward(
         **attention_constexprs(tile, head_dim, value_dim, **options),
     }  # fmt: skip
     num_programs = ceil_div(max_seqlen_q, tile.block_m) * batch * num_heads
-    launch(attention_forward_kernel, num_programs, arguments, query.device)
+    launch(attention_forward_kernel, num_programs, arguments)
     return out, lse

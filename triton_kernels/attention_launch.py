@@ -63,11 +63,10 @@ def arguments_of(kernel: Any, arguments: Arguments) -> Arguments:
     return {name: arguments[name] for name in (*kernel.arg_names, *LAUNCH_OPTIONS)}
 
 
-def launch(kernel: Any, num_programs: int, arguments: Arguments, device: torch.device) -> None:
+def launch(kernel: Any, num_programs: int, arguments: Arguments) -> None:
     """Run ``num_programs`` CTAs of ``kernel`` with those of ``arguments`` that it names."""
     if num_programs > 0:
-        with torch.cuda.device(device if device.type == "cuda" else -1):
-            kernel[(num_programs,)](**arguments_of(kernel, arguments))
+        kernel[(num_programs,)](**arguments_of(kernel, arguments))
 
 
 def score_arguments(
