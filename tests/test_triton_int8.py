@@ -122,6 +122,12 @@ def test_leading_dims_and_views(granularity: str | int) -> None:
     assert check_grad_input(wide[..., :48], weight, scale).shape == (2, 5, 128)
 
 
+def test_scales_of_zeros_give_zeros() -> None:
+    weight, scale = quantised(16, 64, "channel")
+    grad_x = kernels.int8_matmul_grad_input(normal(3, 16, seed=1), weight, torch.zeros_like(scale))
+    assert bool((grad_x == 0).all())
+
+
 def test_one_dimensional_input() -> None:
     weight, scale = quantised(10, 16, "channel")
     assert check_forward(normal(16, seed=1), weight, scale).shape == (10,)

@@ -366,7 +366,7 @@ def int8_matmul_grad_input(grad_out: Tensor, weight: Tensor, scale: Tensor) -> T
         weight,
         scale,
         scale.shape[1],
-        scale.amax(),
+        scale.amax().clamp(min=torch.finfo(torch.float32).tiny),  # scales of zeros: 0 / tiny, not 0 / 0
         out if partial is None else partial,
         m,
         n,
