@@ -128,10 +128,10 @@ def choose(call: Call) -> Choice:
     if forward_ad._current_level >= 0 and call.only_torch is None:  # a kernel would drop the tangents silently
         call = call._replace(only_torch=_FORWARD_MODE)
     if torch.compiler.is_compiling():
-        choice = _decide(call, forced, torch_is_asked_for())
-        if choice.detour is not None and _fallback_mode() == "error":
-            raise InputError(_forbidden(choice.detour))
-        return choice
+        decided = _decide(call, forced, torch_is_asked_for())
+        if decided.detour is not None and _fallback_mode() == "error":
+            raise InputError(_forbidden(decided.detour))
+        return decided
     key = (call, forced, torch_is_asked_for())
     try:
         choice = _choices.get(key)

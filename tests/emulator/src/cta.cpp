@@ -54,8 +54,8 @@ void Cta::fail_deadlock() {
         for (const Path& path : warp->paths()) {
             const Operation& operation = launch.program->operations[path.pc];
             if (first == nullptr) first = &operation, of = warp.get(), lane = __builtin_ctz(path.mask);
-            text << "lanes 0x" << std::hex << path.mask << std::dec << " at line " << operation.instruction->line << " ("
-                 << operation.instruction->opcode << ") wait "
+            text << "lanes 0x" << std::hex << path.mask << std::dec << " at line " << operation.instruction->line
+                 << " (" << operation.instruction->opcode << ") wait "
                  << (path.state == Path::State::kBarrier ? "at the barrier" : "for lanes of the member mask") << "; ";
         }
         if (!warp->has_ended() && warp->paths().empty()) text << "lanes wait for each other where branches meet";
@@ -77,18 +77,23 @@ bool Cta::arrive(const Operation& operation, Warp& warp, Frame* frame, uint32_t 
     if (request.id >= 16) throw Fault("barrier", "barrier " + std::to_string(request.id) + ": there are 0 to 15", lane);
     const uint32_t threads = static_cast<uint32_t>(warps_.size()) * kWarpSize;
     if (request.has_count && (request.count == 0 || request.count % kWarpSize != 0 || request.count > threads)) {
-        throw Fault("barrier", "a barrier for " + std::to_string(request.count) + " threads in a CTA of " +
-                                   std::to_string(threads) + ": it must be a multiple of 32, and not 0", lane);
+        throw Fault("barrier",
+                    "a barrier for " + std::to_string(request.count) + " threads in a CTA of " +
+                        std::to_string(threads) + ": it must be a multiple of 32, and not 0",
+                    lane);
     }
     Barrier& barrier = barriers_[request.id];
     const uint32_t count = request.has_count ? request.count : 0;
     if (barrier.is_used && barrier.count != count) {
         const auto name = [](uint32_t n) { return n == 0 ? std::string("all") : std::to_string(n); };
-        throw Fault("barrier", "barrier " + std::to_string(request.id) + " is for " + name(count) +
-                                   " threads here, but for " + name(barrier.count) + " where others have arrived", lane);
+        throw Fault("barrier",
+                    "barrier " + std::to_string(request.id) + " is for " + name(count) + " threads here, but for " +
+                        name(barrier.count) + " where others have arrived",
+                    lane);
     }
     if (barrier.is_used && barrier.reduction != request.reduction && waits) {
-        throw Fault("barrier", "warps meet at barrier " + std::to_string(request.id) + " with different reductions", lane);
+        throw Fault("barrier", "warps meet at barrier " + std::to_string(request.id) + " with different reductions",
+                    lane);
     }
     barrier.is_used = true;
     barrier.count = count;
@@ -115,8 +120,10 @@ bool Cta::complete_if_full(int id) {
         throw Fault("barrier", "barrier " + std::to_string(id) + ": " + std::to_string(barrier.arrived) +
                                    " threads have arrived, " + std::to_string(expected) + " were expected");
     }
+    uint32_t threads = 0;
+    for (const Barrier::Waiting& waiting : barrier.waiting) threads += __builtin_popcount(waiting.mask);
     for (const Barrier::Waiting& waiting : barrier.waiting) {
-        finish_barrier(*waiting.operation, waiting.frame->registers.get(), waiting.mask, barrier.ones, barrier.arrived);
+        finish_barrier(*waiting.operation, waiting.frame->registers.get(), waiting.mask, barrier.ones, threads);
         waiting.warp->release(waiting.mask);  // the one that has arrived last runs already
     }
     barrier = Barrier{};

@@ -186,8 +186,10 @@ Slot Decoder::special_slot(Special special, int index, int width) {
 }
 
 std::optional<Slot> Decoder::special(const std::string& name, int width) {
-    constexpr std::pair<std::string_view, Special> kVectors[] = {
-        {"%tid.", Special::kTid}, {"%ntid.", Special::kNtid}, {"%ctaid.", Special::kCtaid}, {"%nctaid.", Special::kNctaid}};
+    constexpr std::pair<std::string_view, Special> kVectors[] = {{"%tid.", Special::kTid},
+                                                                 {"%ntid.", Special::kNtid},
+                                                                 {"%ctaid.", Special::kCtaid},
+                                                                 {"%nctaid.", Special::kNctaid}};
     for (const auto& [prefix, special] : kVectors) {
         if (name.size() == prefix.size() + 1 && name.compare(0, prefix.size(), prefix) == 0) {
             const int index = name.back() - 'x';
@@ -205,7 +207,8 @@ std::optional<Slot> Decoder::special(const std::string& name, int width) {
     for (const auto& [known, special] : kScalars) {
         if (name == known) return special_slot(special, 0, width);
     }
-    constexpr std::string_view kMasks[] = {"%lanemask_eq", "%lanemask_le", "%lanemask_lt", "%lanemask_ge", "%lanemask_gt"};
+    constexpr std::string_view kMasks[] = {"%lanemask_eq", "%lanemask_le", "%lanemask_lt", "%lanemask_ge",
+                                           "%lanemask_gt"};
     for (int i = 0; i < 5; ++i) {
         if (name == kMasks[i]) return special_slot(Special::kLanemask, i, width);
     }
@@ -260,9 +263,12 @@ std::pair<Slot, int> Decoder::read_any(const ptx::Operand& operand, Type type) {
         case Kind::kInteger:
         case Kind::kFloat:
         case Kind::kFloat32:
-        case Kind::kFloat64: return {constant(literal_bits(operand, type), width), width};
-        case Kind::kName: break;
-        default: fail("an operand of an unknown form");
+        case Kind::kFloat64:
+            return {constant(literal_bits(operand, type), width), width};
+        case Kind::kName:
+            break;
+        default:
+            fail("an operand of an unknown form");
     }
     if (const Register* known = find_register(operand.name)) {
         if (known->type == Type::kPred) fail("a predicate where a value is expected");
@@ -305,7 +311,8 @@ Slot Decoder::write_predicate(const ptx::Operand& operand) {
     if (operand.kind == ptx::Operand::Kind::kSink) return scratch(0);
     bool is_negated;
     const Slot slot = read_predicate(operand, is_negated);
-    if (is_negated || operand.kind != ptx::Operand::Kind::kName) fail("a predicate register is expected as destination");
+    if (is_negated || operand.kind != ptx::Operand::Kind::kName)
+        fail("a predicate register is expected as destination");
     return slot;
 }
 

@@ -108,7 +108,8 @@ struct Family {
 const Family* find_family(std::string_view root);
 
 // Decodes a kernel and all that it calls. The module must outlive the program.
-std::unique_ptr<Program> decode_kernel(const ptx::Module& module, const std::string& name, const VariableAddresses& variables);
+std::unique_ptr<Program> decode_kernel(const ptx::Module& module, const std::string& name,
+                                       const VariableAddresses& variables);
 
 // Sets `join` of each branch of the function to the immediate post-dominator.
 void find_joins(Program& program, const FunctionCode& code);

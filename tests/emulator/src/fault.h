@@ -9,9 +9,9 @@ namespace emulator {
 // Where a fault happened; -1 and empty where that is not known, or does not apply.
 struct Place {
     std::string kernel;
-    int line = -1;          // of the PTX text, from 1
-    std::string text;       // of that line
-    std::string source;     // "file:line" of the kernel's source
+    int line = -1;       // of the PTX text, from 1
+    std::string text;    // of that line
+    std::string source;  // "file:line" of the kernel's source
     int cta[3] = {-1, -1, -1};
     int thread[3] = {-1, -1, -1};
 };

@@ -47,8 +47,8 @@ std::vector<Token> tokenize(std::string_view text) {
             add(Token::Kind::kString, end + 1 - at);
         } else if (std::isdigit(static_cast<unsigned char>(c))) {
             size_t length = 1;
-            const bool hexadecimal = c == '0' && (peek(1) == 'x' || peek(1) == 'f' || peek(1) == 'F' || peek(1) == 'd' ||
-                                                  peek(1) == 'D' || peek(1) == 'X');
+            const bool hexadecimal = c == '0' && (peek(1) == 'x' || peek(1) == 'f' || peek(1) == 'F' ||
+                                                  peek(1) == 'd' || peek(1) == 'D' || peek(1) == 'X');
             while (std::isalnum(static_cast<unsigned char>(peek(length))) || peek(length) == '.' ||
                    (!hexadecimal && (peek(length) == '-' || peek(length) == '+') && peek(length - 1) == 'e')) {
                 ++length;

@@ -30,7 +30,7 @@ std::string GlobalMemory::describe(uint64_t address, uint64_t bytes) const {
     const Allocation* nearest = nullptr;
     uint64_t distance = ~uint64_t{0};
     for (const Allocation& allocation : allocations_) {
-        const uint64_t away = address < allocation.begin           ? allocation.begin - address
+        const uint64_t away = address < allocation.begin         ? allocation.begin - address
                               : address + bytes > allocation.end ? address + bytes - allocation.end
                                                                  : 0;
         if (away < distance) distance = away, nearest = &allocation;

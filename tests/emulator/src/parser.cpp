@@ -42,7 +42,8 @@ class Parser {
         return true;
     }
     void expect(std::string_view sign) {
-        if (!accept(sign)) fail("expected '" + std::string(sign) + "' before '" + std::string(peek().text) + "'", peek().line);
+        if (!accept(sign))
+            fail("expected '" + std::string(sign) + "' before '" + std::string(peek().text) + "'", peek().line);
     }
     std::string word() {
         if (peek().kind != Token::Kind::kWord) unexpected();
@@ -203,7 +204,8 @@ class Parser {
                 if (accept(".align")) {
                     alignment = integer();
                 } else if (accept(".ptr")) {
-                    if (peek().is(".global") || peek().is(".shared") || peek().is(".const") || peek().is(".local")) ++at_;
+                    if (peek().is(".global") || peek().is(".shared") || peek().is(".const") || peek().is(".local"))
+                        ++at_;
                     if (accept(".align")) integer();  // of what it points to
                 } else {
                     break;
@@ -237,7 +239,9 @@ class Parser {
     }
 
     void parse_function_directive(Function& function) {
-        int* threads = peek().is(".reqntid") ? function.required_threads : peek().is(".maxntid") ? function.most_threads : nullptr;
+        int* threads = peek().is(".reqntid")   ? function.required_threads
+                       : peek().is(".maxntid") ? function.most_threads
+                                               : nullptr;
         const std::string name = word();
         if (threads != nullptr) {
             int count = 0;
@@ -405,7 +409,8 @@ class Parser {
             const double value = (minus ? -1.0 : 1.0) * std::strtod(text.c_str(), nullptr);
             std::memcpy(&operand.value, &value, 8);
         } else {
-            const uint64_t value = mark == 'b' ? std::strtoull(text.c_str() + 2, nullptr, 2) : std::strtoull(text.c_str(), nullptr, 0);
+            const uint64_t value =
+                mark == 'b' ? std::strtoull(text.c_str() + 2, nullptr, 2) : std::strtoull(text.c_str(), nullptr, 0);
             operand.value = static_cast<int64_t>(minus ? ~value + 1 : value);
         }
         return operand;

@@ -31,12 +31,30 @@ using Slot = uint32_t;
 constexpr int kMostRegisters = 20;
 
 enum class Class : uint8_t {
-    kInteger, kFloat, kHalf, kCompare, kLogic, kConvert, kMove, kGlobal, kShared, kLocal, kParam, kAtomic, kAsync, kWarp,
-    kBarrier, kMatrixLoad, kTensorCore, kControl, kCount,
+    kInteger,
+    kFloat,
+    kHalf,
+    kCompare,
+    kLogic,
+    kConvert,
+    kMove,
+    kGlobal,
+    kShared,
+    kLocal,
+    kParam,
+    kAtomic,
+    kAsync,
+    kWarp,
+    kBarrier,
+    kMatrixLoad,
+    kTensorCore,
+    kControl,
+    kCount,
 };
 
-constexpr const char* kClassNames[] = {"integer", "float",  "half",   "compare", "logic", "convert", "move",         "global",      "shared",
-                                       "local",   "param",  "atomic", "async",   "warp",  "barrier", "matrix load",  "tensor core", "control"};
+constexpr const char* kClassNames[] = {"integer", "float",  "half",    "compare",     "logic",       "convert",
+                                       "move",    "global", "shared",  "local",       "param",       "atomic",
+                                       "async",   "warp",   "barrier", "matrix load", "tensor core", "control"};
 
 struct Operation {
     Execute execute = nullptr;
@@ -47,14 +65,29 @@ struct Operation {
     int32_t join = -1;            // where the lanes that a branch parts meet again
     Slot guard = 0;
     bool is_guarded = false, guard_negated = false;
-    bool is_aligned = false;      // all lanes of the warp must come here together
+    bool is_aligned = false;  // all lanes of the warp must come here together
     bool has_member_mask = false;
-    Slot member_mask = 0;         // .sync: lanes that wait for each other
+    Slot member_mask = 0;  // .sync: lanes that wait for each other
     Class type = Class::kMove;
     const ptx::Instruction* instruction = nullptr;
 };
 
-enum class Special : uint8_t { kTid, kNtid, kCtaid, kNctaid, kLaneid, kWarpid, kNwarpid, kLanemask, kDynamicShared, kTotalShared, kLocalBase, kSmid, kNsmid, kGridid };
+enum class Special : uint8_t {
+    kTid,
+    kNtid,
+    kCtaid,
+    kNctaid,
+    kLaneid,
+    kWarpid,
+    kNwarpid,
+    kLanemask,
+    kDynamicShared,
+    kTotalShared,
+    kLocalBase,
+    kSmid,
+    kNsmid,
+    kGridid
+};
 
 struct SpecialSlot {
     Slot slot;

@@ -61,7 +61,7 @@ struct Scope {
     int parent = -1;
     std::map<std::string, RegisterRange, std::less<>> registers;
     std::map<std::string, Variable, std::less<>> variables;
-    std::map<std::string, int, std::less<>> labels;                          // index of the instruction that follows
+    std::map<std::string, int, std::less<>> labels;  // index of the instruction that follows
     std::map<std::string, std::vector<std::string>, std::less<>> branch_targets;  // of brx.idx
 };
 
@@ -70,7 +70,7 @@ struct Function {
     bool is_entry = false;
     std::vector<Variable> parameters, results;
     std::vector<Instruction> body;
-    std::vector<Scope> scopes;  // [0]: the function's own
+    std::vector<Scope> scopes;                                         // [0]: the function's own
     int required_threads[3] = {0, 0, 0}, most_threads[3] = {0, 0, 0};  // 0: not stated
 };
 

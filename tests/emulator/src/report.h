@@ -9,10 +9,10 @@ namespace emulator {
 
 // Of one instruction of the program.
 struct Counts {
-    uint64_t warps = 0;    // times that a warp executed it
-    uint64_t lanes = 0;    // lanes that took part, summed over these
-    uint64_t bytes = 0;    // moved from or to global memory
-    uint64_t sectors = 0;  // 32-byte sectors of global memory touched, summed over requests
+    uint64_t warps = 0;                      // times that a warp executed it
+    uint64_t lanes = 0;                      // lanes that took part, summed over these
+    uint64_t bytes = 0;                      // moved from or to global memory
+    uint64_t sectors = 0;                    // 32-byte sectors of global memory touched, summed over requests
     uint64_t wavefronts = 0, conflicts = 0;  // of shared memory; conflicts: beyond those that the width alone needs
 
     void add(const Counts& other) {

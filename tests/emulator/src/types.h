@@ -11,28 +11,51 @@ constexpr int kWarpSize = 32;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
 enum class Type : uint8_t {
-    kPred, kB8, kB16, kB32, kB64, kU8, kU16, kU32, kU64, kS8, kS16, kS32, kS64,
-    kF16, kBF16, kF32, kF64, kTF32, kF16x2, kBF16x2,
+    kPred,
+    kB8,
+    kB16,
+    kB32,
+    kB64,
+    kU8,
+    kU16,
+    kU32,
+    kU64,
+    kS8,
+    kS16,
+    kS32,
+    kS64,
+    kF16,
+    kBF16,
+    kF32,
+    kF64,
+    kTF32,
+    kF16x2,
+    kBF16x2,
 };
 
 enum class Space : uint8_t { kGeneric, kGlobal, kShared, kLocal, kConst, kParam };
 
 constexpr int width_of(Type type) {  // bytes; a predicate's register holds one bit per lane and is apart
     switch (type) {
-        case Type::kPred: return 0;
+        case Type::kPred:
+            return 0;
         case Type::kB8:
         case Type::kU8:
-        case Type::kS8: return 1;
+        case Type::kS8:
+            return 1;
         case Type::kB16:
         case Type::kU16:
         case Type::kS16:
         case Type::kF16:
-        case Type::kBF16: return 2;
+        case Type::kBF16:
+            return 2;
         case Type::kB64:
         case Type::kU64:
         case Type::kS64:
-        case Type::kF64: return 8;
-        default: return 4;
+        case Type::kF64:
+            return 8;
+        default:
+            return 4;
     }
 }
 

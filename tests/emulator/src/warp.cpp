@@ -44,12 +44,24 @@ Frame* Warp::new_frame(const FunctionCode& code, Frame* caller, const Operation*
             uint64_t value = 0;
             const int i = special.index;
             switch (special.special) {
-                case Special::kTid: value = tid[i]; break;
-                case Special::kNtid: value = launch.block[i]; break;
-                case Special::kCtaid: value = cta.index[i]; break;
-                case Special::kNctaid: value = launch.grid[i]; break;
-                case Special::kLaneid: value = lane; break;
-                case Special::kWarpid: value = index_; break;
+                case Special::kTid:
+                    value = tid[i];
+                    break;
+                case Special::kNtid:
+                    value = launch.block[i];
+                    break;
+                case Special::kCtaid:
+                    value = cta.index[i];
+                    break;
+                case Special::kNctaid:
+                    value = launch.grid[i];
+                    break;
+                case Special::kLaneid:
+                    value = lane;
+                    break;
+                case Special::kWarpid:
+                    value = index_;
+                    break;
                 case Special::kNwarpid:
                     value = (launch.block[0] * launch.block[1] * launch.block[2] + kWarpSize - 1) / kWarpSize;
                     break;
@@ -59,12 +71,24 @@ Frame* Warp::new_frame(const FunctionCode& code, Frame* caller, const Operation*
                     value = masks[i];
                     break;
                 }
-                case Special::kDynamicShared: value = launch.shared_bytes; break;
-                case Special::kTotalShared: value = cta.shared_bytes(); break;
-                case Special::kLocalBase: value = frame->local_base + i; break;
-                case Special::kSmid: value = 0; break;
-                case Special::kNsmid: value = 1; break;
-                case Special::kGridid: value = 1; break;
+                case Special::kDynamicShared:
+                    value = launch.shared_bytes;
+                    break;
+                case Special::kTotalShared:
+                    value = cta.shared_bytes();
+                    break;
+                case Special::kLocalBase:
+                    value = frame->local_base + i;
+                    break;
+                case Special::kSmid:
+                    value = 0;
+                    break;
+                case Special::kNsmid:
+                    value = 1;
+                    break;
+                case Special::kGridid:
+                    value = 1;
+                    break;
             }
             std::memcpy(frame->registers.get() + special.slot + lane * special.width, &value, special.width);
         }
@@ -127,12 +151,15 @@ void Warp::run(int64_t budget) {
             while (true) {
                 operation = operations + path_.pc;
                 uint32_t mask = path_.mask;
-                if (operation->is_guarded) mask &= predicate(operation->guard) ^ (operation->guard_negated ? kAllLanes : 0);
+                if (operation->is_guarded)
+                    mask &= predicate(operation->guard) ^ (operation->guard_negated ? kAllLanes : 0);
                 Next next = Next::kContinue;
                 if (mask != 0) {
                     if (operation->is_aligned && mask != live_) {
-                        throw Fault("divergence", "an .aligned instruction is reached by lanes " + hex(mask) +
-                                                      " of the warp's " + hex(live_), __builtin_ctz(mask));
+                        throw Fault(
+                            "divergence",
+                            "an .aligned instruction is reached by lanes " + hex(mask) + " of the warp's " + hex(live_),
+                            __builtin_ctz(mask));
                     }
                     if (operation->has_member_mask && !gather_members(*operation, mask)) break;
                     ++counts[path_.pc].warps;
@@ -217,7 +244,8 @@ Next Warp::branch_indexed(const Operation& operation, uint32_t mask) {
     }
     while (mask != 0) {
         const int lane = __builtin_ctz(mask);
-        if (index[lane] >= table.size()) throw Fault("out-of-bounds", "brx.idx: index beyond the list of targets", lane);
+        if (index[lane] >= table.size())
+            throw Fault("out-of-bounds", "brx.idx: index beyond the list of targets", lane);
         Path path = path_;
         path.mask = 0;
         path.pc = table[index[lane]];

@@ -40,7 +40,8 @@ std::byte* Warp::access(Space space, uint64_t address, int bytes, int lane, bool
             } else if (cta.launch.uninitialised_errors && !cta.is_written(address, bytes)) {
                 throw Fault("uninitialised",
                             "a read of " + std::to_string(bytes) + " bytes of shared memory at offset " +
-                                std::to_string(address) + ", some of which nothing has written", lane);
+                                std::to_string(address) + ", some of which nothing has written",
+                            lane);
             }
             return host;
         }
@@ -52,7 +53,8 @@ std::byte* Warp::access(Space space, uint64_t address, int bytes, int lane, bool
                 fail_access(space, address, bytes, lane, is_write);
             }
             return const_cast<std::byte*>(cta.launch.parameters.data()) + address;
-        default: break;
+        default:
+            break;
     }
     if (cta.launch.checks && (address < cta.last_region.begin || address + bytes > cta.last_region.end)) {
         const GlobalMemory::Region region = cta.launch.memory->find(address, bytes);
@@ -71,13 +73,14 @@ void Warp::fail_access(Space space, uint64_t address, int bytes, int lane, bool 
                         : space == Space::kLocal ? local_[lane].size()
                                                  : cta.launch.parameters.size();
     std::ostringstream text;
-    text << what << bytes << " bytes at offset " << address << " of " << kSpaceNames[static_cast<int>(space)] << " memory, which has "
-         << size;
+    text << what << bytes << " bytes at offset " << address << " of " << kSpaceNames[static_cast<int>(space)]
+         << " memory, which has " << size;
     throw Fault("out-of-bounds", text.str(), lane);
 }
 
-// Shared memory serves a request in wavefronts of 128 bytes at most, one 4-byte word of each of 32 banks; lanes that want
-// the same word share it. Requests of 8 or 16 bytes a lane are served half and quarter warp by half and quarter warp.
+// Shared memory serves a request in wavefronts of 128 bytes at most, one 4-byte word of each of 32 banks; lanes that
+// want the same word share it. Requests of 8 or 16 bytes a lane are served half and quarter warp by half and quarter
+// warp.
 void Warp::count_memory(const Operation& operation, Space space, const uint64_t* addresses, int bytes, uint32_t mask) {
     Counts& counts = cta.report.operations[&operation - cta.launch.program->operations.data()];
     uint64_t first = addresses[__builtin_ctz(mask)];

@@ -40,7 +40,7 @@ BarrierRequest barrier_request(const Operation& o, Warp& warp, uint32_t mask) {
     return request;
 }
 
-void finish_barrier(const Operation& o, std::byte* registers, uint32_t mask, uint32_t ones, uint32_t arrived) {
+void finish_barrier(const Operation& o, std::byte* registers, uint32_t mask, uint32_t ones, uint32_t threads) {
     if (o.option[1] < 0) return;
     if (o.option[1] == 0) {
         auto* d = reinterpret_cast<uint32_t*>(registers + o.r[0]);
@@ -48,7 +48,7 @@ void finish_barrier(const Operation& o, std::byte* registers, uint32_t mask, uin
         return;
     }
     auto& word = *reinterpret_cast<uint32_t*>(registers + o.r[0]);
-    const bool is_true = o.option[1] == 1 ? ones == arrived : ones != 0;
+    const bool is_true = o.option[1] == 1 ? ones == threads : ones != 0;
     word = is_true ? word | mask : word & ~mask;
 }
 

@@ -14,7 +14,7 @@ struct BarrierRequest {
 
 BarrierRequest barrier_request(const Operation& operation, Warp& warp, uint32_t mask);
 
-// Gives lanes that waited the result of bar.red: `ones` of `arrived` threads had a true predicate.
-void finish_barrier(const Operation& operation, std::byte* registers, uint32_t mask, uint32_t ones, uint32_t arrived);
+// Gives lanes that waited the result of bar.red: `ones` of `threads` that waited had a true predicate.
+void finish_barrier(const Operation& operation, std::byte* registers, uint32_t mask, uint32_t ones, uint32_t threads);
 
 }  // namespace emulator

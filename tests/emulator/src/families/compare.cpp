@@ -15,20 +15,34 @@ template <int kCompare, typename T>
 bool compare(T a, T b) {
     const bool unordered = a != a || b != b;
     switch (kCompare) {
-        case kEq: return a == b;
-        case kNe: return a != b && !unordered;
-        case kLt: return a < b;
-        case kLe: return a <= b;
-        case kGt: return a > b;
-        case kGe: return a >= b;
-        case kEqu: return a == b || unordered;
-        case kNeu: return a != b;
-        case kLtu: return !(a >= b);
-        case kLeu: return !(a > b);
-        case kGtu: return !(a <= b);
-        case kGeu: return !(a < b);
-        case kNum: return !unordered;
-        default: return unordered;
+        case kEq:
+            return a == b;
+        case kNe:
+            return a != b && !unordered;
+        case kLt:
+            return a < b;
+        case kLe:
+            return a <= b;
+        case kGt:
+            return a > b;
+        case kGe:
+            return a >= b;
+        case kEqu:
+            return a == b || unordered;
+        case kNeu:
+            return a != b;
+        case kLtu:
+            return !(a >= b);
+        case kLeu:
+            return !(a > b);
+        case kGtu:
+            return !(a <= b);
+        case kGeu:
+            return !(a < b);
+        case kNum:
+            return !unordered;
+        default:
+            return unordered;
     }
 }
 
@@ -67,9 +81,7 @@ uint32_t compare_lanes(Warp& warp, Slot a_slot, Slot b_slot, uint32_t mask) {
     const T *a = warp.reg<T>(a_slot), *b = warp.reg<T>(b_slot);
     uint32_t result = 0;
     using V = typename Value<T>::Type;
-    each_lane(mask, [&](int lane) {
-        result |= uint32_t{compare<kCompare, V>(a[lane], b[lane])} << lane;
-    });
+    each_lane(mask, [&](int lane) { result |= uint32_t{compare<kCompare, V>(a[lane], b[lane])} << lane; });
     return result;
 }
 
@@ -77,10 +89,11 @@ using CompareLanes = uint32_t (*)(Warp&, Slot, Slot, uint32_t);
 
 template <typename T>
 CompareLanes pick_compare(int which) {
-    constexpr CompareLanes kTable[] = {
-        compare_lanes<T, kEq>,  compare_lanes<T, kNe>,  compare_lanes<T, kLt>,  compare_lanes<T, kLe>,  compare_lanes<T, kGt>,
-        compare_lanes<T, kGe>,  compare_lanes<T, kEqu>, compare_lanes<T, kNeu>, compare_lanes<T, kLtu>, compare_lanes<T, kLeu>,
-        compare_lanes<T, kGtu>, compare_lanes<T, kGeu>, compare_lanes<T, kNum>, compare_lanes<T, kNan>};
+    constexpr CompareLanes kTable[] = {compare_lanes<T, kEq>,  compare_lanes<T, kNe>,  compare_lanes<T, kLt>,
+                                       compare_lanes<T, kLe>,  compare_lanes<T, kGt>,  compare_lanes<T, kGe>,
+                                       compare_lanes<T, kEqu>, compare_lanes<T, kNeu>, compare_lanes<T, kLtu>,
+                                       compare_lanes<T, kLeu>, compare_lanes<T, kGtu>, compare_lanes<T, kGeu>,
+                                       compare_lanes<T, kNum>, compare_lanes<T, kNan>};
     return kTable[which];
 }
 
@@ -145,8 +158,8 @@ Next selp(Warp& warp, const Operation& o, uint32_t mask) {
 }
 
 int accept_compare(Decoder& d) {
-    const int found = d.require_any({"eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num",
-                                     "nan", "lo", "ls", "hi", "hs"});
+    const int found = d.require_any({"eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu",
+                                     "num", "nan", "lo", "ls", "hi", "hs"});
     constexpr int kUnsigned[] = {kLt, kLe, kGt, kGe};
     return found > kNan ? kUnsigned[found - kNan - 1] : found;
 }
@@ -163,19 +176,40 @@ void decode_comparison(Decoder& d, int which, Type type, bool flushes) {
     CompareLanes found = nullptr;
     switch (type) {
         case Type::kB16:
-        case Type::kU16: found = pick_compare<uint16_t>(which); break;
-        case Type::kS16: found = pick_compare<int16_t>(which); break;
+        case Type::kU16:
+            found = pick_compare<uint16_t>(which);
+            break;
+        case Type::kS16:
+            found = pick_compare<int16_t>(which);
+            break;
         case Type::kB32:
-        case Type::kU32: found = pick_compare<uint32_t>(which); break;
-        case Type::kS32: found = pick_compare<int32_t>(which); break;
+        case Type::kU32:
+            found = pick_compare<uint32_t>(which);
+            break;
+        case Type::kS32:
+            found = pick_compare<int32_t>(which);
+            break;
         case Type::kB64:
-        case Type::kU64: found = pick_compare<uint64_t>(which); break;
-        case Type::kS64: found = pick_compare<int64_t>(which); break;
-        case Type::kF16: found = pick_compare<HalfRegister>(which); break;
-        case Type::kBF16: found = pick_compare<BfloatRegister>(which); break;
-        case Type::kF32: found = flushes ? pick_compare<FlushedSingle>(which) : pick_compare<float>(which); break;
-        case Type::kF64: found = pick_compare<double>(which); break;
-        default: d.fail("unknown for this type");
+        case Type::kU64:
+            found = pick_compare<uint64_t>(which);
+            break;
+        case Type::kS64:
+            found = pick_compare<int64_t>(which);
+            break;
+        case Type::kF16:
+            found = pick_compare<HalfRegister>(which);
+            break;
+        case Type::kBF16:
+            found = pick_compare<BfloatRegister>(which);
+            break;
+        case Type::kF32:
+            found = flushes ? pick_compare<FlushedSingle>(which) : pick_compare<float>(which);
+            break;
+        case Type::kF64:
+            found = pick_compare<double>(which);
+            break;
+        default:
+            d.fail("unknown for this type");
     }
     o.value = reinterpret_cast<int64_t>(found);
 }
@@ -204,10 +238,11 @@ void decode_setp(Decoder& d) {
     o.r[1] = is_pair ? d.write_predicate(results.elements[1]) : d.scratch(0);
     if (is_packed(type)) {
         if (flushes) d.fail("unknown modifier .ftz");
-        constexpr bool (*kTable[])(float, float) = {
-            compare<kEq, float>,  compare<kNe, float>,  compare<kLt, float>,  compare<kLe, float>, compare<kGt, float>,
-            compare<kGe, float>,  compare<kEqu, float>, compare<kNeu, float>, compare<kLtu, float>, compare<kLeu, float>,
-            compare<kGtu, float>, compare<kGeu, float>, compare<kNum, float>, compare<kNan, float>};
+        constexpr bool (*kTable[])(float, float) = {compare<kEq, float>,  compare<kNe, float>,  compare<kLt, float>,
+                                                    compare<kLe, float>,  compare<kGt, float>,  compare<kGe, float>,
+                                                    compare<kEqu, float>, compare<kNeu, float>, compare<kLtu, float>,
+                                                    compare<kLeu, float>, compare<kGtu, float>, compare<kGeu, float>,
+                                                    compare<kNum, float>, compare<kNan, float>};
         o.type = Class::kCompare;
         o.r[2] = d.read(1, type), o.r[3] = d.read(2, type);
         o.value = reinterpret_cast<int64_t>(kTable[which]);

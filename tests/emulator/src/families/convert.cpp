@@ -19,8 +19,14 @@ struct Conversion {
 
 Conversion unpack(const Operation& o) {
     const int flags = o.option[3];
-    return {static_cast<Type>(o.option[0]), static_cast<Type>(o.option[1]), static_cast<Rounding>(o.option[2]),
-            (flags & 1) != 0,  (flags & 2) != 0, (flags & 4) != 0, (flags & 8) != 0, (flags & 16) != 0};
+    return {static_cast<Type>(o.option[0]),
+            static_cast<Type>(o.option[1]),
+            static_cast<Rounding>(o.option[2]),
+            (flags & 1) != 0,
+            (flags & 2) != 0,
+            (flags & 4) != 0,
+            (flags & 8) != 0,
+            (flags & 16) != 0};
 }
 
 // Registers may be wider than the type: the value is in their lower bits.
@@ -34,23 +40,35 @@ __extension__ using Wide = __int128;  // holds every 64-bit integer, signed or n
 
 Wide load_integer(uint64_t bits, Type type) {
     switch (type) {
-        case Type::kU8: return static_cast<uint8_t>(bits);
-        case Type::kS8: return static_cast<int8_t>(bits);
-        case Type::kU16: return static_cast<uint16_t>(bits);
-        case Type::kS16: return static_cast<int16_t>(bits);
-        case Type::kU32: return static_cast<uint32_t>(bits);
-        case Type::kS32: return static_cast<int32_t>(bits);
-        case Type::kS64: return static_cast<int64_t>(bits);
-        default: return bits;
+        case Type::kU8:
+            return static_cast<uint8_t>(bits);
+        case Type::kS8:
+            return static_cast<int8_t>(bits);
+        case Type::kU16:
+            return static_cast<uint16_t>(bits);
+        case Type::kS16:
+            return static_cast<int16_t>(bits);
+        case Type::kU32:
+            return static_cast<uint32_t>(bits);
+        case Type::kS32:
+            return static_cast<int32_t>(bits);
+        case Type::kS64:
+            return static_cast<int64_t>(bits);
+        default:
+            return bits;
     }
 }
 
 double load_float(uint64_t bits, Type type) {
     switch (type) {
-        case Type::kF16: return from_half(static_cast<uint16_t>(bits));
-        case Type::kBF16: return from_bfloat(static_cast<uint16_t>(bits));
-        case Type::kF32: return bit_cast<float>(static_cast<uint32_t>(bits));
-        default: return bit_cast<double>(bits);
+        case Type::kF16:
+            return from_half(static_cast<uint16_t>(bits));
+        case Type::kBF16:
+            return from_bfloat(static_cast<uint16_t>(bits));
+        case Type::kF32:
+            return bit_cast<float>(static_cast<uint32_t>(bits));
+        default:
+            return bit_cast<double>(bits);
     }
 }
 
@@ -63,10 +81,14 @@ Wide clamp(Wide value, Type type) {
 
 double round_to_integral(double x, Rounding rounding) {
     switch (rounding) {
-        case Rounding::kNearestEven: return std::nearbyint(x);
-        case Rounding::kZero: return std::trunc(x);
-        case Rounding::kDown: return std::floor(x);
-        default: return std::ceil(x);
+        case Rounding::kNearestEven:
+            return std::nearbyint(x);
+        case Rounding::kZero:
+            return std::trunc(x);
+        case Rounding::kDown:
+            return std::floor(x);
+        default:
+            return std::ceil(x);
     }
 }
 
@@ -74,8 +96,10 @@ uint64_t store_float(double x, const Conversion& c) {
     if (c.saturates) x = x > 0 ? std::fmin(x, 1.0) : 0.0;
     if (c.relu && x < 0) x = 0;
     switch (c.to) {
-        case Type::kF16: return encode(x, kHalf, c.rounding, c.satfinite);
-        case Type::kBF16: return encode(x, kBfloat, c.rounding, c.satfinite);
+        case Type::kF16:
+            return encode(x, kHalf, c.rounding, c.satfinite);
+        case Type::kBF16:
+            return encode(x, kBfloat, c.rounding, c.satfinite);
         case Type::kTF32: {
             const uint32_t bits = encode(x, kTf32, c.rounding, c.satfinite);
             return std::isnan(x) ? 0x7fffffffu : bits << 13;
@@ -84,7 +108,8 @@ uint64_t store_float(double x, const Conversion& c) {
             const uint32_t bits = encode(x, kSingle, c.rounding);
             return c.flushes ? bit_cast<uint32_t>(flush(bit_cast<float>(bits))) : bits;
         }
-        default: return bit_cast<uint64_t>(x);
+        default:
+            return bit_cast<uint64_t>(x);
     }
 }
 
@@ -131,9 +156,8 @@ Next cvt_pair(Warp& warp, const Operation& o, uint32_t mask) {
     const Conversion c = unpack(o);
     uint32_t* d = warp.reg<uint32_t>(o.r[0]);
     const uint32_t *high = warp.reg<uint32_t>(o.r[1]), *low = warp.reg<uint32_t>(o.r[2]);
-    each_lane(mask, [&](int lane) {
-        d[lane] = static_cast<uint32_t>(convert(high[lane], c) << 16 | convert(low[lane], c));
-    });
+    each_lane(mask,
+              [&](int lane) { d[lane] = static_cast<uint32_t>(convert(high[lane], c) << 16 | convert(low[lane], c)); });
     return Next::kContinue;
 }
 
@@ -150,7 +174,8 @@ void decode_cvt(Decoder& d) {
     if (d.accept("pack")) d.fail("cvt.pack is not supported");
     const int rounding = d.accept_any({"rn", "rz", "rm", "rp", "rna", "rni", "rzi", "rmi", "rpi"});
     const bool to_integral = rounding > 4;
-    const bool relu = d.accept("relu"), satfinite = d.accept("satfinite"), flushes = d.accept("ftz"), sat = d.accept("sat");
+    const bool relu = d.accept("relu"), satfinite = d.accept("satfinite"), flushes = d.accept("ftz"),
+               sat = d.accept("sat");
     Type to = d.require_type();
     const Type from = d.require_type();
     constexpr Rounding kRoundings[] = {Rounding::kNearestEven, Rounding::kZero, Rounding::kDown, Rounding::kUp,
@@ -158,21 +183,27 @@ void decode_cvt(Decoder& d) {
     Operation& o = d.operation();
     o.type = Class::kConvert;
     const bool is_pair = is_packed(to);
-    const auto is_scalar = [](Type t) { return is_integer(t) || t == Type::kF16 || t == Type::kBF16 || t == Type::kF32 || t == Type::kF64; };
+    const auto is_scalar = [](Type t) {
+        return is_integer(t) || t == Type::kF16 || t == Type::kBF16 || t == Type::kF32 || t == Type::kF64;
+    };
     if (!is_scalar(from) || !(is_scalar(to) || to == Type::kTF32 || is_pair)) d.fail("unknown for these types");
     if ((is_pair || to == Type::kTF32) && from != Type::kF32) d.fail("unknown for these types");
-    if (to == Type::kF64 && is_integer(from) && width_of(from) == 8 && rounding > 0) d.fail("unknown rounding for these types");
+    if (to == Type::kF64 && is_integer(from) && width_of(from) == 8 && rounding > 0)
+        d.fail("unknown rounding for these types");
     if (is_integer(to) && is_float(from) && !to_integral) d.fail("a rounding to an integer is missing");
     if (is_integer(to) && is_integer(from) && rounding >= 0) d.fail("a rounding that means nothing");
     if (to_integral && !is_integer(to) && to != from) d.fail("unknown rounding for these types");
-    const bool narrows = is_float(to) && (is_integer(from) || width_of(to) < width_of(from) || to == Type::kTF32 || is_pair);
+    const bool narrows =
+        is_float(to) && (is_integer(from) || width_of(to) < width_of(from) || to == Type::kTF32 || is_pair);
     if (narrows && rounding < 0 && !(to == from)) d.fail("a rounding is missing");
     if (sat && (is_pair || to == Type::kTF32 || to == Type::kBF16)) d.fail("unknown modifier .sat for these types");
     if ((relu || satfinite) && !(is_pair || to == Type::kF16 || to == Type::kBF16 || to == Type::kTF32)) {
         d.fail("unknown modifier for these types");
     }
     if (flushes && to != Type::kF32 && from != Type::kF32) d.fail("unknown modifier .ftz for these types");
-    const Rounding how = rounding < 0 ? Rounding::kNearestEven : to_integral ? kRoundings[rounding - 5] : kRoundings[rounding];
+    const Rounding how = rounding < 0  ? Rounding::kNearestEven
+                         : to_integral ? kRoundings[rounding - 5]
+                                       : kRoundings[rounding];
     const Type element = to == Type::kF16x2 ? Type::kF16 : to == Type::kBF16x2 ? Type::kBF16 : to;
     o.option[0] = static_cast<int>(element), o.option[1] = static_cast<int>(from), o.option[2] = static_cast<int>(how);
     o.option[3] = to_integral | flushes << 1 | sat << 2 | relu << 3 | satfinite << 4;

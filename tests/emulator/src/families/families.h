@@ -40,6 +40,5 @@ void decode_cp(Decoder& d);
 void decode_ldmatrix(Decoder& d);
 void decode_mma(Decoder& d);
 void decode_nanosleep(Decoder& d);
-void decode_dot_product(Decoder& d);
 
 }  // namespace emulator

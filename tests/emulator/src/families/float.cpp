@@ -1,7 +1,7 @@
 // fp32 and fp64 arithmetic. PTX ISA, "Floating Point Instructions". Results that are NaN are the canonical one.
 //
-// The .approx forms are computed in double precision and rounded to nearest: closer to the true value than the bounds that
-// the manual gives for hardware, and so within them, but not what a GPU gives bit for bit.
+// The .approx forms are computed in double precision and rounded to nearest: closer to the true value than the bounds
+// that the manual gives for hardware, and so within them, but not what a GPU gives bit for bit.
 #include <cmath>
 
 #include "../decoder.h"
@@ -115,7 +115,8 @@ Execute pick(Type type, bool flushes, bool saturates) {
         if constexpr (kOperands == 3) return ternary<T, Functor>;
     };
     if (type == Type::kF64) return shape(Double<F>{}, double{});
-    if (flushes) return saturates ? shape(Modified<F, true, true>{}, float{}) : shape(Modified<F, true, false>{}, float{});
+    if (flushes)
+        return saturates ? shape(Modified<F, true, true>{}, float{}) : shape(Modified<F, true, false>{}, float{});
     return saturates ? shape(Modified<F, false, true>{}, float{}) : shape(Modified<F, false, false>{}, float{});
 }
 

@@ -19,17 +19,27 @@ uint32_t encode(double value, Format format, Rounding rounding, bool saturate) {
     const double fraction = scaled - whole;
     bool up = false;
     switch (rounding) {
-        case Rounding::kNearestEven: up = fraction > 0.5 || (fraction == 0.5 && std::fmod(whole, 2) != 0); break;
-        case Rounding::kNearestAway: up = fraction >= 0.5; break;
-        case Rounding::kZero: break;
-        case Rounding::kDown: up = fraction > 0 && sign != 0; break;
-        case Rounding::kUp: up = fraction > 0 && sign == 0; break;
+        case Rounding::kNearestEven:
+            up = fraction > 0.5 || (fraction == 0.5 && std::fmod(whole, 2) != 0);
+            break;
+        case Rounding::kNearestAway:
+            up = fraction >= 0.5;
+            break;
+        case Rounding::kZero:
+            break;
+        case Rounding::kDown:
+            up = fraction > 0 && sign != 0;
+            break;
+        case Rounding::kUp:
+            up = fraction > 0 && sign == 0;
+            break;
     }
     if (up) whole += 1;
     // whole < 2^(m+1), or equal to it after a carry, which the addition moves into the exponent.
     const int biased = unit + m + format.bias();
     const auto significand = static_cast<uint32_t>(whole);
-    const uint32_t bits = significand < (1u << m) ? significand : (static_cast<uint32_t>(biased - 1) << m) + significand;
+    const uint32_t bits =
+        significand < (1u << m) ? significand : (static_cast<uint32_t>(biased - 1) << m) + significand;
     if (bits < infinity) return sign | bits;
     const bool stays_finite = saturate || rounding == Rounding::kZero || (rounding == Rounding::kDown && sign == 0) ||
                               (rounding == Rounding::kUp && sign != 0);

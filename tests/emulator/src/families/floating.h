@@ -43,8 +43,8 @@ struct Format {
 };
 constexpr Format kHalf{10, 5}, kBfloat{7, 8}, kTf32{10, 8}, kSingle{23, 8};
 
-// The value as the format's bits; NaN is the canonical one. Overflow gives infinity, or with `saturate` the largest finite
-// number, as does rounding towards zero.
+// The value as the format's bits; NaN is the canonical one. Overflow gives infinity, or with `saturate` the largest
+// finite number, as does rounding towards zero.
 uint32_t encode(double value, Format format, Rounding rounding, bool saturate = false);
 
 inline uint16_t to_half(double value) {

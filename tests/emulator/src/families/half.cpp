@@ -22,7 +22,8 @@ uint16_t flush_half(uint16_t bits) {
     return (bits & 0x7fff) < 0x0400 ? bits & 0x8000 : bits;
 }
 
-// Sums and products of such numbers are exact in double precision or, for a sum, round to odd there: one rounding is seen.
+// Sums and products of such numbers are exact in double precision or, for a sum, round to odd there: one rounding is
+// seen.
 struct Add {
     static double apply(double a, double b) { return multiply_add_to_odd(1, a, b); }
 };
@@ -126,7 +127,8 @@ void decode_half(Decoder& d, Type type) {
     if (root == "abs") return flushes ? d.fail("unknown modifier .ftz") : set<1, AbsBits>(d, type);
     if (root == "min" || root == "max") {
         const bool nan = d.accept("NaN");
-        if (root == "max") return nan ? set<2, Extreme<true, true>>(d, type, flushes) : set<2, Extreme<true, false>>(d, type, flushes);
+        if (root == "max")
+            return nan ? set<2, Extreme<true, true>>(d, type, flushes) : set<2, Extreme<true, false>>(d, type, flushes);
         return nan ? set<2, Extreme<false, true>>(d, type, flushes) : set<2, Extreme<false, false>>(d, type, flushes);
     }
     d.accept("rn");

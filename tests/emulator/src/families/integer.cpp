@@ -114,18 +114,25 @@ Next multiply_wide(Warp& warp, const Operation& operation, uint32_t mask) {
     return Next::kContinue;
 }
 
-#define EMULATOR_PICK(shape)                                         \
-    template <typename F>                                            \
-    Execute pick_##shape(Decoder& d, Type type) {                    \
-        switch (type) {                                              \
-            case Type::kU16: return shape<uint16_t, F>;              \
-            case Type::kS16: return shape<int16_t, F>;               \
-            case Type::kU32: return shape<uint32_t, F>;              \
-            case Type::kS32: return shape<int32_t, F>;               \
-            case Type::kU64: return shape<uint64_t, F>;              \
-            case Type::kS64: return shape<int64_t, F>;               \
-            default: d.fail("unknown for this type");                \
-        }                                                            \
+#define EMULATOR_PICK(shape)                      \
+    template <typename F>                         \
+    Execute pick_##shape(Decoder& d, Type type) { \
+        switch (type) {                           \
+            case Type::kU16:                      \
+                return shape<uint16_t, F>;        \
+            case Type::kS16:                      \
+                return shape<int16_t, F>;         \
+            case Type::kU32:                      \
+                return shape<uint32_t, F>;        \
+            case Type::kS32:                      \
+                return shape<int32_t, F>;         \
+            case Type::kU64:                      \
+                return shape<uint64_t, F>;        \
+            case Type::kS64:                      \
+                return shape<int64_t, F>;         \
+            default:                              \
+                d.fail("unknown for this type");  \
+        }                                         \
     }
 EMULATOR_PICK(unary)
 EMULATOR_PICK(binary)
@@ -141,10 +148,14 @@ void read_operands(Decoder& d, Type type, int count) {
 
 Type wide(Type type) {
     switch (type) {
-        case Type::kU16: return Type::kU32;
-        case Type::kS16: return Type::kS32;
-        case Type::kU32: return Type::kU64;
-        default: return Type::kS64;
+        case Type::kU16:
+            return Type::kU32;
+        case Type::kS16:
+            return Type::kS32;
+        case Type::kU32:
+            return Type::kU64;
+        default:
+            return Type::kS64;
     }
 }
 

@@ -218,15 +218,22 @@ void decode_logic(Decoder& d) {
 void decode_shift(Decoder& d) {
     const Type type = d.require_type();
     const bool is_left = d.root() == "shl";
-    if (is_left ? !is_bits(type) || type == Type::kB8 : is_float(type) || width_of(type) < 2) d.fail("unknown for this type");
+    if (is_left ? !is_bits(type) || type == Type::kB8 : is_float(type) || width_of(type) < 2)
+        d.fail("unknown for this type");
     d.require_operands(3, 3);
     Operation& o = d.operation();
     o.type = Class::kLogic;
     o.r[0] = d.write(0, type), o.r[1] = d.read(1, type), o.r[2] = d.read(2, Type::kU32);
     switch (type) {
-        case Type::kS16: o.execute = shift<int16_t, false>; break;
-        case Type::kS32: o.execute = shift<int32_t, false>; break;
-        case Type::kS64: o.execute = shift<int64_t, false>; break;
+        case Type::kS16:
+            o.execute = shift<int16_t, false>;
+            break;
+        case Type::kS32:
+            o.execute = shift<int32_t, false>;
+            break;
+        case Type::kS64:
+            o.execute = shift<int64_t, false>;
+            break;
         default:
             o.execute = width_of(type) == 2   ? (is_left ? shift<uint16_t, true> : shift<uint16_t, false>)
                         : width_of(type) == 4 ? (is_left ? shift<uint32_t, true> : shift<uint32_t, false>)

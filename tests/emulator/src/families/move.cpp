@@ -41,7 +41,8 @@ Next unpack(Warp& warp, const Operation& o, uint32_t mask) {
     const Whole* a = warp.reg<Whole>(o.r[kParts]);
     each_lane(mask, [&](int lane) {
         const Whole bits = a[lane];  // which may lie in a part's register
-        for (int i = 0; i < kParts; ++i) warp.reg<Part>(o.r[i])[lane] = static_cast<Part>(bits >> (8 * sizeof(Part) * i));
+        for (int i = 0; i < kParts; ++i)
+            warp.reg<Part>(o.r[i])[lane] = static_cast<Part>(bits >> (8 * sizeof(Part) * i));
     });
     return Next::kContinue;
 }
@@ -56,10 +57,14 @@ Next read_clock(Warp& warp, const Operation& o, uint32_t mask) {
 
 constexpr uint64_t window_of(Space space) {
     switch (space) {
-        case Space::kShared: return kSharedWindow;
-        case Space::kLocal: return kLocalWindow;
-        case Space::kParam: return kParamWindow;
-        default: return 0;
+        case Space::kShared:
+            return kSharedWindow;
+        case Space::kLocal:
+            return kLocalWindow;
+        case Space::kParam:
+            return kParamWindow;
+        default:
+            return 0;
     }
 }
 
@@ -88,10 +93,14 @@ Execute pick_parts(Decoder& d, size_t parts, bool packs) {
         return nullptr;
     };
     switch (sizeof(Whole) / parts) {
-        case 1: return with(uint8_t{});
-        case 2: return with(uint16_t{});
-        case 4: return with(uint32_t{});
-        default: d.fail("a vector of an unknown form");
+        case 1:
+            return with(uint8_t{});
+        case 2:
+            return with(uint16_t{});
+        case 4:
+            return with(uint32_t{});
+        default:
+            d.fail("a vector of an unknown form");
     }
 }
 
@@ -133,8 +142,8 @@ void decode_mov(Decoder& d) {
     const int width = width_of(type);
     if (width == 1) d.fail("unknown for this type");
     o.r[0] = d.write(0, type);
-    if (source.kind == Kind::kName && (source.name == "%clock" || source.name == "%clock_hi" || source.name == "%clock64" ||
-                                       source.name == "%globaltimer")) {
+    if (source.kind == Kind::kName && (source.name == "%clock" || source.name == "%clock_hi" ||
+                                       source.name == "%clock64" || source.name == "%globaltimer")) {
         if (source.name == "%clock_hi") d.fail("%clock_hi is not supported");
         o.execute = width == 4 ? read_clock<uint32_t> : read_clock<uint64_t>;
         return;

@@ -1,0 +1,7 @@
+"""Runs the PTX that nvcc and Triton compile, as it is, on the CPU: see README.md."""
+
+from emulator.errors import EmulatorError
+from emulator.module import Module
+from emulator.report import InstructionCounts, Report
+
+__all__ = ["EmulatorError", "InstructionCounts", "Module", "Report"]

@@ -1,0 +1,50 @@
+"""What goes wrong in a kernel, with its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class EmulatorError(RuntimeError):
+    """A fault of a kernel, of a launch, or PTX that the emulator does not know.
+
+    ``kind`` is one of ``"syntax"``, ``"unsupported"``, ``"arguments"``, ``"out-of-bounds"``, ``"misaligned"``,
+    ``"uninitialised"``, ``"barrier"``, ``"divergence"``, ``"deadlock"``, ``"limit"``, ``"trap"``. ``line`` counts
+    the lines of the PTX text from 1, and ``text`` is that line; ``source`` is ``"file:line"`` of the kernel's source
+    where the PTX names it; ``cta`` and ``thread`` are (x, y, z). What is not known or does not apply is None.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        message: str,
+        kernel: str = "",
+        line: int = -1,
+        text: str = "",
+        source: str = "",
+        cta: tuple[int, int, int] = (-1, -1, -1),
+        thread: tuple[int, int, int] = (-1, -1, -1),
+    ) -> None:
+        self.kind = kind
+        self.message = message
+        self.kernel = kernel or None
+        self.line = line if line >= 0 else None
+        self.text = text.strip() or None
+        self.source = source or None
+        self.cta = cta if cta[0] >= 0 else None
+        self.thread = thread if thread[0] >= 0 else None
+        places = {
+            "kernel": self.kernel,
+            "PTX line": None if self.line is None else f"{self.line}: {self.text}",
+            "source": self.source,
+            "CTA": self.cta,
+            "thread": self.thread,
+        }
+        known = [f"  {name} {value}" for name, value in places.items() if value is not None]
+        super().__init__("\n".join([f"{kind}: {message}", *known]))
+
+    @classmethod
+    def of(cls, fault: Exception) -> EmulatorError:
+        """From the C++ part's exception."""
+        arguments: Any = fault.args
+        return cls(*arguments)

@@ -1,0 +1,145 @@
+"""PTX modules, and launches of their kernels on tensors in the host's memory."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from emulator.build import load
+from emulator.errors import EmulatorError
+from emulator.report import Report
+
+_native = load()
+
+INTEGER_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
+FLOAT_FORMATS = {"f32": "<f", "f64": "<d", "f16": "<e"}
+Memory = tuple[int, int, str]  # address, bytes, name
+
+
+def span(array: Any) -> tuple[int, int]:
+    """(address, bytes) from the first to the last element of a CPU tensor or numpy array, with gaps."""
+    if isinstance(array, torch.Tensor):
+        if array.device.type != "cpu":
+            raise TypeError(f"the emulator takes tensors in the host's memory, got one on {array.device}")
+        address, item, shape = array.data_ptr(), array.element_size(), array.shape
+        steps = [stride * item for stride in array.stride()]
+    else:
+        address, item, shape = array.__array_interface__["data"][0], array.itemsize, array.shape
+        steps = list(array.strides)
+    if 0 in shape:
+        return address, 0
+    if min(steps, default=0) < 0:
+        raise TypeError("arrays with negative strides are not supported")
+    return address, sum((size - 1) * step for size, step in zip(shape, steps, strict=True)) + item
+
+
+def describe(array: Any) -> str:
+    """``bfloat16 [2, 3]``"""
+    return f"{str(array.dtype).removeprefix('torch.')} {list(array.shape)}"
+
+
+class Module:
+    """A PTX text, parsed. ``kernels``: the names of its entry points.
+
+    An instruction that the emulator does not know is an error at the first launch of the kernel that has it.
+    """
+
+    def __init__(self, ptx: str) -> None:
+        try:
+            self._module = _native.Module(ptx)
+        except _native.Fault as fault:
+            raise EmulatorError.of(fault) from None
+        self.kernels: list[str] = self._module.kernels()
+
+    def parameters(self, name: str) -> list[tuple[str, str, int, int, bool]]:
+        """(name, PTX type, offset, bytes, whether it is an array) of each parameter of a kernel."""
+        try:
+            found: list[tuple[str, str, int, int, bool]] = self._module.parameters(name)[0]
+        except _native.Fault as fault:
+            raise EmulatorError.of(fault) from None
+        return found
+
+    def launch(
+        self,
+        name: str,
+        grid: Sequence[int] = (1, 1, 1),
+        block: Sequence[int] = (32, 1, 1),
+        args: Sequence[Any] = (),
+        shared_bytes: int = 0,
+        seed: int = 0,
+        checks: bool = True,
+        *,
+        memory: Iterable[Any] = (),
+        uninitialised: bool = False,
+        instruction_limit: int = 1 << 28,
+        workers: int = 2,
+    ) -> Report:
+        """Run a kernel to its end.
+
+        ``args``: CPU tensors and numpy arrays (passed as pointers), None (a null pointer), ints and floats (converted
+        to the parameter's type), ``bytes`` (structs). The kernel may touch the memory of ``args`` and of the tensors in
+        ``memory`` (those that structs point to), from the first element of each to its last, and nothing else;
+        ``checks`` False leaves this out. ``shared_bytes``: dynamic shared memory of a CTA. ``seed`` decides in which
+        order CTAs and warps run and when asynchronous copies land. ``uninitialised``: reading shared memory that
+        nothing wrote is an error.
+        ``instruction_limit``: of one warp, an error beyond. ``workers``: threads of the host.
+
+        Raises `EmulatorError`.
+        """
+        grid, block = (tuple(int(n) for n in (*size, 1, 1, 1)[:3]) for size in (grid, block))
+        try:
+            parameters, total = self._module.parameters(name)
+            if len(args) != len(parameters):
+                raise EmulatorError("arguments", f"{len(parameters)} are needed, got {len(args)}", name)
+            packed, allowed = bytearray(total), [(*span(array), describe(array)) for array in memory]
+            for index, (argument, parameter) in enumerate(zip(args, parameters, strict=True)):
+                _, _, offset, size, _ = parameter
+                packed[offset : offset + size] = convert(argument, index, parameter, name)
+                if hasattr(argument, "__array_interface__") or isinstance(argument, torch.Tensor):
+                    allowed.append((*span(argument), f"argument {index}, {describe(argument)}"))
+            counted = self._module.launch(
+                name,
+                grid,
+                block,
+                bytes(packed),
+                allowed,
+                shared_bytes,
+                seed,
+                checks,
+                uninitialised,
+                instruction_limit,
+                workers,
+            )
+        except _native.Fault as fault:
+            raise EmulatorError.of(fault) from None
+        return Report.of(name, counted)
+
+
+def convert(argument: Any, index: int, parameter: tuple[str, str, int, int, bool], kernel: str) -> bytes:
+    """The bytes of one argument as its parameter has them."""
+    _, kind, _, size, is_array = parameter
+    expected = f"argument {index} of type .{kind}{f' with {size} bytes' if is_array else ''}"
+    if isinstance(argument, bytes | bytearray):
+        if len(argument) != size:
+            raise EmulatorError("arguments", f"{expected}: got {len(argument)} bytes", kernel)
+        return bytes(argument)
+    if is_array:
+        raise EmulatorError("arguments", f"{expected}: pass bytes, not {type(argument).__name__}", kernel)
+    if argument is None or isinstance(argument, torch.Tensor | np.ndarray):
+        if size != 8 or kind not in ("u64", "b64", "s64"):
+            raise EmulatorError("arguments", f"{expected}: got a tensor", kernel)
+        return struct.pack("<Q", 0 if argument is None else span(argument)[0])
+    if kind in FLOAT_FORMATS and isinstance(argument, int | float):
+        return struct.pack(FLOAT_FORMATS[kind], argument)
+    if kind in ("b32", "b64") and isinstance(argument, float):
+        return struct.pack("<f" if kind == "b32" else "<d", argument)
+    if isinstance(argument, int | np.integer) and kind[1:] in INTEGER_BYTES:
+        value = int(argument)
+        if not -(1 << (8 * size - 1)) <= value < 1 << (8 * size):
+            raise EmulatorError("arguments", f"{expected}: {value} does not fit", kernel)
+        return (value % (1 << (8 * size))).to_bytes(size, "little")
+    raise EmulatorError("arguments", f"{expected}: got {type(argument).__name__}", kernel)

@@ -1,0 +1,175 @@
+// What Python sees of the emulator: modules, launches, and faults as exceptions.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <mutex>
+
+#include "decoder.h"
+#include "machine.h"
+
+namespace py = pybind11;
+
+namespace emulator {
+namespace {
+
+// A parsed module, the memory of its global and constant variables, and the kernels that have been decoded.
+class LoadedModule {
+  public:
+    explicit LoadedModule(const std::string& text) : module_(ptx::parse(text)) {
+        for (const auto& [name, variable] : module_.variables) {
+            if (variable.space != Space::kGlobal && variable.space != Space::kConst) continue;
+            std::vector<std::byte>& bytes = storage_.emplace_back(variable.bytes + variable.alignment);
+            const auto start = reinterpret_cast<uint64_t>(bytes.data());
+            const uint64_t alignment = variable.alignment;
+            const uint64_t address = (start + alignment - 1) / alignment * alignment;
+            if (!variable.initial.empty()) {
+                std::memcpy(reinterpret_cast<void*>(address), variable.initial.data(), variable.initial.size());
+            }
+            variables_[name] = address;
+            allocations_.push_back({address, address + variable.bytes, "the variable " + name});
+        }
+    }
+
+    std::vector<std::string> kernels() const {
+        std::vector<std::string> names;
+        for (const auto& [name, function] : module_.functions) {
+            if (function->is_entry) names.push_back(name);
+        }
+        return names;
+    }
+
+    const Program& program(const std::string& name) {
+        const std::lock_guard lock(mutex_);
+        auto& program = programs_[name];
+        if (program == nullptr) program = decode_kernel(module_, name, variables_);
+        return *program;
+    }
+
+    const std::vector<Allocation>& allocations() const { return allocations_; }
+    const ptx::Module& source() const { return module_; }
+
+  private:
+    ptx::Module module_;
+    std::vector<std::vector<std::byte>> storage_;
+    VariableAddresses variables_;
+    std::vector<Allocation> allocations_;
+    std::mutex mutex_;
+    std::map<std::string, std::unique_ptr<Program>> programs_;
+};
+
+const char* type_name(Type type) {
+    constexpr const char* kNames[] = {"pred", "b8",  "b16", "b32", "b64",  "u8",  "u16", "u32",  "u64",   "s8",
+                                      "s16",  "s32", "s64", "f16", "bf16", "f32", "f64", "tf32", "f16x2", "bf16x2"};
+    return kNames[static_cast<int>(type)];
+}
+
+// (name, type, offset, bytes, is an array) of each, and the bytes of all.
+py::tuple parameters(LoadedModule& module, const std::string& kernel) {
+    const Program& program = module.program(kernel);
+    py::list list;
+    for (const Parameter& p : program.parameters) {
+        list.append(py::make_tuple(p.name, type_name(p.type), p.offset, p.bytes, p.is_array));
+    }
+    return py::make_tuple(list, program.parameter_bytes);
+}
+
+void check_block(const Program& program, const uint32_t (&block)[3]) {
+    const ptx::Function& kernel = *program.functions[0]->source;
+    const uint64_t threads = uint64_t{block[0]} * block[1] * block[2];
+    if (threads == 0 || threads > 1024) throw Fault("arguments", "a CTA has 1 to 1024 threads");
+    uint64_t most = 1;
+    for (int i = 0; i < 3; ++i) {
+        if (kernel.required_threads[0] != 0 && static_cast<uint32_t>(kernel.required_threads[i]) != block[i]) {
+            throw Fault("arguments", "the kernel's .reqntid is another block size");
+        }
+        most *= kernel.most_threads[i];
+    }
+    if (most != 0 && threads > most) throw Fault("arguments", "more threads than the kernel's .maxntid");
+}
+
+constexpr int64_t most_shared_bytes(std::string_view target) {
+    return target == "sm_80" || target == "sm_87"                         ? 163 << 10
+           : target == "sm_86" || target == "sm_89" || target == "sm_120" ? 99 << 10
+                                                                          : 227 << 10;
+}
+
+py::dict report_of(const Program& program, const Report& report) {
+    py::list rows;
+    for (size_t i = 0; i < program.operations.size(); ++i) {
+        const Counts& c = report.operations[i];
+        if (c.warps == 0) continue;
+        const Operation& operation = program.operations[i];
+        const ptx::Instruction& instruction = *operation.instruction;
+        const auto file = program.module->files.find(instruction.source_file);
+        rows.append(py::make_tuple(kClassNames[static_cast<int>(operation.type)], instruction.opcode, instruction.line,
+                                   file == program.module->files.end() ? "" : file->second, instruction.source_line,
+                                   c.warps, c.lanes, c.bytes, c.sectors, c.wavefronts, c.conflicts));
+    }
+    py::dict result;
+    result["rows"] = rows;
+    result["barrier_waits"] = report.barrier_waits;
+    return result;
+}
+
+py::dict launch(LoadedModule& module, const std::string& kernel, std::array<uint32_t, 3> grid,
+                std::array<uint32_t, 3> block, const py::bytes& parameter_bytes,
+                const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& memory, int64_t shared_bytes,
+                uint64_t seed, bool checks, bool uninitialised, int64_t instruction_limit, int workers) {
+    const Program& program = module.program(kernel);
+    std::vector<Allocation> allocations = module.allocations();
+    for (const auto& [begin, bytes, name] : memory) allocations.push_back({begin, begin + bytes, name});
+    const GlobalMemory global(std::move(allocations));
+    const std::string_view parameter_view = parameter_bytes;
+    Launch launch{};
+    launch.program = &program;
+    launch.memory = &global;
+    launch.parameters.resize(parameter_view.size());
+    std::memcpy(launch.parameters.data(), parameter_view.data(), parameter_view.size());
+    std::copy(grid.begin(), grid.end(), launch.grid);
+    std::copy(block.begin(), block.end(), launch.block);
+    launch.shared_bytes = shared_bytes;
+    launch.seed = seed;
+    launch.checks = checks;
+    launch.uninitialised_errors = uninitialised;
+    launch.instruction_limit = instruction_limit;
+    launch.workers = workers;
+    check_block(program, launch.block);
+    const int64_t total = program.static_shared_bytes + shared_bytes, most = most_shared_bytes(module.source().target);
+    if (shared_bytes < 0 || total > most) {
+        throw Fault("arguments", std::to_string(total) + " bytes of shared memory; " + module.source().target +
+                                     " has " + std::to_string(most));
+    }
+    Report report;
+    {
+        const py::gil_scoped_release release;
+        report = run_launch(launch);
+    }
+    py::dict result = report_of(program, report);
+    result["shared_bytes"] = total;
+    return result;
+}
+
+}  // namespace
+}  // namespace emulator
+
+PYBIND11_MODULE(_emulator, m) {
+    using namespace emulator;
+    py::class_<LoadedModule>(m, "Module")
+        .def(py::init<const std::string&>())
+        .def("kernels", &LoadedModule::kernels)
+        .def("parameters", &parameters)
+        .def("launch", &launch);
+    // The Python side turns these arguments into its EmulatorError.
+    static py::exception<Fault> fault_type(m, "Fault");
+    py::register_exception_translator([](std::exception_ptr pointer) {
+        try {
+            if (pointer) std::rethrow_exception(pointer);
+        } catch (const Fault& fault) {
+            const Place& p = fault.place;
+            const py::tuple arguments = py::make_tuple(fault.kind, fault.what(), p.kernel, p.line, p.text, p.source,
+                                                       py::make_tuple(p.cta[0], p.cta[1], p.cta[2]),
+                                                       py::make_tuple(p.thread[0], p.thread[1], p.thread[2]));
+            PyErr_SetObject(fault_type.ptr(), arguments.ptr());
+        }
+    });
+}

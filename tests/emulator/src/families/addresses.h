@@ -1,0 +1,50 @@
+// The addresses of a memory instruction's lanes.
+#pragma once
+
+#include "../decoder.h"
+#include "../machine.h"
+
+namespace emulator {
+
+// Keeps an address operand in an operation: its base in `slot`, offset in `value`, the base's width in option[3].
+inline void set_address(Operation& operation, Slot& slot, const Address& address) {
+    slot = address.base;
+    operation.value = address.offset;
+    operation.option[3] = address.base_width;
+}
+
+inline void lane_addresses(Warp& warp, const Operation& operation, Slot base, uint32_t mask,
+                           uint64_t (&addresses)[kWarpSize]) {
+    if (operation.option[3] == 4) {
+        const uint32_t* a = warp.reg<uint32_t>(base);
+        each_lane(mask, [&](int lane) { addresses[lane] = static_cast<uint32_t>(a[lane] + operation.value); });
+    } else {
+        const uint64_t* a = warp.reg<uint64_t>(base);
+        each_lane(mask, [&](int lane) { addresses[lane] = a[lane] + static_cast<uint64_t>(operation.value); });
+    }
+}
+
+// Scopes and orders: memory is sequentially consistent here, so they are all the same.
+inline void accept_order_and_scope(Decoder& d) {
+    d.accept_any({"weak", "volatile", "relaxed", "acquire", "release", "acq_rel"});
+    d.accept_any({"cta", "gpu", "sys"});
+}
+
+// Hints to the caches. True: the instruction has a cache policy as its last operand.
+inline bool accept_cache_hints(Decoder& d) {
+    d.accept_any({"ca", "cg", "cs", "lu", "cv", "wb", "wt"});
+    d.accept_any({"L1::evict_normal", "L1::evict_unchanged", "L1::evict_first", "L1::evict_last", "L1::no_allocate"});
+    d.accept_any({"L2::evict_normal", "L2::evict_first", "L2::evict_last"});
+    const bool has_policy = d.accept("L2::cache_hint");
+    d.accept_any({"L2::64B", "L2::128B", "L2::256B"});
+    return has_policy;
+}
+
+inline Class class_of(Space space) {
+    return space == Space::kShared  ? Class::kShared
+           : space == Space::kLocal ? Class::kLocal
+           : space == Space::kParam ? Class::kParam
+                                    : Class::kGlobal;
+}
+
+}  // namespace emulator

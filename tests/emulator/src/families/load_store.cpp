@@ -1,0 +1,134 @@
+// ld, st and what only touches caches. PTX ISA, "Data Movement and Conversion Instructions: ld, st".
+#include "addresses.h"
+#include "families.h"
+
+namespace emulator {
+namespace {
+
+struct Shape {
+    int count, width, register_width;  // of an element in memory and of its register
+    bool extends_sign;
+};
+
+Shape unpack(const Operation& o) {
+    return {o.option[1] & 15, o.option[1] >> 4 & 15, o.option[1] >> 8 & 15, (o.option[1] >> 12 & 1) != 0};
+}
+
+// r: elements, then the address. option[0]: state space.
+Next load(Warp& warp, const Operation& o, uint32_t mask) {
+    const Shape shape = unpack(o);
+    const auto space = static_cast<Space>(o.option[0]);
+    const int bytes = shape.count * shape.width;
+    uint64_t addresses[kWarpSize];
+    lane_addresses(warp, o, o.r[shape.count], mask, addresses);
+    each_lane(mask, [&](int lane) {
+        const std::byte* from = warp.access(space, addresses[lane], bytes, lane, false);
+        for (int i = 0; i < shape.count; ++i) {
+            uint64_t bits = 0;
+            std::memcpy(&bits, from + i * shape.width, shape.width);
+            if (shape.extends_sign) {
+                const int unused = 64 - 8 * shape.width;
+                bits = static_cast<uint64_t>(static_cast<int64_t>(bits << unused) >> unused);
+            }
+            std::memcpy(warp.reg<std::byte>(o.r[i]) + lane * shape.register_width, &bits, shape.register_width);
+        }
+    });
+    warp.count_memory(o, space, addresses, bytes, mask);
+    return Next::kContinue;
+}
+
+Next store(Warp& warp, const Operation& o, uint32_t mask) {
+    const Shape shape = unpack(o);
+    const auto space = static_cast<Space>(o.option[0]);
+    const int bytes = shape.count * shape.width;
+    uint64_t addresses[kWarpSize];
+    lane_addresses(warp, o, o.r[shape.count], mask, addresses);
+    each_lane(mask, [&](int lane) {
+        std::byte* to = warp.access(space, addresses[lane], bytes, lane, true);
+        for (int i = 0; i < shape.count; ++i) {
+            std::memcpy(to + i * shape.width, warp.reg<std::byte>(o.r[i]) + lane * shape.register_width, shape.width);
+        }
+    });
+    warp.count_memory(o, space, addresses, bytes, mask);
+    return Next::kContinue;
+}
+
+Next nothing(Warp&, const Operation&, uint32_t) {
+    return Next::kContinue;
+}
+
+Next zero_policy(Warp& warp, const Operation& o, uint32_t mask) {
+    uint64_t* d = warp.reg<uint64_t>(o.r[0]);
+    each_lane(mask, [&](int lane) { d[lane] = 0; });
+    return Next::kContinue;
+}
+
+void decode_access(Decoder& d, bool is_load) {
+    Operation& o = d.operation();
+    accept_order_and_scope(d);
+    Space space = d.accept_space();
+    if (is_load && d.accept("nc") && space != Space::kGlobal) d.fail("unknown modifier .nc");
+    const bool has_policy = accept_cache_hints(d);
+    d.accept("unified");
+    const int vector = d.accept_any({"v2", "v4", "v8"});
+    const int count = vector < 0 ? 1 : 2 << vector;
+    const Type type = d.require_type();
+    if (type == Type::kPred || is_packed(type) || type == Type::kTF32) d.fail("unknown for this type");
+    const int width = width_of(type);
+    if (count * width > 16) d.fail("more than 16 bytes a lane are not supported");
+    d.require_operands(2 + has_policy, 2 + has_policy);
+    if (has_policy) d.read(2, Type::kB64);
+    const auto elements = d.elements(is_load ? 0 : 1);
+    if (static_cast<int>(elements.size()) != count) d.fail("a vector of another length than the modifier says");
+    int register_width = 0;
+    for (int i = 0; i < count; ++i) {
+        const auto [slot, found] = is_load ? d.write_any(*elements[i], type) : d.read_any(*elements[i], type);
+        o.r[i] = slot;
+        const bool is_sink = elements[i]->kind == ptx::Operand::Kind::kSink;
+        if (register_width != 0 && found != register_width && !is_sink)
+            d.fail("registers of different widths in a vector");
+        if (!is_sink) register_width = std::max(register_width, found);
+    }
+    if (register_width == 0) register_width = width;
+    for (int i = 0; i < count; ++i) {
+        if (elements[i]->kind == ptx::Operand::Kind::kSink) o.r[i] = d.scratch(register_width);
+    }
+    set_address(o, o.r[count], d.address(is_load ? 1 : 0, space));
+    if (!is_load && (space == Space::kParam || space == Space::kConst)) d.fail("a store into read-only memory");
+    o.type = class_of(space);
+    o.option[0] = static_cast<int>(space);
+    o.option[1] = count | width << 4 | register_width << 8 | (is_load && is_signed(type)) << 12;
+    o.execute = is_load ? load : store;
+}
+
+}  // namespace
+
+void decode_ld(Decoder& d) {
+    decode_access(d, true);
+}
+
+void decode_st(Decoder& d) {
+    decode_access(d, false);
+}
+
+void decode_prefetch(Decoder& d) {
+    Space space = d.accept_space();
+    d.require_any({"L1", "L2", "L2::evict_last", "L2::evict_normal"});
+    d.require_operands(1, 1);
+    d.address(0, space);
+    d.operation().type = Class::kGlobal;
+    d.operation().execute = nothing;
+}
+
+// A policy says what the L2 cache should keep; there is none.
+void decode_createpolicy(Decoder& d) {
+    d.require_any({"fractional"});
+    d.require_any({"L2::evict_last", "L2::evict_normal", "L2::evict_first", "L2::evict_unchanged"});
+    d.accept_any({"L2::evict_first", "L2::evict_unchanged"});
+    d.require_type({Type::kB64});
+    d.require_operands(1, 2);
+    d.operation().r[0] = d.write(0, Type::kB64);
+    d.operation().execute = zero_policy;
+}
+
+}  // namespace emulator

@@ -1,0 +1,98 @@
+// Which family decodes which opcode. An instruction that is not here is unknown, and that is an error.
+#include <algorithm>
+
+#include "control.h"
+#include "families.h"
+
+namespace emulator {
+namespace {
+
+// add, sub, mul, …: the type decides, which is the last modifier.
+void decode_arithmetic(Decoder& d) {
+    const Type type = d.require_type();
+    if (is_integer(type)) return decode_integer(d, type);
+    if (type == Type::kF32 || type == Type::kF64) return decode_float(d, type);
+    if (is_packed(type) || type == Type::kF16 || type == Type::kBF16) return decode_half(d, type);
+    d.fail("unknown for this type");
+}
+
+constexpr Family kFamilies[] = {
+    {"abs", decode_arithmetic},
+    {"activemask", decode_activemask},
+    {"add", decode_arithmetic},
+    {"and", decode_logic},
+    {"atom", decode_atom},
+    {"bar", decode_barrier},
+    {"barrier", decode_barrier},
+    {"bfe", decode_bit_field},
+    {"bfi", decode_bit_field},
+    {"bfind", decode_count_bits},
+    {"bra", decode_branch},
+    {"brev", decode_count_bits},
+    {"brx", decode_branch_indexed},
+    {"call", decode_call},
+    {"clz", decode_count_bits},
+    {"cnot", decode_logic},
+    {"copysign", decode_arithmetic},
+    {"cos", decode_approximate},
+    {"cp", decode_cp},
+    {"createpolicy", decode_createpolicy},
+    {"cvt", decode_cvt},
+    {"cvta", decode_cvta},
+    {"div", decode_arithmetic},
+    {"ex2", decode_approximate},
+    {"exit", decode_exit},
+    {"fence", decode_fence},
+    {"fma", decode_arithmetic},
+    {"isspacep", decode_isspacep},
+    {"ld", decode_ld},
+    {"ldmatrix", decode_ldmatrix},
+    {"lg2", decode_approximate},
+    {"lop3", decode_lop3},
+    {"mad", decode_arithmetic},
+    {"match", decode_match},
+    {"max", decode_arithmetic},
+    {"membar", decode_fence},
+    {"min", decode_arithmetic},
+    {"mma", decode_mma},
+    {"mov", decode_mov},
+    {"mul", decode_arithmetic},
+    {"nanosleep", decode_nanosleep},
+    {"neg", decode_arithmetic},
+    {"not", decode_logic},
+    {"or", decode_logic},
+    {"popc", decode_count_bits},
+    {"prefetch", decode_prefetch},
+    {"prmt", decode_prmt},
+    {"rcp", decode_approximate},
+    {"red", decode_atom},
+    {"redux", decode_redux},
+    {"rem", decode_arithmetic},
+    {"ret", decode_return},
+    {"rsqrt", decode_approximate},
+    {"selp", decode_selp},
+    {"set", decode_set},
+    {"setp", decode_setp},
+    {"shf", decode_funnel_shift},
+    {"shfl", decode_shfl},
+    {"shl", decode_shift},
+    {"shr", decode_shift},
+    {"sin", decode_approximate},
+    {"sqrt", decode_approximate},
+    {"st", decode_st},
+    {"sub", decode_arithmetic},
+    {"tanh", decode_approximate},
+    {"trap", decode_trap},
+    {"vote", decode_vote},
+    {"xor", decode_logic},
+};
+
+}  // namespace
+
+const Family* find_family(std::string_view root) {
+    const auto* const end = std::end(kFamilies);
+    const auto* const found = std::find_if(std::begin(kFamilies), end, [&](const Family& f) { return f.root == root; });
+    return found == end ? nullptr : found;
+}
+
+}  // namespace emulator

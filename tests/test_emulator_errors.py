@@ -1,0 +1,201 @@
+"""Planted faults: each is found and says where it is; the same kernel repaired passes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from emulator import EmulatorError, Module
+
+HEAD = ".version 8.0\n.target sm_80\n.address_size 64\n"
+
+
+def kernel(body: str, parameters: str = ".param .u64 out", shared: int = 0) -> Module:
+    """A kernel ``k`` of that body, with registers of every kind; ``%tid`` is in ``%r0`` and ``out`` in ``%rd0``."""
+    return Module(f"""{HEAD}
+.visible .entry k({parameters})
+{{
+    .reg .pred %p<9>;
+    .reg .b16 %h<9>;
+    .reg .b32 %r<19>;
+    .reg .f32 %f<9>;
+    .reg .b64 %rd<9>;
+    {f".shared .align 16 .b8 buffer[{shared}];" if shared else ""}
+    mov.u32 %r0, %tid.x;
+    ld.param.u64 %rd0, [out];
+    {body}
+    ret;
+}}""")
+
+
+def fails(module: Module, kind: str, text: str, threads: int = 64, **options: object) -> EmulatorError:
+    with pytest.raises(EmulatorError) as caught:
+        module.launch("k", (1,), (threads,), [torch.zeros(64)], **options)  # type: ignore[arg-type]
+    assert caught.value.kind == kind, caught.value
+    assert text in str(caught.value)
+    assert caught.value.kernel == "k" and caught.value.line is not None
+    return caught.value
+
+
+STORE = "mul.wide.u32 %rd1, %r0, {scale}; add.s64 %rd1, %rd0, %rd1;\n st.global.u32 [%rd1+{offset}], %r0;"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("offset", "thread"), [(4, 63), (-4, 0)])
+def test_global_memory_out_of_bounds(offset: int, thread: int) -> None:
+    error = fails(kernel(STORE.format(scale=4, offset=offset)), "out-of-bounds", "argument 0, float32 [64]")
+    assert error.thread == (thread, 0, 0) and error.cta == (0, 0, 0)
+    assert error.text is not None and error.text.startswith("st.global.u32")
+    kernel(STORE.format(scale=4, offset=0)).launch("k", (1,), (64,), [torch.zeros(64)])
+
+
+@pytest.mark.quick
+def test_misaligned() -> None:
+    error = fails(kernel(STORE.format(scale=2, offset=0)), "misaligned", "no multiple of its size")
+    assert error.thread in ((1, 0, 0), (33, 0, 0))  # of whichever warp came first
+
+
+SHARED = "mov.u32 %r1, buffer; shl.b32 %r2, %r0, 2; add.s32 %r1, %r1, %r2; st.shared.u32 [%r1+{offset}], %r0;"
+
+
+@pytest.mark.quick
+def test_shared_memory_out_of_bounds() -> None:
+    assert fails(kernel(SHARED.format(offset=4), shared=256), "out-of-bounds", "shared").thread == (63, 0, 0)
+    kernel(SHARED.format(offset=0), shared=256).launch("k", (1,), (64,), [torch.zeros(1)])
+
+
+@pytest.mark.quick
+def test_local_memory_out_of_bounds() -> None:
+    body = ".local .align 4 .b8 frame[16]; mov.u64 %rd1, frame; st.local.u32 [%rd1+{}], %r0;"
+    fails(kernel(body.format(16)), "out-of-bounds", "local")
+    kernel(body.format(12)).launch("k", (1,), (64,), [torch.zeros(1)])
+
+
+@pytest.mark.quick
+def test_uninitialised_shared_memory() -> None:
+    """Poisoned with NaN always, and an error on request."""
+    body = (
+        "mov.u32 %r1, buffer;\n setp.eq.s32 %p1, %r0, 0; {}\n ld.shared.f32 %f1, [%r1]; @%p1 st.global.f32 [%rd0], %f1;"
+    )
+    bad, good = kernel(body.format(""), shared=4), kernel(body.format("st.shared.u32 [%r1], 0;"), shared=4)
+    fails(bad, "uninitialised", "nothing has written", uninitialised=True)
+    out = torch.zeros(1)
+    bad.launch("k", (1,), (32,), [out])
+    assert out.isnan().all()
+    good.launch("k", (1,), (32,), [out], uninitialised=True)
+    assert out.item() == 0
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("count", "text"), [(48, "a multiple of 32"), (128, "a multiple of 32"), (0, "a multiple of 32")]
+)
+def test_barrier_with_a_count_that_cannot_be(count: int, text: str) -> None:
+    fails(kernel(f"bar.sync 1, {count};"), "barrier", text)
+    kernel("bar.sync 1, 64;").launch("k", (1,), (64,), [torch.zeros(1)])
+
+
+@pytest.mark.quick
+def test_barrier_with_counts_that_differ() -> None:
+    body = "setp.lt.u32 %p1, %r0, 32; mov.u32 %r1, {}; mov.u32 %r2, 96; selp.b32 %r1, %r1, %r2, %p1; bar.sync 1, %r1;"
+    fails(kernel(body.format(64)), "barrier", "where others have arrived", threads=96)
+    kernel(body.format(96)).launch("k", (1,), (96,), [torch.zeros(1)])
+
+
+@pytest.mark.quick
+def test_barrier_that_nobody_waits_for() -> None:
+    with pytest.raises(EmulatorError, match="nobody waited for"):
+        kernel("setp.lt.u32 %p1, %r0, 32; @%p1 bar.arrive 2, 64;").launch("k", (1,), (64,), [torch.zeros(1)])
+    kernel("bar.arrive 2, 64;").launch("k", (1,), (64,), [torch.zeros(1)])
+
+
+@pytest.mark.quick
+def test_divergent_barrier() -> None:
+    body = "setp.lt.u32 %p1, %r0, {}; @%p1 bra HERE; bra.uni DONE; HERE: bar.sync 0; DONE:"
+    fails(kernel(body.format(40)), "divergence", "0xff of the warp's 0xffffffff")
+    kernel("bar.sync 0;").launch("k", (1,), (64,), [torch.zeros(1)])
+
+
+@pytest.mark.quick
+def test_deadlock_says_where_every_warp_is() -> None:
+    body = "setp.lt.u32 %p1, %r0, 32;\n @%p1 bra HERE;\n bar.sync 1;\n bra.uni DONE;\n HERE: bar.sync 2;\n DONE:"
+    error = fails(kernel(body), "deadlock", "no warp can go on")
+    assert "warp 0: lanes 0xffffffff" in error.message and "warp 1: lanes 0xffffffff" in error.message
+    assert "barrier 1: 32 threads have arrived" in error.message
+
+
+@pytest.mark.quick
+def test_shuffle_that_waits_for_lanes_that_never_come() -> None:
+    body = "setp.lt.u32 %p1, %r0, 8; {} shfl.sync.bfly.b32 %r1, %r0, 1, 31, 0xffffffff;"
+    error = fails(kernel(body.format("@%p1")), "deadlock", "member mask", threads=32)
+    assert "shfl.sync.bfly.b32" in error.message
+    kernel(body.format("")).launch("k", (1,), (32,), [torch.zeros(1)])
+
+
+@pytest.mark.quick
+def test_a_loop_without_an_end() -> None:
+    fails(kernel("AGAIN: bra.uni AGAIN;"), "limit", "has not ended", instruction_limit=10000)
+
+
+@pytest.mark.quick
+def test_trap() -> None:
+    fails(kernel("setp.eq.u32 %p1, %r0, 5; @%p1 trap;"), "trap", "thread (5, 0, 0)")
+
+
+COPY = """cvta.to.global.u64 %rd1, %rd0; mov.u32 %r1, buffer; shl.b32 %r2, %r0, 2; add.s32 %r1, %r1, %r2;
+    cvt.u64.u32 %rd2, %r2; add.s64 %rd1, %rd1, %rd2;
+    cp.async.ca.shared.global [%r1], [%rd1], 4; cp.async.commit_group;
+    {}
+    ld.shared.f32 %f1, [%r1]; add.f32 %f1, %f1, 0f3F800000; st.global.f32 [%rd1], %f1;"""
+
+
+@pytest.mark.quick
+def test_a_missing_wait_shows_at_some_seed() -> None:
+    expected = torch.arange(32) + 1.0
+
+    def right(body: str, seed: int) -> bool:
+        data = torch.arange(32).float()
+        kernel(COPY.format(body), shared=128).launch("k", (1,), (32,), [data], seed=seed)
+        return torch.equal(data, expected)
+
+    assert not all(right("", seed) for seed in range(8))
+    assert not all(right("cp.async.wait_group 1;", seed) for seed in range(8))
+    assert all(right("cp.async.wait_group 0;", seed) for seed in range(8))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("frobnicate.b32 %r1, %r0;", "unknown instruction frobnicate"),
+        ("add.s32.wrong %r1, %r0, %r0;", "unknown modifier .wrong"),
+        ("add.rz.f32 %f1, %f1, %f1;", "unknown modifier .rz"),
+        ("mov.b32 %r1, %rd0;", "another width"),
+        ("wgmma.fence.sync.aligned;", "unknown instruction wgmma"),
+        ("mbarrier.init.shared.b64 [%r1], 1;", "unknown instruction mbarrier"),
+        ("cp.async.bulk.commit_group;", "unknown modifier .bulk"),
+    ],
+)
+def test_what_is_not_known_is_an_error(body: str, text: str) -> None:
+    """Even where it would not be reached."""
+    error = fails(kernel(f"bra.uni DONE;\n{body}\nDONE:"), "unsupported", text)
+    assert error.text == body
+
+
+@pytest.mark.quick
+def test_syntax_error_names_its_line() -> None:
+    with pytest.raises(EmulatorError, match="expected ';'") as caught:
+        Module(f"{HEAD}.visible .entry k()\n{{\n .reg .b32 %r<2>;\n mov.u32 %r0 %r1;\n ret;\n}}")
+    assert caught.value.kind == "syntax" and caught.value.line == 7
+
+
+@pytest.mark.quick
+def test_arguments() -> None:
+    module = kernel("")
+    for arguments in ([], [1.5], [b"1234"]):
+        with pytest.raises(EmulatorError, match="arguments"):
+            module.launch("k", (1,), (32,), arguments)
+    with pytest.raises(EmulatorError, match="shared memory"):
+        module.launch("k", (1,), (32,), [None], shared_bytes=200 << 10)
+    with pytest.raises(EmulatorError, match="no kernel"):
+        module.launch("nothing", (1,), (32,), [])
