@@ -13,6 +13,7 @@ import fastattn
 from by_hand import normal
 from fastattn import InputError, reference
 from fastattn.decode import attention_with_kv_cache
+from kernel_device import DEVICE
 
 BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 16, 8
 CAPACITY, PAGE_SIZE = 16, 4
@@ -164,17 +165,16 @@ def test_explain_does_not_append() -> None:
     ("name", "dim", "expected"), [("k_cache", DIM, "16 bytes"), ("v_cache", VALUE_DIM, "16 bytes")]
 )
 def test_kernels_refuse_caches_that_they_would_have_to_copy(name: str, dim: int, expected: str) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     arguments = {
-        n: t.to(device)
+        n: t.to(DEVICE)
         for n, t in call(dtype=torch.float16, v_cache=torch.zeros(BATCH, KV_HEADS, CAPACITY, DIM).half()).items()
     }
     arguments["v_new"] = arguments["k_new"].clone()
     shape = arguments[name].shape
     misplaced = {
-        "base": torch.zeros(arguments[name].numel() + 1, device=device, dtype=torch.float16)[1:].view(shape),
-        "strides": torch.zeros(*shape[:3], DIM + 1, device=device, dtype=torch.float16)[..., :DIM],
-        "last dimension": torch.zeros(*shape[:2], DIM, CAPACITY, device=device, dtype=torch.float16).mT,
+        "base": torch.zeros(arguments[name].numel() + 1, device=DEVICE, dtype=torch.float16)[1:].view(shape),
+        "strides": torch.zeros(*shape[:3], DIM + 1, device=DEVICE, dtype=torch.float16)[..., :DIM],
+        "last dimension": torch.zeros(*shape[:2], DIM, CAPACITY, device=DEVICE, dtype=torch.float16).mT,
     }
     for cache in misplaced.values():
         with (
@@ -182,7 +182,7 @@ def test_kernels_refuse_caches_that_they_would_have_to_copy(name: str, dim: int,
             pytest.raises(InputError, match=f"{name}: expected .*{expected}.*got strides"),
         ):
             attend(**{**arguments, name: cache})
-        if device == "cpu":  # PyTorch takes any
+        if DEVICE == "cpu":  # PyTorch takes any
             attend(**{**arguments, name: cache})
 
 

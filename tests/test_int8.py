@@ -16,6 +16,7 @@ import fastattn
 from by_hand import normal
 from fastattn import InputError, reference
 from fastattn.int8 import GRANULARITIES, Int8Weight, int8_linear, quantize_int8
+from kernel_device import DEVICE
 
 N, K = 48, 128
 
@@ -201,8 +202,7 @@ def test_explain_names_the_path() -> None:
 
 
 def test_kernels_refuse_int8_activations_and_say_so() -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    x, weight = inputs(torch.float16)[0].to(device), weight_of().to(device)
+    x, weight = inputs(torch.float16)[0].to(DEVICE), weight_of().to(DEVICE)
     with fastattn.use_backend("triton"), pytest.raises(InputError, match="does not have: int8 activations"):
         int8_linear(x, weight, activations="int8")
 

@@ -15,7 +15,7 @@ import fastattn
 from by_hand import normal
 from fastattn import InputError, reference
 from fastattn.errors import CacheFull
-from fastattn.kv_cache import PagedKVCache
+from fastattn.paged_kv_cache import PagedKVCache
 
 LAYERS, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 16, 8
 PAGES, PAGE_SIZE = 12, 4

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastattn.device import kernel_facts
 from fastattn.layout import empty_like_heads, readable
 from fastattn.triton_kernels.attention_backward_bias import attention_backward_bias_kernel
 from fastattn.triton_kernels.attention_backward_key_value import attention_backward_key_value_kernel
@@ -24,7 +25,6 @@ from fastattn.triton_kernels.attention_backward_query import attention_backward_
 from fastattn.triton_kernels.attention_backward_rows import attention_backward_rows_kernel
 from fastattn.triton_kernels.attention_launch import (
     Arguments,
-    architecture,
     attention_constexprs,
     broadcast_strides,
     launch,
@@ -118,7 +118,7 @@ def attention_backward(
         "stride_dbias_n": grad_bias_n,
         "num_batches": batch,
     }  # fmt: skip
-    arch = architecture(query.device)
+    arch = kernel_facts(query.device).arch
 
     def with_tile(kernel: BackwardKernel) -> Arguments:
         tile = attention_backward_tile(arch, head_dim, value_dim, kernel, **tile_options(options))

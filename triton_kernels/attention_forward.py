@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.device import kernel_facts
 from fastattn.layout import empty_like_heads, readable
 from fastattn.triton_kernels.attention_common import (
     ADDITIVE_BIAS,
@@ -39,7 +40,6 @@ from fastattn.triton_kernels.attention_common import (
     visible_keys,
 )
 from fastattn.triton_kernels.attention_launch import (
-    architecture,
     attention_constexprs,
     launch,
     lse_strides,
@@ -267,7 +267,7 @@ def attention_forward(
     options = score_options(
         bias, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, window_left, window_right, top_left, softcap, dropout_p
     )
-    tile = attention_forward_tile(architecture(query.device), head_dim, value_dim, **tile_options(options))
+    tile = attention_forward_tile(kernel_facts(query.device).arch, head_dim, value_dim, **tile_options(options))
     arguments = {
         **score_arguments(
             readable(query), readable(key), readable(value), bias, alibi_slopes, sinks, dropout_seed,

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.device import facts
 from fastattn.triton_kernels.attention_common import ADDITIVE_BIAS, BOOL_BIAS, NO_BIAS
 from fastattn.triton_kernels.tiles import AttentionTile, padded_head_dim
 
@@ -162,13 +161,6 @@ def bias_kind(bias: Tensor | None) -> int:
     if bias is None:
         return NO_BIAS.value
     return BOOL_BIAS.value if bias.dtype == torch.bool else ADDITIVE_BIAS.value
-
-
-def architecture(device: torch.device) -> int:
-    """Compute capability times ten of a device that the dispatcher sends here."""
-    known = facts(device)
-    assert known is not None, f"{device} has no Triton kernels"
-    return known.arch
 
 
 def strides(letter: str, tensor: Tensor) -> dict[str, int]:

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.device import facts
+from fastattn.device import kernel_facts
 from fastattn.layout import empty_like_heads, readable
 
 from .decode_append import launch_append
@@ -298,8 +298,7 @@ def attention_decode(
     if lse.numel() == 0:
         return out, lse
 
-    device = facts(query.device)
-    assert device is not None, f"attention_decode has no kernel for {query.device}"
+    device = kernel_facts(query.device)
     query = readable(query)
     group = num_heads // kv_heads
     page_size = 0 if block_table is None else block_rows

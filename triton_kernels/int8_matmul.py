@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.device import facts
+from fastattn.device import kernel_facts
 
 from .device_math import tanh
 from .tiles import Int8MatmulTile, ceil_div, int8_matmul_tile
@@ -251,8 +251,7 @@ def _rows(tensor: Tensor, width: int) -> Tensor:
 
 
 def _tile(device: torch.device, m: int, n: int, k: int, group: int) -> Int8MatmulTile:
-    known = facts(device)
-    assert known is not None, f"int8_matmul has no kernel for {device}"
+    known = kernel_facts(device)
     return int8_matmul_tile(known.arch, m, n, k, group, known.shared_memory_bytes, known.num_sms)
 
 

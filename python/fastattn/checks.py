@@ -20,11 +20,6 @@ def expect(condition: bool, name: str, expected: str, came: object) -> None:
         raise InputError(f"{name}: expected {expected}, got {came}")
 
 
-def describe(tensor: Tensor) -> str:
-    """``[2, 8, 128, 64] torch.float16 on cuda:0``."""
-    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
-
-
 def check_tensor(name: str, value: Any, optional: bool = False) -> None:
     if value is None and optional:
         return

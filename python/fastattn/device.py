@@ -29,6 +29,13 @@ def triton_is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def kernel_facts(device: torch.device) -> DeviceFacts:
+    """The facts of a device that the dispatcher sends to a kernel."""
+    known = facts(device)
+    assert known is not None, f"no kernel runs on {device}"
+    return known
+
+
 def is_interpreted(device: torch.device) -> bool:
     """True where Triton's interpreter would run a kernel on tensors of ``device``."""
     return device.type == "cpu" and triton_is_interpreted()

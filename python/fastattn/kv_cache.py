@@ -12,9 +12,6 @@ from fastattn.cache_storage import CacheLayout, LayerStorage
 from fastattn.checks import check_dtype, check_int, check_rank, check_same_device, check_shape, check_tensor, expect
 from fastattn.decode import attention_with_kv_cache
 from fastattn.errors import CacheFull
-from fastattn.paged_kv_cache import PagedKVCache, PagedStep
-
-__all__ = ["KVCache", "PagedKVCache", "PagedStep", "attention_with_kv_cache"]
 
 
 class KVCache:
