@@ -172,7 +172,7 @@ def test_a_missing_wait_shows_at_some_seed() -> None:
         ("add.rz.f32 %f1, %f1, %f1;", "unknown modifier .rz"),
         ("mov.b32 %r1, %rd0;", "another width"),
         ("wgmma.fence.sync.aligned;", "unknown instruction wgmma"),
-        ("mbarrier.init.shared.b64 [%r1], 1;", "unknown instruction mbarrier"),
+        ("mbarrier.init.global.b64 [%rd0], 1;", "an mbarrier object is in shared memory"),
         ("cp.async.bulk.commit_group;", "unknown modifier .bulk"),
     ],
 )

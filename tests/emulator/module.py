@@ -70,11 +70,13 @@ class Module:
         block: Sequence[int] = (32, 1, 1),
         args: Sequence[Any] = (),
         shared_bytes: int = 0,
+        cluster: Sequence[int] | None = None,
         seed: int = 0,
         checks: bool = True,
         *,
         memory: Iterable[Any] = (),
         uninitialised: bool = False,
+        num_sms: int = 132,
         instruction_limit: int = 1 << 28,
         workers: int = 2,
     ) -> Report:
@@ -83,10 +85,11 @@ class Module:
         ``args``: CPU tensors and numpy arrays (passed as pointers), None (a null pointer), ints and floats (converted
         to the parameter's type), ``bytes`` (structs). The kernel may touch the memory of ``args`` and of the tensors in
         ``memory`` (those that structs point to), from the first element of each to its last, and nothing else;
-        ``checks`` False leaves this out. ``shared_bytes``: dynamic shared memory of a CTA. ``seed`` decides in which
-        order CTAs and warps run and when asynchronous copies land. ``uninitialised``: reading shared memory that
-        nothing wrote is an error.
-        ``instruction_limit``: of one warp, an error beyond. ``workers``: threads of the host.
+        ``checks`` False leaves this out. ``shared_bytes``: dynamic shared memory of a CTA. ``cluster``: its size in
+        CTAs (None: what the kernel requires, else 1). ``seed`` decides in which order CTAs and warps run and when
+        asynchronous operations take place. ``uninitialised``: reading shared memory that nothing wrote is an error.
+        ``num_sms``: multiprocessors, which decide how many CTAs run at a time. ``instruction_limit``: of one warp, an
+        error beyond. ``workers``: threads of the host.
 
         Raises `EmulatorError`.
         """
@@ -108,6 +111,8 @@ class Module:
                 bytes(packed),
                 allowed,
                 shared_bytes,
+                (0, 0, 0) if cluster is None else tuple(int(n) for n in (*cluster, 1, 1, 1)[:3]),
+                num_sms,
                 seed,
                 checks,
                 uninitialised,

@@ -32,6 +32,7 @@ class Report:
     rows: tuple[InstructionCounts, ...]
     shared_bytes: int  # of a CTA, static and dynamic
     barrier_waits: int  # times that a warp waited at a barrier
+    mbarrier_waits: int  # and for a phase of an mbarrier
 
     @classmethod
     def of(cls, kernel: str, counted: dict[str, Any]) -> Report:
@@ -39,7 +40,7 @@ class Report:
         rows = []
         for kind, opcode, line, file, source_line, *counts in counted["rows"]:
             rows.append(InstructionCounts(kind, opcode, line, f"{file}:{source_line}" if file else "", *counts))
-        return cls(kernel, tuple(rows), counted["shared_bytes"], counted["barrier_waits"])
+        return cls(kernel, tuple(rows), counted["shared_bytes"], counted["barrier_waits"], counted["mbarrier_waits"])
 
     @cached_property
     def instructions(self) -> dict[str, int]:
@@ -90,5 +91,6 @@ class Report:
         lines.append(
             f"  shared memory {self.shared_wavefronts} wavefronts, {self.bank_conflicts} of them bank conflicts"
         )
-        lines.append(f"  shared memory of a CTA {self.shared_bytes} bytes, barrier waits {self.barrier_waits}")
+        lines.append(f"  shared memory of a CTA {self.shared_bytes} bytes")
+        lines.append(f"  waits at barriers {self.barrier_waits}, for mbarriers {self.mbarrier_waits}")
         return "\n".join(lines)

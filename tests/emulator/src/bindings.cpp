@@ -93,6 +93,38 @@ constexpr int64_t most_shared_bytes(std::string_view target) {
                                                                           : 227 << 10;
 }
 
+// By threads and shared memory: how many registers a thread has is for ptxas to say.
+uint32_t ctas_per_sm(std::string_view target, uint32_t threads, int64_t shared_bytes) {
+    constexpr uint32_t kMostThreads = 2048, kMostCtas = 32;
+    constexpr int64_t kReserved = 1 << 10;  // of shared memory, for each CTA
+    const int64_t by_shared = (most_shared_bytes(target) + kReserved) / (shared_bytes + kReserved);
+    return std::min({kMostCtas, kMostThreads / threads, static_cast<uint32_t>(by_shared)});
+}
+
+// The cluster that the launch asks for, or else the kernel.
+void set_cluster(const Program& program, std::array<uint32_t, 3> cluster, Launch& launch) {
+    const ptx::Function& kernel = *program.functions[0]->source;
+    const bool is_required = kernel.required_cluster[0] != 0;
+    if (cluster[0] == 0) {
+        for (int i = 0; i < 3; ++i) cluster[i] = is_required ? kernel.required_cluster[i] : 1;
+    }
+    uint64_t num_ctas = 1;
+    for (int i = 0; i < 3; ++i) {
+        if (is_required && static_cast<uint32_t>(kernel.required_cluster[i]) != cluster[i]) {
+            throw Fault("arguments", "the kernel's .reqnctapercluster is another cluster size");
+        }
+        if (cluster[i] == 0 || launch.grid[i] % cluster[i] != 0) {
+            throw Fault("arguments", "the grid is no multiple of the cluster");
+        }
+        num_ctas *= cluster[i];
+        launch.cluster[i] = cluster[i];
+    }
+    const std::string& target = program.module->target;
+    if (num_ctas > 1 && target < "sm_90") throw Fault("arguments", target + " has no clusters");
+    const uint64_t most = kernel.most_cluster_ctas != 0 ? kernel.most_cluster_ctas : 16;
+    if (num_ctas > most) throw Fault("arguments", "a cluster of more than " + std::to_string(most) + " CTAs");
+}
+
 py::dict report_of(const Program& program, const Report& report) {
     py::list rows;
     for (size_t i = 0; i < program.operations.size(); ++i) {
@@ -108,13 +140,15 @@ py::dict report_of(const Program& program, const Report& report) {
     py::dict result;
     result["rows"] = rows;
     result["barrier_waits"] = report.barrier_waits;
+    result["mbarrier_waits"] = report.mbarrier_waits;
     return result;
 }
 
 py::dict launch(LoadedModule& module, const std::string& kernel, std::array<uint32_t, 3> grid,
                 std::array<uint32_t, 3> block, const py::bytes& parameter_bytes,
                 const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& memory, int64_t shared_bytes,
-                uint64_t seed, bool checks, bool uninitialised, int64_t instruction_limit, int workers) {
+                std::array<uint32_t, 3> cluster, int num_sms, uint64_t seed, bool checks, bool uninitialised,
+                int64_t instruction_limit, int workers) {
     const Program& program = module.program(kernel);
     std::vector<Allocation> allocations = module.allocations();
     for (const auto& [begin, bytes, name] : memory) allocations.push_back({begin, begin + bytes, name});
@@ -133,12 +167,15 @@ py::dict launch(LoadedModule& module, const std::string& kernel, std::array<uint
     launch.uninitialised_errors = uninitialised;
     launch.instruction_limit = instruction_limit;
     launch.workers = workers;
+    launch.num_sms = num_sms;
     check_block(program, launch.block);
+    set_cluster(program, cluster, launch);
     const int64_t total = program.static_shared_bytes + shared_bytes, most = most_shared_bytes(module.source().target);
     if (shared_bytes < 0 || total > most) {
         throw Fault("arguments", std::to_string(total) + " bytes of shared memory; " + module.source().target +
                                      " has " + std::to_string(most));
     }
+    launch.num_resident = num_sms * ctas_per_sm(module.source().target, block[0] * block[1] * block[2], total);
     Report report;
     {
         const py::gil_scoped_release release;

@@ -1,16 +1,16 @@
-// A CTA: its warps take turns in an order drawn from the seed, and meet at barriers.
-#include <sstream>
+// A CTA: its shared memory, its warps, and the barriers that these meet at.
+#include <algorithm>
 
+#include "cluster.h"
 #include "families/barrier.h"
-#include "machine.h"
 
 namespace emulator {
 
-Cta::Cta(const Launch& launch, const uint32_t (&cta_index)[3], uint64_t seed, Report& report)
-    : launch(launch), random(seed), report(report) {
+Cta::Cta(Cluster& cluster, uint32_t rank, const uint32_t (&cta_index)[3])
+    : cluster(cluster), rank(rank), launch(cluster.launch), random(cluster.random), report(cluster.report) {
     std::copy(cta_index, cta_index + 3, index);
     shared_.assign(launch.program->static_shared_bytes + launch.shared_bytes, std::byte{0xff});  // NaN of every type
-    written_.assign(shared_.size(), 0);
+    marks_.assign(shared_.size(), Mark::kUnwritten);
     const uint32_t threads = launch.block[0] * launch.block[1] * launch.block[2];
     for (uint32_t first = 0; first < threads; first += kWarpSize) {
         const uint32_t count = std::min<uint32_t>(kWarpSize, threads - first);
@@ -19,20 +19,11 @@ Cta::Cta(const Launch& launch, const uint32_t (&cta_index)[3], uint64_t seed, Re
     }
 }
 
-void Cta::run() {
-    std::vector<Warp*> runnable;
-    while (true) {
-        runnable.clear();
-        bool all_ended = true;
-        for (const auto& warp : warps_) {
-            all_ended = all_ended && warp->has_ended();
-            if (!warp->has_ended() && warp->is_runnable()) runnable.push_back(warp.get());
-        }
-        if (all_ended) break;
-        if (runnable.empty()) fail_deadlock();
-        Warp& warp = *runnable[random.below(static_cast<uint32_t>(runnable.size()))];
-        warp.run(random.length(12));
-    }
+bool Cta::has_ended() const {
+    return std::all_of(warps_.begin(), warps_.end(), [](const auto& warp) { return warp->has_ended(); });
+}
+
+void Cta::check_end() {
     for (int id = 0; id < 16; ++id) {
         if (!barriers_[id].is_used) continue;
         Fault fault("barrier", "the CTA has ended with " + std::to_string(barriers_[id].arrived) +
@@ -40,35 +31,6 @@ void Cta::run() {
         fault.place = warps_[0]->place_of(nullptr, -1);
         throw fault;
     }
-}
-
-void Cta::fail_deadlock() {
-    std::ostringstream text;
-    text << "no warp can go on:";
-    const Operation* first = nullptr;
-    const Warp* of = nullptr;
-    int lane = -1;
-    for (const auto& warp : warps_) {
-        text << "\n  warp " << warp->thread(0) / kWarpSize << ": ";
-        if (warp->has_ended()) text << "has ended";
-        for (const Path& path : warp->paths()) {
-            const Operation& operation = launch.program->operations[path.pc];
-            if (first == nullptr) first = &operation, of = warp.get(), lane = __builtin_ctz(path.mask);
-            text << "lanes 0x" << std::hex << path.mask << std::dec << " at line " << operation.instruction->line
-                 << " (" << operation.instruction->opcode << ") wait "
-                 << (path.state == Path::State::kBarrier ? "at the barrier" : "for lanes of the member mask") << "; ";
-        }
-        if (!warp->has_ended() && warp->paths().empty()) text << "lanes wait for each other where branches meet";
-    }
-    for (int id = 0; id < 16; ++id) {
-        if (barriers_[id].is_used) {
-            text << "\n  barrier " << id << ": " << barriers_[id].arrived << " threads have arrived";
-            if (barriers_[id].count != 0) text << " of " << barriers_[id].count;
-        }
-    }
-    Fault fault("deadlock", text.str());
-    fault.place = (of != nullptr ? of : warps_[0].get())->place_of(first, lane);
-    throw fault;
 }
 
 bool Cta::arrive(const Operation& operation, Warp& warp, Frame* frame, uint32_t mask, bool waits) {

@@ -189,7 +189,11 @@ std::optional<Slot> Decoder::special(const std::string& name, int width) {
     constexpr std::pair<std::string_view, Special> kVectors[] = {{"%tid.", Special::kTid},
                                                                  {"%ntid.", Special::kNtid},
                                                                  {"%ctaid.", Special::kCtaid},
-                                                                 {"%nctaid.", Special::kNctaid}};
+                                                                 {"%nctaid.", Special::kNctaid},
+                                                                 {"%clusterid.", Special::kClusterid},
+                                                                 {"%nclusterid.", Special::kNclusterid},
+                                                                 {"%cluster_ctaid.", Special::kClusterCtaid},
+                                                                 {"%cluster_nctaid.", Special::kClusterNctaid}};
     for (const auto& [prefix, special] : kVectors) {
         if (name.size() == prefix.size() + 1 && name.compare(0, prefix.size(), prefix) == 0) {
             const int index = name.back() - 'x';
@@ -202,6 +206,8 @@ std::optional<Slot> Decoder::special(const std::string& name, int width) {
                                                                  {"%smid", Special::kSmid},
                                                                  {"%nsmid", Special::kNsmid},
                                                                  {"%gridid", Special::kGridid},
+                                                                 {"%cluster_ctarank", Special::kClusterCtarank},
+                                                                 {"%cluster_nctarank", Special::kClusterNctarank},
                                                                  {"%dynamic_smem_size", Special::kDynamicShared},
                                                                  {"%total_smem_size", Special::kTotalShared}};
     for (const auto& [known, special] : kScalars) {

@@ -16,8 +16,8 @@ struct Place {
     int thread[3] = {-1, -1, -1};
 };
 
-// kind: "syntax", "unsupported", "arguments", "out-of-bounds", "misaligned", "uninitialised", "barrier", "divergence",
-// "deadlock", "limit" or "trap".
+// kind: "syntax", "unsupported", "arguments", "out-of-bounds", "misaligned", "uninitialised", "barrier", "mbarrier",
+// "cluster", "divergence", "deadlock", "limit" or "trap".
 struct Fault : std::runtime_error {
     Fault(std::string kind, const std::string& message, int lane = -1)
         : std::runtime_error(message), kind(std::move(kind)), lane(lane) {}

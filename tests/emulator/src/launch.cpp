@@ -1,54 +1,104 @@
-// The grid: CTAs in an order drawn from the seed, on as many threads as there are workers.
+// The grid: clusters in an order drawn from the seed, on as many threads as there are workers. Each worker has several
+// clusters at a time and turns from one to the next, so that CTAs can wait for others of the grid.
 #include <mutex>
 #include <numeric>
 #include <optional>
 #include <thread>
 
-#include "machine.h"
+#include "cluster.h"
 
 namespace emulator {
+namespace {
+
+constexpr int64_t kSlice = int64_t{1} << 16;  // instructions of a cluster before the next one's turn
+
+// Hands out the clusters of a grid, and keeps the first Fault.
+class Grid {
+  public:
+    explicit Grid(const Launch& launch) : launch_(launch) {
+        for (int i = 0; i < 3; ++i) size_[i] = launch.grid[i] / launch.cluster[i];
+        Random random(launch.seed);
+        base_seed_ = random.next();
+        order_.resize(uint64_t{size_[0]} * size_[1] * size_[2]);
+        std::iota(order_.begin(), order_.end(), uint64_t{0});
+        for (uint64_t i = order_.size(); i > 1; --i) std::swap(order_[i - 1], order_[random.next() % i]);
+        total_.operations.resize(launch.program->operations.size());
+    }
+
+    uint64_t num_clusters() const { return order_.size(); }
+
+    void work(uint64_t most_resident) {
+        Report report;
+        report.operations.resize(launch_.program->operations.size());
+        std::vector<std::unique_ptr<Cluster>> resident;
+        try {
+            size_t turn = 0;
+            while (!has_failed_) {
+                if (resident.size() < most_resident) {
+                    if (auto cluster = next_cluster(report)) {
+                        turn = resident.size();
+                        resident.push_back(std::move(cluster));
+                    }
+                }
+                if (resident.empty()) break;
+                turn %= resident.size();
+                if (resident[turn]->run(kSlice)) {
+                    resident.erase(resident.begin() + static_cast<std::ptrdiff_t>(turn));
+                } else {
+                    ++turn;
+                }
+            }
+        } catch (const Fault& fault) {
+            const std::lock_guard lock(mutex_);
+            if (!first_fault_) first_fault_ = fault;
+            has_failed_ = true;
+        }
+        const std::lock_guard lock(mutex_);
+        total_.add(report);
+    }
+
+    const Report& finish() const {
+        if (first_fault_) throw *first_fault_;
+        return total_;
+    }
+
+  private:
+    std::unique_ptr<Cluster> next_cluster(Report& report) {
+        const uint64_t place = next_++;
+        if (place >= order_.size()) return nullptr;
+        const uint64_t linear = order_[place];
+        const uint32_t index[3] = {static_cast<uint32_t>(linear % size_[0]),
+                                   static_cast<uint32_t>(linear / size_[0] % size_[1]),
+                                   static_cast<uint32_t>(linear / size_[0] / size_[1])};
+        return std::make_unique<Cluster>(launch_, index, base_seed_ ^ (linear * 0xd1342543de82ef95), report);
+    }
+
+    const Launch& launch_;
+    uint32_t size_[3];  // in clusters
+    uint64_t base_seed_;
+    std::vector<uint64_t> order_;
+    std::atomic<uint64_t> next_{0};
+    std::atomic<bool> has_failed_{false};
+    std::mutex mutex_;
+    Report total_;
+    std::optional<Fault> first_fault_;
+};
+
+}  // namespace
 
 Report run_launch(const Launch& launch) {
-    const uint64_t num_ctas = uint64_t{launch.grid[0]} * launch.grid[1] * launch.grid[2];
-    Random random(launch.seed);
-    const uint64_t base_seed = random.next();
-    std::vector<uint64_t> order(num_ctas);
-    std::iota(order.begin(), order.end(), uint64_t{0});
-    for (uint64_t i = num_ctas; i > 1; --i) std::swap(order[i - 1], order[random.next() % i]);
-
-    Report total;
-    total.operations.resize(launch.program->operations.size());
-    std::atomic<uint64_t> next_cta{0};
-    std::atomic<bool> has_failed{false};
-    std::mutex mutex;
-    std::optional<Fault> first_fault;
-    const auto work = [&] {
-        Report report;
-        report.operations.resize(launch.program->operations.size());
-        while (!has_failed) {
-            const uint64_t place = next_cta++;
-            if (place >= num_ctas) break;
-            const uint64_t linear = order[place];
-            const uint32_t index[3] = {static_cast<uint32_t>(linear % launch.grid[0]),
-                                       static_cast<uint32_t>(linear / launch.grid[0] % launch.grid[1]),
-                                       static_cast<uint32_t>(linear / launch.grid[0] / launch.grid[1])};
-            try {
-                Cta(launch, index, base_seed ^ (linear * 0xd1342543de82ef95), report).run();
-            } catch (const Fault& fault) {
-                const std::lock_guard lock(mutex);
-                if (!first_fault) first_fault = fault;
-                has_failed = true;
-            }
-        }
-        const std::lock_guard lock(mutex);
-        total.add(report);
-    };
+    Grid grid(launch);
+    const uint64_t cluster_ctas = uint64_t{launch.cluster[0]} * launch.cluster[1] * launch.cluster[2];
+    const uint64_t most_resident = std::max<uint64_t>(1, launch.num_resident / cluster_ctas);
+    // Workers share what the device holds at a time; there is no point in more workers than clusters.
+    const uint64_t workers =
+        std::max<uint64_t>(1, std::min({static_cast<uint64_t>(launch.workers), grid.num_clusters(), most_resident}));
+    const auto share = [&](uint64_t worker) { return most_resident / workers + (worker < most_resident % workers); };
     std::vector<std::thread> helpers;
-    for (int i = 1; i < launch.workers && static_cast<uint64_t>(i) < num_ctas; ++i) helpers.emplace_back(work);
-    work();
+    for (uint64_t i = 1; i < workers; ++i) helpers.emplace_back([&grid, i, &share] { grid.work(share(i)); });
+    grid.work(share(0));
     for (std::thread& helper : helpers) helper.join();
-    if (first_fault) throw *first_fault;
-    return total;
+    return grid.finish();
 }
 
 }  // namespace emulator

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "fault.h"
+#include "mbarrier.h"
 #include "memory.h"
 #include "program.h"
 #include "random.h"
@@ -18,8 +19,10 @@ struct Launch {
     const Program* program;
     const GlobalMemory* memory;
     std::vector<std::byte> parameters;
-    uint32_t grid[3], block[3];
-    int64_t shared_bytes;  // dynamic
+    uint32_t grid[3], block[3], cluster[3];  // grid and cluster in CTAs
+    int64_t shared_bytes;                    // dynamic
+    int num_sms;
+    uint32_t num_resident;  // CTAs that the device holds at a time
     uint64_t seed;
     bool checks;                // bounds of global memory, and what follows
     bool uninitialised_errors;  // reads of shared memory that nothing wrote
@@ -42,13 +45,15 @@ struct Path {
         kReady,
         kMembers,  // at a .sync instruction whose member mask names lanes that are not there
         kBarrier,
+        kMbarrier,  // looks again when a phase of one completes
+        kCluster,   // likewise, for barrier.cluster
     };
     uint32_t mask = 0;
     int pc = 0;
     int join = -1;  // of Warp::joins_
     Frame* frame = nullptr;
     State state = State::kReady;
-    uint32_t waiting_mask = 0;  // kMembers: lanes that would execute the instruction
+    uint32_t waiting_mask = 0;  // lanes that would execute the instruction
 };
 
 // Where paths that came from one become one again: the immediate post-dominator of the branch, or the end of a call.
@@ -63,13 +68,15 @@ struct Join {
 // cp.async of one instruction, on its way. A lane's copies belong to its group `group[lane]`.
 struct AsyncCopy {
     uint32_t mask;
-    int64_t due;  // count of the warp's instructions at which it lands, unless it is waited for
+    int64_t due;  // the cluster's clock at which it lands, unless it is waited for
     int bytes;
     uint64_t shared[kWarpSize], global[kWarpSize];
     uint8_t source_bytes[kWarpSize];
     uint32_t group[kWarpSize];
+    uint64_t serial;
 };
 
+class Cluster;
 class Cta;
 
 class Warp {
@@ -88,6 +95,8 @@ class Warp {
     }
     // The host's address of a lane's `bytes` bytes, or a Fault.
     std::byte* access(Space space, uint64_t address, int bytes, int lane, bool is_write);
+    // The CTA whose shared memory an address is in; leaves the offset there.
+    Cta& shared_owner(Space space, uint64_t& address, int lane);
     // For the counters; `addresses` as the instruction has them.
     void count_memory(const Operation& operation, Space space, const uint64_t* addresses, int bytes, uint32_t mask);
 
@@ -97,16 +106,21 @@ class Warp {
     Next exit(uint32_t mask);
     Next wait_at_barrier(const Operation& operation, uint32_t mask);
     void arrive_at_barrier(const Operation& operation, uint32_t mask);
+    // The lanes execute this instruction again when something has happened that they wait for.
+    Next wait_and_retry(Path::State state, uint32_t mask);
 
     void start_copy(const AsyncCopy& copy);
     void commit_group(uint32_t mask);
     void wait_group(uint32_t mask, uint32_t most_pending);
+    uint64_t num_copies_started() const { return num_copies_; }
+    void land_first_copies(uint32_t mask, uint64_t count);  // of all that these lanes have started
 
     // For the CTA.
     bool is_runnable() const;
     bool has_ended() const { return live_ == 0; }
     void run(int64_t budget);
-    bool release(uint32_t mask);  // the path with these lanes waited at a barrier; false: it is the one that runs
+    bool release(uint32_t mask);    // the path with these lanes waited at a barrier; false: it is the one that runs
+    void retry(Path::State state);  // all paths that wait so
     uint32_t live() const { return live_; }
     uint32_t lanes() const { return lanes_; }
     const std::vector<Path>& paths() const { return paths_; }
@@ -114,6 +128,9 @@ class Warp {
     Place place_of(const Operation* operation, int lane) const;
 
     Cta& cta;
+    // barrier.cluster: lanes that have arrived and not yet waited, and the phase that each arrived in.
+    uint32_t cluster_arrived = 0;
+    uint64_t cluster_phase[kWarpSize] = {};
 
   private:
     friend class Cta;
@@ -126,6 +143,8 @@ class Warp {
     void return_from_call(uint32_t mask);
     void land(const AsyncCopy& copy, uint32_t mask);
     void land_due_copies();
+    template <typename Predicate>
+    void land_copies(uint32_t mask, Predicate&& is_done);
     [[noreturn]] void fail_access(Space space, uint64_t address, int bytes, int lane, bool is_write);
 
     int index_;
@@ -136,9 +155,10 @@ class Warp {
     std::vector<Join> joins_;
     std::vector<std::unique_ptr<Frame>> frames_;
     std::vector<std::byte> local_[kWarpSize];
-    int64_t executed_ = 0, next_due_ = INT64_MAX;
+    int64_t executed_ = 0, next_due_ = INT64_MAX;  // instructions; when the first of `copies_` lands
     uint32_t committed_[kWarpSize] = {};
     std::vector<AsyncCopy> copies_;
+    uint64_t num_copies_ = 0;
 };
 
 struct Barrier {
@@ -158,35 +178,61 @@ struct Barrier {
 
 class Cta {
   public:
-    Cta(const Launch& launch, const uint32_t (&index)[3], uint64_t seed, Report& report);
-    void run();
+    Cta(Cluster& cluster, uint32_t rank, const uint32_t (&index)[3]);
 
+    // Shared memory by offset; nullptr: outside of it.
     std::byte* shared(uint64_t address, int bytes) {
         return address + bytes <= shared_.size() ? shared_.data() + address : nullptr;
     }
-    void mark_written(uint64_t address, int bytes) { std::memset(written_.data() + address, 1, bytes); }
-    void mark_unwritten(uint64_t address, int bytes) { std::memset(written_.data() + address, 0, bytes); }
-    bool is_written(uint64_t address, int bytes) const {
-        return std::memchr(written_.data() + address, 0, bytes) == nullptr;
-    }
+    void mark_written(uint64_t address, int bytes) { mark(address, bytes, Mark::kWritten); }
+    void mark_unwritten(uint64_t address, int bytes) { mark(address, bytes, Mark::kUnwritten); }
+    bool is_written(uint64_t address, int bytes) const { return !has(address, bytes, Mark::kUnwritten); }
     int64_t shared_bytes() const { return static_cast<int64_t>(shared_.size()); }
+
+    // mbarrier objects by their offset in shared memory. A Fault where there is none, or one already.
+    Mbarrier& mbarrier(uint64_t address, int lane);
+    void init_mbarrier(uint64_t address, uint32_t count, int lane);
+    void invalidate_mbarrier(uint64_t address, int lane);
+    bool touches_mbarrier(uint64_t address, int bytes) const {
+        return !mbarriers_.empty() && has(address, bytes, Mark::kMbarrier);
+    }
+    const Mbarriers& mbarriers() const { return mbarriers_; }
+    void arrive(Mbarrier& mbarrier, uint32_t count, int lane);
+    void expect_transactions(Mbarrier& mbarrier, int64_t bytes, int lane);
+    void complete_transactions(Mbarrier& mbarrier, int64_t bytes, int lane);
+
+    const std::vector<std::unique_ptr<Warp>>& warps() const { return warps_; }
+    const Barrier& barrier(int id) const { return barriers_[id]; }
+    bool has_ended() const;
+    void check_end();  // a Fault if something was left unfinished
 
     // True: the barrier was complete, and the others have been released.
     bool arrive(const Operation& operation, Warp& warp, Frame* frame, uint32_t mask, bool waits);
     void lanes_exited();
 
+    Cluster& cluster;
+    const uint32_t rank;  // in the cluster
     const Launch& launch;
     uint32_t index[3];
-    Random random;
+    Random& random;
     Report& report;
     GlobalMemory::Region last_region;  // that an access was found in
 
   private:
+    // What each byte of shared memory holds.
+    enum class Mark : uint8_t { kUnwritten, kWritten, kMbarrier };
+    void mark(uint64_t address, int bytes, Mark mark) {
+        std::memset(marks_.data() + address, static_cast<int>(mark), bytes);
+    }
+    bool has(uint64_t address, int bytes, Mark mark) const {
+        return std::memchr(marks_.data() + address, static_cast<int>(mark), bytes) != nullptr;
+    }
     bool complete_if_full(int id);
-    [[noreturn]] void fail_deadlock();
+    void complete_phase_if_full(Mbarrier& mbarrier);
 
     std::vector<std::byte> shared_;
-    std::vector<uint8_t> written_;  // one for each byte of shared memory
+    std::vector<Mark> marks_;
+    Mbarriers mbarriers_;
     std::vector<std::unique_ptr<Warp>> warps_;
     Barrier barriers_[16];
 };

@@ -14,6 +14,10 @@ constexpr uint64_t kSharedWindow = uint64_t{0x1} << 56;
 constexpr uint64_t kLocalWindow = uint64_t{0x2} << 56;
 constexpr uint64_t kParamWindow = uint64_t{0x3} << 56;
 
+// Addresses of shared memory: those below kCtaBytes are offsets in the CTA's own; those of the cluster's CTA `rank` begin
+// at (rank + 1) * kCtaBytes.
+constexpr uint64_t kCtaBytes = uint64_t{1} << 24;
+
 struct Allocation {
     uint64_t begin, end;
     std::string name;

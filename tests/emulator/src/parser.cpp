@@ -239,15 +239,20 @@ class Parser {
     }
 
     void parse_function_directive(Function& function) {
-        int* threads = peek().is(".reqntid")   ? function.required_threads
-                       : peek().is(".maxntid") ? function.most_threads
-                                               : nullptr;
+        int* size = peek().is(".reqntid")             ? function.required_threads
+                    : peek().is(".maxntid")           ? function.most_threads
+                    : peek().is(".reqnctapercluster") ? function.required_cluster
+                                                      : nullptr;
         const std::string name = word();
-        if (threads != nullptr) {
+        if (size != nullptr) {
             int count = 0;
-            do threads[count++] = static_cast<int>(integer());
+            do size[count++] = static_cast<int>(integer());
             while (count < 3 && accept(","));
-            while (count < 3) threads[count++] = 1;
+            while (count < 3) size[count++] = 1;
+        } else if (name == ".maxclusterrank") {
+            function.most_cluster_ctas = static_cast<int>(integer());
+        } else if (name == ".explicitcluster") {
+            function.is_explicit_cluster = true;
         } else if (name == ".minnctapersm" || name == ".maxnreg" || name == ".maxnctapersm") {
             integer();  // what ptxas is told of resources has no meaning here
         } else if (name == ".pragma") {

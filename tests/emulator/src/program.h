@@ -59,6 +59,7 @@ constexpr const char* kClassNames[] = {"integer", "float",  "half",    "compare"
 struct Operation {
     Execute execute = nullptr;
     Slot r[kMostRegisters] = {};  // those that are written come first
+    std::vector<Slot> registers;  // of instructions that have more than these
     int64_t value = 0;            // an offset, an immediate: what the family makes of it
     int32_t option[4] = {};       // likewise
     int32_t target = -1;          // of a branch
@@ -86,7 +87,13 @@ enum class Special : uint8_t {
     kLocalBase,
     kSmid,
     kNsmid,
-    kGridid
+    kGridid,
+    kClusterid,
+    kNclusterid,
+    kClusterCtaid,
+    kClusterNctaid,
+    kClusterCtarank,
+    kClusterNctarank,
 };
 
 struct SpecialSlot {

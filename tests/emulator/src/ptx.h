@@ -70,8 +70,11 @@ struct Function {
     bool is_entry = false;
     std::vector<Variable> parameters, results;
     std::vector<Instruction> body;
-    std::vector<Scope> scopes;                                         // [0]: the function's own
-    int required_threads[3] = {0, 0, 0}, most_threads[3] = {0, 0, 0};  // 0: not stated
+    std::vector<Scope> scopes;  // [0]: the function's own
+    // 0: not stated
+    int required_threads[3] = {0, 0, 0}, most_threads[3] = {0, 0, 0}, required_cluster[3] = {0, 0, 0};
+    int most_cluster_ctas = 0;
+    bool is_explicit_cluster = false;
 };
 
 struct Module {

@@ -24,11 +24,13 @@ struct Counts {
 struct Report {
     std::vector<Counts> operations;  // one for each of the program
     uint64_t barrier_waits = 0;      // times that a warp waited at a barrier
+    uint64_t mbarrier_waits = 0;     // and for a phase of an mbarrier
 
     void add(const Report& other) {
         operations.resize(std::max(operations.size(), other.operations.size()));
         for (size_t i = 0; i < other.operations.size(); ++i) operations[i].add(other.operations[i]);
         barrier_waits += other.barrier_waits;
+        mbarrier_waits += other.mbarrier_waits;
     }
 };
 

@@ -17,6 +17,7 @@ std::optional<Type> parse_type(std::string_view name) {
 std::optional<Space> parse_space(std::string_view name) {
     if (name == "global") return Space::kGlobal;
     if (name == "shared" || name == "shared::cta") return Space::kShared;
+    if (name == "shared::cluster") return Space::kCluster;
     if (name == "local") return Space::kLocal;
     if (name == "const") return Space::kConst;
     if (name == "param" || name == "param::entry" || name == "param::func") return Space::kParam;

@@ -33,7 +33,8 @@ enum class Type : uint8_t {
     kBF16x2,
 };
 
-enum class Space : uint8_t { kGeneric, kGlobal, kShared, kLocal, kConst, kParam };
+// kShared: of the CTA; kCluster: of the cluster's CTAs.
+enum class Space : uint8_t { kGeneric, kGlobal, kShared, kLocal, kConst, kParam, kCluster };
 
 constexpr int width_of(Type type) {  // bytes; a predicate's register holds one bit per lane and is apart
     switch (type) {

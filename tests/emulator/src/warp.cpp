@@ -1,7 +1,7 @@
 // A warp's paths: how its lanes part at branches, meet again, call, return and wait for each other.
 #include <sstream>
 
-#include "machine.h"
+#include "cluster.h"
 
 namespace emulator {
 namespace {
@@ -80,14 +80,33 @@ Frame* Warp::new_frame(const FunctionCode& code, Frame* caller, const Operation*
                 case Special::kLocalBase:
                     value = frame->local_base + i;
                     break;
-                case Special::kSmid:
-                    value = 0;
+                case Special::kSmid:  // CTAs are dealt to multiprocessors in turn
+                    value = (cta.index[0] + launch.grid[0] * (cta.index[1] + uint64_t{launch.grid[1]} * cta.index[2])) %
+                            launch.num_sms;
                     break;
                 case Special::kNsmid:
-                    value = 1;
+                    value = launch.num_sms;
                     break;
                 case Special::kGridid:
                     value = 1;
+                    break;
+                case Special::kClusterid:
+                    value = cta.cluster.index[i];
+                    break;
+                case Special::kNclusterid:
+                    value = launch.grid[i] / launch.cluster[i];
+                    break;
+                case Special::kClusterCtaid:
+                    value = cta.index[i] % launch.cluster[i];
+                    break;
+                case Special::kClusterNctaid:
+                    value = launch.cluster[i];
+                    break;
+                case Special::kClusterCtarank:
+                    value = cta.rank;
+                    break;
+                case Special::kClusterNctarank:
+                    value = launch.cluster[0] * launch.cluster[1] * launch.cluster[2];
                     break;
             }
             std::memcpy(frame->registers.get() + special.slot + lane * special.width, &value, special.width);
@@ -144,6 +163,15 @@ bool Warp::choose_path() {
 void Warp::run(int64_t budget) {
     const Operation* const operations = cta.launch.program->operations.data();
     Counts* const counts = cta.report.operations.data();
+    Cluster& cluster = cta.cluster;
+    const int64_t start = cluster.clock;
+    const auto check_limit = [&] {
+        const int64_t executed = executed_ + cluster.clock - start;
+        if (executed > cta.launch.instruction_limit) {
+            throw Fault("limit", "a warp has executed " + std::to_string(executed) +
+                                     " instructions and has not ended: instruction_limit");
+        }
+    };
     while (budget > 0 && choose_path()) {
         const Operation* operation = nullptr;
         try {
@@ -166,17 +194,15 @@ void Warp::run(int64_t budget) {
                     counts[path_.pc].lanes += __builtin_popcount(mask);
                     next = operation->execute(*this, *operation, mask);
                 }
-                if (++executed_ >= next_due_) land_due_copies();
+                if (++cluster.clock >= next_due_) land_due_copies();
+                cluster.async.advance(cluster.clock);
                 --budget;
                 if (next == Next::kBlocked) break;
                 if (next == Next::kContinue) ++path_.pc;
                 if (path_.join >= 0 && path_.pc == joins_[path_.join].pc && !arrive_at_joins()) break;
                 if (budget <= 0) break;
             }
-            if (executed_ > cta.launch.instruction_limit) {
-                throw Fault("limit", "a warp has executed " + std::to_string(executed_) +
-                                         " instructions and has not ended: instruction_limit");
-            }
+            check_limit();
         } catch (Fault& fault) {
             if (fault.place.line < 0) fault.place = place_of(operation, fault.lane);
             throw;
@@ -184,6 +210,7 @@ void Warp::run(int64_t budget) {
         if (path_.mask != 0) paths_.push_back(path_);
         path_.mask = 0;
     }
+    executed_ += cluster.clock - start;
 }
 
 // False: the path has come to where it waits for others, and is theirs now.
@@ -318,6 +345,7 @@ Next Warp::exit(uint32_t mask) {
         if (path.state == Path::State::kMembers) path.state = Path::State::kReady;
     }
     cta.lanes_exited();
+    cta.cluster.lanes_exited();
     return path_.mask == 0 ? Next::kBlocked : Next::kContinue;
 }
 
@@ -369,6 +397,19 @@ Next Warp::wait_at_barrier(const Operation& operation, uint32_t mask) {
 
 void Warp::arrive_at_barrier(const Operation& operation, uint32_t mask) {
     cta.arrive(operation, *this, path_.frame, mask, false);
+}
+
+Next Warp::wait_and_retry(Path::State state, uint32_t mask) {
+    path_.state = state;
+    path_.waiting_mask = mask;
+    return Next::kBlocked;
+}
+
+void Warp::retry(Path::State state) {
+    if (path_.mask != 0 && path_.state == state) path_.state = Path::State::kReady;  // it has just begun to wait
+    for (Path& path : paths_) {
+        if (path.state == state) path.state = Path::State::kReady;
+    }
 }
 
 bool Warp::release(uint32_t mask) {

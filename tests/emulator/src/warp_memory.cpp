@@ -3,17 +3,23 @@
 #include <array>
 #include <sstream>
 
-#include "machine.h"
+#include "cluster.h"
 
 namespace emulator {
 namespace {
 
-constexpr const char* kSpaceNames[] = {"generic", "global", "shared", "local", "constant", "parameter"};
+constexpr const char* kSpaceNames[] = {"generic", "global", "shared", "local", "constant", "parameter", "cluster"};
+
+std::string hex(uint64_t value) {
+    std::ostringstream text;
+    text << std::hex << value;
+    return text.str();
+}
 
 Space resolve(Space space, uint64_t& address) {
     if (space != Space::kGeneric) return space;
     const uint64_t window = address & ~(kWindowBytes - 1);
-    const Space found = window == kSharedWindow  ? Space::kShared
+    const Space found = window == kSharedWindow  ? Space::kCluster
                         : window == kLocalWindow ? Space::kLocal
                         : window == kParamWindow ? Space::kParam
                                                  : Space::kGlobal;
@@ -32,12 +38,20 @@ std::byte* Warp::access(Space space, uint64_t address, int bytes, int lane, bool
         throw Fault("misaligned", text.str(), lane);
     }
     switch (space) {
-        case Space::kShared: {
-            std::byte* host = cta.shared(address, bytes);
+        case Space::kShared:
+        case Space::kCluster: {
+            Cta& owner = shared_owner(space, address, lane);
+            std::byte* host = owner.shared(address, bytes);
             if (host == nullptr) fail_access(space, address, bytes, lane, is_write);
+            if (owner.touches_mbarrier(address, bytes)) {
+                throw Fault("mbarrier",
+                            "an access of " + std::to_string(bytes) + " bytes at offset " + std::to_string(address) +
+                                " of shared memory, where an mbarrier object is",
+                            lane);
+            }
             if (is_write) {
-                cta.mark_written(address, bytes);
-            } else if (cta.launch.uninitialised_errors && !cta.is_written(address, bytes)) {
+                owner.mark_written(address, bytes);
+            } else if (cta.launch.uninitialised_errors && !owner.is_written(address, bytes)) {
                 throw Fault("uninitialised",
                             "a read of " + std::to_string(bytes) + " bytes of shared memory at offset " +
                                 std::to_string(address) + ", some of which nothing has written",
@@ -64,14 +78,43 @@ std::byte* Warp::access(Space space, uint64_t address, int bytes, int lane, bool
     return reinterpret_cast<std::byte*>(address);
 }
 
+Cta& Warp::shared_owner(Space space, uint64_t& address, int lane) {
+    if (space == Space::kGeneric) {
+        space = resolve(space, address);
+        if (space != Space::kCluster) {
+            throw Fault("out-of-bounds", "an address of shared memory is needed, 0x" + hex(address) + " is none", lane);
+        }
+    }
+    if (address < kCtaBytes) return cta;
+    const uint64_t rank = address / kCtaBytes - 1;
+    if (rank >= cta.cluster.num_ctas()) {
+        throw Fault("out-of-bounds",
+                    "an access at 0x" + hex(address) + " of shared memory: that is in no CTA of the cluster", lane);
+    }
+    if (space == Space::kShared && rank != cta.rank) {
+        throw Fault("cluster",
+                    "an address in the shared memory of CTA " + std::to_string(rank) +
+                        " of the cluster in an instruction for .shared::cta",
+                    lane);
+    }
+    Cta& owner = cta.cluster.cta(static_cast<uint32_t>(rank));
+    if (owner.has_ended()) {
+        throw Fault(
+            "cluster",
+            "an access to the shared memory of CTA " + std::to_string(rank) + " of the cluster, which has ended", lane);
+    }
+    address %= kCtaBytes;
+    return owner;
+}
+
 void Warp::fail_access(Space space, uint64_t address, int bytes, int lane, bool is_write) {
     const std::string what = is_write ? "a write of " : "a read of ";
     if (space == Space::kGlobal || space == Space::kConst) {
         throw Fault("out-of-bounds", what + cta.launch.memory->describe(address, bytes), lane);
     }
-    const size_t size = space == Space::kShared  ? cta.shared_bytes()
-                        : space == Space::kLocal ? local_[lane].size()
-                                                 : cta.launch.parameters.size();
+    const size_t size = space == Space::kShared || space == Space::kCluster ? cta.shared_bytes()
+                        : space == Space::kLocal                            ? local_[lane].size()
+                                                                            : cta.launch.parameters.size();
     std::ostringstream text;
     text << what << bytes << " bytes at offset " << address << " of " << kSpaceNames[static_cast<int>(space)]
          << " memory, which has " << size;
@@ -85,7 +128,7 @@ void Warp::count_memory(const Operation& operation, Space space, const uint64_t*
     Counts& counts = cta.report.operations[&operation - cta.launch.program->operations.data()];
     uint64_t first = addresses[__builtin_ctz(mask)];
     space = resolve(space, first);
-    if (space == Space::kShared) {
+    if (space == Space::kShared || space == Space::kCluster) {
         const int words = std::max(1, bytes / 4), lanes_at_once = kWarpSize / words;
         for (int start = 0; start < kWarpSize; start += lanes_at_once) {
             std::array<std::array<uint32_t, kWarpSize>, 32> wanted;
@@ -124,6 +167,7 @@ void Warp::start_copy(const AsyncCopy& copy) {
     const uint32_t fate = cta.random.below(4);
     copies_.push_back(copy);
     AsyncCopy& started = copies_.back();
+    started.serial = num_copies_++;
     std::copy(committed_, committed_ + kWarpSize, started.group);
     if (fate == 0) {
         land(started, started.mask);
@@ -134,7 +178,7 @@ void Warp::start_copy(const AsyncCopy& copy) {
         std::memset(cta.shared(started.shared[lane], started.bytes), 0xff, started.bytes);
         cta.mark_unwritten(started.shared[lane], started.bytes);
     });
-    started.due = fate == 1 ? INT64_MAX : executed_ + cta.random.length(11);
+    started.due = fate == 1 ? INT64_MAX : cta.cluster.clock + cta.random.length(11);
     next_due_ = std::min(next_due_, started.due);
 }
 
@@ -150,7 +194,7 @@ void Warp::land(const AsyncCopy& copy, uint32_t mask) {
 void Warp::land_due_copies() {
     next_due_ = INT64_MAX;
     for (size_t i = 0; i < copies_.size();) {
-        if (copies_[i].due <= executed_) {
+        if (copies_[i].due <= cta.cluster.clock) {
             land(copies_[i], copies_[i].mask);
             copies_.erase(copies_.begin() + static_cast<std::ptrdiff_t>(i));
         } else {
@@ -163,13 +207,13 @@ void Warp::commit_group(uint32_t mask) {
     each_lane(mask, [&](int lane) { ++committed_[lane]; });
 }
 
-void Warp::wait_group(uint32_t mask, uint32_t most_pending) {
+// The lanes' part of each copy that `is_done` says of (copy, lane) lands.
+template <typename Predicate>
+void Warp::land_copies(uint32_t mask, Predicate&& is_done) {
     for (size_t i = 0; i < copies_.size();) {
         AsyncCopy& copy = copies_[i];
         uint32_t done = 0;
-        each_lane(mask & copy.mask, [&](int lane) {
-            if (copy.group[lane] + uint64_t{most_pending} < committed_[lane]) done |= 1u << lane;
-        });
+        each_lane(mask & copy.mask, [&](int lane) { done |= is_done(copy, lane) ? 1u << lane : 0; });
         land(copy, done);
         copy.mask &= ~done;
         if (copy.mask == 0) {
@@ -178,6 +222,16 @@ void Warp::wait_group(uint32_t mask, uint32_t most_pending) {
             ++i;
         }
     }
+}
+
+void Warp::wait_group(uint32_t mask, uint32_t most_pending) {
+    land_copies(mask, [&](const AsyncCopy& copy, int lane) {
+        return copy.group[lane] + uint64_t{most_pending} < committed_[lane];
+    });
+}
+
+void Warp::land_first_copies(uint32_t mask, uint64_t count) {
+    land_copies(mask, [&](const AsyncCopy& copy, int) { return copy.serial < count; });
 }
 
 }  // namespace emulator

@@ -1,6 +1,7 @@
 // bar, barrier, fence, membar. PTX ISA, "Parallel Synchronization and Communication Instructions".
 #include "barrier.h"
 
+#include "../cluster.h"
 #include "../decoder.h"
 #include "families.h"
 
@@ -20,6 +21,17 @@ Next arrive(Warp& warp, const Operation& o, uint32_t mask) {
 // Lanes named by the mask have gathered already; memory is sequentially consistent here.
 Next nothing(Warp&, const Operation&, uint32_t) {
     return Next::kContinue;
+}
+
+Next arrive_at_cluster(Warp& warp, const Operation&, uint32_t mask) {
+    warp.cta.cluster.arrive(warp, mask);
+    return Next::kContinue;
+}
+
+Next wait_for_cluster(Warp& warp, const Operation&, uint32_t mask) {
+    if (warp.cta.cluster.wait(warp, mask)) return Next::kContinue;
+    ++warp.cta.report.barrier_waits;
+    return warp.wait_and_retry(Path::State::kCluster, mask);
 }
 
 Next fence(Warp&, const Operation&, uint32_t) {
@@ -64,6 +76,7 @@ void decode_barrier(Decoder& d) {
         o.execute = nothing;
         return;
     }
+    if (!is_bar && d.accept("cluster")) return decode_cluster_barrier(d);
     d.accept("cta");
     const int kind = d.require_any({"sync", "arrive", "red"});
     const bool aligned = d.accept("aligned");
@@ -91,6 +104,19 @@ void decode_barrier(Decoder& d) {
         o.option[2] = negated ? -1 : 0;
     }
     o.execute = kind == 1 ? arrive : wait;
+}
+
+void decode_cluster_barrier(Decoder& d) {
+    Operation& o = d.operation();
+    const int kind = d.require_any({"arrive", "wait"});
+    if (kind == 0) {
+        d.accept_any({"release", "relaxed"});
+    } else {
+        d.accept("acquire");
+    }
+    o.is_aligned = d.accept("aligned");
+    d.require_operands(0, 0);
+    o.execute = kind == 0 ? arrive_at_cluster : wait_for_cluster;
 }
 
 void decode_fence(Decoder& d) {

@@ -63,6 +63,7 @@ void decode_cp(Decoder& d) {
     Operation& o = d.operation();
     o.type = Class::kAsync;
     d.require_any({"async"});
+    if (d.accept("mbarrier")) return decode_cp_async_mbarrier(d);
     const int control = d.accept_any({"commit_group", "wait_group", "wait_all"});
     if (control >= 0) {
         d.require_operands(control == 1 ? 1 : 0, control == 1 ? 1 : 0);

@@ -35,8 +35,11 @@ void decode_match(Decoder& d);
 void decode_redux(Decoder& d);
 void decode_activemask(Decoder& d);
 void decode_barrier(Decoder& d);
+void decode_cluster_barrier(Decoder& d);
+void decode_mbarrier(Decoder& d);
 void decode_fence(Decoder& d);
 void decode_cp(Decoder& d);
+void decode_cp_async_mbarrier(Decoder& d);  // cp.async.mbarrier.arrive
 void decode_ldmatrix(Decoder& d);
 void decode_mma(Decoder& d);
 void decode_nanosleep(Decoder& d);

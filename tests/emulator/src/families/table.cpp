@@ -52,6 +52,7 @@ constexpr Family kFamilies[] = {
     {"mad", decode_arithmetic},
     {"match", decode_match},
     {"max", decode_arithmetic},
+    {"mbarrier", decode_mbarrier},
     {"membar", decode_fence},
     {"min", decode_arithmetic},
     {"mma", decode_mma},

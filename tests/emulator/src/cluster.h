@@ -1,0 +1,48 @@
+// A cluster: CTAs that run at the same time and see each other's shared memory. Without clusters, each CTA is one.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "async_engine.h"
+#include "machine.h"
+
+namespace emulator {
+
+class Cluster {
+  public:
+    // `index`: of the cluster in the grid of clusters.
+    Cluster(const Launch& launch, const uint32_t (&index)[3], uint64_t seed, Report& report);
+
+    // Runs its warps, in an order drawn from the seed, for about so many instructions; true: all have ended.
+    bool run(int64_t budget);
+
+    Cta& cta(uint32_t rank) { return *ctas_[rank]; }
+    uint32_t num_ctas() const { return static_cast<uint32_t>(ctas_.size()); }
+
+    // barrier.cluster. Lanes count as arrived until the phase completes; `wait` gives false where they have to wait.
+    void arrive(Warp& warp, uint32_t mask);
+    bool wait(Warp& warp, uint32_t mask);
+    // Paths that wait for an mbarrier look again.
+    void wake_waiters_at_mbarriers();
+    void lanes_exited() { complete_barrier_if_full(); }
+
+    const Launch& launch;
+    uint32_t index[3];
+    Random random;
+    AsyncEngine async;
+    Report& report;
+    int64_t clock = 0;  // instructions that its warps have executed
+
+  private:
+    void complete_barrier_if_full();
+    void end();
+    [[noreturn]] void fail_deadlock();
+
+    std::vector<std::unique_ptr<Cta>> ctas_;
+    std::vector<Warp*> warps_;  // of all CTAs
+    std::vector<Warp*> runnable_;
+    uint64_t barrier_phase_ = 0;
+};
+
+}  // namespace emulator
