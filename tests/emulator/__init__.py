@@ -1,7 +1,8 @@
 """Runs the PTX that nvcc and Triton compile, as it is, on the CPU: see README.md."""
 
+from emulator import allocations
 from emulator.errors import EmulatorError
 from emulator.module import Module
 from emulator.report import InstructionCounts, Report
 
-__all__ = ["EmulatorError", "InstructionCounts", "Module", "Report"]
+__all__ = ["EmulatorError", "InstructionCounts", "Module", "Report", "allocations"]

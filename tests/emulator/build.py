@@ -1,8 +1,10 @@
-"""Builds the emulator's C++ part with ninja and loads it. Needs a C++17 compiler, ninja and pybind11."""
+"""Builds the emulator's C++ parts with ninja and loads them. Needs a C++17 compiler, ninja, pybind11 and torch."""
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
+import functools
 import importlib.util
 import os
 import shutil
@@ -13,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 SOURCES = Path(__file__).parent / "src"
+TORCH_SOURCE = SOURCES / "torch_allocator.cpp"  # a library of its own: the rest knows nothing of torch
 BUILD = Path(__file__).parents[2] / "build" / "emulator"
 
 # Contraction would turn a * b + c into one rounding where the PTX has two.
@@ -28,51 +31,74 @@ def ninja() -> str:
     return found
 
 
-def rules(library: Path) -> str:
-    """The ninja file that makes ``library`` of all sources."""
+def rules(library: Path, torch_library: Path) -> str:
+    """The ninja file that makes ``library`` of all sources but one, and ``torch_library`` of that."""
     import pybind11
+    import torch
 
     includes = f"-I{pybind11.get_include()} -I{sysconfig.get_path('include')}"
     lines = [
         f"cxx = {os.environ.get('CXX', 'c++')}",
         f"flags = {FLAGS}",
         f"includes = {includes}",
+        f"torch = {Path(torch.__file__).parent}",
         "rule compile",
         "  command = $cxx $flags $includes -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
-        "  command = $cxx -shared -pthread $in -o $out",
+        "  command = $cxx -shared -pthread $in $libraries -o $out",
     ]
     objects = []
-    for source in sorted(SOURCES.rglob("*.cpp")):
+    for source in sorted(set(SOURCES.rglob("*.cpp")) - {TORCH_SOURCE}):
         objects.append(BUILD / source.relative_to(SOURCES).with_suffix(".o"))
         lines.append(f"build {objects[-1]}: compile {source}")
     lines.append(f"build {library}: link {' '.join(map(str, objects))}")
+    torch_object = BUILD / "torch_allocator.o"
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    lines += [
+        f"build {torch_object}: compile {TORCH_SOURCE}",
+        f"  flags = {FLAGS} -std=c++20 {abi}",
+        "  includes = -isystem $torch/include",
+        f"build {torch_library}: link {torch_object}",
+        "  libraries = -L$torch/lib -lc10",  # torch has loaded it already
+    ]
     return "\n".join(lines) + "\n"
 
 
-def build() -> Path:
-    """Bring the library up to date; processes that want it at the same time wait for the first."""
+@functools.cache
+def build() -> tuple[Path, Path]:
+    """Bring both libraries up to date; processes that want them at the same time wait for the first."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    library = BUILD / f"_emulator{sysconfig.get_config_var('EXT_SUFFIX')}"
+    libraries = BUILD / f"_emulator{sysconfig.get_config_var('EXT_SUFFIX')}", BUILD / "libtorch_allocator.so"
     with open(BUILD / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (BUILD / "build.ninja").write_text(rules(library))
+        (BUILD / "build.ninja").write_text(rules(*libraries))
         done = subprocess.run([ninja(), "-C", BUILD, "--quiet"], capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"building the emulator failed:\n{done.stdout[-8000:]}{done.stderr[-2000:]}")
-    return library
+    return libraries
 
 
 def load() -> ModuleType:
     """The C++ part, built if need be."""
-    spec = importlib.util.spec_from_file_location("_emulator", build())
+    spec = importlib.util.spec_from_file_location("_emulator", build()[0])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
+@functools.cache
+def load_torch_allocator() -> ctypes.CDLL:
+    """The functions that switch torch's CPU allocator: ``start_tracking`` and ``stop_tracking``."""
+    import torch  # noqa: F401  (the library needs those of torch)
+
+    library = ctypes.CDLL(str(build()[1]))
+    library.start_tracking.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.start_tracking.restype = library.stop_tracking.restype = None
+    return library
+
+
 if __name__ == "__main__":
-    print(build())
+    print(*build())

@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from emulator.build import load
 from emulator.errors import EmulatorError
+from emulator.native import native as _native
 from emulator.report import Report
-
-_native = load()
 
 INTEGER_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 FLOAT_FORMATS = {"f32": "<f", "f64": "<d", "f16": "<e"}
@@ -75,6 +73,7 @@ class Module:
         checks: bool = True,
         *,
         memory: Iterable[Any] = (),
+        tracked: bool = False,
         uninitialised: bool = False,
         num_sms: int = 132,
         instruction_limit: int = 1 << 28,
@@ -85,6 +84,7 @@ class Module:
         ``args``: CPU tensors and numpy arrays (passed as pointers), None (a null pointer), ints and floats (converted
         to the parameter's type), ``bytes`` (structs). The kernel may touch the memory of ``args`` and of the tensors in
         ``memory`` (those that structs point to), from the first element of each to its last, and nothing else;
+        with ``tracked`` also all that `allocations` tracks (so the whole storage where an argument is a view of it).
         ``checks`` False leaves this out. ``shared_bytes``: dynamic shared memory of a CTA. ``cluster``: its size in
         CTAs (None: what the kernel requires, else 1). ``seed`` decides in which order CTAs and warps run and when
         asynchronous operations take place. ``uninitialised``: reading shared memory that nothing wrote is an error.
@@ -110,6 +110,7 @@ class Module:
                 block,
                 bytes(packed),
                 allowed,
+                tracked,
                 shared_bytes,
                 (0, 0, 0) if cluster is None else tuple(int(n) for n in (*cluster, 1, 1, 1)[:3]),
                 num_sms,

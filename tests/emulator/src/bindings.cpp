@@ -4,6 +4,8 @@
 
 #include <mutex>
 
+#include "allocations.h"
+#include "bindings.h"
 #include "decoder.h"
 #include "machine.h"
 
@@ -146,12 +148,16 @@ py::dict report_of(const Program& program, const Report& report) {
 
 py::dict launch(LoadedModule& module, const std::string& kernel, std::array<uint32_t, 3> grid,
                 std::array<uint32_t, 3> block, const py::bytes& parameter_bytes,
-                const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& memory, int64_t shared_bytes,
-                std::array<uint32_t, 3> cluster, int num_sms, uint64_t seed, bool checks, bool uninitialised,
-                int64_t instruction_limit, int workers) {
+                const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& memory, bool tracked,
+                int64_t shared_bytes, std::array<uint32_t, 3> cluster, int num_sms, uint64_t seed, bool checks,
+                bool uninitialised, int64_t instruction_limit, int workers) {
     const Program& program = module.program(kernel);
     std::vector<Allocation> allocations = module.allocations();
     for (const auto& [begin, bytes, name] : memory) allocations.push_back({begin, begin + bytes, name});
+    if (tracked) {
+        const std::vector<Allocation> live = TrackedAllocations::instance().snapshot();
+        allocations.insert(allocations.end(), live.begin(), live.end());
+    }
     const GlobalMemory global(std::move(allocations));
     const std::string_view parameter_view = parameter_bytes;
     Launch launch{};
@@ -196,6 +202,7 @@ PYBIND11_MODULE(_emulator, m) {
         .def("kernels", &LoadedModule::kernels)
         .def("parameters", &parameters)
         .def("launch", &launch);
+    bind_allocations(m);
     // The Python side turns these arguments into its EmulatorError.
     static py::exception<Fault> fault_type(m, "Fault");
     py::register_exception_translator([](std::exception_ptr pointer) {

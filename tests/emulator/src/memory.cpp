@@ -8,7 +8,7 @@ namespace emulator {
 GlobalMemory::GlobalMemory(std::vector<Allocation> allocations) : allocations_(std::move(allocations)) {
     std::sort(allocations_.begin(), allocations_.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
     for (const Allocation& allocation : allocations_) {
-        if (allocation.begin == allocation.end) continue;
+        if (allocation.begin == allocation.end || !allocation.is_live) continue;
         // Only true overlaps (views of one tensor) are joined: neighbours may be two tensors that lie side by side.
         if (!regions_.empty() && allocation.begin < regions_.back().end) {
             regions_.back().end = std::max(regions_.back().end, allocation.end);
@@ -33,17 +33,21 @@ std::string GlobalMemory::describe(uint64_t address, uint64_t bytes) const {
         const uint64_t away = address < allocation.begin         ? allocation.begin - address
                               : address + bytes > allocation.end ? address + bytes - allocation.end
                                                                  : 0;
-        if (away < distance) distance = away, nearest = &allocation;
+        // Of a tensor and the storage that it ends with, the tensor is named.
+        const bool is_smaller = nearest != nullptr && allocation.end - allocation.begin < nearest->end - nearest->begin;
+        if (away < distance || (away == distance && is_smaller)) distance = away, nearest = &allocation;
     }
     std::ostringstream text;
     text << bytes << " bytes at 0x" << std::hex << address << std::dec;
     if (nearest == nullptr) return text.str() + ": this launch was given no memory";
-    if (address < nearest->begin) {
+    if (distance == 0) {
+        text << ", which is in " << nearest->name;
+    } else if (address < nearest->begin) {
         text << ", " << distance << " bytes before the start of " << nearest->name;
     } else {
         text << ", reaching " << distance << " bytes past the end of " << nearest->name;
     }
-    text << " (" << nearest->end - nearest->begin << " bytes)";
+    text << " (" << nearest->end - nearest->begin << (nearest->is_live ? " bytes)" : " bytes, freed)");
     return text.str();
 }
 

@@ -21,6 +21,7 @@ constexpr uint64_t kCtaBytes = uint64_t{1} << 24;
 struct Allocation {
     uint64_t begin, end;
     std::string name;
+    bool is_live = true;  // false: it was freed, and is known for messages only
 };
 
 class GlobalMemory {
