@@ -27,7 +27,7 @@ inline void lane_addresses(Warp& warp, const Operation& operation, Slot base, ui
 // Scopes and orders: memory is sequentially consistent here, so they are all the same.
 inline void accept_order_and_scope(Decoder& d) {
     d.accept_any({"weak", "volatile", "relaxed", "acquire", "release", "acq_rel"});
-    d.accept_any({"cta", "gpu", "sys"});
+    d.accept_any({"cta", "cluster", "gpu", "sys"});
 }
 
 // Hints to the caches. True: the instruction has a cache policy as its last operand.

@@ -1,4 +1,4 @@
-// bar, barrier, fence, membar. PTX ISA, "Parallel Synchronization and Communication Instructions".
+// bar, barrier, nanosleep. PTX ISA, "Parallel Synchronization and Communication Instructions".
 #include "barrier.h"
 
 #include "../cluster.h"
@@ -32,11 +32,6 @@ Next wait_for_cluster(Warp& warp, const Operation&, uint32_t mask) {
     if (warp.cta.cluster.wait(warp, mask)) return Next::kContinue;
     ++warp.cta.report.barrier_waits;
     return warp.wait_and_retry(Path::State::kCluster, mask);
-}
-
-Next fence(Warp&, const Operation&, uint32_t) {
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-    return Next::kContinue;
 }
 
 }  // namespace
@@ -117,18 +112,6 @@ void decode_cluster_barrier(Decoder& d) {
     o.is_aligned = d.accept("aligned");
     d.require_operands(0, 0);
     o.execute = kind == 0 ? arrive_at_cluster : wait_for_cluster;
-}
-
-void decode_fence(Decoder& d) {
-    d.operation().type = Class::kBarrier;
-    if (d.root() == "membar") {
-        d.require_any({"cta", "gl", "sys"});
-    } else {
-        d.accept_any({"sc", "acq_rel"});
-        d.require_any({"cta", "gpu", "sys"});
-    }
-    d.require_operands(0, 0);
-    d.operation().execute = fence;
 }
 
 void decode_nanosleep(Decoder& d) {
