@@ -171,7 +171,7 @@ def test_mma(kind: str, dtype: torch.dtype, depth: int) -> None:
     report = run(
         f"add.s64 %rd1, %rd0, %rd9; {loads} {moves} {opcode} {results}, {fragments}, {results}; {stores}", words
     )
-    assert report.tensor_core == {opcode: 1}
+    assert report.opcodes[opcode] == 1
     got = words[count : count + 4]
     result = got if integral else got.view(torch.float32)
     expected = a.double() @ b.double() + c

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from emulator import launches
 from emulator.errors import EmulatorError
 from emulator.native import native as _native
 from emulator.report import Report
@@ -51,6 +52,7 @@ class Module:
             self._module = _native.Module(ptx)
         except _native.Fault as fault:
             raise EmulatorError.of(fault) from None
+        self.ptx = ptx
         self.kernels: list[str] = self._module.kernels()
 
     def parameters(self, name: str) -> list[tuple[str, str, int, int, bool]]:
@@ -122,7 +124,9 @@ class Module:
             )
         except _native.Fault as fault:
             raise EmulatorError.of(fault) from None
-        return Report.of(name, counted)
+        report = Report.of(name, counted)
+        launches.note(launches.Launched(report, self.ptx, grid, block))
+        return report
 
 
 def convert(argument: Any, index: int, parameter: tuple[str, str, int, int, bool], kernel: str) -> bytes:

@@ -1,9 +1,11 @@
-"""What a launch counted."""
+"""What launches counted."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,12 +18,57 @@ class InstructionCounts:
     opcode: str
     line: int  # of the PTX
     source: str  # "file:line", or empty
-    warps: int  # times that a warp executed it
+    warps: int  # times that a warp executed it: for an access to memory, requests
     lanes: int  # lanes that took part, summed over these
     global_bytes: int
     global_sectors: int  # 32-byte sectors touched, summed over requests
     shared_wavefronts: int
     bank_conflicts: int  # wavefronts beyond those that the width of the access needs
+    kernel: str = ""
+
+    @property
+    def bytes_per_request(self) -> float:
+        """Of global memory, that lanes asked for."""
+        return self.global_bytes / self.warps
+
+    @property
+    def sectors_per_request(self) -> float:
+        """32-byte sectors of global memory; what lanes ask for fits into ``bytes_per_request / 32`` at best."""
+        return self.global_sectors / self.warps
+
+    @property
+    def multiply_adds(self) -> int:
+        """Of all executions of a matrix instruction: m·n·k for each, where a warpgroup executes wgmma as one."""
+        shape = re.search(r"\.m(\d+)n(\d+)k(\d+)", self.opcode)
+        if self.kind != "tensor core" or shape is None:
+            return 0
+        m, n, k = map(int, shape.groups())
+        return m * n * k * self.warps // (4 if self.opcode.startswith("wgmma") else 1)
+
+    @property
+    def matrix_types(self) -> str:
+        """``"bf16 * bf16 + f32"`` of a matrix instruction that multiplies, else ``""``."""
+        if self.multiply_adds == 0:
+            return ""
+        # The types stand last: d, a, b and, except for wgmma (where it is d's), c. wmma leaves a and b out where they
+        # are f16.
+        types = re.findall(r"\.((?:f|bf|tf|s|u|b|e\dm)\d+)(?=\.|$)", self.opcode)
+        if self.opcode.startswith("wgmma"):
+            types = [*types, types[0]]
+        if len(types) == 2:
+            types = [types[0], "f16", "f16", types[1]]
+        return f"{types[1]} * {types[2]} + {types[3]}"
+
+
+@dataclass(frozen=True)
+class TensorCoreOperations:
+    """Of one combination of types."""
+
+    instructions: int  # of warps, or of warpgroups
+    multiply_adds: int
+
+
+COUNTS = ("warps", "lanes", "global_bytes", "global_sectors", "shared_wavefronts", "bank_conflicts")
 
 
 @dataclass(frozen=True)
@@ -30,36 +77,69 @@ class Report:
 
     kernel: str
     rows: tuple[InstructionCounts, ...]
-    shared_bytes: int  # of a CTA, static and dynamic
-    barrier_waits: int  # times that a warp waited at a barrier
-    mbarrier_waits: int  # and for a phase of an mbarrier
+    shared_bytes: int  # of a CTA, static and dynamic; the most of all launches
+    waits: dict[str, int]  # times that a warp waited at "barrier 0" to "barrier 15", "cluster barrier", "mbarrier"
+    registers: int | None = None  # of a thread, the most of all launches, where ptxas was asked
+    launches: int = 1
 
     @classmethod
     def of(cls, kernel: str, counted: dict[str, Any]) -> Report:
         """From what the C++ part returns."""
         rows = []
         for kind, opcode, line, file, source_line, *counts in counted["rows"]:
-            rows.append(InstructionCounts(kind, opcode, line, f"{file}:{source_line}" if file else "", *counts))
-        return cls(kernel, tuple(rows), counted["shared_bytes"], counted["barrier_waits"], counted["mbarrier_waits"])
+            source = f"{file}:{source_line}" if file else ""
+            rows.append(InstructionCounts(kind, opcode, line, source, *counts, kernel))
+        return cls(kernel, tuple(rows), counted["shared_bytes"], counted["waits"])
+
+    @classmethod
+    def total(cls, reports: Iterable[Report]) -> Report:
+        """Of several launches, also of different kernels: rows of the same instruction become one."""
+        names: dict[str, None] = {}
+        rows: dict[tuple[Any, ...], InstructionCounts] = {}
+        waits: Counter[str] = Counter()
+        shared_bytes, registers, launches = 0, None, 0
+        for report in reports:
+            names[report.kernel] = None
+            for row in report.rows:
+                key = (row.kernel, row.line, row.opcode, row.source)
+                known = rows.get(key)
+                sums = {name: getattr(known, name, 0) + getattr(row, name) for name in COUNTS}
+                rows[key] = replace(row, **sums)
+            waits.update(report.waits)
+            shared_bytes = max(shared_bytes, report.shared_bytes)
+            registers = max((n for n in (registers, report.registers) if n is not None), default=None)
+            launches += report.launches
+        order = {name: place for place, name in enumerate(names)}
+        ordered = sorted(rows.values(), key=lambda row: (order.get(row.kernel, -1), row.line))
+        return cls(", ".join(names), tuple(ordered), shared_bytes, dict(waits), registers, launches)
 
     @cached_property
     def instructions(self) -> dict[str, int]:
         """Warp instructions by class."""
-        return dict(self._sum("kind", "warps").most_common())
+        return dict(self._sum("kind").most_common())
 
     @cached_property
     def by_source_line(self) -> dict[str, int]:
         """Warp instructions by ``"file:line"`` of the kernel's source."""
-        return dict(self._sum("source", "warps").most_common())
+        return dict(self._sum("source").most_common())
 
     @cached_property
-    def tensor_core(self) -> dict[str, int]:
-        """Matrix instructions by opcode."""
-        found: Counter[str] = Counter()
+    def opcodes(self) -> dict[str, int]:
+        """Warp instructions by opcode with its modifiers."""
+        return dict(self._sum("opcode").most_common())
+
+    @cached_property
+    def tensor_core(self) -> dict[str, TensorCoreOperations]:
+        """Multiplications by type: ``"bf16 * bf16 + f32"``."""
+        found: dict[str, TensorCoreOperations] = {}
         for row in self.rows:
-            if row.kind == "tensor core":
-                found[row.opcode] += row.warps
-        return dict(found)
+            if row.multiply_adds > 0:
+                known = found.get(row.matrix_types, TensorCoreOperations(0, 0))
+                instructions = row.warps // (4 if row.opcode.startswith("wgmma") else 1)
+                found[row.matrix_types] = TensorCoreOperations(
+                    known.instructions + instructions, known.multiply_adds + row.multiply_adds
+                )
+        return found
 
     @property
     def global_bytes(self) -> int:
@@ -77,20 +157,28 @@ class Report:
     def bank_conflicts(self) -> int:
         return sum(row.bank_conflicts for row in self.rows)
 
-    def _sum(self, key: str, value: str) -> Counter[str]:
+    @property
+    def memory_rows(self) -> list[InstructionCounts]:
+        """Instructions that touch global or shared memory."""
+        return [row for row in self.rows if row.global_sectors or row.shared_wavefronts]
+
+    def _sum(self, key: str) -> Counter[str]:
         found: Counter[str] = Counter()
         for row in self.rows:
-            found[getattr(row, key)] += getattr(row, value)
+            found[getattr(row, key)] += row.warps
         return found
 
     def __str__(self) -> str:
-        lines = [f"{self.kernel}: {sum(self.instructions.values())} warp instructions"]
+        lines = [f"{self.kernel}: {sum(self.instructions.values())} warp instructions in {self.launches} launches"]
         lines += [f"  {kind:12s} {count:12d}" for kind, count in self.instructions.items()]
-        lines += [f"  {opcode} {count}" for opcode, count in self.tensor_core.items()]
+        for types, operations in self.tensor_core.items():
+            lines.append(f"  {types}: {operations.multiply_adds} multiply-adds in {operations.instructions}")
         lines.append(f"  global memory {self.global_bytes} bytes in {self.global_sectors} sectors")
         lines.append(
             f"  shared memory {self.shared_wavefronts} wavefronts, {self.bank_conflicts} of them bank conflicts"
         )
-        lines.append(f"  shared memory of a CTA {self.shared_bytes} bytes")
-        lines.append(f"  waits at barriers {self.barrier_waits}, for mbarriers {self.mbarrier_waits}")
+        waits = ", ".join(f"{name} {count}" for name, count in self.waits.items()) or "none"
+        lines.append(f"  shared memory of a CTA {self.shared_bytes} bytes, waits of warps: {waits}")
+        if self.registers is not None:
+            lines.append(f"  registers of a thread {self.registers}")
         return "\n".join(lines)

@@ -141,8 +141,13 @@ py::dict report_of(const Program& program, const Report& report) {
     }
     py::dict result;
     result["rows"] = rows;
-    result["barrier_waits"] = report.barrier_waits;
-    result["mbarrier_waits"] = report.mbarrier_waits;
+    py::dict waits;
+    for (size_t i = 0; i < report.barrier_waits.size(); ++i) {
+        if (report.barrier_waits[i] > 0) waits[py::str("barrier " + std::to_string(i))] = report.barrier_waits[i];
+    }
+    if (report.cluster_barrier_waits > 0) waits["cluster barrier"] = report.cluster_barrier_waits;
+    if (report.mbarrier_waits > 0) waits["mbarrier"] = report.mbarrier_waits;
+    result["waits"] = waits;
     return result;
 }
 

@@ -64,7 +64,7 @@ bool Cta::arrive(const Operation& operation, Warp& warp, Frame* frame, uint32_t 
     barrier.ones += __builtin_popcount(request.predicate & mask);
     if (waits) barrier.waiting.push_back({&warp, frame, mask, &operation});
     const bool is_complete = complete_if_full(static_cast<int>(request.id));
-    if (!is_complete && waits) ++report.barrier_waits;
+    if (!is_complete && waits) ++report.barrier_waits[request.id];
     return is_complete;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -23,13 +24,15 @@ struct Counts {
 
 struct Report {
     std::vector<Counts> operations;  // one for each of the program
-    uint64_t barrier_waits = 0;      // times that a warp waited at a barrier
-    uint64_t mbarrier_waits = 0;     // and for a phase of an mbarrier
+    // Times that a warp waited: at a barrier of its CTA, at that of its cluster, for a phase of an mbarrier.
+    std::array<uint64_t, 16> barrier_waits{};
+    uint64_t cluster_barrier_waits = 0, mbarrier_waits = 0;
 
     void add(const Report& other) {
         operations.resize(std::max(operations.size(), other.operations.size()));
         for (size_t i = 0; i < other.operations.size(); ++i) operations[i].add(other.operations[i]);
-        barrier_waits += other.barrier_waits;
+        for (size_t i = 0; i < barrier_waits.size(); ++i) barrier_waits[i] += other.barrier_waits[i];
+        cluster_barrier_waits += other.cluster_barrier_waits;
         mbarrier_waits += other.mbarrier_waits;
     }
 };

@@ -30,7 +30,7 @@ Next arrive_at_cluster(Warp& warp, const Operation&, uint32_t mask) {
 
 Next wait_for_cluster(Warp& warp, const Operation&, uint32_t mask) {
     if (warp.cta.cluster.wait(warp, mask)) return Next::kContinue;
-    ++warp.cta.report.barrier_waits;
+    ++warp.cta.report.cluster_barrier_waits;
     return warp.wait_and_retry(Path::State::kCluster, mask);
 }
 
