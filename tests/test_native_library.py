@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import re
-import shutil
-import subprocess
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
-import triton
 
+from emulator import static_facts
+from emulator.static_facts import KernelFacts
 from fastattn import native
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
@@ -98,28 +95,6 @@ with_sm80_kernels = pytest.mark.skipif(
 )
 
 
-class Kernel(NamedTuple):
-    """A compiled kernel: its SASS instructions, without addresses and predicates, and what it takes of an SM."""
-
-    instructions: list[str]
-    registers: int
-    stack_bytes: int
-    static_shared_bytes: int
-
-
-def cuobjdump(*arguments: str) -> str:
-    """What cuobjdump prints about the library. It comes with the CUDA toolkit and with Triton."""
-    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"
-    in_triton = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    path = os.pathsep.join([str(toolkit), os.environ.get("PATH", ""), str(in_triton)])
-    tool = shutil.which("cuobjdump", path=path)
-    assert tool is not None, f"there is no cuobjdump in {path}"
-    # It calls nvdisasm, which lies beside it.
-    environment = {**os.environ, "PATH": os.pathsep.join([str(Path(tool).parent), path])}
-    command = [tool, *arguments, str(native.LIBRARY_PATH)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
-
-
 def forward_instance(symbol: str) -> tuple[int, str, bool] | None:
     """(head dim, dtype, causal) of a mangled attention_forward_sm80, None for any other symbol."""
     match = re.search(r"attention_forward_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
@@ -127,20 +102,10 @@ def forward_instance(symbol: str) -> tuple[int, str, bool] | None:
 
 
 @functools.cache
-def forward_kernels() -> dict[tuple[int, str, bool], Kernel]:
+def forward_kernels() -> dict[tuple[int, str, bool], KernelFacts]:
     """The forward kernels in the library's machine code for sm_80."""
-    usage = {}
-    for symbol, text in re.findall(r"Function (\w+):\s*(.*)", cuobjdump("-arch", "sm_80", "-res-usage")):
-        usage[symbol] = {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED):(\d+)", text)}
-    kernels = {}
-    for section in re.split(r"\n\s*Function : ", cuobjdump("-arch", "sm_80", "-sass"))[1:]:
-        symbol = section.split(None, 1)[0]
-        instance = forward_instance(symbol)
-        if instance:
-            instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", section)
-            of_kernel = usage[symbol]
-            kernels[instance] = Kernel(instructions, of_kernel["REG"], of_kernel["STACK"], of_kernel["SHARED"])
-    return kernels
+    kernels = static_facts.of_library(native.LIBRARY_PATH, "sm_80")
+    return {instance: facts for name, facts in kernels.items() if (instance := forward_instance(name)) is not None}
 
 
 @with_sm80_kernels
@@ -160,7 +125,7 @@ def test_forward_stays_within_its_registers_and_shared_memory(instance: tuple[in
 @pytest.mark.parametrize("instance", FORWARD_INSTANCES, ids=str)
 def test_forward_never_touches_local_memory(instance: tuple[int, str, bool]) -> None:
     kernel = forward_kernels()[instance]
-    assert [name for name in kernel.instructions if name.split(".")[0] in {"LDL", "STL"}] == []
+    assert kernel.local_in_loops + kernel.local_outside == 0
     assert kernel.stack_bytes == 0
 
 
@@ -184,7 +149,7 @@ def test_forward_copies_asynchronously_and_loads_matrices(instance: tuple[int, s
 
 @with_sm80_kernels
 def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
-    ptx = cuobjdump("-ptx")
+    ptx = static_facts.run("cuobjdump", "-ptx", native.LIBRARY_PATH)[0]
     assert set(re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)) == {"sm_80"}
     entries = re.findall(r"\.entry (\w+)", ptx)
     assert sorted(filter(None, map(forward_instance, entries))) == FORWARD_INSTANCES

@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 
-from aot import LOCAL_MEMORY, loops, opcode
-
 pytest.importorskip("triton")
 
 TESTS = Path(__file__).parent
@@ -57,23 +55,3 @@ def test_shared_memory(reports: list[dict[str, Any]]) -> None:
 def test_no_local_memory_in_main_loops(reports: list[dict[str, Any]]) -> None:
     spilling = [(r["name"], r["local_in_loops"], r["registers"]) for r in reports if r["local_in_loops"]]
     assert not spilling
-
-
-def test_the_inspection_itself() -> None:
-    """A loop is found with its out-of-line block, and straight code and forward branches are not loops."""
-    lines = [
-        "MOV R1, c[0x0][0x28] ;",
-        ".L_x_0:",
-        "@!P0 BRA `(.L_x_2) ;",
-        "HMMA.16816.F32 R4, R8, R12, R4 ;",
-        ".L_x_1:",
-        "@P1 BRA `(.L_x_0) ;",
-        "STL [R1], R4 ;",
-        "EXIT ;",
-        ".L_x_2:",
-        "LDL R4, [R1] ;",
-        "BRA `(.L_x_1) ;",
-    ]
-    assert [opcode(line) for line in lines][3] == "HMMA"
-    assert loops(lines) == [frozenset({1, 2, 3, 4, 5, 8, 9, 10})]
-    assert [index for index, line in enumerate(lines) if opcode(line) in LOCAL_MEMORY] == [6, 9]

@@ -1,0 +1,244 @@
+"""What ptxas and the disassembly say of a kernel: registers, spills, shared memory, and the instructions of its loops.
+
+The tools come with the CUDA toolkit and, all of them, with Triton's wheel. Nothing here needs the emulator or a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from emulator.nvcc_compile import nvcc
+
+TENSOR_CORE = ("HMMA", "HGMMA", "UTCHMMA", "IMMA", "IGMMA", "OMMA", "UTCQMMA", "QMMA", "QGMMA", "DMMA")
+JUMPS = ("BRA", "BSSY")
+LOCAL_MEMORY = ("LDL", "STL")
+
+# SASS opcodes by the class names of the emulator's report, as far as there is one. Those of the uniform datapath have a
+# U in front.
+CLASSES = {
+    "tensor core": " ".join(TENSOR_CORE),
+    "matrix load": "LDSM STSM MOVM",
+    "local": "LDL STL",
+    "shared": "LDS STS",
+    "atomic": "ATOM ATOMS ATOMG RED REDG REDAS UBLKRED UTMAREDG",
+    "async": "LDGSTS UBLKCP UBLKPF UTMALDG UTMASTG UTMAPF UTMACMDFLUSH UTMACCTL",
+    "global": "LD LDG ST STG",
+    "param": "LDC LDCU",
+    "barrier": "BAR DEPBAR LDGDEPBAR ARRIVES SYNCS MEMBAR FENCE ERRBAR CCTL CCTLL WARPGROUP WARPSYNC UCGABAR_ARV "
+    "UCGABAR_WAIT",
+    "warp": "SHFL VOTE REDUX MATCH ELECT",
+    "special function": "MUFU",
+    "compare": "ISETP FSETP DSETP HSETP2 FSET HSET2 FMNMX FMNMX3 IMNMX VIMNMX VIMNMX3 VIADDMNMX HMNMX2 FCHK FSEL SEL",
+    "float": "FADD FADD2 FADD32I FMUL FMUL2 FMUL32I FFMA FFMA2 FFMA32I FRND FSWZADD DADD DMUL DFMA",
+    "half": "HADD2 HADD2_32I HMUL2 HMUL2_32I HFMA2 HFMA2_32I",
+    "convert": "F2F F2FP F2I F2IP I2F I2FP I2I I2IP",
+    "logic": "LOP LOP3 LOP32I PLOP3 SHF SHL SHR BREV FLO POPC BMSK SGXT",
+    "move": "MOV MOV32I PRMT R2UR UR2R R2P P2R CS2R S2R S2UR B2R R2B",
+    "integer": "IADD IADD3 IADD32I IMAD IMAD32I IMUL LEA IABS IDP IDP4A VIADD VABSDIFF VABSDIFF4",
+    "control": "BRA BRX JMP JMX CALL RET EXIT BSSY BSYNC BREAK BMOV NOP YIELD KILL WARPEXIT NANOSLEEP BPT SETMAXREG "
+    "ACQBULK PREEXIT RPCMOV LEPC",
+}
+CLASS_OF = {opcode: name for name, opcodes in CLASSES.items() for opcode in opcodes.split()}
+
+
+def sass_class(opcode: str) -> str:
+    """``"HMMA.16816.F32"`` → ``"tensor core"``; ``"other"`` for what is not in the table."""
+    if opcode.startswith(("IMAD.MOV", "IMAD.SHL")):  # the integer pipe's way to move and to shift
+        return "move" if "MOV" in opcode else "logic"
+    base = opcode.split(".")[0]
+    return CLASS_OF.get(base) or CLASS_OF.get(base.removeprefix("U"), "other")
+
+
+def candidates(name: str) -> list[Path]:
+    """Where a tool is: beside nvcc, in CUDA_HOME, on the path, in Triton's wheel."""
+    compiler = nvcc()
+    folders = [] if compiler is None else [str(compiler.parent)]
+    folders += [str(Path(os.environ["CUDA_HOME"]) / "bin")] if os.environ.get("CUDA_HOME") else []
+    folders += os.environ.get("PATH", "").split(os.pathsep)
+    try:
+        import triton
+    except ImportError:
+        pass
+    else:
+        folders.append(str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin"))
+    found = (shutil.which(name, path=folder) for folder in filter(None, folders))
+    return list(dict.fromkeys(Path(path).resolve() for path in found if path))
+
+
+def has_tools() -> bool:
+    return all(candidates(name) for name in ("ptxas", "cuobjdump", "nvdisasm"))
+
+
+def run(name: str, *arguments: str | Path, cwd: Path | None = None) -> tuple[str, str]:
+    """Standard output and error of the first such tool that can do it: one may be too old for the file."""
+    error = f"there is no {name}: it comes with the CUDA toolkit and with Triton"
+    for path in candidates(name):
+        # cuobjdump calls nvdisasm, which need not lie beside it.
+        nearby = [str(folder.parent) for folder in (path, *candidates("nvdisasm"))]
+        environment = {**os.environ, "PATH": os.pathsep.join([*nearby, os.environ.get("PATH", "")])}
+        done = subprocess.run([path, *arguments], capture_output=True, text=True, env=environment, cwd=cwd)
+        if done.returncode == 0:
+            return done.stdout, done.stderr
+        error = f"{path} failed:\n{done.stderr[-2000:]}{done.stdout[-2000:]}"
+    raise RuntimeError(error)
+
+
+# --- SASS -------------------------------------------------------------------------------------------------------------
+
+
+def full_opcode(line: str) -> str:
+    """``@!P0 HMMA.16816.F32 R4, …;`` → ``HMMA.16816.F32``; labels give an empty one."""
+    words = line.replace("{", "").split()
+    word = words[1] if words and words[0].startswith("@") and len(words) > 1 else (words or [""])[0]
+    return "" if word.endswith(":") else word.rstrip(";")
+
+
+def opcode(line: str) -> str:
+    """``@!P0 HMMA.16816.F32 R4, …;`` → ``HMMA``."""
+    return full_opcode(line).split(".")[0]
+
+
+def loops(lines: Sequence[str]) -> list[frozenset[int]]:
+    """The lines of each natural loop: what reaches a backward branch without passing the label that it goes back to."""
+    label = {line.rstrip(":"): index for index, line in enumerate(lines) if line.startswith(".L")}
+    targets = [re.findall(r"\(?(\.L[\w.]*)\)?", line) if opcode(line) in JUMPS else [] for line in lines]
+    before: list[list[int]] = [[] for _ in lines]
+    for index, line in enumerate(lines):
+        ends = opcode(line) in ("BRA", "EXIT", "RET", "BRX") and not line.startswith("@") and "," not in line
+        if not ends and index + 1 < len(lines):
+            before[index + 1].append(index)
+        for name in targets[index]:
+            before[label[name]].append(index)
+    found: dict[int, set[int]] = {}
+    for source, names in enumerate(targets):
+        for header in (label[name] for name in names if label[name] < source):
+            body, pending = found.setdefault(header, {header}), [source]
+            while pending:
+                line_index = pending.pop()
+                if line_index not in body:
+                    body.add(line_index)
+                    pending += before[line_index]
+    # A jump to itself stands after the end of each kernel, where nothing arrives.
+    return [frozenset(body) for body in found.values() if 0 not in body and len(body) > 2]
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """A compiled kernel. ``lines``: SASS, labels (``.L_x_1:``) and instructions. Spills are in bytes of a thread, None
+    where only the machine code is known."""
+
+    name: str
+    registers: int
+    stack_bytes: int
+    static_shared_bytes: int
+    lines: tuple[str, ...]
+    spill_store_bytes: int | None = None
+    spill_load_bytes: int | None = None
+
+    @cached_property
+    def instructions(self) -> list[str]:
+        """Opcodes with their modifiers, without predicates and operands."""
+        return list(filter(None, map(full_opcode, self.lines)))
+
+    @cached_property
+    def tensor_core(self) -> dict[str, int]:
+        """How many of each kind of matrix instruction there are: ``{"HMMA": 512}``."""
+        found = Counter(name.split(".")[0] for name in self.instructions)
+        return {name: found[name] for name in TENSOR_CORE if name in found}
+
+    @cached_property
+    def main_loops(self) -> list[frozenset[int]]:
+        """Places in ``lines`` of the innermost loops with matrix instructions; of a kernel without any, of all."""
+        found = loops(self.lines)
+        with_mma = [body for body in found if any(opcode(self.lines[index]) in TENSOR_CORE for index in body)]
+        found = with_mma if self.tensor_core else found
+        return [body for body in found if not any(other < body for other in found)]
+
+    def opcodes_of(self, body: frozenset[int]) -> list[str]:
+        """The instructions of one of the loops, in the order of the text."""
+        return list(filter(None, (full_opcode(self.lines[index]) for index in sorted(body))))
+
+    @cached_property
+    def local_in_loops(self) -> int:
+        """Accesses to local memory within the main loops."""
+        inside: frozenset[int] = frozenset().union(*self.main_loops)
+        return sum(opcode(self.lines[index]) in LOCAL_MEMORY for index in inside)
+
+    @property
+    def local_outside(self) -> int:
+        """Accesses to local memory elsewhere."""
+        return sum(name.split(".")[0] in LOCAL_MEMORY for name in self.instructions) - self.local_in_loops
+
+
+def mix(opcodes: Sequence[str]) -> dict[str, int]:
+    """How many there are of each class, most first."""
+    return dict(Counter(map(sass_class, opcodes)).most_common())
+
+
+def of_cubin(cubin: bytes) -> dict[str, KernelFacts]:
+    """Each kernel of a cubin, by its (mangled) name."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text, _ = run("nvdisasm", "-c", file.name)
+        usage, _ = run("cuobjdump", "-res-usage", file.name)
+    sections: dict[str, list[str]] = {}
+    current: list[str] = []
+    for line in text.splitlines():
+        if heading := re.match(r"//-+ \.text\.(\S+) ", line):
+            current = sections[heading.group(1)] = []
+        line = re.sub(r"/\*.*?\*/", "", line).strip()
+        if re.match(r"^\.L[\w.]*:", line) or (line.endswith(";") and not line.startswith(".")):
+            current.append(line)
+    kernels = {}
+    for name, text in re.findall(r"Function ([^\s:]+):\s*(.*)", usage):
+        numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED):(\d+)", text)}
+        if name in sections:
+            kernels[name] = KernelFacts(
+                name, numbers["REG"], numbers["STACK"], numbers["SHARED"], tuple(sections[name])
+            )
+    return kernels
+
+
+def of_library(library: Path, arch: str) -> dict[str, KernelFacts]:
+    """Each kernel that a shared library has machine code of for ``arch`` (``"sm_80"``)."""
+    kernels: dict[str, KernelFacts] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        run("cuobjdump", "-arch", arch, "-xelf", "all", library.resolve(), cwd=Path(folder))
+        for file in sorted(Path(folder).glob("*.cubin")):
+            kernels |= of_cubin(file.read_bytes())
+    return kernels
+
+
+def target_of(ptx: str) -> str:
+    """``.target`` of a PTX text: ``"sm_90a"``."""
+    found = re.search(r"^\s*\.target\s+(\w+)", ptx, re.MULTILINE)
+    if found is None:
+        raise ValueError("the PTX has no .target")
+    return found.group(1)
+
+
+@functools.lru_cache(64)
+def of_ptx(ptx: str, arch: str | None = None) -> dict[str, KernelFacts]:
+    """Each kernel of a PTX text as ptxas compiles it, for its own target or another."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx)
+        _, said = run("ptxas", "-v", f"-arch={arch or target_of(ptx)}", source, "-o", cubin)
+        kernels = of_cubin(cubin.read_bytes())
+    for name, text in re.findall(r"Function properties for (\S+)\n(.*)", said):
+        spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
+        if name in kernels and spills is not None:
+            stores, loads = map(int, spills.groups())
+            kernels[name] = replace(kernels[name], spill_store_bytes=stores, spill_load_bytes=loads)
+    return kernels
