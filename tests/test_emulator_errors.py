@@ -169,7 +169,7 @@ def test_a_missing_wait_shows_at_some_seed() -> None:
     [
         ("frobnicate.b32 %r1, %r0;", "unknown instruction frobnicate"),
         ("add.s32.wrong %r1, %r0, %r0;", "unknown modifier .wrong"),
-        ("add.rz.f32 %f1, %f1, %f1;", "unknown modifier .rz"),
+        ("add.rna.f32 %f1, %f1, %f1;", "unknown modifier .rna"),
         ("mov.b32 %r1, %rd0;", "another width"),
         ("wgmma.fence.sync.aligned;", "unknown instruction wgmma"),
         ("mbarrier.init.global.b64 [%rd0], 1;", "an mbarrier object is in shared memory"),

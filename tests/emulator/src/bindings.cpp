@@ -60,8 +60,9 @@ class LoadedModule {
 };
 
 const char* type_name(Type type) {
-    constexpr const char* kNames[] = {"pred", "b8",  "b16", "b32", "b64",  "u8",  "u16", "u32",  "u64",   "s8",
-                                      "s16",  "s32", "s64", "f16", "bf16", "f32", "f64", "tf32", "f16x2", "bf16x2"};
+    constexpr const char* kNames[] = {"pred", "b8",   "b16",   "b32",    "b64",   "u8",    "u16",  "u32",
+                                      "u64",  "s8",   "s16",   "s32",    "s64",   "f16",   "bf16", "f32",
+                                      "f64",  "tf32", "f16x2", "bf16x2", "u16x2", "s16x2", "b128"};
     return kNames[static_cast<int>(type)];
 }
 

@@ -151,6 +151,18 @@ Slot Decoder::scratch(int width) {
     return allocate(width == 0 ? 4 : width * kWarpSize);
 }
 
+Slot Decoder::carry() {
+    if (!carry_) carry_ = scratch(0);
+    return *carry_;
+}
+
+void Decoder::require_target(int version) const {
+    const std::string& target = program_.module->target;
+    if (std::atoi(target.c_str() + std::min(target.size(), std::strlen("sm_"))) < version) {
+        fail("known for sm_" + std::to_string(version) + " and later; the module is for " + target);
+    }
+}
+
 uint64_t Decoder::literal_bits(const ptx::Operand& operand, Type type) const {
     using Kind = ptx::Operand::Kind;
     const bool is_wide = width_of(type) == 8;

@@ -68,6 +68,9 @@ class Decoder {
 
     Slot constant(uint64_t bits, int width);
     Slot scratch(int width);
+    Slot carry();  // the condition code's carry flag, a predicate
+    // Fails unless the module's target is sm_<version> or later.
+    void require_target(int version) const;
     void lay_out_locals();
 
     Operation& operation() { return *operation_; }
@@ -97,6 +100,7 @@ class Decoder {
     std::vector<std::unordered_map<std::string, Register>> registers_;  // by the scope that declares them
     std::map<std::pair<uint64_t, int>, Slot> constants_;
     std::map<std::pair<int, std::string>, int64_t> locals_;  // (scope, name) to offset
+    std::optional<Slot> carry_;
 };
 
 struct Family {

@@ -31,6 +31,9 @@ enum class Type : uint8_t {
     kTF32,
     kF16x2,
     kBF16x2,
+    kU16x2,
+    kS16x2,
+    kB128,
 };
 
 // kShared: of the CTA; kCluster: of the cluster's CTAs.
@@ -55,6 +58,8 @@ constexpr int width_of(Type type) {  // bytes; a predicate's register holds one 
         case Type::kS64:
         case Type::kF64:
             return 8;
+        case Type::kB128:
+            return 16;
         default:
             return 4;
     }
@@ -73,19 +78,27 @@ constexpr bool is_integer(Type type) {
 }
 
 constexpr bool is_bits(Type type) {
-    return type == Type::kB8 || type == Type::kB16 || type == Type::kB32 || type == Type::kB64;
+    return type == Type::kB8 || type == Type::kB16 || type == Type::kB32 || type == Type::kB64 || type == Type::kB128;
 }
 
 constexpr bool is_float(Type type) {
-    return type >= Type::kF16;
+    return type >= Type::kF16 && type <= Type::kBF16x2;
 }
 
 constexpr bool is_packed(Type type) {
     return type == Type::kF16x2 || type == Type::kBF16x2;
 }
 
+constexpr bool is_integer_pair(Type type) {
+    return type == Type::kU16x2 || type == Type::kS16x2;
+}
+
 constexpr Type bits_of_width(int bytes) {
-    return bytes == 1 ? Type::kB8 : bytes == 2 ? Type::kB16 : bytes == 4 ? Type::kB32 : Type::kB64;
+    return bytes == 1   ? Type::kB8
+           : bytes == 2 ? Type::kB16
+           : bytes == 4 ? Type::kB32
+           : bytes == 8 ? Type::kB64
+                        : Type::kB128;
 }
 
 std::optional<Type> parse_type(std::string_view name);    // "f32"

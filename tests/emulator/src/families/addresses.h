@@ -26,6 +26,7 @@ inline void lane_addresses(Warp& warp, const Operation& operation, Slot base, ui
 
 // Scopes and orders: memory is sequentially consistent here, so they are all the same.
 inline void accept_order_and_scope(Decoder& d) {
+    d.accept("mmio");
     d.accept_any({"weak", "volatile", "relaxed", "acquire", "release", "acq_rel"});
     d.accept_any({"cta", "cluster", "gpu", "sys"});
 }

@@ -86,7 +86,33 @@ struct HalfPair {
     }
 };
 
-// r: result, address, b, c. Lanes follow each other; their order is not defined by PTX.
+// The host's atomic update of one number; what was there before.
+template <typename F>
+typename F::Bits update(std::byte* host, int op, typename F::Bits b, typename F::Bits c) {
+    using Bits = typename F::Bits;
+    auto* at = reinterpret_cast<Bits*>(host);
+    Bits old = __atomic_load_n(at, __ATOMIC_SEQ_CST);
+    while (!__atomic_compare_exchange_n(at, &old, F::apply(op, old, b, c), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+    }
+    return old;
+}
+
+// Calls function(lane) for each lane of the mask. Their order is not defined by PTX.
+template <typename Function>
+void each_lane_in_turn(Warp& warp, uint32_t mask, Function&& function) {
+    const uint32_t rotation = warp.cta.random.below(kWarpSize);
+    for (uint32_t i = 0; i < kWarpSize; ++i) {
+        const int lane = static_cast<int>((i + rotation) % kWarpSize);
+        if ((mask >> lane & 1) != 0) function(lane);
+    }
+}
+
+std::byte* access_both(Warp& warp, Space space, uint64_t address, int bytes, int lane) {
+    warp.access(space, address, bytes, lane, false);
+    return warp.access(space, address, bytes, lane, true);
+}
+
+// r: result, address, b, c. option: state space, operation.
 template <typename F>
 Next atomic(Warp& warp, const Operation& o, uint32_t mask) {
     using Bits = typename F::Bits;
@@ -95,20 +121,96 @@ Next atomic(Warp& warp, const Operation& o, uint32_t mask) {
     lane_addresses(warp, o, o.r[1], mask, addresses);
     const Bits *b = warp.reg<Bits>(o.r[2]), *c = warp.reg<Bits>(o.r[3]);
     Bits* d = warp.reg<Bits>(o.r[0]);
-    const uint32_t rotation = warp.cta.random.below(kWarpSize);
-    for (uint32_t i = 0; i < kWarpSize; ++i) {
-        const int lane = static_cast<int>((i + rotation) % kWarpSize);
-        if ((mask >> lane & 1) == 0) continue;
-        warp.access(space, addresses[lane], sizeof(Bits), lane, false);
-        auto* at = reinterpret_cast<Bits*>(warp.access(space, addresses[lane], sizeof(Bits), lane, true));
-        Bits old = __atomic_load_n(at, __ATOMIC_SEQ_CST);
-        while (!__atomic_compare_exchange_n(at, &old, F::apply(o.option[1], old, b[lane], c[lane]), false,
-                                            __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
-        }
-        d[lane] = old;
-    }
+    each_lane_in_turn(warp, mask, [&](int lane) {
+        std::byte* at = access_both(warp, space, addresses[lane], sizeof(Bits), lane);
+        d[lane] = update<F>(at, o.option[1], b[lane], c[lane]);
+    });
     warp.count_memory(o, space, addresses, sizeof(Bits), mask);
     return Next::kContinue;
+}
+
+// Each number of a vector by itself. r: results, address, the numbers of b; option[2]: how many.
+template <typename F>
+Next atomic_vector(Warp& warp, const Operation& o, uint32_t mask) {
+    using Bits = typename F::Bits;
+    const auto space = static_cast<Space>(o.option[0]);
+    const int count = o.option[2], bytes = count * static_cast<int>(sizeof(Bits));
+    uint64_t addresses[kWarpSize];
+    lane_addresses(warp, o, o.r[count], mask, addresses);
+    each_lane_in_turn(warp, mask, [&](int lane) {
+        std::byte* at = access_both(warp, space, addresses[lane], bytes, lane);
+        for (int i = 0; i < count; ++i) {
+            const Bits b = warp.reg<Bits>(o.r[count + 1 + i])[lane];
+            warp.reg<Bits>(o.r[i])[lane] = update<F>(at + i * sizeof(Bits), o.option[1], b, b);
+        }
+    });
+    warp.count_memory(o, space, addresses, bytes, mask);
+    return Next::kContinue;
+}
+
+// exch and cas of 16 bytes.
+Next atomic_wide(Warp& warp, const Operation& o, uint32_t mask) {
+    __extension__ using Bits = unsigned __int128;
+    const auto space = static_cast<Space>(o.option[0]);
+    uint64_t addresses[kWarpSize];
+    lane_addresses(warp, o, o.r[1], mask, addresses);
+    const Bits *b = warp.reg<Bits>(o.r[2]), *c = warp.reg<Bits>(o.r[3]);
+    Bits* d = warp.reg<Bits>(o.r[0]);
+    each_lane_in_turn(warp, mask, [&](int lane) {
+        auto* at = reinterpret_cast<Bits*>(access_both(warp, space, addresses[lane], sizeof(Bits), lane));
+        if (o.option[1] == kCas) {
+            d[lane] = __sync_val_compare_and_swap(at, b[lane], c[lane]);
+            return;
+        }
+        Bits old = 0;
+        for (Bits seen; (seen = __sync_val_compare_and_swap(at, old, b[lane])) != old;) old = seen;
+        d[lane] = old;
+    });
+    warp.count_memory(o, space, addresses, sizeof(Bits), mask);
+    return Next::kContinue;
+}
+
+Execute pick_vector(Type type, int op) {
+    const bool has_order = op == kMin || op == kMax;
+    if (op != kAdd && !has_order) return nullptr;
+    switch (type) {
+        case Type::kF32:
+            return has_order ? nullptr : atomic_vector<Single>;
+        case Type::kF16:
+            return atomic_vector<Half<true>>;
+        case Type::kBF16:
+            return atomic_vector<Half<false>>;
+        case Type::kF16x2:
+            return atomic_vector<HalfPair<true>>;
+        case Type::kBF16x2:
+            return atomic_vector<HalfPair<false>>;
+        default:
+            return nullptr;
+    }
+}
+
+void decode_vector_atom(Decoder& d, Space space, int op, Type type, int count, bool returns) {
+    Operation& o = d.operation();
+    d.require_target(90);
+    if (space != Space::kGlobal && space != Space::kGeneric) d.fail("unknown state space for a vector");
+    if (count * width_of(type) > 16 || (count == 8 && width_of(type) != 2)) d.fail("a vector of an unknown form");
+    const size_t first = returns ? 1 : 0;
+    const Type bits = bits_of_width(width_of(type));
+    const auto sources = d.elements(first + 1);
+    if (static_cast<int>(sources.size()) != count) d.fail("a vector of another length than the modifier says");
+    for (int i = 0; i < count; ++i) {
+        o.r[count + 1 + i] = d.read(*sources[i], type == Type::kF32 ? type : bits);
+        if (!returns) o.r[i] = d.scratch(width_of(type));
+    }
+    if (returns) {
+        const auto results = d.elements(0);
+        if (static_cast<int>(results.size()) != count) d.fail("a vector of another length than the modifier says");
+        for (int i = 0; i < count; ++i) o.r[i] = d.write(*results[i], bits);
+    }
+    set_address(o, o.r[count], d.address(first, space));
+    o.option[0] = static_cast<int>(space), o.option[1] = op, o.option[2] = count;
+    o.execute = pick_vector(type, op);
+    if (o.execute == nullptr) d.fail("unknown operation for this type");
 }
 
 }  // namespace
@@ -120,17 +222,19 @@ void decode_atom(Decoder& d) {
     Space space = d.accept_space();
     const bool has_policy = d.accept("L2::cache_hint"), without_flush = d.accept("noftz");
     const int op = d.require_any({"and", "or", "xor", "exch", "add", "inc", "dec", "min", "max", "cas"});
+    const int vector = d.accept_any({"v2", "v4", "v8"});
     const Type type = d.require_type();
     if (without_flush != (width_of(type) == 2 || is_packed(type)) && is_float(type)) d.fail("unknown for this type");
     const size_t sources = op == kCas ? 2 : 1, first = returns ? 1 : 0;
     d.require_operands(first + 1 + sources + has_policy, first + 1 + sources + has_policy);
     if (!returns && (op == kCas || op == kExch)) d.fail("unknown operation");
+    o.type = Class::kAtomic;
+    if (vector >= 0) return decode_vector_atom(d, space, op, type, 2 << vector, returns);
     const Type bits = bits_of_width(width_of(type));
     o.r[0] = returns ? d.write(0, bits) : d.scratch(width_of(type));
     set_address(o, o.r[1], d.address(first, space));
     o.r[2] = d.read(first + 1, is_float(type) ? type : bits);
     o.r[3] = op == kCas ? d.read(first + 2, bits) : o.r[2];
-    o.type = Class::kAtomic;
     o.option[0] = static_cast<int>(space), o.option[1] = op;
     const bool is_logic = op <= kExch || op == kCas, is_order = op == kMin || op == kMax;
     switch (type) {
@@ -142,6 +246,10 @@ void decode_atom(Decoder& d) {
             break;
         case Type::kB64:
             if (is_logic) o.execute = atomic<Integer<uint64_t>>;
+            break;
+        case Type::kB128:
+            d.require_target(90);
+            if (op == kCas || op == kExch) o.execute = atomic_wide;
             break;
         case Type::kU32:
             if (!is_logic) o.execute = atomic<Integer<uint32_t>>;

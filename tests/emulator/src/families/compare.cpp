@@ -50,6 +50,10 @@ struct FlushedSingle {  // a register of fp32 whose subnormals count as 0
     float bits;
     operator float() const { return flush(bits); }
 };
+struct FlushedHalf {
+    uint16_t bits;
+    operator float() const { return (bits & 0x7fff) < 0x0400 ? std::copysign(0.0f, from_half(bits)) : from_half(bits); }
+};
 struct HalfRegister {
     uint16_t bits;
     operator float() const { return from_half(bits); }
@@ -65,6 +69,10 @@ struct Value {
 };
 template <>
 struct Value<FlushedSingle> {
+    using Type = float;
+};
+template <>
+struct Value<FlushedHalf> {
     using Type = float;
 };
 template <>
@@ -118,23 +126,39 @@ Next setp(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-// A pair of halves at a time: p for the lower, q for the upper.
-template <bool kIsFp16>
-Next setp_pair(Warp& warp, const Operation& o, uint32_t mask) {
+// A pair of halves at a time: which lanes' lower and upper halves compare so. T: how to read a half's register.
+template <typename T>
+void compare_halves(Warp& warp, const Operation& o, uint32_t mask, uint32_t& low, uint32_t& high) {
     const uint32_t *a = warp.reg<uint32_t>(o.r[2]), *b = warp.reg<uint32_t>(o.r[3]);
-    const auto value = [](uint32_t bits) {
-        return kIsFp16 ? from_half(static_cast<uint16_t>(bits)) : from_bfloat(static_cast<uint16_t>(bits));
-    };
     using CompareOne = bool (*)(float, float);
     const auto compare_one = reinterpret_cast<CompareOne>(o.value);
-    uint32_t low = 0, high = 0;
+    const auto at = [](uint32_t bits) -> float { return T{static_cast<uint16_t>(bits)}; };
+    low = high = 0;
     each_lane(mask, [&](int lane) {
-        low |= uint32_t{compare_one(value(a[lane]), value(b[lane]))} << lane;
-        high |= uint32_t{compare_one(value(a[lane] >> 16), value(b[lane] >> 16))} << lane;
+        low |= uint32_t{compare_one(at(a[lane]), at(b[lane]))} << lane;
+        high |= uint32_t{compare_one(at(a[lane] >> 16), at(b[lane] >> 16))} << lane;
     });
     const uint32_t c = o.option[0] < 0 ? 0 : warp.predicate(o.r[4]) ^ static_cast<uint32_t>(o.option[1]);
-    warp.set_predicate(o.r[0], mask, combine(low, c, o.option[0]));
-    warp.set_predicate(o.r[1], mask, combine(high, c, o.option[0]));
+    low = combine(low, c, o.option[0]), high = combine(high, c, o.option[0]);
+}
+
+// p for the lower half, q for the upper.
+template <typename T>
+Next setp_pair(Warp& warp, const Operation& o, uint32_t mask) {
+    uint32_t low, high;
+    compare_halves<T>(warp, o, mask, low, high);
+    warp.set_predicate(o.r[0], mask, low);
+    warp.set_predicate(o.r[1], mask, high);
+    return Next::kContinue;
+}
+
+template <typename T>
+Next set_pair(Warp& warp, const Operation& o, uint32_t mask) {
+    uint32_t low, high;
+    compare_halves<T>(warp, o, mask, low, high);
+    uint32_t* d = warp.reg<uint32_t>(o.r[0]);
+    const auto yes = static_cast<uint32_t>(o.option[2]);
+    each_lane(mask, [&](int lane) { d[lane] = (low >> lane & 1) * yes | (high >> lane & 1) * yes << 16; });
     return Next::kContinue;
 }
 
@@ -171,7 +195,6 @@ void decode_comparison(Decoder& d, int which, Type type, bool flushes) {
     if (!is_float(type) && which > kGe) d.fail("a comparison of floating-point numbers");
     if (is_bits(type) && which > kNe) d.fail("unknown for this type");
     if (flushes && type != Type::kF32 && type != Type::kF16) d.fail("unknown modifier .ftz");
-    if (flushes && type == Type::kF16) d.fail("unknown modifier .ftz for f16");
     o.r[2] = d.read(1, type), o.r[3] = d.read(2, type);
     CompareLanes found = nullptr;
     switch (type) {
@@ -197,7 +220,7 @@ void decode_comparison(Decoder& d, int which, Type type, bool flushes) {
             found = pick_compare<int64_t>(which);
             break;
         case Type::kF16:
-            found = pick_compare<HalfRegister>(which);
+            found = flushes ? pick_compare<FlushedHalf>(which) : pick_compare<HalfRegister>(which);
             break;
         case Type::kBF16:
             found = pick_compare<BfloatRegister>(which);
@@ -224,6 +247,86 @@ void decode_combination(Decoder& d, int op) {
     o.option[1] = negated ? -1 : 0;
 }
 
+struct SetpPair {
+    template <typename T>
+    static constexpr Execute kExecute = setp_pair<T>;
+};
+struct SetPair {
+    template <typename T>
+    static constexpr Execute kExecute = set_pair<T>;
+};
+
+template <typename Shape>
+Execute decode_pair_comparison(Decoder& d, int which, Type type, bool flushes) {
+    constexpr bool (*kTable[])(float, float) = {
+        compare<kEq, float>,  compare<kNe, float>,  compare<kLt, float>,  compare<kLe, float>,  compare<kGt, float>,
+        compare<kGe, float>,  compare<kEqu, float>, compare<kNeu, float>, compare<kLtu, float>, compare<kLeu, float>,
+        compare<kGtu, float>, compare<kGeu, float>, compare<kNum, float>, compare<kNan, float>};
+    const bool is_fp16 = type == Type::kF16x2;
+    if (flushes && !is_fp16) d.fail("unknown modifier .ftz");
+    Operation& o = d.operation();
+    o.type = Class::kCompare;
+    o.r[2] = d.read(1, type), o.r[3] = d.read(2, type);
+    o.value = reinterpret_cast<int64_t>(kTable[which]);
+    return flushes   ? Shape::template kExecute<FlushedHalf>
+           : is_fp16 ? Shape::template kExecute<HalfRegister>
+                     : Shape::template kExecute<BfloatRegister>;
+}
+
+// What set gives where the comparison holds: all ones in integers, 1.0 in numbers. For pairs, of each half.
+int yes_of(Type result, bool is_pair) {
+    switch (result) {
+        case Type::kF32:
+            return 0x3f800000;
+        case Type::kF16:
+        case Type::kF16x2:
+            return 0x3c00;
+        case Type::kBF16:
+        case Type::kBF16x2:
+            return 0x3f80;
+        default:
+            return is_pair ? 0xffff : -1;
+    }
+}
+
+// Lanes whose number is of the class that testp asks for: option[0].
+enum NumberClass : int { kFinite, kInfinite, kNumber, kNotANumber, kNormal, kSubnormal };
+
+template <typename T>
+Next testp(Warp& warp, const Operation& o, uint32_t mask) {
+    const T* a = warp.reg<T>(o.r[1]);
+    uint32_t bits = 0;
+    each_lane(mask, [&](int lane) {
+        const int found = std::fpclassify(a[lane]);
+        const bool is_finite = found != FP_NAN && found != FP_INFINITE;
+        const bool answers[] = {is_finite,
+                                found == FP_INFINITE,
+                                found != FP_NAN,
+                                found == FP_NAN,
+                                is_finite && found != FP_SUBNORMAL,  // zeros are normal
+                                found == FP_SUBNORMAL};
+        bits |= uint32_t{answers[o.option[0]]} << lane;
+    });
+    warp.set_predicate(o.r[0], mask, bits);
+    return Next::kContinue;
+}
+
+// d = c >= 0 ? a : b
+template <typename T, typename Selector>
+Next slct(Warp& warp, const Operation& o, uint32_t mask) {
+    T* d = warp.reg<T>(o.r[0]);
+    const T *a = warp.reg<T>(o.r[1]), *b = warp.reg<T>(o.r[2]);
+    const Selector* c = warp.reg<Selector>(o.r[3]);
+    using V = typename Value<Selector>::Type;
+    each_lane(mask, [&](int lane) { d[lane] = static_cast<V>(c[lane]) >= V{0} ? a[lane] : b[lane]; });
+    return Next::kContinue;
+}
+
+template <typename Selector>
+Execute pick_slct(int width) {
+    return width == 2 ? slct<uint16_t, Selector> : width == 4 ? slct<uint32_t, Selector> : slct<uint64_t, Selector>;
+}
+
 }  // namespace
 
 void decode_setp(Decoder& d) {
@@ -237,33 +340,33 @@ void decode_setp(Decoder& d) {
     o.r[0] = d.write_predicate(is_pair ? results.elements[0] : results);
     o.r[1] = is_pair ? d.write_predicate(results.elements[1]) : d.scratch(0);
     if (is_packed(type)) {
-        if (flushes) d.fail("unknown modifier .ftz");
-        constexpr bool (*kTable[])(float, float) = {compare<kEq, float>,  compare<kNe, float>,  compare<kLt, float>,
-                                                    compare<kLe, float>,  compare<kGt, float>,  compare<kGe, float>,
-                                                    compare<kEqu, float>, compare<kNeu, float>, compare<kLtu, float>,
-                                                    compare<kLeu, float>, compare<kGtu, float>, compare<kGeu, float>,
-                                                    compare<kNum, float>, compare<kNan, float>};
-        o.type = Class::kCompare;
-        o.r[2] = d.read(1, type), o.r[3] = d.read(2, type);
-        o.value = reinterpret_cast<int64_t>(kTable[which]);
-        o.execute = type == Type::kF16x2 ? setp_pair<true> : setp_pair<false>;
+        o.execute = decode_pair_comparison<SetpPair>(d, which, type, flushes);
         return;
     }
     decode_comparison(d, which, type, flushes);
     o.execute = setp;
 }
 
-// All ones, or 1.0, where the comparison holds; else 0.
 void decode_set(Decoder& d) {
     const int which = accept_compare(d), op = d.accept_any({"and", "or", "xor"});
     const bool flushes = d.accept("ftz");
-    const Type result = d.require_type({Type::kU32, Type::kS32, Type::kF32, Type::kU16, Type::kS16});
+    const Type result = d.require_type({Type::kU32, Type::kS32, Type::kF32, Type::kU16, Type::kS16, Type::kF16,
+                                        Type::kBF16, Type::kF16x2, Type::kBF16x2});
     const Type type = d.require_type();
     decode_combination(d, op);
     Operation& o = d.operation();
     o.r[0] = d.write(0, result);
+    o.option[2] = yes_of(result, is_packed(type));
+    if (is_packed(type)) {
+        if (result != type && result != Type::kU32 && result != Type::kS32) d.fail("unknown for these types");
+        o.execute = decode_pair_comparison<SetPair>(d, which, type, flushes);
+        return;
+    }
+    const bool of_half = type == Type::kF16 || type == Type::kBF16;
+    if (is_packed(result) || (width_of(result) == 2 && is_integer(result) && !of_half)) {
+        d.fail("unknown for these types");
+    }
     decode_comparison(d, which, type, flushes);
-    o.option[2] = result == Type::kF32 ? 0x3f800000 : -1;
     o.execute = width_of(result) == 2 ? set<uint16_t> : set<uint32_t>;
 }
 
@@ -272,13 +375,39 @@ void decode_selp(Decoder& d) {
     d.require_operands(4, 4);
     Operation& o = d.operation();
     o.type = Class::kCompare;
-    if (type == Type::kPred || width_of(type) < 2) d.fail("unknown for this type");
+    if (type == Type::kPred || width_of(type) < 2 || width_of(type) > 8) d.fail("unknown for this type");
     o.r[0] = d.write(0, type), o.r[1] = d.read(1, type), o.r[2] = d.read(2, type);
     bool negated = false;
     o.r[3] = d.read_predicate(d.operand(3), negated);
     o.option[0] = negated ? -1 : 0;
     const int width = width_of(type);
     o.execute = width == 2 ? selp<uint16_t> : width == 4 ? selp<uint32_t> : selp<uint64_t>;
+}
+
+void decode_testp(Decoder& d) {
+    const int which = d.require_any({"finite", "infinite", "number", "notanumber", "normal", "subnormal"});
+    const Type type = d.require_type({Type::kF32, Type::kF64});
+    d.require_operands(2, 2);
+    Operation& o = d.operation();
+    o.type = Class::kCompare;
+    o.r[0] = d.write_predicate(d.operand(0)), o.r[1] = d.read(1, type);
+    o.option[0] = which;
+    o.execute = type == Type::kF32 ? testp<float> : testp<double>;
+}
+
+void decode_slct(Decoder& d) {
+    const bool flushes = d.accept("ftz");
+    const Type type = d.require_type(), selector = d.require_type({Type::kS32, Type::kF32});
+    d.require_operands(4, 4);
+    if (type == Type::kPred || width_of(type) < 2 || width_of(type) > 8) d.fail("unknown for this type");
+    if (flushes && selector != Type::kF32) d.fail("unknown modifier .ftz");
+    Operation& o = d.operation();
+    o.type = Class::kCompare;
+    o.r[0] = d.write(0, type), o.r[1] = d.read(1, type), o.r[2] = d.read(2, type), o.r[3] = d.read(3, selector);
+    const int width = width_of(type);
+    o.execute = selector == Type::kS32 ? pick_slct<int32_t>(width)
+                : flushes              ? pick_slct<FlushedSingle>(width)
+                                       : pick_slct<float>(width);
 }
 
 }  // namespace emulator

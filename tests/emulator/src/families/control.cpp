@@ -21,8 +21,12 @@ Next leave_kernel(Warp& warp, const Operation&, uint32_t mask) {
     return warp.exit(mask);
 }
 
-Next trap(Warp&, const Operation&, uint32_t mask) {
-    throw Fault("trap", "the kernel executed a trap", __builtin_ctz(mask));
+Next nothing(Warp&, const Operation&, uint32_t) {
+    return Next::kContinue;
+}
+
+Next trap(Warp&, const Operation& operation, uint32_t mask) {
+    throw Fault("trap", "the kernel executed a " + operation.instruction->opcode, __builtin_ctz(mask));
 }
 
 Next past_the_end(Warp&, const Operation&, uint32_t mask) {
@@ -123,7 +127,18 @@ void decode_exit(Decoder& d) {
     d.operation().execute = leave_kernel;
 }
 
+// An event for a profiler, which is not there.
+void decode_pmevent(Decoder& d) {
+    d.accept("mask");
+    d.require_operands(1, 1);
+    d.immediate(0);
+    d.operation().type = Class::kControl;
+    d.operation().execute = nothing;
+}
+
+// trap, and brkpt: there is no debugger.
 void decode_trap(Decoder& d) {
+    d.require_operands(0, 0);
     d.operation().type = Class::kControl;
     d.operation().execute = trap;
 }

@@ -14,6 +14,7 @@ void decode_call(Decoder& d);
 void decode_return(Decoder& d);
 void decode_exit(Decoder& d);
 void decode_trap(Decoder& d);
+void decode_pmevent(Decoder& d);
 
 std::string callee_name(const ptx::Instruction& instruction);  // empty: no call
 std::vector<int> successors_of(const Program& program, const FunctionCode& code, int index);

@@ -119,9 +119,15 @@ uint64_t convert(uint64_t bits, const Conversion& c) {
         if (is_integer(c.to)) return static_cast<uint64_t>(c.saturates ? clamp(value, c.to) : value);
         // Through double, only integers of more than 53 bits could be rounded twice: these go to odd first.
         double x = static_cast<double>(value);
-        if (static_cast<Wide>(x) != value && c.to != Type::kF64) {
+        const bool is_below = static_cast<Wide>(x) < value;
+        if (static_cast<Wide>(x) != value && c.to == Type::kF64) {
+            const bool towards_zero = c.rounding == Rounding::kZero;
+            const bool wants_below = c.rounding == Rounding::kDown || (towards_zero && value > 0);
+            const bool wants_above = c.rounding == Rounding::kUp || (towards_zero && value < 0);
+            if (is_below ? wants_above : wants_below) x = std::nextafter(x, is_below ? INFINITY : -INFINITY);
+        } else if (static_cast<Wide>(x) != value) {
             uint64_t odd = bit_cast<uint64_t>(x);
-            if ((odd & 1) == 0) odd += (static_cast<Wide>(x) < value) == (x > 0) ? 1 : -1;
+            if ((odd & 1) == 0) odd += is_below == (x > 0) ? 1 : -1;
             x = bit_cast<double>(odd);
         }
         return store_float(x, c);
@@ -171,7 +177,7 @@ Next widen_half(Warp& warp, const Operation& o, uint32_t mask) {
 }  // namespace
 
 void decode_cvt(Decoder& d) {
-    if (d.accept("pack")) d.fail("cvt.pack is not supported");
+    if (d.accept("pack")) return decode_cvt_pack(d);
     const int rounding = d.accept_any({"rn", "rz", "rm", "rp", "rna", "rni", "rzi", "rmi", "rpi"});
     const bool to_integral = rounding > 4;
     const bool relu = d.accept("relu"), satfinite = d.accept("satfinite"), flushes = d.accept("ftz"),
@@ -188,13 +194,17 @@ void decode_cvt(Decoder& d) {
     };
     if (!is_scalar(from) || !(is_scalar(to) || to == Type::kTF32 || is_pair)) d.fail("unknown for these types");
     if ((is_pair || to == Type::kTF32) && from != Type::kF32) d.fail("unknown for these types");
-    if (to == Type::kF64 && is_integer(from) && width_of(from) == 8 && rounding > 0)
-        d.fail("unknown rounding for these types");
+    const bool has_bfloat = to == Type::kBF16 || from == Type::kBF16;
+    if (has_bfloat && to != Type::kF32 && from != Type::kF32) d.require_target(90);
+    if (is_pair && rounding > 1) d.fail("unknown rounding for these types");
+    if (rounding == 4 && to != Type::kTF32) d.fail("unknown rounding for these types");
+    if (to == Type::kTF32 && rounding != 4) d.require_target(90);
+    if (to == Type::kTF32 && rounding == 4 && relu) d.fail("unknown modifier .relu for these types");
     if (is_integer(to) && is_float(from) && !to_integral) d.fail("a rounding to an integer is missing");
     if (is_integer(to) && is_integer(from) && rounding >= 0) d.fail("a rounding that means nothing");
     if (to_integral && !is_integer(to) && to != from) d.fail("unknown rounding for these types");
-    const bool narrows =
-        is_float(to) && (is_integer(from) || width_of(to) < width_of(from) || to == Type::kTF32 || is_pair);
+    const bool narrows = is_float(to) && (is_integer(from) || width_of(to) < width_of(from) || to == Type::kTF32 ||
+                                          is_pair || (width_of(to) == 2 && to != from));
     if (narrows && rounding < 0 && !(to == from)) d.fail("a rounding is missing");
     if (sat && (is_pair || to == Type::kTF32 || to == Type::kBF16)) d.fail("unknown modifier .sat for these types");
     if ((relu || satfinite) && !(is_pair || to == Type::kF16 || to == Type::kBF16 || to == Type::kTF32)) {

@@ -7,9 +7,17 @@ namespace emulator {
 
 void decode_integer(Decoder& d, Type type);
 void decode_float(Decoder& d, Type type);  // f32, f64
-void decode_half(Decoder& d, Type type);   // f16, bf16 and their pairs
+// f16, bf16 and their pairs; `flushes`: .ftz has been accepted already.
+void decode_half(Decoder& d, Type type, bool flushes = false);
+void decode_extended(Decoder& d, bool writes_carry);  // with the carry flag
 
 void decode_approximate(Decoder& d);  // ex2, lg2, sin, cos, tanh, rsqrt, rcp, sqrt
+void decode_carry(Decoder& d);        // addc, subc, madc
+void decode_24_bits(Decoder& d);
+void decode_sad(Decoder& d);
+void decode_dot(Decoder& d);
+void decode_bit_mask(Decoder& d);  // bmsk, szext
+void decode_find_nth(Decoder& d);
 void decode_logic(Decoder& d);
 void decode_shift(Decoder& d);
 void decode_funnel_shift(Decoder& d);
@@ -20,13 +28,17 @@ void decode_count_bits(Decoder& d);
 void decode_setp(Decoder& d);
 void decode_set(Decoder& d);
 void decode_selp(Decoder& d);
+void decode_slct(Decoder& d);
+void decode_testp(Decoder& d);
 void decode_cvt(Decoder& d);
+void decode_cvt_pack(Decoder& d);
 void decode_mov(Decoder& d);
 void decode_cvta(Decoder& d);
 void decode_isspacep(Decoder& d);
 void decode_ld(Decoder& d);
 void decode_st(Decoder& d);
 void decode_prefetch(Decoder& d);
+void decode_cache_line(Decoder& d);
 void decode_createpolicy(Decoder& d);
 void decode_atom(Decoder& d);
 void decode_shfl(Decoder& d);

@@ -2,6 +2,7 @@
 //
 // The .approx forms are computed in double precision and rounded to nearest: closer to the true value than the bounds
 // that the manual gives for hardware, and so within them, but not what a GPU gives bit for bit.
+#include <cfenv>
 #include <cmath>
 
 #include "../decoder.h"
@@ -41,6 +42,9 @@ struct Div {
         return a / b;
     }
 };
+struct DivApprox {  // as a * (1 / b): the reciprocal of a large b is too small for a normal number, and is zero
+    static float apply(float a, float b) { return std::fabs(b) > 0x1p126f ? a * std::copysign(0.0f, b) : a / b; }
+};
 struct Fma {
     template <typename T>
     static T apply(T a, T b, T c) {
@@ -56,12 +60,12 @@ struct Extreme {
         return (a < b) == kIsMax ? b : a;
     }
 };
-template <bool kIsMax>
+template <bool kIsMax, bool kPropagatesNan>
 struct ExtremeXorSign {
     template <typename T>
     static T apply(T a, T b) {
         const bool sign = std::signbit(a) != std::signbit(b);
-        return std::copysign(Extreme<kIsMax, false>::apply(std::fabs(a), std::fabs(b)), sign ? T{-1} : T{1});
+        return std::copysign(Extreme<kIsMax, kPropagatesNan>::apply(std::fabs(a), std::fabs(b)), sign ? T{-1} : T{1});
     }
 };
 struct Neg {
@@ -105,19 +109,51 @@ struct Double {
     }
 };
 
+// Rounds in another direction than to nearest while `value`, an Execute, runs. The call through a pointer keeps the
+// compiler from moving arithmetic over the changes of mode.
+Next directed(Warp& warp, const Operation& o, uint32_t mask) {
+    std::fesetround(o.option[0]);
+    const Next next = reinterpret_cast<Execute>(o.value)(warp, o, mask);
+    std::fesetround(FE_TONEAREST);
+    return next;
+}
+
+// .rn or another rounding; false: none is named.
+bool accept_rounding(Decoder& d) {
+    const int found = d.accept_any({"rn", "rz", "rm", "rp"});
+    constexpr int kModes[] = {FE_TONEAREST, FE_TOWARDZERO, FE_DOWNWARD, FE_UPWARD};
+    if (found >= 0) d.operation().option[0] = kModes[found];
+    return found >= 0;
+}
+
+// After `execute` has been chosen.
+void apply_rounding(Operation& o) {
+    if (o.option[0] == FE_TONEAREST) return;
+    o.value = reinterpret_cast<int64_t>(o.execute);
+    o.execute = directed;
+}
+
+template <typename T, typename F, int kOperands>
+Execute shape() {
+    if constexpr (kOperands == 1) return unary<T, F>;
+    if constexpr (kOperands == 2) return binary<T, F>;
+    if constexpr (kOperands == 3) return ternary<T, F>;
+}
+
+template <typename F, int kOperands>
+Execute pick_single(bool flushes, bool saturates) {
+    if (flushes) {
+        return saturates ? shape<float, Modified<F, true, true>, kOperands>()
+                         : shape<float, Modified<F, true, false>, kOperands>();
+    }
+    return saturates ? shape<float, Modified<F, false, true>, kOperands>()
+                     : shape<float, Modified<F, false, false>, kOperands>();
+}
+
 template <typename F, int kOperands>
 Execute pick(Type type, bool flushes, bool saturates) {
-    const auto shape = [](auto functor, auto element) -> Execute {
-        using Functor = decltype(functor);
-        using T = decltype(element);
-        if constexpr (kOperands == 1) return unary<T, Functor>;
-        if constexpr (kOperands == 2) return binary<T, Functor>;
-        if constexpr (kOperands == 3) return ternary<T, Functor>;
-    };
-    if (type == Type::kF64) return shape(Double<F>{}, double{});
-    if (flushes)
-        return saturates ? shape(Modified<F, true, true>{}, float{}) : shape(Modified<F, true, false>{}, float{});
-    return saturates ? shape(Modified<F, false, true>{}, float{}) : shape(Modified<F, false, false>{}, float{});
+    if (type == Type::kF64) return shape<double, Double<F>, kOperands>();
+    return pick_single<F, kOperands>(flushes, saturates);
 }
 
 struct Ex2 {
@@ -176,6 +212,44 @@ void read_operands(Decoder& d, Type type, int count) {
     for (int i = 1; i <= count; ++i) d.operation().r[i] = d.read(i, type);
 }
 
+// Of the source's upper 32 bits; the lower ones of the result are 0. Subnormals count as, and become, zeros.
+template <typename F>
+struct UpperHalf {
+    static double keep(double x) {
+        const double kept = bit_cast<double>(bit_cast<uint64_t>(x) & 0xffffffff00000000u);
+        return std::fabs(kept) < 0x1p-1022 ? std::copysign(0.0, kept) : kept;
+    }
+    static double apply(double x) {
+        if (x != x) return canonical(x);
+        return keep(F::apply(keep(x)));
+    }
+};
+
+// rcp.approx.ftz.f64, rsqrt.approx{.ftz}.f64
+void decode_approximate_double(Decoder& d, bool flushes) {
+    read_operands(d, Type::kF64, 1);
+    Operation& o = d.operation();
+    if (d.root() == "rcp" && flushes) o.execute = unary<double, UpperHalf<Rcp>>;
+    if (d.root() == "rsqrt") o.execute = flushes ? unary<double, UpperHalf<Rsqrt>> : unary<double, Double<Rsqrt>>;
+    if (o.execute == nullptr) d.fail("unknown for this type");
+}
+
+template <bool kIsMax>
+void decode_extreme(Decoder& d, Type type, bool flushes) {
+    const bool nan = d.accept("NaN"), signs = d.accept("xorsign");
+    if (signs) d.require_any({"abs"});
+    if ((nan || signs) && type != Type::kF32) d.fail("unknown modifier for this type");
+    read_operands(d, type, 2);
+    Execute& execute = d.operation().execute;
+    if (signs) {
+        execute = nan ? pick_single<ExtremeXorSign<kIsMax, true>, 2>(flushes, false)
+                      : pick_single<ExtremeXorSign<kIsMax, false>, 2>(flushes, false);
+    } else {
+        execute = nan ? pick<Extreme<kIsMax, true>, 2>(type, flushes, false)
+                      : pick<Extreme<kIsMax, false>, 2>(type, flushes, false);
+    }
+}
+
 }  // namespace
 
 void decode_float(Decoder& d, Type type) {
@@ -196,21 +270,7 @@ void decode_float(Decoder& d, Type type) {
         return;
     }
     if (root == "min" || root == "max") {
-        const bool nan = d.accept("NaN"), is_max = root == "max";
-        if (nan && !is_single) d.fail("unknown modifier .NaN");
-        if (d.accept("xorsign")) {
-            if (!is_single || !d.accept("abs") || nan) d.fail("unknown combination of modifiers");
-            read_operands(d, type, 2);
-            operation.execute = is_max ? pick<ExtremeXorSign<true>, 2>(type, flushes, false)
-                                       : pick<ExtremeXorSign<false>, 2>(type, flushes, false);
-            return;
-        }
-        read_operands(d, type, 2);
-        operation.execute = is_max ? (nan ? pick<Extreme<true, true>, 2>(type, flushes, false)
-                                          : pick<Extreme<true, false>, 2>(type, flushes, false))
-                                   : (nan ? pick<Extreme<false, true>, 2>(type, flushes, false)
-                                          : pick<Extreme<false, false>, 2>(type, flushes, false));
-        return;
+        return root == "max" ? decode_extreme<true>(d, type, flushes) : decode_extreme<false>(d, type, flushes);
     }
     if (root == "copysign") {
         read_operands(d, type, 2);
@@ -220,42 +280,48 @@ void decode_float(Decoder& d, Type type) {
     const bool saturates = d.accept("sat");
     if (saturates && !is_single) d.fail("unknown modifier .sat");
     if (root == "div") {
-        if (is_single) {
-            d.require_any({"rn", "full", "approx"});
-        } else {
-            d.require_any({"rn"});
-        }
+        const bool is_rounded = accept_rounding(d);
+        const int form = is_rounded || !is_single ? -1 : d.accept_any({"full", "approx"});
+        if (!is_rounded && form < 0) d.fail("a modifier is missing, or unknown");
         if (saturates) d.fail("unknown modifier .sat");
         read_operands(d, type, 2);
-        operation.execute = pick<Div, 2>(type, flushes, false);
-        return;
+        operation.execute = form == 1 ? pick_single<DivApprox, 2>(flushes, false) : pick<Div, 2>(type, flushes, false);
+        return apply_rounding(operation);
     }
-    d.accept("rn");  // no rounding means this one too; the others are not executed
+    // Without a rounding, sums and products are rounded to nearest; fma must name one.
+    const bool is_rounded = accept_rounding(d), needs_rounding = root == "fma" || root == "mad";
+    if (needs_rounding && !is_rounded) d.fail("a rounding is missing");
     if (root == "fma" || root == "mad") {
         read_operands(d, type, 3);
         operation.execute = pick<Fma, 3>(type, flushes, saturates);
-        return;
+        return apply_rounding(operation);
     }
     read_operands(d, type, 2);
     if (root == "add") operation.execute = pick<Add, 2>(type, flushes, saturates);
     if (root == "sub") operation.execute = pick<Sub, 2>(type, flushes, saturates);
     if (root == "mul") operation.execute = pick<Mul, 2>(type, flushes, saturates);
+    if (operation.execute == nullptr) d.fail("unknown for this type");
+    apply_rounding(operation);
 }
 
 void decode_approximate(Decoder& d) {
     const std::string_view root = d.root();
     Operation& operation = d.operation();
-    const bool is_approximate = d.accept("approx"), flushes = d.accept("ftz");
     const bool has_exact_form = root == "rcp" || root == "sqrt";
-    if (!is_approximate && !(has_exact_form && d.accept("rn"))) d.fail("a modifier is missing, or unknown");
+    const bool is_exact = has_exact_form && accept_rounding(d);
+    if (!is_exact && !d.accept("approx")) d.fail("a modifier is missing, or unknown");
+    const bool flushes = d.accept("ftz");
     const Type type = d.require_type();
     if (is_packed(type) || type == Type::kF16 || type == Type::kBF16) {
-        if (flushes && type == Type::kBF16) d.accept("ftz");
-        return decode_half(d, type);
+        // ex2 of bf16 always flushes, and says so; that of fp16 may.
+        if (root == "ex2" ? type != Type::kF16 && type != Type::kF16x2 && !flushes : flushes) {
+            d.fail("unknown modifier, or .ftz is missing");
+        }
+        return decode_half(d, type, flushes);
     }
-    if (type == Type::kF64 ? is_approximate || !has_exact_form || flushes : type != Type::kF32) {
-        d.fail("unknown for this type");
-    }
+    if (type == Type::kF64 && !is_exact) return decode_approximate_double(d, flushes);
+    if (type == Type::kF64 ? flushes : type != Type::kF32) d.fail("unknown for this type");
+    if (root == "tanh" && flushes) d.fail("unknown modifier .ftz");
     read_operands(d, type, 1);
     if (root == "ex2") operation.execute = pick<Ex2, 1>(Type::kF32, flushes, false);
     if (root == "lg2") operation.execute = pick<Lg2, 1>(Type::kF32, flushes, false);
@@ -265,6 +331,7 @@ void decode_approximate(Decoder& d) {
     if (root == "rsqrt") operation.execute = pick<Rsqrt, 1>(type, flushes, false);
     if (root == "rcp") operation.execute = pick<Rcp, 1>(type, flushes, false);
     if (root == "sqrt") operation.execute = pick<Sqrt, 1>(type, flushes, false);
+    apply_rounding(operation);
 }
 
 }  // namespace emulator

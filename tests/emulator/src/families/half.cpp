@@ -50,6 +50,13 @@ struct Extreme {
         return (a < b) == kIsMax ? b : a;
     }
 };
+template <bool kIsMax, bool kPropagatesNan>
+struct ExtremeXorSign {
+    static double apply(double a, double b) {
+        const double result = Extreme<kIsMax, kPropagatesNan>::apply(std::fabs(a), std::fabs(b));
+        return std::copysign(result, std::signbit(a) != std::signbit(b) ? -1.0 : 1.0);
+    }
+};
 struct Ex2 {
     static double apply(double a) { return std::exp2(a); }
 };
@@ -75,6 +82,16 @@ struct NegBits {
 struct AbsBits {
     static uint16_t apply(uint16_t a) { return a & 0x7fff; }
 };
+template <typename F>
+struct FlushedBits {
+    static uint16_t apply(uint16_t a) { return F::apply(flush_half(a)); }
+};
+template <typename F>
+constexpr bool kIsOfBits = false;
+template <>
+constexpr bool kIsOfBits<NegBits> = true;
+template <>
+constexpr bool kIsOfBits<AbsBits> = true;
 
 template <typename F>
 struct Pair {
@@ -101,8 +118,9 @@ void set(Decoder& d, Type type, bool flushes = false, bool saturates = false) {
     operation.type = Class::kHalf;
     operation.r[0] = d.write(0, bits);
     for (int i = 1; i <= kOperands; ++i) operation.r[i] = d.read(i, bits);
-    if constexpr (std::is_same_v<F, NegBits> || std::is_same_v<F, AbsBits>) {
-        operation.execute = shape<kOperands, F>(packed);
+    if constexpr (kIsOfBits<F>) {
+        if (flushes && !is_fp16) d.fail("unknown modifier .ftz");
+        operation.execute = flushes ? shape<kOperands, FlushedBits<F>>(packed) : shape<kOperands, F>(packed);
     } else if (!is_fp16) {
         if (flushes || saturates) d.fail("unknown modifier for bf16");
         operation.execute = shape<kOperands, Rounded<F, Bf16, false, false>>(packed);
@@ -115,25 +133,32 @@ void set(Decoder& d, Type type, bool flushes = false, bool saturates = false) {
     }
 }
 
+template <bool kIsMax>
+void set_extreme(Decoder& d, Type type, bool flushes) {
+    const bool nan = d.accept("NaN");
+    if (!d.accept("xorsign")) {
+        return nan ? set<2, Extreme<kIsMax, true>>(d, type, flushes) : set<2, Extreme<kIsMax, false>>(d, type, flushes);
+    }
+    d.require_any({"abs"});
+    return nan ? set<2, ExtremeXorSign<kIsMax, true>>(d, type, flushes)
+               : set<2, ExtremeXorSign<kIsMax, false>>(d, type, flushes);
+}
+
 }  // namespace
 
-void decode_half(Decoder& d, Type type) {
+void decode_half(Decoder& d, Type type, bool flushes) {
     const std::string_view root = d.root();
     const bool is_fp16 = type == Type::kF16 || type == Type::kF16x2;
-    if (root == "ex2") return set<1, Ex2>(d, type, d.accept("ftz") && is_fp16);
+    if (root == "ex2") return set<1, Ex2>(d, type, flushes && is_fp16);
     if (root == "tanh") return set<1, Tanh>(d, type);
-    const bool flushes = d.accept("ftz");
-    if (root == "neg") return flushes ? d.fail("unknown modifier .ftz") : set<1, NegBits>(d, type);
-    if (root == "abs") return flushes ? d.fail("unknown modifier .ftz") : set<1, AbsBits>(d, type);
-    if (root == "min" || root == "max") {
-        const bool nan = d.accept("NaN");
-        if (root == "max")
-            return nan ? set<2, Extreme<true, true>>(d, type, flushes) : set<2, Extreme<true, false>>(d, type, flushes);
-        return nan ? set<2, Extreme<false, true>>(d, type, flushes) : set<2, Extreme<false, false>>(d, type, flushes);
-    }
-    d.accept("rn");
-    const bool saturates = d.accept("sat");
+    flushes = d.accept("ftz");
+    if (root == "neg") return set<1, NegBits>(d, type, flushes);
+    if (root == "abs") return set<1, AbsBits>(d, type, flushes);
+    if (root == "max") return set_extreme<true>(d, type, flushes);
+    if (root == "min") return set_extreme<false>(d, type, flushes);
+    const bool is_rounded = d.accept("rn"), saturates = d.accept("sat");
     if (root == "fma") {
+        if (!is_rounded) d.fail("a rounding is missing");
         if (!d.accept("relu")) return set<3, Fma>(d, type, flushes, saturates);
         return saturates ? d.fail("unknown combination of modifiers") : set<3, FmaRelu>(d, type, flushes);
     }

@@ -77,6 +77,21 @@ struct Max {
         return a > b ? a : b;
     }
 };
+template <typename F>
+struct NotNegative {  // .relu
+    template <typename T>
+    static T apply(T a, T b) {
+        return std::max(F::apply(a, b), T{0});
+    }
+};
+template <typename T, typename F>
+struct Pair {  // of 16-bit numbers in a register
+    static uint32_t apply(uint32_t a, uint32_t b) {
+        const T low = F::apply(static_cast<T>(a), static_cast<T>(b));
+        const T high = F::apply(static_cast<T>(a >> 16), static_cast<T>(b >> 16));
+        return static_cast<uint16_t>(low) | uint32_t{static_cast<uint16_t>(high)} << 16;
+    }
+};
 struct Neg {
     template <typename T>
     static T apply(T a) {
@@ -100,6 +115,9 @@ struct MadHi {
     static T apply(T a, T b, T c) {
         return Add::apply(MulHi::apply(a, b), c);
     }
+};
+struct MadHiSat {
+    static int32_t apply(int32_t a, int32_t b, int32_t c) { return AddSat::apply(MulHi::apply(a, b), c); }
 };
 
 // d = a * b + c with a d and c of twice the width.
@@ -159,11 +177,29 @@ Type wide(Type type) {
     }
 }
 
+template <typename T>
+Execute pick_pair(std::string_view root, bool relu) {
+    if (root == "add") return binary<uint32_t, Pair<T, Add>>;
+    if (root == "min") return relu ? binary<uint32_t, Pair<T, NotNegative<Min>>> : binary<uint32_t, Pair<T, Min>>;
+    if (root == "max") return relu ? binary<uint32_t, Pair<T, NotNegative<Max>>> : binary<uint32_t, Pair<T, Max>>;
+    return nullptr;
+}
+
+void decode_pair(Decoder& d, Type type) {
+    const bool relu = d.root() != "add" && type == Type::kS16x2 && d.accept("relu");
+    d.require_target(90);
+    read_operands(d, type, 2);
+    d.operation().execute =
+        type == Type::kU16x2 ? pick_pair<uint16_t>(d.root(), relu) : pick_pair<int16_t>(d.root(), relu);
+    if (d.operation().execute == nullptr) d.fail("unknown for this type");
+}
+
 }  // namespace
 
 void decode_integer(Decoder& d, Type type) {
     const std::string_view root = d.root();
     Operation& operation = d.operation();
+    if (is_integer_pair(type)) return decode_pair(d, type);
     if (root == "neg" || root == "abs") {
         if (!is_signed(type)) d.fail("unknown for this type");
         read_operands(d, type, 1);
@@ -172,10 +208,11 @@ void decode_integer(Decoder& d, Type type) {
     }
     const bool saturates = d.accept("sat");
     if (saturates && type != Type::kS32) d.fail(".sat is for s32 alone");
+    if (saturates && root != "add" && root != "sub" && root != "mad") d.fail("unknown modifier .sat");
     if (root == "mul" || root == "mad") {
         const bool adds = root == "mad";
         const int form = d.require_any({"lo", "hi", "wide"});
-        if (saturates) d.fail("unknown modifier .sat");
+        if (saturates && form != 1) d.fail("unknown modifier .sat");
         if (form == 2) {
             if (width_of(type) == 8) d.fail("unknown for this type");
             d.require_operands(adds ? 4 : 3, adds ? 4 : 3);
@@ -190,8 +227,9 @@ void decode_integer(Decoder& d, Type type) {
             return;
         }
         read_operands(d, type, adds ? 3 : 2);
-        operation.execute = adds ? (form == 0 ? pick_ternary<MadLo>(d, type) : pick_ternary<MadHi>(d, type))
-                                 : (form == 0 ? pick_binary<MulLo>(d, type) : pick_binary<MulHi>(d, type));
+        operation.execute = saturates ? ternary<int32_t, MadHiSat>
+                            : adds    ? (form == 0 ? pick_ternary<MadLo>(d, type) : pick_ternary<MadHi>(d, type))
+                                      : (form == 0 ? pick_binary<MulLo>(d, type) : pick_binary<MulHi>(d, type));
         return;
     }
     read_operands(d, type, 2);
@@ -199,8 +237,10 @@ void decode_integer(Decoder& d, Type type) {
     if (root == "sub") operation.execute = saturates ? binary<int32_t, SubSat> : pick_binary<Sub>(d, type);
     if (root == "div") operation.execute = pick_binary<Div>(d, type);
     if (root == "rem") operation.execute = pick_binary<Rem>(d, type);
-    if (root == "min") operation.execute = pick_binary<Min>(d, type);
-    if (root == "max") operation.execute = pick_binary<Max>(d, type);
+    const bool relu = (root == "min" || root == "max") && type == Type::kS32 && d.accept("relu");
+    if (relu) d.require_target(90);
+    if (root == "min") operation.execute = relu ? binary<int32_t, NotNegative<Min>> : pick_binary<Min>(d, type);
+    if (root == "max") operation.execute = relu ? binary<int32_t, NotNegative<Max>> : pick_binary<Max>(d, type);
 }
 
 }  // namespace emulator

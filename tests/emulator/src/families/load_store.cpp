@@ -53,7 +53,35 @@ Next store(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
+// A .b128 register.
+template <bool kLoads>
+Next access_wide(Warp& warp, const Operation& o, uint32_t mask) {
+    constexpr int kBytes = 16;
+    const auto space = static_cast<Space>(o.option[0]);
+    uint64_t addresses[kWarpSize];
+    lane_addresses(warp, o, o.r[1], mask, addresses);
+    std::byte* registers = warp.reg<std::byte>(o.r[0]);
+    each_lane(mask, [&](int lane) {
+        std::byte* host = warp.access(space, addresses[lane], kBytes, lane, !kLoads);
+        std::byte* mine = registers + lane * kBytes;
+        std::memcpy(kLoads ? mine : host, kLoads ? host : mine, kBytes);
+    });
+    warp.count_memory(o, space, addresses, kBytes, mask);
+    return Next::kContinue;
+}
+
 Next nothing(Warp&, const Operation&, uint32_t) {
+    return Next::kContinue;
+}
+
+// What was there is lost: all ones, which are NaN in every type of number.
+Next discard(Warp& warp, const Operation& o, uint32_t mask) {
+    constexpr int kLine = 128;
+    uint64_t addresses[kWarpSize];
+    lane_addresses(warp, o, o.r[0], mask, addresses);
+    each_lane(mask, [&](int lane) {
+        std::memset(warp.access(Space::kGlobal, addresses[lane], kLine, lane, true), 0xff, kLine);
+    });
     return Next::kContinue;
 }
 
@@ -73,7 +101,9 @@ void decode_access(Decoder& d, bool is_load) {
     const int vector = d.accept_any({"v2", "v4", "v8"});
     const int count = vector < 0 ? 1 : 2 << vector;
     const Type type = d.require_type();
-    if (type == Type::kPred || is_packed(type) || type == Type::kTF32) d.fail("unknown for this type");
+    if (type == Type::kPred || is_packed(type) || is_integer_pair(type) || type == Type::kTF32) {
+        d.fail("unknown for this type");
+    }
     const int width = width_of(type);
     if (count * width > 16) d.fail("more than 16 bytes a lane are not supported");
     d.require_operands(2 + has_policy, 2 + has_policy);
@@ -99,6 +129,7 @@ void decode_access(Decoder& d, bool is_load) {
     o.option[0] = static_cast<int>(space);
     o.option[1] = count | width << 4 | register_width << 8 | (is_load && is_signed(type)) << 12;
     o.execute = is_load ? load : store;
+    if (type == Type::kB128) o.execute = is_load ? access_wide<true> : access_wide<false>;
 }
 
 }  // namespace
@@ -113,20 +144,49 @@ void decode_st(Decoder& d) {
 
 void decode_prefetch(Decoder& d) {
     Space space = d.accept_space();
-    d.require_any({"L1", "L2", "L2::evict_last", "L2::evict_normal"});
+    if (d.root() == "prefetchu") {
+        d.require_any({"L1"});
+    } else if (!d.accept("tensormap")) {
+        d.require_any({"L1", "L2", "L2::evict_last", "L2::evict_normal"});
+    }
     d.require_operands(1, 1);
     d.address(0, space);
     d.operation().type = Class::kGlobal;
     d.operation().execute = nothing;
 }
 
+// applypriority, discard: of the 128 bytes at an address.
+void decode_cache_line(Decoder& d) {
+    Space space = d.accept_space();
+    if (space != Space::kGlobal && space != Space::kGeneric) d.fail("unknown state space");
+    const bool discards = d.root() == "discard";
+    d.require_any({discards ? "L2" : "L2::evict_normal"});
+    d.require_operands(2, 2);
+    if (d.immediate(1) != 128) d.fail("a line has 128 bytes");
+    Operation& o = d.operation();
+    set_address(o, o.r[0], d.address(0, space));
+    o.type = Class::kGlobal;
+    o.execute = discards ? discard : nothing;
+}
+
 // A policy says what the L2 cache should keep; there is none.
 void decode_createpolicy(Decoder& d) {
-    d.require_any({"fractional"});
-    d.require_any({"L2::evict_last", "L2::evict_normal", "L2::evict_first", "L2::evict_unchanged"});
-    d.accept_any({"L2::evict_first", "L2::evict_unchanged"});
+    const int form = d.require_any({"fractional", "range", "cvt"});
+    size_t least = 1, most = 2;  // a fraction
+    if (form == 1) {
+        Space space = d.accept_space();
+        if (space != Space::kGlobal && space != Space::kGeneric) d.fail("unknown state space");
+        least = most = 4;
+    }
+    if (form == 2) {
+        d.require_any({"L2"});
+        least = most = 2;
+    } else {
+        d.require_any({"L2::evict_last", "L2::evict_normal", "L2::evict_first", "L2::evict_unchanged"});
+        d.accept_any({"L2::evict_first", "L2::evict_unchanged"});
+    }
     d.require_type({Type::kB64});
-    d.require_operands(1, 2);
+    d.require_operands(least, most);
     d.operation().r[0] = d.write(0, Type::kB64);
     d.operation().execute = zero_policy;
 }

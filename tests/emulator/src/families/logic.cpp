@@ -93,6 +93,22 @@ Next lop3(Warp& warp, const Operation& operation, uint32_t mask) {
     return Next::kContinue;
 }
 
+// p = (d != 0) op q. r[4]: p, r[5]: q; option[0]: or; option[1]: xor of q.
+Next lop3_predicate(Warp& warp, const Operation& operation, uint32_t mask) {
+    lop3(warp, operation, mask);
+    const uint32_t* d = warp.reg<uint32_t>(operation.r[0]);
+    uint32_t bits = 0;
+    each_lane(mask, [&](int lane) { bits |= uint32_t{d[lane] != 0} << lane; });
+    const uint32_t q = warp.predicate(operation.r[5]) ^ static_cast<uint32_t>(operation.option[1]);
+    warp.set_predicate(operation.r[4], mask, operation.option[0] != 0 ? bits | q : bits & q);
+    return Next::kContinue;
+}
+
+// Selectors that the modes f4e, b4e, rc8, ecl, ecr and rc16 make of the lower two bits of c.
+constexpr uint16_t kPermutations[6][4] = {{0x3210, 0x4321, 0x5432, 0x6543}, {0x5670, 0x6701, 0x7012, 0x0123},
+                                          {0x0000, 0x1111, 0x2222, 0x3333}, {0x3210, 0x3211, 0x3222, 0x3333},
+                                          {0x0000, 0x1110, 0x2210, 0x3210}, {0x1010, 0x3232, 0x1010, 0x3232}};
+
 // Each byte of the result is one of the eight of b:a, or eight copies of its sign.
 Next prmt(Warp& warp, const Operation& operation, uint32_t mask) {
     uint32_t* d = warp.reg<uint32_t>(operation.r[0]);
@@ -100,9 +116,11 @@ Next prmt(Warp& warp, const Operation& operation, uint32_t mask) {
     const uint32_t* c = warp.reg<uint32_t>(operation.r[3]);
     each_lane(mask, [&](int lane) {
         const uint64_t bytes = uint64_t{b[lane]} << 32 | a[lane];
+        const uint32_t selectors =
+            operation.option[0] == 0 ? c[lane] : kPermutations[operation.option[0] - 1][c[lane] & 3];
         uint32_t result = 0;
         for (int i = 0; i < 4; ++i) {
-            const uint32_t select = c[lane] >> (4 * i) & 15;
+            const uint32_t select = selectors >> (4 * i) & 15;
             uint32_t byte = static_cast<uint32_t>(bytes >> (8 * (select & 7))) & 0xff;
             if ((select & 8) != 0) byte = (byte & 0x80) != 0 ? 0xff : 0;
             result |= byte << (8 * i);
@@ -254,20 +272,30 @@ void decode_funnel_shift(Decoder& d) {
 }
 
 void decode_lop3(Decoder& d) {
+    const int op = d.accept_any({"and", "or"});
     const Type type = d.require_type({Type::kB32});
-    d.require_operands(5, 5);
+    d.require_operands(op < 0 ? 5 : 6, op < 0 ? 5 : 6);
     Operation& o = d.operation();
     o.type = Class::kLogic;
-    o.r[0] = d.write(0, type);
+    const ptx::Operand& results = d.operand(0);
+    if (op >= 0 && results.kind != ptx::Operand::Kind::kPair) d.fail("a predicate as second result is missing");
+    o.r[0] = d.write(op < 0 ? results : results.elements[0], type);
     for (int i = 1; i < 4; ++i) o.r[i] = d.read(i, type);
     o.value = d.immediate(4);
     o.execute = lop3;
+    if (op < 0) return;
+    bool negated = false;
+    o.r[4] = d.write_predicate(results.elements[1]), o.r[5] = d.read_predicate(d.operand(5), negated);
+    o.option[0] = op, o.option[1] = negated ? -1 : 0;
+    o.execute = lop3_predicate;
 }
 
 void decode_prmt(Decoder& d) {
+    const int mode = d.accept_any({"f4e", "b4e", "rc8", "ecl", "ecr", "rc16"});
     const Type type = d.require_type({Type::kB32});
     d.require_operands(4, 4);
     Operation& o = d.operation();
+    o.option[0] = mode + 1;
     o.type = Class::kLogic;
     o.r[0] = d.write(0, type);
     for (int i = 1; i < 4; ++i) o.r[i] = d.read(i, type);

@@ -8,6 +8,8 @@
 namespace emulator {
 namespace {
 
+__extension__ using Wide = unsigned __int128;
+
 template <typename T>
 Next mov(Warp& warp, const Operation& o, uint32_t mask) {
     T* d = warp.reg<T>(o.r[0]);
@@ -47,10 +49,11 @@ Next unpack(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-template <typename T>
+template <typename T, int kShift>
 Next read_clock(Warp& warp, const Operation& o, uint32_t mask) {
     T* d = warp.reg<T>(o.r[0]);
-    const auto now = static_cast<T>(std::chrono::steady_clock::now().time_since_epoch().count());
+    const auto nanoseconds = static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
+    const T now = static_cast<T>(nanoseconds >> kShift);
     each_lane(mask, [&](int lane) { d[lane] = now; });
     return Next::kContinue;
 }
@@ -81,7 +84,16 @@ Next is_in_space(Warp& warp, const Operation& o, uint32_t mask) {
     each_lane(mask, [&](int lane) {
         bits |= uint32_t{(a[lane] & ~(kWindowBytes - 1)) == static_cast<uint64_t>(o.value)} << lane;
     });
-    warp.set_predicate(o.r[0], mask, o.option[0] != 0 ? ~bits : bits);
+    warp.set_predicate(o.r[0], mask, bits);
+    return Next::kContinue;
+}
+
+// Global is what lies in none of the windows.
+Next is_in_no_window(Warp& warp, const Operation& o, uint32_t mask) {
+    const uint64_t* a = warp.reg<uint64_t>(o.r[1]);
+    uint32_t bits = 0;
+    each_lane(mask, [&](int lane) { bits |= uint32_t{a[lane] < kSharedWindow} << lane; });
+    warp.set_predicate(o.r[0], mask, bits);
     return Next::kContinue;
 }
 
@@ -99,6 +111,8 @@ Execute pick_parts(Decoder& d, size_t parts, bool packs) {
             return with(uint16_t{});
         case 4:
             return with(uint32_t{});
+        case 8:
+            return with(uint64_t{});
         default:
             d.fail("a vector of an unknown form");
     }
@@ -117,7 +131,8 @@ void decode_vector(Decoder& d, Type type, bool packs) {
     if (!packs) o.r[next++] = d.read(1, type);
     o.execute = width == 2   ? pick_parts<uint16_t>(d, parts, packs)
                 : width == 4 ? pick_parts<uint32_t>(d, parts, packs)
-                             : pick_parts<uint64_t>(d, parts, packs);
+                : width == 8 ? pick_parts<uint64_t>(d, parts, packs)
+                             : pick_parts<Wide>(d, parts, packs);
 }
 
 }  // namespace
@@ -144,12 +159,15 @@ void decode_mov(Decoder& d) {
     o.r[0] = d.write(0, type);
     if (source.kind == Kind::kName && (source.name == "%clock" || source.name == "%clock_hi" ||
                                        source.name == "%clock64" || source.name == "%globaltimer")) {
-        if (source.name == "%clock_hi") d.fail("%clock_hi is not supported");
-        o.execute = width == 4 ? read_clock<uint32_t> : read_clock<uint64_t>;
+        const bool is_upper = source.name == "%clock_hi";
+        if (width == 16 || width == 2 || (is_upper && width != 4)) d.fail("a clock of another width than the type");
+        o.execute = is_upper     ? read_clock<uint32_t, 32>
+                    : width == 4 ? read_clock<uint32_t, 0>
+                                 : read_clock<uint64_t, 0>;
         return;
     }
     o.r[1] = d.read(source, type);
-    o.execute = width == 2 ? mov<uint16_t> : width == 4 ? mov<uint32_t> : mov<uint64_t>;
+    o.execute = width == 2 ? mov<uint16_t> : width == 4 ? mov<uint32_t> : width == 8 ? mov<uint64_t> : mov<Wide>;
 }
 
 void decode_cvta(Decoder& d) {
@@ -166,14 +184,12 @@ void decode_cvta(Decoder& d) {
 
 void decode_isspacep(Decoder& d) {
     const Space space = d.accept_space();
-    if (space != Space::kShared && space != Space::kLocal && space != Space::kGlobal) d.fail("unknown state space");
+    if (space == Space::kGeneric || space == Space::kConst) d.fail("unknown state space");
     d.require_operands(2, 2);
     Operation& o = d.operation();
     o.r[0] = d.write_predicate(d.operand(0)), o.r[1] = d.read(1, Type::kB64);
-    // Global is what lies in none of the windows.
-    if (space == Space::kGlobal) d.fail("isspacep.global is not supported");
     o.value = static_cast<int64_t>(window_of(space));
-    o.execute = is_in_space;
+    o.execute = space == Space::kGlobal ? is_in_no_window : is_in_space;
 }
 
 }  // namespace emulator
