@@ -80,6 +80,7 @@ class Module:
         num_sms: int = 132,
         instruction_limit: int = 1 << 28,
         workers: int = 2,
+        cooperative: bool = False,
     ) -> Report:
         """Run a kernel to its end.
 
@@ -91,7 +92,8 @@ class Module:
         CTAs (None: what the kernel requires, else 1). ``seed`` decides in which order CTAs and warps run and when
         asynchronous operations take place. ``uninitialised``: reading shared memory that nothing wrote is an error.
         ``num_sms``: multiprocessors, which decide how many CTAs run at a time. ``instruction_limit``: of one warp, an
-        error beyond. ``workers``: threads of the host.
+        error beyond. ``workers``: threads of the host. ``cooperative``: the grid may synchronise (all of its CTAs must run at
+        a time). What the kernel prints goes to ``sys.stdout`` at its end.
 
         Raises `EmulatorError`.
         """
@@ -121,6 +123,7 @@ class Module:
                 uninitialised,
                 instruction_limit,
                 workers,
+                cooperative,
             )
         except _native.Fault as fault:
             raise EmulatorError.of(fault) from None

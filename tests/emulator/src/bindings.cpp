@@ -30,6 +30,7 @@ class LoadedModule {
             variables_[name] = address;
             allocations_.push_back({address, address + variable.bytes, "the variable " + name});
         }
+        link(module_, variables_);
     }
 
     std::vector<std::string> kernels() const {
@@ -156,9 +157,14 @@ py::dict launch(LoadedModule& module, const std::string& kernel, std::array<uint
                 std::array<uint32_t, 3> block, const py::bytes& parameter_bytes,
                 const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& memory, bool tracked,
                 int64_t shared_bytes, std::array<uint32_t, 3> cluster, int num_sms, uint64_t seed, bool checks,
-                bool uninitialised, int64_t instruction_limit, int workers) {
+                bool uninitialised, int64_t instruction_limit, int workers, bool cooperative) {
     const Program& program = module.program(kernel);
     std::vector<Allocation> allocations = module.allocations();
+    uint64_t workspace = 0;
+    if (cooperative) {
+        const auto address = reinterpret_cast<uint64_t>(&workspace);
+        allocations.push_back({address, address + sizeof(workspace), "the workspace of the grid's barrier"});
+    }
     for (const auto& [begin, bytes, name] : memory) allocations.push_back({begin, begin + bytes, name});
     if (tracked) {
         const std::vector<Allocation> live = TrackedAllocations::instance().snapshot();
@@ -188,11 +194,28 @@ py::dict launch(LoadedModule& module, const std::string& kernel, std::array<uint
                                      " has " + std::to_string(most));
     }
     launch.num_resident = num_sms * ctas_per_sm(module.source().target, block[0] * block[1] * block[2], total);
+    if (cooperative) {
+        const uint64_t num_ctas = uint64_t{grid[0]} * grid[1] * grid[2];
+        if (num_ctas > launch.num_resident) {
+            throw Fault("arguments", "a cooperative launch of " + std::to_string(num_ctas) + " CTAs; " +
+                                         std::to_string(launch.num_resident) + " can run at a time");
+        }
+        launch.grid_workspace = reinterpret_cast<uint64_t>(&workspace);
+    }
+    Console console;
+    launch.console = &console;
+    const auto print = [&] {
+        if (!console.text.empty()) py::print(console.text, py::arg("end") = "", py::arg("flush") = true);
+    };
     Report report;
-    {
+    try {
         const py::gil_scoped_release release;
         report = run_launch(launch);
+    } catch (const Fault&) {
+        print();
+        throw;
     }
+    print();
     py::dict result = report_of(program, report);
     result["shared_bytes"] = total;
     return result;

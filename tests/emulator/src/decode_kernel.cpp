@@ -12,24 +12,12 @@ int64_t align(int64_t offset, int64_t alignment) {
     return (offset + alignment - 1) / alignment * alignment;
 }
 
-const ptx::Function& find_function(const ptx::Module& module, const std::string& name, const ptx::Instruction& caller) {
-    const auto found = module.functions.find(name);
-    if (found != module.functions.end()) return *found->second;
-    Fault fault("unsupported", "a call of " + name + ", which has no body in this module");
-    fault.place.line = caller.line;
-    fault.place.text = module.lines[caller.line - 1];
-    throw fault;
-}
-
 // The kernel first, then each function that is reached from it.
 std::vector<const ptx::Function*> reachable(const ptx::Module& module, const ptx::Function& kernel) {
     std::vector<const ptx::Function*> found{&kernel};
     for (size_t i = 0; i < found.size(); ++i) {
         for (const ptx::Instruction& instruction : found[i]->body) {
-            const std::string callee = callee_name(instruction);
-            if (callee.empty()) continue;
-            const ptx::Function* function = &find_function(module, callee, instruction);
-            if (std::find(found.begin(), found.end(), function) == found.end()) found.push_back(function);
+            add_callees(module, *found[i], instruction, found);
         }
     }
     return found;

@@ -230,6 +230,8 @@ std::optional<Slot> Decoder::special(const std::string& name, int width) {
     for (int i = 0; i < 5; ++i) {
         if (name == kMasks[i]) return special_slot(Special::kLanemask, i, width);
     }
+    // Of the 32 registers of the driver's own, those with the address of a cooperative launch's workspace.
+    if (name == "%envreg1" || name == "%envreg2") return special_slot(Special::kEnvironment, name.back() - '0', width);
     if (name == "WARP_SZ") return constant(kWarpSize, width);
     return std::nullopt;
 }
@@ -370,13 +372,22 @@ std::vector<const ptx::Operand*> Decoder::elements(size_t i) const {
     return found;
 }
 
-int Decoder::label(const std::string& name) const {
-    for (int scope = instruction_->scope; scope >= 0; scope = code_.source->scopes[scope].parent) {
-        const auto& declared = code_.source->scopes[scope].labels;
-        const auto found = declared.find(name);
-        if (found != declared.end()) return code_.first + found->second;
+// What a scope of the instruction declares under that name; nullptr if none does.
+template <typename Member>
+auto* Decoder::declared(Member ptx::Scope::* member, const std::string& name) const {
+    const auto* found = static_cast<const typename Member::mapped_type*>(nullptr);
+    for (int scope = instruction_->scope; scope >= 0 && found == nullptr; scope = code_.source->scopes[scope].parent) {
+        const Member& all = code_.source->scopes[scope].*member;
+        const auto place = all.find(name);
+        if (place != all.end()) found = &place->second;
     }
-    fail("unknown label " + name);
+    return found;
+}
+
+int Decoder::label(const std::string& name) const {
+    const int* found = declared(&ptx::Scope::labels, name);
+    if (found == nullptr) fail("unknown label " + name);
+    return code_.first + *found;
 }
 
 int Decoder::target(const ptx::Operand& operand) const {
@@ -385,12 +396,23 @@ int Decoder::target(const ptx::Operand& operand) const {
 }
 
 const std::vector<std::string>& Decoder::branch_targets(const ptx::Operand& operand) const {
-    for (int scope = instruction_->scope; scope >= 0; scope = code_.source->scopes[scope].parent) {
-        const auto& declared = code_.source->scopes[scope].branch_targets;
-        const auto found = declared.find(operand.name);
-        if (found != declared.end()) return found->second;
-    }
-    fail("unknown list of targets " + operand.name);
+    const auto* found = declared(&ptx::Scope::branch_targets, operand.name);
+    if (found == nullptr) fail("unknown list of targets " + operand.name);
+    return *found;
+}
+
+const std::vector<std::string>* Decoder::call_targets(const ptx::Operand& operand) const {
+    return declared(&ptx::Scope::call_targets, operand.name);
+}
+
+const ptx::Prototype* Decoder::prototype(const ptx::Operand& operand) const {
+    return declared(&ptx::Scope::prototypes, operand.name);
+}
+
+std::optional<uint64_t> Decoder::function_address(const std::string& name) const {
+    const auto found = variables_.find(name);
+    if (found == variables_.end() || found->second < kFunctionWindow) return std::nullopt;
+    return found->second;
 }
 
 int64_t Decoder::local_offset(const ptx::Operand& parameter) const {

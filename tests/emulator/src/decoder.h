@@ -11,12 +11,10 @@
 #include <vector>
 
 #include "fault.h"
+#include "linker.h"
 #include "program.h"
 
 namespace emulator {
-
-// Addresses of a module's .global and .const variables.
-using VariableAddresses = std::map<std::string, uint64_t, std::less<>>;
 
 struct Address {
     Slot base;
@@ -63,6 +61,9 @@ class Decoder {
     std::vector<const ptx::Operand*> elements(size_t i) const;
     int target(const ptx::Operand& label) const;
     const std::vector<std::string>& branch_targets(const ptx::Operand& label) const;
+    const std::vector<std::string>* call_targets(const ptx::Operand& label) const;  // nullptr: it is no such list
+    const ptx::Prototype* prototype(const ptx::Operand& label) const;               // likewise
+    std::optional<uint64_t> function_address(const std::string& name) const;
     int label(const std::string& name) const;
     int64_t local_offset(const ptx::Operand& parameter) const;  // of a .param variable of this function's body
 
@@ -83,6 +84,8 @@ class Decoder {
         Slot slot;
     };
     const Register* find_register(const std::string& name);
+    template <typename Member>
+    auto* declared(Member ptx::Scope::* member, const std::string& name) const;
     const ptx::Variable* find_variable(const std::string& name, int* scope) const;
     std::optional<Slot> special(const std::string& name, int width);
     Slot special_slot(Special special, int index, int width);

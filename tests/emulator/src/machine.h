@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "console.h"
 #include "fault.h"
 #include "mbarrier.h"
 #include "memory.h"
@@ -24,6 +25,8 @@ struct Launch {
     int num_sms;
     uint32_t num_resident;  // CTAs that the device holds at a time
     uint64_t seed;
+    Console* console;           // nullptr: printf goes to the host's standard output
+    uint64_t grid_workspace;    // of a cooperative launch: 8 bytes of zeros in global memory; 0: it is none
     bool checks;                // bounds of global memory, and what follows
     bool uninitialised_errors;  // reads of shared memory that nothing wrote
     int64_t instruction_limit;  // of one warp
@@ -36,7 +39,8 @@ struct Frame {
     std::unique_ptr<std::byte[]> registers;
     int64_t local_base, local_end;
     Frame* caller;
-    const Operation* call;
+    const Operation* at;  // the instruction that called, and how it passes parameters
+    const Call* call;
 };
 
 // Lanes of a warp that execute together. A warp has more than one path where its lanes have parted.
@@ -102,7 +106,8 @@ class Warp {
 
     Next branch(const Operation& operation, uint32_t taken);
     Next branch_indexed(const Operation& operation, uint32_t mask);
-    Next call(const Operation& operation, uint32_t mask);
+    // The lanes call functions: calls[lane], all of one instruction.
+    Next call(const Operation& operation, const Call* const* calls, uint32_t mask);
     Next exit(uint32_t mask);
     Next wait_at_barrier(const Operation& operation, uint32_t mask);
     void arrive_at_barrier(const Operation& operation, uint32_t mask);
@@ -139,7 +144,8 @@ class Warp {
     bool gather_members(const Operation& operation, uint32_t& mask);
     void complete(int join);
     int new_join(int pc, uint32_t expected, int parent, bool ends_call);
-    Frame* new_frame(const FunctionCode& code, Frame* caller, const Operation* call);
+    Frame* new_frame(const FunctionCode& code, Frame* caller, const Operation* at, const Call* call);
+    void enter(Path& path, const Operation& operation, const Call& call);
     void return_from_call(uint32_t mask);
     void land(const AsyncCopy& copy, uint32_t mask);
     void land_due_copies();

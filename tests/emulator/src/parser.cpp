@@ -4,6 +4,7 @@
 
 #include "fault.h"
 #include "lexer.h"
+#include "literal.h"
 #include "ptx.h"
 
 namespace emulator::ptx {
@@ -165,11 +166,14 @@ class Parser {
     void parse_initial(Variable& variable) {
         const int width = width_of(variable.type);
         const auto element = [&] {
-            const Operand operand = parse_operand();
-            if (operand.kind == Operand::Kind::kName || operand.kind == Operand::Kind::kAddress) {
-                fail("addresses in initial values are not supported", peek().line);
-            }
+            const Operand operand = peek().is("generic") ? parse_generic_address() : parse_operand();
             int64_t bits = operand.value;
+            if (operand.kind == Operand::Kind::kName) {
+                if (width != 8) fail("an address in " + std::to_string(width) + " bytes", peek().line);
+                const auto offset = static_cast<int64_t>(variable.initial.size());
+                variable.initial_addresses.push_back({offset, operand.name, operand.value});
+                bits = 0;
+            }
             if (operand.kind == Operand::Kind::kFloat && variable.type == Type::kF32) {
                 double wide;
                 std::memcpy(&wide, &bits, 8);
@@ -190,6 +194,19 @@ class Parser {
                 element();
             }
         } while (depth > 0);
+    }
+
+    // generic(name) + offset. Generic addresses of .global and .const variables are their addresses.
+    Operand parse_generic_address() {
+        expect("generic");
+        expect("(");
+        Operand operand{Operand::Kind::kName, word(), 0, false, {}};
+        expect(")");
+        if (peek().is("+") || peek().is("-")) {
+            accept("+");
+            operand.value = integer();
+        }
+        return operand;
     }
 
     std::vector<Variable> parse_parameters() {
@@ -303,12 +320,20 @@ class Parser {
         if (peek().kind == Token::Kind::kWord && peek(1).is(":")) {
             const std::string label = word();
             expect(":");
-            if (accept(".branchtargets")) {
-                do scope.branch_targets[label].push_back(word());
+            if (peek().is(".branchtargets") || peek().is(".calltargets")) {
+                auto& lists = word() == ".branchtargets" ? scope.branch_targets : scope.call_targets;
+                do lists[label].push_back(word());
                 while (accept(","));
                 return expect(";");
             }
-            if (peek().is(".callprototype")) fail("calls through pointers are not supported", peek().line);
+            if (accept(".callprototype")) {
+                Prototype& prototype = scope.prototypes[label];
+                if (peek().is("(")) prototype.results = parse_parameters();
+                word();  // _
+                prototype.parameters = parse_parameters();
+                accept(".noreturn");
+                return expect(";");
+            }
             scope.labels[label] = static_cast<int>(function_->body.size());
             return;
         }
@@ -400,25 +425,7 @@ class Parser {
     Operand parse_number() {
         const bool minus = accept("-");
         if (peek().kind != Token::Kind::kNumber) unexpected();
-        const std::string text(next().text);
-        Operand operand{Operand::Kind::kInteger, "", 0, false, {}};
-        const char mark = text.size() > 1 && text[0] == '0' ? text[1] : '\0';
-        if (mark == 'f' || mark == 'F' || mark == 'd' || mark == 'D') {
-            const bool is_single = mark == 'f' || mark == 'F';
-            operand.kind = is_single ? Operand::Kind::kFloat32 : Operand::Kind::kFloat64;
-            uint64_t bits = std::strtoull(text.c_str() + 2, nullptr, 16);
-            if (minus) bits ^= is_single ? uint64_t{1} << 31 : uint64_t{1} << 63;
-            operand.value = static_cast<int64_t>(bits);
-        } else if (mark != 'x' && mark != 'X' && text.find_first_of(".eE") != std::string::npos) {
-            operand.kind = Operand::Kind::kFloat;
-            const double value = (minus ? -1.0 : 1.0) * std::strtod(text.c_str(), nullptr);
-            std::memcpy(&operand.value, &value, 8);
-        } else {
-            const uint64_t value =
-                mark == 'b' ? std::strtoull(text.c_str() + 2, nullptr, 2) : std::strtoull(text.c_str(), nullptr, 0);
-            operand.value = static_cast<int64_t>(minus ? ~value + 1 : value);
-        }
-        return operand;
+        return parse_literal(std::string(next().text), minus);
     }
 
     std::vector<Token> tokens_;

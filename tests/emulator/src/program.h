@@ -94,6 +94,7 @@ enum class Special : uint8_t {
     kClusterNctaid,
     kClusterCtarank,
     kClusterNctarank,
+    kEnvironment,
 };
 
 struct SpecialSlot {
@@ -135,6 +136,7 @@ struct Program {
     std::vector<Operation> operations;
     std::vector<std::unique_ptr<FunctionCode>> functions;  // [0]: the kernel
     std::vector<std::unique_ptr<Call>> calls;
+    std::vector<std::map<uint64_t, const Call*>> indirect_calls;  // by the function's address
     std::vector<std::vector<int32_t>> jump_tables;
     std::vector<Parameter> parameters;
     int64_t parameter_bytes = 0;

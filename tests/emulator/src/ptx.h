@@ -12,13 +12,21 @@
 
 namespace emulator::ptx {
 
+// In a variable's initial value, the address of another variable or of a function.
+struct InitialAddress {
+    int64_t offset;  // in the variable, in bytes
+    std::string name;
+    int64_t addend;
+};
+
 struct Variable {
     std::string name;
     Space space;
     Type type;
     int64_t bytes;  // 0: of a size that the launch decides (`.extern .shared name[]`)
     int64_t alignment;
-    std::vector<uint8_t> initial;
+    std::vector<uint8_t> initial = {};
+    std::vector<InitialAddress> initial_addresses = {};  // whose bytes in `initial` are 0
 };
 
 struct Operand {
@@ -56,6 +64,11 @@ struct RegisterRange {
     int count;  // -1: the one register of that name; else name0 … name(count - 1)
 };
 
+// What a call through a pointer says of the function: .callprototype.
+struct Prototype {
+    std::vector<Variable> results, parameters;
+};
+
 // A block in braces. Names declared in it hide those of its parent.
 struct Scope {
     int parent = -1;
@@ -63,6 +76,8 @@ struct Scope {
     std::map<std::string, Variable, std::less<>> variables;
     std::map<std::string, int, std::less<>> labels;  // index of the instruction that follows
     std::map<std::string, std::vector<std::string>, std::less<>> branch_targets;  // of brx.idx
+    std::map<std::string, std::vector<std::string>, std::less<>> call_targets;    // of calls through pointers
+    std::map<std::string, Prototype, std::less<>> prototypes;                     // likewise
 };
 
 struct Function {

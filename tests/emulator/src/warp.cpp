@@ -1,10 +1,13 @@
 // A warp's paths: how its lanes part at branches, meet again, call, return and wait for each other.
+#include <algorithm>
 #include <sstream>
 
 #include "cluster.h"
 
 namespace emulator {
 namespace {
+
+constexpr int64_t kMostLocalBytes = 512 << 10;  // of a thread, as the hardware has it
 
 std::string hex(uint32_t mask) {
     std::ostringstream text;
@@ -19,11 +22,11 @@ Warp::Warp(Cta& cta, int index, uint32_t lanes) : cta(cta), index_(index), lanes
     Path start;
     start.mask = lanes;
     start.pc = kernel.first;
-    start.frame = new_frame(kernel, nullptr, nullptr);
+    start.frame = new_frame(kernel, nullptr, nullptr, nullptr);
     paths_.push_back(start);
 }
 
-Frame* Warp::new_frame(const FunctionCode& code, Frame* caller, const Operation* call) {
+Frame* Warp::new_frame(const FunctionCode& code, Frame* caller, const Operation* at, const Call* call) {
     auto frame = std::make_unique<Frame>();
     frame->code = &code;
     frame->registers.reset(new std::byte[code.image.size()]);
@@ -31,7 +34,12 @@ Frame* Warp::new_frame(const FunctionCode& code, Frame* caller, const Operation*
     frame->local_base = caller == nullptr ? 0 : caller->local_end;
     frame->local_end = frame->local_base + code.local_bytes;
     frame->caller = caller;
+    frame->at = at;
     frame->call = call;
+    if (frame->local_end > kMostLocalBytes) {
+        throw Fault("limit", "a thread needs more than " + std::to_string(kMostLocalBytes >> 10) +
+                                 " KiB of local memory: recursion without an end?");
+    }
     for (auto& bytes : local_) {
         if (static_cast<int64_t>(bytes.size()) < frame->local_end) bytes.resize(frame->local_end, std::byte{0xff});
     }
@@ -79,6 +87,9 @@ Frame* Warp::new_frame(const FunctionCode& code, Frame* caller, const Operation*
                     break;
                 case Special::kLocalBase:
                     value = frame->local_base + i;
+                    break;
+                case Special::kEnvironment:  // upper and lower half of an address
+                    value = i == 1 ? launch.grid_workspace >> 32 : launch.grid_workspace & 0xffffffff;
                     break;
                 case Special::kSmid:  // CTAs are dealt to multiprocessors in turn
                     value = (cta.index[0] + launch.grid[0] * (cta.index[1] + uint64_t{launch.grid[1]} * cta.index[2])) %
@@ -286,49 +297,65 @@ Next Warp::branch_indexed(const Operation& operation, uint32_t mask) {
     return Next::kBlocked;
 }
 
-Next Warp::call(const Operation& operation, uint32_t mask) {
-    const Call& call = *cta.launch.program->calls[operation.value];
-    if (mask != path_.mask) {  // the other lanes of a guarded call wait behind it
-        path_.join = new_join(path_.pc + 1, path_.mask, path_.join, false);
+Next Warp::call(const Operation& operation, const Call* const* calls, uint32_t mask) {
+    const Call* const first = calls[__builtin_ctz(mask)];
+    uint32_t same = 0;
+    each_lane(mask, [&](int lane) { same |= uint32_t{calls[lane] == first} << lane; });
+    if (same == path_.mask) {
+        enter(path_, operation, *first);
+        base_ = path_.frame->registers.get();
+        return Next::kJumped;
+    }
+    // Lanes that do not call, and those that call other functions, are paths of their own up to what follows the call.
+    path_.join = new_join(path_.pc + 1, path_.mask, path_.join, false);
+    if (mask != path_.mask) {
         Path passing = path_;
         passing.mask &= ~mask;
         ++passing.pc;
         paths_.push_back(passing);
-        path_.mask = mask;
     }
-    Frame* caller = path_.frame;
-    path_.frame = new_frame(*call.callee, caller, &operation);
-    path_.join = new_join(call.callee->end, mask, path_.join, true);
-    path_.pc = call.callee->first;
-    base_ = path_.frame->registers.get();
+    while (mask != 0) {
+        const Call* const call = calls[__builtin_ctz(mask)];
+        Path path = path_;
+        path.mask = 0;
+        each_lane(mask, [&](int lane) { path.mask |= uint32_t{calls[lane] == call} << lane; });
+        mask &= ~path.mask;
+        enter(path, operation, *call);
+        paths_.push_back(path);
+    }
+    path_.mask = 0;
+    return Next::kBlocked;
+}
+
+// Puts a path at the beginning of a function, in a frame with its parameters.
+void Warp::enter(Path& path, const Operation& operation, const Call& call) {
+    Frame* caller = path.frame;
+    path.frame = new_frame(*call.callee, caller, &operation, &call);
+    path.join = new_join(call.callee->end, path.mask, path.join, true);
+    joins_[path.join].frame = path.frame;
+    path.pc = call.callee->first;
     for (const Copy& copy : call.arguments) {
-        each_lane(mask, [&](int lane) {
+        each_lane(path.mask, [&](int lane) {
             std::byte* local = local_[lane].data();
-            std::memcpy(local + path_.frame->local_base + copy.to, local + caller->local_base + copy.from, copy.bytes);
+            std::memcpy(local + path.frame->local_base + copy.to, local + caller->local_base + copy.from, copy.bytes);
         });
     }
-    return Next::kJumped;
 }
 
 void Warp::return_from_call(uint32_t mask) {
     Frame* ended = path_.frame;
     Frame* caller = ended->caller;
-    const Program& program = *cta.launch.program;
-    for (const Copy& copy : program.calls[ended->call->value]->results) {
+    for (const Copy& copy : ended->call->results) {
         each_lane(mask, [&](int lane) {
             std::byte* local = local_[lane].data();
             std::memcpy(local + caller->local_base + copy.to, local + ended->local_base + copy.from, copy.bytes);
         });
     }
-    path_.pc = static_cast<int>(ended->call - program.operations.data()) + 1;
+    path_.pc = static_cast<int>(ended->at - cta.launch.program->operations.data()) + 1;
     path_.frame = caller;
     base_ = caller->registers.get();
-    for (size_t i = 0; i < frames_.size(); ++i) {
-        if (frames_[i].get() == ended) {
-            frames_.erase(frames_.begin() + static_cast<std::ptrdiff_t>(i));
-            break;
-        }
-    }
+    const auto last = std::find_if(frames_.rbegin(), frames_.rend(), [&](const auto& f) { return f.get() == ended; });
+    frames_.erase(std::next(last).base());
 }
 
 Next Warp::exit(uint32_t mask) {

@@ -16,7 +16,10 @@ void decode_exit(Decoder& d);
 void decode_trap(Decoder& d);
 void decode_pmevent(Decoder& d);
 
-std::string callee_name(const ptx::Instruction& instruction);  // empty: no call
+// The functions of the module that an instruction may call, or takes the address of, and those that variables which it
+// names hold the addresses of. A Fault where a callee has no body.
+void add_callees(const ptx::Module& module, const ptx::Function& caller, const ptx::Instruction& instruction,
+                 std::vector<const ptx::Function*>& found);
 std::vector<int> successors_of(const Program& program, const FunctionCode& code, int index);
 Operation end_of_function(bool is_entry);
 
