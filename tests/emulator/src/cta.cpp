@@ -3,6 +3,7 @@
 
 #include "cluster.h"
 #include "families/barrier.h"
+#include "wgmma.h"
 
 namespace emulator {
 
@@ -17,6 +18,13 @@ Cta::Cta(Cluster& cluster, uint32_t rank, const uint32_t (&cta_index)[3])
         const uint32_t lanes = count == kWarpSize ? kAllLanes : (1u << count) - 1;
         warps_.push_back(std::make_unique<Warp>(*this, static_cast<int>(first / kWarpSize), lanes));
     }
+    warpgroup_logs_.resize((warps_.size() + 3) / 4);
+}
+
+Cta::~Cta() = default;
+
+WarpgroupLog& Cta::warpgroup_log(int warpgroup) {
+    return warpgroup_logs_[warpgroup];
 }
 
 bool Cta::has_ended() const {
@@ -29,6 +37,14 @@ void Cta::check_end() {
         Fault fault("barrier", "the CTA has ended with " + std::to_string(barriers_[id].arrived) +
                                    " threads arrived at barrier " + std::to_string(id) + ", which nobody waited for");
         fault.place = warps_[0]->place_of(nullptr, -1);
+        throw fault;
+    }
+    for (size_t i = 0; i < warpgroup_logs_.size(); ++i) {
+        const WarpgroupLog& log = warpgroup_logs_[i];
+        if (log.entries.empty()) continue;
+        Fault fault("wgmma", "the CTA has ended with wgmma instructions that only some warps of warpgroup " +
+                                 std::to_string(i) + " have executed");
+        fault.place = warps_[4 * i]->place_of(log.entries.front().operation, 0);
         throw fault;
     }
 }

@@ -94,6 +94,7 @@ void decode_function(Program& program, FunctionCode& code, const VariableAddress
         family->decode(decoder);
         decoder.finish();
     }
+    track_wgmma_registers(program, code, decoder.accesses());
     program.operations[code.end] = end_of_function(code.source->is_entry);
     program.operations[code.end].instruction = code.source->body.empty() ? nullptr : &code.source->body.back();
 }

@@ -11,6 +11,7 @@ void Decoder::begin(const ptx::Instruction& instruction, Operation& operation) {
     instruction_ = &instruction;
     operation_ = &operation;
     operation.instruction = &instruction;
+    accesses_.emplace_back();
     words_.clear();
     std::string_view rest = instruction.opcode;
     while (true) {
@@ -293,6 +294,7 @@ std::pair<Slot, int> Decoder::read_any(const ptx::Operand& operand, Type type) {
     if (const Register* known = find_register(operand.name)) {
         if (known->type == Type::kPred) fail("a predicate where a value is expected");
         if (width_of(known->type) < width) fail("a register that is narrower than the type");
+        if (width_of(known->type) == 4) accesses_.back().reads.push_back(known->slot);
         return {known->slot, width_of(known->type)};
     }
     if (const auto slot = special(operand.name, width)) return {*slot, width};
@@ -324,6 +326,7 @@ std::pair<Slot, int> Decoder::write_any(const ptx::Operand& operand, Type type) 
     const Register* known = operand.kind == ptx::Operand::Kind::kName ? find_register(operand.name) : nullptr;
     if (known == nullptr || known->type == Type::kPred) fail("a register is expected as destination");
     if (width_of(known->type) < width_of(type)) fail("a register that is narrower than the type");
+    if (width_of(known->type) == 4) accesses_.back().writes.push_back(known->slot);
     return {known->slot, width_of(known->type)};
 }
 
@@ -355,6 +358,7 @@ Address Decoder::address(size_t i, Space& space) {
             const int width = width_of(known->type);
             if (width != 4 && width != 8) fail("an address of an unknown width");
             if (width == 4 && (space == Space::kGlobal || space == Space::kGeneric)) fail("a 32-bit global address");
+            if (width == 4) accesses_.back().reads.push_back(known->slot);
             return {known->slot, width, whole.value};
         }
         if (const auto slot = symbol(base.name, whole.value, 8)) return {*slot, 8, 0};

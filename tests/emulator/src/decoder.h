@@ -74,6 +74,12 @@ class Decoder {
     void require_target(int version) const;
     void lay_out_locals();
 
+    // Registers of 4 bytes that each instruction so far reads and writes, one entry for each `begin`.
+    struct Accesses {
+        std::vector<Slot> reads, writes;
+    };
+    const std::vector<Accesses>& accesses() const { return accesses_; }
+
     Operation& operation() { return *operation_; }
     Program& program() { return program_; }
     const FunctionCode& code() const { return code_; }
@@ -104,6 +110,7 @@ class Decoder {
     std::map<std::pair<uint64_t, int>, Slot> constants_;
     std::map<std::pair<int, std::string>, int64_t> locals_;  // (scope, name) to offset
     std::optional<Slot> carry_;
+    std::vector<Accesses> accesses_;
 };
 
 struct Family {
@@ -117,6 +124,9 @@ const Family* find_family(std::string_view root);
 // Decodes a kernel and all that it calls. The module must outlive the program.
 std::unique_ptr<Program> decode_kernel(const ptx::Module& module, const std::string& name,
                                        const VariableAddresses& variables);
+
+// Sets `tracked` of the operations that access registers which wgmma uses; `accesses`: of each operation.
+void track_wgmma_registers(Program& program, FunctionCode& code, const std::vector<Decoder::Accesses>& accesses);
 
 // Sets `join` of each branch of the function to the immediate post-dominator.
 void find_joins(Program& program, const FunctionCode& code);

@@ -82,10 +82,13 @@ struct AsyncCopy {
 
 class Cluster;
 class Cta;
+class WgmmaUnit;
+struct WarpgroupLog;
 
 class Warp {
   public:
     Warp(Cta& cta, int index, uint32_t lanes);
+    ~Warp();
 
     // For the instruction families.
     template <typename T>
@@ -101,6 +104,8 @@ class Warp {
     std::byte* access(Space space, uint64_t address, int bytes, int lane, bool is_write);
     // The CTA whose shared memory an address is in; leaves the offset there.
     Cta& shared_owner(Space space, uint64_t& address, int lane);
+    WgmmaUnit& wgmma();
+    Frame* frame() { return path_.frame; }
     // For the counters; `addresses` as the instruction has them.
     void count_memory(const Operation& operation, Space space, const uint64_t* addresses, int bytes, uint32_t mask);
 
@@ -165,6 +170,7 @@ class Warp {
     uint32_t committed_[kWarpSize] = {};
     std::vector<AsyncCopy> copies_;
     uint64_t num_copies_ = 0;
+    std::unique_ptr<WgmmaUnit> wgmma_;  // of programs that have such instructions
 };
 
 struct Barrier {
@@ -185,6 +191,7 @@ struct Barrier {
 class Cta {
   public:
     Cta(Cluster& cluster, uint32_t rank, const uint32_t (&index)[3]);
+    ~Cta();
 
     // Shared memory by offset; nullptr: outside of it.
     std::byte* shared(uint64_t address, int bytes) {
@@ -206,6 +213,8 @@ class Cta {
     void arrive(Mbarrier& mbarrier, uint32_t count, int lane);
     void expect_transactions(Mbarrier& mbarrier, int64_t bytes, int lane);
     void complete_transactions(Mbarrier& mbarrier, int64_t bytes, int lane);
+
+    WarpgroupLog& warpgroup_log(int warpgroup);
 
     const std::vector<std::unique_ptr<Warp>>& warps() const { return warps_; }
     const Barrier& barrier(int id) const { return barriers_[id]; }
@@ -241,6 +250,7 @@ class Cta {
     Mbarriers mbarriers_;
     std::vector<std::unique_ptr<Warp>> warps_;
     Barrier barriers_[16];
+    std::vector<WarpgroupLog> warpgroup_logs_;
 };
 
 // Runs all CTAs; throws the first Fault that occurred.

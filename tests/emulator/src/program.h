@@ -64,6 +64,7 @@ struct Operation {
     int32_t option[4] = {};       // likewise
     int32_t target = -1;          // of a branch
     int32_t join = -1;            // where the lanes that a branch parts meet again
+    int32_t tracked = -1;         // of Program::tracked_accesses
     Slot guard = 0;
     bool is_guarded = false, guard_negated = false;
     bool is_aligned = false;  // all lanes of the warp must come here together
@@ -104,11 +105,25 @@ struct SpecialSlot {
     int width;
 };
 
+// A register that wgmma uses, or that moves connect with one; `id` counts those of a function.
+struct TrackedRegister {
+    Slot slot;
+    int32_t id;
+};
+
+// What an operation does with tracked registers, in the order of its operands.
+struct TrackedAccess {
+    std::vector<TrackedRegister> reads, writes;
+    bool is_move = false;   // of one register into another
+    bool is_wgmma = false;  // wgmma.mma_async itself
+};
+
 struct FunctionCode {
     const ptx::Function* source = nullptr;
     int first = 0, end = 0;        // operations; end: the one that returns, where all paths meet
     std::vector<std::byte> image;  // of a fresh frame
     std::vector<SpecialSlot> specials;
+    int32_t num_tracked = 0;                 // registers
     int64_t local_bytes = 0;                 // of one lane: variables and call parameters
     std::map<std::string, int64_t> formals;  // parameters and results of a .func, in its local memory
 };
@@ -138,6 +153,7 @@ struct Program {
     std::vector<std::unique_ptr<Call>> calls;
     std::vector<std::map<uint64_t, const Call*>> indirect_calls;  // by the function's address
     std::vector<std::vector<int32_t>> jump_tables;
+    std::vector<TrackedAccess> tracked_accesses;
     std::vector<Parameter> parameters;
     int64_t parameter_bytes = 0;
     std::map<std::string, int64_t> shared_offsets;

@@ -34,6 +34,10 @@ enum class Type : uint8_t {
     kU16x2,
     kS16x2,
     kB128,
+    kE4M3,
+    kE5M2,
+    kE4M3x2,
+    kE5M2x2,
 };
 
 // kShared: of the CTA; kCluster: of the cluster's CTAs.
@@ -46,12 +50,16 @@ constexpr int width_of(Type type) {  // bytes; a predicate's register holds one 
         case Type::kB8:
         case Type::kU8:
         case Type::kS8:
+        case Type::kE4M3:
+        case Type::kE5M2:
             return 1;
         case Type::kB16:
         case Type::kU16:
         case Type::kS16:
         case Type::kF16:
         case Type::kBF16:
+        case Type::kE4M3x2:
+        case Type::kE5M2x2:
             return 2;
         case Type::kB64:
         case Type::kU64:

@@ -3,6 +3,7 @@
 #include <sstream>
 
 #include "cluster.h"
+#include "wgmma.h"
 
 namespace emulator {
 namespace {
@@ -24,6 +25,13 @@ Warp::Warp(Cta& cta, int index, uint32_t lanes) : cta(cta), index_(index), lanes
     start.pc = kernel.first;
     start.frame = new_frame(kernel, nullptr, nullptr, nullptr);
     paths_.push_back(start);
+}
+
+Warp::~Warp() = default;
+
+WgmmaUnit& Warp::wgmma() {
+    if (wgmma_ == nullptr) wgmma_ = std::make_unique<WgmmaUnit>(*this);
+    return *wgmma_;
 }
 
 Frame* Warp::new_frame(const FunctionCode& code, Frame* caller, const Operation* at, const Call* call) {
@@ -203,6 +211,7 @@ void Warp::run(int64_t budget) {
                     if (operation->has_member_mask && !gather_members(*operation, mask)) break;
                     ++counts[path_.pc].warps;
                     counts[path_.pc].lanes += __builtin_popcount(mask);
+                    if (operation->tracked >= 0) wgmma().touch(*operation, mask);
                     next = operation->execute(*this, *operation, mask);
                 }
                 if (++cluster.clock >= next_due_) land_due_copies();
@@ -354,6 +363,7 @@ void Warp::return_from_call(uint32_t mask) {
     path_.pc = static_cast<int>(ended->at - cta.launch.program->operations.data()) + 1;
     path_.frame = caller;
     base_ = caller->registers.get();
+    if (wgmma_ != nullptr) wgmma_->leave(ended);
     const auto last = std::find_if(frames_.rbegin(), frames_.rend(), [&](const auto& f) { return f.get() == ended; });
     frames_.erase(std::next(last).base());
 }

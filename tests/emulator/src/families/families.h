@@ -53,6 +53,8 @@ void decode_fence(Decoder& d);
 void decode_cp(Decoder& d);
 void decode_cp_async_mbarrier(Decoder& d);  // cp.async.mbarrier.arrive
 void decode_ldmatrix(Decoder& d);
+void decode_stmatrix(Decoder& d);
+void decode_wgmma(Decoder& d);
 void decode_mma(Decoder& d);
 void decode_nanosleep(Decoder& d);
 

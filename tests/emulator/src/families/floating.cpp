@@ -5,8 +5,8 @@ namespace emulator {
 uint32_t encode(double value, Format format, Rounding rounding, bool saturate) {
     const int m = format.mantissa_bits, e = format.exponent_bits;
     const uint32_t sign = std::signbit(value) ? 1u << (m + e) : 0;
-    const uint32_t infinity = ((1u << e) - 1) << m, largest = infinity - 1;
-    if (std::isnan(value)) return (1u << (m + e)) - 1;
+    const uint32_t largest = format.largest(), infinity = largest + 1;
+    if (std::isnan(value)) return format.nan();
     const double magnitude = std::fabs(value);
     if (std::isinf(magnitude)) return sign | (saturate ? largest : infinity);
     if (magnitude == 0) return sign;
@@ -40,7 +40,7 @@ uint32_t encode(double value, Format format, Rounding rounding, bool saturate) {
     const auto significand = static_cast<uint32_t>(whole);
     const uint32_t bits =
         significand < (1u << m) ? significand : (static_cast<uint32_t>(biased - 1) << m) + significand;
-    if (bits < infinity) return sign | bits;
+    if (bits <= largest) return sign | bits;
     const bool stays_finite = saturate || rounding == Rounding::kZero || (rounding == Rounding::kDown && sign == 0) ||
                               (rounding == Rounding::kUp && sign != 0);
     return sign | (stays_finite ? largest : infinity);

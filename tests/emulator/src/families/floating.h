@@ -30,6 +30,15 @@ inline float from_half(uint16_t h) {
     return bit_cast<float>(bits | sign);
 }
 
+inline float from_e4m3(uint8_t b) {  // has no infinities, and one NaN of each sign
+    const float finite = bit_cast<float>(uint32_t{b & 0x7fu} << 20) * 0x1p120f;
+    return (b & 0x7f) == 0x7f ? bit_cast<float>(0x7fffffffu) : (b & 0x80) != 0 ? -finite : finite;
+}
+
+inline float from_e5m2(uint8_t b) {
+    return from_half(static_cast<uint16_t>(b << 8));
+}
+
 inline float from_bfloat(uint16_t b) {
     return bit_cast<float>(uint32_t{b} << 16);
 }
@@ -39,12 +48,17 @@ enum class Rounding : uint8_t { kNearestEven, kZero, kDown, kUp, kNearestAway };
 // A value of a format with so many explicit mantissa bits and that range of exponents.
 struct Format {
     int mantissa_bits, exponent_bits;
+    bool has_infinity = true;  // if not, the largest exponent has finite numbers too
     constexpr int bias() const { return (1 << (exponent_bits - 1)) - 1; }
+    constexpr uint32_t nan() const { return (1u << (mantissa_bits + exponent_bits)) - 1; }
+    constexpr uint32_t largest() const {
+        return has_infinity ? (nan() >> mantissa_bits << mantissa_bits) - 1 : nan() - 1;
+    }
 };
-constexpr Format kHalf{10, 5}, kBfloat{7, 8}, kTf32{10, 8}, kSingle{23, 8};
+constexpr Format kHalf{10, 5}, kBfloat{7, 8}, kTf32{10, 8}, kSingle{23, 8}, kE4m3{3, 4, false}, kE5m2{2, 5};
 
-// The value as the format's bits; NaN is the canonical one. Overflow gives infinity, or with `saturate` the largest
-// finite number, as does rounding towards zero.
+// The value as the format's bits; NaN is the canonical one. Overflow gives infinity (NaN where there is none), or with
+// `saturate` the largest finite number, as does rounding towards zero.
 uint32_t encode(double value, Format format, Rounding rounding, bool saturate = false);
 
 inline uint16_t to_half(double value) {

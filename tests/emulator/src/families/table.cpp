@@ -97,6 +97,7 @@ constexpr Family kFamilies[] = {
     {"slct", decode_slct},
     {"sqrt", decode_approximate},
     {"st", decode_st},
+    {"stmatrix", decode_stmatrix},
     {"sub", decode_arithmetic},
     {"subc", decode_carry},
     {"szext", decode_bit_mask},
@@ -104,6 +105,7 @@ constexpr Family kFamilies[] = {
     {"testp", decode_testp},
     {"trap", decode_trap},
     {"vote", decode_vote},
+    {"wgmma", decode_wgmma},
     {"xor", decode_logic},
 };
 
