@@ -157,11 +157,6 @@ class Report:
     def bank_conflicts(self) -> int:
         return sum(row.bank_conflicts for row in self.rows)
 
-    @property
-    def memory_rows(self) -> list[InstructionCounts]:
-        """Instructions that touch global or shared memory."""
-        return [row for row in self.rows if row.global_sectors or row.shared_wavefronts]
-
     def _sum(self, key: str) -> Counter[str]:
         found: Counter[str] = Counter()
         for row in self.rows:
