@@ -55,8 +55,9 @@ test: $(BUILT) ## run the tests; PYTEST_ARGS="-m quick" narrows them
 demo: $(BUILT) ## a sentence model and a small decoder, plain and with fastattn
 	$(BIN)/python examples/demo.py
 
-bench: $(BUILT) ## measure what fastattn adds to a call
+bench: $(BUILT) ## measure what fastattn adds to a call, and how fast the emulator of the tests is
 	$(BIN)/python benchmarks/bench_overhead.py
+	$(BIN)/python benchmarks/bench_emulator.py
 
 # mypy needs the package as it is installed: triton_kernels inside fastattn. It leaves out the tests, which pass wrong types
 # on purpose.

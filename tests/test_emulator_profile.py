@@ -123,7 +123,7 @@ def test_a_cuda_file(tmp_path: Path) -> None:
 
 
 def test_without_the_tools_the_counts_remain(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from emulator import profile as command
+    from emulator import profiling as command
     from emulator.launches import recorded
     from emulator.module import Module
 

@@ -6,7 +6,7 @@ import argparse
 import runpy
 import sys
 
-from emulator import allocations, profile
+from emulator import allocations, profiling
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def run_script(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m emulator", description=__doc__)
     subparsers = parser.add_subparsers(required=True)
-    profile.add_parser(subparsers, add_options, run_script)
+    profiling.add_parser(subparsers, add_options, run_script)
     arguments = parser.parse_args()
     arguments.function(arguments)
 
