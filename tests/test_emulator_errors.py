@@ -171,7 +171,7 @@ def test_a_missing_wait_shows_at_some_seed() -> None:
         ("add.s32.wrong %r1, %r0, %r0;", "unknown modifier .wrong"),
         ("add.rna.f32 %f1, %f1, %f1;", "unknown modifier .rna"),
         ("mov.b32 %r1, %rd0;", "another width"),
-        ("wgmma.fence.sync.aligned;", "unknown instruction wgmma"),
+        ("tcgen05.fence::before_thread_sync;", "unknown instruction tcgen05"),
         ("mbarrier.init.global.b64 [%rd0], 1;", "an mbarrier object is in shared memory"),
         ("cp.async.bulk.commit_group;", "unknown modifier .bulk"),
     ],
