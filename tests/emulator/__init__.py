@@ -4,5 +4,6 @@ from emulator import allocations
 from emulator.errors import EmulatorError
 from emulator.module import Module
 from emulator.report import InstructionCounts, Report
+from emulator.tensor_map import TensorMap
 
-__all__ = ["EmulatorError", "InstructionCounts", "Module", "Report", "allocations"]
+__all__ = ["EmulatorError", "InstructionCounts", "Module", "Report", "TensorMap", "allocations"]

@@ -13,6 +13,7 @@ from emulator import launches
 from emulator.errors import EmulatorError
 from emulator.native import native as _native
 from emulator.report import Report
+from emulator.tensor_map import TensorMap
 
 INTEGER_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 FLOAT_FORMATS = {"f32": "<f", "f64": "<d", "f16": "<e"}
@@ -39,6 +40,15 @@ def span(array: Any) -> tuple[int, int]:
 def describe(array: Any) -> str:
     """``bfloat16 [2, 3]``"""
     return f"{str(array.dtype).removeprefix('torch.')} {list(array.shape)}"
+
+
+def spans(argument: Any, name: str) -> list[Memory]:
+    """The memory that an argument gives a kernel."""
+    if isinstance(argument, TensorMap):
+        return [(argument.address, 128, f"{name}a tensor map"), *spans(argument.tensor, f"{name}the tensor of a map, ")]
+    if isinstance(argument, torch.Tensor) or hasattr(argument, "__array_interface__"):
+        return [(*span(argument), f"{name}{describe(argument)}")]
+    return []
 
 
 class Module:
@@ -85,7 +95,7 @@ class Module:
         """Run a kernel to its end.
 
         ``args``: CPU tensors and numpy arrays (passed as pointers), None (a null pointer), ints and floats (converted
-        to the parameter's type), ``bytes`` (structs). The kernel may touch the memory of ``args`` and of the tensors in
+        to the parameter's type), ``bytes`` (structs), `TensorMap`. The kernel may touch the memory of ``args`` and of the tensors in
         ``memory`` (those that structs point to), from the first element of each to its last, and nothing else;
         with ``tracked`` also all that `allocations` tracks (so the whole storage where an argument is a view of it).
         ``checks`` False leaves this out. ``shared_bytes``: dynamic shared memory of a CTA. ``cluster``: its size in
@@ -102,12 +112,11 @@ class Module:
             parameters, total = self._module.parameters(name)
             if len(args) != len(parameters):
                 raise EmulatorError("arguments", f"{len(parameters)} are needed, got {len(args)}", name)
-            packed, allowed = bytearray(total), [(*span(array), describe(array)) for array in memory]
+            packed, allowed = bytearray(total), [found for array in memory for found in spans(array, "")]
             for index, (argument, parameter) in enumerate(zip(args, parameters, strict=True)):
                 _, _, offset, size, _ = parameter
                 packed[offset : offset + size] = convert(argument, index, parameter, name)
-                if hasattr(argument, "__array_interface__") or isinstance(argument, torch.Tensor):
-                    allowed.append((*span(argument), f"argument {index}, {describe(argument)}"))
+                allowed += spans(argument, f"argument {index}, ")
             counted = self._module.launch(
                 name,
                 grid,
@@ -140,6 +149,12 @@ def convert(argument: Any, index: int, parameter: tuple[str, str, int, int, bool
         if len(argument) != size:
             raise EmulatorError("arguments", f"{expected}: got {len(argument)} bytes", kernel)
         return bytes(argument)
+    if isinstance(argument, TensorMap):
+        if is_array and size == 128:
+            return bytes(argument)
+        if size == 8 and kind in ("u64", "b64", "s64"):
+            return struct.pack("<Q", argument.address)
+        raise EmulatorError("arguments", f"{expected}: got a tensor map", kernel)
     if is_array:
         raise EmulatorError("arguments", f"{expected}: pass bytes, not {type(argument).__name__}", kernel)
     if argument is None or isinstance(argument, torch.Tensor | np.ndarray):

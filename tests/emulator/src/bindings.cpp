@@ -232,6 +232,7 @@ PYBIND11_MODULE(_emulator, m) {
         .def("parameters", &parameters)
         .def("launch", &launch);
     bind_allocations(m);
+    bind_tensor_map(m);
     // The Python side turns these arguments into its EmulatorError.
     static py::exception<Fault> fault_type(m, "Fault");
     py::register_exception_translator([](std::exception_ptr pointer) {

@@ -6,5 +6,6 @@
 namespace emulator {
 
 void bind_allocations(pybind11::module_& m);
+void bind_tensor_map(pybind11::module_& m);
 
 }  // namespace emulator

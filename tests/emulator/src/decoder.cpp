@@ -344,9 +344,9 @@ int64_t Decoder::immediate(size_t i) const {
     return operand(i).value;
 }
 
-Address Decoder::address(size_t i, Space& space) {
+Address Decoder::address(size_t i, Space& space, size_t parts) {
     const ptx::Operand& whole = operand(i);
-    if (whole.kind != ptx::Operand::Kind::kAddress) fail("an address is expected");
+    if (whole.kind != ptx::Operand::Kind::kAddress || whole.elements.size() != parts) fail("an address is expected");
     const ptx::Operand& base = whole.elements[0];
     const bool is_name = base.kind == ptx::Operand::Kind::kName;
     if (is_name) {

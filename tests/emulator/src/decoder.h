@@ -56,7 +56,8 @@ class Decoder {
     Slot write_predicate(const ptx::Operand& operand);
     int64_t immediate(size_t i) const;
     // In an address of parameters, `space` becomes local where these lie in a frame.
-    Address address(size_t i, Space& space);
+    // A tensor's address has a second part, its coordinates.
+    Address address(size_t i, Space& space, size_t parts = 1);
     // The operands of a vector, or the one.
     std::vector<const ptx::Operand*> elements(size_t i) const;
     int target(const ptx::Operand& label) const;

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "bulk_groups.h"
 #include "console.h"
 #include "fault.h"
 #include "mbarrier.h"
@@ -102,6 +103,8 @@ class Warp {
     }
     // The host's address of a lane's `bytes` bytes, or a Fault.
     std::byte* access(Space space, uint64_t address, int bytes, int lane, bool is_write);
+    // Likewise for so many bytes of global memory, at any alignment.
+    std::byte* global(uint64_t address, uint64_t bytes, int lane, bool is_write);
     // The CTA whose shared memory an address is in; leaves the offset there.
     Cta& shared_owner(Space space, uint64_t& address, int lane);
     WgmmaUnit& wgmma();
@@ -138,6 +141,7 @@ class Warp {
     Place place_of(const Operation* operation, int lane) const;
 
     Cta& cta;
+    BulkGroups bulk_groups;
     // barrier.cluster: lanes that have arrived and not yet waited, and the phase that each arrived in.
     uint32_t cluster_arrived = 0;
     uint64_t cluster_phase[kWarpSize] = {};

@@ -402,6 +402,7 @@ class Parser {
             if (address.elements[0].kind != Operand::Kind::kName) {
                 std::swap(address.value, address.elements[0].value);  // an absolute address
             }
+            if (accept(",")) address.elements.push_back(parse_simple_operand());
             expect("]");
             return address;
         }

@@ -36,7 +36,7 @@ struct Operand {
         kFloat,    // bits of the literal's double in `value`
         kFloat32,  // `0f…`: the 32 bits in `value`
         kFloat64,  // `0d…`: the 64 bits in `value`
-        kAddress,  // [elements[0] + value]
+        kAddress,  // [elements[0] + value], or of a tensor [elements[0] + value, elements[1]]
         kVector,   // {elements…}
         kList,     // (elements…), of a call
         kPair,     // elements[0]|elements[1]

@@ -68,11 +68,14 @@ std::byte* Warp::access(Space space, uint64_t address, int bytes, int lane, bool
             }
             return const_cast<std::byte*>(cta.launch.parameters.data()) + address;
         default:
-            break;
+            return global(address, bytes, lane, is_write);
     }
+}
+
+std::byte* Warp::global(uint64_t address, uint64_t bytes, int lane, bool is_write) {
     if (cta.launch.checks && (address < cta.last_region.begin || address + bytes > cta.last_region.end)) {
         const GlobalMemory::Region region = cta.launch.memory->find(address, bytes);
-        if (region.end == 0) fail_access(space, address, bytes, lane, is_write);
+        if (region.end == 0) fail_access(Space::kGlobal, address, static_cast<int>(bytes), lane, is_write);
         cta.last_region = region;
     }
     return reinterpret_cast<std::byte*>(address);

@@ -42,10 +42,10 @@ inline bool accept_cache_hints(Decoder& d) {
 }
 
 inline Class class_of(Space space) {
-    return space == Space::kShared  ? Class::kShared
-           : space == Space::kLocal ? Class::kLocal
-           : space == Space::kParam ? Class::kParam
-                                    : Class::kGlobal;
+    return space == Space::kShared || space == Space::kCluster ? Class::kShared
+           : space == Space::kLocal                            ? Class::kLocal
+           : space == Space::kParam                            ? Class::kParam
+                                                               : Class::kGlobal;
 }
 
 }  // namespace emulator

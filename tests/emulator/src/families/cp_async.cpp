@@ -1,5 +1,6 @@
 // cp.async and its groups. PTX ISA, "Data Movement and Conversion Instructions: Non-bulk copy".
 #include "addresses.h"
+#include "bulk.h"
 #include "families.h"
 
 namespace emulator {
@@ -62,7 +63,12 @@ Next wait_all(Warp& warp, const Operation&, uint32_t mask) {
 void decode_cp(Decoder& d) {
     Operation& o = d.operation();
     o.type = Class::kAsync;
+    const bool reduces = d.accept("reduce");
     d.require_any({"async"});
+    if (reduces || d.accept("bulk")) {
+        if (reduces) d.require_any({"bulk"});
+        return decode_bulk(d, reduces);
+    }
     if (d.accept("mbarrier")) return decode_cp_async_mbarrier(d);
     const int control = d.accept_any({"commit_group", "wait_group", "wait_all"});
     if (control >= 0) {

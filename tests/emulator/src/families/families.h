@@ -52,6 +52,11 @@ void decode_mbarrier(Decoder& d);
 void decode_fence(Decoder& d);
 void decode_cp(Decoder& d);
 void decode_cp_async_mbarrier(Decoder& d);  // cp.async.mbarrier.arrive
+void decode_mapa(Decoder& d);
+void decode_getctarank(Decoder& d);
+void decode_st_async(Decoder& d);
+void decode_red_async(Decoder& d);
+void decode_tensormap_object(Decoder& d);
 void decode_ldmatrix(Decoder& d);
 void decode_stmatrix(Decoder& d);
 void decode_wgmma(Decoder& d);

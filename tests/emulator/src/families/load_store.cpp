@@ -139,6 +139,7 @@ void decode_ld(Decoder& d) {
 }
 
 void decode_st(Decoder& d) {
+    if (d.accept("async")) return decode_st_async(d);
     decode_access(d, false);
 }
 

@@ -61,6 +61,7 @@ Next read_clock(Warp& warp, const Operation& o, uint32_t mask) {
 constexpr uint64_t window_of(Space space) {
     switch (space) {
         case Space::kShared:
+        case Space::kCluster:
             return kSharedWindow;
         case Space::kLocal:
             return kLocalWindow;
@@ -82,7 +83,10 @@ Next is_in_space(Warp& warp, const Operation& o, uint32_t mask) {
     const uint64_t* a = warp.reg<uint64_t>(o.r[1]);
     uint32_t bits = 0;
     each_lane(mask, [&](int lane) {
-        bits |= uint32_t{(a[lane] & ~(kWindowBytes - 1)) == static_cast<uint64_t>(o.value)} << lane;
+        const uint64_t offset = a[lane] & (kWindowBytes - 1);
+        const bool is_other_cta = offset >= kCtaBytes && offset / kCtaBytes - 1 != warp.cta.rank;
+        const bool is_in_window = a[lane] - offset == static_cast<uint64_t>(o.value);
+        bits |= uint32_t{is_in_window && !(o.option[1] != 0 && is_other_cta)} << lane;
     });
     warp.set_predicate(o.r[0], mask, bits);
     return Next::kContinue;
@@ -187,6 +191,7 @@ void decode_isspacep(Decoder& d) {
     if (space == Space::kGeneric || space == Space::kConst) d.fail("unknown state space");
     d.require_operands(2, 2);
     Operation& o = d.operation();
+    o.option[1] = space == Space::kShared;  // only of this CTA
     o.r[0] = d.write_predicate(d.operand(0)), o.r[1] = d.read(1, Type::kB64);
     o.value = static_cast<int64_t>(window_of(space));
     o.execute = space == Space::kGlobal ? is_in_no_window : is_in_space;

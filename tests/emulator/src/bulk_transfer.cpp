@@ -1,0 +1,150 @@
+#include "bulk_transfer.h"
+
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "cluster.h"
+
+namespace emulator {
+namespace {
+
+// Calls function(host's address, offset in the copy, bytes) for what is contiguous.
+template <typename Function>
+void each_piece(const SharedBox& box, Function&& function) {
+    if (box.swizzle == Swizzle::kNone) return function(box.offset, int64_t{0}, box.bytes);
+    for (int64_t at = 0; at < box.bytes; at += 16) {
+        function(swizzled(box.swizzle, static_cast<uint32_t>(box.offset + at)), at, int64_t{16});
+    }
+}
+
+[[noreturn]] void fail_ended(const SharedBox& box, const char* what) {
+    throw Fault("cluster", "an asynchronous copy " + std::string(what) + " the shared memory of CTA " +
+                               std::to_string(box.owner->rank) +
+                               " of the cluster, which has ended without waiting for it");
+}
+
+void write_box(const SharedBox& box, const Bytes& bytes) {
+    if (box.owner->has_ended()) fail_ended(box, "writes");
+    check_box(box, -1);  // an mbarrier object may have come to be there
+    each_piece(box, [&](uint32_t offset, int64_t at, int64_t count) {
+        std::memcpy(box.owner->shared(offset, static_cast<int>(count)), bytes.data() + at, count);
+        box.owner->mark_written(offset, static_cast<int>(count));
+    });
+}
+
+void poison_box(const SharedBox& box) {
+    each_piece(box, [&](uint32_t offset, int64_t, int64_t count) {
+        std::memset(box.owner->shared(offset, static_cast<int>(count)), 0xff, count);
+        box.owner->mark_unwritten(offset, static_cast<int>(count));
+    });
+}
+
+void complete(const Signal& signal) {
+    Mbarrier& mbarrier = signal.owner->mbarrier(signal.offset, -1);
+    signal.owner->complete_transactions(mbarrier, signal.bytes, -1);
+}
+
+}  // namespace
+
+void check_box(const SharedBox& box, int lane) {
+    each_piece(box, [&](uint32_t offset, int64_t, int64_t count) {
+        if (box.owner->shared(offset, static_cast<int>(count)) == nullptr) {
+            throw Fault("out-of-bounds",
+                        "a copy of " + std::to_string(box.bytes) + " bytes at offset " + std::to_string(box.offset) +
+                            " of shared memory, which has " + std::to_string(box.owner->shared_bytes()),
+                        lane);
+        }
+        if (box.owner->touches_mbarrier(offset, static_cast<int>(count))) {
+            throw Fault("mbarrier",
+                        "a copy of " + std::to_string(box.bytes) + " bytes at offset " + std::to_string(box.offset) +
+                            " of shared memory, where an mbarrier object is",
+                        lane);
+        }
+    });
+}
+
+SharedBox shared_box(Warp& warp, Space space, uint64_t address, int64_t bytes, Swizzle swizzle, int alignment,
+                     int lane) {
+    Cta& owner = warp.shared_owner(space, address, lane);
+    if (static_cast<uint64_t>(bytes) > kCtaBytes) {
+        throw Fault("out-of-bounds", "a copy of " + std::to_string(bytes) + " bytes, more than shared memory has",
+                    lane);
+    }
+    if (address % alignment != 0) {
+        throw Fault("misaligned",
+                    "a copy at offset " + std::to_string(address) + " of shared memory, which is no multiple of " +
+                        std::to_string(alignment),
+                    lane);
+    }
+    const SharedBox box{&owner, static_cast<uint32_t>(address), bytes, swizzle};
+    check_box(box, lane);
+    return box;
+}
+
+Signal signal_at(Warp& warp, Space space, uint64_t address, int64_t bytes, int lane) {
+    Cta& owner = warp.shared_owner(space, address, lane);
+    owner.mbarrier(address, lane);
+    return {&owner, static_cast<uint32_t>(address), bytes};
+}
+
+void start_fill(Warp& warp, const Operation& operation, int lane, const std::vector<SharedBox>& destinations,
+                const std::vector<Signal>& signals, std::function<Bytes()> fetch) {
+    const auto data = std::make_shared<std::optional<Bytes>>();
+    if (warp.cta.random.below(2) == 0) *data = fetch();
+    for (const SharedBox& box : destinations) poison_box(box);
+    for (size_t i = 0; i < destinations.size(); ++i) {
+        warp.cta.cluster.async.start(warp, operation, lane, AsyncEngine::Latest::kUnbound,
+                                     [box = destinations[i], signal = signals[i], data, fetch] {
+                                         if (!*data) *data = fetch();
+                                         write_box(box, **data);
+                                         complete(signal);
+                                     });
+    }
+}
+
+void start_update(Warp& warp, const Operation& operation, int lane, const SharedBox& destination, const Signal& signal,
+                  std::function<void(std::byte*)> update) {
+    warp.cta.cluster.async.start(
+        warp, operation, lane, AsyncEngine::Latest::kUnbound, [destination, signal, update = std::move(update)] {
+            if (destination.owner->has_ended()) fail_ended(destination, "updates");
+            update(destination.owner->shared(destination.offset, static_cast<int>(destination.bytes)));
+            complete(signal);
+        });
+}
+
+void start_drain(Warp& warp, const Operation& operation, int lane, const SharedBox& source,
+                 std::function<void(const Bytes&)> deliver) {
+    AsyncEngine& engine = warp.cta.cluster.async;
+    const auto data = std::make_shared<Bytes>();
+    const AsyncEngine::Handle read =
+        engine.start(warp, operation, lane, AsyncEngine::Latest::kBound, [source, data] { *data = read_box(source); });
+    const AsyncEngine::Handle write =
+        engine.start(warp, operation, lane, AsyncEngine::Latest::kBound, [&engine, read, data, deliver] {
+            engine.finish(read);
+            deliver(*data);
+        });
+    warp.bulk_groups.add(lane, read, write);
+}
+
+Bytes read_box(const SharedBox& box) {
+    if (box.owner->has_ended()) fail_ended(box, "reads");
+    Bytes bytes(box.bytes);
+    each_piece(box, [&](uint32_t offset, int64_t at, int64_t count) {
+        if (box.owner->launch.uninitialised_errors && !box.owner->is_written(offset, static_cast<int>(count))) {
+            throw Fault("uninitialised", "a copy reads shared memory at offset " + std::to_string(offset) +
+                                             ", some of which nothing has written");
+        }
+        std::memcpy(bytes.data() + at, box.owner->shared(offset, static_cast<int>(count)), count);
+    });
+    return bytes;
+}
+
+void count_global(Warp& warp, const Operation& operation, uint64_t address, int64_t bytes) {
+    if (bytes == 0) return;
+    Counts& counts = warp.cta.report.operations[&operation - warp.cta.launch.program->operations.data()];
+    counts.bytes += bytes;
+    counts.sectors += (address + bytes - 1) / 32 - address / 32 + 1;
+}
+
+}  // namespace emulator
