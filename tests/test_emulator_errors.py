@@ -173,7 +173,7 @@ def test_a_missing_wait_shows_at_some_seed() -> None:
         ("mov.b32 %r1, %rd0;", "another width"),
         ("tcgen05.fence::before_thread_sync;", "unknown instruction tcgen05"),
         ("mbarrier.init.global.b64 [%rd0], 1;", "an mbarrier object is in shared memory"),
-        ("cp.async.bulk.commit_group.read;", "unknown modifier .read"),
+        ("cp.async.bulk.commit_group;", "sm_90"),
     ],
 )
 def test_what_is_not_known_is_an_error(body: str, text: str) -> None:
