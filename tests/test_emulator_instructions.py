@@ -216,7 +216,7 @@ SKIP: shfl.sync.bfly.b32 %r3, %r2, 1, 31, 0xffffffff; add.s64 %rd1, %rd0, %rd9; 
 
 def test_atomics_and_counters() -> None:
     total = torch.zeros(1)
-    report = run("red.global.add.f32 [%rd0], 0f3F800000; ld.global.f32 %f1, [%rd0];", total, threads=256)
+    report = run("red.global.add.f32 [%rd0], 0f3F800000; ld.relaxed.gpu.global.f32 %f1, [%rd0];", total, threads=256)
     assert total.item() == 256
     assert report.instructions["atomic"] == 8 and report.instructions["global"] == 8
     assert report.global_sectors == 16

@@ -86,6 +86,8 @@ class Module:
         *,
         memory: Iterable[Any] = (),
         tracked: bool = False,
+        races: bool | None = None,
+        replicated_stores: bool = False,
         uninitialised: bool = False,
         num_sms: int = 132,
         instruction_limit: int = 1 << 28,
@@ -100,7 +102,9 @@ class Module:
         with ``tracked`` also all that `allocations` tracks (so the whole storage where an argument is a view of it).
         ``checks`` False leaves this out. ``shared_bytes``: dynamic shared memory of a CTA. ``cluster``: its size in
         CTAs (None: what the kernel requires, else 1). ``seed`` decides in which order CTAs and warps run and when
-        asynchronous operations take place. ``uninitialised``: reading shared memory that nothing wrote is an error.
+        asynchronous operations take place. ``races`` (None: as ``checks``): conflicting accesses to shared or global
+        memory that nothing orders are errors, whatever order they came in; with ``replicated_stores`` several warps may
+        store the same value by the same instruction, as Triton's compiler has them do. ``uninitialised``: reading shared memory that nothing wrote is an error.
         ``num_sms``: multiprocessors, which decide how many CTAs run at a time. ``instruction_limit``: of one warp, an
         error beyond. ``workers``: threads of the host. ``cooperative``: the grid may synchronise (all of its CTAs must run at
         a time). What the kernel prints goes to ``sys.stdout`` at its end.
@@ -129,6 +133,8 @@ class Module:
                 num_sms,
                 seed,
                 checks,
+                checks if races is None else races,
+                replicated_stores,
                 uninitialised,
                 instruction_limit,
                 workers,

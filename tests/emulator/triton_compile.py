@@ -179,6 +179,8 @@ def launch(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     parameter_count = len(compiled.module.parameters(compiled.name))
     # Triton's last parameters point to scratch memory, which kernels without any do not touch.
     arguments = specialized.passed + [None] * (parameter_count - len(specialized.passed))
+    # What several warps hold, they all store.
+    machine = {"replicated_stores": True} | machine
     return compiled.module.launch(compiled.name, size, (compiled.threads,), arguments, compiled.shared_bytes, **machine)
 
 

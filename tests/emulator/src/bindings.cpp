@@ -61,9 +61,9 @@ class LoadedModule {
 };
 
 const char* type_name(Type type) {
-    constexpr const char* kNames[] = {"pred", "b8",   "b16",   "b32",    "b64",   "u8",    "u16",  "u32",
-                                      "u64",  "s8",   "s16",   "s32",    "s64",   "f16",   "bf16", "f32",
-                                      "f64",  "tf32", "f16x2", "bf16x2", "u16x2", "s16x2", "b128", "e4m3", "e5m2", "e4m3x2", "e5m2x2"};
+    constexpr const char* kNames[] = {"pred",  "b8",     "b16",   "b32",   "b64",  "u8",   "u16",  "u32",    "u64",
+                                      "s8",    "s16",    "s32",   "s64",   "f16",  "bf16", "f32",  "f64",    "tf32",
+                                      "f16x2", "bf16x2", "u16x2", "s16x2", "b128", "e4m3", "e5m2", "e4m3x2", "e5m2x2"};
     return kNames[static_cast<int>(type)];
 }
 
@@ -157,7 +157,8 @@ py::dict launch(LoadedModule& module, const std::string& kernel, std::array<uint
                 std::array<uint32_t, 3> block, const py::bytes& parameter_bytes,
                 const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& memory, bool tracked,
                 int64_t shared_bytes, std::array<uint32_t, 3> cluster, int num_sms, uint64_t seed, bool checks,
-                bool uninitialised, int64_t instruction_limit, int workers, bool cooperative) {
+                bool races, bool replicated_stores, bool uninitialised, int64_t instruction_limit, int workers,
+                bool cooperative) {
     const Program& program = module.program(kernel);
     std::vector<Allocation> allocations = module.allocations();
     uint64_t workspace = 0;
@@ -182,6 +183,8 @@ py::dict launch(LoadedModule& module, const std::string& kernel, std::array<uint
     launch.shared_bytes = shared_bytes;
     launch.seed = seed;
     launch.checks = checks;
+    launch.races = races;
+    launch.replicated_stores = replicated_stores;
     launch.uninitialised_errors = uninitialised;
     launch.instruction_limit = instruction_limit;
     launch.workers = workers;

@@ -17,6 +17,11 @@ Cluster::Cluster(const Launch& launch, const uint32_t (&cluster_index)[3], uint6
         ctas_.push_back(std::make_unique<Cta>(*this, rank, cta_index));
         for (const auto& warp : ctas_.back()->warps()) warps_.push_back(warp.get());
     }
+    if (launch.history == nullptr) return;
+    std::vector<std::array<uint32_t, 3>> places;
+    for (const auto& cta : ctas_) places.push_back({cta->index[0], cta->index[1], cta->index[2]});
+    order = std::make_unique<HappensBefore>(*launch.history, std::move(places),
+                                            static_cast<uint32_t>(ctas_[0]->warps().size()), ctas_[0]->shared_bytes());
 }
 
 bool Cluster::run(int64_t budget) {
@@ -84,6 +89,7 @@ void Cluster::complete_barrier_if_full() {
     }
     if (!has_arrivals) return;
     ++barrier_phase_;
+    if (order) order->complete_cluster();
     for (Warp* warp : warps_) warp->retry(Path::State::kCluster);
 }
 

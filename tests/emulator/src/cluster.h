@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "async_engine.h"
+#include "happens_before.h"
 #include "machine.h"
 
 namespace emulator {
@@ -31,6 +32,7 @@ class Cluster {
     uint32_t index[3];
     Random random;
     AsyncEngine async;
+    std::unique_ptr<HappensBefore> order;  // nullptr: nobody looks for races
     Report& report;
     int64_t clock = 0;  // instructions that its warps have executed
 

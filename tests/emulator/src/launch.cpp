@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "cluster.h"
+#include "races.h"
 
 namespace emulator {
 namespace {
@@ -86,7 +87,15 @@ class Grid {
 
 }  // namespace
 
-Report run_launch(const Launch& launch) {
+Report run_launch(const Launch& requested) {
+    Launch launch = requested;
+    std::optional<LaunchHistory> history;
+    if (launch.races) {
+        if (launch.program->operations.size() > kMostRecordedOperations) {
+            throw Fault("unsupported", "the race detector takes kernels of up to 2^20 instructions: pass races=False");
+        }
+        launch.history = &history.emplace([&](const Conflict& conflict) { return fault_of(launch, conflict); });
+    }
     Grid grid(launch);
     const uint64_t cluster_ctas = uint64_t{launch.cluster[0]} * launch.cluster[1] * launch.cluster[2];
     const uint64_t most_resident = std::max<uint64_t>(1, launch.num_resident / cluster_ctas);

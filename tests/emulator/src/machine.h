@@ -1,11 +1,13 @@
 // The state of a running launch: the CTA with its shared memory and barriers, its warps, and the paths of their lanes.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <memory>
 #include <vector>
 
+#include "access_history.h"
 #include "bulk_groups.h"
 #include "console.h"
 #include "fault.h"
@@ -16,6 +18,8 @@
 #include "report.h"
 
 namespace emulator {
+
+class LaunchHistory;
 
 struct Launch {
     const Program* program;
@@ -30,6 +34,9 @@ struct Launch {
     uint64_t grid_workspace;    // of a cooperative launch: 8 bytes of zeros in global memory; 0: it is none
     bool checks;                // bounds of global memory, and what follows
     bool uninitialised_errors;  // reads of shared memory that nothing wrote
+    bool races;                 // conflicting accesses that nothing orders are errors
+    bool replicated_stores;     // … but for stores of the same value by the same instruction
+    LaunchHistory* history;     // of accesses, while it runs; nullptr without `races`
     int64_t instruction_limit;  // of one warp
     int workers;
 };
@@ -86,6 +93,22 @@ class Cta;
 class WgmmaUnit;
 struct WarpgroupLog;
 
+// A lane's access that has been checked.
+struct Located {
+    std::byte* host;
+    Space space;       // kShared for that of any CTA of the cluster
+    Cta* owner;        // of shared memory
+    uint64_t address;  // an offset, but for global memory
+};
+
+// cp.async that the lanes have not waited for, as the happens-before order has them: whether they have landed or not.
+struct UnorderedCopy {
+    AsyncId id;
+    uint32_t lanes;
+    uint64_t serial;
+    std::array<uint32_t, kWarpSize> group;
+};
+
 class Warp {
   public:
     Warp(Cta& cta, int index, uint32_t lanes);
@@ -101,10 +124,24 @@ class Warp {
         uint32_t& word = *reg<uint32_t>(slot);
         word = (word & ~mask) | (bits & mask);
     }
-    // The host's address of a lane's `bytes` bytes, or a Fault.
-    std::byte* access(Space space, uint64_t address, int bytes, int lane, bool is_write);
+    // Where a lane's `bytes` bytes are, or a Fault.
+    Located locate(Space space, uint64_t address, int bytes, int lane, bool is_write);
     // Likewise for so many bytes of global memory, at any alignment.
     std::byte* global(uint64_t address, uint64_t bytes, int lane, bool is_write);
+    // The instruction that executes accesses them now: a Fault if that conflicts with another access.
+    void touch(const Located& at, int bytes, int lane, bool is_write) { touch(at, bytes, lane, is_write, nullptr); }
+    void touch_by_store(const Located& at, int bytes, int lane, const std::byte* value) {
+        touch(at, bytes, lane, true, value);
+    }
+    // Both, for accesses that say nothing of their order with others.
+    std::byte* access(Space space, uint64_t address, int bytes, int lane, bool is_write) {
+        const Located at = locate(space, address, bytes, lane, is_write);
+        touch(at, bytes, lane, is_write);
+        return at.host;
+    }
+    // What a strong access releases, before it writes to memory, and acquires, after it has read.
+    void release(const Located& at, bool is_atomic);
+    void acquire(const Located& at);
     // The CTA whose shared memory an address is in; leaves the offset there.
     Cta& shared_owner(Space space, uint64_t& address, int lane);
     WgmmaUnit& wgmma();
@@ -127,6 +164,7 @@ class Warp {
     void wait_group(uint32_t mask, uint32_t most_pending);
     uint64_t num_copies_started() const { return num_copies_; }
     void land_first_copies(uint32_t mask, uint64_t count);  // of all that these lanes have started
+    void order_first_copies(int lane, uint64_t count, const Cta& owner, const Mbarrier& mbarrier);
 
     // For the CTA.
     bool is_runnable() const;
@@ -138,6 +176,8 @@ class Warp {
     uint32_t lanes() const { return lanes_; }
     const std::vector<Path>& paths() const { return paths_; }
     int thread(int lane) const { return index_ * kWarpSize + lane; }
+    uint32_t number() const;                                                       // in the cluster
+    uint32_t operation_number() const { return static_cast<uint32_t>(path_.pc); }  // of the one that executes
     Place place_of(const Operation* operation, int lane) const;
 
     Cta& cta;
@@ -156,6 +196,9 @@ class Warp {
     Frame* new_frame(const FunctionCode& code, Frame* caller, const Operation* at, const Call* call);
     void enter(Path& path, const Operation& operation, const Call& call);
     void return_from_call(uint32_t mask);
+    void touch(const Located& at, int bytes, int lane, bool is_write, const std::byte* value);
+    void follow(const AsyncCopy& copy);
+    void order_copies(uint32_t mask, uint32_t most_pending);
     void land(const AsyncCopy& copy, uint32_t mask);
     void land_due_copies();
     template <typename Predicate>
@@ -175,6 +218,7 @@ class Warp {
     std::vector<AsyncCopy> copies_;
     uint64_t num_copies_ = 0;
     std::unique_ptr<WgmmaUnit> wgmma_;  // of programs that have such instructions
+    std::vector<UnorderedCopy> unordered_copies_;
 };
 
 struct Barrier {

@@ -36,7 +36,9 @@ void Cta::init_mbarrier(uint64_t address, uint32_t count, int lane) {
     if (count == 0 || count > Mbarrier::kMostArrivals) {
         fail("an mbarrier for " + std::to_string(count) + " arrivals: it takes 1 to 1048575", lane);
     }
-    mbarriers_[static_cast<uint32_t>(address)] = {count, count};
+    const auto offset = static_cast<uint32_t>(address);
+    mbarriers_[offset] = {count, count, 0, 0, offset};
+    if (cluster.order) cluster.order->init_mbarrier(rank, offset);
     mark(address, Mbarrier::kBytes, Mark::kMbarrier);
 }
 
@@ -77,6 +79,7 @@ void Cta::complete_transactions(Mbarrier& mbarrier, int64_t bytes, int lane) {
 void Cta::complete_phase_if_full(Mbarrier& mbarrier) {
     if (mbarrier.pending != 0 || mbarrier.transactions != 0) return;
     ++mbarrier.phase;
+    if (cluster.order) cluster.order->complete_phase(rank, mbarrier.offset);
     mbarrier.pending = mbarrier.expected;
     cluster.wake_waiters_at_mbarriers();
 }

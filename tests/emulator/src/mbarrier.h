@@ -15,6 +15,7 @@ struct Mbarrier {
     uint32_t pending;          // arrivals that the current phase waits for
     int64_t transactions = 0;  // bytes that it waits for besides
     uint64_t phase = 0;        // phases that have completed
+    uint32_t offset = 0;       // in the CTA's shared memory
 
     // What arrive returns: opaque to programs, but for mbarrier.pending_count.
     uint64_t state() const { return phase << 32 | pending; }

@@ -51,4 +51,20 @@ std::string GlobalMemory::describe(uint64_t address, uint64_t bytes) const {
     return text.str();
 }
 
+std::string GlobalMemory::name(uint64_t address) const {
+    const Allocation* smallest = nullptr;  // of a tensor and the storage that it is in, the tensor
+    for (const Allocation& allocation : allocations_) {
+        if (!allocation.is_live || address < allocation.begin || address >= allocation.end) continue;
+        const uint64_t bytes = allocation.end - allocation.begin;
+        if (smallest == nullptr || bytes < smallest->end - smallest->begin) smallest = &allocation;
+    }
+    std::ostringstream text;
+    if (smallest == nullptr) {
+        text << "0x" << std::hex << address;
+    } else {
+        text << "byte " << address - smallest->begin << " of " << smallest->name;
+    }
+    return text.str();
+}
+
 }  // namespace emulator

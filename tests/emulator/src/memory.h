@@ -36,6 +36,8 @@ class GlobalMemory {
     Region find(uint64_t address, uint64_t bytes) const;
     // "12 bytes past the end of argument 3 (…)"
     std::string describe(uint64_t address, uint64_t bytes) const;
+    // "byte 12 of argument 3 (…)"
+    std::string name(uint64_t address) const;
 
   private:
     std::vector<Allocation> allocations_;

@@ -30,6 +30,11 @@ using Slot = uint32_t;
 
 constexpr int kMostRegisters = 20;
 
+// What a memory access says of its order with others, and which threads it says it to. Volatile accesses are relaxed
+// ones; .sys is .gpu here, where there is nobody else.
+enum class Order : uint8_t { kWeak, kRelaxed, kAcquire, kRelease, kAcquireRelease };
+enum class Scope : uint8_t { kCta, kCluster, kGpu };
+
 enum class Class : uint8_t {
     kInteger,
     kFloat,
@@ -71,6 +76,8 @@ struct Operation {
     bool has_member_mask = false;
     Slot member_mask = 0;  // .sync: lanes that wait for each other
     Class type = Class::kMove;
+    Order order = Order::kWeak;
+    Scope scope = Scope::kCta;
     const ptx::Instruction* instruction = nullptr;
 };
 

@@ -29,7 +29,7 @@ Space resolve(Space space, uint64_t& address) {
 
 }  // namespace
 
-std::byte* Warp::access(Space space, uint64_t address, int bytes, int lane, bool is_write) {
+Located Warp::locate(Space space, uint64_t address, int bytes, int lane, bool is_write) {
     space = resolve(space, address);
     if ((address & (bytes - 1)) != 0) {
         std::ostringstream text;
@@ -57,18 +57,18 @@ std::byte* Warp::access(Space space, uint64_t address, int bytes, int lane, bool
                                 std::to_string(address) + ", some of which nothing has written",
                             lane);
             }
-            return host;
+            return {host, Space::kShared, &owner, address};
         }
         case Space::kLocal:
             if (address + bytes > local_[lane].size()) fail_access(space, address, bytes, lane, is_write);
-            return local_[lane].data() + address;
+            return {local_[lane].data() + address, space, nullptr, address};
         case Space::kParam:
             if (is_write || address + bytes > cta.launch.parameters.size()) {
                 fail_access(space, address, bytes, lane, is_write);
             }
-            return const_cast<std::byte*>(cta.launch.parameters.data()) + address;
+            return {const_cast<std::byte*>(cta.launch.parameters.data()) + address, space, nullptr, address};
         default:
-            return global(address, bytes, lane, is_write);
+            return {global(address, bytes, lane, is_write), space, nullptr, address};
     }
 }
 
@@ -172,6 +172,7 @@ void Warp::start_copy(const AsyncCopy& copy) {
     AsyncCopy& started = copies_.back();
     started.serial = num_copies_++;
     std::copy(committed_, committed_ + kWarpSize, started.group);
+    if (cta.cluster.order) follow(started);
     if (fate == 0) {
         land(started, started.mask);
         copies_.pop_back();
@@ -231,6 +232,7 @@ void Warp::wait_group(uint32_t mask, uint32_t most_pending) {
     land_copies(mask, [&](const AsyncCopy& copy, int lane) {
         return copy.group[lane] + uint64_t{most_pending} < committed_[lane];
     });
+    order_copies(mask, most_pending);
 }
 
 void Warp::land_first_copies(uint32_t mask, uint64_t count) {

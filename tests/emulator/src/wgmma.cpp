@@ -105,7 +105,8 @@ void WgmmaUnit::move(Frame* frame, const TrackedRegister& from, const TrackedReg
     Register& target = state(frame, to);
     target.written_at = source.written_at;
     if (source.sums == nullptr) return;
-    if (mask != warp_.live()) fail("some lanes move an accumulator of wgmma.mma_async before wgmma.wait_group covers it");
+    if (mask != warp_.live())
+        fail("some lanes move an accumulator of wgmma.mma_async before wgmma.wait_group covers it");
     target.sums = source.sums;
     target.element = source.element;
     source.sums->names.push_back({frame, to, source.element});
@@ -227,6 +228,8 @@ void WgmmaUnit::wait(uint32_t most_pending) {
 void WgmmaUnit::complete(uint64_t number) {
     while (!pending_.empty() && pending_.front().number <= number) {
         warp_.cta.cluster.async.finish(pending_.front().handle);
+        HappensBefore* const order = warp_.cta.cluster.order.get();
+        if (order != nullptr) order->complete(pending_.front().id, warp_.number());
         pending_.pop_front();
     }
     completed_ = std::max(completed_, number);

@@ -24,8 +24,8 @@ struct WarpgroupLog {
         bool adds;  // scale-d
     };
     std::deque<Entry> entries;
-    uint64_t first = 0;          // number of the entry in front
-    uint64_t position[4] = {};   // of each warp
+    uint64_t first = 0;         // number of the entry in front
+    uint64_t position[4] = {};  // of each warp
 };
 
 // Accumulators of one warp that are under way: 16 rows by `columns`.
@@ -43,7 +43,7 @@ struct WgmmaSums {
     uint64_t last;            // number of the last multiplication into them
 
     int lane_elements() const { return columns / (is_half ? 4 : 2); }  // registers
-    void load(int element, const uint32_t* lanes);                      // a register's 32 values
+    void load(int element, const uint32_t* lanes);                     // a register's 32 values
     void store(int element, uint32_t* lanes) const;
 };
 
@@ -56,6 +56,8 @@ class WgmmaUnit {
 
     // Of wgmma.mma_async: checks its registers, and starts it. `form`: an empty one of the shape that it has.
     void issue(const Operation& operation, const WgmmaSums& form, WgmmaCompute compute);
+    // What the race detector knows the last one as.
+    void follow(AsyncId id) { pending_.back().id = id; }
     void fence() { ++num_fences_; }
     void commit();
     void wait(uint32_t most_pending);
@@ -78,6 +80,7 @@ class WgmmaUnit {
         WgmmaSums* sums;
         WgmmaCompute compute;
         AsyncEngine::Handle handle;
+        AsyncId id{};
     };
     Register& state(Frame* frame, const TrackedRegister& reg);
     bool is_input(const Register& reg) const { return reg.input_of > completed_; }

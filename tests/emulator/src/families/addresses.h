@@ -24,11 +24,16 @@ inline void lane_addresses(Warp& warp, const Operation& operation, Slot base, ui
     }
 }
 
-// Scopes and orders: memory is sequentially consistent here, so they are all the same.
-inline void accept_order_and_scope(Decoder& d) {
+// Memory is sequentially consistent here: orders and scopes are for the race detector. What has an order but no scope
+// (volatile accesses, atomics) is for the whole device.
+inline void accept_order_and_scope(Decoder& d, Order without) {
+    constexpr Order kOrders[] = {Order::kWeak,    Order::kRelaxed, Order::kRelaxed,
+                                 Order::kAcquire, Order::kRelease, Order::kAcquireRelease};
     d.accept("mmio");
-    d.accept_any({"weak", "volatile", "relaxed", "acquire", "release", "acq_rel"});
-    d.accept_any({"cta", "cluster", "gpu", "sys"});
+    const int order = d.accept_any({"weak", "volatile", "relaxed", "acquire", "release", "acq_rel"});
+    const int scope = d.accept_any({"cta", "cluster", "gpu", "sys"});
+    d.operation().order = order < 0 ? without : kOrders[order];
+    d.operation().scope = scope < 0 ? Scope::kGpu : static_cast<Scope>(std::min(scope, 2));
 }
 
 // Hints to the caches. True: the instruction has a cache policy as its last operand.

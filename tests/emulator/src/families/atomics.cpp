@@ -17,9 +17,15 @@ void each_lane_in_turn(Warp& warp, uint32_t mask, Function&& function) {
     }
 }
 
-std::byte* access_both(Warp& warp, Space space, uint64_t address, int bytes, int lane) {
-    warp.access(space, address, bytes, lane, false);
-    return warp.access(space, address, bytes, lane, true);
+// Calls function(host's address) for an update of memory.
+template <typename Function>
+void update_memory(Warp& warp, Space space, uint64_t address, int bytes, int lane, Function&& function) {
+    warp.locate(space, address, bytes, lane, false);
+    const Located at = warp.locate(space, address, bytes, lane, true);
+    warp.touch(at, bytes, lane, true);
+    warp.release(at, true);
+    function(at.host);
+    warp.acquire(at);
 }
 
 // r: result, address, b, c. option: state space, operation.
@@ -32,8 +38,8 @@ Next atomic(Warp& warp, const Operation& o, uint32_t mask) {
     const Bits *b = warp.reg<Bits>(o.r[2]), *c = warp.reg<Bits>(o.r[3]);
     Bits* d = warp.reg<Bits>(o.r[0]);
     each_lane_in_turn(warp, mask, [&](int lane) {
-        std::byte* at = access_both(warp, space, addresses[lane], sizeof(Bits), lane);
-        d[lane] = update<F>(at, o.option[1], b[lane], c[lane]);
+        update_memory(warp, space, addresses[lane], sizeof(Bits), lane,
+                      [&](std::byte* at) { d[lane] = update<F>(at, o.option[1], b[lane], c[lane]); });
     });
     warp.count_memory(o, space, addresses, sizeof(Bits), mask);
     return Next::kContinue;
@@ -48,11 +54,12 @@ Next atomic_vector(Warp& warp, const Operation& o, uint32_t mask) {
     uint64_t addresses[kWarpSize];
     lane_addresses(warp, o, o.r[count], mask, addresses);
     each_lane_in_turn(warp, mask, [&](int lane) {
-        std::byte* at = access_both(warp, space, addresses[lane], bytes, lane);
-        for (int i = 0; i < count; ++i) {
-            const Bits b = warp.reg<Bits>(o.r[count + 1 + i])[lane];
-            warp.reg<Bits>(o.r[i])[lane] = update<F>(at + i * sizeof(Bits), o.option[1], b, b);
-        }
+        update_memory(warp, space, addresses[lane], bytes, lane, [&](std::byte* at) {
+            for (int i = 0; i < count; ++i) {
+                const Bits b = warp.reg<Bits>(o.r[count + 1 + i])[lane];
+                warp.reg<Bits>(o.r[i])[lane] = update<F>(at + i * sizeof(Bits), o.option[1], b, b);
+            }
+        });
     });
     warp.count_memory(o, space, addresses, bytes, mask);
     return Next::kContinue;
@@ -67,14 +74,16 @@ Next atomic_wide(Warp& warp, const Operation& o, uint32_t mask) {
     const Bits *b = warp.reg<Bits>(o.r[2]), *c = warp.reg<Bits>(o.r[3]);
     Bits* d = warp.reg<Bits>(o.r[0]);
     each_lane_in_turn(warp, mask, [&](int lane) {
-        auto* at = reinterpret_cast<Bits*>(access_both(warp, space, addresses[lane], sizeof(Bits), lane));
-        if (o.option[1] == kCas) {
-            d[lane] = __sync_val_compare_and_swap(at, b[lane], c[lane]);
-            return;
-        }
-        Bits old = 0;
-        for (Bits seen; (seen = __sync_val_compare_and_swap(at, old, b[lane])) != old;) old = seen;
-        d[lane] = old;
+        update_memory(warp, space, addresses[lane], sizeof(Bits), lane, [&](std::byte* host) {
+            auto* at = reinterpret_cast<Bits*>(host);
+            if (o.option[1] == kCas) {
+                d[lane] = __sync_val_compare_and_swap(at, b[lane], c[lane]);
+                return;
+            }
+            Bits old = 0;
+            for (Bits seen; (seen = __sync_val_compare_and_swap(at, old, b[lane])) != old;) old = seen;
+            d[lane] = old;
+        });
     });
     warp.count_memory(o, space, addresses, sizeof(Bits), mask);
     return Next::kContinue;
@@ -129,7 +138,7 @@ void decode_atom(Decoder& d) {
     Operation& o = d.operation();
     const bool returns = d.root() == "atom";
     if (!returns && d.accept("async")) return decode_red_async(d);
-    accept_order_and_scope(d);
+    accept_order_and_scope(d, Order::kRelaxed);
     Space space = d.accept_space();
     const bool has_policy = d.accept("L2::cache_hint"), without_flush = d.accept("noftz");
     const int op = d.require_any({"and", "or", "xor", "exch", "add", "inc", "dec", "min", "max", "cas"});

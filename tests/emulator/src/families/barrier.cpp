@@ -23,13 +23,19 @@ Next nothing(Warp&, const Operation&, uint32_t) {
     return Next::kContinue;
 }
 
-Next arrive_at_cluster(Warp& warp, const Operation&, uint32_t mask) {
-    warp.cta.cluster.arrive(warp, mask);
+Next arrive_at_cluster(Warp& warp, const Operation& o, uint32_t mask) {
+    Cluster& cluster = warp.cta.cluster;
+    if (cluster.order) cluster.order->arrive_at_cluster(warp.number(), o.order != Order::kRelaxed);
+    cluster.arrive(warp, mask);
     return Next::kContinue;
 }
 
 Next wait_for_cluster(Warp& warp, const Operation&, uint32_t mask) {
-    if (warp.cta.cluster.wait(warp, mask)) return Next::kContinue;
+    Cluster& cluster = warp.cta.cluster;
+    if (cluster.wait(warp, mask)) {
+        if (cluster.order) cluster.order->leave_cluster(warp.number());
+        return Next::kContinue;
+    }
     ++warp.cta.report.cluster_barrier_waits;
     return warp.wait_and_retry(Path::State::kCluster, mask);
 }
@@ -105,7 +111,7 @@ void decode_cluster_barrier(Decoder& d) {
     Operation& o = d.operation();
     const int kind = d.require_any({"arrive", "wait"});
     if (kind == 0) {
-        d.accept_any({"release", "relaxed"});
+        if (d.accept_any({"release", "relaxed"}) == 1) o.order = Order::kRelaxed;
     } else {
         d.accept("acquire");
     }

@@ -26,14 +26,14 @@ Next copy(Warp& warp, const Operation& o, uint32_t mask) {
                 lane);
         }
         copy.source_bytes[lane] = static_cast<uint8_t>(wanted);
-        warp.access(Space::kShared, copy.shared[lane], copy.bytes, lane, true);
+        warp.locate(Space::kShared, copy.shared[lane], copy.bytes, lane, true);
         if (wanted == 0) return;
         reading |= 1u << lane;
         if (copy.global[lane] % copy.bytes != 0) {
             throw Fault("misaligned", "the source of cp.async is no multiple of " + std::to_string(copy.bytes), lane);
         }
         for (uint32_t at = 0; at < wanted; ++at) {  // fewer bytes need not be a power of two
-            if (at == 0 || at + 1 == wanted) warp.access(Space::kGlobal, copy.global[lane] + at, 1, lane, false);
+            if (at == 0 || at + 1 == wanted) warp.locate(Space::kGlobal, copy.global[lane] + at, 1, lane, false);
         }
     });
     if (reading != 0) warp.count_memory(o, Space::kGlobal, copy.global, copy.bytes, reading);

@@ -5,6 +5,8 @@
 namespace emulator {
 namespace {
 
+constexpr int kMostBytes = 16;  // of a lane
+
 struct Shape {
     int count, width, register_width;  // of an element in memory and of its register
     bool extends_sign;
@@ -22,7 +24,9 @@ Next load(Warp& warp, const Operation& o, uint32_t mask) {
     uint64_t addresses[kWarpSize];
     lane_addresses(warp, o, o.r[shape.count], mask, addresses);
     each_lane(mask, [&](int lane) {
-        const std::byte* from = warp.access(space, addresses[lane], bytes, lane, false);
+        const Located at = warp.locate(space, addresses[lane], bytes, lane, false);
+        warp.touch(at, bytes, lane, false);
+        const std::byte* from = at.host;
         for (int i = 0; i < shape.count; ++i) {
             uint64_t bits = 0;
             std::memcpy(&bits, from + i * shape.width, shape.width);
@@ -32,6 +36,7 @@ Next load(Warp& warp, const Operation& o, uint32_t mask) {
             }
             std::memcpy(warp.reg<std::byte>(o.r[i]) + lane * shape.register_width, &bits, shape.register_width);
         }
+        if (o.order != Order::kWeak) warp.acquire(at);
     });
     warp.count_memory(o, space, addresses, bytes, mask);
     return Next::kContinue;
@@ -44,10 +49,15 @@ Next store(Warp& warp, const Operation& o, uint32_t mask) {
     uint64_t addresses[kWarpSize];
     lane_addresses(warp, o, o.r[shape.count], mask, addresses);
     each_lane(mask, [&](int lane) {
-        std::byte* to = warp.access(space, addresses[lane], bytes, lane, true);
+        const Located at = warp.locate(space, addresses[lane], bytes, lane, true);
+        std::byte value[kMostBytes];
         for (int i = 0; i < shape.count; ++i) {
-            std::memcpy(to + i * shape.width, warp.reg<std::byte>(o.r[i]) + lane * shape.register_width, shape.width);
+            std::memcpy(value + i * shape.width, warp.reg<std::byte>(o.r[i]) + lane * shape.register_width,
+                        shape.width);
         }
+        warp.touch_by_store(at, bytes, lane, value);
+        if (o.order != Order::kWeak) warp.release(at, false);
+        std::memcpy(at.host, value, bytes);
     });
     warp.count_memory(o, space, addresses, bytes, mask);
     return Next::kContinue;
@@ -62,9 +72,12 @@ Next access_wide(Warp& warp, const Operation& o, uint32_t mask) {
     lane_addresses(warp, o, o.r[1], mask, addresses);
     std::byte* registers = warp.reg<std::byte>(o.r[0]);
     each_lane(mask, [&](int lane) {
-        std::byte* host = warp.access(space, addresses[lane], kBytes, lane, !kLoads);
+        const Located at = warp.locate(space, addresses[lane], kBytes, lane, !kLoads);
         std::byte* mine = registers + lane * kBytes;
-        std::memcpy(kLoads ? mine : host, kLoads ? host : mine, kBytes);
+        warp.touch(at, kBytes, lane, !kLoads);
+        if (!kLoads && o.order != Order::kWeak) warp.release(at, false);
+        std::memcpy(kLoads ? mine : at.host, kLoads ? at.host : mine, kBytes);
+        if (kLoads && o.order != Order::kWeak) warp.acquire(at);
     });
     warp.count_memory(o, space, addresses, kBytes, mask);
     return Next::kContinue;
@@ -93,7 +106,7 @@ Next zero_policy(Warp& warp, const Operation& o, uint32_t mask) {
 
 void decode_access(Decoder& d, bool is_load) {
     Operation& o = d.operation();
-    accept_order_and_scope(d);
+    accept_order_and_scope(d, Order::kWeak);
     Space space = d.accept_space();
     if (is_load && d.accept("nc") && space != Space::kGlobal) d.fail("unknown modifier .nc");
     const bool has_policy = accept_cache_hints(d);
@@ -105,7 +118,7 @@ void decode_access(Decoder& d, bool is_load) {
         d.fail("unknown for this type");
     }
     const int width = width_of(type);
-    if (count * width > 16) d.fail("more than 16 bytes a lane are not supported");
+    if (count * width > kMostBytes) d.fail("more than 16 bytes a lane are not supported");
     d.require_operands(2 + has_policy, 2 + has_policy);
     if (has_policy) d.read(2, Type::kB64);
     const auto elements = d.elements(is_load ? 0 : 1);

@@ -55,7 +55,9 @@ Next stmatrix(Warp& warp, const Operation& o, uint32_t mask) {
     }
     const auto space = static_cast<Space>(o.option[2]);
     each_lane(providers(count), [&](int lane) {
-        std::memcpy(warp.access(space, addresses[lane], 16, lane, true), rows.element[lane], 16);
+        const Located at = warp.locate(space, addresses[lane], 16, lane, true);
+        warp.touch_by_store(at, 16, lane, reinterpret_cast<const std::byte*>(rows.element[lane]));
+        std::memcpy(at.host, rows.element[lane], 16);
     });
     warp.count_memory(o, space, addresses, 16, providers(count));
     return Next::kContinue;

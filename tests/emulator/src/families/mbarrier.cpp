@@ -8,6 +8,11 @@ namespace {
 
 // r: result, address, count or bytes or phase. option[0]: the address's state space.
 
+// The accesses of these instructions to the object itself are atomic, but for init and inval.
+void touch_object(Warp& warp, Cta& owner, uint64_t address, int lane) {
+    warp.touch({nullptr, Space::kShared, &owner, address}, Mbarrier::kBytes, lane, true);
+}
+
 // Calls function(mbarrier, its CTA, lane) for each lane.
 template <typename Function>
 void each_mbarrier(Warp& warp, const Operation& o, uint32_t mask, Function&& function) {
@@ -15,7 +20,9 @@ void each_mbarrier(Warp& warp, const Operation& o, uint32_t mask, Function&& fun
     lane_addresses(warp, o, o.r[1], mask, addresses);
     each_lane(mask, [&](int lane) {
         Cta& owner = warp.shared_owner(static_cast<Space>(o.option[0]), addresses[lane], lane);
-        function(owner.mbarrier(addresses[lane], lane), owner, lane);
+        Mbarrier& mbarrier = owner.mbarrier(addresses[lane], lane);
+        touch_object(warp, owner, addresses[lane], lane);
+        function(mbarrier, owner, lane);
     });
 }
 
@@ -26,6 +33,7 @@ Next init(Warp& warp, const Operation& o, uint32_t mask) {
     each_lane(mask, [&](int lane) {
         Cta& owner = warp.shared_owner(static_cast<Space>(o.option[0]), addresses[lane], lane);
         owner.init_mbarrier(addresses[lane], count[lane], lane);
+        touch_object(warp, owner, addresses[lane], lane);
     });
     return Next::kContinue;
 }
@@ -36,6 +44,7 @@ Next invalidate(Warp& warp, const Operation& o, uint32_t mask) {
     each_lane(mask, [&](int lane) {
         Cta& owner = warp.shared_owner(static_cast<Space>(o.option[0]), addresses[lane], lane);
         owner.invalidate_mbarrier(addresses[lane], lane);
+        touch_object(warp, owner, addresses[lane], lane);
     });
     return Next::kContinue;
 }
@@ -72,6 +81,9 @@ Next arrive(Warp& warp, const Operation& o, uint32_t mask) {
             if (count > m.expected) throw Fault("mbarrier", "more arrivals are dropped than the phases expect", lane);
             m.expected -= count;
         }
+        if (HappensBefore* const order = cta.cluster.order.get(); order != nullptr) {
+            order->arrive_at_mbarrier(warp.number(), cta.rank, m.offset, o.order != Order::kRelaxed);
+        }
         cta.arrive(m, count, lane);
     });
     return Next::kContinue;
@@ -83,7 +95,7 @@ enum WaitFlags { kIsParity = 1, kMayBlock = 2 };
 Next wait(Warp& warp, const Operation& o, uint32_t mask) {
     const bool is_parity = (o.option[1] & kIsParity) != 0;
     uint32_t completed = 0;
-    each_mbarrier(warp, o, mask, [&](Mbarrier& m, Cta&, int lane) {
+    each_mbarrier(warp, o, mask, [&](Mbarrier& m, Cta& cta, int lane) {
         bool is_complete = false;
         if (is_parity) {
             const uint32_t parity = warp.reg<uint32_t>(o.r[2])[lane];
@@ -98,6 +110,9 @@ Next wait(Warp& warp, const Operation& o, uint32_t mask) {
             is_complete = ahead == 1;
         }
         completed |= is_complete ? 1u << lane : 0;
+        if (HappensBefore* const order = cta.cluster.order.get(); order != nullptr && is_complete) {
+            order->wait_for_mbarrier(warp.number(), cta.rank, m.offset, o.order != Order::kRelaxed);
+        }
     });
     // try_wait may suspend the thread until the phase completes, or give up at any time.
     if (completed != mask && (o.option[1] & kMayBlock) != 0 && warp.cta.random.below(4) != 0) {
@@ -136,7 +151,9 @@ Next arrive_after_copies(Warp& warp, const Operation& o, uint32_t mask) {
                                      warp.land_first_copies(mask, count);
                                      each_lane(mask, [&](int lane) {
                                          Cta& owner = *places[lane].first;
-                                         owner.arrive(owner.mbarrier(places[lane].second, lane), 1, lane);
+                                         Mbarrier& mbarrier = owner.mbarrier(places[lane].second, lane);
+                                         warp.order_first_copies(lane, count, owner, mbarrier);
+                                         owner.arrive(mbarrier, 1, lane);
                                      });
                                  });
     return Next::kContinue;
@@ -149,6 +166,7 @@ void set_mbarrier_address(Decoder& d, size_t operand) {
         d.fail("an mbarrier object is in shared memory");
     }
     set_address(o, o.r[1], d.address(operand, space));
+    o.scope = Scope::kCluster;
     o.option[0] = static_cast<int>(space);
 }
 
@@ -156,7 +174,7 @@ void decode_arrive(Decoder& d, bool drops) {
     Operation& o = d.operation();
     const bool expects = d.accept("expect_tx");
     const bool no_complete = !expects && d.accept("noComplete");
-    d.accept_any({"release", "relaxed"});
+    o.order = d.accept_any({"release", "relaxed"}) == 1 ? Order::kRelaxed : Order::kRelease;
     d.accept_any({"cta", "cluster"});
     set_mbarrier_address(d, 1);
     d.require_type({Type::kB64});
@@ -176,7 +194,7 @@ void decode_arrive(Decoder& d, bool drops) {
 void decode_wait(Decoder& d, bool may_block) {
     Operation& o = d.operation();
     const bool is_parity = d.accept("parity");
-    d.accept_any({"acquire", "relaxed"});
+    o.order = d.accept_any({"acquire", "relaxed"}) == 1 ? Order::kRelaxed : Order::kAcquire;
     d.accept_any({"cta", "cluster"});
     set_mbarrier_address(d, 1);
     d.require_type({Type::kB64});
@@ -206,6 +224,7 @@ void decode_mbarrier(Decoder& d) {
     }
     const int kind = d.require_any({"init", "inval", "expect_tx", "complete_tx"});
     if (kind >= 2) {
+        o.order = Order::kRelaxed;
         d.accept("relaxed");
         d.accept_any({"cta", "cluster"});
     }
@@ -220,6 +239,7 @@ void decode_cp_async_mbarrier(Decoder& d) {
     Operation& o = d.operation();
     d.require_any({"arrive"});
     o.option[1] = d.accept("noinc");
+    o.order = Order::kRelaxed;
     set_mbarrier_address(d, 0);
     d.require_type({Type::kB64});
     d.require_operands(1, 1);

@@ -1,6 +1,7 @@
 // wgmma. PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions".
 #include "../wgmma.h"
 
+#include "../cluster.h"
 #include "../decoder.h"
 #include "families.h"
 #include "tensor_core.h"
@@ -26,8 +27,12 @@ struct Form {
     static Form unpack(const Operation& o) {
         const auto type = [&](int shift) { return static_cast<Type>(o.option[1] >> shift & 255); };
         const auto flag = [&](int bit) { return (o.option[2] >> bit & 1) != 0; };
-        return {o.option[0], 32 / width_of(type(0)), type(0), type(8), type(16), flag(0), flag(1),
-                flag(2),     flag(3),                flag(4), flag(5), flag(6)};
+        return {o.option[0], 32 / width_of(type(0)),
+                type(0),     type(8),
+                type(16),    flag(0),
+                flag(1),     flag(2),
+                flag(3),     flag(4),
+                flag(5),     flag(6)};
     }
     bool is_integer() const { return sum == Type::kS32; }
     // Hopper adds the products of a whole instruction at a time, those of fp8 with few bits.
@@ -92,13 +97,13 @@ struct Product {
             a.resize(kRows * depth);
             with_format(form.a, [&](auto format) {
                 read_matrix<decltype(format)>(*cta, MatrixDescriptor(descriptor_a), form.transposes_a, first_row, kRows,
-                                              depth, "A", a.data(), depth, 1);
+                                              "A", a.data(), depth, 1);
             });
         }
         std::vector<T> b(columns * depth);
         with_format(form.b, [&](auto format) {
-            read_matrix<decltype(format)>(*cta, MatrixDescriptor(descriptor_b), form.transposes_b, 0, columns, depth,
-                                          "B", b.data(), 1, columns);
+            read_matrix<decltype(format)>(*cta, MatrixDescriptor(descriptor_b), form.transposes_b, 0, columns, "B",
+                                          b.data(), 1, columns);
         });
         negate(a, form.negates_a != form.negates_b);
         if constexpr (std::is_same_v<T, double>) {
@@ -117,7 +122,8 @@ void check_warpgroup(Warp& warp) {
     const auto& warps = warp.cta.warps();
     if (first + 4 > warps.size()) throw Fault("wgmma", "the warpgroup has fewer than 4 warps", 0);
     for (size_t i = first; i < first + 4; ++i) {
-        if (warps[i]->lanes() != kAllLanes) throw Fault("wgmma", "a warp of the warpgroup has fewer than 32 threads", 0);
+        if (warps[i]->lanes() != kAllLanes)
+            throw Fault("wgmma", "a warp of the warpgroup has fewer than 32 threads", 0);
     }
     if (warp.live() != kAllLanes) throw Fault("wgmma", "some threads of the warp have exited", 0);
 }
@@ -131,16 +137,34 @@ uint64_t uniform(Warp& warp, Slot slot, const char* what) {
     return values[0];
 }
 
+// What the warp's part of the instruction reads of shared memory.
+AsyncId follow_reads(Warp& warp, const Form& form, const WarpgroupLog::Entry& entry) {
+    HappensBefore& order = *warp.cta.cluster.order;
+    const AsyncId id = order.start(warp.number(), Proxy::kAsync);
+    const int each = 16 / width_of(form.a);
+    const auto touch = [&](uint64_t address, int, int) {
+        order.touch_shared(id, {warp.operation_number(), 0, false}, warp.cta.rank, address, 16);
+    };
+    if (!form.a_in_registers) {
+        const int first_row = warp.thread(0) / kWarpSize % 4 * kRows;
+        each_chunk(MatrixDescriptor(entry.descriptors[0]), form.transposes_a, first_row, kRows, each, touch);
+    }
+    each_chunk(MatrixDescriptor(entry.descriptors[1]), form.transposes_b, 0, form.columns, each, touch);
+    return id;
+}
+
 template <typename T>
 void start(Warp& warp, const Operation& o, const Form& form, const WarpgroupLog::Entry& entry) {
-    Product<T> product{form, &warp.cta, warp.thread(0) / kWarpSize % 4 * kRows, entry.descriptors[0],
-                       entry.descriptors[1], entry.adds, {}};
+    Product<T> product{
+        form,       &warp.cta, warp.thread(0) / kWarpSize % 4 * kRows, entry.descriptors[0], entry.descriptors[1],
+        entry.adds, {}};
     const auto& access = warp.cta.launch.program->tracked_accesses[o.tracked];
     if (form.a_in_registers) product.read_a(warp, access.reads);
     WgmmaSums sums{};
     sums.columns = form.columns, sums.depth = form.depth;
     sums.is_half = form.sum == Type::kF16, sums.is_integer = form.is_integer();
     warp.wgmma().issue(o, sums, std::move(product));
+    if (warp.cta.cluster.order) warp.wgmma().follow(follow_reads(warp, form, entry));
 }
 
 // r: descriptors of A (unless it is in registers) and B, scale-d.

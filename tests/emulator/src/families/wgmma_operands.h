@@ -30,28 +30,32 @@ struct MatrixDescriptor {
 // 16 bytes for wgmma to read, or a Fault; `which`: "A" or "B".
 const std::byte* wgmma_chunk(Cta& cta, uint64_t address, const char* which);
 
+// Calls function(address, row - first, k) for the 16 bytes that begin with element (row, k) and go on along M or N if it
+// is MN-major, else along K: those of rows [first, first + rows), with `each` elements in 16 bytes.
+template <typename Function>
+void each_chunk(const MatrixDescriptor& matrix, bool is_mn_major, int first, int rows, int each, Function&& function) {
+    if (is_mn_major) {
+        for (int k = 0; k < 2 * each; ++k) {
+            for (int row = 0; row < rows; row += each) function(matrix.mn_major((first + row) / each, k), row, k);
+        }
+    } else {
+        for (int row = 0; row < rows; ++row) {
+            for (int half = 0; half < 2; ++half) function(matrix.k_major(first + row, half), row, half * each);
+        }
+    }
+}
+
 // Reads rows [first, first + rows) of M or N: element (row, k) to out[(row - first) * row_step + k * k_step].
 template <typename Format, typename T>
-void read_matrix(Cta& cta, const MatrixDescriptor& matrix, bool is_mn_major, int first, int rows, int depth,
-                 const char* which, T* out, int row_step, int k_step) {
+void read_matrix(Cta& cta, const MatrixDescriptor& matrix, bool is_mn_major, int first, int rows, const char* which,
+                 T* out, int row_step, int k_step) {
     constexpr int kEach = 16 / Format::kBytes;
-    if (is_mn_major) {
-        for (int k = 0; k < depth; ++k) {
-            for (int row = 0; row < rows; row += kEach) {
-                const std::byte* chunk = wgmma_chunk(cta, matrix.mn_major((first + row) / kEach, k), which);
-                T* const to = out + row * row_step + k * k_step;
-                for (int i = 0; i < kEach; ++i) to[i * row_step] = Format::get(chunk, i);
-            }
-        }
-        return;
-    }
-    for (int row = 0; row < rows; ++row) {
-        for (int half = 0; half < 2; ++half) {
-            const std::byte* chunk = wgmma_chunk(cta, matrix.k_major(first + row, half), which);
-            T* const to = out + row * row_step + half * kEach * k_step;
-            for (int i = 0; i < kEach; ++i) to[i * k_step] = Format::get(chunk, i);
-        }
-    }
+    const int step = is_mn_major ? row_step : k_step;
+    each_chunk(matrix, is_mn_major, first, rows, kEach, [&](uint64_t address, int row, int k) {
+        const std::byte* chunk = wgmma_chunk(cta, address, which);
+        T* const to = out + row * row_step + k * k_step;
+        for (int i = 0; i < kEach; ++i) to[i * step] = Format::get(chunk, i);
+    });
 }
 
 }  // namespace emulator

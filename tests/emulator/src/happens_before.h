@@ -1,0 +1,221 @@
+// Which access happens before which, and who touched each byte last: finds conflicting accesses that nothing orders.
+//
+// The agents are warps (their lanes, and the paths of these, count as one thread that executes in the order in which
+// the emulator does), asynchronous operations and mbarriers. Each warp has a vector clock: of every other agent, up to
+// where it is known to have happened before. What a warp releases carries its clock, what acquires it takes it over:
+//
+//   bar, barrier.cta       an arrival releases, whoever waits acquires; a warp's exit releases to barriers for all threads
+//   barrier.cluster        arrive.release (not .relaxed) and wait.acquire
+//   mbarrier               every arrival but .relaxed releases, a successful wait acquires, at cluster scope at least
+//   st.release, atom, red  with .release or .acq_rel, and relaxed (volatile) ones after a fence, to ld.acquire, atom with
+//                          .acquire or .acq_rel, and relaxed (volatile) ones before a fence, of the same address, where
+//                          the scopes of all include both sides. A fence before a CTA's barrier serves an atomic of
+//                          another of its warps after it, and likewise a fence after the barrier: more than PTX
+//                          promises to, but what hardware does and programs rely on.
+//
+// An asynchronous operation begins with what its issuer knows, and is ordered with nobody else: neither with what its
+// issuer does next, nor with other operations. It is known to have happened by those who waited for it (`complete`).
+//
+// Proxies: what the generic proxy wrote (or read, before it is written over) and the async proxy touches next needs a
+// fence.proxy.async between, anywhere on the way from one to the other. The other direction needs none, because the
+// completion of an operation of the async proxy implies it.
+//
+// Everything here is called at the moment when the instruction executes, also for the accesses of asynchronous
+// operations, whenever these are performed.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "access_history.h"
+#include "fault.h"
+#include "program.h"
+#include "vector_clock.h"
+
+namespace emulator {
+
+// What a warp knows, and how much of this a fence.proxy.async has shown to the async proxy, by state space.
+struct Past {
+    VectorClock known, visible_shared, visible_global;
+    void join(const Past& from) {
+        known.join(from.known), visible_shared.join(from.visible_shared), visible_global.join(from.visible_global);
+    }
+    void clear() { known.clear(), visible_shared.clear(), visible_global.clear(); }
+};
+
+constexpr int kNumScopes = 3;
+
+struct Knowledge {
+    Past past;
+    Past fenced[kNumScopes];    // when it last was at a fence of that scope at least: what relaxed writes release
+    Past observed[kNumScopes];  // what relaxed reads have seen: a fence of that scope at least acquires it
+    void join(const Knowledge& from);
+};
+
+// What all clusters of a launch share. Its members may be used by several threads of the host.
+class LaunchHistory {
+  public:
+    // `fault` makes an error of a conflict.
+    explicit LaunchHistory(std::function<Fault(const Conflict&)> fault) : fault(std::move(fault)) {}
+
+    // The CTA indices of a cluster's CTAs, for messages; gives its number.
+    uint32_t add_cluster(std::vector<std::array<uint32_t, 3>> ctas, uint32_t warps_per_cta);
+    struct Origin {
+        std::array<uint32_t, 3> cta;
+        uint32_t rank;  // of the CTA in the cluster
+        uint32_t warp;  // of the CTA
+    };
+    Origin origin(const Record& record) const;
+    const std::function<Fault(const Conflict&)> fault;
+
+  private:
+    friend class HappensBefore;
+
+    // Releases to an address, by the scope that an acquirer has to be within.
+    struct Release {
+        Message known, visible_shared, visible_global;
+        uint64_t owner = 0;
+    };
+    struct Location {
+        Release releases[kNumScopes];
+        uint64_t last_writer = ~uint64_t{0};
+    };
+    struct Page {
+        static constexpr uint64_t kBytes = 4096;
+        Cell cells[kBytes / Cell::kBytes];
+    };
+    struct Shard {
+        SpinLock lock;
+        std::unordered_map<uint64_t, std::unique_ptr<Page>> pages;
+        std::unordered_map<uint64_t, Location> locations;
+    };
+    static constexpr uint32_t kNumShards = 64;
+    Shard& shard(uint64_t page) { return shards_[page * 0x9e3779b97f4a7c15 >> 58]; }
+
+    Shard shards_[kNumShards];
+    std::atomic<bool> has_locations_{false};
+    AsyncOperations operations_;
+    mutable std::mutex mutex_;
+    struct ClusterPlace {
+        std::vector<std::array<uint32_t, 3>> ctas;
+        uint32_t warps_per_cta;
+    };
+    std::deque<ClusterPlace> clusters_;
+};
+
+// Of one cluster. `warp` is rank * (warps of a CTA) + index. A Fault is thrown where two accesses are not ordered.
+class HappensBefore {
+  public:
+    HappensBefore(LaunchHistory& history, std::vector<std::array<uint32_t, 3>> ctas, uint32_t warps_per_cta,
+                  int64_t shared_bytes);
+    ~HappensBefore();
+
+    // How an instruction, or the operation that it starts, touches memory.
+    struct Touch {
+        uint32_t operation;  // of the program
+        int lane;
+        bool is_write;
+        bool is_strong = false;  // atomic, volatile, relaxed, …: not a race with another such
+        Scope scope = Scope::kCta;
+        bool is_silent = false;  // writes what is there already: not a race with a write by the same instruction
+    };
+    void touch_shared(uint32_t warp, const Touch& touch, uint32_t rank, uint64_t offset, uint64_t bytes) {
+        touch_shared(record_of(warp, touch), warp, rank, offset, bytes);
+    }
+    void touch_global(uint32_t warp, const Touch& touch, uint64_t address, uint64_t bytes) {
+        touch_global(record_of(warp, touch), warp, address, bytes);
+    }
+
+    // An asynchronous operation that a warp starts now, then what it touches, and how others come to know of it. What an
+    // instruction does that completes in parts (the source is read, the destination is written) is several operations.
+    AsyncId start(uint32_t warp, Proxy proxy);
+    void touch_shared(AsyncId id, const Touch& touch, uint32_t rank, uint64_t offset, uint64_t bytes) {
+        touch_shared(record_of(id, touch), operation(id).warp, rank, offset, bytes);
+    }
+    void touch_global(AsyncId id, const Touch& touch, uint64_t address, uint64_t bytes) {
+        touch_global(record_of(id, touch), operation(id).warp, address, bytes);
+    }
+    // The warp has waited for it (a group): the parts of these lanes have happened before what it does next.
+    void complete(AsyncId id, uint32_t warp, uint32_t lanes = kAllLanes);
+    bool is_known_complete(AsyncId id, uint32_t warp, uint32_t lanes) const;
+    // It counts for the current phase of this mbarrier: to be called before that phase completes.
+    void complete_into_mbarrier(AsyncId id, uint32_t rank, uint64_t offset, uint32_t lanes = kAllLanes);
+
+    // mbarrier objects, by the CTA's rank and the offset in its shared memory.
+    void init_mbarrier(uint32_t rank, uint64_t offset);
+    void arrive_at_mbarrier(uint32_t warp, uint32_t rank, uint64_t offset, bool releases = true);
+    void complete_phase(uint32_t rank, uint64_t offset);
+    void wait_for_mbarrier(uint32_t warp, uint32_t rank, uint64_t offset, bool acquires = true);  // and it was complete
+
+    // Barriers of a CTA: everybody arrives; those who wait leave when it is complete; then it is reset.
+    void arrive_at_barrier(uint32_t warp, int id);
+    void leave_barrier(uint32_t warp, int id, bool is_for_all);
+    void reset_barrier(uint32_t rank, int id) { barriers_[rank * kNumBarriers + id] = {}; }
+    void exit(uint32_t warp);
+
+    void arrive_at_cluster(uint32_t warp, bool releases = true);
+    void complete_cluster();
+    void leave_cluster(uint32_t warp);
+
+    void fence(uint32_t warp, Scope scope, bool acquires = true, bool releases = true);
+    void fence_proxy(uint32_t warp, bool shared, bool global);
+
+    // Of each lane with a strong access. `write` before memory is written, `read` after memory has been read.
+    void write(uint32_t warp, bool is_shared, uint64_t address, Order order, Scope scope, bool is_atomic);
+    void read(uint32_t warp, bool is_shared, uint64_t address, Order order, Scope scope);
+
+  private:
+    static constexpr int kNumBarriers = 16;
+    struct MbarrierAgent {
+        uint32_t component;
+        uint32_t phase = 0;  // phases that have completed
+        Knowledge pending, completed;
+    };
+    AsyncOperations::Operation& operation(AsyncId id) { return history_.operations_.at(id); }
+    uint32_t rank_of(uint32_t warp) const { return warp / warps_per_cta_; }
+    // The CTA or the cluster that a release at this scope is meant for; 0: all of the launch.
+    uint64_t owner_of(Scope scope, uint32_t warp) const {
+        if (scope == Scope::kGpu) return 0;
+        return uint64_t{cluster_ + 1} << 32 | (scope == Scope::kCta ? rank_of(warp) : 0);
+    }
+    void advance(uint32_t warp);
+    void release_to(Knowledge& meeting, uint32_t warp, bool releases);
+    void touch(Cell& cell, const Record& now, uint32_t by, bool is_shared, uint64_t address);
+    void touch_shared(Record now, uint32_t by, uint32_t rank, uint64_t offset, uint64_t bytes);
+    void touch_global(Record now, uint32_t by, uint64_t address, uint64_t bytes);
+    bool includes(const VectorClock& clock, Agent agent, uint32_t time) const {
+        return (agent.cluster == cluster_ ? clock.own(agent.component) : clock.other(agent)) >= time;
+    }
+    bool includes(const VectorClock& clock, AsyncId id, uint32_t lanes) const;
+    bool includes(const VectorClock& clock, const Record& record) const;
+    bool are_morally_strong(const Record& a, const Record& b) const;
+    Record record_of(uint32_t warp, const Touch& touch) const;
+    Record record_of(AsyncId id, const Touch& touch);
+    MbarrierAgent& mbarrier(uint32_t rank, uint64_t offset) { return mbarriers_[uint64_t{rank} << 32 | offset]; }
+    void add_completion(AsyncId id, Agent agent, uint32_t clock, uint32_t lanes);
+    template <typename Function>
+    void at_location(bool is_shared, uint64_t address, bool creates, Function&& function);
+
+    LaunchHistory& history_;
+    const uint32_t warps_per_cta_;
+    uint32_t cluster_;
+    uint32_t num_components_;
+    std::vector<Knowledge> warps_;
+    std::vector<std::vector<Cell>> shared_;  // by CTA
+    std::unordered_map<uint64_t, LaunchHistory::Location> shared_locations_;
+    std::vector<Knowledge> barriers_;
+    std::vector<Knowledge> exited_;  // by CTA
+    Knowledge cluster_pending_, cluster_completed_, cluster_exited_;
+    std::unordered_map<uint64_t, MbarrierAgent> mbarriers_;
+    uint32_t next_operation_ = 0;  // of the chunk that this cluster fills
+    std::deque<Completion> completions_;
+    uint64_t last_page_ = ~uint64_t{0};
+    LaunchHistory::Page* page_ = nullptr;
+};
+
+}  // namespace emulator

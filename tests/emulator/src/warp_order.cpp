@@ -1,0 +1,137 @@
+// A warp's part in the happens-before order, and what is said of accesses that it does not order.
+#include <sstream>
+
+#include "cluster.h"
+#include "races.h"
+
+namespace emulator {
+
+uint32_t Warp::number() const {
+    return cta.rank * static_cast<uint32_t>(cta.warps().size()) + static_cast<uint32_t>(index_);
+}
+
+void Warp::touch(const Located& at, int bytes, int lane, bool is_write, const std::byte* value) {
+    HappensBefore* const order = cta.cluster.order.get();
+    if (order == nullptr) return;
+    const Operation& operation = cta.launch.program->operations[path_.pc];
+    const bool is_silent = value != nullptr && cta.launch.replicated_stores && std::memcmp(at.host, value, bytes) == 0;
+    const HappensBefore::Touch touch{operation_number(), lane,     is_write, operation.order != Order::kWeak,
+                                     operation.scope,    is_silent};
+    if (at.space == Space::kShared) {
+        order->touch_shared(number(), touch, at.owner->rank, at.address, bytes);
+    } else if (at.space == Space::kGlobal) {
+        order->touch_global(number(), touch, at.address, bytes);
+    }
+}
+
+namespace {
+
+// Shared memory of all CTAs of the cluster in one.
+uint64_t location_of(const Located& at) {
+    return at.space == Space::kShared ? uint64_t{at.owner->rank} << 32 | at.address : at.address;
+}
+
+}  // namespace
+
+void Warp::release(const Located& at, bool is_atomic) {
+    HappensBefore* const order = cta.cluster.order.get();
+    if (order == nullptr || (at.space != Space::kShared && at.space != Space::kGlobal)) return;
+    const Operation& operation = cta.launch.program->operations[path_.pc];
+    order->write(number(), at.space == Space::kShared, location_of(at), operation.order, operation.scope, is_atomic);
+}
+
+void Warp::acquire(const Located& at) {
+    HappensBefore* const order = cta.cluster.order.get();
+    if (order == nullptr || (at.space != Space::kShared && at.space != Space::kGlobal)) return;
+    const Operation& operation = cta.launch.program->operations[path_.pc];
+    order->read(number(), at.space == Space::kShared, location_of(at), operation.order, operation.scope);
+}
+
+// cp.async: an operation that reads global and writes shared memory, each lane its part.
+void Warp::follow(const AsyncCopy& copy) {
+    HappensBefore& order = *cta.cluster.order;
+    UnorderedCopy followed{order.start(number(), Proxy::kGeneric), copy.mask, copy.serial, {}};
+    std::copy(copy.group, copy.group + kWarpSize, followed.group.begin());
+    each_lane(copy.mask, [&](int lane) {
+        HappensBefore::Touch touch{operation_number(), lane, false};
+        if (copy.source_bytes[lane] != 0) {
+            order.touch_global(followed.id, touch, copy.global[lane], copy.source_bytes[lane]);
+        }
+        touch.is_write = true;
+        order.touch_shared(followed.id, touch, cta.rank, copy.shared[lane], copy.bytes);
+    });
+    unordered_copies_.push_back(followed);
+}
+
+void Warp::order_copies(uint32_t mask, uint32_t most_pending) {
+    size_t kept = 0;
+    for (UnorderedCopy& copy : unordered_copies_) {
+        uint32_t done = 0;
+        each_lane(mask & copy.lanes, [&](int lane) {
+            if (copy.group[lane] + uint64_t{most_pending} < committed_[lane]) done |= 1u << lane;
+        });
+        if (done != 0) cta.cluster.order->complete(copy.id, number(), done);
+        copy.lanes &= ~done;
+        if (copy.lanes != 0) unordered_copies_[kept++] = copy;
+    }
+    unordered_copies_.resize(kept);
+}
+
+// An mbarrier has been told of the first copies of a lane. They may be waited for by their group all the same, and
+// stay until this warp knows in some way that they are complete.
+void Warp::order_first_copies(int lane, uint64_t count, const Cta& owner, const Mbarrier& mbarrier) {
+    size_t kept = 0;
+    for (UnorderedCopy& copy : unordered_copies_) {
+        if (cta.cluster.order->is_known_complete(copy.id, number(), copy.lanes)) continue;
+        const uint32_t part = copy.lanes & 1u << lane;
+        if (part != 0 && copy.serial < count) {
+            cta.cluster.order->complete_into_mbarrier(copy.id, owner.rank, mbarrier.offset, part);
+        }
+        unordered_copies_[kept++] = copy;
+    }
+    unordered_copies_.resize(kept);
+}
+
+namespace {
+
+std::string describe(const Launch& launch, const Record& record) {
+    const LaunchHistory::Origin origin = launch.history->origin(record);
+    const ptx::Module& module = *launch.program->module;
+    const ptx::Instruction& instruction = *launch.program->operations[record.operation()].instruction;
+    const uint32_t linear = origin.warp * kWarpSize + static_cast<uint32_t>(record.lane());
+    const uint32_t x = launch.block[0], y = launch.block[1];
+    std::string line = module.lines[instruction.line - 1];
+    line.erase(0, line.find_first_not_of(" \t"));
+    std::ostringstream text;
+    text << "the " << (record.has(Record::kAsync) ? "asynchronous " : "")
+         << (record.has(Record::kWrite) ? "write" : "read") << " by warp " << origin.warp << " (thread " << linear % x
+         << ", " << linear / x % y << ", " << linear / x / y << ") of CTA (" << origin.cta[0] << ", " << origin.cta[1]
+         << ", " << origin.cta[2] << ") at PTX line " << instruction.line << ": " << line;
+    const auto file = module.files.find(instruction.source_file);
+    if (file != module.files.end() && instruction.source_line > 0) {
+        text << " (" << file->second << ":" << instruction.source_line << ")";
+    }
+    return text.str();
+}
+
+}  // namespace
+
+Fault fault_of(const Launch& launch, const Conflict& conflict) {
+    std::ostringstream text;
+    text << "this " << (conflict.later.has(Record::kAsync) ? "asynchronous " : "")
+         << (conflict.later.has(Record::kWrite) ? "write" : "read") << " of ";
+    if (conflict.is_shared) {
+        text << "byte " << static_cast<uint32_t>(conflict.address) << " of shared memory";
+        const LaunchHistory::Origin origin = launch.history->origin(conflict.later);
+        if (conflict.address >> 32 != origin.rank) text << " of CTA " << (conflict.address >> 32) << " of the cluster";
+    } else {
+        text << launch.memory->name(conflict.address);
+    }
+    const bool needs_fence = conflict.kind == Conflict::Kind::kNeedsProxyFence;
+    text << (needs_fence ? " by the async proxy comes after, but without a fence.proxy.async between, "
+                         : " is not ordered with ")
+         << describe(launch, conflict.earlier);
+    return Fault(needs_fence ? "proxy" : "race", text.str(), conflict.later.lane());
+}
+
+}  // namespace emulator
