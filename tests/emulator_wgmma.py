@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -200,6 +200,10 @@ def run(
     form: Form, a: Tensor, b: Tensor, c: Tensor, body: str | None = None, seed: int = 0, **options: object
 ) -> tuple[Tensor, Report]:
     """D and what was counted; ``a``: 64 x K, ``b``: N x K, ``c``: 64 x N in the type of the sums."""
+    assert form.layout_b is not None
+    if form.layout_a is not None:  # B comes behind A
+        behind = -(-form.layout_a.end // 1024) * 1024
+        form = replace(form, layout_b=replace(form.layout_b, pattern=form.layout_b.pattern + behind))
     assert form.layout_b is not None
     layouts = [(layout, x) for layout, x in ((form.layout_a, a), (form.layout_b, b)) if layout is not None]
     size = max(layout.end for layout, _ in layouts) + 1024
