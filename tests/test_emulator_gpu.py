@@ -1,0 +1,312 @@
+"""The same PTX on the emulator and on a GPU: equal bit for bit, or within what PTX states, or within a bound.
+
+Without a GPU, the emulator's half of each case runs, its PTX goes through ptxas, the comparison is shown wrong results,
+and the launch through the driver's API is tried on a library that has the driver's functions and runs the emulator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gpu_cases
+import gpu_driver
+import gpu_matrix_cases
+from emulator import Module, allocations, static_facts
+from gpu_cases import ATOMICS, CASES, CTAS, RESULTS, THREADS, AtomicCase, Bound, Case
+from gpu_driver import Driver
+from gpu_matrix_cases import MATRIX_CASES, MatrixCase
+
+SEED = 20
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@functools.cache
+def driver() -> Driver:
+    torch.cuda.init()
+    torch.zeros(1, device="cuda")  # makes the context
+    return Driver()
+
+
+def require(target: str) -> None:
+    """Skips where the GPU is older than the PTX's target."""
+    needed = (int(target[3]), int(target[4]))
+    if torch.cuda.get_device_capability() < needed:
+        pytest.skip(f"needs {target}")
+
+
+# --- Comparisons ------------------------------------------------------------------------------------------------------
+
+
+def worst(name: str, got: Tensor, expected: Tensor, excess: Tensor) -> str:
+    """What to say of the place where a result is farthest beyond what it may be."""
+    place = int(excess.flatten().double().argmax())
+    return f"{name}: at {place} the GPU has {got.flatten()[place]}, the emulator {expected.flatten()[place]}"
+
+
+def check(name: str, got: Tensor, expected: Tensor, bound: Bound | None) -> None:
+    """``bound`` None: equal bits, but that any NaN is as good as another. The emulator's own result is the exact one,
+    rounded once."""
+    if got.dtype.is_floating_point:
+        assert torch.equal(got.isnan(), expected.isnan()), worst(name, got, expected, got.isnan() ^ expected.isnan())
+        got, expected = got.nan_to_num(nan=0.0, posinf=None, neginf=None), expected.nan_to_num(nan=0.0)
+    if bound is None:
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.dtype.itemsize]
+        differs = got.view(bits) != expected.view(bits)
+        assert not differs.any(), worst(name, got, expected, differs)
+        return
+    limits = torch.finfo(got.dtype)
+    size = expected.double().abs()
+    ulp = torch.exp2(size.clamp(min=limits.tiny).log2().floor()) * limits.eps
+    allowed = bound.relative * size + (bound.ulps + 0.5) * ulp + bound.absolute
+    excess = (got.double() - expected.double()).abs() - allowed
+    assert (excess <= 0).all(), worst(name, got, expected, excess)
+
+
+def check_sums(name: str, got: Tensor, expected: Tensor, magnitude: Tensor, bound: float) -> None:
+    """``magnitude``: sum of |a * b| plus |c|. Both sides may be off by the bound."""
+    excess = (got.double() - expected.double()).abs() - 2 * bound * magnitude.double()
+    assert (excess <= 0).all(), worst(name, got, expected, excess)
+
+
+# --- Cases ------------------------------------------------------------------------------------------------------------
+
+
+def operands_of(case: Case) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(SEED)
+    a, b, c = (gpu_cases.operand(case.operands, case.domain, generator) for _ in range(3))
+    b[::7] = a[::7]  # comparisons want equal ones too
+    return [a, b, c]
+
+
+def results_of(case: Case, words: Tensor) -> Tensor:
+    """What is stored, as numbers of the result's type."""
+    numbers = words.view(RESULTS[case.result][1])
+    used = {"f32": (2, 1), "f16": (4, 1), "bf16": (4, 1), "f16x2": (4, 2), "bf16x2": (4, 2)}
+    of, count = used.get(case.result, (1, 1))
+    return numbers.view(-1, of)[:, :count].contiguous()
+
+
+def launched(case: Case, on: Any) -> Tensor:
+    out = torch.zeros(THREADS * CTAS, dtype=torch.int64)
+    on(Module(case.ptx()), "k", (CTAS,), (THREADS,), [*operands_of(case), out])
+    return results_of(case, out)
+
+
+def emulated(module: Module, *arguments: Any, **options: Any) -> None:
+    module.launch(*arguments, **options)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=on_gpu) for case in CASES], ids=str)
+def test_instructions(case: Case) -> None:
+    require(case.target)
+    check(str(case), launched(case, driver().launch), launched(case, emulated), case.bound)
+
+
+def cells_after(case: AtomicCase, on: Any) -> Tensor:
+    cells = torch.zeros(8, 4, dtype=torch.int32)
+    on(Module(case.ptx()), "k", (CTAS,), (THREADS,), [cells])
+    return cells
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=on_gpu) for case in ATOMICS], ids=str)
+def test_atomics(case: AtomicCase) -> None:
+    require(case.target)
+    check(str(case), cells_after(case, driver().launch), cells_after(case, emulated), None)
+
+
+def product(case: MatrixCase, on: Any, function: Any = None) -> Tensor:
+    generator = torch.Generator().manual_seed(SEED)
+    inputs = gpu_matrix_cases.fragments(case, generator, function or (lambda numbers: numbers))
+    out = torch.zeros(case.registers[3], 32, dtype=torch.int32)
+    on(Module(case.ptx()), "k", (1,), (32,), [inputs, out])
+    return out.view(gpu_matrix_cases.FORMATS[case.sum_kind])
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=on_gpu) for case in MATRIX_CASES], ids=str)
+def test_tensor_cores(case: MatrixCase) -> None:
+    require(case.target)
+    got, expected = product(case, driver().launch), product(case, emulated)
+    if case.bound is None:
+        check(str(case), got, expected, None)
+    else:
+        check_sums(str(case), got, expected, product(case, emulated, torch.abs), case.bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_native_forward_kernel(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole kernel: bf16, causal, several tiles. Rounding of probabilities to bf16 is what may differ most."""
+    import test_emulator_cuda_forward as native
+
+    require("sm_80")
+    query, key, value = native.inputs(head_dim, torch.bfloat16, 200, 300)
+    expected = native.run(query, key, value, True)
+    monkeypatch.setattr(Module, "launch", lambda module, *args, **options: driver().launch(module, *args, **options))
+    got = native.run(query, key, value, True)
+    check("out", got[0], expected[0], Bound(relative=2**-6, absolute=2**-8))
+    check("lse", got[1], expected[1], Bound(absolute=2**-14))
+
+
+# --- What can be known of these tests without a GPU -------------------------------------------------------------------
+
+ALL = [*CASES, *ATOMICS, *MATRIX_CASES]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_each_instruction_runs_on_the_emulator(case: Case) -> None:
+    results = launched(case, emulated)
+    assert len(results.nan_to_num().unique() if results.dtype.is_floating_point else results.unique()) > 1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", ATOMICS, ids=str)
+def test_atomics_leave_the_same_in_any_order(case: AtomicCase) -> None:
+    first = cells_after(case, emulated)
+    assert all(torch.equal(cells_after(case, functools.partial(emulated, seed=seed)), first) for seed in range(1, 4))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", MATRIX_CASES, ids=str)
+def test_products_run_on_the_emulator(case: MatrixCase) -> None:
+    result = product(case, emulated).double()
+    assert len(result.unique()) > result.numel() // 2
+    if case.bound is not None:
+        assert (result.abs() <= (1 + case.bound) * product(case, emulated, torch.abs).double()).all()
+
+
+@pytest.mark.skipif(not static_facts.has_tools(), reason="needs ptxas")
+def test_ptxas_takes_all_of_it(tmp_path: Path) -> None:
+    """Kernels of one target in one file: what differs from case to case is the name."""
+    for target in sorted({case.target for case in ALL}):
+        parts = [case.ptx() for case in ALL if case.target == target]
+        bodies = [part.split(".visible", 1)[1].replace(".entry k(", f".entry k{i}(") for i, part in enumerate(parts)]
+        source = tmp_path / f"{target}.ptx"
+        head = gpu_cases.HEADER.format(version="8.4", target=target)
+        source.write_text(head + "".join(f".visible {body}" for body in bodies))
+        static_facts.run("ptxas", f"-arch={target}", source, "-o", tmp_path / "cubin")
+
+
+@pytest.mark.quick
+def test_the_comparison_sees_differences() -> None:
+    exact = torch.tensor([1.0, -2.0, torch.nan, torch.inf, 1e-40])
+    check("same", exact, exact.clone(), None)
+    for place, wrong in ((0, 1.0 + 2**-23), (1, 2.0), (2, 0.0), (3, 3.4e38), (4, 0.0)):
+        other = exact.clone()
+        other[place] = wrong
+        with pytest.raises(AssertionError, match=f"at {place} "):
+            check("other", other, exact, None)
+    numbers = torch.tensor([1.5, 1000.0])
+    for bound, off in ((Bound(ulps=1), 2**-23), (Bound(relative=2**-10), 1.4 * 2**-10), (Bound(absolute=0.5), 0.49)):
+        check("near", numbers + off, numbers, bound)
+        with pytest.raises(AssertionError):
+            check("far", numbers + torch.tensor([2.5 * off, 0.0]), numbers, bound)
+    check_sums("near", numbers + 0.1, numbers, torch.tensor([10.0, 1000.0]), 2**-7)
+    with pytest.raises(AssertionError):
+        check_sums("far", numbers + 0.2, numbers, torch.tensor([10.0, 1000.0]), 2**-7)
+
+
+class FakeDriver:
+    """The driver's functions with the types that C gives them. The kernel runs on the emulator."""
+
+    def __init__(self) -> None:
+        self.modules: dict[int, Module] = {}
+        self.functions: dict[int, tuple[Module, str]] = {}
+        self.launches: list[tuple[int, ...]] = []
+        self.shared_bytes = 0
+        for name, arguments in gpu_driver.SIGNATURES.items():
+            setattr(self, name, ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(getattr(self, f"_{name}")))
+
+    def _cuModuleLoadDataEx(self, module: Any, image: bytes, count: int, options: Any, values: Any) -> int:
+        assert list(options[:count]) == [gpu_driver.JIT_ERROR_LOG, gpu_driver.JIT_ERROR_LOG_BYTES]
+        if b"nonsense" in image:
+            ctypes.memmove(values[0], b"line 1: nonsense\0", 17)
+            return 218
+        module[0] = len(self.modules) + 1
+        self.modules[module[0]] = Module(image.decode())
+        return 0
+
+    def _cuModuleUnload(self, module: int) -> int:
+        return 0 if self.modules.pop(module, None) else 400
+
+    def _cuModuleGetFunction(self, function: Any, module: int, name: bytes) -> int:
+        function[0] = 100 + len(self.functions)
+        self.functions[function[0]] = (self.modules[module], name.decode())
+        return 0
+
+    def _cuFuncSetAttribute(self, function: int, attribute: int, value: int) -> int:
+        assert attribute == gpu_driver.MOST_DYNAMIC_SHARED_BYTES
+        self.shared_bytes = value
+        return 0
+
+    def _cuLaunchKernel(self, function: int, *rest: Any) -> int:
+        gx, gy, gz, bx, by, bz, shared_bytes, stream, parameters, extra = rest
+        assert not parameters and extra[0] == gpu_driver.PARAMETERS and extra[2] == gpu_driver.PARAMETER_BYTES
+        assert shared_bytes <= self.shared_bytes and not extra[4] and not stream
+        packed = ctypes.string_at(extra[1], ctypes.c_size_t.from_address(extra[3]).value)
+        module, name = self.functions[function]
+        values: list[Any] = []
+        for _, _, offset, size, is_array in module.parameters(name):
+            part = packed[offset : offset + size]
+            values.append(part if is_array else int.from_bytes(part, "little"))
+        module.launch(name, (gx, gy, gz), (bx, by, bz), values, shared_bytes, tracked=True)
+        self.launches.append((gx, gy, gz, bx, by, bz, shared_bytes))
+        return 0
+
+    def _cuGetErrorString(self, error: int, text: Any) -> int:
+        text[0] = b"a PTX JIT compilation failed"
+        return 0
+
+
+@pytest.fixture
+def fake() -> Iterator[tuple[Driver, FakeDriver]]:
+    library = FakeDriver()
+    with allocations.tracked():  # what the driver knows as memory of the device
+        yield Driver(types.SimpleNamespace(**vars(library)), device="cpu"), library
+
+
+@pytest.mark.quick
+def test_launches_through_the_drivers_functions(fake: tuple[Driver, FakeDriver]) -> None:
+    driver, library = fake
+    for case in (CASES[0], next(case for case in CASES if case.name.startswith("ldmatrix"))):
+        check(str(case), launched(case, driver.launch), launched(case, emulated), None)
+    assert library.launches == [(CTAS, 1, 1, THREADS, 1, 1, 0)] * 2 and not library.modules
+
+
+STRUCT = """.version 8.0\n.target sm_80\n.address_size 64
+.visible .entry k(.param .u32 add, .param .align 8 .b8 s[20])
+{
+    .reg .b32 %r<4>; .reg .b64 %rd<3>;
+    mov.u32 %r0, %tid.x; ld.param.u32 %r1, [add]; ld.param.u64 %rd0, [s+8]; ld.param.u32 %r2, [s+16];
+    add.s32 %r1, %r1, %r2; mul.wide.u32 %rd1, %r0, 8; add.s64 %rd0, %rd0, %rd1; st.global.u32 [%rd0], %r1;
+    ret;
+}"""
+
+
+@pytest.mark.quick
+def test_structs_and_strides(fake: tuple[Driver, FakeDriver]) -> None:
+    """Pointers in structs become those of the copies, and a copy has the gaps of its tensor."""
+    driver, _ = fake
+    out = torch.zeros(8, 2, dtype=torch.int32)[:, 0]
+    pointer = out.data_ptr().to_bytes(8, "little")
+    driver.launch(Module(STRUCT), "k", (1,), (8,), [3, bytes(8) + pointer + (40).to_bytes(4, "little")], memory=[out])
+    assert out.tolist() == [43] * 8
+
+
+@pytest.mark.quick
+def test_errors_say_what_the_driver_says(fake: tuple[Driver, FakeDriver]) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"cuModuleLoadDataEx: a PTX JIT compilation failed \(218\)\nline 1: nonsense"
+    ):
+        fake[0].load("nonsense")
