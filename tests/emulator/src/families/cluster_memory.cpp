@@ -8,13 +8,26 @@
 namespace emulator {
 namespace {
 
-// option[0]: .shared::cluster, so that addresses are no generic ones.
+struct Placed {
+    uint32_t rank;
+    uint64_t offset;
+};
+
+// Where an address is; whether that CTA still runs does not matter. option[0]: .shared::cluster, no generic address.
+Placed place(Warp& warp, const Operation& o, uint64_t address, int lane) {
+    if (o.option[0] == 0) address -= kSharedWindow;
+    if (address < kCtaBytes) return {warp.cta.rank, address};
+    if (address >= (warp.cta.cluster.num_ctas() + uint64_t{1}) * kCtaBytes) {
+        throw Fault("cluster", "an address that is in the shared memory of no CTA of the cluster", lane);
+    }
+    return {static_cast<uint32_t>(address / kCtaBytes - 1), address % kCtaBytes};
+}
+
 template <typename T>
 Next map_address(Warp& warp, const Operation& o, uint32_t mask) {
     T* d = warp.reg<T>(o.r[0]);
     const T* a = warp.reg<T>(o.r[1]);
     const uint32_t* rank = warp.reg<uint32_t>(o.r[2]);
-    const auto space = o.option[0] != 0 ? Space::kCluster : Space::kGeneric;
     each_lane(mask, [&](int lane) {
         if (rank[lane] >= warp.cta.cluster.num_ctas()) {
             throw Fault("cluster",
@@ -22,10 +35,8 @@ Next map_address(Warp& warp, const Operation& o, uint32_t mask) {
                             std::to_string(warp.cta.cluster.num_ctas()),
                         lane);
         }
-        uint64_t offset = a[lane];
-        warp.shared_owner(space, offset, lane);
-        const uint64_t mapped = (rank[lane] + uint64_t{1}) * kCtaBytes + offset;
-        d[lane] = static_cast<T>(mapped + (space == Space::kGeneric ? kSharedWindow : 0));
+        const uint64_t mapped = (rank[lane] + uint64_t{1}) * kCtaBytes + place(warp, o, a[lane], lane).offset;
+        d[lane] = static_cast<T>(mapped + (o.option[0] == 0 ? kSharedWindow : 0));
     });
     return Next::kContinue;
 }
@@ -34,10 +45,7 @@ template <typename T>
 Next find_rank(Warp& warp, const Operation& o, uint32_t mask) {
     uint32_t* d = warp.reg<uint32_t>(o.r[0]);
     const T* a = warp.reg<T>(o.r[1]);
-    each_lane(mask, [&](int lane) {
-        uint64_t offset = a[lane];
-        d[lane] = warp.shared_owner(o.option[0] != 0 ? Space::kCluster : Space::kGeneric, offset, lane).rank;
-    });
+    each_lane(mask, [&](int lane) { d[lane] = place(warp, o, a[lane], lane).rank; });
     return Next::kContinue;
 }
 
