@@ -62,6 +62,16 @@ int Decoder::accept_any(std::initializer_list<std::string_view> modifiers) {
     return -1;
 }
 
+int Decoder::accept_first(std::initializer_list<std::string_view> modifiers) {
+    for (size_t i = 1; i < words_.size(); ++i) {
+        const auto found = std::find(modifiers.begin(), modifiers.end(), words_[i]);
+        if (used_[i] || found == modifiers.end()) continue;
+        used_[i] = true;
+        return static_cast<int>(found - modifiers.begin());
+    }
+    return -1;
+}
+
 int Decoder::require_any(std::initializer_list<std::string_view> modifiers) {
     const int found = accept_any(modifiers);
     if (found < 0) fail("a modifier is missing, or unknown");

@@ -34,6 +34,7 @@ class Decoder {
     bool accept(std::string_view modifier);
     // Index of the one of these that is there, -1 if none is.
     int accept_any(std::initializer_list<std::string_view> modifiers);
+    int accept_first(std::initializer_list<std::string_view> modifiers);  // likewise, the first of them in the opcode
     int require_any(std::initializer_list<std::string_view> modifiers);
     std::optional<Type> accept_type();  // the first that is left
     Type require_type();

@@ -5,9 +5,10 @@
 namespace emulator {
 
 std::optional<Type> parse_type(std::string_view name) {
-    constexpr std::string_view kNames[] = {"pred", "b8",   "b16",   "b32",    "b64",   "u8",    "u16",  "u32",
-                                           "u64",  "s8",   "s16",   "s32",    "s64",   "f16",   "bf16", "f32",
-                                           "f64",  "tf32", "f16x2", "bf16x2", "u16x2", "s16x2", "b128", "e4m3", "e5m2", "e4m3x2", "e5m2x2"};
+    constexpr std::string_view kNames[] = {"pred",  "b8",   "b16",  "b32",  "b64",    "u8",     "u16",
+                                           "u32",   "u64",  "s8",   "s16",  "s32",    "s64",    "f16",
+                                           "bf16",  "f32",  "f64",  "tf32", "f16x2",  "bf16x2", "u16x2",
+                                           "s16x2", "b128", "e4m3", "e5m2", "e4m3x2", "e5m2x2"};
     for (size_t i = 0; i < std::size(kNames); ++i) {
         if (kNames[i] == name) return static_cast<Type>(i);
     }

@@ -61,6 +61,8 @@ void decode_ldmatrix(Decoder& d);
 void decode_stmatrix(Decoder& d);
 void decode_wgmma(Decoder& d);
 void decode_mma(Decoder& d);
+bool decode_other_mma(Decoder& d);  // false: it is of decode_mma
+void decode_wmma(Decoder& d);
 void decode_nanosleep(Decoder& d);
 
 }  // namespace emulator

@@ -150,6 +150,7 @@ Execute pick(Type sum, Type a, Type b, int k) {
 }  // namespace
 
 void decode_mma(Decoder& d) {
+    if (decode_other_mma(d)) return;
     Operation& o = d.operation();
     d.require_any({"sync"});
     d.require_any({"aligned"});

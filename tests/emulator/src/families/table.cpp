@@ -109,6 +109,7 @@ constexpr Family kFamilies[] = {
     {"trap", decode_trap},
     {"vote", decode_vote},
     {"wgmma", decode_wgmma},
+    {"wmma", decode_wmma},
     {"xor", decode_logic},
 };
 
