@@ -59,6 +59,7 @@ struct Path {
         kBarrier,
         kMbarrier,  // looks again when a phase of one completes
         kCluster,   // likewise, for barrier.cluster
+        kRegisters,  // likewise, for registers that others give back (setmaxnreg)
     };
     uint32_t mask = 0;
     int pc = 0;
@@ -185,6 +186,9 @@ class Warp {
     // barrier.cluster: lanes that have arrived and not yet waited, and the phase that each arrived in.
     uint32_t cluster_arrived = 0;
     uint64_t cluster_phase[kWarpSize] = {};
+    // setmaxnreg: what a thread has, 0 if that is not known; and whether the warp waits for more.
+    int num_registers;
+    bool waits_for_registers = false;
 
   private:
     friend class Cta;
@@ -280,6 +284,7 @@ class Cta {
     Random& random;
     Report& report;
     GlobalMemory::Region last_region;  // that an access was found in
+    int64_t free_registers = 0;        // that setmaxnreg has given back
 
   private:
     // What each byte of shared memory holds.
@@ -300,6 +305,9 @@ class Cta {
     Barrier barriers_[16];
     std::vector<WarpgroupLog> warpgroup_logs_;
 };
+
+// Of each thread, as setmaxnreg counts them; 0: the kernel does not say.
+int registers_at_launch(const Launch& launch);
 
 // Runs all CTAs; throws the first Fault that occurred.
 Report run_launch(const Launch& launch);

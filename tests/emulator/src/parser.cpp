@@ -270,8 +270,12 @@ class Parser {
             function.most_cluster_ctas = static_cast<int>(integer());
         } else if (name == ".explicitcluster") {
             function.is_explicit_cluster = true;
-        } else if (name == ".minnctapersm" || name == ".maxnreg" || name == ".maxnctapersm") {
-            integer();  // what ptxas is told of resources has no meaning here
+        } else if (name == ".maxnreg") {
+            function.most_registers = static_cast<int>(integer());
+        } else if (name == ".minnctapersm") {
+            function.least_ctas = static_cast<int>(integer());
+        } else if (name == ".maxnctapersm") {
+            integer();  // the older name of .minnctapersm, which ptxas ignores
         } else if (name == ".pragma") {
             ++at_, accept(";");
         } else if (name != ".noreturn") {

@@ -89,6 +89,8 @@ struct Function {
     // 0: not stated
     int required_threads[3] = {0, 0, 0}, most_threads[3] = {0, 0, 0}, required_cluster[3] = {0, 0, 0};
     int most_cluster_ctas = 0;
+    int most_registers = 0;  // of a thread; 0: not stated
+    int least_ctas = 1;      // that a multiprocessor is to hold
     bool is_explicit_cluster = false;
 };
 

@@ -18,7 +18,8 @@ std::string hex(uint32_t mask) {
 
 }  // namespace
 
-Warp::Warp(Cta& cta, int index, uint32_t lanes) : cta(cta), index_(index), lanes_(lanes), live_(lanes) {
+Warp::Warp(Cta& cta, int index, uint32_t lanes)
+    : cta(cta), num_registers(registers_at_launch(cta.launch)), index_(index), lanes_(lanes), live_(lanes) {
     const FunctionCode& kernel = *cta.launch.program->functions[0];
     Path start;
     start.mask = lanes;

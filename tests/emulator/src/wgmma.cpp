@@ -244,6 +244,16 @@ void WgmmaUnit::complete(uint64_t number) {
     sums_.erase(std::remove(sums_.begin(), sums_.end(), nullptr), sums_.end());
 }
 
+void WgmmaUnit::check_warpgroup() const {
+    const size_t first = warp_.thread(0) / kWarpSize / 4 * 4;
+    const auto& warps = warp_.cta.warps();
+    if (first + 4 > warps.size()) fail("the warpgroup has fewer than 4 warps");
+    for (size_t i = first; i < first + 4; ++i) {
+        if (warps[i]->lanes() != kAllLanes) fail("a warp of the warpgroup has fewer than 32 threads");
+    }
+    if (warp_.live() != kAllLanes) fail("some threads of the warp have exited");
+}
+
 void WgmmaUnit::log(const WarpgroupLog::Entry& entry) {
     const int warp = warp_.thread(0) / kWarpSize;
     WarpgroupLog& log = warp_.cta.warpgroup_log(warp / 4);

@@ -61,7 +61,8 @@ class WgmmaUnit {
     void fence() { ++num_fences_; }
     void commit();
     void wait(uint32_t most_pending);
-    // Each wgmma instruction that the warp executes is compared with those of the others.
+    void check_warpgroup() const;  // all its warps are there, and this one is whole
+    // What the warp executes of the warpgroup's common instructions is compared with the other warps'.
     void log(const WarpgroupLog::Entry& entry);
     // Before an operation that has `tracked` executes.
     void touch(const Operation& operation, uint32_t mask);

@@ -178,12 +178,13 @@ Next widen_half(Warp& warp, const Operation& o, uint32_t mask) {
 
 void decode_cvt(Decoder& d) {
     if (d.accept("pack")) return decode_cvt_pack(d);
+    const Type to = d.require_type(), from = d.require_type();
+    const auto is_fp8_pair = [](Type t) { return t == Type::kE4M3x2 || t == Type::kE5M2x2; };
+    if (is_fp8_pair(to) || is_fp8_pair(from)) return decode_cvt_fp8(d, to, from);
     const int rounding = d.accept_any({"rn", "rz", "rm", "rp", "rna", "rni", "rzi", "rmi", "rpi"});
     const bool to_integral = rounding > 4;
     const bool relu = d.accept("relu"), satfinite = d.accept("satfinite"), flushes = d.accept("ftz"),
                sat = d.accept("sat");
-    Type to = d.require_type();
-    const Type from = d.require_type();
     constexpr Rounding kRoundings[] = {Rounding::kNearestEven, Rounding::kZero, Rounding::kDown, Rounding::kUp,
                                        Rounding::kNearestAway};
     Operation& o = d.operation();

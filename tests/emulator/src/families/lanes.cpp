@@ -1,4 +1,4 @@
-// Between the lanes of a warp: shfl, vote, match, redux, activemask. The machine has gathered the lanes that the member
+// Between the lanes of a warp: shfl, vote, match, redux, activemask, elect. The machine has gathered the lanes that the member
 // mask names before one of these executes.
 #include "../decoder.h"
 #include "../machine.h"
@@ -122,6 +122,15 @@ Next activemask(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
+// The first of the lanes that take part leads, for the same lanes always the same.
+Next elect(Warp& warp, const Operation& o, uint32_t mask) {
+    uint32_t* d = warp.reg<uint32_t>(o.r[0]);
+    const int leader = __builtin_ctz(mask);
+    each_lane(mask, [&](int lane) { d[lane] = leader; });
+    warp.set_predicate(o.r[1], mask, 1u << leader);
+    return Next::kContinue;
+}
+
 void set_members(Decoder& d, size_t operand) {
     d.operation().member_mask = d.read(operand, Type::kB32);
     d.operation().has_member_mask = true;
@@ -176,6 +185,17 @@ void decode_match(Decoder& d) {
     o.option[0] = all;
     set_members(d, 2);
     o.execute = type == Type::kB32 ? match<uint32_t> : match<uint64_t>;
+}
+
+void decode_elect(Decoder& d) {
+    d.require_target(90);
+    d.require_any({"sync"});
+    d.require_operands(2, 2);
+    Operation& o = d.operation();
+    if (d.operand(0).kind != ptx::Operand::Kind::kPair) d.fail("a register and a predicate are expected: d|p");
+    write_results(d, o.r[0], o.r[1]);
+    set_members(d, 1);
+    o.execute = elect;
 }
 
 void decode_redux(Decoder& d) {

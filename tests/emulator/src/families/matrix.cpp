@@ -171,6 +171,7 @@ void decode_mma(Decoder& d) {
     o.type = Class::kTensorCore;
     o.option[0] = saturates;
     if (to == c && (to == Type::kS32 || !saturates)) o.execute = pick(to, a, b, k);
+    if (is_fp8(a)) d.require_target(89);
     if (o.execute == nullptr) d.fail("unknown shape for these types");
     const int per_register = 4 / width_of(a);
     const size_t sums = to == Type::kF16 ? 2 : 4, of_a = kM * k / kWarpSize / per_register;

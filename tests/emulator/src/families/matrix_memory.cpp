@@ -94,6 +94,7 @@ void decode_ldmatrix(Decoder& d) {
 }
 
 void decode_stmatrix(Decoder& d) {
+    d.require_target(90);
     decode_matrix_memory(d, 1, 0);
     d.operation().execute = stmatrix;
 }

@@ -116,18 +116,6 @@ struct Product {
     }
 };
 
-// All of the warpgroup's four warps have to be there, and whole.
-void check_warpgroup(Warp& warp) {
-    const size_t first = warp.thread(0) / kWarpSize / 4 * 4;
-    const auto& warps = warp.cta.warps();
-    if (first + 4 > warps.size()) throw Fault("wgmma", "the warpgroup has fewer than 4 warps", 0);
-    for (size_t i = first; i < first + 4; ++i) {
-        if (warps[i]->lanes() != kAllLanes)
-            throw Fault("wgmma", "a warp of the warpgroup has fewer than 32 threads", 0);
-    }
-    if (warp.live() != kAllLanes) throw Fault("wgmma", "some threads of the warp have exited", 0);
-}
-
 uint64_t uniform(Warp& warp, Slot slot, const char* what) {
     const uint64_t* values = warp.reg<uint64_t>(slot);
     for (int lane = 1; lane < kWarpSize; ++lane) {
@@ -170,7 +158,7 @@ void start(Warp& warp, const Operation& o, const Form& form, const WarpgroupLog:
 // r: descriptors of A (unless it is in registers) and B, scale-d.
 Next multiply(Warp& warp, const Operation& o, uint32_t) {
     const Form form = Form::unpack(o);
-    check_warpgroup(warp);
+    warp.wgmma().check_warpgroup();
     const uint32_t adds = warp.predicate(o.r[2]) ^ (form.negates_scale ? kAllLanes : 0);
     if (adds != 0 && adds != kAllLanes) throw Fault("wgmma", "threads of a warp have different scale-d", 0);
     WarpgroupLog::Entry entry{&o, {0, uniform(warp, o.r[1], "B")}, adds != 0};
@@ -189,8 +177,8 @@ enum Control : int { kFence, kCommit, kWait };
 
 // option[0]: Control; value: of wait_group.
 Next control(Warp& warp, const Operation& o, uint32_t) {
-    check_warpgroup(warp);
     WgmmaUnit& unit = warp.wgmma();
+    unit.check_warpgroup();
     unit.log({&o, {0, 0}, false});
     if (o.option[0] == kFence) unit.fence();
     if (o.option[0] == kCommit) unit.commit();
@@ -275,6 +263,7 @@ void decode_multiply(Decoder& d) {
 void decode_wgmma(Decoder& d) {
     Operation& o = d.operation();
     o.is_aligned = true;
+    d.require_target(90);
     const int kind = d.require_any({"mma_async", "fence", "commit_group", "wait_group"});
     d.require_any({"sync"});
     d.require_any({"aligned"});

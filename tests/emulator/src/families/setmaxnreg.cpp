@@ -1,0 +1,82 @@
+// setmaxnreg and griddepcontrol. PTX ISA, "Miscellaneous Instructions" and "Parallel Synchronization and Communication
+// Instructions".
+//
+// All of a CTA's registers belong to its warps at first, each thread having what the kernel's .maxnreg says, or what
+// ptxas concludes from its block size and .minnctapersm. What `dec` gives back is free for `inc`, which waits for enough
+// of it; exited warps give nothing back. Where the kernel says neither, registers are not counted, as ptxas ignores the
+// instruction then.
+#include <algorithm>
+
+#include "../decoder.h"
+#include "../wgmma.h"
+#include "families.h"
+
+namespace emulator {
+namespace {
+
+// value: registers of a thread; option[0]: dec.
+Next setmaxnreg(Warp& warp, const Operation& o, uint32_t mask) {
+    warp.wgmma().check_warpgroup();
+    if (!warp.waits_for_registers) warp.wgmma().log({&o, {0, 0}, false});
+    warp.waits_for_registers = false;
+    if (warp.num_registers == 0) return Next::kContinue;
+    Cta& cta = warp.cta;
+    const int64_t more = o.value - warp.num_registers;
+    if (o.option[0] != 0 ? more > 0 : more < 0) {
+        throw Fault("wgmma",
+                    "threads of this warp have " + std::to_string(warp.num_registers) + " registers, which is " +
+                        (o.option[0] != 0 ? "fewer" : "more") + " than the new number",
+                    __builtin_ctz(mask));
+    }
+    if (more * kWarpSize > cta.free_registers) {
+        warp.waits_for_registers = true;
+        return warp.wait_and_retry(Path::State::kRegisters, mask);
+    }
+    cta.free_registers -= more * kWarpSize;
+    warp.num_registers = static_cast<int>(o.value);
+    for (const auto& other : cta.warps()) other->retry(Path::State::kRegisters);
+    return Next::kContinue;
+}
+
+// Grids run one after the other: whoever this one depends on has ended.
+Next nothing(Warp&, const Operation&, uint32_t) {
+    return Next::kContinue;
+}
+
+}  // namespace
+
+int registers_at_launch(const Launch& launch) {
+    const ptx::Function& kernel = *launch.program->functions[0]->source;
+    constexpr int kPerMultiprocessor = 65536, kUnit = 8, kMost = 255;
+    if (kernel.most_registers != 0) return kernel.most_registers;
+    const int* const threads = kernel.required_threads[0] != 0 ? kernel.required_threads : kernel.most_threads;
+    const int64_t count = int64_t{threads[0]} * threads[1] * threads[2] * kernel.least_ctas;
+    if (count == 0) return 0;
+    const int64_t share = kPerMultiprocessor / count / kUnit * kUnit;
+    return static_cast<int>(std::min<int64_t>(share, kMost));
+}
+
+void decode_setmaxnreg(Decoder& d) {
+    Operation& o = d.operation();
+    d.require_target(90);
+    o.option[0] = d.require_any({"inc", "dec"});
+    d.require_any({"sync"});
+    d.require_any({"aligned"});
+    d.require_type({Type::kU32});
+    d.require_operands(1, 1);
+    o.value = d.immediate(0);
+    if (o.value < 24 || o.value > 256 || o.value % 8 != 0) d.fail("a number of registers is a multiple of 8 in 24 to 256");
+    o.is_aligned = true;
+    o.type = Class::kControl;
+    o.execute = setmaxnreg;
+}
+
+void decode_griddepcontrol(Decoder& d) {
+    d.require_target(90);
+    d.require_any({"launch_dependents", "wait"});
+    d.require_operands(0, 0);
+    d.operation().type = Class::kControl;
+    d.operation().execute = nothing;
+}
+
+}  // namespace emulator
