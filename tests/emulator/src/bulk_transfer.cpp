@@ -45,6 +45,32 @@ void complete(const Signal& signal) {
     signal.owner->complete_transactions(mbarrier, signal.bytes, -1);
 }
 
+HappensBefore::Touch touch_of(const Warp& warp, int lane, bool is_write, bool is_atomic) {
+    return {warp.operation_number(), lane, is_write, is_atomic, Scope::kGpu};
+}
+
+void touch_box(HappensBefore& order, AsyncId id, const HappensBefore::Touch& touch, const SharedBox& box) {
+    each_piece(box, [&](uint32_t offset, int64_t, int64_t count) {
+        order.touch_shared(id, touch, box.owner->rank, offset, count);
+    });
+}
+
+void touch_reach(HappensBefore& order, AsyncId id, const HappensBefore::Touch& touch, const Reach& reach) {
+    for (const SharedBox& box : reach.shared) touch_box(order, id, touch, box);
+    for (const Reach::Run& run : reach.global) order.touch_global(id, touch, run.address, run.bytes);
+}
+
+// The race detector's view of a copy into a box; what it returns is to be called before the mbarrier is signalled.
+std::function<void()> follow(Warp& warp, int lane, const Reach& from, const SharedBox& to, const Signal& signal,
+                             bool is_atomic) {
+    HappensBefore* const order = warp.cta.cluster.order.get();
+    if (order == nullptr) return [] {};
+    const AsyncId id = order->start(warp.number(), from.proxy);
+    touch_reach(*order, id, touch_of(warp, lane, false, false), from);
+    touch_box(*order, id, touch_of(warp, lane, true, is_atomic), to);
+    return [order, id, signal] { order->complete_into_mbarrier(id, signal.owner->rank, signal.offset); };
+}
+
 }  // namespace
 
 void check_box(const SharedBox& box, int lane) {
@@ -89,32 +115,37 @@ Signal signal_at(Warp& warp, Space space, uint64_t address, int64_t bytes, int l
 }
 
 void start_fill(Warp& warp, const Operation& operation, int lane, const std::vector<SharedBox>& destinations,
-                const std::vector<Signal>& signals, std::function<Bytes()> fetch) {
+                const std::vector<Signal>& signals, const Reach& from, std::function<Bytes()> fetch) {
     const auto data = std::make_shared<std::optional<Bytes>>();
     if (warp.cta.random.below(2) == 0) *data = fetch();
     for (const SharedBox& box : destinations) poison_box(box);
     for (size_t i = 0; i < destinations.size(); ++i) {
         warp.cta.cluster.async.start(warp, operation, lane, AsyncEngine::Latest::kUnbound,
-                                     [box = destinations[i], signal = signals[i], data, fetch] {
+                                     [box = destinations[i], signal = signals[i], data, fetch,
+                                      is_complete = follow(warp, lane, from, destinations[i], signals[i], false)] {
                                          if (!*data) *data = fetch();
                                          write_box(box, **data);
+                                         is_complete();
                                          complete(signal);
                                      });
     }
 }
 
 void start_update(Warp& warp, const Operation& operation, int lane, const SharedBox& destination, const Signal& signal,
-                  std::function<void(std::byte*)> update) {
+                  const Reach& from, std::function<void(std::byte*)> update) {
     warp.cta.cluster.async.start(
-        warp, operation, lane, AsyncEngine::Latest::kUnbound, [destination, signal, update = std::move(update)] {
+        warp, operation, lane, AsyncEngine::Latest::kUnbound,
+        [destination, signal, update = std::move(update),
+         is_complete = follow(warp, lane, from, destination, signal, true)] {
             if (destination.owner->has_ended()) fail_ended(destination, "updates");
             update(destination.owner->shared(destination.offset, static_cast<int>(destination.bytes)));
+            is_complete();
             complete(signal);
         });
 }
 
-void start_drain(Warp& warp, const Operation& operation, int lane, const SharedBox& source,
-                 std::function<void(const Bytes&)> deliver) {
+void start_drain(Warp& warp, const Operation& operation, int lane, const SharedBox& source, const Reach& to,
+                 bool reduces, std::function<void(const Bytes&)> deliver) {
     AsyncEngine& engine = warp.cta.cluster.async;
     const auto data = std::make_shared<Bytes>();
     const AsyncEngine::Handle read =
@@ -124,7 +155,14 @@ void start_drain(Warp& warp, const Operation& operation, int lane, const SharedB
             engine.finish(read);
             deliver(*data);
         });
-    warp.bulk_groups.add(lane, read, write);
+    AsyncId reading{}, writing{};
+    if (HappensBefore* const order = warp.cta.cluster.order.get(); order != nullptr) {
+        reading = order->start(warp.number(), Proxy::kAsync);
+        writing = order->start(warp.number(), Proxy::kAsync);
+        touch_box(*order, reading, touch_of(warp, lane, false, false), source);
+        touch_reach(*order, writing, touch_of(warp, lane, true, reduces), to);
+    }
+    warp.bulk_groups.add(lane, {read, write, reading, writing});
 }
 
 Bytes read_box(const SharedBox& box) {

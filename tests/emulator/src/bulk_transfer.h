@@ -38,20 +38,31 @@ Signal signal_at(Warp& warp, Space space, uint64_t address, int64_t bytes, int l
 
 using Bytes = std::vector<std::byte>;
 
+// What a copy touches besides the shared memory that it is named after, for the race detector.
+struct Reach {
+    struct Run {
+        uint64_t address, bytes;
+    };
+    std::vector<Run> global;
+    std::vector<SharedBox> shared;
+    Proxy proxy = Proxy::kAsync;
+};
+
 // Starts a copy into shared memory, one for each destination, which signals when its bytes are there. `fetch` reads
-// the source, when the instruction is executed or when the first destination gets its bytes, by lot. Destinations are
+// the source, which is `from`, when the instruction is executed or when the first destination gets its bytes, by lot. Destinations are
 // poison until then.
 void start_fill(Warp& warp, const Operation& operation, int lane, const std::vector<SharedBox>& destinations,
-                const std::vector<Signal>& signals, std::function<Bytes()> fetch);
+                const std::vector<Signal>& signals, const Reach& from, std::function<Bytes()> fetch);
 
-// Starts an update of shared memory of another CTA: `update` gets the host's address of the destination.
+// Starts an update of shared memory of another CTA with what is read `from` somewhere: `update` gets the host's address
+// of the destination.
 void start_update(Warp& warp, const Operation& operation, int lane, const SharedBox& destination, const Signal& signal,
-                  std::function<void(std::byte*)> update);
+                  const Reach& from, std::function<void(std::byte*)> update);
 
 // Starts a copy out of shared memory, as part of the lane's bulk group: the source is read at one moment, and `deliver`
-// is called with what was there at a later one.
-void start_drain(Warp& warp, const Operation& operation, int lane, const SharedBox& source,
-                 std::function<void(const Bytes&)> deliver);
+// is called with what was there at a later one, and writes `to` there, atomically if it `reduces`.
+void start_drain(Warp& warp, const Operation& operation, int lane, const SharedBox& source, const Reach& to,
+                 bool reduces, std::function<void(const Bytes&)> deliver);
 
 // Reads shared memory as the copy does: an error where its CTA has ended, or on request where nothing wrote it.
 Bytes read_box(const SharedBox& box);

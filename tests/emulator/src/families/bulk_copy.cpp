@@ -56,7 +56,9 @@ Next fill(Warp& warp, const Operation& o, uint32_t mask) {
                          address_of(warp, o, 2, lane), ctas, bytes, Swizzle::kNone, kAlignment, lane);
         const std::byte* from = global_range(warp, o, 1, bytes, lane, false);
         count_global(warp, o, address_of(warp, o, 1, lane), bytes);
-        start_fill(warp, o, lane, targets.boxes, targets.signals, [from, bytes] { return Bytes(from, from + bytes); });
+        const Reach source{{{address_of(warp, o, 1, lane), static_cast<uint64_t>(bytes)}}, {}};
+        start_fill(warp, o, lane, targets.boxes, targets.signals, source,
+                   [from, bytes] { return Bytes(from, from + bytes); });
     });
     return Next::kContinue;
 }
@@ -73,13 +75,15 @@ Next send(Warp& warp, const Operation& o, uint32_t mask) {
             throw Fault("cluster", "a bulk copy from shared memory to that of the same CTA", lane);
         }
         if (o.option[2] == kNoReduction) {
-            start_fill(warp, o, lane, targets.boxes, targets.signals, [source] { return read_box(source); });
+            start_fill(warp, o, lane, targets.boxes, targets.signals, {{}, {source}},
+                       [source] { return read_box(source); });
         } else {
-            start_update(warp, o, lane, targets.boxes[0], targets.signals[0], [&o, source](std::byte* to) {
-                const Bytes with = read_box(source);
-                const Reduction r = reduction_of(o);
-                reduce(r.type, r.op, to, with.data(), static_cast<int64_t>(with.size()));
-            });
+            start_update(warp, o, lane, targets.boxes[0], targets.signals[0], {{}, {source}},
+                         [&o, source](std::byte* to) {
+                             const Bytes with = read_box(source);
+                             const Reduction r = reduction_of(o);
+                             reduce(r.type, r.op, to, with.data(), static_cast<int64_t>(with.size()));
+                         });
         }
     });
     return Next::kContinue;
@@ -92,7 +96,8 @@ Next drain(Warp& warp, const Operation& o, uint32_t mask) {
         count_global(warp, o, address_of(warp, o, 0, lane), bytes);
         const SharedBox source =
             shared_box(warp, Space::kShared, address_of(warp, o, 1, lane), bytes, Swizzle::kNone, kAlignment, lane);
-        start_drain(warp, o, lane, source, [&o, to](const Bytes& data) {
+        const Reach destination{{{address_of(warp, o, 0, lane), static_cast<uint64_t>(bytes)}}, {}};
+        start_drain(warp, o, lane, source, destination, o.option[2] != kNoReduction, [&o, to](const Bytes& data) {
             if (o.option[2] == kNoReduction) {
                 std::memcpy(to, data.data(), data.size());
             } else {
@@ -116,8 +121,12 @@ Next commit_group(Warp& warp, const Operation&, uint32_t mask) {
 
 // option[0]: .read.
 Next wait_group(Warp& warp, const Operation& o, uint32_t mask) {
+    Cluster& cluster = warp.cta.cluster;
+    const auto waited = [&](AsyncId id) {
+        if (cluster.order) cluster.order->complete(id, warp.number());
+    };
     each_lane(mask, [&](int lane) {
-        warp.bulk_groups.wait(warp.cta.cluster.async, lane, static_cast<uint32_t>(o.value), o.option[0] != 0);
+        warp.bulk_groups.wait(cluster.async, lane, static_cast<uint32_t>(o.value), o.option[0] != 0, waited);
     });
     return Next::kContinue;
 }

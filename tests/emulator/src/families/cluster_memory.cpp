@@ -53,6 +53,8 @@ Next find_rank(Warp& warp, const Operation& o, uint32_t mask) {
 // of one value; option[2]: of a reduction its ElementType << 8 | ReductionOp.
 constexpr int kFirstValue = 4;
 
+const Reach kFromRegisters{{}, {}, Proxy::kGeneric};
+
 Bytes values(Warp& warp, const Operation& o, int lane) {
     const int width = o.option[1];
     Bytes bytes;
@@ -75,7 +77,8 @@ Next store(Warp& warp, const Operation& o, uint32_t mask) {
     }
     each_lane(mask, [&](int lane) {
         const Targets targets = find_target(warp, o, lane);
-        start_fill(warp, o, lane, targets.boxes, targets.signals, [data = values(warp, o, lane)] { return data; });
+        start_fill(warp, o, lane, targets.boxes, targets.signals, kFromRegisters,
+                   [data = values(warp, o, lane)] { return data; });
     });
     return Next::kContinue;
 }
@@ -88,7 +91,7 @@ Next reduce_value(Warp& warp, const Operation& o, uint32_t mask) {
         }
         const auto type = static_cast<ElementType>(o.option[2] >> 8);
         const int op = o.option[2] & 255;
-        start_update(warp, o, lane, targets.boxes[0], targets.signals[0],
+        start_update(warp, o, lane, targets.boxes[0], targets.signals[0], kFromRegisters,
                      [data = values(warp, o, lane), type, op](std::byte* to) {
                          reduce(type, op, to, data.data(), static_cast<int64_t>(data.size()));
                      });

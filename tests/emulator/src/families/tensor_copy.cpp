@@ -53,11 +53,14 @@ TensorBox tensor_box(Warp& warp, const Operation& o, int map_index, int first, i
     return box;
 }
 
-void check_rows(Warp& warp, const Operation& o, const TensorBox& box, int lane, bool is_write) {
+Reach check_rows(Warp& warp, const Operation& o, const TensorBox& box, int lane, bool is_write) {
+    Reach reach;
     box.each_row_inside([&](const BoxRow& row) {
         warp.global(row.address, row.bytes, lane, is_write);
         count_global(warp, o, row.address, row.bytes);
+        reach.global.push_back({row.address, static_cast<uint64_t>(row.bytes)});
     });
+    return reach;
 }
 
 Bytes gather(const TensorBox& box) {
@@ -79,8 +82,8 @@ Next load(Warp& warp, const Operation& o, uint32_t mask) {
         const Targets targets =
             find_targets(warp, static_cast<Space>(o.option[0] >> 8), address_of(warp, o, 0, lane),
                          address_of(warp, o, 2, lane), ctas, box.map.box_bytes(), box.map.swizzle, kBoxAlignment, lane);
-        check_rows(warp, o, box, lane, false);
-        start_fill(warp, o, lane, targets.boxes, targets.signals, [box] { return gather(box); });
+        const Reach source = check_rows(warp, o, box, lane, false);
+        start_fill(warp, o, lane, targets.boxes, targets.signals, source, [box] { return gather(box); });
     });
     return Next::kContinue;
 }
@@ -95,8 +98,8 @@ Next store(Warp& warp, const Operation& o, uint32_t mask) {
         }
         const SharedBox source = shared_box(warp, Space::kShared, address_of(warp, o, 1, lane), box.map.box_bytes(),
                                             box.map.swizzle, kBoxAlignment, lane);
-        check_rows(warp, o, box, lane, true);
-        start_drain(warp, o, lane, source, [box, op, reduces](const Bytes& data) {
+        const Reach destination = check_rows(warp, o, box, lane, true);
+        start_drain(warp, o, lane, source, destination, reduces, [box, op, reduces](const Bytes& data) {
             box.each_row_inside([&](const BoxRow& row) {
                 auto* to = reinterpret_cast<std::byte*>(row.address);
                 const std::byte* from = data.data() + row.offset + row.before;
