@@ -106,8 +106,8 @@ class Module:
         memory that nothing orders are errors, whatever order they came in; with ``replicated_stores`` several warps may
         store the same value by the same instruction, as Triton's compiler has them do. ``uninitialised``: reading shared memory that nothing wrote is an error.
         ``num_sms``: multiprocessors, which decide how many CTAs run at a time. ``instruction_limit``: of one warp, an
-        error beyond. ``workers``: threads of the host. ``cooperative``: the grid may synchronise (all of its CTAs must run at
-        a time). What the kernel prints goes to ``sys.stdout`` at its end.
+        error beyond. ``workers``: threads of the host. ``cooperative``: the grid may
+        synchronise (all of its CTAs must run at a time). What the kernel prints goes to ``sys.stdout`` at its end.
 
         Raises `EmulatorError`.
         """

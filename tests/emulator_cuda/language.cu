@@ -12,6 +12,15 @@ extern "C" __global__ void prints(int number, double real, const char* word) {
     if (threadIdx.x == 0) printf("once\n");
 }
 
+extern "C" __global__ void prints_all(int i, double x, unsigned long long address) {
+    const long long wide = i;
+    printf("[%d] [%05i] [%+d] [%u] [%o] [%#x] [%X]\n", i, i, i + 8, i, i, i, i);
+    printf("[%f] [%.3e] [%g] [%.0E] [%a] [%8.2f] [%-8.*f]\n", x, x, x, x, x, x, 2, x);
+    printf("[%llu] [%ld] [%zu] [%hhu] [%hd]\n", wide, static_cast<long>(wide), static_cast<size_t>(-wide), i, i);
+    printf("[%c] [%s] [%*.3s] [%-6s|] [%p] [100%%]\n", 'x', "text", 6, "text", "text",
+           reinterpret_cast<void*>(address));
+}
+
 extern "C" __global__ void asserts(const int* values) {
     assert(values[threadIdx.x] >= 0 && "negative");
 }
@@ -68,6 +77,20 @@ __device__ __noinline__ int fibonacci(int n) {
 
 extern "C" __global__ void recursion(int* out) {
     out[threadIdx.x] = fibonacci(threadIdx.x % 10);
+}
+
+__device__ __noinline__ int descend(const int* goes_on, int depth) {
+    return *goes_on != 0 ? descend(goes_on, depth + 1) * depth + 1 : depth;
+}
+
+extern "C" __global__ void endless(int* goes_on) {
+    *goes_on = descend(goes_on, 0);
+}
+
+extern "C" __global__ void allocates(float* out) {
+    auto* memory = static_cast<volatile float*>(malloc(16));
+    memory[threadIdx.x] = 1;
+    *out = memory[0];
 }
 
 extern "C" __global__ void reversed(const float* in, float* out) {
