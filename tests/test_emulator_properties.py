@@ -1,0 +1,123 @@
+"""Kernels as they are compiled, on the emulator, with shapes, strides, options and orders of warps that are drawn.
+
+What is drawn is the same in each run (``derandomize``), and a failure names the smallest case found. Options that make
+Triton compile another kernel are drawn from short lists.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import attention_cases
+import test_emulator_cuda_forward as native
+import test_triton_decode as decode
+import test_triton_int8 as int8
+from attention_cases import Case
+from emulator.nvcc_compile import nvcc
+from emulator.triton_compile import on_emulator
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU, not on the emulator")
+
+# FASTATTN_EXAMPLES=1000 looks further, at other examples each time.
+MORE = int(os.environ.get("FASTATTN_EXAMPLES", "0"))
+
+
+def drawing(examples: int) -> Any:
+    return settings(
+        max_examples=MORE or examples,
+        derandomize=not MORE,
+        database=None,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )
+
+
+SEEDS = st.integers(0, 2**32 - 1)
+HEADS = st.sampled_from([(1, 1), (2, 2), (2, 1), (3, 1), (4, 2)])
+DTYPES = st.sampled_from([torch.float16, torch.bfloat16])
+
+
+@st.composite
+def strided(draw: st.DrawFn, tensor: Tensor) -> Tensor:
+    """The same numbers, 16-byte aligned, with another order of the dims in memory and with NaN in between."""
+    order = draw(st.permutations(range(tensor.ndim - 1)))
+    gaps = [draw(st.integers(0, 2)) for _ in order]
+    shape = [tensor.shape[dim] + gap for dim, gap in zip(order, gaps, strict=True)]
+    row = tensor.shape[-1] + 8 * draw(st.integers(0, 1))
+    buffer = torch.full((*shape, row), torch.nan, dtype=tensor.dtype)
+    view = buffer.permute(*(order.index(dim) for dim in range(tensor.ndim - 1)), tensor.ndim - 1)
+    view = view[tuple(slice(0, size) for size in tensor.shape)]
+    return view.copy_(tensor)
+
+
+@pytest.mark.skipif(nvcc() is None, reason="needs nvcc")
+@drawing(30)
+@given(data=st.data(), dtype=DTYPES, heads=HEADS, head_dim=st.sampled_from([64, 128]), seed=SEEDS)
+def test_native_forward(data: Any, dtype: torch.dtype, heads: tuple[int, int], head_dim: int, seed: int) -> None:
+    rows, keys, batch = data.draw(st.integers(1, 200)), data.draw(st.integers(0, 260)), data.draw(st.integers(1, 2))
+    tensors = native.inputs(head_dim, dtype, rows, keys, heads, batch)
+    query, key, value = (data.draw(strided(tensor)) for tensor in tensors)
+    scale = data.draw(st.sampled_from([0.02, 0.125, 1.0, -0.3]))
+    causal, top_left = data.draw(st.booleans()), data.draw(st.booleans())
+    native.check(query, key, value, causal, scale=scale, top_left=top_left and causal, seed=seed, uninitialised=True)
+
+
+ATTENTION = [
+    Case(window=(-1, 0), head_dims=(64, 64)),
+    Case(window=(20, 3), softcap=5.0, sinks=True, head_dims=(40, 24)),
+    Case(mask="inf", mask_shape=(0, 1, 1, 1), alibi="batch"),
+]
+
+
+@drawing(9)
+@given(data=st.data(), case=st.sampled_from(ATTENTION), dtype=DTYPES, heads=HEADS, seed=SEEDS)
+def test_triton_attention(
+    data: Any, case: Case, dtype: torch.dtype, heads: tuple[int, int], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward. Where no query sees a second key, gradients are zero but for roundings, and PyTorch's
+    composite computation, which is the measure, has no error at all: there are more keys than that."""
+    rows, keys, batch = data.draw(st.integers(1, 70)), data.draw(st.integers(8, 70)), data.draw(st.integers(1, 2))
+    layout = data.draw(st.sampled_from(["bhsd", "bshd", "sliced", "misaligned"]))
+    group = heads[0] // heads[1]
+    case = replace(case, shape=(batch, heads[0], group, rows, keys), dtype=dtype, layout=layout, seed=seed % 1000)
+    with on_emulator(seed=seed):
+        attention_cases.check(case, monkeypatch)
+
+
+@drawing(6)
+@given(data=st.data(), page_size=st.sampled_from([0, 16]), dtype=DTYPES, seed=SEEDS)
+def test_triton_decode(data: Any, page_size: int, dtype: torch.dtype, seed: int) -> None:
+    lengths = data.draw(st.lists(st.integers(-5, 170), min_size=1, max_size=4))
+    new, splits = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 5))
+    case = decode.Case(
+        "drawn",
+        tuple(lengths),
+        page_size=page_size,
+        capacity=160,
+        new=new,
+        splits=splits,
+        dtype=dtype,
+        seed=seed % 1000,
+    )
+    with on_emulator(seed=seed):
+        decode.check(case)
+
+
+@drawing(8)
+@given(m=st.integers(1, 140), n=st.integers(1, 140), groups=st.integers(1, 5), dtype=DTYPES, seed=SEEDS)
+def test_triton_int8_matmul(m: int, n: int, groups: int, dtype: torch.dtype, seed: int) -> None:
+    k = 32 * groups
+    weight, scale = int8.quantised(n, k, 32, seed=seed % 1000)
+    with on_emulator(seed=seed):
+        int8.check_forward(int8.normal(m, k, seed=m, dtype=dtype), weight, scale)
+        int8.check_grad_input(int8.normal(m, n, seed=n, dtype=dtype), weight, scale)
