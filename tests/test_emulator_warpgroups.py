@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -53,7 +51,7 @@ LOOP: mad.lo.u32 %r4, %r0, 4, %r3; cvt.u64.u32 %rd1, %r4; add.u64 %rd1, %rd1, %r
     return rows.view(count, 8, 8), report
 
 
-@pytest.mark.parametrize(("count", "trans"), itertools.product((1, 2, 4), (False, True)))
+@pytest.mark.parametrize(("count", "trans"), [(n, trans) for n in (1, 2, 4) for trans in (False, True)])
 def test_stmatrix(count: int, trans: bool) -> None:
     got, report = store_matrices(count, trans, 16)
     expected = torch.arange(64 * count, dtype=torch.int16).view(count, 8, 8)
