@@ -381,55 +381,58 @@ def test_a_wrong_number_of_bytes_is_a_deadlock_that_says_so() -> None:
         fails("deadlock", f"{announced - 1024} bytes", launch)
 
 
+def outcomes(body: str, expected: Tensor, seeds: int = 16, **options: Any) -> set[str]:
+    """What a copy of SOURCE comes to, at several seeds."""
+    seen = set()
+    for seed in range(seeds):
+        target = torch.zeros_like(expected)
+        try:
+            run(body, SOURCE, target, seed=seed, **options)
+            seen.add("right" if torch.equal(target, expected) else "wrong")
+        except EmulatorError as error:
+            seen.add(error.kind)
+    return seen
+
+
 def test_a_wrong_parity_reads_too_early_or_waits_for_ever() -> None:
+    assert outcomes(bulk_load(1024), SOURCE) == {"right"}
     wrong = bulk_load(1024, WAIT.format(parity=1))
-    seen = set()
-    for seed in range(8):
-        target = torch.zeros(256)
-        try:
-            run(wrong, SOURCE, target, seed=seed)
-            seen.add("right" if torch.equal(target, SOURCE) else "poison")
-        except EmulatorError as error:
-            seen.add(error.kind)
-    assert {"poison", "deadlock"} <= seen
+    assert outcomes(wrong, SOURCE) == {"race", "deadlock"}
+    assert outcomes(wrong, SOURCE, races=False) >= {"wrong", "deadlock"}
 
 
-def test_a_missing_wait_for_a_load_shows() -> None:
-    """Poison is read, or on request that is the error; or the CTA has ended when the copy lands."""
-    seen = set()
-    for seed in range(24):
-        target = torch.zeros(256)
-        try:
-            run(bulk_load(1024, ""), SOURCE, target, seed=seed, uninitialised=seed % 2 == 1)
-            seen.add("right" if torch.equal(target, SOURCE) else "poison")
-        except EmulatorError as error:
-            seen.add(error.kind)
-    assert {"poison", "cluster", "uninitialised"} <= seen
+def test_a_missing_wait_for_a_load() -> None:
+    """A race at every seed. Where nobody looks for those, poison is read, or the CTA has ended when the copy lands."""
+    wrong = bulk_load(1024, "")
+    assert outcomes(wrong, SOURCE) == {"race"}
+    assert outcomes(wrong, SOURCE, races=False) >= {"wrong", "cluster"}
+    assert outcomes(wrong, SOURCE, races=False, uninitialised=True) >= {"uninitialised"}
 
 
-def test_a_source_that_is_overwritten_before_wait_group_read_shows() -> None:
-    def overwrites(wait: str) -> str:
-        return bulk_store(1024, STORE, f"{wait} mov.u32 %r9, -1; st.shared.u32 [%r1], %r9; cp.async.bulk.wait_group 0;")
-
-    right, wrong = set(), set()
-    for seed in range(16):
-        for wait, seen in (("cp.async.bulk.wait_group.read 0;", right), ("", wrong)):
-            target = torch.zeros(256)
-            run(overwrites(wait), SOURCE, target, seed=seed)
-            seen.add(torch.equal(target, SOURCE))
-    assert right == {True} and wrong == {True, False}
+def test_a_source_that_is_overwritten_before_it_is_read() -> None:
+    overwrite = "mov.u32 %r9, -1; st.shared.u32 [%r1], %r9; cp.async.bulk.wait_group 0;"
+    right = bulk_store(1024, STORE, f"cp.async.bulk.wait_group.read 0; {overwrite}")
+    wrong = bulk_store(1024, STORE, overwrite)
+    assert outcomes(right, SOURCE) == {"right"}
+    assert outcomes(wrong, SOURCE) == {"race"}
+    assert outcomes(wrong, SOURCE, races=False) == {"right", "wrong"}
 
 
 def test_waiting_for_reads_is_not_waiting_for_writes() -> None:
-    """The CTA reads back what it stored: only wait_group without .read makes it visible."""
-    seen: dict[str, set[bool]] = {}
-    for wait in ("", ".read"):
-        after = f"cp.async.bulk.wait_group{wait} 0; ld.global.b32 %r9, [%rd2]; st.global.b32 [%rd3], %r9;"
-        for seed in range(16):
-            target, result = torch.zeros(256), torch.zeros(1)
-            run(bulk_store(1024, STORE, after), SOURCE + 1, target, result, seed=seed)
-            seen.setdefault(wait, set()).add(result.item() == 1.0)
-    assert seen == {"": {True}, ".read": {True, False}}
+    """The CTA reads back what it stored: only wait_group without .read makes that visible."""
+    again = "ld.global.b32 %r9, [%rd2+4]; st.global.b32 [%rd2], %r9; cp.async.bulk.wait_group 0;"
+    expected = SOURCE.clone()
+    expected[0] = SOURCE[1]
+    right = bulk_store(1024, STORE, f"cp.async.bulk.wait_group 0; {again}")
+    wrong = bulk_store(1024, STORE, f"cp.async.bulk.wait_group.read 0; {again}")
+    assert outcomes(right, expected) == {"right"}
+    assert outcomes(wrong, expected) == {"race"}
+    assert outcomes(wrong, expected, races=False) == {"right", "wrong"}
+
+
+def test_a_missing_proxy_fence() -> None:
+    wrong = bulk_store(1024, STORE).replace("fence.proxy.async.shared::cta;", "")
+    assert outcomes(wrong, SOURCE) == {"proxy"}
 
 
 def test_leaving_before_the_source_is_read_is_an_error() -> None:
@@ -448,6 +451,7 @@ def test_groups_are_counted() -> None:
     """wait_group 1 leaves the last group alone and completes the one before."""
     body = f"""
     {copy_in("%rd1", 1024)}
+    fence.proxy.async.shared::cta;
     bar.sync 0;
     @%p1 bra SKIP;
     {STORE} [%rd2], [%r1], 512;
@@ -455,18 +459,23 @@ def test_groups_are_counted() -> None:
     {STORE} [%rd2+512], [%r1+512], 512;
     cp.async.bulk.commit_group;
     cp.async.bulk.wait_group 1;
-    ld.global.b32 %r9, [%rd2]; st.global.b32 [%rd3], %r9;
-    ld.global.b32 %r9, [%rd2+512]; st.global.b32 [%rd3+4], %r9;
+    ld.global.b32 %r9, [%rd2+READ]; st.global.b32 [%rd3], %r9;
     cp.async.bulk.wait_group 0;
 SKIP:
     """
-    seen = set()
-    for seed in range(16):
-        target, result = torch.zeros(256), torch.zeros(2)
-        run(body, SOURCE + 1, target, result, seed=seed)
-        assert result[0] == 1 and torch.equal(target, SOURCE + 1)
-        seen.add(result[1].item())
-    assert seen == {0.0, 129.0}
+
+    def read_back(at: int, **options: Any) -> set[float]:
+        seen = set()
+        for seed in range(16):
+            target, result = torch.zeros(256), torch.zeros(1)
+            run(body.replace("READ", str(at)), SOURCE + 1, target, result, seed=seed, **options)
+            assert torch.equal(target, SOURCE + 1)
+            seen.add(result.item())
+        return seen
+
+    assert read_back(0) == {1.0}
+    assert read_back(512, races=False) == {0.0, 129.0}
+    fails("race", "cp.async.bulk", lambda: read_back(512))
 
 
 def test_cluster_faults() -> None:

@@ -124,6 +124,7 @@ MADE:
     tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned
         [ %rd3 + 0 ], [ %rd8 + 0 ], 0x80;
     fence.proxy.tensormap::generic.acquire.gpu [ %rd3 + 0 ], 0x80;
+    fence.proxy.async.shared::cta;
     bar.sync 0;
     mov.u64 %rd0, %rd3;
 """
@@ -215,11 +216,13 @@ def test_a_wrong_number_of_bytes() -> None:
     fails("deadlock", "-832 bytes", lambda: box(good, 40, 60, short))
 
 
-def test_a_missing_wait_for_a_load_shows() -> None:
+def test_a_missing_wait_for_a_load() -> None:
+    tensor_map, wrong = TensorMap(MATRIX, [16, 32]), load().replace(WAIT.format(parity=0), "")
     seen = set()
     for seed in range(12):
+        fails("race", "cp.async.bulk.tensor", lambda seed=seed: box(tensor_map, 8, 3, wrong, seed=seed))
         try:
-            got = box(TensorMap(MATRIX, [16, 32]), 8, 3, load().replace(WAIT.format(parity=0), ""), seed=seed)
+            got = box(tensor_map, 8, 3, wrong, seed=seed, races=False)
             seen.add("right" if got.view(torch.int16).equal(MATRIX[3:19, 8:40].view(torch.int16)) else "poison")
         except EmulatorError as error:
             seen.add(error.kind)
