@@ -98,8 +98,11 @@ void Cluster::wake_waiters_at_mbarriers() {
 }
 
 void Cluster::fail_deadlock() {
-    constexpr const char* kWaits[] = {"", "for lanes of the member mask", "at the barrier",
-                                      "for a phase of an mbarrier", "at the cluster's barrier",
+    constexpr const char* kWaits[] = {"",
+                                      "for lanes of the member mask",
+                                      "at the barrier",
+                                      "for a phase of an mbarrier",
+                                      "at the cluster's barrier",
                                       "for registers that other warps give back"};
     std::ostringstream text;
     text << "no warp can go on:";

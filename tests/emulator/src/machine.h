@@ -57,8 +57,8 @@ struct Path {
         kReady,
         kMembers,  // at a .sync instruction whose member mask names lanes that are not there
         kBarrier,
-        kMbarrier,  // looks again when a phase of one completes
-        kCluster,   // likewise, for barrier.cluster
+        kMbarrier,   // looks again when a phase of one completes
+        kCluster,    // likewise, for barrier.cluster
         kRegisters,  // likewise, for registers that others give back (setmaxnreg)
     };
     uint32_t mask = 0;

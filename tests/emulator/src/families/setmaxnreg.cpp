@@ -65,7 +65,8 @@ void decode_setmaxnreg(Decoder& d) {
     d.require_type({Type::kU32});
     d.require_operands(1, 1);
     o.value = d.immediate(0);
-    if (o.value < 24 || o.value > 256 || o.value % 8 != 0) d.fail("a number of registers is a multiple of 8 in 24 to 256");
+    if (o.value < 24 || o.value > 256 || o.value % 8 != 0)
+        d.fail("a number of registers is a multiple of 8 in 24 to 256");
     o.is_aligned = true;
     o.type = Class::kControl;
     o.execute = setmaxnreg;
