@@ -2,7 +2,8 @@
 //
 // How a fragment's elements lie in registers is unspecified. Here lane l of 32 has, of the matrix by rows, the elements
 // from l * E / 32 on (E: of the whole matrix); where a fragment has registers for more, they are repeated. Accumulators of
-// one shape agree in all types, so that programs which convert between them element by element work.
+// one shape agree in all types, so that programs which convert between them element by element work. Elements of less than
+// a byte fill one register of each lane, as mma.sync has them.
 #include "addresses.h"
 #include "families.h"
 #include "fragments.h"
@@ -122,11 +123,20 @@ Next access(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-Elements gather(Warp& warp, const Slot* registers, Element element, int count) {
-    Elements found(count);
-    const int per_lane = count / kWarpSize;
-    for (int i = 0; i < count; ++i) {
-        found[i] = load_element(warp, registers, bits_of(element), i / per_lane, i % per_lane);
+// Where the i-th element of a lane is in its matrix by rows. Elements of less than a byte follow each other along k.
+int place_of(const Shape& s, Matrix matrix, Element element, int lane, int i) {
+    const int columns = columns_of(s, matrix), per_lane = rows_of(s, matrix) * columns / kWarpSize;
+    if (matrix != Matrix::kB || bits_of(element) >= 8) return lane * per_lane + i;
+    return (lane / columns * per_lane + i) * columns + lane % columns;
+}
+
+Elements gather(Warp& warp, const Slot* registers, const Shape& s, Matrix matrix, Element element) {
+    Elements found(rows_of(s, matrix) * columns_of(s, matrix));
+    for (int lane = 0; lane < kWarpSize; ++lane) {
+        for (int i = 0; i < static_cast<int>(found.size()) / kWarpSize; ++i) {
+            const uint64_t bits = load_element(warp, registers, bits_of(element), lane, i);
+            found[place_of(s, matrix, element, lane, i)] = bits;
+        }
     }
     return found;
 }
@@ -138,8 +148,8 @@ Next product(Warp& warp, const Operation& o, uint32_t) {
     const Slot* a = o.registers.data() + num_registers(s, Matrix::kSum, p.d);
     const Slot* b = a + num_registers(s, Matrix::kA, p.a);
     const Slot* c = b + num_registers(s, Matrix::kB, p.b);
-    const Elements sums =
-        multiply(p, gather(warp, a, p.a, s.m * s.k), gather(warp, b, p.b, s.k * s.n), gather(warp, c, p.c, s.m * s.n));
+    const Elements sums = multiply(p, gather(warp, a, s, Matrix::kA, p.a), gather(warp, b, s, Matrix::kB, p.b),
+                                   gather(warp, c, s, Matrix::kSum, p.c));
     const int per_lane = s.m * s.n / kWarpSize;
     for (int i = 0; i < s.m * s.n; ++i) {
         store_element(warp, o.registers.data(), bits_of(p.d), i / per_lane, i % per_lane, sums[i]);
