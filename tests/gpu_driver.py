@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from emulator import Module
+from emulator import Module, TensorMap
 from emulator.module import convert
 
 Handle, Unsigned, Pointers = ctypes.c_void_p, ctypes.c_uint, ctypes.POINTER(ctypes.c_void_p)
@@ -22,6 +24,12 @@ SIGNATURES: dict[str, list[Any]] = {
     "cuModuleGetFunction": [Pointers, Handle, ctypes.c_char_p],
     "cuFuncSetAttribute": [Handle, ctypes.c_int, ctypes.c_int],
     "cuLaunchKernel": [Handle, *[Unsigned] * 6, Unsigned, Handle, Pointers, Pointers],
+    "cuTensorMapEncodeTiled": [
+        *[ctypes.c_void_p, ctypes.c_int, Unsigned, ctypes.c_void_p],
+        *[ctypes.POINTER(ctypes.c_uint64)] * 2,
+        *[ctypes.POINTER(ctypes.c_uint32)] * 2,
+        *[ctypes.c_int] * 4,
+    ],
     "cuGetErrorString": [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)],
 }
 JIT_ERROR_LOG, JIT_ERROR_LOG_BYTES = 5, 6  # of CUjit_option
@@ -80,13 +88,16 @@ class Driver:
 
         Structs (``bytes``) point to tensors of ``memory`` by their addresses in the host's memory.
         """
-        tensors = [*memory, *(argument for argument in args if isinstance(argument, Tensor))]
+        mapped = [argument.tensor for argument in args if isinstance(argument, TensorMap)]
+        tensors = [*memory, *mapped, *(argument for argument in args if isinstance(argument, Tensor))]
         copies = {tensor.data_ptr(): self.copy_of(tensor) for tensor in tensors}
         addresses = {host: copy.data_ptr() for host, copy in copies.items()}
         packed = bytearray()
         for index, (argument, parameter) in enumerate(zip(args, module.parameters(name), strict=True)):
             if isinstance(argument, Tensor):
                 argument = addresses[argument.data_ptr()]
+            elif isinstance(argument, TensorMap):
+                argument = self.encoded(argument, addresses[argument.tensor.data_ptr()])
             elif isinstance(argument, bytes):
                 argument = relocated(argument, addresses)
             _, _, offset, _, _ = parameter
@@ -99,6 +110,25 @@ class Driver:
         """With the same strides."""
         copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
         return copy.copy_(tensor)
+
+    def encoded(self, map: TensorMap, address: int) -> bytes:
+        """The map that the driver makes of the same box, of the tensor's copy."""
+        fields = map.fields
+        storage = ctypes.create_string_buffer(128 + 64)
+        place = -(-ctypes.addressof(storage) // 64) * 64
+        rank = len(fields.dims)
+        lists = [
+            (kind * len(values))(*values)
+            for kind, values in (
+                (ctypes.c_uint64, fields.dims),
+                (ctypes.c_uint64, fields.strides),
+                (ctypes.c_uint32, fields.box),
+                (ctypes.c_uint32, fields.element_strides),
+            )
+        ]
+        codes = (fields.interleave, fields.swizzle, fields.l2_promotion, fields.fill)
+        self.call("cuTensorMapEncodeTiled", place, fields.data_type, rank, address, *lists, *codes)
+        return ctypes.string_at(place, 128)
 
     def launch_packed(
         self, ptx: str, name: str, grid: Sequence[int], block: Sequence[int], packed: bytes, shared_bytes: int
@@ -119,3 +149,18 @@ class Driver:
                 torch.cuda.synchronize()
         finally:
             self.call("cuModuleUnload", module)
+
+
+@functools.cache
+def driver() -> Driver:
+    """The machine's."""
+    torch.cuda.init()
+    torch.zeros(1, device="cuda")  # makes the context
+    return Driver()
+
+
+def require(target: str) -> None:
+    """Skips where the GPU is older than a target, or another than one of those that no other GPU takes (sm_90a)."""
+    needed, found = (int(target[3]), int(target[4])), torch.cuda.get_device_capability()
+    if found < needed or (target.endswith("a") and found != needed):
+        pytest.skip(f"needs {target}")

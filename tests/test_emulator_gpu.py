@@ -6,10 +6,7 @@ and the launch through the driver's API is tried on a library that has the drive
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +15,18 @@ import torch
 from torch import Tensor
 
 import gpu_cases
-import gpu_driver
 import gpu_matrix_cases
-from emulator import Module, allocations, static_facts
+from emulator import Module, static_facts
+from fake_driver import FakeDriver, fake
 from gpu_cases import ATOMICS, CASES, CTAS, RESULTS, THREADS, AtomicCase, Bound, Case
-from gpu_driver import Driver
+from gpu_driver import Driver, driver, require
 from gpu_matrix_cases import MATRIX_CASES, MatrixCase
+
+__all__ = ["fake"]  # the fixture
 
 SEED = 20
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
-
-@functools.cache
-def driver() -> Driver:
-    torch.cuda.init()
-    torch.zeros(1, device="cuda")  # makes the context
-    return Driver()
-
-
-def require(target: str) -> None:
-    """Skips where the GPU is older than the PTX's target."""
-    needed = (int(target[3]), int(target[4]))
-    if torch.cuda.get_device_capability() < needed:
-        pytest.skip(f"needs {target}")
 
 
 # --- Comparisons ------------------------------------------------------------------------------------------------------
@@ -215,65 +200,6 @@ def test_the_comparison_sees_differences() -> None:
     check_sums("near", numbers + 0.1, numbers, torch.tensor([10.0, 1000.0]), 2**-7)
     with pytest.raises(AssertionError):
         check_sums("far", numbers + 0.2, numbers, torch.tensor([10.0, 1000.0]), 2**-7)
-
-
-class FakeDriver:
-    """The driver's functions with the types that C gives them. The kernel runs on the emulator."""
-
-    def __init__(self) -> None:
-        self.modules: dict[int, Module] = {}
-        self.functions: dict[int, tuple[Module, str]] = {}
-        self.launches: list[tuple[int, ...]] = []
-        self.shared_bytes = 0
-        for name, arguments in gpu_driver.SIGNATURES.items():
-            setattr(self, name, ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(getattr(self, f"_{name}")))
-
-    def _cuModuleLoadDataEx(self, module: Any, image: bytes, count: int, options: Any, values: Any) -> int:
-        assert list(options[:count]) == [gpu_driver.JIT_ERROR_LOG, gpu_driver.JIT_ERROR_LOG_BYTES]
-        if b"nonsense" in image:
-            ctypes.memmove(values[0], b"line 1: nonsense\0", 17)
-            return 218
-        module[0] = len(self.modules) + 1
-        self.modules[module[0]] = Module(image.decode())
-        return 0
-
-    def _cuModuleUnload(self, module: int) -> int:
-        return 0 if self.modules.pop(module, None) else 400
-
-    def _cuModuleGetFunction(self, function: Any, module: int, name: bytes) -> int:
-        function[0] = 100 + len(self.functions)
-        self.functions[function[0]] = (self.modules[module], name.decode())
-        return 0
-
-    def _cuFuncSetAttribute(self, function: int, attribute: int, value: int) -> int:
-        assert attribute == gpu_driver.MOST_DYNAMIC_SHARED_BYTES
-        self.shared_bytes = value
-        return 0
-
-    def _cuLaunchKernel(self, function: int, *rest: Any) -> int:
-        gx, gy, gz, bx, by, bz, shared_bytes, stream, parameters, extra = rest
-        assert not parameters and extra[0] == gpu_driver.PARAMETERS and extra[2] == gpu_driver.PARAMETER_BYTES
-        assert shared_bytes <= self.shared_bytes and not extra[4] and not stream
-        packed = ctypes.string_at(extra[1], ctypes.c_size_t.from_address(extra[3]).value)
-        module, name = self.functions[function]
-        values: list[Any] = []
-        for _, _, offset, size, is_array in module.parameters(name):
-            part = packed[offset : offset + size]
-            values.append(part if is_array else int.from_bytes(part, "little"))
-        module.launch(name, (gx, gy, gz), (bx, by, bz), values, shared_bytes, tracked=True)
-        self.launches.append((gx, gy, gz, bx, by, bz, shared_bytes))
-        return 0
-
-    def _cuGetErrorString(self, error: int, text: Any) -> int:
-        text[0] = b"a PTX JIT compilation failed"
-        return 0
-
-
-@pytest.fixture
-def fake() -> Iterator[tuple[Driver, FakeDriver]]:
-    library = FakeDriver()
-    with allocations.tracked():  # what the driver knows as memory of the device
-        yield Driver(types.SimpleNamespace(**vars(library)), device="cpu"), library
 
 
 @pytest.mark.quick

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +39,20 @@ INTERLEAVES = {"none": 0, "16B": 1, "32B": 2}
 SWIZZLES = {"none": 0, "32B": 1, "64B": 2, "128B": 3}
 PROMOTIONS = {"none": 0, "64B": 1, "128B": 2, "256B": 3}
 FILLS = {"zero": 0, "nan": 1}
+
+
+class EncodeFields(NamedTuple):
+    """Arguments of cuTensorMapEncodeTiled besides the map and the address."""
+
+    data_type: int
+    dims: list[int]
+    strides: list[int]
+    box: list[int]
+    element_strides: list[int]
+    interleave: int
+    swizzle: int
+    l2_promotion: int
+    fill: int
 
 
 class TensorMap:
@@ -82,20 +96,19 @@ class TensorMap:
                 strides[i] = -(-strides[i + 1] * max(tensor.shape[i + 1], 1) // 16) * 16
         self._storage = np.zeros(128 + 64, np.uint8)
         self.address = -(-self._storage.ctypes.data // 64) * 64
+        self.fields = EncodeFields(
+            TYPES[kind],
+            list(tensor.shape[::-1]),
+            strides[-2::-1],
+            list(box[::-1]),
+            list(element_strides[::-1]) if element_strides is not None else [1] * rank,
+            INTERLEAVES[interleave],
+            SWIZZLES[swizzle],
+            PROMOTIONS[l2_promotion],
+            FILLS[fill],
+        )
         try:
-            _native.encode_tiled(
-                self.address,
-                TYPES[kind],
-                address,
-                list(tensor.shape[::-1]),
-                strides[-2::-1],
-                list(box[::-1]),
-                list(element_strides[::-1]) if element_strides is not None else [1] * rank,
-                INTERLEAVES[interleave],
-                SWIZZLES[swizzle],
-                PROMOTIONS[l2_promotion],
-                FILLS[fill],
-            )
+            _native.encode_tiled(self.address, self.fields.data_type, address, *self.fields[1:])
         except _native.Fault as fault:
             raise EmulatorError.of(fault) from None
 
