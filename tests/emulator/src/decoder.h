@@ -51,6 +51,7 @@ class Decoder {
     // A register that may be wider than the type; constants have the type's width.
     std::pair<Slot, int> read_any(const ptx::Operand& operand, Type type);
     Slot read_predicate(const ptx::Operand& operand, bool& is_negated);
+    bool is_predicate(const ptx::Operand& operand);  // a register of that kind
     Slot write(const ptx::Operand& operand, Type type);
     Slot write(size_t i, Type type) { return write(operand(i), type); }
     std::pair<Slot, int> write_any(const ptx::Operand& operand, Type type);

@@ -7,7 +7,9 @@ namespace emulator {
 namespace {
 
 // r: shared address, global address, bytes to read. value and option[3]: the destination's offset and width; option[1]:
-// the source's offset (which the compilers keep small), option[0]: bytes; option[2]: reads fewer bytes.
+// the source's offset (which the compilers keep small), option[0]: bytes; option[2]: see below.
+enum Reads : int { kAll, kSome, kNoneIf, kNoneUnless };  // some: r[2] bytes; the others ask the predicate r[2]
+
 Next copy(Warp& warp, const Operation& o, uint32_t mask) {
     AsyncCopy copy{};
     copy.mask = mask;
@@ -15,10 +17,14 @@ Next copy(Warp& warp, const Operation& o, uint32_t mask) {
     lane_addresses(warp, o, o.r[0], mask, copy.shared);
     const uint64_t* from = warp.reg<uint64_t>(o.r[1]);
     const uint32_t* bytes = warp.reg<uint32_t>(o.r[2]);
+    const uint32_t ignored = o.option[2] == kNoneIf       ? warp.predicate(o.r[2])
+                             : o.option[2] == kNoneUnless ? ~warp.predicate(o.r[2])
+                                                          : 0;
     uint32_t reading = 0;
     each_lane(mask, [&](int lane) {
         copy.global[lane] = from[lane] + static_cast<uint64_t>(static_cast<int64_t>(o.option[1]));
-        const uint32_t wanted = o.option[2] != 0 ? bytes[lane] : static_cast<uint32_t>(copy.bytes);
+        const uint32_t all = (ignored >> lane & 1) != 0 ? 0 : static_cast<uint32_t>(copy.bytes);
+        const uint32_t wanted = o.option[2] == kSome ? bytes[lane] : all;
         if (wanted > static_cast<uint32_t>(copy.bytes)) {
             throw Fault(
                 "out-of-bounds",
@@ -79,9 +85,10 @@ void decode_cp(Decoder& d) {
     }
     const bool bypasses_l1 = d.require_any({"ca", "cg"}) == 1;
     if (d.accept_space() != Space::kShared || d.accept_space() != Space::kGlobal) d.fail("unknown state spaces");
-    if (d.accept("L2::cache_hint")) d.fail("a cache policy of cp.async is not supported");
+    const bool has_policy = d.accept("L2::cache_hint");
     d.accept_any({"L2::64B", "L2::128B", "L2::256B"});
-    d.require_operands(3, 4);
+    d.require_operands(3 + has_policy, 4 + has_policy);
+    if (has_policy) d.read(d.num_operands() - 1, Type::kB64);
     const int64_t bytes = d.immediate(2);
     if (bytes != 16 && (bypasses_l1 || (bytes != 4 && bytes != 8))) d.fail("unknown size");
     Space shared = Space::kShared, global = Space::kGlobal;
@@ -90,9 +97,11 @@ void decode_cp(Decoder& d) {
     o.r[1] = from.base;
     o.option[0] = static_cast<int>(bytes), o.option[1] = static_cast<int>(from.offset);
     if (from.offset != o.option[1]) d.fail("an offset of more than 31 bits");
-    if (d.num_operands() == 4) {
-        o.option[2] = 1;
-        o.r[2] = d.read(3, Type::kU32);
+    if (d.num_operands() - has_policy == 4) {
+        const bool asks = d.is_predicate(d.operand(3));
+        bool negated = false;
+        o.r[2] = asks ? d.read_predicate(d.operand(3), negated) : d.read(3, Type::kU32);
+        o.option[2] = !asks ? kSome : negated ? kNoneUnless : kNoneIf;
     }
     o.execute = copy;
 }
