@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,25 +20,11 @@ class DeviceFacts(NamedTuple):
     driver_cuda: int
 
 
-# What Triton's interpreter pretends to be when it runs kernels on CPU tensors: an A100.
-INTERPRETED_DEVICE = DeviceFacts(arch=80, num_sms=108, shared_memory_bytes=163 * 1024, driver_cuda=13000)
-
-
-def triton_is_interpreted() -> bool:
-    """True where ``TRITON_INTERPRET=1`` makes Triton run kernels on CPU tensors, in Python."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
 def kernel_facts(device: torch.device) -> DeviceFacts:
     """The facts of a device that the dispatcher sends to a kernel."""
     known = facts(device)
     assert known is not None, f"no kernel runs on {device}"
     return known
-
-
-def is_interpreted(device: torch.device) -> bool:
-    """True where Triton's interpreter would run a kernel on tensors of ``device``."""
-    return device.type == "cpu" and triton_is_interpreted()
 
 
 _known: dict[torch.device, DeviceFacts | None] = {}
@@ -62,6 +48,33 @@ def _look_up(device: torch.device) -> tuple[int, int, int, int] | None:
             properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
             torch._C._cuda_getDriverVersion(),  # type: ignore[attr-defined]
         )
-    if is_interpreted(device):
-        return INTERPRETED_DEVICE
-    return None
+    return _emulated if device.type == "cpu" else None
+
+
+_emulated: DeviceFacts | None = None
+_when_emulation_changes: list[Callable[[], None]] = []
+
+
+def emulate_on_cpu(device_facts: DeviceFacts | None) -> DeviceFacts | None:
+    """Declare that CPU tensors are on a GPU with these facts, for the whole process; None ends that.
+
+    For tests and tools that run compiled kernels in the host's memory: calls on CPU tensors are then sent to kernels
+    as on such a GPU, and the caller sees to it that Triton launches them. Returns what was declared before.
+    """
+    global _emulated
+    before, _emulated = _emulated, device_facts
+    _known.clear()
+    for tell in _when_emulation_changes:
+        tell()
+    return before
+
+
+def is_emulated() -> bool:
+    """Whether `emulate_on_cpu` is in force."""
+    return _emulated is not None
+
+
+def when_emulation_changes(tell: Callable[[], None]) -> Callable[[], None]:
+    """Have ``tell`` called after every `emulate_on_cpu`."""
+    _when_emulation_changes.append(tell)
+    return tell

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from fastattn import native
 from fastattn.checks import check_choice
-from fastattn.device import DeviceFacts, facts, is_interpreted
+from fastattn.device import DeviceFacts, facts, when_emulation_changes
 from fastattn.errors import InputError
 from fastattn.support import BACKENDS, FEATURES, KERNEL_BACKENDS, SUPPORT
 
@@ -70,6 +70,11 @@ _choices: dict[Any, Choice] = {}
 _CHOICES_KEPT = 4096
 _recorders: list[list[Any]] = []
 _warned: set[str] = set()
+
+
+@when_emulation_changes
+def _forget_choices() -> None:
+    _choices.clear()
 
 
 @contextlib.contextmanager
@@ -183,7 +188,7 @@ def _decide(call: Call, forced: str | None, torch_asked_for: bool) -> Choice:
     rejected: dict[str, str] = {}
     chosen = "torch"
     for backend in KERNEL_BACKENDS:
-        reason = _reason_against(backend, call, device_facts, forced)
+        reason = _reason_against(backend, call, device_facts)
         if reason is None and forced is not None and forced != backend:
             reason = f'use_backend("{forced}") is in force.'
         if reason is None and forced is None and torch_asked_for:
@@ -202,25 +207,21 @@ def _decide(call: Call, forced: str | None, torch_asked_for: bool) -> Choice:
         kernel, tile = _describe(chosen, call, device_facts)
         return Choice(chosen, kernel, tile, rejected)
     detour = None
-    if device_facts is not None and not is_interpreted(call.device) and forced is None and not torch_asked_for:
+    if device_facts is not None and forced is None and not torch_asked_for:
         detour = " ".join(dict.fromkeys(rejected.values()))
     return Choice("torch", "PyTorch", None, rejected, detour)
 
 
-def _reason_against(backend: str, call: Call, device_facts: DeviceFacts | None, forced: str | None) -> str | None:
+def _reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) -> str | None:
     """Why ``backend`` cannot run ``call``: a sentence that a user can act on, or None."""
     if call.only_torch is not None:
         return call.only_torch
     if device_facts is None:
         return f"the tensors are on {call.device.type}, and the kernels need an NVIDIA GPU; move them to cuda."
-    if is_interpreted(call.device) and forced != "triton":
-        return (
-            'Triton\'s interpreter (TRITON_INTERPRET=1) runs kernels on CPU tensors only inside use_backend("triton").'
-        )
     support = SUPPORT[call.op].get(backend)
     if support is None:
         return f"there is no {_NAMES[backend]} kernel for {call.op} yet."
-    unavailable = _unavailable(backend, device_facts)
+    unavailable = _unavailable(backend, call.device, device_facts)
     if unavailable is not None:
         return unavailable
     if device_facts.arch < support.min_arch:
@@ -228,10 +229,7 @@ def _reason_against(backend: str, call: Call, device_facts: DeviceFacts | None, 
             f"the GPU has compute capability {device_facts.arch // 10}.{device_facts.arch % 10}, and the "
             f"{_NAMES[backend]} kernel needs {support.min_arch // 10}.{support.min_arch % 10} or later."
         )
-    if is_interpreted(call.device):
-        if call.dtype not in (torch.float16, torch.float32):
-            return f"the dtype is {call.dtype}, and Triton's interpreter computes only float16 and float32 rightly."
-    elif call.dtype not in support.dtypes:
+    if call.dtype not in support.dtypes:
         takes = f"the {_NAMES[backend]} kernel takes {support.dtypes_text()}"
         return f"the dtype is {call.dtype}, and {takes}; cast or autocast."
     for name, dim in (("head dim", call.head_dim), ("value head dim", call.value_dim)):
@@ -254,8 +252,10 @@ _NAMES = {"cuda": "CUDA C++", "triton": "Triton"}
 _TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
-def _unavailable(backend: str, device_facts: DeviceFacts) -> str | None:
+def _unavailable(backend: str, device: torch.device, device_facts: DeviceFacts) -> str | None:
     if backend == "cuda":
+        if device.type == "cpu" and not native.TAKES_CPU_TENSORS:
+            return "the GPU is an emulated one, and the library was not built for the emulator."
         if "80" not in native.BUILD["archs"]:
             return (
                 "the library was built without CUDA C++ kernels for sm_80; `python -m fastattn` says how to get them."

@@ -4,6 +4,7 @@
 ``TILES``         the tiles of its kernels: kernel → head dim → {"block_m", "block_n", "num_warps"}
 ``BUILD``         how it was built: "version", "archs" (the GPU architectures of its CUDA C++ kernels; empty if it has
                   none), "cuda" and "nvcc" (versions, or None), "torch" (the one whose headers it was compiled with)
+``TAKES_CPU_TENSORS``  whether it is a build for an emulator, whose kernels run in the host's memory
 """
 
 from __future__ import annotations
@@ -42,3 +43,4 @@ def _load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 BUILD, TILES = _load(LIBRARY_PATH)
+TAKES_CPU_TENSORS: bool = torch._C._dispatch_has_kernel_for_dispatch_key("fastattn::attention_forward", "CPU")

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fastattn import dispatch, flops, native, vmap  # noqa: F401  (native loads the schemas)
 from fastattn.activations import ACTIVATIONS
-from fastattn.device import triton_is_interpreted
+from fastattn.device import is_emulated, when_emulation_changes
 from fastattn.dispatch import RecordedCall
 from fastattn.layout import empty_like_heads
 
@@ -57,8 +57,21 @@ for _name in _TRITON_LAUNCHERS:
     _schema = str(_overload("cuda", _name)._schema)
     _libraries["triton"].define(_schema.removeprefix("fastattn::"), tags=(torch.Tag.pt2_compliant_tag,))
     _libraries["triton"].impl(_name, _triton_launcher(_name), "CUDA")
-    if triton_is_interpreted():
-        _libraries["triton"].impl(_name, _triton_launcher(_name), "CPU")
+
+
+_on_cpu: list[torch.library.Library] = []
+
+
+@when_emulation_changes
+def _register_on_cpu() -> None:
+    """The Triton ops take CPU tensors while those are declared to be on an emulated GPU, and only then."""
+    while _on_cpu:
+        _on_cpu.pop()._destroy()
+    if is_emulated():
+        library = torch.library.Library(_NAMESPACES["triton"], "FRAGMENT")
+        for name in _TRITON_LAUNCHERS:
+            library.impl(name, _triton_launcher(name), "CPU")
+        _on_cpu.append(library)
 
 
 def _refuse_gradients(backend: str, name: str) -> None:
