@@ -1,8 +1,7 @@
 """Ahead-of-time compilation of the Triton kernels, without a GPU, and what the machine code says.
 
-A module ``aot_<kernels>.py`` beside this one has a function ``builds() -> list[Build]``. This file, run as a program in
-a process of its own (a process in which Triton's interpreter is on cannot compile), compiles the builds of the modules
-that are named on its command line, and prints a JSON list of `Report` fields.
+A module ``aot_<kernels>.py`` beside this one has a function ``builds() -> list[Build]``. This file, run as a program,
+compiles the builds of the modules that are named on its command line, and prints a JSON list of `Report` fields.
 """
 
 from __future__ import annotations

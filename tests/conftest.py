@@ -1,17 +1,58 @@
-"""Without a GPU, Triton kernels run in Triton's interpreter, on CPU tensors, for the whole test session.
-
-Triton reads the variable when it is imported and when a kernel is defined, so it is set before any test module is. What
-needs the compiler instead (test_triton_compile.py) runs in a process of its own.
-"""
+"""Without a GPU, kernels run as compiled PTX on the emulator, on CPU tensors: see the fixture ``emulated_gpu``."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))  # oracle, aot, …
+if not torch.cuda.is_available():
+    # Read when Triton compiles first. Later runs find there what this one compiled.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "emulator" / "triton"))
+
+
+import compile_ahead
+
+_compiling: list[subprocess.Popen[bytes]] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(compile_ahead.OPTION, action="store_true", help="launch no kernel: see tests/compile_ahead.py")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption(compile_ahead.OPTION):
+        compile_ahead.launch_nothing()
+        items.reverse()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    is_needed = not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+    is_asked = session.config.getoption(compile_ahead.OPTION) or session.config.option.collectonly
+    if is_needed and not is_asked:
+        _compiling.extend(compile_ahead.start(session))
+
+
+def pytest_unconfigure() -> None:
+    for process in _compiling:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def emulated_gpu() -> Iterator[None]:
+    """Where there is no GPU: for the tests of a module, CPU tensors are on an emulated one."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from emulator import device
+
+    with device.emulated():
+        yield

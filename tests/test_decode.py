@@ -15,6 +15,8 @@ from fastattn import InputError, reference
 from fastattn.decode import attention_with_kv_cache
 from kernel_device import DEVICE
 
+pytestmark = pytest.mark.usefixtures("emulated_gpu")
+
 BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 16, 8
 CAPACITY, PAGE_SIZE = 16, 4
 LENGTHS = (3, 9)

@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 
 import fastattn
-from fastattn import dispatch
+from fastattn import device, dispatch
 from fastattn.device import DeviceFacts
 from fastattn.dispatch import Call, Choice
 from fastattn.support import FEATURES, SUPPORT, support_table
+
+pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
 H200 = DeviceFacts(arch=90, num_sms=132, shared_memory_bytes=227 * 1024, driver_cuda=13000)
 TURING = DeviceFacts(arch=75, num_sms=68, shared_memory_bytes=64 * 1024, driver_cuda=13000)
@@ -135,6 +137,27 @@ class TestChoice:
         assert choice.backend == "triton" and "python -m fastattn" in choice.rejected["cuda"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CPU tensors are on an emulated GPU only where there is no other")
+def test_what_cpu_tensors_are_on_can_be_declared() -> None:
+    query = torch.zeros(1, 2, 4, 16, dtype=torch.float16)
+    weight, scale = torch.zeros(8, 16, dtype=torch.int8), torch.ones(8, 1)
+
+    def reason() -> str:
+        return fastattn.explain(fastattn.attention, query, query, query, softcap=2.0).rejected["triton"]
+
+    before = device.emulate_on_cpu(None)
+    try:
+        assert "move them to cuda" in reason()
+        with pytest.raises(NotImplementedError):
+            torch.ops.fastattn_triton.int8_matmul(query[0, 0], weight, scale, None, None, "none")
+        assert device.emulate_on_cpu(TURING) is None
+        assert "compute capability 7.5" in reason()
+    finally:
+        assert device.emulate_on_cpu(before) in (TURING, None)
+    assert fastattn.explain(fastattn.attention, query, query, query, softcap=2.0).backend == "triton"
+    assert torch.ops.fastattn_triton.int8_matmul(query[0, 0], weight, scale, None, None, "none").shape == (4, 8)
+
+
 def test_explain_runs_nothing_and_prints_well() -> None:
     query = torch.randn(1, 2, 4, 16)
     with fastattn.record() as calls:
@@ -159,8 +182,8 @@ def test_explain_sends_tensors_to_a_gpu() -> None:
 
 
 def test_explain_names_tensors_that_are_copied() -> None:
-    query = torch.randn(1, 2, 4, 16)
-    crooked = torch.randn(1, 2, 16, 4).transpose(2, 3)
+    query = torch.randn(1, 2, 4, 16).half()
+    crooked = torch.randn(1, 2, 16, 4).half().transpose(2, 3)
     with fastattn.use_backend("triton"):
         explanation = fastattn.explain(fastattn.attention, query, crooked, query)
     assert explanation.copied == {"key": "its last dimension is not contiguous"}
@@ -180,7 +203,7 @@ def test_explain_raises_what_the_call_raises() -> None:
 
 
 def test_record_lists_forward_and_backward_and_nests() -> None:
-    query = torch.randn(1, 1, 4, 16, requires_grad=True)
+    query = torch.randn(1, 1, 4, 16, dtype=torch.float16, requires_grad=True)
     with fastattn.use_backend("triton"), fastattn.record() as outer:
         with fastattn.record() as inner:
             out = fastattn.attention(query, query, query)

@@ -18,6 +18,8 @@ from fastattn import InputError, reference
 from fastattn.int8 import GRANULARITIES, Int8Weight, int8_linear, quantize_int8
 from kernel_device import DEVICE
 
+pytestmark = pytest.mark.usefixtures("emulated_gpu")
+
 N, K = 48, 128
 
 

@@ -1,4 +1,4 @@
-"""Flash-decoding's Triton kernels against the float64 reference, run by Triton's interpreter where there is no GPU."""
+"""Flash-decoding's Triton kernels against the float64 reference, on the emulator where there is no GPU."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from fastattn.triton_kernels import tiles
 from fastattn.triton_kernels.decode import attention_decode
 from kernel_device import DEVICE
 from oracle import check_against_oracle
+
+pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
 HUGE = 2**31 - 1
 
@@ -176,7 +178,7 @@ def check(case: Case, arguments: dict[str, Any] | None = None) -> tuple[Tensor, 
 
 CASES = [
     Case("one-query"),
-    Case("float32", dtype=torch.float32),
+    Case("bfloat16", dtype=torch.bfloat16),
     Case("not-causal", causal=False, queries=3),
     Case("lengths-out-of-range", lengths=(0, -5, 151, HUGE, 150)),
     Case("append-out-of-range", lengths=(0, -5, 149, 150, HUGE), new=2),
@@ -196,7 +198,7 @@ CASES = [
     Case("window-past-everything", window=(HUGE, HUGE), causal=False, queries=2),
     Case("window-far-left-batch-invariant", window=(40, -1), lengths=(140, 7, 100), batch_invariant=True),
     Case("softcap", softcap=5.0, magnitude=2.0, queries=3),
-    Case("softcap-float32", softcap=30.0, magnitude=2.0, dtype=torch.float32),
+    Case("softcap-bfloat16", softcap=30.0, magnitude=2.0, dtype=torch.bfloat16),
     Case("alibi", alibi="heads", queries=3),
     Case("alibi-batch-not-causal", alibi="batch", causal=False, queries=3),
     Case("sinks", sinks=True, lengths=(37, 0, 1)),
@@ -206,7 +208,7 @@ CASES = [
     Case("rotary-partial", rotary_dim=16, dims=(40, 16), new=2, queries=2),
     Case("rotary-partial-interleaved", rotary_dim=8, interleaved=True, dims=(40, 16), new=2),
     Case("rotary-out-of-range", rotary_dim=16, lengths=(-9, 0, HUGE), new=2, queries=4),
-    Case("rotary-float32", rotary_dim=32, new=2, queries=2, dtype=torch.float32),
+    Case("rotary-bfloat16", rotary_dim=32, new=2, queries=2, dtype=torch.bfloat16),
     Case("page-1", page_size=1, new=2),
     Case("page-16", page_size=16, capacity=160, new=20, queries=4),
     Case("page-48", page_size=48, capacity=192, lengths=(37, 191, 0, 96)),
@@ -215,7 +217,7 @@ CASES = [
     Case("page-16-window", page_size=16, capacity=160, window=(30, -1), queries=3, alibi="heads"),
     Case("int8", int8=True),
     Case("int8-append", int8=True, new=3, queries=3, rotary_dim=32),
-    Case("int8-float32", int8=True, new=2, queries=2, dtype=torch.float32),
+    Case("int8-bfloat16", int8=True, new=2, queries=2, dtype=torch.bfloat16),
     Case("int8-small-values", int8=True, magnitude=1e-4, scale=1e6),
     Case("int8-paged", int8=True, page_size=16, capacity=160, new=1, splits=3),
     Case("int8-page-64", int8=True, page_size=64, capacity=192, new=2, dims=(16, 48)),

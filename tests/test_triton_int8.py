@@ -1,4 +1,4 @@
-"""The int8 matmul's Triton kernels against the float64 reference, run by Triton's interpreter where there is no GPU."""
+"""The int8 matmul's Triton kernels against the float64 reference, on the emulator where there is no GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from fastattn.triton_kernels import int8_matmul as kernels
 from fastattn.triton_kernels import tiles
 from kernel_device import DEVICE
 from oracle import check_against_oracle
+
+pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
 GRANULARITIES = ["tensor", "channel", 32, 64, 128]
 
@@ -101,11 +103,10 @@ def test_nan_passes_through_the_epilogue(activation: str) -> None:
 
 
 @pytest.mark.parametrize("granularity", ["channel", 32])
-def test_float32(granularity: str | int) -> None:
-    """Only the interpreter takes this dtype: the logic without 16-bit rounding."""
+def test_bfloat16(granularity: str | int) -> None:
     weight, scale = quantised(70, 96, granularity)
-    check_forward(normal(9, 96, seed=1, dtype=torch.float32), weight, scale, activation="gelu_tanh")
-    check_grad_input(normal(9, 70, seed=2, dtype=torch.float32), weight, scale)
+    check_forward(normal(9, 96, seed=1, dtype=torch.bfloat16), weight, scale, activation="gelu_tanh")
+    check_grad_input(normal(9, 70, seed=2, dtype=torch.bfloat16), weight, scale)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", 64])

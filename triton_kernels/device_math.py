@@ -1,4 +1,4 @@
-"""Elementary functions for kernels that Triton's interpreter can run too (it has no libdevice)."""
+"""Elementary functions of kernels, without libdevice."""
 
 from __future__ import annotations
 

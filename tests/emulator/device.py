@@ -1,0 +1,35 @@
+"""The emulated GPU of this process: what Triton, a native library and fastattn take CPU tensors to be on."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+
+KIB = 1024
+# Compute capability times ten → (multiprocessors, opt-in shared memory of one block) of an A100 and of an H200.
+USUAL = {80: (108, 163 * KIB), 90: (132, 227 * KIB)}
+
+
+@contextlib.contextmanager
+def emulated(arch: int = 80, num_sms: int | None = None, shared_memory_bytes: int | None = None) -> Iterator[None]:
+    """Within, in the whole process: Triton's kernels take CPU tensors, and so does what asks fastattn's dispatcher.
+
+    May be nested. How launches run: `emulator.options`.
+    """
+    if arch not in USUAL:
+        raise ValueError(f"arch: expected one of {', '.join(map(str, USUAL))}, got {arch}")
+    usual_sms, usual_bytes = USUAL[arch]
+    num_sms = usual_sms if num_sms is None else num_sms
+    shared_memory_bytes = usual_bytes if shared_memory_bytes is None else shared_memory_bytes
+    with contextlib.ExitStack() as stack:
+        if importlib.util.find_spec("triton") is not None:
+            from emulator import triton_driver
+
+            stack.enter_context(triton_driver.active(triton_driver.Gpu(arch, num_sms, shared_memory_bytes)))
+        if importlib.util.find_spec("fastattn") is not None:
+            from fastattn.device import DeviceFacts, emulate_on_cpu
+
+            before = emulate_on_cpu(DeviceFacts(arch, num_sms, shared_memory_bytes, driver_cuda=13000))
+            stack.callback(emulate_on_cpu, before)
+        yield

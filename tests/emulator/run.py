@@ -1,0 +1,55 @@
+"""``python -m emulator run script.py …``: any Python script, with its CUDA and Triton kernels on the emulator.
+
+fastattn's backends and every other Triton kernel take CPU tensors, and the dispatcher sees the emulated GPU. Autotuned
+kernels take their first configuration. What a kernel does wrong is an `EmulatorError`; it may touch all that torch
+allocated since the start of the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from emulator import allocations, device, options
+
+ARCHS = {"sm_80": 80, "sm_90": 90, "sm_90a": 90}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The emulated GPU, and how launches run."""
+    parser.add_argument("--arch", choices=ARCHS, help="the emulated GPU (default sm_80)")
+    parser.add_argument("--sms", type=int, metavar="N", help="its multiprocessors (default 108 on sm_80, 132 on sm_90)")
+    parser.add_argument("--shared-memory", type=int, metavar="BYTES", help="that one block may have")
+    parser.add_argument("--seed", type=int, default=0, help="of what the hardware leaves open (default 0)")
+    parser.add_argument("--uninitialised", action="store_true", help="reading shared memory nobody wrote is an error")
+
+
+def run_script(arguments: argparse.Namespace) -> None:
+    """Run ``arguments.script`` as ``__main__`` with ``arguments.arguments`` and the options of `add_options`."""
+    script = str(arguments.script)
+    with contextlib.ExitStack() as stack:
+        # Before the script makes tensors: launches know those that torch allocates from here on.
+        stack.enter_context(allocations.tracked())
+        stack.enter_context(device.emulated(ARCHS[arguments.arch or "sm_80"], arguments.sms, arguments.shared_memory))
+        stack.enter_context(options.launching(seed=arguments.seed, uninitialised=arguments.uninitialised, tracked=True))
+        sys.argv = [script, *arguments.arguments]
+        sys.path.insert(0, str(Path(script).resolve().parent))
+        runpy.run_path(script, run_name="__main__")
+
+
+def add_parser(subparsers: Any) -> None:
+    """The subcommand."""
+    parser = subparsers.add_parser(
+        "run",
+        help="run a Python script with its CUDA and Triton kernels on the emulator",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(parser)
+    parser.add_argument("script", help="a Python script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's")
+    parser.set_defaults(function=run_script)

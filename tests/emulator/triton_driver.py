@@ -1,0 +1,271 @@
+"""A driver for Triton: ``kernel[grid](…)`` on CPU tensors, specialised and compiled by Triton, runs on the emulator.
+
+`active` installs it. Triton's own code is what decides about specialisation, compiles for
+``GPUTarget("cuda", arch, 32)`` and keeps what it compiled; only the last stage, from PTX to machine code, is left out,
+and `Launcher` takes the place of Triton's launcher. Autotuned kernels take their first configuration. Works with
+Triton 3.6 to 3.9.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import triton
+from triton.backends import backends
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import GPUDriver
+from triton.backends.nvidia import driver as nvidia
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime import _allocation
+from triton.runtime.autotuner import Autotuner
+
+from emulator import options
+from emulator.module import Module
+from emulator.native import native
+
+MOST_THREADS = 1024  # of a CTA, on every GPU so far
+TENSOR_MAP_BYTES = 128
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU that Triton compiles for; ``arch`` is the compute capability times ten, shared memory that of one CTA."""
+
+    arch: int
+    num_sms: int
+    shared_memory_bytes: int
+
+
+class Backend(CUDABackend):
+    """Triton's compiler for NVIDIA GPUs up to PTX, which is what a launch gets."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        super().__init__(target)
+        self.binary_ext = "ptx"
+
+    def add_stages(self, stages: dict[str, Any], options: Any, language: Any) -> None:
+        super().add_stages(stages, options, language)
+        del stages["cubin"]
+
+    def hash(self) -> str:
+        return f"{super().hash()}-ptx"
+
+
+class Utilities:
+    """What Triton's own code asks of ``driver.active.utils``."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._properties = {
+            "max_shared_mem": gpu.shared_memory_bytes,
+            "multiprocessor_count": gpu.num_sms,
+            "max_num_regs": 1 << 16,
+            "warpSize": 32,
+        }
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return self._properties
+
+    def load_binary(self, name: str, ptx: bytes, shared_bytes: int, device: int) -> tuple[Any, Module, int, int, int]:
+        """(module, function, registers, spills, most threads); only ptxas would know of registers."""
+        module = Module(ptx.decode())
+        return module, module, 0, 0, MOST_THREADS
+
+    def unload_module(self, module: Module) -> None:
+        pass
+
+    def set_printf_fifo_size(self, size: int) -> None:
+        pass
+
+    def fill_tma_descriptor_tiled(
+        self,
+        address: int,
+        swizzle: int,
+        element_bytes: int,
+        element_type: int,
+        box: Sequence[int],
+        shape: Sequence[int],
+        strides: Sequence[int],
+        padding: int,
+    ) -> bytes:
+        """The 128 bytes of a tensor map. Lists have the outermost dimension first, strides are in elements."""
+        descriptor = torch.zeros(TENSOR_MAP_BYTES, dtype=torch.uint8)  # torch aligns to 64 bytes, as the encoder wants
+        native.encode_tiled(
+            descriptor.data_ptr(),
+            element_type,
+            address,
+            list(shape[::-1]),
+            [element_bytes * stride for stride in strides[-2::-1]],
+            list(box[::-1]),
+            [1] * len(box),
+            0,  # not interleaved
+            swizzle,
+            2,  # promotion in the L2 to 128 bytes, as in Triton's own
+            padding,
+        )
+        return bytes(descriptor.numpy())
+
+    fill_tma_descriptor = fill_tma_descriptor_tiled  # its name in Triton 3.6
+
+
+class Launcher:
+    """Of one compiled kernel; Triton makes it when the kernel is first launched."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self.signature = tuple(source.signature.values())
+        self.metadata = metadata
+        self.descriptors = tuple(getattr(metadata, "tensordesc_meta", None) or ())
+
+    def __call__(
+        self,
+        x: int,
+        y: int,
+        z: int,
+        stream: int,
+        module: Module,
+        packed_metadata: Any,
+        launch_metadata: Any,
+        enter_hook: Any,
+        exit_hook: Any,
+        *args: Any,
+    ) -> None:
+        if x * y * z == 0:
+            return
+        metadata = self.metadata
+        if enter_hook is not None:
+            enter_hook(launch_metadata)
+        values, memory = self._flatten(args)
+        scratch = []
+        for kind, allocator in (("global", _allocation._allocator), ("profile", _allocation._profile_allocator)):
+            size = getattr(metadata, f"{kind}_scratch_size") * x * y * z * metadata.num_ctas
+            alignment = getattr(metadata, f"{kind}_scratch_align")
+            scratch.append(allocator.get()(size, alignment, stream) if size else None)
+        module.launch(
+            metadata.name,
+            grid=(x * metadata.num_ctas, y, z),
+            block=(32 * metadata.num_warps,),
+            args=[*values, *scratch],
+            shared_bytes=metadata.shared,
+            cluster=(metadata.num_ctas, 1, 1) if metadata.num_ctas > 1 else None,
+            num_sms=active_gpu().num_sms,
+            memory=memory,
+            replicated_stores=True,  # what several warps hold, Triton has them all store
+            cooperative=metadata.launch_cooperative_grid,
+            **options.current().of_launch(),
+        )
+        if exit_hook is not None:
+            exit_hook(launch_metadata)
+
+    def _flatten(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The kernel's parameters, and the tensors that those which are no tensors point to."""
+        values: list[Any] = []
+        memory: list[Any] = []
+        descriptors = iter(self.descriptors)
+
+        def add(value: Any, kind: Any) -> None:
+            if isinstance(kind, tuple):
+                for element, element_kind in zip(value, kind, strict=True):
+                    add(element, element_kind)
+            elif kind.startswith("tensordesc"):
+                parts = tensor_descriptor(value, next(descriptors, None))
+                memory.append(value.base)
+                values.extend(scalar(part, None) for part in parts)
+            elif kind != "constexpr":
+                if kind.startswith("*") and hasattr(value, "base"):  # triton.reinterpret
+                    value = value.base
+                values.append(scalar(value, kind))
+
+        for value, kind in zip(args, self.signature, strict=True):
+            add(value, kind)
+        return values, memory
+
+
+def tensor_descriptor(value: Any, metadata: Any) -> list[Any]:
+    """A host's descriptor as the parameters that the kernel has for it: Triton's own function makes them."""
+    make = nvidia.make_tensordesc_arg
+    arguments = (value, metadata, None)
+    parts: list[Any] = make(*arguments[: len(inspect.signature(make).parameters)])
+    return parts
+
+
+FLOATS = {"fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d"}
+
+
+def scalar(value: Any, kind: str | None) -> Any:
+    """A value as `Module.launch` takes it for a parameter of Triton's type ``kind``."""
+    if kind == "bf16":
+        return struct.pack("<h", torch.tensor(value, dtype=torch.bfloat16).view(torch.int16).item())
+    if kind in FLOATS:
+        return struct.pack(FLOATS[kind], value)
+    return int(value) if isinstance(value, bool) else value
+
+
+class Driver(GPUDriver):
+    """Of one emulated GPU. Triton keeps compiled kernels by device number, which is another for every `Gpu`."""
+
+    _known: ClassVar[list[Gpu]] = []
+
+    def __init__(self, gpu: Gpu) -> None:
+        if gpu not in self._known:
+            self._known.append(gpu)
+        self.gpu = gpu
+        self.utils = Utilities(gpu)
+        self.launcher_cls = Launcher
+        number = -1 - self._known.index(gpu)  # no number that a GPU of the machine has
+        self.get_current_device = lambda: number
+        self.set_current_device = lambda device: None
+        self.get_current_stream = lambda device: 0
+        self.get_device_capability = lambda device=None: divmod(gpu.arch, 10)
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.gpu.arch, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_device_interface(self) -> Any:
+        return torch.cpu
+
+    def map_python_to_cpp_type(self, kind: str) -> str:
+        return str(nvidia.ty_to_cpp(kind))
+
+    def get_benchmarker(self) -> Any:
+        raise RuntimeError("the emulator knows nothing of time: there is nothing to benchmark")
+
+    def get_empty_cache_for_benchmark(self) -> Any:
+        return self.get_benchmarker()
+
+
+def active_gpu() -> Gpu:
+    """The GPU that `active` declared."""
+    driver = triton.runtime.driver.active
+    assert isinstance(driver, Driver)
+    return driver.gpu
+
+
+def _first_configuration(self: Autotuner, *args: Any, config: Any, **meta: Any) -> list[float]:
+    """In place of a benchmark: of equal times, Triton takes the first."""
+    return [0.0, 0.0, 0.0]
+
+
+@contextlib.contextmanager
+def active(gpu: Gpu) -> Iterator[None]:
+    """Within, Triton compiles for ``gpu`` and launches on the emulator. May be nested."""
+    config = triton.runtime.driver
+    before = config._active, backends["nvidia"], Autotuner._bench
+    config.set_active(Driver(gpu))
+    backends["nvidia"] = type(backends["nvidia"])(compiler=Backend, driver=backends["nvidia"].driver)
+    Autotuner._bench = _first_configuration
+    try:
+        yield
+    finally:
+        config._active, backends["nvidia"], Autotuner._bench = before

@@ -1,0 +1,90 @@
+"""``python -m emulator run``: scripts that think that they have a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+TESTS = Path(__file__).parent
+
+
+def run(
+    script: str, tmp_path: Path, *options: str, arguments: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    file = tmp_path / "script.py"
+    file.write_text(textwrap.dedent(script))
+    path = os.pathsep.join([str(TESTS), *(p for p in sys.path if p)])
+    return subprocess.run(
+        [sys.executable, "-m", "emulator", "run", *options, str(file), *arguments],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+ADD_ONE = """
+    import sys
+
+    import torch
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def add_one(x, SIZE, BLOCK: tl.constexpr):
+        place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(x + place, tl.load(x + place, mask=place < SIZE) + 1, mask=place < SIZE)
+
+    x = torch.zeros(200)
+    add_one[(2,)](x, int(sys.argv[1]), BLOCK=128)
+    assert bool((x == 1).all())
+    print("done", __name__)
+"""
+
+
+def test_any_triton_kernel(tmp_path: Path) -> None:
+    done = run(ADD_ONE, tmp_path, arguments=("200",))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "done __main__\n"
+
+
+def test_an_overrun_is_an_error(tmp_path: Path) -> None:
+    """Into memory that torch did not allocate, although it is in the process."""
+    done = run(ADD_ONE, tmp_path, arguments=("201",))
+    assert done.returncode != 0
+    assert "EmulatorError: out-of-bounds" in done.stderr and "script.py:" in done.stderr
+
+
+def test_the_dispatcher_sees_the_gpu(tmp_path: Path) -> None:
+    script = """
+        import fastattn
+        import torch
+        from fastattn.device import facts
+
+        known = facts(torch.device("cpu"))
+        assert (known.arch, known.num_sms, known.shared_memory_bytes) == (90, 7, 232448), known
+        torch.manual_seed(0)
+        query = torch.randn(1, 2, 70, 64, dtype=torch.bfloat16)
+        with fastattn.record() as calls, fastattn.use_backend("triton"):
+            out = fastattn.attention(query, query, query, softcap=5.0, causal=True)
+        with fastattn.use_backend("torch"):
+            expected = fastattn.attention(query, query, query, softcap=5.0, causal=True)
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=1e-3)
+        assert fastattn.explain(fastattn.attention, query, query, query, softcap=5.0).backend == "triton"
+        print([call.backend for call in calls])
+    """
+    done = run(script, tmp_path, "--arch", "sm_90", "--sms", "7", "--seed", "3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "['triton']\n"
+
+
+def test_an_unknown_gpu_is_refused(tmp_path: Path) -> None:
+    done = run(ADD_ONE, tmp_path, "--arch", "sm_75")
+    assert done.returncode == 2 and "sm_80" in done.stderr
