@@ -1,0 +1,112 @@
+#include "loaded_module.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+namespace emulator {
+
+LoadedModule::LoadedModule(const std::string& text) : module_(ptx::parse(text)) {
+    for (const auto& [name, variable] : module_.variables) {
+        if (variable.space != Space::kGlobal && variable.space != Space::kConst) continue;
+        std::vector<std::byte>& bytes = storage_.emplace_back(variable.bytes + variable.alignment);
+        const auto start = reinterpret_cast<uint64_t>(bytes.data());
+        const uint64_t alignment = variable.alignment;
+        const uint64_t address = (start + alignment - 1) / alignment * alignment;
+        if (!variable.initial.empty()) {
+            std::memcpy(reinterpret_cast<void*>(address), variable.initial.data(), variable.initial.size());
+        }
+        variables_[name] = address;
+        allocations_.push_back({address, address + variable.bytes, "the variable " + name});
+    }
+}
+
+std::vector<std::string> LoadedModule::kernels() const {
+    std::vector<std::string> names;
+    for (const auto& [name, function] : module_.functions) {
+        if (function->is_entry) names.push_back(name);
+    }
+    return names;
+}
+
+const Program& LoadedModule::program(const std::string& kernel) {
+    const std::lock_guard lock(mutex_);
+    auto& program = programs_[kernel];
+    if (program == nullptr) program = decode_kernel(module_, kernel, variables_);
+    return *program;
+}
+
+uint64_t LoadedModule::variable(const std::string& name) const {
+    const auto found = variables_.find(name);
+    return found == variables_.end() ? 0 : found->second;
+}
+
+namespace {
+
+void check_block(const Program& program, const uint32_t (&block)[3]) {
+    const ptx::Function& kernel = *program.functions[0]->source;
+    const uint64_t threads = uint64_t{block[0]} * block[1] * block[2];
+    if (threads == 0 || threads > 1024) throw Fault("arguments", "a CTA has 1 to 1024 threads");
+    uint64_t most = 1;
+    for (int i = 0; i < 3; ++i) {
+        if (kernel.required_threads[0] != 0 && static_cast<uint32_t>(kernel.required_threads[i]) != block[i]) {
+            throw Fault("arguments", "the kernel's .reqntid is another block size");
+        }
+        most *= kernel.most_threads[i];
+    }
+    if (most != 0 && threads > most) throw Fault("arguments", "more threads than the kernel's .maxntid");
+}
+
+// The cluster that the launch asks for, or else the kernel.
+void set_cluster(const Program& program, Launch& launch) {
+    const ptx::Function& kernel = *program.functions[0]->source;
+    uint32_t (&cluster)[3] = launch.cluster;
+    const bool is_required = kernel.required_cluster[0] != 0;
+    if (cluster[0] == 0) {
+        for (int i = 0; i < 3; ++i) cluster[i] = is_required ? kernel.required_cluster[i] : 1;
+    }
+    uint64_t num_ctas = 1;
+    for (int i = 0; i < 3; ++i) {
+        if (is_required && static_cast<uint32_t>(kernel.required_cluster[i]) != cluster[i]) {
+            throw Fault("arguments", "the kernel's .reqnctapercluster is another cluster size");
+        }
+        if (cluster[i] == 0 || launch.grid[i] % cluster[i] != 0) {
+            throw Fault("arguments", "the grid is no multiple of the cluster");
+        }
+        num_ctas *= cluster[i];
+    }
+    const std::string& target = program.module->target;
+    if (num_ctas > 1 && target < "sm_90") throw Fault("arguments", target + " has no clusters");
+    const uint64_t most = kernel.most_cluster_ctas != 0 ? kernel.most_cluster_ctas : 16;
+    if (num_ctas > most) throw Fault("arguments", "a cluster of more than " + std::to_string(most) + " CTAs");
+}
+
+}  // namespace
+
+int64_t most_shared_bytes(std::string_view target) {
+    return target == "sm_80" || target == "sm_87"                         ? 163 << 10
+           : target == "sm_86" || target == "sm_89" || target == "sm_120" ? 99 << 10
+                                                                          : 227 << 10;
+}
+
+uint32_t ctas_per_sm(int64_t most_shared_bytes, uint32_t threads, int64_t shared_bytes) {
+    constexpr uint32_t kMostThreads = 2048, kMostCtas = 32;
+    constexpr int64_t kReserved = 1 << 10;  // of shared memory, for each CTA
+    const int64_t by_shared = (most_shared_bytes + kReserved) / (shared_bytes + kReserved);
+    return std::min({kMostCtas, kMostThreads / threads, static_cast<uint32_t>(by_shared)});
+}
+
+void check_launch(int64_t most_shared_bytes, Launch& launch) {
+    const Program& program = *launch.program;
+    check_block(program, launch.block);
+    set_cluster(program, launch);
+    const int64_t total = program.static_shared_bytes + launch.shared_bytes;
+    if (launch.shared_bytes < 0 || total > most_shared_bytes) {
+        throw Fault("arguments", std::to_string(total) + " bytes of shared memory; a CTA has at most " +
+                                     std::to_string(most_shared_bytes));
+    }
+    const uint32_t threads = launch.block[0] * launch.block[1] * launch.block[2];
+    launch.num_resident = launch.num_sms * ctas_per_sm(most_shared_bytes, threads, total);
+}
+
+}  // namespace emulator
