@@ -61,6 +61,11 @@ class Architecture:
     instance_suffix: str
     gencode: str
 
+    @property
+    def ptx_gencode(self) -> str:
+        """PTX alone."""
+        return f"arch=compute_{self.name},code=compute_{self.name}"
+
 
 ARCHITECTURES = (
     # PTX beside the machine code: GPUs without kernels of their own run it, compiled by the driver.
@@ -235,7 +240,11 @@ def write_if_changed(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class NativeBuild:
-    """All that decides what the native library becomes. ``toolkit`` is None in a build without CUDA kernels."""
+    """All that decides what the native library becomes. ``toolkit`` is None in a build without CUDA kernels.
+
+    With ``emulated_runtime``, a library that stands in for the CUDA runtime, this is the build of the tests' emulator:
+    kernels are PTX alone, with the lines of their sources, and the ops are registered for CPU tensors.
+    """
 
     source: Path
     output: Path
@@ -244,6 +253,7 @@ class NativeBuild:
     torch: Path
     toolkit: CudaToolkit | None
     instances: Mapping[Path, Architecture]
+    emulated_runtime: Path | None = None
 
     @property
     def architectures(self) -> list[str]:
@@ -271,6 +281,9 @@ class NativeBuild:
             defines += ["-DFASTATTN_WITH_CUDA", *(f"-DFASTATTN_ARCH_{name.upper()}" for name in self.architectures)]
             system_include += ["-isystem", self.toolkit.include]
             cuda_libraries = [self.toolkit.library / "libcudart_static.a", "-ldl", "-lrt", "-lpthread"]
+        if self.emulated_runtime:
+            defines += ["-DFASTATTN_EMULATED"]
+            cuda_libraries = [self.emulated_runtime]
         # Assertions carry their file's name: keep the paths of this machine out of the library.
         names = [f"-ffile-prefix-map={folder}/=" for folder in (self.source, self.torch / "include")]
         build_info = json.dumps(json.dumps(self.description()))
@@ -311,6 +324,8 @@ class NativeBuild:
                 *("-Xcompiler", ",".join(["-fPIC", "-fvisibility=hidden", "-Wall", names[0]])),
                 *(*defines, *include),
             ]
+            if self.emulated_runtime:
+                nvcc_flags += ["--no-compress", "-lineinfo"]
             lines += [
                 "rule cuda",
                 f"  command = {shell(nvcc_flags)} -gencode $gencode -MD -MF $out.d -c $in -o $out",
@@ -323,21 +338,27 @@ class NativeBuild:
             target = self.output / path.relative_to(self.source).with_suffix(".o")
             objects.append(ninja_path(target))
             if path in self.instances:
-                gencode = shell([self.instances[path].gencode])
+                architecture = self.instances[path]
+                gencode = shell([architecture.ptx_gencode if self.emulated_runtime else architecture.gencode])
                 lines += [f"build {objects[-1]}: cuda {ninja_path(path)}", f"  gencode = {gencode}"]
             else:
                 lines += [f"build {objects[-1]}: cxx {ninja_path(path)}"]
         library, exports = ninja_path(self.output / LIBRARY_NAME), ninja_path(self.output / "exports.map")
         return "\n".join([*lines, f"build {library}: link {' '.join(objects)} | {exports}", ""])
 
-    def run(self) -> Path:
-        """Compiles what has changed since the last call and returns the library's path."""
+    def run(self, quiet: bool = False) -> Path:
+        """Compiles what has changed since the last call and returns the library's path.
+
+        ``quiet``: what the compilers say is shown only where they fail.
+        """
         self.output.mkdir(parents=True, exist_ok=True)
         write_if_changed(self.output / "exports.map", "{ global: fastattn_build_info; fastattn_tiles; local: *; };\n")
         write_if_changed(self.output / "build.ninja", self.ninja_file())
         command = [find_ninja(), "-C", str(self.output), "-j", num_jobs(os.environ)]
-        if subprocess.run(command).returncode:
-            raise BuildError("the native library did not compile; the compiler's own message stands above.")
+        result = subprocess.run(command, capture_output=quiet, text=True)
+        if result.returncode:
+            said = f"the compiler says:\n\n{result.stdout}" if quiet else "the compiler's own message stands above."
+            raise BuildError(f"the native library did not compile; {said}")
         return self.output / LIBRARY_NAME
 
 

@@ -10,27 +10,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-os.environ["TRITON_INTERPRET"] = "1"  # so that Triton lets kernels have CPU tensors
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
 
-import test_emulator_cuda_forward as native
-from bench_overhead import machine
-from emulator import Report, launches
-from emulator.nvcc_compile import nvcc
-from emulator.triton_compile import on_emulator
-from fastattn.triton_kernels.attention_forward import attention_forward
+from emulator import Report, allocations, device, launches, native_library, options
+
+HAS_NATIVE = native_library.import_fastattn()  # before anything else imports fastattn
+
+import fastattn  # noqa: E402
+from bench_overhead import machine  # noqa: E402
 
 AIM_SECONDS = 3.0  # on one core
 ROWS, HEAD_DIM = 512, 128
-SCALE = HEAD_DIM**-0.5
 
 
 def inputs() -> list[torch.Tensor]:
@@ -38,32 +34,28 @@ def inputs() -> list[torch.Tensor]:
     return [torch.randn(1, 1, ROWS, HEAD_DIM, generator=generator).bfloat16() for _ in range(3)]
 
 
-def native_forward(workers: int) -> torch.Tensor:
-    return native.run(*inputs(), True, workers=workers)[0]
-
-
-def triton_forward(workers: int) -> torch.Tensor:
+def forward(backend: str, workers: int) -> torch.Tensor:
     query, key, value = inputs()
-    absent = (None, None, None, None, None, None)  # bias, ALiBi, sinks, dropout seed, lengths of queries and of keys
-    with on_emulator(80, workers=workers):
-        return attention_forward(query, key, value, *absent, 0, 0, SCALE, -1, 0, False, 0.0, 0.0)[0]
+    with options.launching(workers=workers, tracked=True), fastattn.use_backend(backend):
+        out: torch.Tensor = fastattn.attention(query, key, value, causal=True)
+    return out
 
 
 def check(out: torch.Tensor) -> None:
     """A figure of a wrong result would say nothing."""
     query, key, value = (t.double() for t in inputs())
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=SCALE)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     assert (out.double() - expected).abs().max() < 0.02, "the kernel's result is wrong"
 
 
-def measure(forward: Callable[[int], torch.Tensor], workers: int, repeats: int) -> tuple[float, Report]:
+def measure(backend: str, workers: int, repeats: int) -> tuple[float, Report]:
     """The quickest of some runs, in seconds: what else the machine does only ever adds. And what was counted."""
-    check(forward(workers))  # also compiles
+    check(forward(backend, workers))  # also compiles
     seconds = []
     with launches.recorded() as found:
         for _ in range(repeats):
             start = time.perf_counter()
-            forward(workers)
+            forward(backend, workers)
             seconds.append(time.perf_counter() - start)
     return min(seconds), found[0].report
 
@@ -75,14 +67,15 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
-    kernels = {"Triton, sm_80": triton_forward}
-    if nvcc() is not None:
-        kernels = {"native, sm_80": native_forward, **kernels}
+    backends = {"native, sm_80": "cuda", "Triton, sm_80": "triton"}
+    if not HAS_NATIVE:
+        del backends["native, sm_80"]
     rows = []
     print(f"{'causal forward':<16}{'workers':>9}{'seconds':>9}{'aim':>6}{'instructions':>14}{'a second':>12}")
-    for name, forward in kernels.items():
+    for name, backend in backends.items():
         for workers in (1, 2):
-            seconds, report = measure(forward, workers, arguments.repeats)
+            with allocations.tracked(), device.emulated(arch=80):
+                seconds, report = measure(backend, workers, arguments.repeats)
             executed = sum(report.instructions.values())
             rows.append(
                 {

@@ -7,6 +7,7 @@
 
 #ifdef FASTATTN_ARCH_80
 #include "api/attention_forward.h"
+#include "api/device.h"
 #endif
 
 STABLE_TORCH_LIBRARY(fastattn, m) {
@@ -36,7 +37,7 @@ STABLE_TORCH_LIBRARY(fastattn, m) {
 }
 
 #ifdef FASTATTN_ARCH_80
-STABLE_TORCH_LIBRARY_IMPL(fastattn, CUDA, m) {
+STABLE_TORCH_LIBRARY_IMPL(fastattn, FASTATTN_DISPATCH_KEY, m) {
     m.impl("attention_forward", TORCH_BOX(&fastattn::attention_forward));
 }
 #endif

@@ -14,8 +14,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # oracle, aot, …
 if not torch.cuda.is_available():
+    from emulator import native_library
+
     # Read when Triton compiles first. Later runs find there what this one compiled.
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "emulator" / "triton"))
+    # The native library of this process is the one that takes CPU tensors, where there is an nvcc to build it. What
+    # tests say about the one that is installed, they say without loading it.
+    native_library.import_fastattn()
 
 
 import compile_ahead

@@ -17,6 +17,7 @@ import torch
 from emulator import static_facts
 from emulator.static_facts import KernelFacts
 from fastattn import native
+from installed_library import BUILD, LIBRARY_PATH
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
@@ -59,8 +60,9 @@ def test_decode_says_that_it_writes_to_the_caches_and_their_scales() -> None:
 
 @pytest.mark.parametrize("name", SCHEMA_ARGUMENTS)
 def test_cuda_kernels_are_registered_where_they_were_built(name: str) -> None:
-    registered = torch._C._dispatch_has_kernel_for_dispatch_key(f"fastattn::{name}", "CUDA")
-    assert registered == ("80" in native.BUILD["archs"] and name in NATIVE_OPS)
+    has = {key: torch._C._dispatch_has_kernel_for_dispatch_key(f"fastattn::{name}", key) for key in ("CUDA", "CPU")}
+    built = "80" in native.BUILD["archs"] and name in NATIVE_OPS
+    assert has == {"CUDA": built and not native.TAKES_CPU_TENSORS, "CPU": built and native.TAKES_CPU_TENSORS}
 
 
 # --- How the sources are arranged -------------------------------------------------------------------------------------
@@ -91,7 +93,7 @@ def test_instances_are_at_most_ten_lines() -> None:
 # --- The machine code -------------------------------------------------------------------------------------------------
 
 with_sm80_kernels = pytest.mark.skipif(
-    "80" not in native.BUILD["archs"], reason="the native library was built without kernels for sm_80"
+    "80" not in BUILD["archs"], reason="the native library was built without kernels for sm_80"
 )
 
 
@@ -104,7 +106,7 @@ def forward_instance(symbol: str) -> tuple[int, str, bool] | None:
 @functools.cache
 def forward_kernels() -> dict[tuple[int, str, bool], KernelFacts]:
     """The forward kernels in the library's machine code for sm_80."""
-    kernels = static_facts.of_library(native.LIBRARY_PATH, "sm_80")
+    kernels = static_facts.of_library(LIBRARY_PATH, "sm_80")
     return {instance: facts for name, facts in kernels.items() if (instance := forward_instance(name)) is not None}
 
 
@@ -149,7 +151,7 @@ def test_forward_copies_asynchronously_and_loads_matrices(instance: tuple[int, s
 
 @with_sm80_kernels
 def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
-    ptx = static_facts.run("cuobjdump", "-ptx", native.LIBRARY_PATH)[0]
+    ptx = static_facts.run("cuobjdump", "-ptx", LIBRARY_PATH)[0]
     assert set(re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)) == {"sm_80"}
     entries = re.findall(r"\.entry (\w+)", ptx)
     assert sorted(filter(None, map(forward_instance, entries))) == FORWARD_INSTANCES

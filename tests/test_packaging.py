@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastattn import native
+import installed_library
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LIBRARY_BYTES = 20 * 2**20
@@ -187,19 +187,19 @@ def test_library_carries_no_path_of_the_machine_that_built_it(library):
 
 
 def test_library_holds_machine_code_for_each_architecture_and_ptx_for_later_gpus(library):
-    if not native.BUILD["archs"]:
+    if not installed_library.BUILD["archs"]:
         pytest.skip("the library was built without CUDA C++ kernels")
     triton = Path(importlib.util.find_spec("triton").origin).parent
     listing = run(triton / "backends" / "nvidia" / "bin" / "cuobjdump", "--list-elf", "--list-ptx", library)
-    code = {f"sm_{name}" for name in native.BUILD["archs"]}
+    code = {f"sm_{name}" for name in installed_library.BUILD["archs"]}
     assert set(re.findall(r"\.(sm_\w+)\.cubin", listing)) == code
     assert set(re.findall(r"\.(sm_\w+)\.ptx", listing)) == code & {"sm_80"}
 
 
 def test_build_description_is_that_of_the_installed_release(unpacked):
-    assert native.BUILD["version"] == _metadata(unpacked, "METADATA")["Version"]
-    assert set(native.BUILD["archs"]) <= {architecture.name for architecture in setup.ARCHITECTURES}
-    assert (native.BUILD["nvcc"] is None) == (native.BUILD["archs"] == [])
+    assert installed_library.BUILD["version"] == _metadata(unpacked, "METADATA")["Version"]
+    assert set(installed_library.BUILD["archs"]) <= {architecture.name for architecture in setup.ARCHITECTURES}
+    assert (installed_library.BUILD["nvcc"] is None) == (installed_library.BUILD["archs"] == [])
 
 
 @pytest.fixture(scope="module")
@@ -237,8 +237,8 @@ def test_without_nvcc_the_ops_are_there_and_the_report_says_what_to_do(plain_lib
 
 def test_the_report_names_versions_and_ends_in_the_support_table(tmp_path):
     report = run(sys.executable, "-m", "fastattn", cwd=tmp_path)
-    assert re.search(rf"^fastattn +{re.escape(native.BUILD['version'])}$", report, re.MULTILINE)
-    assert str(native.LIBRARY_PATH) in report
+    assert re.search(rf"^fastattn +{re.escape(installed_library.BUILD['version'])}$", report, re.MULTILINE)
+    assert str(installed_library.LIBRARY_PATH) in report
     assert re.search(rf"^torch +{re.escape(torch.__version__)}, CUDA ", report, re.MULTILINE)
     assert report.strip().splitlines()[-1].startswith("|")
 

@@ -1,16 +1,15 @@
-// fastattn::attention_forward on CUDA tensors: check, fill the params, pick the kernel.
+// fastattn::attention_forward: check, fill the params, pick the kernel.
 
 #ifdef FASTATTN_ARCH_80
 
 #include "api/attention_forward.h"
 
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <utility>
 
 #include "api/checks.h"
-#include "api/cuda_stream.h"
+#include "api/device.h"
 #include "attention/forward.h"
 #include "attention/tile_order.h"
 #include "attention/tiles_sm80.h"
@@ -80,12 +79,11 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     params.causal_offset = top_left ? 0 : params.key.rows - params.query.rows;
     params.heads_per_group = heads_per_group(params.query, params.key);
 
-    const torch::stable::accelerator::DeviceGuard device_guard(query.get_device_index());
-    const Stream stream = current_cuda_stream(query.get_device_index());
+    const OnDeviceOf device(query);
     const bool known = dispatch_value(ForwardHeadDims{}, params.query.head_dim, [&](auto head_dim) {
         dispatch_value(DataTypes{}, dtype, [&](auto data_type) {
             dispatch_bool(causal, [&](auto is_causal) {
-                launch_attention_forward_sm80<head_dim.value, data_type.value, is_causal.value>(params, stream);
+                launch_attention_forward_sm80<head_dim.value, data_type.value, is_causal.value>(params, device.stream());
             });
         });
     });

@@ -14,6 +14,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "api/device.h"
 #include "host/params.h"
 
 namespace fastattn {
@@ -60,9 +61,8 @@ inline void check_rank(const char* op, const char* name, const Tensor& tensor, i
 inline void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& query) {
     check(tensor.scalar_type() == query.scalar_type(), op, name, " must have the dtype of query, ", dtype_text(query),
           ", got ", dtype_text(tensor));
-    check(tensor.is_cuda() && tensor.get_device_index() == query.get_device_index(), op, name,
-          " must be on the device of query, cuda:", query.get_device_index(), ", got ",
-          tensor.is_cuda() ? "cuda:" + std::to_string(tensor.get_device_index()) : "another device");
+    check(device_text(tensor) == device_text(query), op, name, " must be on the device of query, ", device_text(query),
+          ", got ", device_text(tensor));
 }
 
 // For options that the native kernel of an op does not have.

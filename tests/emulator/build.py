@@ -1,4 +1,7 @@
-"""Builds the emulator's C++ parts with ninja and loads them. Needs a C++17 compiler, ninja, pybind11 and torch."""
+"""Builds the emulator's C++ parts with ninja and loads them. Needs a C++17 compiler, ninja, pybind11 and torch.
+
+Where CUDA's headers are, the emulated CUDA runtime (src/runtime) is a part of it.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,17 @@ import sysconfig
 from pathlib import Path
 from types import ModuleType
 
+from emulator.toolkit import setup, toolkit
+
 SOURCES = Path(__file__).parent / "src"
 TORCH_SOURCE = SOURCES / "torch_allocator.cpp"  # a library of its own: the rest knows nothing of torch
+RUNTIME = SOURCES / "runtime"
 BUILD = Path(__file__).parents[2] / "build" / "emulator"
+
+# Libraries that are linked against the emulated CUDA runtime name it so. The version of its symbols keeps them apart
+# from those of a real libcudart in the same process.
+SONAME = "libemulated_cuda.so"
+EXPORTS = "EMULATED_CUDA { global: cuda*; __cuda*; PyInit__emulator; local: *; };\n"
 
 # Contraction would turn a * b + c into one rounding where the PTX has two.
 FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fPIC -fvisibility=hidden -pthread -Wall"
@@ -36,7 +47,13 @@ def rules(library: Path, torch_library: Path) -> str:
     import pybind11
     import torch
 
-    includes = f"-I{pybind11.get_include()} -I{sysconfig.get_path('include')}"
+    includes = f"-I{SOURCES} -I{pybind11.get_include()} -I{sysconfig.get_path('include')}"
+    sources = set(SOURCES.rglob("*.cpp")) - {TORCH_SOURCE}
+    found = toolkit()
+    if found:
+        includes += f" -isystem {found.include} -DEMULATOR_WITH_CUDA_HEADERS"
+    else:
+        sources -= set(RUNTIME.rglob("*.cpp"))
     lines = [
         f"cxx = {os.environ.get('CXX', 'c++')}",
         f"flags = {FLAGS}",
@@ -47,13 +64,16 @@ def rules(library: Path, torch_library: Path) -> str:
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
-        "  command = $cxx -shared -pthread $in $libraries -o $out",
+        "  command = $cxx -shared -pthread $in $options -o $out",
     ]
     objects = []
-    for source in sorted(set(SOURCES.rglob("*.cpp")) - {TORCH_SOURCE}):
+    for source in sorted(sources):
         objects.append(BUILD / source.relative_to(SOURCES).with_suffix(".o"))
         lines.append(f"build {objects[-1]}: compile {source}")
-    lines.append(f"build {library}: link {' '.join(map(str, objects))}")
+    lines += [
+        f"build {library}: link {' '.join(map(str, objects))} | {BUILD / 'exports.map'}",
+        f"  options = -Wl,-soname,{SONAME} -Wl,--version-script={BUILD / 'exports.map'}",
+    ]
     torch_object = BUILD / "torch_allocator.o"
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     lines += [
@@ -61,7 +81,7 @@ def rules(library: Path, torch_library: Path) -> str:
         f"  flags = {FLAGS} -std=c++20 {abi}",
         "  includes = -isystem $torch/include",
         f"build {torch_library}: link {torch_object}",
-        "  libraries = -L$torch/lib -lc10",  # torch has loaded it already
+        "  options = -L$torch/lib -lc10",  # torch has loaded it already
     ]
     return "\n".join(lines) + "\n"
 
@@ -73,7 +93,8 @@ def build() -> tuple[Path, Path]:
     libraries = BUILD / f"_emulator{sysconfig.get_config_var('EXT_SUFFIX')}", BUILD / "libtorch_allocator.so"
     with open(BUILD / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (BUILD / "build.ninja").write_text(rules(*libraries))
+        setup.write_if_changed(BUILD / "exports.map", EXPORTS)
+        setup.write_if_changed(BUILD / "build.ninja", rules(*libraries))
         done = subprocess.run([ninja(), "-C", BUILD, "--quiet"], capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"building the emulator failed:\n{done.stdout[-8000:]}{done.stderr[-2000:]}")

@@ -6,6 +6,8 @@ import contextlib
 import importlib.util
 from collections.abc import Iterator
 
+from emulator import cuda_runtime
+
 KIB = 1024
 # Compute capability times ten → (multiprocessors, opt-in shared memory of one block) of an A100 and of an H200.
 USUAL = {80: (108, 163 * KIB), 90: (132, 227 * KIB)}
@@ -13,7 +15,8 @@ USUAL = {80: (108, 163 * KIB), 90: (132, 227 * KIB)}
 
 @contextlib.contextmanager
 def emulated(arch: int = 80, num_sms: int | None = None, shared_memory_bytes: int | None = None) -> Iterator[None]:
-    """Within, in the whole process: Triton's kernels take CPU tensors, and so does what asks fastattn's dispatcher.
+    """Within, in the whole process: Triton's kernels take CPU tensors, and so does what asks fastattn's dispatcher, and
+    the emulated CUDA runtime has this GPU.
 
     May be nested. How launches run: `emulator.options`.
     """
@@ -27,6 +30,8 @@ def emulated(arch: int = 80, num_sms: int | None = None, shared_memory_bytes: in
             from emulator import triton_driver
 
             stack.enter_context(triton_driver.active(triton_driver.Gpu(arch, num_sms, shared_memory_bytes)))
+        if cuda_runtime.is_available:
+            stack.enter_context(cuda_runtime.pretend(arch, num_sms, shared_memory_bytes))
         if importlib.util.find_spec("fastattn") is not None:
             from fastattn.device import DeviceFacts, emulate_on_cpu
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from emulator import allocations, device, options
+from emulator import allocations, cuda_runtime, device, native_library, options
 
 ARCHS = {"sm_80": 80, "sm_90": 90, "sm_90a": 90}
 
@@ -31,6 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run_script(arguments: argparse.Namespace) -> None:
     """Run ``arguments.script`` as ``__main__`` with ``arguments.arguments`` and the options of `add_options`."""
     script = str(arguments.script)
+    native_library.import_fastattn()
     with contextlib.ExitStack() as stack:
         # Before the script makes tensors: launches know those that torch allocates from here on.
         stack.enter_context(allocations.tracked())
@@ -38,7 +39,8 @@ def run_script(arguments: argparse.Namespace) -> None:
         stack.enter_context(options.launching(seed=arguments.seed, uninitialised=arguments.uninitialised, tracked=True))
         sys.argv = [script, *arguments.arguments]
         sys.path.insert(0, str(Path(script).resolve().parent))
-        runpy.run_path(script, run_name="__main__")
+        with cuda_runtime.raising_faults():
+            runpy.run_path(script, run_name="__main__")
 
 
 def add_parser(subparsers: Any) -> None:

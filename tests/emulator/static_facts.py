@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from emulator.nvcc_compile import nvcc
+from emulator.toolkit import nvcc
 
 TENSOR_CORE = ("HMMA", "HGMMA", "UTCHMMA", "IMMA", "IGMMA", "OMMA", "UTCQMMA", "QMMA", "QGMMA", "DMMA")
 JUMPS = ("BRA", "BSSY")

@@ -122,6 +122,9 @@ PYBIND11_MODULE(_emulator, m) {
         .def("launch", &launch);
     bind_allocations(m);
     bind_tensor_map(m);
+#ifdef EMULATOR_WITH_CUDA_HEADERS
+    bind_runtime(m);
+#endif
     // The Python side turns these arguments into its EmulatorError.
     static py::exception<Fault> fault_type(m, "Fault");
     py::register_exception_translator([](std::exception_ptr pointer) {

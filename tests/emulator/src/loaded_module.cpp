@@ -4,6 +4,8 @@
 #include <array>
 #include <cstring>
 
+#include "linker.h"
+
 namespace emulator {
 
 LoadedModule::LoadedModule(const std::string& text) : module_(ptx::parse(text)) {
@@ -19,6 +21,7 @@ LoadedModule::LoadedModule(const std::string& text) : module_(ptx::parse(text)) 
         variables_[name] = address;
         allocations_.push_back({address, address + variable.bytes, "the variable " + name});
     }
+    link(module_, variables_);
 }
 
 std::vector<std::string> LoadedModule::kernels() const {
@@ -96,6 +99,11 @@ uint32_t ctas_per_sm(int64_t most_shared_bytes, uint32_t threads, int64_t shared
     return std::min({kMostCtas, kMostThreads / threads, static_cast<uint32_t>(by_shared)});
 }
 
+Allocation allocation_of(const uint64_t& workspace) {
+    const auto address = reinterpret_cast<uint64_t>(&workspace);
+    return {address, address + sizeof(workspace), "the workspace of the grid's barrier"};
+}
+
 void check_launch(int64_t most_shared_bytes, Launch& launch) {
     const Program& program = *launch.program;
     check_block(program, launch.block);
@@ -107,6 +115,11 @@ void check_launch(int64_t most_shared_bytes, Launch& launch) {
     }
     const uint32_t threads = launch.block[0] * launch.block[1] * launch.block[2];
     launch.num_resident = launch.num_sms * ctas_per_sm(most_shared_bytes, threads, total);
+    const uint64_t num_ctas = uint64_t{launch.grid[0]} * launch.grid[1] * launch.grid[2];
+    if (launch.grid_workspace != 0 && num_ctas > launch.num_resident) {
+        throw Fault("arguments", "a cooperative launch of " + std::to_string(num_ctas) + " CTAs; " +
+                                     std::to_string(launch.num_resident) + " can run at a time");
+    }
 }
 
 }  // namespace emulator

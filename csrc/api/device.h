@@ -1,0 +1,70 @@
+// The device that the native ops run on: a GPU; or the host, in the build for the emulator of the tests
+// (FASTATTN_EMULATED), whose CUDA runtime takes CPU tensors. Nothing else in csrc knows the difference.
+#pragma once
+
+#include <dlfcn.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "host/params.h"
+
+#ifdef FASTATTN_EMULATED
+#define FASTATTN_DISPATCH_KEY CPU
+#else
+#define FASTATTN_DISPATCH_KEY CUDA
+#endif
+
+namespace fastattn {
+
+#ifdef FASTATTN_EMULATED
+constexpr bool kIsEmulated = true;
+#else
+constexpr bool kIsEmulated = false;
+#endif
+
+// "cuda:1", "cpu"
+inline std::string device_text(const torch::stable::Tensor& tensor) {
+    if (tensor.is_cuda()) return "cuda:" + std::to_string(tensor.get_device_index());
+    return tensor.is_cpu() ? "cpu" : "another device";
+}
+
+// The stream that torch wants work on. The symbol lives in libtorch_cuda, which a torch without CUDA does not have. So
+// it is looked up at the first call, when there is a CUDA tensor, and this library still loads where there is none.
+// Python loads torch's libraries for itself alone, so that the default search finds them only in a program that links
+// them.
+inline Stream current_cuda_stream(int32_t device_index) {
+    using Function = int32_t (*)(int32_t device_index, void** stream);
+    static const Function function = [] {
+        void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+        void* symbol = dlsym(library != nullptr ? library : RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream");
+        return reinterpret_cast<Function>(symbol);
+    }();
+    void* stream = nullptr;
+    if (function == nullptr || function(device_index, &stream) != 0) {
+        throw std::runtime_error("fastattn: torch does not tell its current CUDA stream");
+    }
+    return static_cast<Stream>(stream);
+}
+
+// While it lives, the device of the tensor is CUDA's current one.
+class OnDeviceOf {
+  public:
+    explicit OnDeviceOf(const torch::stable::Tensor& tensor) {
+        if constexpr (!kIsEmulated) {
+            guard_.emplace(tensor.get_device_index());
+            stream_ = current_cuda_stream(tensor.get_device_index());
+        }
+    }
+    Stream stream() const { return stream_; }  // that torch wants work on
+
+  private:
+    std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+    Stream stream_ = nullptr;
+};
+
+}  // namespace fastattn

@@ -1,0 +1,80 @@
+"""The package's native library, built a second time for the emulator: kernels as PTX, ops on CPU tensors.
+
+Its CUDA runtime is the emulated one, so that it can only be loaded where `emulator.native` is. A process has this
+library or the real one, never both: both define ``torch.ops.fastattn``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from emulator.build import BUILD
+from emulator.build import build as build_emulator
+from emulator.toolkit import ROOT, setup, toolkit
+
+FOLDER = BUILD / "native"
+VARIABLE = "FASTATTN_LIBRARY"  # that fastattn.native reads
+
+
+def configure() -> setup.NativeBuild | None:
+    """None where there is no nvcc."""
+    found = toolkit()
+    if found is None:
+        return None
+    return setup.NativeBuild(
+        source=ROOT / "csrc",
+        output=FOLDER,
+        version="0+emulated",
+        cxx=setup.find_cxx(os.environ),
+        torch=setup.find_torch(),
+        toolkit=found,
+        instances=setup.instance_files(ROOT / "csrc", setup.ARCHITECTURES),
+        emulated_runtime=build_emulator()[0],
+    )
+
+
+def build() -> Path | None:
+    """Brings the library up to date and returns its path; None where there is no nvcc.
+
+    Processes that want it at the same time wait for the first. Raises RuntimeError with the compiler's words.
+    """
+    native = configure()
+    if native is None:
+        return None
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with open(BUILD / "native.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            return native.run(quiet=True)
+        except setup.BuildError as error:  # a SystemExit, which a test session would not survive
+            raise RuntimeError(str(error)) from None
+
+
+def import_fastattn() -> bool:
+    """Imports fastattn with this library, for the rest of the process, but not for those that it starts.
+
+    False: fastattn is not installed, or there is no nvcc; then it is imported as usual by whoever needs it. Raises
+    RuntimeError where it was imported before.
+    """
+    if importlib.util.find_spec("fastattn") is None:
+        return False
+    library = build()
+    if library is None:
+        return False
+    if "fastattn" in sys.modules:
+        raise RuntimeError("fastattn was imported before, with the library that it found")
+    import emulator.cuda_runtime  # noqa: F401  (what the library is linked against)
+
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = str(library)
+    try:
+        import fastattn  # noqa: F401
+    finally:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
+    return True

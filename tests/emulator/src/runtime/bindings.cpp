@@ -1,0 +1,80 @@
+// What Python sees of the emulated CUDA runtime.
+#include "bindings.h"
+
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include "device.h"
+#include "errors.h"
+#include "launching.h"
+
+namespace py = pybind11;
+
+namespace emulator {
+namespace {
+
+using namespace runtime;
+
+py::tuple triple(const uint32_t (&size)[3]) {
+    return py::make_tuple(size[0], size[1], size[2]);
+}
+
+// Names and values of emulator.options.LaunchOptions, but that `races` is no None.
+void set_options_of(const py::dict& changed) {
+    Options options;
+    for (const auto& [key, value] : changed) {
+        const auto name = key.cast<std::string>();
+        if (name == "seed") {
+            options.seed = value.cast<uint64_t>();
+        } else if (name == "checks") {
+            options.checks = value.cast<bool>();
+        } else if (name == "races") {
+            options.races = value.cast<bool>();
+        } else if (name == "tracked") {
+            options.tracked = value.cast<bool>();
+        } else if (name == "uninitialised") {
+            options.uninitialised = value.cast<bool>();
+        } else if (name == "instruction_limit") {
+            options.instruction_limit = value.cast<int64_t>();
+        } else if (name == "workers") {
+            options.workers = value.cast<int>();
+        } else {
+            throw py::type_error("the CUDA runtime has no launch option " + name);
+        }
+    }
+    set_options(options);
+}
+
+// Calls back with (kernel, what report_of gives, PTX, grid, block).
+void listen(const py::object& callback) {
+    // Never destroyed by whoever drops the listener: that may be a thread without Python's lock.
+    auto* const kept = new py::object(callback);
+    set_listener([kept](const Launched& launched) {
+        const py::gil_scoped_acquire acquire;
+        const Launch& launch = launched.launch;
+        const int64_t shared_bytes = launched.program.static_shared_bytes + launch.shared_bytes;
+        (*kept)(launched.program.name, report_of(launched.program, launched.report, shared_bytes), launched.text.text,
+                triple(launch.grid), triple(launch.block));
+    });
+}
+
+}  // namespace
+
+void bind_runtime(py::module_& m) {
+    py::module_ part = m.def_submodule("runtime");
+    part.def("device", [] {
+        const Device d = device();
+        return py::make_tuple(10 * d.major + d.minor, d.num_sms, d.most_shared_bytes);
+    });
+    part.def("pretend", [](int arch, int num_sms, int64_t most_shared_bytes) {
+        pretend({arch / 10, arch % 10, num_sms, most_shared_bytes});
+    });
+    part.def("set_options", &set_options_of);
+    part.def("listen", &listen);
+    part.def("replace_in_ptx", &replace_in_ptx);
+    part.def("raise_fault_told_in", [](const std::string& message) {
+        if (const std::optional<Fault> fault = fault_told_in(message)) throw *fault;
+    });
+}
+
+}  // namespace emulator

@@ -1,0 +1,117 @@
+#include "device.h"
+
+#include <cstdio>
+#include <cstring>
+#include <mutex>
+
+namespace emulator::runtime {
+namespace {
+
+std::mutex mutex;
+Device current;
+
+// Compute capability 8.0 to 9.0 alike (CUDA C++ programming guide, technical specifications per compute capability).
+constexpr int kMostThreads = 1024, kWarpThreads = 32, kRegisters = 65536, kConstantBytes = 65536;
+constexpr int kSmThreads = 2048, kSmCtas = 32, kReservedSharedBytes = 1024;
+constexpr int kMostBlock[3] = {1024, 1024, 64}, kMostGrid[3] = {0x7fffffff, 65535, 65535};
+
+int cache_bytes(const Device& device) {
+    return device.major < 9 ? 40 << 20 : 50 << 20;  // A100 and H100
+}
+
+}  // namespace
+
+Device device() {
+    const std::lock_guard lock(mutex);
+    return current;
+}
+
+void pretend(const Device& device) {
+    const std::lock_guard lock(mutex);
+    current = device;
+}
+
+std::optional<int> attribute_of(const Device& device, cudaDeviceAttr attribute) {
+    switch (attribute) {
+        case cudaDevAttrMaxThreadsPerBlock:
+            return kMostThreads;
+        case cudaDevAttrMaxBlockDimX:
+            return kMostBlock[0];
+        case cudaDevAttrMaxBlockDimY:
+            return kMostBlock[1];
+        case cudaDevAttrMaxBlockDimZ:
+            return kMostBlock[2];
+        case cudaDevAttrMaxGridDimX:
+            return kMostGrid[0];
+        case cudaDevAttrMaxGridDimY:
+            return kMostGrid[1];
+        case cudaDevAttrMaxGridDimZ:
+            return kMostGrid[2];
+        case cudaDevAttrMaxSharedMemoryPerBlock:
+            return kSharedBytesByDefault;
+        case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+            return static_cast<int>(device.most_shared_bytes);
+        case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+            return static_cast<int>(device.most_shared_bytes) + kReservedSharedBytes;
+        case cudaDevAttrReservedSharedMemoryPerBlock:
+            return kReservedSharedBytes;
+        case cudaDevAttrTotalConstantMemory:
+            return kConstantBytes;
+        case cudaDevAttrWarpSize:
+            return kWarpThreads;
+        case cudaDevAttrMaxRegistersPerBlock:
+        case cudaDevAttrMaxRegistersPerMultiprocessor:
+            return kRegisters;
+        case cudaDevAttrMultiProcessorCount:
+            return device.num_sms;
+        case cudaDevAttrMaxThreadsPerMultiProcessor:
+            return kSmThreads;
+        case cudaDevAttrMaxBlocksPerMultiprocessor:
+            return kSmCtas;
+        case cudaDevAttrL2CacheSize:
+            return cache_bytes(device);
+        case cudaDevAttrComputeCapabilityMajor:
+            return device.major;
+        case cudaDevAttrComputeCapabilityMinor:
+            return device.minor;
+        case cudaDevAttrClusterLaunch:
+            return device.major >= 9 ? 1 : 0;
+        case cudaDevAttrCooperativeLaunch:
+        case cudaDevAttrUnifiedAddressing:
+            return 1;
+        case cudaDevAttrManagedMemory:
+        case cudaDevAttrMemoryPoolsSupported:
+        case cudaDevAttrIntegrated:
+            return 0;
+        default:
+            return std::nullopt;
+    }
+}
+
+cudaDeviceProp properties_of(const Device& device) {
+    const auto number = [&](cudaDeviceAttr attribute) { return attribute_of(device, attribute).value(); };
+    cudaDeviceProp properties;
+    std::memset(&properties, 0, sizeof(properties));
+    std::snprintf(properties.name, sizeof(properties.name), "emulated sm_%d%d", device.major, device.minor);
+    properties.sharedMemPerBlock = kSharedBytesByDefault;
+    properties.sharedMemPerBlockOptin = device.most_shared_bytes;
+    properties.sharedMemPerMultiprocessor = number(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    properties.reservedSharedMemPerBlock = kReservedSharedBytes;
+    properties.regsPerBlock = properties.regsPerMultiprocessor = kRegisters;
+    properties.warpSize = kWarpThreads;
+    properties.maxThreadsPerBlock = kMostThreads;
+    properties.maxThreadsPerMultiProcessor = kSmThreads;
+    properties.maxBlocksPerMultiProcessor = kSmCtas;
+    std::memcpy(properties.maxThreadsDim, kMostBlock, sizeof(kMostBlock));
+    std::memcpy(properties.maxGridSize, kMostGrid, sizeof(kMostGrid));
+    properties.totalConstMem = kConstantBytes;
+    properties.major = device.major;
+    properties.minor = device.minor;
+    properties.multiProcessorCount = device.num_sms;
+    properties.l2CacheSize = cache_bytes(device);
+    properties.cooperativeLaunch = properties.unifiedAddressing = 1;
+    properties.clusterLaunch = number(cudaDevAttrClusterLaunch);
+    return properties;
+}
+
+}  // namespace emulator::runtime

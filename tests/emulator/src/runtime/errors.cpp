@@ -1,0 +1,128 @@
+#include "errors.h"
+
+#include <mutex>
+#include <sstream>
+
+#include "exports.h"
+
+namespace emulator::runtime {
+namespace {
+
+struct LastError {
+    cudaError_t code = cudaSuccess, code_of_reason = cudaSuccess;
+    std::string reason;
+};
+thread_local LastError last;
+
+std::mutex mutex;
+std::optional<Fault> last_fault;
+
+struct Known {
+    cudaError_t code;
+    const char *name, *text;
+};
+
+#define EMULATOR_ERROR(code, text) \
+    Known {                        \
+        code, #code, text          \
+    }
+// Those that this runtime returns; the texts are CUDA's.
+constexpr Known kKnown[] = {
+    EMULATOR_ERROR(cudaSuccess, "no error"),
+    EMULATOR_ERROR(cudaErrorInvalidValue, "invalid argument"),
+    EMULATOR_ERROR(cudaErrorMemoryAllocation, "out of memory"),
+    EMULATOR_ERROR(cudaErrorInvalidConfiguration, "invalid configuration argument"),
+    EMULATOR_ERROR(cudaErrorInvalidSymbol, "invalid device symbol"),
+    EMULATOR_ERROR(cudaErrorInvalidDeviceFunction, "invalid device function"),
+    EMULATOR_ERROR(cudaErrorMissingConfiguration, "__global__ function call is not configured"),
+    EMULATOR_ERROR(cudaErrorInvalidDevice, "invalid device ordinal"),
+    EMULATOR_ERROR(cudaErrorInvalidKernelImage, "device kernel image is invalid"),
+    EMULATOR_ERROR(cudaErrorNoKernelImageForDevice, "no kernel image is available for execution on the device"),
+    EMULATOR_ERROR(cudaErrorInvalidPtx, "a PTX JIT compilation failed"),
+    EMULATOR_ERROR(cudaErrorSymbolNotFound, "named symbol not found"),
+    EMULATOR_ERROR(cudaErrorIllegalAddress, "an illegal memory access was encountered"),
+    EMULATOR_ERROR(cudaErrorLaunchTimeout, "the launch timed out and was terminated"),
+    EMULATOR_ERROR(cudaErrorMisalignedAddress, "misaligned address"),
+    EMULATOR_ERROR(cudaErrorLaunchFailure, "unspecified launch failure"),
+    EMULATOR_ERROR(cudaErrorNotSupported, "operation not supported"),
+    EMULATOR_ERROR(cudaErrorInvalidClusterSize, "Cluster size is invalid"),
+};
+#undef EMULATOR_ERROR
+
+const Known* find(cudaError_t code) {
+    for (const Known& known : kKnown) {
+        if (known.code == code) return &known;
+    }
+    return nullptr;
+}
+
+cudaError_t code_of(const std::string& kind) {
+    if (kind == "syntax" || kind == "unsupported") return cudaErrorInvalidPtx;
+    if (kind == "arguments") return cudaErrorInvalidValue;
+    if (kind == "out-of-bounds") return cudaErrorIllegalAddress;
+    if (kind == "misaligned") return cudaErrorMisalignedAddress;
+    if (kind == "deadlock" || kind == "limit") return cudaErrorLaunchTimeout;
+    return cudaErrorLaunchFailure;
+}
+
+// All that a Fault knows, for a message.
+std::string text_of(const Fault& fault) {
+    std::ostringstream text;
+    text << fault.kind << ": " << fault.what();
+    const Place& place = fault.place;
+    const auto triple = [&](const char* name, const int (&index)[3]) {
+        if (index[0] >= 0) text << ", " << name << " (" << index[0] << ", " << index[1] << ", " << index[2] << ')';
+    };
+    if (!place.kernel.empty()) text << "; kernel " << place.kernel;
+    if (place.line >= 0) text << ", PTX line " << place.line << ": " << place.text;
+    if (!place.source.empty()) text << ", source " << place.source;
+    triple("CTA", place.cta);
+    triple("thread", place.thread);
+    return text.str();
+}
+
+}  // namespace
+
+cudaError_t fail(cudaError_t code, const std::string& reason) {
+    last = {code, code, reason};
+    return code;
+}
+
+cudaError_t fail(const Fault& fault) {
+    {
+        const std::lock_guard lock(mutex);
+        last_fault = fault;
+    }
+    return fail(code_of(fault.kind), text_of(fault));
+}
+
+std::optional<Fault> fault_told_in(const std::string& message) {
+    const std::lock_guard lock(mutex);
+    if (!last_fault || message.find(text_of(*last_fault)) == std::string::npos) return std::nullopt;
+    return last_fault;
+}
+
+}  // namespace emulator::runtime
+
+using namespace emulator::runtime;
+
+cudaError_t cudaGetLastError() {
+    const cudaError_t code = last.code;
+    last.code = cudaSuccess;  // the reason stays for cudaGetErrorString
+    return code;
+}
+
+cudaError_t cudaPeekAtLastError() {
+    return last.code;
+}
+
+const char* cudaGetErrorName(cudaError_t error) {
+    const Known* known = find(error);
+    return known == nullptr ? "unrecognized error code" : known->name;
+}
+
+const char* cudaGetErrorString(cudaError_t error) {
+    if (error == last.code_of_reason && !last.reason.empty()) return last.reason.c_str();
+    const Known* known = find(error);
+    return known == nullptr ? "unrecognized error code" : known->text;
+}

@@ -1,0 +1,21 @@
+// Errors of the emulated CUDA runtime. As in CUDA's, each thread has its last one; what a kernel did wrong is told in
+// full by cudaGetErrorString of the code that its launch has returned, in the thread that launched it.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "exports.h"
+#include "fault.h"
+
+namespace emulator::runtime {
+
+// Makes `code` the thread's last error, with `reason` for cudaGetErrorString if there is one, and returns it.
+cudaError_t fail(cudaError_t code, const std::string& reason = "");
+// The same for what a kernel did wrong. The Fault is kept for Python, process-wide, until the next one.
+cudaError_t fail(const Fault& fault);
+
+// The last Fault, if `message` tells of it.
+std::optional<Fault> fault_told_in(const std::string& message);
+
+}  // namespace emulator::runtime

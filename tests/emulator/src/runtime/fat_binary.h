@@ -1,0 +1,58 @@
+// The container that nvcc embeds for each source file: its PTX texts, one for each virtual architecture.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "device.h"
+#include "loaded_module.h"
+
+namespace emulator::runtime {
+
+struct PtxText {
+    int arch = 0;              // compute capability times ten
+    bool is_specific = false;  // of "sm_90a": for that compute capability alone
+    std::string text;
+};
+
+// `wrapper`: what nvcc's code hands to __cudaRegisterFatBinary. Machine code is skipped. Throws a Fault of kind
+// "arguments" for what is no such container or is compressed.
+std::vector<PtxText> read_fat_binary(const void* wrapper);
+
+// The one that a driver would compile: the newest that the device runs, a specific one before others; nullptr: none.
+const PtxText* choose(const std::vector<PtxText>& texts, const Device& device);
+
+// From now on, modules are made of their PTX with `instead` in place of each `text`, which must occur, for whoever wants to
+// see what a fault in a kernel does; an empty `text`: of the PTX as it is.
+void replace_in_ptx(const std::string& text, const std::string& instead);
+
+// A registered container. Its modules are parsed when something of them is needed first.
+class FatBinary {
+  public:
+    explicit FatBinary(const void* wrapper) : wrapper_(wrapper) {}
+
+    struct Loaded {
+        LoadedModule* module;
+        const PtxText* text;
+    };
+    // For the device that is pretended; module == nullptr: nothing here runs on it. Throws Faults.
+    Loaded load();
+
+  private:
+    const void* wrapper_;
+    std::mutex mutex_;
+    bool is_read_ = false;
+    std::vector<PtxText> texts_;
+    struct Module {
+        PtxText text;  // with what was replaced in it
+        LoadedModule loaded;
+    };
+    std::map<std::pair<const PtxText*, int>, std::unique_ptr<Module>> modules_;  // by text and replacement
+};
+
+}  // namespace emulator::runtime

@@ -1,0 +1,54 @@
+// Launches of registered kernels: how they run, and who is told of them.
+#pragma once
+
+#include <array>
+#include <functional>
+
+#include "registry.h"
+
+namespace emulator::runtime {
+
+// What Python sets for the launches that follow, from whatever thread they come. The meaning is that of Module.launch.
+struct Options {
+    uint64_t seed = 0;
+    bool checks = true, races = true;
+    bool tracked = false;  // false: the bounds of global memory are not checked, since nobody knows them
+    bool uninitialised = false;
+    int64_t instruction_limit = int64_t{1} << 28;
+    int workers = 2;
+};
+Options options();
+void set_options(const Options& options);
+
+struct Launched {
+    const Program& program;
+    const PtxText& text;
+    const Launch& launch;
+    const Report& report;
+};
+// Is called after every launch, in the thread that launched.
+void set_listener(std::function<void(const Launched&)> listener);
+
+struct Request {
+    dim3 grid, block;
+    std::array<uint32_t, 3> cluster = {0, 0, 0};  // {0, …}: what the kernel requires, else 1
+    void** arguments;
+    size_t shared_bytes;
+    bool is_cooperative = false;
+};
+
+// The kernel's code for the pretended device. Throws a Fault; nullopt: there is none for it.
+struct Code {
+    const Program& program;
+    const PtxText& text;
+    const LoadedModule& module;
+};
+std::optional<Code> code_of(const Kernel& kernel);
+
+// What one CTA may have of dynamic shared memory, by default or by cudaFuncSetAttribute.
+int64_t most_dynamic_bytes(const Kernel& kernel, const Program& program);
+
+// Runs it to its end. Errors are those of cudaLaunchKernel, and whatever the kernel itself does wrong.
+cudaError_t launch(const Kernel& kernel, const Request& request);
+
+}  // namespace emulator::runtime

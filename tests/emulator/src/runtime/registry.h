@@ -1,0 +1,50 @@
+// What host code has registered: the kernels and variables of its source files, found by the host's addresses.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "fat_binary.h"
+
+namespace emulator::runtime {
+
+// A __global__ function. It is what a cudaKernel_t points to.
+struct Kernel {
+    FatBinary* binary;
+    std::string name;
+    // Of cudaFuncSetAttribute.
+    int64_t most_dynamic_bytes = -1;  // of shared memory; -1: not set
+    bool may_have_large_clusters = false;
+};
+
+// A __device__ or __constant__ variable.
+struct Variable {
+    FatBinary* binary;
+    std::string name;
+    size_t bytes;
+};
+
+class Registry {
+  public:
+    // The only one. It is never destroyed: libraries unregister when nearly all else of the process is gone.
+    static Registry& instance();
+
+    FatBinary* add(const void* wrapper);
+    void remove(FatBinary* binary);
+    void add_kernel(const void* host_function, FatBinary* binary, const std::string& name);
+    void add_variable(const void* host_variable, FatBinary* binary, const std::string& name, size_t bytes);
+
+    // nullptr: nobody registered it. A kernel is found by its host function or by its cudaKernel_t.
+    Kernel* kernel(const void* function);
+    const Variable* variable(const void* host_variable);
+
+  private:
+    std::mutex mutex_;
+    std::map<FatBinary*, std::unique_ptr<FatBinary>> binaries_;
+    std::map<const void*, std::unique_ptr<Kernel>> kernels_;
+    std::map<const void*, Variable> variables_;
+};
+
+}  // namespace emulator::runtime
