@@ -1,4 +1,4 @@
-"""What the manual says of wgmma's operands, written down once more, and kernels of one instruction. Not a test module."""
+"""Operands of wgmma as the manual has them, written once more, and kernels of one instruction. Not a test module."""
 
 from __future__ import annotations
 
@@ -108,9 +108,7 @@ class Form:
     @property
     def opcode(self) -> str:
         saturates = ".satfinite" if self.saturates else ""
-        return (
-            f"wgmma.mma_async.sync.aligned.m64n{self.columns}k{self.depth}.{self.sum}.{self.a}.{self.b}{saturates}"
-        )
+        return f"wgmma.mma_async.sync.aligned.m64n{self.columns}k{self.depth}.{self.sum}.{self.a}.{self.b}{saturates}"
 
     def operands(self, sums: str, a: str, b: str, predicate: str) -> str:
         tail = ""

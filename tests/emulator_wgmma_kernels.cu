@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr int kDepth = 64;                // elements of a row of a tile: 128 bytes, one row of the swizzling pattern
+constexpr int kDepth = 64;                   // elements of a row of a tile: 128 bytes, one row of the swizzling pattern
 constexpr int kTileBytes = 64 * 2 * kDepth;  // 64 rows
 
 __device__ void fence() {
@@ -24,23 +24,26 @@ __device__ uint64_t describe(uint32_t address) {
     return uint64_t{(address & 0x3ffff) >> 4} | uint64_t{1} << 16 | uint64_t{64} << 32 | uint64_t{1} << 62;
 }
 
-#define SUMS_8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
-                     "+f"(d[i + 6]), "+f"(d[i + 7])
+#define SUMS_8(d, i)                                                                                            \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+        "+f"(d[i + 7])
 #define SUMS(d) SUMS_8(d, 0), SUMS_8(d, 8), SUMS_8(d, 16), SUMS_8(d, 24)
-#define NAMES                                                                                                     \
+#define NAMES                                                                                                    \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
     "%23, %24, %25, %26, %27, %28, %29, %30, %31}"
 
 // d[64, 64] (+)= a[64, 16] b[64, 16]^T
 __device__ void multiply(float (&d)[32], uint64_t a, uint64_t b, int adds) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " NAMES ", %32, %33, p, 1, 1, 0, 0; }"
-                 : SUMS(d)
-                 : "l"(a), "l"(b), "r"(adds));
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " NAMES ", %32, %33, p, 1, 1, 0, 0; }"
+        : SUMS(d)
+        : "l"(a), "l"(b), "r"(adds));
 }
 // d[64, 64] += a[64, 16] b[16, 64], a in registers
 __device__ void multiply(float (&d)[32], const uint32_t* a, uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " NAMES ", {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " NAMES
+                 ", {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
                  : SUMS(d)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
@@ -71,8 +74,8 @@ __device__ void store(float* out, int stride, const float (&d)[32]) {
 }  // namespace
 
 // c[64 x, 64 y] = a b^T. Two groups of multiplications are under way; a tile is overwritten when its group is done.
-extern "C" __global__ void __launch_bounds__(128) gemm(const __nv_bfloat16* a, const __nv_bfloat16* b, float* c, int n,
-                                                       int depth) {
+extern "C" __global__ void __launch_bounds__(128)
+    gemm(const __nv_bfloat16* a, const __nv_bfloat16* b, float* c, int n, int depth) {
     extern __shared__ __align__(1024) unsigned char shared[];
     constexpr int kStages = 3;
     a += static_cast<int64_t>(blockIdx.x) * 64 * depth, b += static_cast<int64_t>(blockIdx.y) * 64 * depth;
@@ -94,8 +97,8 @@ extern "C" __global__ void __launch_bounds__(128) gemm(const __nv_bfloat16* a, c
 }
 
 // out = softmax(q k^T) v for 64 queries a CTA and head dimension 64; scores are in units of log2.
-extern "C" __global__ void __launch_bounds__(128) attention(const __nv_bfloat16* q, const __nv_bfloat16* k,
-                                                            const __nv_bfloat16* v, float* out, int steps) {
+extern "C" __global__ void __launch_bounds__(128)
+    attention(const __nv_bfloat16* q, const __nv_bfloat16* k, const __nv_bfloat16* v, float* out, int steps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     unsigned char *q_tile = shared, *k_tiles = shared + kTileBytes, *v_tiles = k_tiles + 2 * kTileBytes;
     constexpr int kTileElements = 64 * kDepth;
@@ -106,7 +109,8 @@ extern "C" __global__ void __launch_bounds__(128) attention(const __nv_bfloat16*
     float scores[32], sums[32] = {}, most[2] = {-1e30f, -1e30f}, total[2] = {0, 0};
     uint32_t p[16];
     const auto start_scores = [&](float (&into)[32], const unsigned char* tile) {
-        for (int i = 0; i < 4; ++i) multiply(into, describe(address_of(q_tile) + i * 32), describe(address_of(tile) + i * 32), i > 0);
+        for (int i = 0; i < 4; ++i)
+            multiply(into, describe(address_of(q_tile) + i * 32), describe(address_of(tile) + i * 32), i > 0);
         commit();
     };
     // Exponentials in place; gives what the sums so far are to be multiplied with.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_emulator_instructions import operand
 from torch import Tensor
 
 from emulator import EmulatorError, Module
+from test_emulator_instructions import operand
 
 pytestmark = pytest.mark.quick
 
@@ -50,7 +50,9 @@ def all_neighbours(kind: str) -> Tensor:
     finite = numbers[numbers.isfinite()].unique()
     middles = (finite[1:] + finite[:-1]) / 2
     near = [torch.nextafter(middles, torch.tensor(side)) for side in (-torch.inf, torch.inf)]
-    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, -1e-40, 3e38, 464.0, 465.0, -61440.0, 7e4])
+    special = torch.tensor(
+        [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, -1e-40, 3e38, 464.0, 465.0, -61440.0, 7e4]
+    )
     return torch.cat([finite, middles, *near, special])
 
 
@@ -60,7 +62,8 @@ def test_from_single(kind: str) -> None:
     other = numbers.flip(0)
     for relu in ("", ".relu"):
         got = convert(
-            f"mov.b32 %f1, %r1; mov.b32 %f2, %r2; cvt.rn.satfinite{relu}.{kind}x2.f32 %h1, %f1, %f2; cvt.u32.u16 %r3, %h1;",
+            "mov.b32 %f1, %r1; mov.b32 %f2, %r2;"
+            f"cvt.rn.satfinite{relu}.{kind}x2.f32 %h1, %f1, %f2; cvt.u32.u16 %r3, %h1;",
             numbers,
             other,
         )
@@ -116,7 +119,7 @@ def test_mma(a_kind: str, b_kind: str, depth: int, sums: str) -> None:
             words[in_a + in_b + r, lane] = operand(c, row, 2 * thread + column, 1 if sums == "f32" else 2)
     memory = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
     out = torch.zeros(in_c, 32, dtype=torch.int32)
-    letter, kind = ("f", "f32") if sums == "f32" else ("r", "b32")
+    kind = "f32" if sums == "f32" else "b32"
     names = [f"%r{i}" for i in range(in_a + in_b)] + [f"%c{i}" for i in range(in_c)]
     groups = (names[in_a + in_b :], names[:in_a], names[in_a : in_a + in_b], names[in_a + in_b :])
     operands = ", ".join("{" + ", ".join(group) + "}" for group in groups)

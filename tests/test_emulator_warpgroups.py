@@ -36,7 +36,8 @@ def store_matrices(count: int, trans: bool, stride: int) -> tuple[torch.Tensor, 
     """Register r of lane t holds elements 64 r + 2 t and the next; rows of 16 bytes are ``stride`` bytes apart."""
     registers = ", ".join(f"%r{10 + i}" for i in range(count))
     values = "".join(
-        f"mad.lo.u32 %r{10 + i}, %r0, 2, {64 * i}; mad.lo.u32 %r{10 + i}, %r{10 + i}, 65537, 65536;" for i in range(count)
+        f"mad.lo.u32 %r{10 + i}, %r0, 2, {64 * i}; mad.lo.u32 %r{10 + i}, %r{10 + i}, 65537, 65536;"
+        for i in range(count)
     )
     suffix = ".trans" if trans else ""
     body = f"""{values} mad.lo.u32 %r2, %r0, {stride}, %r1;
@@ -88,7 +89,9 @@ SPLIT = """setp.lt.u32 %p1, %r0, 128; @%p1 bra PRODUCER; {consumer} bra END; PRO
 INCREASE, DECREASE = "setmaxnreg.inc.sync.aligned.u32 {};", "setmaxnreg.dec.sync.aligned.u32 {};"
 
 
-@pytest.mark.parametrize("directives", [".maxnreg 128", ".maxntid 256, 1, 1 .minnctapersm 2", ".reqntid 256 .minnctapersm 2"])
+@pytest.mark.parametrize(
+    "directives", [".maxnreg 128", ".maxntid 256, 1, 1 .minnctapersm 2", ".reqntid 256 .minnctapersm 2"]
+)
 def test_setmaxnreg(directives: str) -> None:
     """128 registers a thread: 40 and 216 are as many, 40 and 224 are more."""
     split = SPLIT.format(producer=DECREASE.format(40), consumer=INCREASE.format("{}"))
@@ -100,7 +103,9 @@ def test_setmaxnreg(directives: str) -> None:
 
 def test_setmaxnreg_waits_for_the_other_warpgroup() -> None:
     """The consumer comes to its instruction first, and goes on when the producer has reached its own."""
-    late = f"mov.u32 %r5, 0; LOOP: add.u32 %r5, %r5, 1; setp.lt.u32 %p2, %r5, 3000; @%p2 bra LOOP; {DECREASE.format(24)}"
+    late = (
+        f"mov.u32 %r5, 0; LOOP: add.u32 %r5, %r5, 1; setp.lt.u32 %p2, %r5, 3000; @%p2 bra LOOP; {DECREASE.format(24)}"
+    )
     for seed in range(4):
         kernel = module(SPLIT.format(producer=late, consumer=INCREASE.format(232)), ".maxnreg 128")
         kernel.launch("k", (1,), (256,), [torch.zeros(1)], seed=seed)

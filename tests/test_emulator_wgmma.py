@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
-from emulator_wgmma import DTYPES, WIDTHS, Form, Layout, kernel, run
 from torch import Tensor
 
 from emulator import EmulatorError, Module
+from emulator_wgmma import DTYPES, WIDTHS, Form, Layout, kernel, run
 
 pytestmark = pytest.mark.quick
 
@@ -110,7 +110,9 @@ K_MAJOR = Layout(128, False, 64, 2, 16, 1024)
 PLAIN = Form(16, "bf16", "bf16", "f32", K_MAJOR, Layout(128, False, 16, 2, 16, 1024))
 
 
-@pytest.mark.parametrize(("kind", "bound"), [("bf16", 2e-7), ("f16", 2e-7), ("tf32", 2e-7), ("e4m3", 4e-4), ("e5m2", 4e-4)])
+@pytest.mark.parametrize(
+    ("kind", "bound"), [("bf16", 2e-7), ("f16", 2e-7), ("tf32", 2e-7), ("e4m3", 4e-4), ("e5m2", 4e-4)]
+)
 def test_precision(kind: str, bound: float) -> None:
     """Sums of numbers of all sizes are within a bound times the sum of the products' magnitudes. fp8 loses more."""
     width = WIDTHS[kind]
@@ -258,7 +260,6 @@ def test_another_shape_on_the_same_accumulators() -> None:
 
 
 def test_warpgroups_are_whole() -> None:
-    a, b, c = matrices(PLAIN, torch.Generator().manual_seed(0), -4, 5)
     module = kernel(PLAIN)
     assert PLAIN.layout_a is not None and PLAIN.layout_b is not None
     memory, left, sums = torch.zeros(16384, dtype=torch.uint8), torch.zeros(256, 4), torch.zeros(256, 8)
@@ -307,7 +308,15 @@ def test_a_move_renames_what_is_under_way(seed: int) -> None:
     fails(f"{{ {stale} }}", "a copy of an accumulator is read")
 
 
-@pytest.mark.parametrize("opcode", ["wgmma.mma_async.sp.sync.aligned.m64n8k32.f32.bf16.bf16", "wgmma.mma_async.sync.aligned.m64n8k16.bf16.bf16.bf16", "wgmma.mma_async.sync.aligned.m64n24k32.s32.s8.f16", "wgmma.mma_async.sync.aligned.m64n40k32.s32.s8.s8"])
+@pytest.mark.parametrize(
+    "opcode",
+    [
+        "wgmma.mma_async.sp.sync.aligned.m64n8k32.f32.bf16.bf16",
+        "wgmma.mma_async.sync.aligned.m64n8k16.bf16.bf16.bf16",
+        "wgmma.mma_async.sync.aligned.m64n24k32.s32.s8.f16",
+        "wgmma.mma_async.sync.aligned.m64n40k32.s32.s8.s8",
+    ],
+)
 def test_unknown_forms(opcode: str) -> None:
     text = kernel(PLAIN, f"{opcode} {{%f0, %f1, %f2, %f3}}, %rd10, %rd11, 1, 1, 1, 0, 0;")
     assert isinstance(text, Module)

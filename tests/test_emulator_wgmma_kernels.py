@@ -1,4 +1,4 @@
-"""Kernels with wgmma as nvcc compiles them: loops with two groups under way, and what happens when a wait is missing."""
+"""Kernels with wgmma as nvcc compiles them: loops with two groups under way, and what a missing wait does."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ struct Place {
 };
 
 // kind: "syntax", "unsupported", "arguments", "out-of-bounds", "misaligned", "uninitialised", "barrier", "mbarrier",
-// "cluster", "divergence", "deadlock", "limit", "call",
-// "assert" or "trap".
+// "cluster", "wgmma", "divergence", "deadlock", "limit", "call", "assert" or "trap".
 struct Fault : std::runtime_error {
     Fault(std::string kind, const std::string& message, int lane = -1)
         : std::runtime_error(message), kind(std::move(kind)), lane(lane) {}
