@@ -132,6 +132,26 @@ def test_precision(kind: str, bound: float) -> None:
         assert (out.float().view(torch.int32) & 0x3FF == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("product", "start", "small", "result"),
+    [
+        (1.0, 1.75 * 2**-13, 2.0**-14, 1 + 2**-13),  # the small product is lost, and part of what was there
+        (-1.0, 1.75 * 2**-13, 0.0, -1 + 2**-13),
+        (1.0, 2.0**-14, -(2.0**-14), 1.0),
+        (0.0, 1 + 2.0**-20, 0.0, 1.0),  # the last 10 bits of the mantissa
+        (0.0, 2.0**-30, 2.0**-14, 2.0**-14),
+    ],
+)
+def test_sums_of_fp8_keep_13_bits(product: float, start: float, small: float, result: float) -> None:
+    layouts = (Layout(32, False, 64, 1, 16, 256), Layout(32, False, 8, 1, 16, 256))
+    form = Form(8, "e5m2", "e5m2", "f32", *layouts)
+    a, b = torch.zeros(64, 32), torch.zeros(8, 32)
+    a[:, 0], b[:, 0] = product, 1.0
+    a[:, 9], b[:, 9] = small * 2**7, 2.0**-7
+    out = run(form, a.to(DTYPES["e5m2"]), b.to(DTYPES["e5m2"]), torch.full((64, 8), start))[0]
+    assert (out == result).all(), out[0, 0]
+
+
 def test_integers_saturate_or_wrap() -> None:
     layouts = (Layout(0, False, 64, 1, 128, 256), Layout(0, False, 8, 1, 128, 256))
     a, b = torch.full((64, 32), 127, dtype=torch.int8), torch.full((8, 32), 127, dtype=torch.int8)
