@@ -49,8 +49,8 @@ struct Reach {
 };
 
 // Starts a copy into shared memory, one for each destination, which signals when its bytes are there. `fetch` reads
-// the source, which is `from`, when the instruction is executed or when the first destination gets its bytes, by lot. Destinations are
-// poison until then.
+// the source, which is `from`, when the instruction is executed or when the first destination gets its bytes, by lot.
+// Destinations are poison until then.
 void start_fill(Warp& warp, const Operation& operation, int lane, const std::vector<SharedBox>& destinations,
                 const std::vector<Signal>& signals, const Reach& from, std::function<Bytes()> fetch);
 

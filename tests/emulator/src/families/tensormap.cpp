@@ -8,8 +8,8 @@
 namespace emulator {
 namespace {
 
-// r: address, value. option[0]: state space; option[1]: where the field is in the map, its bytes << 8, whether the value
-// has 64 bits << 12; option[2]: the largest value, if it is not 0.
+// r: address, value. option[0]: state space; option[1]: where the field is in the map, its bytes << 8, whether the
+// value has 64 bits << 12; option[2]: the largest value, if it is not 0.
 Next replace(Warp& warp, const Operation& o, uint32_t mask) {
     uint64_t addresses[kWarpSize];
     lane_addresses(warp, o, o.r[0], mask, addresses);
