@@ -22,7 +22,6 @@ if not torch.cuda.is_available():
     # tests say about the one that is installed, they say without loading it.
     native_library.import_fastattn()
 
-
 import compile_ahead
 
 _compiling: list[subprocess.Popen[bytes]] = []
@@ -60,4 +59,17 @@ def emulated_gpu() -> Iterator[None]:
     from emulator import device
 
     with device.emulated():
+        yield
+
+
+@pytest.fixture(scope="module")
+def tracked_tensors() -> Iterator[None]:
+    """On the emulated GPU: what torch allocates within the tests lies between red zones, and launches with ``tracked``
+    may touch nothing else."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from emulator import allocations
+
+    with allocations.tracked():
         yield

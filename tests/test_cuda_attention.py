@@ -23,11 +23,11 @@ from oracle import check_against_oracle
 
 EMULATED = DEVICE == "cpu"
 if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
-    from emulator import EmulatorError, allocations, cuda_runtime, device, launches, options
+    from emulator import EmulatorError, cuda_runtime, device, launches, options
 
 pytestmark = [
     pytest.mark.quick,
-    pytest.mark.usefixtures("emulated_gpu", "tracked"),
+    pytest.mark.usefixtures("emulated_gpu", "tracked_tensors"),
     pytest.mark.skipif(
         "80" not in native.BUILD["archs"] or native.TAKES_CPU_TENSORS != EMULATED, reason="needs kernels: no nvcc"
     ),
@@ -42,13 +42,6 @@ SEED = 5
 each_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["f16", "bf16"])
 each_mask = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-
-
-@pytest.fixture(scope="module")
-def tracked() -> Iterator[None]:
-    """What torch allocates within the tests lies between red zones, and kernels may touch nothing else."""
-    with allocations.tracked() if EMULATED else contextlib.nullcontext():
-        yield
 
 
 @contextlib.contextmanager

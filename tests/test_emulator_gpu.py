@@ -7,6 +7,9 @@ and the launch through the driver's API is tried on a library that has the drive
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch import Tensor
 import gpu_cases
 import gpu_matrix_cases
 from emulator import Module, static_facts
+from emulator.toolkit import nvcc
 from fake_driver import FakeDriver, fake
 from gpu_cases import ATOMICS, CASES, CTAS, RESULTS, THREADS, AtomicCase, Bound, Case
 from gpu_driver import Driver, driver, require
@@ -127,25 +131,67 @@ def test_tensor_cores(case: MatrixCase) -> None:
         check_sums(str(case), got, expected, product(case, emulated, torch.abs), case.bound)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_native_forward_kernel(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole kernel: bf16, causal, several tiles. Rounding of probabilities to bf16 is what may differ most."""
-    import test_emulator_cuda_forward as native
+# A process has the library that takes CPU tensors or the one of the GPU, so that the emulator's half has its own.
+EMULATED_ATTENTION = """
+import sys
+from emulator import allocations, device, native_library, options
 
-    require("sm_80")
-    query, key, value = native.inputs(head_dim, torch.bfloat16, 200, 300)
-    expected = native.run(query, key, value, True)
-    monkeypatch.setattr(Module, "launch", lambda module, *args, **options: driver().launch(module, *args, **options))
-    got = native.run(query, key, value, True)
-    check("out", got[0], expected[0], Bound(relative=2**-6, absolute=2**-8))
-    check("lse", got[1], expected[1], Bound(absolute=2**-14))
+assert native_library.import_fastattn()
+import fastattn
+import torch
+
+with device.emulated(), options.launching(seed=3):
+    query, key, value = torch.load(sys.argv[1])
+    with fastattn.use_backend("cuda"):
+        torch.save(fastattn.attention(query, key, value, causal=True, return_lse=True), sys.argv[1])
+"""
+
+
+def emulated_attention(tensors: list[Tensor], folder: Path) -> tuple[Tensor, Tensor]:
+    file = folder / "tensors.pt"
+    torch.save(tensors, file)
+    tests = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *(path for path in sys.path if path)])}
+    subprocess.run([sys.executable, "-c", EMULATED_ATTENTION, file], env=environment, check=True)
+    out, lse = torch.load(file)
+    return out, lse
+
+
+def attention_inputs(head_dim: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(SEED)
+    shapes = (2, 200), (1, 300), (1, 300)
+    return [torch.randn(1, *shape, head_dim, generator=generator).bfloat16() for shape in shapes]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or nvcc() is None, reason="needs a GPU and nvcc")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_native_forward_kernel(head_dim: int, tmp_path: Path) -> None:
+    """A whole kernel: bf16, causal, several tiles. Rounding of probabilities to bf16 is what may differ most."""
+    import fastattn
+
+    tensors = attention_inputs(head_dim)
+    out, lse = emulated_attention(tensors, tmp_path)
+    query, key, value = (tensor.cuda() for tensor in tensors)
+    with fastattn.use_backend("cuda"):
+        got, got_lse = fastattn.attention(query, key, value, causal=True, return_lse=True)
+    check("out", got.cpu(), out, Bound(relative=2**-6, absolute=2**-8))
+    check("lse", got_lse.cpu(), lse, Bound(absolute=2**-14))
 
 
 # --- What can be known of these tests without a GPU -------------------------------------------------------------------
 
 ALL = [*CASES, *ATOMICS, *MATRIX_CASES]
+
+
+@pytest.mark.skipif(nvcc() is None, reason="needs nvcc")
+def test_the_emulated_half_of_the_native_kernel_is_attention(tmp_path: Path) -> None:
+    from fastattn import reference
+
+    tensors = attention_inputs(64)
+    expected = reference.attention(*tensors, causal=True)
+    for found, right in zip(emulated_attention(tensors, tmp_path), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=2**-6, atol=2**-7)
 
 
 @pytest.mark.quick

@@ -18,16 +18,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import attention_cases
-import test_emulator_cuda_forward as native
+import test_cuda_attention as native
 import test_triton_decode as decode
 import test_triton_int8 as int8
 from attention_cases import Case
-from emulator.nvcc_compile import nvcc
-from emulator.triton_compile import on_emulator
+from emulator import options
+from emulator.toolkit import nvcc
 from oracle import check_against_oracle
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU, not on the emulator")
+pytestmark = [
+    pytest.mark.usefixtures("emulated_gpu"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU, not on the emulator"),
+]
 
 # FASTATTN_EXAMPLES=1000 looks further, at other examples each time.
 MORE = int(os.environ.get("FASTATTN_EXAMPLES", "0"))
@@ -70,6 +73,7 @@ def strided(draw: st.DrawFn, tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.skipif(nvcc() is None, reason="needs nvcc")
+@pytest.mark.usefixtures("tracked_tensors")
 @drawing(30)
 @given(data=st.data(), dtype=DTYPES, heads=HEADS, head_dim=st.sampled_from([64, 128]), seed=SEEDS)
 def test_native_forward(data: Any, dtype: torch.dtype, heads: tuple[int, int], head_dim: int, seed: int) -> None:
@@ -78,7 +82,7 @@ def test_native_forward(data: Any, dtype: torch.dtype, heads: tuple[int, int], h
     query, key, value = (data.draw(strided(tensor)) for tensor in tensors)
     scale = data.draw(st.sampled_from([0.02, 0.125, 1.0, -0.3]))
     causal, top_left = data.draw(st.booleans()), data.draw(st.booleans())
-    native.check(query, key, value, causal, scale=scale, top_left=top_left and causal, seed=seed, uninitialised=True)
+    native.check(query, key, value, causal, {"seed": seed}, scale=scale, top_left=top_left and causal)
 
 
 # Of a structure, one kernel is compiled: odd sizes beyond 1 are not specialised, and strides are multiples of 16.
@@ -100,7 +104,7 @@ def test_triton_attention(
     rows, keys, batch = data.draw(ODD), data.draw(ODD.map(lambda keys: keys + 6)), data.draw(st.integers(1, 3))
     layout = data.draw(st.sampled_from(["bhsd", "bshd"]))
     shape = (batch, heads[0], heads[0] // heads[1], rows, keys)
-    with on_emulator(seed=seed):
+    with options.launching(seed=seed):
         attention_cases.check(replace(case, shape=shape, layout=layout, seed=seed % 1000), monkeypatch)
 
 
@@ -119,7 +123,7 @@ def test_triton_decode(data: Any, page_size: int, dtype: torch.dtype, seed: int)
         dtype=dtype,
         seed=seed % 1000,
     )
-    with on_emulator(seed=seed):
+    with options.launching(seed=seed):
         decode.check(case)
 
 
@@ -128,6 +132,6 @@ def test_triton_decode(data: Any, page_size: int, dtype: torch.dtype, seed: int)
 def test_triton_int8_matmul(m: int, n: int, groups: int, dtype: torch.dtype, seed: int) -> None:
     k = 32 * groups
     weight, scale = int8.quantised(n, k, 32, seed=seed % 1000)
-    with on_emulator(seed=seed):
+    with options.launching(seed=seed):
         int8.check_forward(int8.normal(m, k, seed=m, dtype=dtype), weight, scale)
         int8.check_grad_input(int8.normal(m, n, seed=n, dtype=dtype), weight, scale)

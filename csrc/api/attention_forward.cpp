@@ -83,7 +83,8 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     const bool known = dispatch_value(ForwardHeadDims{}, params.query.head_dim, [&](auto head_dim) {
         dispatch_value(DataTypes{}, dtype, [&](auto data_type) {
             dispatch_bool(causal, [&](auto is_causal) {
-                launch_attention_forward_sm80<head_dim.value, data_type.value, is_causal.value>(params, device.stream());
+                launch_attention_forward_sm80<head_dim.value, data_type.value, is_causal.value>(params,
+                                                                                                device.stream());
             });
         });
     });

@@ -61,8 +61,8 @@ inline void check_rank(const char* op, const char* name, const Tensor& tensor, i
 inline void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& query) {
     check(tensor.scalar_type() == query.scalar_type(), op, name, " must have the dtype of query, ", dtype_text(query),
           ", got ", dtype_text(tensor));
-    check(device_text(tensor) == device_text(query), op, name, " must be on the device of query, ", device_text(query),
-          ", got ", device_text(tensor));
+    if (are_on_one_device(tensor, query)) return;
+    check(false, op, name, " must be on the device of query, ", device_text(query), ", got ", device_text(tensor));
 }
 
 // For options that the native kernel of an op does not have.

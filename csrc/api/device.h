@@ -14,18 +14,18 @@
 #include "host/params.h"
 
 #ifdef FASTATTN_EMULATED
+#define FASTATTN_IS_EMULATED true
 #define FASTATTN_DISPATCH_KEY CPU
 #else
+#define FASTATTN_IS_EMULATED false
 #define FASTATTN_DISPATCH_KEY CUDA
 #endif
 
 namespace fastattn {
 
-#ifdef FASTATTN_EMULATED
-constexpr bool kIsEmulated = true;
-#else
-constexpr bool kIsEmulated = false;
-#endif
+inline bool are_on_one_device(const torch::stable::Tensor& a, const torch::stable::Tensor& b) {
+    return a.is_cuda() == b.is_cuda() && a.is_cpu() == b.is_cpu() && a.get_device_index() == b.get_device_index();
+}
 
 // "cuda:1", "cpu"
 inline std::string device_text(const torch::stable::Tensor& tensor) {
@@ -55,7 +55,7 @@ inline Stream current_cuda_stream(int32_t device_index) {
 class OnDeviceOf {
   public:
     explicit OnDeviceOf(const torch::stable::Tensor& tensor) {
-        if constexpr (!kIsEmulated) {
+        if constexpr (!FASTATTN_IS_EMULATED) {
             guard_.emplace(tensor.get_device_index());
             stream_ = current_cuda_stream(tensor.get_device_index());
         }

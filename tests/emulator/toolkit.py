@@ -17,9 +17,12 @@ finally:
 
 @functools.cache
 def toolkit() -> setup.CudaToolkit | None:
-    """The compiler and the headers that the package itself would be built with; None if there is none."""
+    """The compiler and the headers that the package itself would be built with; None if there is no complete one."""
     compiler = setup.find_nvcc()
-    return setup.CudaToolkit.of(compiler) if compiler else None
+    try:
+        return setup.CudaToolkit.of(compiler) if compiler else None
+    except setup.BuildError:
+        return None
 
 
 def nvcc() -> Path | None:

@@ -30,7 +30,7 @@ void Registry::remove(FatBinary* binary) {
 
 void Registry::add_kernel(const void* host_function, FatBinary* binary, const std::string& name) {
     const std::lock_guard lock(mutex_);
-    kernels_[host_function] = std::make_unique<Kernel>(Kernel{binary, name});
+    kernels_[host_function] = std::make_unique<Kernel>(binary, name);
 }
 
 void Registry::add_variable(const void* host_variable, FatBinary* binary, const std::string& name, size_t bytes) {

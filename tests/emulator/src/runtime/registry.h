@@ -1,6 +1,7 @@
 // What host code has registered: the kernels and variables of its source files, found by the host's addresses.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -12,11 +13,13 @@ namespace emulator::runtime {
 
 // A __global__ function. It is what a cudaKernel_t points to.
 struct Kernel {
-    FatBinary* binary;
-    std::string name;
-    // Of cudaFuncSetAttribute.
-    int64_t most_dynamic_bytes = -1;  // of shared memory; -1: not set
-    bool may_have_large_clusters = false;
+    Kernel(FatBinary* binary, std::string name) : binary(binary), name(std::move(name)) {}
+
+    FatBinary* const binary;
+    const std::string name;
+    // Of cudaFuncSetAttribute, from any thread.
+    std::atomic<int64_t> most_dynamic_bytes{-1};  // of shared memory; -1: not set
+    std::atomic<bool> may_have_large_clusters{false};
 };
 
 // A __device__ or __constant__ variable.
