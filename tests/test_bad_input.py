@@ -5,6 +5,7 @@ The other public functions have such tables beside their own tests (test_int8.py
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -172,6 +173,15 @@ OFFSETS: dict[str, tuple[list[int], tuple[str, ...]]] = {
 }
 
 
+def overlaps_allowed() -> contextlib.AbstractContextManager[None]:
+    """Sequences that overlap write the same rows, in an order that nobody promises: for the emulator that is a race."""
+    if DEVICE == "cuda":
+        return contextlib.nullcontext()
+    from emulator import options
+
+    return options.launching(races=False)
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("what", OFFSETS)
 def test_offsets_in_device_memory(what: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +193,7 @@ def test_offsets_in_device_memory(what: str, backend: str, monkeypatch: pytest.M
     )  # rows before and after the tensors' own
     guarded[1].copy_(torch.randn(9, 2, 16, generator=torch.Generator().manual_seed(0)))
     arguments = packed(query=guarded[1], key=guarded[1], value=guarded[1], cu_seqlens_q=offsets, cu_seqlens_k=offsets)
-    with fastattn.use_backend(backend):
+    with fastattn.use_backend(backend), overlaps_allowed():
         out, lse = V(**arguments, return_lse=True)
         assert not bool(out.isnan().any()) and not bool(lse.isnan().any())
         in_no_sequence = lse[0] == -float("inf")

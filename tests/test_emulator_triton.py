@@ -90,12 +90,13 @@ def test_matmul_of_descriptors_from_the_kernel(specialised: bool, arch: int, req
     if arch == 90 and specialised and TRITON < (3, 9):
         reason = "the compiler has barriers made twice (to 3.7) or two groups of warps store the tile (3.8)"
         request.applymarker(pytest.mark.xfail(reason=reason, raises=EmulatorError))
-    m, n, k = 100, 72, 88
+    m, n, k = 200, 72, 88
     a, b = small_integers(m, k, dtype=torch.bfloat16), small_integers(n, k, dtype=torch.bfloat16)
     out = torch.full((m, n), torch.nan)
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.uint8))
+    # 128 rows: of fewer, two groups of specialised warps make all of the tile, both, and store it both.
     kernels.describing_matmul_kernel[(2, 2)](
-        a, b, out, m, n, k, M_BLOCK=64, N_BLOCK=64, K_BLOCK=32, SPECIALISED=specialised
+        a, b, out, m, n, k, M_BLOCK=128, N_BLOCK=64, K_BLOCK=32, SPECIALISED=specialised
     )
     assert torch.equal(out.double(), a.double() @ b.double().T)
 
@@ -168,3 +169,19 @@ def test_empty_grids_launch_nothing() -> None:
     with launches.recorded() as found:
         kernels.softmax_kernel[(0,)](torch.empty(0, 300), torch.empty(0, 300), 300, BLOCK=512)
     assert not found
+
+
+def test_options_reach_launches() -> None:
+    x = torch.zeros(1, 300)
+    with options.launching(instruction_limit=10), pytest.raises(EmulatorError, match="limit"):
+        kernels.softmax_kernel[(1,)](x, x, 300, BLOCK=512)
+    assert options.current().instruction_limit > 10
+
+
+def test_more_shared_memory_than_the_gpu_has(arch: int) -> None:
+    a = torch.zeros(64, 64, dtype=torch.float16)
+    out = torch.zeros(64, 64)
+    with device.emulated(arch, shared_memory_bytes=1024), pytest.raises(triton.OutOfResources, match="shared memory"):
+        kernels.matmul_kernel[(1, 1)](
+            a, a, out, 64, 64, 64, *a.stride(), SUM=tl.float32, M_BLOCK=64, N_BLOCK=64, K_BLOCK=32
+        )

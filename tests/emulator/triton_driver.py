@@ -26,6 +26,7 @@ from triton.runtime import _allocation
 from triton.runtime.autotuner import Autotuner
 
 from emulator import options
+from emulator.errors import EmulatorError
 from emulator.module import Module
 from emulator.native import native
 
@@ -95,19 +96,22 @@ class Utilities:
     ) -> bytes:
         """The 128 bytes of a tensor map. Lists have the outermost dimension first, strides are in elements."""
         descriptor = torch.zeros(TENSOR_MAP_BYTES, dtype=torch.uint8)  # torch aligns to 64 bytes, as the encoder wants
-        native.encode_tiled(
-            descriptor.data_ptr(),
-            element_type,
-            address,
-            list(shape[::-1]),
-            [element_bytes * stride for stride in strides[-2::-1]],
-            list(box[::-1]),
-            [1] * len(box),
-            0,  # not interleaved
-            swizzle,
-            2,  # promotion in the L2 to 128 bytes, as in Triton's own
-            padding,
-        )
+        try:
+            native.encode_tiled(
+                descriptor.data_ptr(),
+                element_type,
+                address,
+                list(shape[::-1]),
+                [element_bytes * stride for stride in strides[-2::-1]],
+                list(box[::-1]),
+                [1] * len(box),
+                0,  # not interleaved
+                swizzle,
+                2,  # promotion in the L2 to 128 bytes, as in Triton's own
+                padding,
+            )
+        except native.Fault as fault:
+            raise EmulatorError.of(fault) from None
         return bytes(descriptor.numpy())
 
     fill_tma_descriptor = fill_tma_descriptor_tiled  # its name in Triton 3.6
