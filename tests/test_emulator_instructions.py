@@ -8,25 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from emulator import Module, Report
+from ptx_body import run
 
 pytestmark = pytest.mark.quick
-
-
-def run(body: str, *tensors: Tensor, threads: int = 32, functions: str = "", **options: Any) -> Report:
-    """Runs the body with the tensors' addresses in %rd0, %rd1, … and the thread's index in %r0, 4 times it in %rd9."""
-    loads = "".join(f"ld.param.u64 %rd{i}, [p{i}];\n" for i in range(len(tensors)))
-    module = Module(f""".version 8.0\n.target sm_80\n.address_size 64
-{functions}
-.visible .entry k({", ".join(f".param .u64 p{i}" for i in range(len(tensors)))})
-{{
-    .reg .pred %p<9>; .reg .b16 %h<9>; .reg .b32 %r<40>; .reg .f32 %f<40>; .reg .f64 %d<9>; .reg .b64 %rd<20>;
-    {loads}
-    mov.u32 %r0, %tid.x; mul.wide.u32 %rd9, %r0, 4;
-    {body}
-    ret;
-}}""")
-    return module.launch("k", (1,), (threads,), tensors, **options)
 
 
 def unary(instruction: str, source: Tensor) -> Tensor:
