@@ -110,9 +110,11 @@ def test_zeros_of_directed_sums() -> None:
 
 
 def test_rounding_mode_does_not_leak() -> None:
-    a, b = numbers(torch.float32, 1), numbers(torch.float32, 2)
-    got = evaluate("add.rp.f32 %d, %a, %b; add.rn.f32 %d, %a, %b;", torch.float32, a, b)
-    assert same(got, a + b)
+    """Neither into the next instruction nor into the arithmetic of PyTorch, which would follow it."""
+    a, b = torch.tensor([1.0]), torch.tensor([2.0**-30])
+    assert evaluate("add.rp.f32 %d, %a, %b;", torch.float32, a, b).item() == 1 + 2.0**-23
+    assert evaluate("add.rp.f32 %d, %a, %b; add.rn.f32 %d, %a, %b;", torch.float32, a, b).item() == 1
+    assert (a + b).item() == 1
 
 
 @pytest.mark.parametrize("operation", ["add", "mul"])
