@@ -3,84 +3,11 @@ things came in; with the edge, the kernel passes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
-from emulator import EmulatorError, Module
-
-SEEDS = range(4)
-
-
-def kernel(body: str) -> Module:
-    """A kernel ``k(out)`` for CTAs of 64 threads.
-
-    ``%tid``: the thread; ``%cta``: the CTA; ``%mine``: its word of ``buffer``; ``%theirs``: that of the thread with its
-    lane in the other warp; ``%flag``, ``%bar``: 16 bytes each; ``%out``: the argument; ``%w``: where the thread's word
-    is in the first 256 bytes of it, ``%v``: that of the other warp's thread; ``%t0``: it is thread 0 of its CTA;
-    ``%w0``: it is in warp 0; ``%c0``: in CTA 0.
-    """
-    return Module(f"""
-.version 8.6
-.target sm_90a
-.address_size 64
-.visible .entry k(.param .u64 parameter)
-{{
-    .reg .pred %t0, %w0, %c0, %p<4>;
-    .reg .b16 %h<4>;
-    .reg .b32 %tid, %cta, %mine, %theirs, %buffer, %flag, %bar, %r<9>;
-    .reg .b64 %out, %w, %v, %rd<9>;
-    .shared .align 128 .b8 buffer[1024];
-    .shared .align 16 .b8 flag[16];
-    .shared .align 16 .b8 bar[16];
-    mov.u32 %tid, %tid.x;
-    mov.u32 %cta, %ctaid.x;
-    mov.u32 %buffer, buffer;
-    mov.u32 %flag, flag;
-    mov.u32 %bar, bar;
-    shl.b32 %r0, %tid, 2;
-    add.u32 %mine, %buffer, %r0;
-    xor.b32 %r1, %r0, 128;
-    add.u32 %theirs, %buffer, %r1;
-    ld.param.u64 %out, [parameter];
-    cvt.u64.u32 %w, %r0;
-    add.u64 %w, %w, %out;
-    cvt.u64.u32 %v, %r1;
-    add.u64 %v, %v, %out;
-    setp.eq.u32 %t0, %tid, 0;
-    setp.lt.u32 %w0, %tid, 32;
-    setp.eq.u32 %c0, %cta, 0;
-    {body}
-    cp.async.bulk.wait_group 0;  // bulk copies that nobody has waited for are an error of another kind
-    ret;
-}}""")
-
-
-@dataclass(frozen=True)
-class Case:
-    """``body`` is right with each of ``right`` for its $0, $1, … and wrong with each of ``wrong``; with each of
-    ``unfenced`` it only lacks a fence between proxies.
-    """
-
-    body: str
-    right: tuple[tuple[str, ...], ...]
-    wrong: tuple[tuple[str, ...], ...]
-    unfenced: tuple[tuple[str, ...], ...] = ()
-    grid: int = 1
-    cluster: int = 1
-
-    def fill(self, parts: tuple[str, ...]) -> Module:
-        body = self.body
-        for index, part in enumerate(parts):
-            body = body.replace(f"${index}", part)
-        return kernel(body)
-
-    def launch(self, module: Module, seed: int, **options: bool) -> None:
-        out = torch.zeros(512, dtype=torch.int32)
-        cluster = (self.cluster, 1, 1)
-        module.launch("k", (self.grid,), (64,), [out], cluster=cluster, seed=seed, instruction_limit=1 << 22, **options)
-
+from emulator import EmulatorError
+from race_cases import AWAIT, SEEDS, TRY_WAIT, Case, fillings, kernel
 
 # Warp 0 writes what warp 1 reads, with $0 and $1 between.
 HANDOVER = """@!%w0 bra READER; st.shared.u32 [%mine], %tid; $0 bra DONE;
@@ -106,18 +33,10 @@ COUNT = "atom.global.add.u32 %r6, [%out+1024], 1;"
 COPY = "cp.async.ca.shared.global [%mine], [%w], 4; cp.async.commit_group;"
 MBARRIER = f"@%t0 mbarrier.init.shared.b64 [%bar], 32; bar.sync 0; {HANDOVER}"
 ARRIVE = "mbarrier.arrive.shared.b64 _, [%bar];"
-AWAIT = "AGAIN: mbarrier.{}.shared.b64 %p3, [%bar], {}; @!%p3 bra AGAIN;"
-TRY_WAIT = AWAIT.format("try_wait.parity", 0)
 # CTA 0 of a cluster of two writes to the shared memory of CTA 1, which reads it after $0.
-REMOTE = """@!%c0 bra WAIT; add.u32 %r5, %mine, 0x2000000; st.shared::cluster.u32 [%r5], %tid;
+REMOTE = """@!%c0 bra WAIT; mapa.shared::cluster.u32 %r5, %mine, 1; st.shared::cluster.u32 [%r5], %tid;
     WAIT: $0 @%c0 bra DONE; ld.shared.u32 %r6, [%theirs];
     DONE:"""
-
-BULK_LOAD = """@%t0 mbarrier.init.shared.b64 [%bar], 1; bar.sync 0; $0 @!%t0 bra WAIT;
-    mbarrier.arrive.expect_tx.shared.b64 _, [%bar], 256;
-    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%buffer], [%out], 256, [%bar];
-    WAIT: $1"""
-BULK_STORE = "@%t0 cp.async.bulk.global.shared::cta.bulk_group [%out], [%buffer], 256; cp.async.bulk.commit_group;"
 
 CASES = {
     "read after write": Case(
@@ -303,175 +222,19 @@ CASES = {
         grid=2,
         cluster=2,
     ),
-    "bulk copy into shared memory": Case(
-        BULK_LOAD,
-        right=(("", f"{TRY_WAIT} ld.shared.u32 %r6, [%mine];"),),
-        wrong=(
-            ("", f"ld.shared.u32 %r6, [%mine]; {TRY_WAIT}"),
-            ("", f"bar.sync 0; ld.shared.u32 %r6, [%mine]; {TRY_WAIT}"),
-        ),
-    ),
-    "bulk copy over what was written": Case(
-        BULK_LOAD,
-        right=(
-            ("st.shared.u32 [%mine], 0; fence.proxy.async; bar.sync 0;", TRY_WAIT),
-            ("st.shared.u32 [%mine], 0; fence.proxy.async.shared::cta; bar.sync 0;", TRY_WAIT),
-            ("st.shared.u32 [%mine], 0; bar.sync 0; fence.proxy.async;", TRY_WAIT),
-        ),
-        wrong=(("st.shared.u32 [%mine], 0; fence.proxy.async;", TRY_WAIT),),
-        unfenced=(
-            ("st.shared.u32 [%mine], 0; bar.sync 0;", TRY_WAIT),
-            ("st.shared.u32 [%mine], 0; fence.proxy.async.global; bar.sync 0;", TRY_WAIT),
-            ("fence.proxy.async; st.shared.u32 [%mine], 0; bar.sync 0;", TRY_WAIT),
-            ("st.shared.u32 [%mine], 0; bar.sync 0; @!%w0 fence.proxy.async;", TRY_WAIT),
-        ),
-    ),
-    "bulk copy over what was read": Case(
-        f"st.shared.u32 [%mine], 0; fence.proxy.async; bar.sync 0; {BULK_LOAD}",
-        right=(("ld.shared.u32 %r6, [%theirs]; fence.proxy.async; bar.sync 0;", TRY_WAIT),),
-        wrong=(("ld.shared.u32 %r6, [%theirs]; fence.proxy.async;", TRY_WAIT),),
-        unfenced=(("ld.shared.u32 %r6, [%theirs]; bar.sync 0;", TRY_WAIT),),
-    ),
-    "bulk copy of global memory that was written": Case(
-        BULK_LOAD,
-        right=(("st.global.u32 [%w], 0; fence.proxy.async.global; bar.sync 0;", TRY_WAIT),),
-        wrong=(("st.global.u32 [%w], 0; fence.proxy.async;", TRY_WAIT),),
-        unfenced=(("st.global.u32 [%w], 0; fence.proxy.async.shared::cta; bar.sync 0;", TRY_WAIT),),
-    ),
-    "writing over what a bulk copy has read": Case(
-        BULK_LOAD,
-        right=(("", f"{TRY_WAIT} st.global.u32 [%w], 0;"),),
-        wrong=(("", f"st.global.u32 [%w], 0; {TRY_WAIT}"),),
-    ),
-    "bulk copy out of shared memory": Case(
-        f"st.shared.u32 [%mine], 0; $0 {BULK_STORE} cp.async.bulk.wait_group 0;",
-        right=(("fence.proxy.async; bar.sync 0;",), ("bar.sync 0; fence.proxy.async.shared::cta;",)),
-        wrong=(("fence.proxy.async;",),),
-        unfenced=(("bar.sync 0;",),),
-    ),
-    "a buffer that a bulk copy reads": Case(
-        f"{BULK_STORE} $0 bar.sync 0; st.shared.u32 [%mine], 0;",
-        right=(("cp.async.bulk.wait_group.read 0;",), ("cp.async.bulk.wait_group 0;",)),
-        wrong=(
-            ("",),
-            ("cp.async.bulk.wait_group.read 1;",),
-            ("@!%t0 cp.async.bulk.wait_group 0;",),
-        ),
-    ),
-    "what a bulk copy writes": Case(
-        f"{BULK_STORE} $0 bar.sync 0; ld.global.u32 %r6, [%w];",
-        right=(("cp.async.bulk.wait_group 0;",),),
-        wrong=(("cp.async.bulk.wait_group.read 0;",), ("",)),
-    ),
-    "two bulk copies to one place": Case(
-        f"{BULK_STORE} $0 {BULK_STORE}", right=(("cp.async.bulk.wait_group 0;",),), wrong=(("",),)
-    ),
-    "bulk reductions and atomics": Case(
-        "@!%t0 bra DONE; cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%out], [%buffer], 256;\n"
-        "$0 cp.async.bulk.commit_group; DONE: red.global.add.u32 [%w], 1; $1",
-        right=(("", ""), ("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%out], [%buffer], 256;", "")),
-        wrong=(("", "ld.global.u32 %r6, [%w];"),),
-    ),
 }
 
 
-def parts(of: str) -> list[pytest.param]:
-    return [
-        pytest.param(case, filling, id=f"{name}-{index}")
-        for name, case in CASES.items()
-        for index, filling in enumerate(getattr(case, of))
-    ]
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize(("case", "filling"), parts("wrong"))
+@pytest.mark.parametrize(("case", "filling"), fillings(CASES, "wrong"))
 def test_a_missing_edge_is_found_at_every_seed(case: Case, filling: tuple[str, ...]) -> None:
-    module = case.fill(filling)
-    for seed in SEEDS:
-        with pytest.raises(EmulatorError, match="is not ordered with") as caught:
-            case.launch(module, seed)
-        assert caught.value.kind == "race" and caught.value.line is not None and caught.value.thread is not None
-        case.launch(module, seed, races=False)
+    case.check_wrong(filling, "race", "is not ordered with")
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("case", "filling"), parts("right"))
+@pytest.mark.parametrize(("case", "filling"), fillings(CASES, "right"))
 def test_an_edge_orders_accesses(case: Case, filling: tuple[str, ...]) -> None:
-    module = case.fill(filling)
-    for seed in SEEDS:
-        case.launch(module, seed)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(("case", "filling"), parts("unfenced"))
-def test_a_missing_fence_between_proxies_is_found_at_every_seed(case: Case, filling: tuple[str, ...]) -> None:
-    module = case.fill(filling)
-    for seed in SEEDS:
-        with pytest.raises(EmulatorError, match=r"without a fence\.proxy\.async between") as caught:
-            case.launch(module, seed)
-        assert caught.value.kind == "proxy"
-        case.launch(module, seed, races=False)
-
-
-WGMMA = """
-.version 8.6
-.target sm_90a
-.address_size 64
-.visible .entry k(.param .u64 out)
-{
-    .reg .b32 %r<4>;
-    .reg .f32 %f<5>;
-    .reg .b64 %rd<4>;
-    .shared .align 128 .b8 buffer[2304];
-    mov.u32 %r0, %tid.x;
-    mov.u32 %r1, buffer;
-    shl.b32 %r2, %r0, 4;
-    add.u32 %r2, %r2, %r1;
-    mov.u32 %r3, 0;
-    st.shared.v4.u32 [%r2], {%r3, %r3, %r3, %r3};
-    shl.b32 %r2, %r0, 1;
-    add.u32 %r2, %r2, %r1;
-    st.shared.u16 [%r2+2048], 0;
-    $0
-    mov.f32 %f1, 0f00000000; mov.f32 %f2, %f1; mov.f32 %f3, %f1; mov.f32 %f4, %f1;
-    shr.u32 %r3, %r1, 4;
-    cvt.u64.u32 %rd1, %r3;
-    or.b64 %rd2, %rd1, 0x1000080000;
-    add.u64 %rd3, %rd2, 128;
-    wgmma.fence.sync.aligned;
-    wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f1, %f2, %f3, %f4}, %rd2, %rd3, 1, 1, 1, 0, 0;
-    wgmma.commit_group.sync.aligned;
-    $1
-    st.shared.u16 [%r2+2048], 0;
-    wgmma.wait_group.sync.aligned 0;
-    ret;
-}"""
-WAIT_ALL = "wgmma.wait_group.sync.aligned 0; bar.sync 0;"
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("before", "after", "kind"),
-    [
-        ("fence.proxy.async; bar.sync 0;", WAIT_ALL, None),
-        ("bar.sync 0; fence.proxy.async.shared::cta;", WAIT_ALL, None),
-        ("bar.sync 0;", WAIT_ALL, "proxy"),
-        ("fence.proxy.async;", WAIT_ALL, "race"),
-        ("fence.proxy.async; bar.sync 0;", "bar.sync 0;", "race"),
-        ("fence.proxy.async; bar.sync 0;", "wgmma.wait_group.sync.aligned 1; bar.sync 0;", "race"),
-        ("fence.proxy.async; bar.sync 0;", "wgmma.wait_group.sync.aligned 0;", "race"),
-    ],
-)
-def test_operands_of_wgmma(before: str, after: str, kind: str | None) -> None:
-    """Written by all, read by the async proxy, and written again."""
-    module = Module(WGMMA.replace("$0", before).replace("$1", after))
-    for seed in SEEDS:
-        if kind is None:
-            module.launch("k", (1,), (128,), [None], seed=seed)
-            continue
-        with pytest.raises(EmulatorError) as caught:
-            module.launch("k", (1,), (128,), [None], seed=seed)
-        assert caught.value.kind == kind, caught.value
+    case.check(filling)
 
 
 @pytest.mark.quick

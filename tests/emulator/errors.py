@@ -9,10 +9,10 @@ class EmulatorError(RuntimeError):
     """A fault of a kernel, of a launch, or PTX that the emulator does not know.
 
     ``kind`` is one of ``"syntax"``, ``"unsupported"``, ``"arguments"``, ``"out-of-bounds"``, ``"misaligned"``,
-    ``"uninitialised"``, ``"barrier"``, ``"mbarrier"``, ``"cluster"``, ``"wgmma"``, ``"divergence"``, ``"deadlock"``,
-    ``"limit"``, ``"call"``, ``"assert"``, ``"trap"``. ``line`` counts the lines of the PTX text from 1, and ``text`` is
-    that line; ``source`` is ``"file:line"`` of the kernel's source where the PTX names it; ``cta`` and ``thread`` are
-    (x, y, z). What is not known or does not apply is None.
+    ``"uninitialised"``, ``"barrier"``, ``"mbarrier"``, ``"cluster"``, ``"wgmma"``, ``"race"``, ``"proxy"``,
+    ``"divergence"``, ``"deadlock"``, ``"limit"``, ``"call"``, ``"assert"``, ``"trap"``. ``line`` counts the lines of
+    the PTX text from 1, and ``text`` is that line; ``source`` is ``"file:line"`` of the kernel's source where the PTX
+    names it; ``cta`` and ``thread`` are (x, y, z). What is not known or does not apply is None.
     """
 
     def __init__(

@@ -97,17 +97,18 @@ class Module:
         """Run a kernel to its end.
 
         ``args``: CPU tensors and numpy arrays (passed as pointers), None (a null pointer), ints and floats (converted
-        to the parameter's type), ``bytes`` (structs), `TensorMap`. The kernel may touch the memory of ``args`` and of the tensors in
-        ``memory`` (those that structs point to), from the first element of each to its last, and nothing else;
+        to the parameter's type), ``bytes`` (structs), `TensorMap`. The kernel may touch the memory of ``args`` and of
+        the tensors in ``memory`` (those that structs point to), from the first element of each to its last, no more;
         with ``tracked`` also all that `allocations` tracks (so the whole storage where an argument is a view of it).
         ``checks`` False leaves this out. ``shared_bytes``: dynamic shared memory of a CTA. ``cluster``: its size in
         CTAs (None: what the kernel requires, else 1). ``seed`` decides in which order CTAs and warps run and when
         asynchronous operations take place. ``races`` (None: as ``checks``): conflicting accesses to shared or global
         memory that nothing orders are errors, whatever order they came in; with ``replicated_stores`` several warps may
-        store the same value by the same instruction, as Triton's compiler has them do. ``uninitialised``: reading shared memory that nothing wrote is an error.
-        ``num_sms``: multiprocessors, which decide how many CTAs run at a time. ``instruction_limit``: of one warp, an
-        error beyond. ``workers``: threads of the host. ``cooperative``: the grid may
-        synchronise (all of its CTAs must run at a time). What the kernel prints goes to ``sys.stdout`` at its end.
+        store the same value by the same instruction, as Triton's compiler has them do. ``uninitialised``: reading
+        shared memory that nothing wrote is an error. ``num_sms``: multiprocessors, which decide how many CTAs run at a
+        time. ``instruction_limit``: of one warp, an error beyond. ``workers``: threads of the host. ``cooperative``:
+        the grid may synchronise (all of its CTAs must run at a time). What the kernel prints goes to ``sys.stdout`` at
+        its end.
 
         Raises `EmulatorError`.
         """

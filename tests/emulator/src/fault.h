@@ -17,7 +17,8 @@ struct Place {
 };
 
 // kind: "syntax", "unsupported", "arguments", "out-of-bounds", "misaligned", "uninitialised", "barrier", "mbarrier",
-// "cluster", "wgmma", "divergence", "deadlock", "limit", "call", "assert" or "trap".
+// "cluster", "wgmma", "race" (accesses that nothing orders), "proxy" (no fence between proxies orders them),
+// "divergence", "deadlock", "limit", "call", "assert" or "trap".
 struct Fault : std::runtime_error {
     Fault(std::string kind, const std::string& message, int lane = -1)
         : std::runtime_error(message), kind(std::move(kind)), lane(lane) {}

@@ -72,11 +72,15 @@ bool HappensBefore::are_morally_strong(const Record& a, const Record& b) const {
     return std::min(a.scope(), b.scope()) >= static_cast<int>(needed);
 }
 
+namespace {
+
 // Warps store the same value by the same instruction.
-static bool is_replicated(const Record& earlier, const Record& later) {
+bool is_replicated(const Record& earlier, const Record& later) {
     return later.has(Record::kSilent) && earlier.has(Record::kWrite) && !earlier.has(Record::kAsync) &&
            earlier.operation() == later.operation();
 }
+
+}  // namespace
 
 // `by`: the warp that makes the access, or that starts the operation which will.
 void HappensBefore::touch(Cell& cell, const Record& now, uint32_t by, bool is_shared, uint64_t address) {

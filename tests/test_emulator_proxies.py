@@ -1,0 +1,177 @@
+"""The happens-before order of what hardware does by itself, bulk copies, st.async and wgmma: through which proxy they
+see memory, and how others know that they are complete.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from emulator import EmulatorError, Module
+from race_cases import SEEDS, TRY_WAIT, Case, fillings
+
+BULK_LOAD = """@%t0 mbarrier.init.shared.b64 [%bar], 1; bar.sync 0; $0 @!%t0 bra WAIT;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%bar], 256;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%buffer], [%out], 256, [%bar];
+    WAIT: $1"""
+BULK_STORE = "@%t0 cp.async.bulk.global.shared::cta.bulk_group [%out], [%buffer], 256; cp.async.bulk.commit_group;"
+
+# Of a cluster of two, CTA 0 sends to CTA 1.
+SEND = """@%t0 mbarrier.init.shared.b64 [%bar], 1; barrier.cluster.arrive; barrier.cluster.wait; @%c0 bra SEND;
+    @%t0 mbarrier.arrive.expect_tx.shared.b64 _, [%bar], 256; $0 ld.shared.u32 %r7, [%mine]; $1 bra DONE;
+    SEND: mapa.shared::cluster.u32 %r5, %mine, 1; mapa.shared::cluster.u32 %r6, %bar, 1;
+    st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r5], %tid, [%r6];
+    DONE: barrier.cluster.arrive; barrier.cluster.wait;"""
+
+CASES = {
+    "st.async": Case(
+        SEND, right=((TRY_WAIT, ""),), wrong=(("", TRY_WAIT), ("bar.sync 0;", TRY_WAIT)), grid=2, cluster=2
+    ),
+    "bulk copy into shared memory": Case(
+        BULK_LOAD,
+        right=(("", f"{TRY_WAIT} ld.shared.u32 %r6, [%mine];"),),
+        wrong=(
+            ("", f"ld.shared.u32 %r6, [%mine]; {TRY_WAIT}"),
+            ("", f"bar.sync 0; ld.shared.u32 %r6, [%mine]; {TRY_WAIT}"),
+        ),
+    ),
+    "bulk copy over what was written": Case(
+        BULK_LOAD,
+        right=(
+            ("st.shared.u32 [%mine], 0; fence.proxy.async; bar.sync 0;", TRY_WAIT),
+            ("st.shared.u32 [%mine], 0; fence.proxy.async.shared::cta; bar.sync 0;", TRY_WAIT),
+            ("st.shared.u32 [%mine], 0; bar.sync 0; fence.proxy.async;", TRY_WAIT),
+        ),
+        wrong=(("st.shared.u32 [%mine], 0; fence.proxy.async;", TRY_WAIT),),
+        unfenced=(
+            ("st.shared.u32 [%mine], 0; bar.sync 0;", TRY_WAIT),
+            ("st.shared.u32 [%mine], 0; fence.proxy.async.global; bar.sync 0;", TRY_WAIT),
+            ("fence.proxy.async; st.shared.u32 [%mine], 0; bar.sync 0;", TRY_WAIT),
+            ("st.shared.u32 [%mine], 0; bar.sync 0; @!%w0 fence.proxy.async;", TRY_WAIT),
+        ),
+    ),
+    "bulk copy over what was read": Case(
+        f"st.shared.u32 [%mine], 0; fence.proxy.async; bar.sync 0; {BULK_LOAD}",
+        right=(("ld.shared.u32 %r6, [%theirs]; fence.proxy.async; bar.sync 0;", TRY_WAIT),),
+        wrong=(("ld.shared.u32 %r6, [%theirs]; fence.proxy.async;", TRY_WAIT),),
+        unfenced=(("ld.shared.u32 %r6, [%theirs]; bar.sync 0;", TRY_WAIT),),
+    ),
+    "bulk copy of global memory that was written": Case(
+        BULK_LOAD,
+        right=(("st.global.u32 [%w], 0; fence.proxy.async.global; bar.sync 0;", TRY_WAIT),),
+        wrong=(("st.global.u32 [%w], 0; fence.proxy.async;", TRY_WAIT),),
+        unfenced=(("st.global.u32 [%w], 0; fence.proxy.async.shared::cta; bar.sync 0;", TRY_WAIT),),
+    ),
+    "writing over what a bulk copy has read": Case(
+        BULK_LOAD,
+        right=(("", f"{TRY_WAIT} st.global.u32 [%w], 0;"),),
+        wrong=(("", f"st.global.u32 [%w], 0; {TRY_WAIT}"),),
+    ),
+    "bulk copy out of shared memory": Case(
+        f"st.shared.u32 [%mine], 0; $0 {BULK_STORE} cp.async.bulk.wait_group 0;",
+        right=(("fence.proxy.async; bar.sync 0;",), ("bar.sync 0; fence.proxy.async.shared::cta;",)),
+        wrong=(("fence.proxy.async;",),),
+        unfenced=(("bar.sync 0;",),),
+    ),
+    "a buffer that a bulk copy reads": Case(
+        f"{BULK_STORE} $0 bar.sync 0; st.shared.u32 [%mine], 0;",
+        right=(("cp.async.bulk.wait_group.read 0;",), ("cp.async.bulk.wait_group 0;",)),
+        wrong=(
+            ("",),
+            ("cp.async.bulk.wait_group.read 1;",),
+            ("@!%t0 cp.async.bulk.wait_group 0;",),
+        ),
+    ),
+    "what a bulk copy writes": Case(
+        f"{BULK_STORE} $0 bar.sync 0; ld.global.u32 %r6, [%w];",
+        right=(("cp.async.bulk.wait_group 0;",),),
+        wrong=(("cp.async.bulk.wait_group.read 0;",), ("",)),
+    ),
+    "two bulk copies to one place": Case(
+        f"{BULK_STORE} $0 {BULK_STORE}", right=(("cp.async.bulk.wait_group 0;",),), wrong=(("",),)
+    ),
+    "bulk reductions and atomics": Case(
+        "@!%t0 bra DONE; cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%out], [%buffer], 256;\n"
+        "$0 cp.async.bulk.commit_group; DONE: red.global.add.u32 [%w], 1; $1",
+        right=(("", ""), ("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%out], [%buffer], 256;", "")),
+        wrong=(("", "ld.global.u32 %r6, [%w];"),),
+    ),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("case", "filling"), fillings(CASES, "wrong"))
+def test_a_missing_edge_is_found_at_every_seed(case: Case, filling: tuple[str, ...]) -> None:
+    case.check_wrong(filling, "race", "is not ordered with")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("case", "filling"), fillings(CASES, "unfenced"))
+def test_a_missing_fence_between_proxies_is_found_at_every_seed(case: Case, filling: tuple[str, ...]) -> None:
+    case.check_wrong(filling, "proxy", r"without a fence\.proxy\.async between")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("case", "filling"), fillings(CASES, "right"))
+def test_an_edge_orders_accesses(case: Case, filling: tuple[str, ...]) -> None:
+    case.check(filling)
+
+
+WGMMA = """
+.version 8.6
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 out)
+{
+    .reg .b32 %r<4>;
+    .reg .f32 %f<5>;
+    .reg .b64 %rd<4>;
+    .shared .align 128 .b8 buffer[2304];
+    mov.u32 %r0, %tid.x;
+    mov.u32 %r1, buffer;
+    shl.b32 %r2, %r0, 4;
+    add.u32 %r2, %r2, %r1;
+    mov.u32 %r3, 0;
+    st.shared.v4.u32 [%r2], {%r3, %r3, %r3, %r3};
+    shl.b32 %r2, %r0, 1;
+    add.u32 %r2, %r2, %r1;
+    st.shared.u16 [%r2+2048], 0;
+    $0
+    mov.f32 %f1, 0f00000000; mov.f32 %f2, %f1; mov.f32 %f3, %f1; mov.f32 %f4, %f1;
+    shr.u32 %r3, %r1, 4;
+    cvt.u64.u32 %rd1, %r3;
+    or.b64 %rd2, %rd1, 0x1000080000;
+    add.u64 %rd3, %rd2, 128;
+    wgmma.fence.sync.aligned;
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f1, %f2, %f3, %f4}, %rd2, %rd3, 1, 1, 1, 0, 0;
+    wgmma.commit_group.sync.aligned;
+    $1
+    st.shared.u16 [%r2+2048], 0;
+    wgmma.wait_group.sync.aligned 0;
+    ret;
+}"""
+WAIT_ALL = "wgmma.wait_group.sync.aligned 0; bar.sync 0;"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        ("fence.proxy.async; bar.sync 0;", WAIT_ALL, None),
+        ("bar.sync 0; fence.proxy.async.shared::cta;", WAIT_ALL, None),
+        ("bar.sync 0;", WAIT_ALL, "proxy"),
+        ("fence.proxy.async;", WAIT_ALL, "race"),
+        ("fence.proxy.async; bar.sync 0;", "bar.sync 0;", "race"),
+        ("fence.proxy.async; bar.sync 0;", "wgmma.wait_group.sync.aligned 1; bar.sync 0;", "race"),
+        ("fence.proxy.async; bar.sync 0;", "wgmma.wait_group.sync.aligned 0;", "race"),
+    ],
+)
+def test_operands_of_wgmma(before: str, after: str, kind: str | None) -> None:
+    """Written by all, read by the async proxy, and written again."""
+    module = Module(WGMMA.replace("$0", before).replace("$1", after))
+    for seed in SEEDS:
+        if kind is None:
+            module.launch("k", (1,), (128,), [None], seed=seed)
+            continue
+        with pytest.raises(EmulatorError) as caught:
+            module.launch("k", (1,), (128,), [None], seed=seed)
+        assert caught.value.kind == kind, caught.value
