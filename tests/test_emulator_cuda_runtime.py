@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from emulator import EmulatorError, cuda_runtime, launches, options
+from emulator import EmulatorError, TensorMap, cuda_runtime, launches, options
 from emulator.nvcc_compile import compile_library
 from emulator.toolkit import ROOT, nvcc, setup
 
@@ -261,5 +262,33 @@ def test_a_real_runtime_in_the_same_process_is_not_taken(library_path: Path, tmp
 
 
 def test_driver_functions(library: ctypes.CDLL) -> None:
-    assert library.entry_point(b"cuTensorMapEncodeTiled") is not None
+    """The one that there is makes tensor maps."""
     assert library.entry_point(b"cuCtxCreate") is None
+    address = library.entry_point(b"cuTensorMapEncodeTiled")
+    assert address is not None
+    tensor = torch.zeros(20, 64, dtype=torch.bfloat16)
+    expected = TensorMap(tensor, [8, 64], "128B")
+    storage = torch.zeros(128, dtype=torch.uint8)
+    fields = expected.fields
+    lists = [
+        (kind * len(values))(*values)
+        for kind, values in (
+            (ctypes.c_uint64, fields.dims),
+            (ctypes.c_uint64, fields.strides),
+            (ctypes.c_uint32, fields.box),
+            (ctypes.c_uint32, fields.element_strides),
+        )
+    ]
+    encode = ctypes.CFUNCTYPE(
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_uint32,
+        *[ctypes.c_void_p] * 5,
+        *[ctypes.c_int] * 4,
+    )(address)
+    options_of_map = fields.interleave, fields.swizzle, fields.l2_promotion, fields.fill
+    data = storage.data_ptr(), fields.data_type, 2, tensor.data_ptr()
+    assert encode(*data, *lists, *options_of_map) == SUCCESS
+    assert bytes(storage.tolist()) == bytes(expected)
+    assert encode(*data, *lists, 0, 99, 0, 0) == INVALID_VALUE

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from emulator.toolkit import nvcc
+
 pytest.importorskip("triton")
 
 TESTS = Path(__file__).parent
@@ -83,6 +85,36 @@ def test_the_dispatcher_sees_the_gpu(tmp_path: Path) -> None:
     done = run(script, tmp_path, "--arch", "sm_90", "--sms", "7", "--seed", "3")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "['triton']\n"
+
+
+NATIVE = """
+    import fastattn
+    import torch
+
+    query, key = torch.randn(1, 2, 70, 64, dtype=torch.bfloat16), torch.randn(1, 2, 128, 64, dtype=torch.bfloat16)
+    if BROKEN:
+        key.untyped_storage().resize_(1000)
+    with fastattn.record() as calls, fastattn.use_backend("cuda"):
+        out = fastattn.attention(query, key, key, causal=True)
+    with fastattn.use_backend("torch"):
+        expected = fastattn.attention(query, key, key, causal=True)
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=1e-2)
+    print([call.backend for call in calls])
+"""
+
+
+@pytest.mark.skipif(nvcc() is None, reason="needs nvcc")
+def test_the_native_library(tmp_path: Path) -> None:
+    done = run(NATIVE.replace("BROKEN", "False"), tmp_path, "--arch", "sm_90")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "['cuda']\n"
+
+
+@pytest.mark.skipif(nvcc() is None, reason="needs nvcc")
+def test_a_fault_of_a_native_kernel_has_its_place(tmp_path: Path) -> None:
+    done = run(NATIVE.replace("BROKEN", "True"), tmp_path)
+    assert done.returncode == 1
+    assert "EmulatorError: out-of-bounds" in done.stderr and "cp_async.cuh" in done.stderr
 
 
 def test_an_unknown_gpu_is_refused(tmp_path: Path) -> None:
