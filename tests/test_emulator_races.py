@@ -160,7 +160,7 @@ CASES = {
             ("",),
             ("cp.async.wait_group 1;",),
             ("bar.sync 0;",),
-            ("@%t0 cp.async.wait_group 0; bar.warp.sync -1;",),
+            ("and.b32 %r2, %tid, 31; setp.eq.u32 %p1, %r2, 0; @%p1 cp.async.wait_group 0; bar.warp.sync -1;",),
         ),
     ),
     "cp.async of two stages": Case(
