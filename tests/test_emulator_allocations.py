@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import os
 import resource
 import subprocess
 import sys
@@ -171,7 +172,8 @@ assert len(allocations.live()) == 1
 del kept
 assert allocations.live() == []
 """
-    subprocess.run([sys.executable, "-c", script], check=True, env={"PYTHONPATH": sys.path[0]}, timeout=120)
+    environment = {**os.environ, "PYTHONPATH": sys.path[0]}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=120)
 
 
 @pytest.mark.parametrize(("offset", "text"), [(25, "at byte 100"), (-1, "at byte -4")])
