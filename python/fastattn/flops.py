@@ -9,19 +9,26 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], args: tuple[Any, ...]) -> int:
-    pairs = query[0] * query[1] * query[2] * key[2] if len(query) == 4 else query[0] * query[1] * args[7]
-    return 2 * pairs * (key[-1] + value[-1])
+def forward_matmul_flops(pairs: int, head_dim: int, value_dim: int) -> int:
+    """Q K^T and P V over ``pairs`` of a query and a key."""
+    return 2 * pairs * (head_dim + value_dim)
+
+
+def backward_matmul_flops(pairs: int, head_dim: int, value_dim: int) -> int:
+    """Q K^T, dS^T Q, dS K have the query's head dim; dO V^T, P^T dO have the value's."""
+    return 2 * pairs * (3 * head_dim + 2 * value_dim)
+
+
+def _all_pairs(query: Sequence[int], key: Sequence[int], max_seqlen_k: int) -> int:
+    return query[0] * query[1] * (query[2] * key[2] if len(query) == 4 else max_seqlen_k)
 
 
 def forward_flops(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return _attention_flops(query, key, value, args)
+    return forward_matmul_flops(_all_pairs(query, key, args[7]), key[-1], value[-1])
 
 
 def backward_flops(grad_out: Any, grad_lse: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    # Q K^T, dS^T Q, dS K have the query's head dim; dO V^T, P^T dO have the value's. The forward has one of each.
-    forward = _attention_flops(query, key, value, args[2:])
-    return forward * (3 * key[-1] + 2 * value[-1]) // max(key[-1] + value[-1], 1)
+    return backward_matmul_flops(_all_pairs(query, key, args[9]), key[-1], value[-1])
 
 
 def decode_flops(query: Any, k_cache: Any, v_cache: Any, *args: Any, **kwargs: Any) -> int:
