@@ -16,6 +16,7 @@ from fastattn.int8 import Int8Weight, int8_linear, quantize_int8
 from fastattn.kv_cache import KVCache
 from fastattn.paged_kv_cache import PagedKVCache
 from fastattn.patch import install, patch_sdpa, uninstall
+from fastattn.profiling import profile
 from fastattn.sdpa import scaled_dot_product_attention
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "int8_linear",
     "nn",
     "patch_sdpa",
+    "profile",
     "quantize_int8",
     "record",
     "scaled_dot_product_attention",
