@@ -55,9 +55,12 @@ test: $(BUILT) ## run the tests; PYTEST_ARGS="-m quick" narrows them
 demo: $(BUILT) ## a sentence model and a small decoder, plain and with fastattn
 	$(BIN)/python examples/demo.py
 
-bench: $(BUILT) ## measure what fastattn adds to a call, and how fast the emulator of the tests is
+BENCHMARKS := attention_forward attention_backward decode int8_matmul
+
+bench: $(BUILT) ## the quick benchmarks; BENCH_ARGS="--full --save" for more. Without a GPU, what needs none
 	$(BIN)/python benchmarks/bench_overhead.py
 	$(BIN)/python benchmarks/bench_emulator.py
+	@for name in $(BENCHMARKS); do echo; $(BIN)/python benchmarks/bench_$$name.py $(BENCH_ARGS); done
 
 # mypy needs the package as it is installed: triton_kernels inside fastattn. It leaves out the tests, which pass wrong types
 # on purpose.

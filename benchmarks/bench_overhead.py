@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import timeit
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+import environment
 import fastattn
 from fastattn import device, int8
 from fastattn.device import DeviceFacts
@@ -109,13 +109,13 @@ def machine() -> dict[str, str]:
     """Where and on what the figures were taken."""
     cpus = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":")[1].strip() for line in cpus if line.startswith("model name")]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
     return {
         "cpu": f"{len(names)} x {names[0]}" if names else platform.machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "fastattn": fastattn.native.BUILD["version"],
-        "commit": commit.stdout.strip(),
+        "date": environment.now(),
+        "commit": environment.commit(),
     }
 
 

@@ -1,0 +1,141 @@
+"""Tables of results, for the terminal and for the page."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from fastattn.roofline import Work
+from labels import label
+from results import Document, Row, seconds_of
+
+COLUMNS = (
+    "implementation",
+    "eager µs",
+    "± %",
+    "graph µs",
+    "TFLOP/s",
+    "GB/s",
+    "of limit",
+    "bound by",
+    "peak MB",
+    "error",
+    "to best peer",
+)
+SUMMARY_COLUMNS = ("TFLOP/s", "GB/s", "of limit", "bound by", "peak MB", "error", "to best peer")
+_TEXT_COLUMNS = ("implementation", "bound by", "case")
+
+
+def grouped_by_case(rows: Iterable[Row]) -> list[list[Row]]:
+    """The rows of each case, in order."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(label(row["case"]), []).append(row)
+    return list(groups.values())
+
+
+def figures(row: Row) -> dict[str, str]:
+    """An "ok" row under ``COLUMNS``. Rates and the fraction are of the time in a CUDA graph where there is one."""
+    seconds, eager, graph = seconds_of(row), row["eager"], row["graph"]
+    return {
+        "implementation": row["implementation"],
+        "eager µs": _microseconds(eager),
+        "± %": f"{100 * (eager['upper_s'] - eager['lower_s']) / eager['median_s']:.1f}",
+        "graph µs": _microseconds(graph),
+        "TFLOP/s": f"{row['flops'] / seconds / 1e12:.1f}",
+        "GB/s": f"{row['bytes'] / seconds / 1e9:.0f}",
+        "of limit": f"{row['fraction']:.0%}",
+        "bound by": row["resource"],
+        "peak MB": f"{row['peak_bytes'] / 1e6:.1f}",
+        "error": f"{row['error']:.1e}",
+        "to best peer": "–" if row["ratio_to_best_peer"] is None else f"{row['ratio_to_best_peer']:.2f}",
+    }
+
+
+def _microseconds(timing: dict[str, Any] | None) -> str:
+    return "–" if timing is None else f"{timing['median_s'] * 1e6:.1f}"
+
+
+def limits_line(document: Document) -> str:
+    """The limits that were measured in the same run."""
+    limits = document["limits"]
+    matmuls = ", ".join(f"{dtype} matmul {rate / 1e12:.0f} TFLOP/s" for dtype, rate in limits["flops_per_s"].items())
+    return (
+        f"Limits measured in the same run: copy {limits['bytes_per_s'] / 1e9:.0f} GB/s, {matmuls}, empty kernel "
+        f"{limits['eager_launch_s'] * 1e6:.1f} µs eager, {limits['graph_launch_s'] * 1e6:.1f} µs in a CUDA graph."
+    )
+
+
+def as_text(document: Document) -> str:
+    """The whole document for a terminal; who has no figures says why in their place."""
+    lines = [limits_line(document)]
+    for rows in grouped_by_case(document["rows"]):
+        cells: list[Sequence[str]] = [COLUMNS]
+        for row in rows:
+            if row["status"] == "ok":
+                cells.append(tuple(figures(row).values()))
+            else:
+                cells.append((row["implementation"], f"{row['status']}: {row['reason']}"))
+        lines += ["", label(rows[0]["case"]), aligned(cells)]
+    return "\n".join(lines)
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """One line for each case: the faster of fastattn's backends beside the best peer."""
+    titles = ("case", "fastattn", "µs", *SUMMARY_COLUMNS, "best peer", "its µs")
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    for of_case in grouped_by_case(rows):
+        cells = [label(of_case[0]["case"])]
+        own, peer = (_fastest(row for row in of_case if row["is_peer"] is is_peer) for is_peer in (False, True))
+        if own is None:
+            cells += ["–"] * (2 + len(SUMMARY_COLUMNS))
+        else:
+            shown = figures(own)
+            cells += [own["implementation"].removeprefix("fastattn "), f"{seconds_of(own) * 1e6:.1f}"]
+            cells += [shown[title] for title in SUMMARY_COLUMNS]
+        cells += ["–", "–"] if peer is None else [peer["implementation"], f"{seconds_of(peer) * 1e6:.1f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _fastest(rows: Iterable[Row]) -> Row | None:
+    return min((row for row in rows if row["status"] == "ok"), key=seconds_of, default=None)
+
+
+def without_figures(rows: Sequence[Row]) -> str:
+    """Who could not run what, and why, as a Markdown list; empty where all could."""
+    counts = Counter(
+        (row["implementation"], row["version"], row["status"], row["reason"]) for row in rows if row["status"] != "ok"
+    )
+    return "\n".join(
+        f"- {name} ({version}), {count} {'case' if count == 1 else 'cases'}: {status}, {reason}"
+        for (name, version, status, reason), count in counts.items()
+    )
+
+
+def work_table(cases: Iterable[Any], work: Callable[[Any], Work]) -> str:
+    """What each case computes and moves at the least: all that is known without a GPU."""
+    rows: list[Sequence[str]] = [("case", "GFLOP", "MB", "FLOP/byte")]
+    for case in cases:
+        least = work(case)
+        numbers = (f"{least.flops / 1e9:.3f}", f"{least.bytes / 1e6:.1f}", f"{least.intensity:.1f}")
+        rows.append((label(dataclasses.asdict(case)), *numbers))
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Text to the left, numbers to the right; of a row shorter than the header the last cell runs on freely."""
+    header = rows[0]
+    whole = [row for row in rows if len(row) == len(header)]
+    widths = [max(len(row[column]) for row in (whole if column else rows)) for column in range(len(header))]
+    lines = []
+    for row in rows:
+        is_whole = len(row) == len(header)
+        cells = (
+            cell.rjust(width) if is_whole and title not in _TEXT_COLUMNS else cell.ljust(width)
+            for title, cell, width in zip(header, row, widths, strict=False)
+        )
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,136 @@
+"""Timing of calls on a GPU: how often, over which inputs, and what the samples come to. In seconds and bytes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+Call = Callable[[], Any]
+
+WARM_UP_S = 0.05
+FEWEST_SAMPLES, MOST_SAMPLES = 11, 201
+MOST_SETS = 128
+
+
+class Timing(NamedTuple):
+    """The median of ``samples`` measurements and their quartiles."""
+
+    median_s: float
+    lower_s: float
+    upper_s: float
+    samples: int
+
+    @property
+    def spread(self) -> float:
+        """The interquartile range over the median."""
+        return (self.upper_s - self.lower_s) / self.median_s
+
+
+def summarize(seconds: Sequence[float]) -> Timing:
+    """Median and quartiles, interpolated. Raises ``ValueError`` where there is nothing or a time is not positive."""
+    if not seconds or min(seconds) <= 0:
+        raise ValueError(f"expected positive times, got {list(seconds)}")
+    if len(seconds) == 1:
+        return Timing(seconds[0], seconds[0], seconds[0], 1)
+    lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
+    return Timing(median, lower, upper, len(seconds))
+
+
+def num_samples(estimate_s: float, budget_s: float) -> int:
+    """How many calls of about ``estimate_s`` to time in about ``budget_s``: 11 to 201."""
+    return min(max(int(budget_s / estimate_s), FEWEST_SAMPLES), MOST_SAMPLES)
+
+
+def num_input_sets(set_bytes: int, l2_bytes: int, free_bytes: int) -> int:
+    """How many sets of inputs to take turns with, so that none is left in the L2 from its last turn.
+
+    Together at least twice the L2, but at most half of the free memory; at least 2 if they fit, at most 128.
+    """
+    wanted = max(math.ceil(2 * l2_bytes / max(set_bytes, 1)), 2)
+    fitting = max(free_bytes // (2 * max(set_bytes, 1)), 1)
+    return min(wanted, fitting, MOST_SETS)
+
+
+class Timer(Protocol):
+    """What the harness asks of a device."""
+
+    def eager(self, calls: Sequence[Call]) -> Timing:
+        """Times single calls, each with its launch; ``calls`` take turns."""
+        ...
+
+    def graph(self, calls: Sequence[Call]) -> Timing:
+        """Times a call as part of a CUDA graph of all ``calls``: without the cost of a launch."""
+        ...
+
+    def peak_bytes(self, call: Call) -> int:
+        """What a call allocates at its highest, its result included."""
+        ...
+
+
+class CudaTimer:
+    """Times on the current CUDA device; ``budget_s`` is what one figure may take."""
+
+    def __init__(self, budget_s: float) -> None:
+        self.budget_s = budget_s
+
+    def eager(self, calls: Sequence[Call]) -> Timing:
+        return self._measure(calls)
+
+    def graph(self, calls: Sequence[Call]) -> Timing:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # what allocates at its first call must have done so before the capture
+            for call in calls:
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        whole = self._measure([graph.replay])
+        count = len(calls)
+        return Timing(whole.median_s / count, whole.lower_s / count, whole.upper_s / count, whole.samples)
+
+    def peak_bytes(self, call: Call) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        kept = call()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        del kept
+        return peak
+
+    def _measure(self, calls: Sequence[Call]) -> Timing:
+        estimate_s = self._warm_up(calls)
+        samples = num_samples(estimate_s, self.budget_s)
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(samples)]
+        for index, (start, end) in enumerate(events):
+            call = calls[index % len(calls)]
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return summarize([start.elapsed_time(end) * 1e-3 for start, end in events])
+
+    def _warm_up(self, calls: Sequence[Call]) -> float:
+        """Runs every call once, then all of them until clocks and caches have settled; returns the time of one."""
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        done, spent_s = 0, 0.0
+        while spent_s < WARM_UP_S:
+            start.record()
+            for call in calls:
+                call()
+            end.record()
+            end.synchronize()
+            done += len(calls)
+            spent_s += start.elapsed_time(end) * 1e-3
+        return spent_s / done
