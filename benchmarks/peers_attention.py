@@ -231,6 +231,7 @@ def _xformers(case: AttentionCase, inputs: AttentionInputs) -> Built:
 
     group = case.heads // case.kv_heads
     require(not case.bias or group == 1, "additive bias with grouped heads")
+    require(not case.varlen or case.window < 0, "window over packed sequences")
     mask: Any = None
     if case.varlen:
         mask = attn_bias.BlockDiagonalMask.from_seqlens(list(case.lengths))

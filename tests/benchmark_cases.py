@@ -36,10 +36,10 @@ ATTENTION_CASES = [
     dataclasses.replace(ATTENTION, dtype="bfloat16", varlen=True),
 ]
 DECODE_CASES = [
-    DecodeCase(batch=3, context=40, heads=4, kv_heads=2, head_dim=16, page_size=page_size, ragged=ragged)
+    DecodeCase(batch=3, context=48, heads=4, kv_heads=2, head_dim=16, page_size=page_size, ragged=ragged)
     for page_size in (0, 16)
     for ragged in (False, True)
-] + [DecodeCase(batch=1, context=40, heads=4, kv_heads=2, head_dim=16, page_size=page_size) for page_size in (0, 16)]
+] + [DecodeCase(batch=1, context=48, heads=4, kv_heads=2, head_dim=16, page_size=page_size) for page_size in (0, 16)]
 INT8_CASES = [
     Int8Case("small", m=5, n=32, k=256, granularity=granularity, gradient=gradient, dtype="float16")
     for granularity in ("channel", "128")
