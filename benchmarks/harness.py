@@ -229,7 +229,9 @@ def chosen_peers(peers: Sequence[Implementation], wanted: Sequence[str] | None) 
 def report(benchmark: Benchmark, options: argparse.Namespace) -> None:
     """Runs the benchmark as the options say and shows what came out; without a GPU, what can be said without one."""
     if not torch.cuda.is_available():
-        print(f"{benchmark.title}: no NVIDIA GPU here, so nothing is measured. The least work of each case:\n")
+        print(
+            f"{benchmark.title}: no NVIDIA GPU here, so nothing is measured or written. The least work of each case:\n"
+        )
         print(table.work_table(benchmark.cases, benchmark.work))
         return
     device = torch.device("cuda", torch.cuda.current_device())

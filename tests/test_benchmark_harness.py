@@ -232,7 +232,7 @@ def test_without_a_gpu_a_script_says_so_and_lists_the_least_work(
 ) -> None:
     script.main(["--full"])
     printed = capsys.readouterr().out
-    assert "no NVIDIA GPU here, so nothing is measured" in printed and "FLOP/byte" in printed
+    assert "no NVIDIA GPU here, so nothing is measured or written" in printed and "FLOP/byte" in printed
 
 
 def test_grids_are_those_that_are_promised_and_options_narrow_them() -> None:
@@ -312,3 +312,23 @@ def test_a_run_that_loses_the_device_keeps_what_it_has(monkeypatch: pytest.Monke
     stopped = results.validate(harness.run(benchmark, CPU, minutes=1.0, seconds_per_figure=0.1))
     assert not stopped["complete"]
     assert [row["status"] for row in stopped["rows"]] == ["ok", "failed"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("script", "narrowed"),
+    [
+        (bench_attention_forward, ["--head-dim", "64", "--seqlen", "1024", "--peer", "SDPA"]),
+        (bench_attention_backward, ["--head-dim", "64", "--seqlen", "1024", "--peer", "SDPA"]),
+        (bench_decode, ["--context", "1024", "4096", "--peer", "SDPA"]),
+        (bench_int8_matmul, ["--m", "1", "--layer", "7B", "--peer", "cuBLAS"]),
+    ],
+)
+def test_on_a_gpu_figures_stand_beside_peers_and_limits(script: Any, narrowed: list[str], tmp_path: Path) -> None:
+    script.main([*narrowed, "--seconds-per-figure", "0.02", "--json", str(tmp_path), "--plot", str(tmp_path)])
+    (path,) = tmp_path.glob("*.json")
+    measured = results.read(path)
+    assert measured["complete"] and len(list(tmp_path.glob("*.png"))) == 2
+    own = [row for row in measured["rows"] if row["implementation"] == "fastattn triton"]
+    assert own and all(row["status"] == "ok" and 0 < row["fraction"] < 1.5 for row in own), own
+    assert any(row["ratio_to_best_peer"] for row in own)

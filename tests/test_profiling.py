@@ -239,11 +239,12 @@ def test_kernels_are_traced_to_the_operator_around_their_launch() -> None:
         kernel("after", correlation=2),
         kernel("another thread's", correlation=3),
         kernel("a copy inside", **{"External id": 8}),
+        kernel("launched elsewhere", correlation=3, **{"External id": 7}),
         kernel("from nowhere", correlation=44),
         {"name": "[memory]", "cat": "cpu_instant_event", "ph": "i", "ts": 1.0, "args": {}},
     ]
     found = {each.name: each.call for each in trace.kernel_launches(events)}
-    assert list(found.values()) == [seen, None, None, seen, None]
+    assert list(found.values()) == [seen, None, None, seen, seen, None]
     assert trace.kernel_launches(events)[0].seconds == pytest.approx(12.5e-6)
 
 

@@ -68,8 +68,10 @@ def kernel_launches(events: Sequence[dict[str, Any]]) -> list[KernelLaunch]:
     for event in events:
         if event.get("cat") not in _DEVICE_WORK or event.get("ph") != "X":
             continue
-        cause = launched.get(event["args"].get("correlation")) or by_external_id.get(event["args"].get("External id"))
-        call = None if cause is None else calls.around(cause)
+        ids = event["args"]
+        # The launch says it best; where it is missing from the trace, the innermost operator that the profiler noted.
+        causes = (launched.get(ids.get("correlation")), by_external_id.get(ids.get("External id")))
+        call = next((found for cause in causes if cause and (found := calls.around(cause))), None)
         result.append(KernelLaunch(event["name"], event["dur"] * 1e-6, call))
     return result
 
