@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -157,9 +157,52 @@ def flashinfer_stand_in() -> ModuleType:
     return module
 
 
+class XformersMask:
+    """Stands in for the masks of ``xformers.ops.fmha.attn_bias`` that are used."""
+
+    def __init__(self, window_left: int = -1, window_right: int = 0, lengths: Sequence[int] = ()) -> None:
+        self.causal, self.window, self.lengths = window_right == 0, window_left, lengths
+
+    @classmethod
+    def from_seqlens(cls, lengths: Sequence[int]) -> XformersMask:
+        return cls(window_right=-1, lengths=lengths)
+
+    def make_causal(self) -> XformersMask:
+        return XformersMask(lengths=self.lengths)
+
+
+def memory_efficient_attention(query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None) -> Tensor:
+    """``[B, S, H, D]``, or ``[B, S, Hkv, group, D]`` with key and value expanded over the group."""
+    grouped = query.dim() == 5
+    if grouped:
+        assert key.stride(3) == 0, "expanded, not copied"
+        query, key, value = (t.flatten(2, 3) for t in (query, key, value))
+    if isinstance(attn_bias, XformersMask) and attn_bias.lengths:
+        parts = (t.split(list(attn_bias.lengths), dim=1) for t in (query, key, value))
+        outs = (reference_heads_last(*each, attn_bias.causal, (-1, -1)) for each in zip(*parts, strict=True))
+        out = torch.cat(list(outs), dim=1)
+    elif isinstance(attn_bias, XformersMask):
+        out = reference_heads_last(query, key, value, attn_bias.causal, (attn_bias.window, -1))
+    else:
+        heads_first = (t.transpose(1, 2) for t in (query, key, value))
+        out = reference.attention(*heads_first, bias=attn_bias)[0].transpose(1, 2)
+    return out.unflatten(2, (-1, query.shape[2] // 2)) if grouped else out
+
+
+def xformers_stand_ins() -> dict[str, ModuleType]:
+    xformers: Any = ModuleType("xformers")
+    xformers.ops = ModuleType("xformers.ops")
+    xformers.ops.memory_efficient_attention = memory_efficient_attention
+    xformers.ops.fmha = ModuleType("xformers.ops.fmha")
+    xformers.ops.fmha.attn_bias = ModuleType("attn_bias")
+    for name in ("BlockDiagonalMask", "LocalAttentionFromBottomRightMask", "LowerTriangularFromBottomRightMask"):
+        setattr(xformers.ops.fmha.attn_bias, name, XformersMask)
+    return {"xformers": xformers, "xformers.ops": xformers.ops, "xformers.ops.fmha": xformers.ops.fmha}
+
+
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn 2, 3, 4 and flashinfer, computing by the formula on the CPU."""
+    """flash-attn 2, 3, 4, flashinfer and xformers, computing by the formula on the CPU."""
     flash_attn = flash_attn_stand_in(returns_lse=False)
     flash_attn.cute = flash_attn_stand_in(returns_lse=True)  # type: ignore[attr-defined]
     modules = {
@@ -167,6 +210,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         "flash_attn.cute": flash_attn.cute,
         "flash_attn_interface": flash_attn_stand_in(returns_lse=True),
         "flashinfer": flashinfer_stand_in(),
+        **xformers_stand_ins(),
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -175,12 +219,19 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 FORWARD_PEERS = [
     peers_attention._forward(build)
     for build in (peers_attention._flash_attn_2, peers_attention._flash_attn_3, peers_attention._flash_attn_4)
-] + [peers_attention._flashinfer_batch, peers_attention._flashinfer_single]
+] + [
+    peers_attention._flashinfer_batch,
+    peers_attention._flashinfer_single,
+    peers_attention._forward(peers_attention._xformers),
+]
 SINGLE = dataclasses.replace(ATTENTION, batch=1, causal=True, window=5)
+UNGROUPED = dataclasses.replace(ATTENTION, kv_heads=4, bias=True)
 
 
-@pytest.mark.parametrize("case", [*ATTENTION_CASES, SINGLE], ids=name_of)
-@pytest.mark.parametrize("prepare", FORWARD_PEERS, ids=["flash 2", "flash 3", "flash 4", "flashinfer", "single"])
+@pytest.mark.parametrize("case", [*ATTENTION_CASES, SINGLE, UNGROUPED], ids=name_of)
+@pytest.mark.parametrize(
+    "prepare", FORWARD_PEERS, ids=["flash 2", "flash 3", "flash 4", "flashinfer", "single", "xformers"]
+)
 @pytest.mark.usefixtures("stand_ins")
 def test_layouts_of_forward_peers(prepare: Callable[[Any, Any], Prepared], case: AttentionCase) -> None:
     inputs = case_attention.make_inputs(case, CPU, seed=5)
@@ -188,7 +239,8 @@ def test_layouts_of_forward_peers(prepare: Callable[[Any, Any], Prepared], case:
     try:
         prepared = prepare(case, inputs)
     except Unsupported as refused:
-        assert case.bias or (prepare is peers_attention._flashinfer_single and case.batch > 1), refused
+        is_alone = prepare is peers_attention._flashinfer_single and case.batch > 1
+        assert case.bias or is_alone or (case.varlen and case.window >= 0), refused
         return
     outputs = prepared.outputs(prepared.call())
     checked = [case_attention.checked_slice(case, output) for output in outputs]
