@@ -282,4 +282,4 @@ def test_the_page_tells_when_where_and_what_was_never_measured(tmp_path: Path) -
     assert "- Decoding over a KV cache" not in page and "- Attention, forward" in page
     assert "![decode.png](../results/synthetic-gpu/decode.png)" in page and "decode_roofline.png" not in page
     assert "- fastattn triton (synthetic), 1 case: failed, RuntimeError: broken" in page
-    assert "batch 128, context 16384, 128/8 heads, d 128, pages of 64, ragged, bf16" in page
+    assert "batch 16, context 16384, 32/8 heads, d 128, pages of 64, ragged, bf16" in page
