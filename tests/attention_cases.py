@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,15 +150,22 @@ def options_of(case: Case) -> tuple[Any, ...]:
     return scale, *case.window, case.top_left, case.softcap, case.dropout
 
 
+def forward_arguments(case: Case, problem: Problem) -> tuple[Any, ...]:
+    """Of ``attention_forward`` as the op's schema has them."""
+    p = problem
+    seed = torch.tensor([SEED], device=DEVICE)
+    score = (p.bias, p.alibi_slopes, p.sinks, seed, p.cu_seqlens_q, p.cu_seqlens_k, *p.max_seqlens, *options_of(case))
+    return p.query, p.key, p.value, *score
+
+
 def run_kernels(case: Case, problem: Problem, monkeypatch: Any) -> dict[str, Tensor]:
     """Forward and backward of the Triton kernels."""
     if case.small_tile:
         monkeypatch.setattr(forward_module, "attention_forward_tile", lambda *_, **__: SMALL_TILE)
         monkeypatch.setattr(backward_module, "attention_backward_tile", lambda *_, **__: SMALL_TILE)
-    seed = torch.tensor([SEED], device=DEVICE)
-    p, options = problem, options_of(case)
-    shared = (p.bias, p.alibi_slopes, p.sinks, seed, p.cu_seqlens_q, p.cu_seqlens_k, *p.max_seqlens, *options)
-    out, lse = forward_module.attention_forward(p.query, p.key, p.value, *shared)
+    p = problem
+    _, _, _, *shared = arguments = forward_arguments(case, problem)
+    out, lse = forward_module.attention_forward(*arguments)
     bias_grad = p.bias is not None and p.bias.is_floating_point()
     gradients = backward_module.attention_backward(
         p.grad_out, p.grad_lse, p.query, p.key, p.value, out, lse, *shared, True, bias_grad
@@ -216,13 +224,24 @@ def check(
     """
     problem = problem or make_problem(case)
     actual = run_kernels(case, problem, monkeypatch)
+    compare(case, problem, actual, measure)
+    return actual
+
+
+def compare(
+    case: Case,
+    problem: Problem,
+    actual: dict[str, Tensor],
+    measure: Case | None = None,
+    names: Collection[str] | None = None,
+) -> None:
+    """Results against the oracle: all, or those of these ``names``."""
     oracle = run_reference(case, problem, torch.float64, torch.float64)
     composite = run_reference(measure or case, problem, case.dtype, case.dtype)
-    for name, expected in oracle.items():
-        check_against_oracle(f"{case}: {name}", actual[name], expected, composite[name])
+    for name in names or oracle:
+        check_against_oracle(f"{case}: {name}", actual[name], oracle[name], composite[name])
         if name == "lse":
-            check_closely(f"{case}: {name}", actual[name], expected)
-    return actual
+            check_closely(f"{case}: {name}", actual[name], oracle[name])
 
 
 def check_closely(name: str, actual: Tensor, oracle: Tensor) -> None:

@@ -35,6 +35,7 @@ pytestmark = [
 only_emulated = pytest.mark.skipif(not EMULATED, reason="looks into the emulator")
 
 HEAD_DIMS = (64, 128)
+OPTIONS_HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # of the kernel with every option: test_cuda_attention_options.py
 DTYPES = (torch.float16, torch.bfloat16)
 OP = "attention_forward"
 SEED = 5
@@ -276,7 +277,7 @@ def test_an_overrun_is_an_error_with_its_place() -> None:
 def test_the_dispatcher_chooses_the_kernel(head_dim: int, dtype: torch.dtype, causal: bool) -> None:
     query, key, value = inputs(head_dim, dtype, 20, 30)
     explained = fastattn.explain(fastattn.attention, query, key, value, causal=causal)
-    name = f"attention_forward_sm80<{str(dtype).removeprefix('torch.')}, {head_dim}, {'causal' if causal else 'full'}>"
+    name = f"attention_forward_sm80<{head_dim}, {str(dtype).removeprefix('torch.')}, {'causal' if causal else 'full'}>"
     assert (explained.backend, explained.kernel) == ("cuda", name)
     with fastattn.record() as calls, running():
         fastattn.attention(query, key, value, causal=causal)
@@ -356,20 +357,41 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "query must be float16 or bfloat16 for the native kernel, got Float",
     ),
     "head dim": (
-        {"query": zeros(2, 4, 5, 96), "key": zeros(2, 2, 7, 96), "value": zeros(2, 2, 7, 96)},
-        "query must have a head dim that native kernels are built for (64, 128), got 96",
+        {"query": zeros(2, 4, 5, 20), "key": zeros(2, 2, 7, 20), "value": zeros(2, 2, 7, 20)},
+        "query must have a head dim that is a multiple of 8 up to 256, got 20",
     ),
-    "bias": (
-        {"bias": zeros(1, 1, 5, 7)},
-        "bias must be None for the native kernel, got a tensor of shape [1, 1, 5, 7]",
+    "value head dim": (
+        {"value": zeros(2, 2, 7, 264)},
+        "value must have a head dim that is a multiple of 8 up to 256, got 264",
     ),
-    "alibi": ({"alibi_slopes": zeros(4)}, "alibi_slopes must be None for the native kernel"),
-    "sinks": ({"sinks": zeros(4)}, "sinks must be None for the native kernel"),
-    "packed": ({"cu_seqlens_q": zeros(3)}, "cu_seqlens_q must be None for the native kernel"),
-    "softcap": ({"softcap": 3.0}, "softcap must be 0 for the native kernel, got 3"),
-    "dropout": ({"dropout_p": 0.5}, "dropout_p must be 0 for the native kernel, got 0.5"),
-    "left window": ({"window_left": 3}, "window_left must be unbounded (negative) for the native kernel, got 3"),
-    "right window": ({"window_right": 3}, "window_right must be 0 (causal) or unbounded (negative)"),
+    "bias shape": (
+        {"bias": zeros(1, 1, 5, 6)},
+        "bias must have size 7 or 1 in dim 3, got shape [1, 1, 5, 6]",
+    ),
+    "bias rank": ({"bias": zeros(5, 7)}, "bias must have 4 dimensions, got shape [5, 7]"),
+    "bias dtype": (
+        {"bias": zeros(1, 1, 5, 7, dtype=torch.float64)},
+        "bias must be bool, float16, bfloat16 or float32 for the native kernel, got Double",
+    ),
+    "alibi dtype": ({"alibi_slopes": zeros(1, 4)}, "alibi_slopes must be float32, got Half"),
+    "alibi shape": (
+        {"alibi_slopes": zeros(2, 3, dtype=torch.float32)},
+        "alibi_slopes must have shape [2, 4], got [2, 3]",
+    ),
+    "sinks": ({"sinks": zeros(3, dtype=torch.float32)}, "sinks must have shape [4], got [3]"),
+    "one of the offsets": (
+        {"cu_seqlens_q": zeros(3, dtype=torch.int32)},
+        "cu_seqlens_q and cu_seqlens_k must both be given, or neither",
+    ),
+    "packed rank": (
+        {name: zeros(3, dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")},
+        "query must have 3 dimensions, got shape [2, 4, 5, 64]",
+    ),
+    "no seed": ({"dropout_p": 0.5}, "dropout_seed must be a tensor where dropout_p is not 0"),
+    "seed": (
+        {"dropout_p": 0.5, "dropout_seed": zeros(1)},
+        "dropout_seed must be one int64 number, got Half [1]",
+    ),
 }
 
 
@@ -391,4 +413,5 @@ def test_every_instance_is_launched() -> None:
     folder = Path(__file__).resolve().parent.parent / "csrc" / "attention" / "instances"
     masks = ("causal", "full")
     expected = {f"forward_d{d}_{t}_{mask}_sm80" for d, t, mask in itertools.product(HEAD_DIMS, ("f16", "bf16"), masks)}
+    expected |= {f"forward_options_d{d}_{t}_sm80" for d, t in itertools.product(OPTIONS_HEAD_DIMS, ("f16", "bf16"))}
     assert {file.stem for file in folder.glob("forward_*.cu")} == expected

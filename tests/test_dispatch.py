@@ -96,9 +96,9 @@ class TestChoice:
         for backend in ("cuda", "triton", "torch"):
             with fastattn.use_backend(backend):
                 assert dispatch.choose(call()).backend == backend
-        impossible = r'use_backend\("cuda"\) cannot run this call: .*softcap'
+        impossible = r'use_backend\("cuda"\) cannot run this call: .*the gradient of ALiBi slopes'
         with pytest.raises(fastattn.InputError, match=impossible), fastattn.use_backend("cuda"):
-            dispatch.choose(call(features=frozenset({"softcap"})))
+            dispatch.choose(call(features=frozenset({"slope gradients"})))
         with (
             pytest.raises(fastattn.InputError, match="backend: expected one of 'cuda', 'triton', 'torch', got 'metal'"),
             fastattn.use_backend("metal"),
@@ -139,23 +139,26 @@ class TestChoice:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CPU tensors are on an emulated GPU only where there is no other")
 def test_what_cpu_tensors_are_on_can_be_declared() -> None:
-    query = torch.zeros(1, 2, 4, 16, dtype=torch.float16)
+    query = torch.zeros(1, 2, 4, 16, dtype=torch.float16, requires_grad=True)
     weight, scale = torch.zeros(8, 16, dtype=torch.int8), torch.ones(8, 1)
 
     def reason() -> str:
-        return fastattn.explain(fastattn.attention, query, query, query, softcap=2.0).rejected["triton"]
+        return fastattn.explain(fastattn.attention, query, query, query).rejected["triton"]
 
     before = device.emulate_on_cpu(None)
     try:
         assert "move them to cuda" in reason()
         with pytest.raises(NotImplementedError):
-            torch.ops.fastattn_triton.int8_matmul(query[0, 0], weight, scale, None, None, "none")
+            torch.ops.fastattn_triton.int8_matmul(query.detach()[0, 0], weight, scale, None, None, "none")
         assert device.emulate_on_cpu(TURING) is None
         assert "compute capability 7.5" in reason()
     finally:
         assert device.emulate_on_cpu(before) in (TURING, None)
-    assert fastattn.explain(fastattn.attention, query, query, query, softcap=2.0).backend == "triton"
-    assert torch.ops.fastattn_triton.int8_matmul(query[0, 0], weight, scale, None, None, "none").shape == (4, 8)
+    assert fastattn.explain(fastattn.attention, query, query, query).backend == "triton"
+    assert torch.ops.fastattn_triton.int8_matmul(query.detach()[0, 0], weight, scale, None, None, "none").shape == (
+        4,
+        8,
+    )
 
 
 def test_explain_runs_nothing_and_prints_well() -> None:

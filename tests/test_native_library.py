@@ -33,6 +33,7 @@ NATIVE_OPS = {"attention_forward"}
 HEAD_DIMS = (64, 128)
 DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
 FORWARD_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES, (False, True)))
+OPTIONS_INSTANCES = sorted(itertools.product((32, 64, 96, 128, 192, 256), DTYPES))
 
 # Each CTA has 128 threads, and two of them share the 65536 registers of an SM.
 MAX_REGISTERS = 65536 // (2 * 128)
@@ -103,11 +104,30 @@ def forward_instance(symbol: str) -> tuple[int, str, bool] | None:
     return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
 
 
+def options_instance(symbol: str) -> tuple[int, str] | None:
+    """(head dim, dtype) of a mangled attention_forward_options_sm80, None for any other symbol."""
+    match = re.search(r"attention_forward_options_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)E", symbol)
+    return (int(match[1]), DTYPES[int(match[2])]) if match else None
+
+
+@functools.cache
+def machine_code() -> dict[str, KernelFacts]:
+    """Of the library for sm_80, by mangled name."""
+    return static_facts.of_library(LIBRARY_PATH, "sm_80")
+
+
 @functools.cache
 def forward_kernels() -> dict[tuple[int, str, bool], KernelFacts]:
-    """The forward kernels in the library's machine code for sm_80."""
-    kernels = static_facts.of_library(LIBRARY_PATH, "sm_80")
-    return {instance: facts for name, facts in kernels.items() if (instance := forward_instance(name)) is not None}
+    return {
+        instance: facts for name, facts in machine_code().items() if (instance := forward_instance(name)) is not None
+    }
+
+
+@functools.cache
+def options_kernels() -> dict[tuple[int, str], KernelFacts]:
+    return {
+        instance: facts for name, facts in machine_code().items() if (instance := options_instance(name)) is not None
+    }
 
 
 @with_sm80_kernels
@@ -150,8 +170,36 @@ def test_forward_copies_asynchronously_and_loads_matrices(instance: tuple[int, s
 
 
 @with_sm80_kernels
+def test_every_instance_with_options_is_there() -> None:
+    assert sorted(options_kernels()) == OPTIONS_INSTANCES
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", OPTIONS_INSTANCES, ids=str)
+def test_forward_with_options_never_touches_local_memory(instance: tuple[int, str]) -> None:
+    kernel = options_kernels()[instance]
+    assert 0 < kernel.registers <= MAX_REGISTERS
+    assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
+    assert kernel.local_in_loops + kernel.local_outside == 0
+    assert kernel.stack_bytes == 0
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", OPTIONS_INSTANCES, ids=str)
+def test_forward_with_options_multiplies_on_the_tensor_cores(instance: tuple[int, str]) -> None:
+    head_dim, dtype = instance
+    expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
+    # Two products in a warp, in the masked step and in the other: 32 rows by 32 keys, 16 by 32, or 16 by 16.
+    rows, keys = (32 if head_dim <= 64 else 16), (32 if head_dim <= 128 else 16)
+    products = 2 * 2 * (rows // 16) * (keys // 8) * (head_dim // 16)
+    instructions = options_kernels()[instance].instructions
+    assert [name for name in instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))] == [expected] * products
+
+
+@with_sm80_kernels
 def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
     ptx = static_facts.run("cuobjdump", "-ptx", LIBRARY_PATH)[0]
     assert set(re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)) == {"sm_80"}
     entries = re.findall(r"\.entry (\w+)", ptx)
     assert sorted(filter(None, map(forward_instance, entries))) == FORWARD_INSTANCES
+    assert sorted(filter(None, map(options_instance, entries))) == OPTIONS_INSTANCES

@@ -58,11 +58,15 @@ inline void check_rank(const char* op, const char* name, const Tensor& tensor, i
     check(tensor.dim() == rank, op, name, " must have ", rank, " dimensions, got shape ", shape_text(tensor));
 }
 
+inline void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& query) {
+    if (are_on_one_device(tensor, query)) return;
+    check(false, op, name, " must be on the device of query, ", device_text(query), ", got ", device_text(tensor));
+}
+
 inline void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& query) {
     check(tensor.scalar_type() == query.scalar_type(), op, name, " must have the dtype of query, ", dtype_text(query),
           ", got ", dtype_text(tensor));
-    if (are_on_one_device(tensor, query)) return;
-    check(false, op, name, " must be on the device of query, ", device_text(query), ", got ", device_text(tensor));
+    check_device(op, name, tensor, query);
 }
 
 // For options that the native kernel of an op does not have.
@@ -116,6 +120,21 @@ HeadsView<Element> heads_view(const char* op, const char* name, const Tensor& te
     view.batch_stride = tensor.stride(0);
     view.head_stride = tensor.stride(1);
     view.row_stride = tensor.stride(2);
+    return view;
+}
+
+// [total, heads, head_dim] of `batch` packed sequences of at most `rows` rows.
+template <typename Element>
+HeadsView<Element> packed_view(const char* op, const char* name, const Tensor& tensor, int64_t batch, int64_t rows) {
+    HeadsView<Element> view;
+    view.data = static_cast<Element*>(tensor.data_ptr());
+    view.batch = to_int32(op, "cu_seqlens_q", batch);
+    view.heads = to_int32(op, name, tensor.size(1));
+    view.rows = to_int32(op, name, rows);
+    view.head_dim = to_int32(op, name, tensor.size(2));
+    view.batch_stride = 0;
+    view.head_stride = tensor.stride(1);
+    view.row_stride = tensor.stride(0);
     return view;
 }
 

@@ -1,5 +1,5 @@
-// The tiles of the native kernels as JSON text, {"attention_forward_sm80": {"64": {"block_m": …}, …}}; Python reads it
-// with ctypes, so that `explain` need not repeat the numbers.
+// The tiles of the native kernels as JSON text, {"attention_forward_sm80": {"64": {"block_m": …}, …}, …}; Python reads
+// it with ctypes, so that `explain` need not repeat the numbers.
 
 #include "attention/tiles_sm80.h"
 
@@ -9,25 +9,28 @@
 namespace fastattn {
 namespace {
 
-template <int kHeadDim>
+template <template <int> typename TileOf, int kHeadDim>
 std::string tile_text() {
-    using Tile = ForwardTileSm80<kHeadDim>;
+    using Tile = TileOf<kHeadDim>;
     return '"' + std::to_string(kHeadDim) + "\": {\"block_m\": " + std::to_string(Tile::kBlockM) +
            ", \"block_n\": " + std::to_string(Tile::kBlockN) + ", \"num_warps\": " + std::to_string(Tile::kNumWarps) +
            "}";
 }
 
-template <int... kHeadDims>
-std::string tiles_text(std::integer_sequence<int, kHeadDims...>) {
+template <template <int> typename TileOf, int... kHeadDims>
+std::string tiles_text(const std::string& kernel, std::integer_sequence<int, kHeadDims...>) {
     std::string text;
-    ((text += (text.empty() ? "" : ", ") + tile_text<kHeadDims>()), ...);
-    return "{\"attention_forward_sm80\": {" + text + "}}";
+    ((text += (text.empty() ? "" : ", ") + tile_text<TileOf, kHeadDims>()), ...);
+    return '"' + kernel + "\": {" + text + "}";
 }
 
 }  // namespace
 }  // namespace fastattn
 
 extern "C" __attribute__((visibility("default"))) const char* fastattn_tiles() {
-    static const std::string text = fastattn::tiles_text(fastattn::ForwardHeadDims{});
+    using namespace fastattn;
+    static const std::string text =
+        '{' + tiles_text<ForwardTileSm80>("attention_forward_sm80", ForwardHeadDims{}) + ", " +
+        tiles_text<ForwardOptionsTileSm80>("attention_forward_options_sm80", ForwardOptionsHeadDims{}) + '}';
     return text.c_str();
 }

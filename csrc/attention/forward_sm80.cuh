@@ -118,7 +118,10 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
 
         if constexpr (kMasked) mask_columns(rS, num_seen, first_key, lane);
         softmax.template update<kMasked>(rS, rO);
-        if (some_nonfinite) separate_nonfinite<kDataType>(rO, shared.sV, load_v, num_seen, first_key, lane);
+        if (some_nonfinite) {
+            const auto sees = [&](int m, int half, int n) { return first_key + n < num_seen[m][half]; };
+            separate_nonfinite<kDataType>(rO, shared.sV, load_v, sees, lane);
+        }
         gemm_pv<kDataType>(rO, rS, sV);
     };
 
@@ -141,7 +144,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     __syncwarp();  // the rows are complete
     uint16_t* gO = row_pointer(params.out, tile.batch, tile.head, warp_row);
     store_rows<kWarpM, kHeadDim>(gO, params.out.row_stride, num_rows - warp_row, sO, lane);
-    float* gLse = params.lse.data + (int64_t{tile.batch} * params.lse.heads + tile.head) * num_rows;
+    float* gLse = row_pointer(params.lse, tile.batch, tile.head);
     for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
         const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
         if (one_of_four && warp_row + row < num_rows) gLse[warp_row + row] = softmax.row_lse[m][half];

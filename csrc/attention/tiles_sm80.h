@@ -37,4 +37,17 @@ struct ForwardTileSm80<128> {
     static constexpr int kMinCtasPerSm = 2;
 };
 
+// The kernel with every option. A tile of bias, as large as S, is in registers beside S and O: 32 keys leave room for it,
+// 16 above 128 dims, and above 64 dims a warp owns 16 rows. Up to 255 registers, nothing spills; 32 rows of 128 dims
+// spilled 456 bytes, 32 keys of 256 dims 40.
+using ForwardOptionsHeadDims = std::integer_sequence<int, 32, 64, 96, 128, 192, 256>;
+
+template <int kHeadDim>
+struct ForwardOptionsTileSm80 {
+    static constexpr int kBlockM = 128;
+    static constexpr int kBlockN = kHeadDim <= 128 ? 32 : 16;
+    static constexpr int kNumWarps = kHeadDim <= 64 ? 4 : 8;
+    static constexpr int kMinCtasPerSm = kHeadDim <= 64 ? 2 : 1;
+};
+
 }  // namespace fastattn

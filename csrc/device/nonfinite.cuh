@@ -26,13 +26,12 @@ __device__ __forceinline__ bool has_nonfinite(const TileLoader& tile) {
     return found != 0;
 }
 
-// Moves what is not finite out of sV [kNumRows, kHeadDim] and into the rows of rO that see its key: row [m][half] of
-// this lane sees keys [0, num_seen[m][half]), the tile begins at first_key. Weights are positive, so that they change
-// neither NaN nor an infinity. All threads of the CTA take part.
-template <DataType kDataType, int kTilesM, int kTilesD, typename TileLoader>
+// Moves what is not finite out of sV [kNumRows, kHeadDim] and into the rows of rO that see its key: sees(m, half, n)
+// says whether row [m][half] of this lane sees the tile's key n. Weights are positive, so that they change neither NaN
+// nor an infinity. All threads of the CTA take part.
+template <DataType kDataType, int kTilesM, int kTilesD, typename TileLoader, typename Sees>
 __device__ __forceinline__ void separate_nonfinite(float (&rO)[kTilesM][kTilesD][4], const uint16_t* sV,
-                                                   const TileLoader& tile, const int32_t (&num_seen)[kTilesM][2],
-                                                   int32_t first_key, int lane) {
+                                                   const TileLoader& tile, Sees&& sees, int lane) {
 #pragma unroll 1
     for (int row = 0; row < TileLoader::kNumRows; ++row) {
 #pragma unroll
@@ -46,7 +45,7 @@ __device__ __forceinline__ void separate_nonfinite(float (&rO)[kTilesM][kTilesD]
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const float value = unpack<kDataType>(static_cast<uint16_t>(nonfinite >> 16 * (e % 2)));
-                    rO[m][d][e] += first_key + row < num_seen[m][e / 2] ? value : 0.0f;
+                    rO[m][d][e] += sees(m, e / 2, row) ? value : 0.0f;
                 }
             }
         }

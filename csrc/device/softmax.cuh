@@ -24,8 +24,10 @@ __device__ __forceinline__ float row_reduce_sum(float value) {
 }
 
 // Indices [m][half]: a lane has an upper and a lower row in each m16 tile. Scores are S = Q·Kᵀ; probabilities are
-// relative to the running maximum, P = 2^(scale_log2 * (S - max)), with scale_log2 > 0.
-template <int kTilesM>
+// relative to the running maximum, P = 2^(scale_log2 * (S - max)), with scale_log2 > 0. kInNats: S is final, scale_log2
+// is log2(e), and S may be as large as a float can be (a bias of finfo.min): the maximum is subtracted before it is
+// scaled. Else both are one FMA.
+template <int kTilesM, bool kInNats = false>
 struct OnlineSoftmax {
     float scale_log2;
     float row_max[kTilesM][2];  // of S, unscaled, over the keys so far
@@ -37,6 +39,15 @@ struct OnlineSoftmax {
         for (int m = 0; m < kTilesM; ++m) {
             row_max[m][0] = row_max[m][1] = -kInfinity;
             row_sum[m][0] = row_sum[m][1] = 0.0f;
+        }
+    }
+
+    // A key that this row has seen already, and that has no value. For one of the lanes that share the row.
+    __device__ __forceinline__ void set_sink(float sink, bool one_of_four) {
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+            row_max[m][0] = row_max[m][1] = sink;
+            row_sum[m][0] = row_sum[m][1] = one_of_four && sink != -kInfinity ? 1.0f : 0.0f;
         }
     }
 
@@ -56,8 +67,8 @@ struct OnlineSoftmax {
                 }
                 new_max = row_reduce_max(new_max);
                 // Without a key so far, any finite reference gives P = 0.
-                reference[m][half] = kMasked && new_max == -kInfinity ? 0.0f : scaled(new_max);
-                const float correction = ptx::ex2_approx_ftz_f32(scaled(row_max[m][half]) - reference[m][half]);
+                reference[m][half] = kMasked && new_max == -kInfinity ? 0.0f : in_unit(new_max);
+                const float correction = probability(row_max[m][half], reference[m][half]);
                 row_max[m][half] = new_max;
                 row_sum[m][half] *= correction;
                 scale_row(rO[m], half, correction);
@@ -70,16 +81,18 @@ struct OnlineSoftmax {
             for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    rS[m][n][e] = ptx::ex2_approx_ftz_f32(fmaf(rS[m][n][e], scale_log2, -reference[m][e / 2]));
+                    rS[m][n][e] = kInNats
+                                      ? probability(rS[m][n][e], reference[m][e / 2])
+                                      : ptx::ex2_approx_ftz_f32(fmaf(rS[m][n][e], scale_log2, -reference[m][e / 2]));
                     row_sum[m][e / 2] += rS[m][n][e];
                 }
             }
         }
     }
 
-    // Divides rO by the sums and takes their logarithms. A row without a key gets 0 and -inf.
+    // Divides rO by the sums, times `factor`, and takes their logarithms. A row without a key gets 0 and -inf.
     template <int kTilesD>
-    __device__ __forceinline__ void finish(float (&rO)[kTilesM][kTilesD][4]) {
+    __device__ __forceinline__ void finish(float (&rO)[kTilesM][kTilesD][4], float factor = 1.0f) {
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
@@ -87,8 +100,9 @@ struct OnlineSoftmax {
                 const float sum = row_reduce_sum(row_sum[m][half]);
                 const bool empty = sum == 0.0f;
                 const float inverse = empty ? 0.0f : ptx::rcp_approx_ftz_f32(sum);
-                row_lse[m][half] = empty ? -kInfinity : fmaf(scaled(row_max[m][half]), kLn2, logf(sum));
-                scale_row(rO[m], half, inverse);
+                const float max = kInNats ? row_max[m][half] : scaled(row_max[m][half]) * kLn2;
+                row_lse[m][half] = empty ? -kInfinity : max + logf(sum);
+                scale_row(rO[m], half, inverse * factor);
             }
         }
     }
@@ -101,6 +115,13 @@ struct OnlineSoftmax {
             rO[d][2 * half] *= factor;
             rO[d][2 * half + 1] *= factor;
         }
+    }
+
+    // A score's unit in the exponent: what probability() takes as the reference.
+    __device__ __forceinline__ float in_unit(float score) const { return kInNats ? score : scaled(score); }
+
+    __device__ __forceinline__ float probability(float score, float reference) const {
+        return ptx::ex2_approx_ftz_f32(kInNats ? scaled(score - reference) : scaled(score) - reference);
     }
 
     // Rounded by itself, never fused into what follows: P, the correction and the logarithm then refer to the same

@@ -17,10 +17,18 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// Rows of so many elements: kHeadDim where that is a power of two of at least 64, else the next one.
+constexpr int row_elements(int head_dim) {
+    int elements = kSwizzleRows * kChunkElements;
+    while (elements < head_dim) elements *= 2;
+    return elements;
+}
+
 template <int kHeadDim>
 struct Swizzle {
-    static constexpr int kRowBytes = kHeadDim * 2;
-    static constexpr int kChunksPerRow = kHeadDim / kChunkElements;
+    static constexpr int kRowElements = row_elements(kHeadDim);
+    static constexpr int kRowBytes = kRowElements * 2;
+    static constexpr int kChunksPerRow = kRowElements / kChunkElements;
     static_assert(kChunksPerRow % kSwizzleRows == 0, "a row must hold whole periods of the pattern");
 
     // Offset in bytes of a chunk from the start of the tile.

@@ -15,6 +15,10 @@ __device__ __forceinline__ Element* row_pointer(const HeadsView<Element>& view, 
     return view.data + batch * view.batch_stride + head * view.head_stride + row * view.row_stride;
 }
 
+__device__ __forceinline__ float* row_pointer(const RowsView& view, int32_t batch, int32_t head) {
+    return view.data + batch * view.batch_stride + head * view.head_stride;
+}
+
 // The tiles of one tensor, copied one after the other into one place. Each thread copies one chunk of every
 // kRowsPerPass-th row, so that neighbouring threads touch neighbouring chunks. A thread always has the same chunks of a
 // tile, and may look at them before the barrier that shares the tile.
@@ -25,20 +29,24 @@ struct TileLoader {
     static constexpr int kRowsPerPass = kThreads / Layout::kChunksPerRow;
     static constexpr int kPasses = kRows / kRowsPerPass;
     static constexpr int kPassBytes = kRowsPerPass * Layout::kRowBytes;
+    static constexpr int kNoRow = 1 << 30;
     static_assert(kRowsPerPass % kSwizzleRows == 0, "a thread's chunks must share one swizzled column");
     static_assert(kRows % kRowsPerPass == 0, "passes must cover the tile exactly");
 
-    int row;                 // of the tile, of this thread's first chunk
+    int row;                 // of the tile, of this thread's first chunk; kNoRow: it has none
     char* sChunk;            // where that chunk goes
     const uint16_t* gChunk;  // where it comes from, in the tile to load next
     int64_t row_stride;
 
-    // The first tile to load starts at gTile.
-    __device__ __forceinline__ TileLoader(uint16_t* sTile, const uint16_t* gTile, int64_t row_stride, int thread)
+    // The first tile to load starts at gTile. Its rows have head_dim elements; what is beyond becomes zero in tiles that
+    // are loaded as kPartial.
+    __device__ __forceinline__ TileLoader(uint16_t* sTile, const uint16_t* gTile, int64_t row_stride, int thread,
+                                          int head_dim = kHeadDim)
         : row(thread / Layout::kChunksPerRow), row_stride(row_stride) {
         const int chunk = thread % Layout::kChunksPerRow;
         sChunk = reinterpret_cast<char*>(sTile) + Layout::offset(row, chunk);
         gChunk = gTile + row * row_stride + chunk * kChunkElements;
+        if (chunk * kChunkElements >= head_dim) row = kNoRow;
     }
 
     // Starts to copy a tile, and goes back by one. kPartial: only the first num_rows rows exist; the others become
@@ -93,14 +101,14 @@ __device__ __forceinline__ void stage_rows(uint16_t* sRows, const float (&rO)[kT
 // Copies a warp's own [kRows, kHeadDim] rows from shared memory to global memory, as far as they exist.
 template <int kRows, int kHeadDim>
 __device__ __forceinline__ void store_rows(uint16_t* gRows, int64_t row_stride, int num_rows, const uint16_t* sRows,
-                                           int lane) {
+                                           int lane, int head_dim = kHeadDim) {
     using Layout = Swizzle<kHeadDim>;
     constexpr int kRowsPerPass = kWarpSize / Layout::kChunksPerRow;
     const int chunk = lane % Layout::kChunksPerRow;
 #pragma unroll
     for (int first_row = 0; first_row < kRows; first_row += kRowsPerPass) {
         const int row = first_row + lane / Layout::kChunksPerRow;
-        if (row < num_rows) {
+        if (row < num_rows && chunk * kChunkElements < head_dim) {
             const char* source = reinterpret_cast<const char*>(sRows) + Layout::offset(row, chunk);
             *reinterpret_cast<uint4*>(gRows + row * row_stride + chunk * kChunkElements) =
                 *reinterpret_cast<const uint4*>(source);

@@ -1,6 +1,7 @@
 // Runtime values into template arguments.
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -11,6 +12,22 @@ namespace fastattn {
 template <typename T, T... kValues, typename Function>
 bool dispatch_value(std::integer_sequence<T, kValues...>, T value, Function&& function) {
     return ((value == kValues && (function(std::integral_constant<T, kValues>{}), true)) || ...);
+}
+
+// Likewise for the first v, in the order of the list, that is not less than value.
+template <typename T, T... kValues, typename Function>
+bool dispatch_at_least(std::integer_sequence<T, kValues...>, T value, Function&& function) {
+    return ((value <= kValues && (function(std::integral_constant<T, kValues>{}), true)) || ...);
+}
+
+template <typename T, T... kValues>
+constexpr bool contains(std::integer_sequence<T, kValues...>, T value) {
+    return ((value == kValues) || ...);
+}
+
+template <typename T, T... kValues>
+constexpr T largest(std::integer_sequence<T, kValues...>) {
+    return std::max({kValues...});
 }
 
 template <typename Function>

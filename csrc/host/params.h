@@ -24,10 +24,11 @@ struct HeadsView {
     int64_t batch_stride, head_stride, row_stride;
 };
 
-// [batch, heads, rows] fp32, contiguous: one number for each row of a HeadsView.
+// [batch, heads, rows] fp32, the last dim contiguous: one number for each row of a HeadsView.
 struct RowsView {
     float* data;
     int32_t batch, heads, rows;
+    int64_t batch_stride, head_stride;
 };
 
 struct AttentionForwardParams {
@@ -39,6 +40,46 @@ struct AttentionForwardParams {
     float scale;                      // of Q·Kᵀ; any sign
     int32_t causal_offset;            // causal: query i sees keys j <= i + causal_offset
     int32_t heads_per_group;          // heads whose tiles are scheduled side by side, see attention/tile_order.h
+};
+
+// What is added to scores: [batch, heads, rows, keys], with strides of 0 where one number stands for many. kBool says
+// which keys a row may see.
+struct BiasView {
+    enum class Kind : int32_t { kNone, kBool, kFloat16, kBFloat16, kFloat32 };
+    const void* data;
+    Kind kind;
+    int64_t batch_stride, head_stride, row_stride, key_stride;
+};
+
+// Packed sequences: views then have a batch of sequences, a batch stride of 0 and the bound of all lengths as rows.
+// What stands in cu_seqlens is not trusted: see device/sequence.cuh.
+struct PackedParams {
+    const int32_t* cu_seqlens_q;  // [batch + 1], or null: dense
+    const int32_t* cu_seqlens_k;
+    int32_t total_q, total_k;
+};
+
+// What a score becomes between Q·Kᵀ and the softmax, and which of them count.
+struct ScoreParams {
+    static constexpr int32_t kUnbounded = -1;
+    float scale;                        // of Q·Kᵀ; any sign
+    float softcap;                      // 0: none
+    int32_t window_left, window_right;  // keys that a row sees on either side of its position, or kUnbounded
+    bool top_left;                      // row i stands at key i, not at i + keys - rows
+    BiasView bias;
+    const float* alibi_slopes;  // [batch, heads], or null
+    int64_t alibi_batch_stride;
+    const float* sinks;           // [heads], or null
+    const int64_t* dropout_seed;  // [1], or null: no dropout
+    uint32_t dropout_threshold;   // words below it drop
+    float dropout_factor;         // of what is kept
+};
+
+// attention/forward_options_sm80.cuh. Head dims may be smaller than the kernel's, and differ.
+struct AttentionOptionsParams {
+    AttentionForwardParams attention;  // scale and causal_offset stand in `scores`
+    PackedParams packed;
+    ScoreParams scores;
 };
 
 }  // namespace fastattn

@@ -278,9 +278,13 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
     tile: Any
     if backend == "cuda":
         dtype = str(call.dtype).removeprefix("torch.")
-        mask = "causal" if "causal" in call.features else "full"
-        tile = native.TILES["attention_forward_sm80"][str(call.head_dim)]
-        return f"attention_forward_sm80<{dtype}, {call.head_dim}, {mask}>", tile
+        plain = native.TILES["attention_forward_sm80"].get(str(call.head_dim))
+        if plain is not None and call.head_dim == call.value_dim and call.features <= {"causal", "gqa"}:
+            mask = "causal" if "causal" in call.features else "full"
+            return f"attention_forward_sm80<{call.head_dim}, {dtype}, {mask}>", plain
+        with_options = native.TILES["attention_forward_options_sm80"]
+        head_dim = min(int(dim) for dim in with_options if int(dim) >= max(call.head_dim, call.value_dim))
+        return f"attention_forward_options_sm80<{head_dim}, {dtype}>", with_options[str(head_dim)]
     from fastattn.triton_kernels import tiles
 
     if call.op == "attention":

@@ -1,0 +1,116 @@
+// The options of the attention ops that decide scores and which of them count, from tensors into params.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+#include "api/checks.h"
+#include "host/params.h"
+
+namespace fastattn {
+
+// Those of attention_forward and attention_backward, in the order of their schemas.
+struct ScoreOptions {
+    const std::optional<Tensor>&bias, &alibi_slopes, &sinks, &dropout_seed;
+    double scale;
+    int64_t window_left, window_right;
+    bool top_left;
+    double softcap, dropout_p;
+
+    // Whether forward_sm80.cuh computes it: no mask but a causal one, and scores that are only scaled.
+    bool are_plain() const {
+        return !bias && !alibi_slopes && !sinks && dropout_p == 0 && softcap <= 0 && window_left < 0 &&
+               window_right <= 0;
+    }
+};
+
+// Tensors that params point into, and that must live until the kernel has been started.
+struct ScoreTensors {
+    std::optional<Tensor> alibi_slopes, sinks;
+};
+
+inline BiasView::Kind bias_kind(const char* op, const Tensor& bias) {
+    switch (bias.scalar_type()) {
+        case ScalarType::Bool:
+            return BiasView::Kind::kBool;
+        case ScalarType::Half:
+            return BiasView::Kind::kFloat16;
+        case ScalarType::BFloat16:
+            return BiasView::Kind::kBFloat16;
+        case ScalarType::Float:
+            return BiasView::Kind::kFloat32;
+        default:
+            check(false, op, "bias must be bool, float16, bfloat16 or float32 for the native kernel, got ",
+                  dtype_text(bias));
+            return BiasView::Kind::kNone;
+    }
+}
+
+// [batch | 1, heads | 1, rows | 1, keys | 1], any strides.
+inline BiasView bias_view(const char* op, const Tensor& bias, std::initializer_list<int64_t> full) {
+    check_rank(op, "bias", bias, 4);
+    int64_t strides[4];
+    for (int64_t dim = 0; dim < 4; ++dim) {
+        const int64_t size = bias.size(dim), expected = full.begin()[dim];
+        check(size == expected || size == 1, op, "bias must have size ", expected, " or 1 in dim ", dim, ", got shape ",
+              shape_text(bias));
+        strides[dim] = size == 1 ? 0 : bias.stride(dim);
+    }
+    return {bias.data_ptr(), bias_kind(op, bias), strides[0], strides[1], strides[2], strides[3]};
+}
+
+// fp32, on the device of query, contiguous.
+inline Tensor float_tensor(const char* op, const char* name, const Tensor& tensor, const Tensor& query) {
+    check(tensor.scalar_type() == ScalarType::Float, op, name, " must be float32, got ", dtype_text(tensor));
+    check_device(op, name, tensor, query);
+    return torch::stable::contiguous(tensor);
+}
+
+// A window that reaches past every key is unbounded.
+inline int32_t window_side(int64_t side, int64_t rows, int64_t keys) {
+    return side < 0 || side >= rows + keys ? ScoreParams::kUnbounded : static_cast<int32_t>(side);
+}
+
+inline ScoreParams score_params(const char* op, const ScoreOptions& options, const Tensor& query, int64_t batch,
+                                int64_t heads, int64_t rows, int64_t keys, ScoreTensors& kept) {
+    ScoreParams params{};
+    params.scale = static_cast<float>(options.scale);
+    params.softcap = static_cast<float>(std::max(options.softcap, 0.0));
+    params.window_left = window_side(options.window_left, rows, keys);
+    params.window_right = window_side(options.window_right, rows, keys);
+    params.top_left = options.top_left;
+    if (options.bias) {
+        check_device(op, "bias", *options.bias, query);
+        params.bias = bias_view(op, *options.bias, {batch, heads, rows, keys});
+    }
+    if (options.alibi_slopes) {
+        kept.alibi_slopes = float_tensor(op, "alibi_slopes", *options.alibi_slopes, query);
+        const Tensor& slopes = *kept.alibi_slopes;
+        check_rank(op, "alibi_slopes", slopes, 2);
+        check_shape(op, "alibi_slopes", slopes, {slopes.size(0) == 1 ? 1 : batch, heads});
+        params.alibi_slopes = static_cast<const float*>(slopes.data_ptr());
+        params.alibi_batch_stride = slopes.size(0) == 1 ? 0 : heads;
+    }
+    if (options.sinks) {
+        kept.sinks = float_tensor(op, "sinks", *options.sinks, query);
+        check_shape(op, "sinks", *kept.sinks, {heads});
+        params.sinks = static_cast<const float*>(kept.sinks->data_ptr());
+    }
+    if (options.dropout_p > 0) {
+        check(options.dropout_seed.has_value(), op, "dropout_seed must be a tensor where dropout_p is not 0");
+        const Tensor& seed = *options.dropout_seed;
+        check(seed.scalar_type() == ScalarType::Long && seed.numel() == 1, op,
+              "dropout_seed must be one int64 number, got ", dtype_text(seed), " ", shape_text(seed));
+        check_device(op, "dropout_seed", seed, query);
+        params.dropout_seed = static_cast<const int64_t*>(seed.data_ptr());
+        params.dropout_threshold =
+            static_cast<uint32_t>(std::min(std::floor(options.dropout_p * 4294967296.0), 4294967295.0));
+        params.dropout_factor = options.dropout_p < 1 ? static_cast<float>(1 / (1 - options.dropout_p)) : 0.0f;
+    }
+    return params;
+}
+
+}  // namespace fastattn

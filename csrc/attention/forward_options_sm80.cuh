@@ -1,0 +1,188 @@
+// Attention forward with every option: what forward_sm80.cuh computes, with softcap, ALiBi or a bias on the scores, any
+// window, sinks, dropout, packed sequences, and head dims below the kernel's.
+//
+// CTA, warps and pipeline are those of forward_sm80.cuh; see there. A step has three more parts: the bias of the tile is
+// on its way to registers while Q·Kᵀ is computed, the scores are finished before the softmax, and P is thinned after
+// it. Which options there are is decided at run time, alike for a whole CTA. Tiles that no row sees are not visited;
+// those that are seen in part, and all where there is a bias, are computed with masks.
+// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim.
+#pragma once
+
+#include <string>
+#include <type_traits>
+
+#include "attention/forward.h"
+#include "attention/tile_order.h"
+#include "attention/tiles_sm80.h"
+#include "device/dropout.cuh"
+#include "device/fragment.cuh"
+#include "device/nonfinite.cuh"
+#include "device/ptx/cp_async.cuh"
+#include "device/scores.cuh"
+#include "device/softmax.cuh"
+#include "device/swizzle.cuh"
+#include "device/tile_copy.cuh"
+#include "device/warp_gemm.cuh"
+#include "host/launch.h"
+
+namespace fastattn {
+
+template <int kHeadDim_>
+struct ForwardOptionsConfigSm80 : ForwardOptionsTileSm80<kHeadDim_> {
+    using Tile = ForwardOptionsTileSm80<kHeadDim_>;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kNumThreads = Tile::kNumWarps * kWarpSize;
+    static constexpr int kWarpM = Tile::kBlockM / Tile::kNumWarps;
+    static constexpr int kTilesM = kWarpM / kMmaM;
+    static constexpr int kTilesN = Tile::kBlockN / kMmaN;
+    static constexpr int kTilesD = kHeadDim / kMmaN;
+    static constexpr int kRowElements = Swizzle<kHeadDim>::kRowElements;
+    static_assert(kWarpM % kMmaM == 0, "a warp owns whole MMA tiles of rows");
+    static_assert(Tile::kBlockN % kMmaK == 0, "P·V takes 16 keys at a time");
+    static_assert(kHeadDim % kMmaK == 0, "Q·Kᵀ takes 16 dims at a time");
+};
+
+template <typename Config>
+struct alignas(128) ForwardOptionsStorageSm80 {
+    uint16_t sQ[Config::kBlockM * Config::kRowElements];  // swizzled; holds the output at the end
+    uint16_t sK[Config::kBlockN * Config::kRowElements];  // swizzled
+    uint16_t sV[Config::kBlockN * Config::kRowElements];  // swizzled
+    static_assert((Config::kBlockM + 2 * Config::kBlockN) * Config::kRowElements * 2 <= 99 << 10,
+                  "sm_86, sm_89, sm_120");
+};
+
+template <int kHeadDim, DataType kDataType>
+__global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThreads,
+                                  ForwardOptionsConfigSm80<kHeadDim>::kMinCtasPerSm)
+    attention_forward_options_sm80(const __grid_constant__ AttentionOptionsParams params) {
+    using Config = ForwardOptionsConfigSm80<kHeadDim>;
+    constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kWarpM = Config::kWarpM;
+    constexpr int kTilesM = Config::kTilesM, kTilesN = Config::kTilesN, kTilesD = Config::kTilesD;
+    extern __shared__ __align__(128) char shared_bytes[];
+    auto& shared = *reinterpret_cast<ForwardOptionsStorageSm80<Config>*>(shared_bytes);
+
+    // Prologue: which query rows of which sequence, and which keys they see.
+    const AttentionForwardParams& attention = params.attention;
+    const ScoreParams& options = params.scores;
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const QueryTile tile = query_tile(blockIdx.x, attention, ceil_div(attention.query.rows, kBlockM));
+    const int32_t kv_head = tile.head / (attention.query.heads / attention.key.heads);
+    const Sequence rows =
+        sequence_of(params.packed.cu_seqlens_q, tile.batch, params.packed.total_q, attention.query.rows);
+    const Sequence keys =
+        sequence_of(params.packed.cu_seqlens_k, tile.batch, params.packed.total_k, attention.key.rows);
+    const int32_t first_row = tile.idx * kBlockM;
+    if (first_row >= rows.length) return;
+    const int32_t last_row = min(first_row + kBlockM, rows.length) - 1;
+    const int32_t warp_row = first_row + warp * kWarpM;
+    const HeadScores scores(options, tile.batch, tile.head, rows.length, keys.length);
+    const KeyRange first_sees = scores.window.keys_of(first_row), last_sees = scores.window.keys_of(last_row);
+    const int32_t begin_tile = first_sees.begin / kBlockN, end_tile = ceil_div(last_sees.end, kBlockN);
+    // Tiles that every row sees all of.
+    const int32_t begin_full = scores.has_bias() ? end_tile : ceil_div(last_sees.begin, kBlockN);
+    const int32_t end_full = first_sees.end / kBlockN;
+
+    OnlineSoftmax<kTilesM, /*kInNats=*/true> softmax(kLog2E);
+    if (options.sinks != nullptr) softmax.set_sink(options.sinks[tile.head], lane % kLanesPerRow == 0);
+    Dropout dropout{
+        {0, 0}, options.dropout_threshold, static_cast<uint32_t>(tile.batch * attention.query.heads + tile.head)};
+    if (options.dropout_seed != nullptr) {
+        const auto seed = static_cast<uint64_t>(*options.dropout_seed);
+        dropout.seed = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
+    }
+    float rO[kTilesM][kTilesD][4] = {};  // [kWarpM, kHeadDim]
+
+    // Producer: every thread copies its chunks of each tile. Tiles of keys go from the last to the first.
+    int32_t key_tile = end_tile - 1;
+    const uint16_t* gQ = row_pointer(attention.query, tile.batch, tile.head, rows.begin + first_row);
+    const uint16_t* gK = row_pointer(attention.key, tile.batch, kv_head, keys.begin + key_tile * kBlockN);
+    const uint16_t* gV = row_pointer(attention.value, tile.batch, kv_head, keys.begin + key_tile * kBlockN);
+    TileLoader<kBlockM, kHeadDim, Config::kNumThreads> load_q(shared.sQ, gQ, attention.query.row_stride, threadIdx.x,
+                                                              attention.query.head_dim);
+    TileLoader<kBlockN, kHeadDim, Config::kNumThreads> load_k(shared.sK, gK, attention.key.row_stride, threadIdx.x,
+                                                              attention.key.head_dim);
+    TileLoader<kBlockN, kHeadDim, Config::kNumThreads> load_v(shared.sV, gV, attention.value.row_stride, threadIdx.x,
+                                                              attention.value.head_dim);
+
+    const SwizzledBlocks<kHeadDim> sQ(shared.sQ + warp * kWarpM * Config::kRowElements, ldmatrix_lane(lane));
+    const SwizzledBlocks<kHeadDim> sK(shared.sK, ldmatrix_lane_b(lane));  // [kBlockN, kHeadDim]
+    const SwizzledBlocks<kHeadDim> sV(shared.sV, ldmatrix_lane(lane));    // [kBlockN, kHeadDim]
+
+    // One tile of keys. kMasked: some row does not see some of it.
+    const auto step = [&](int32_t first_key, bool is_last, auto masked) {
+        constexpr bool kMasked = masked.value;
+        float rS[kTilesM][kTilesN][4];     // [kWarpM, kBlockN]: scores, then probabilities
+        uint32_t rB[kTilesM][kTilesN][4];  // [kWarpM, kBlockN]: bits of the bias
+        if constexpr (kMasked) scores.load_bias(rB, warp_row, first_key, lane);
+
+        ptx::cp_async_wait_group<0>();  // K, and at first Q
+        __syncthreads();                // K is there for all; all are done with the V before: it may be overwritten
+        load_v.template load<true>(keys.length - first_key);
+        ptx::cp_async_commit_group();
+        gemm_qk<kDataType>(rS, sQ, sK);
+
+        ptx::cp_async_wait_group<0>();  // V
+        bool some_nonfinite = false;
+        if constexpr (kMasked) {
+            some_nonfinite = __syncthreads_or(has_nonfinite<kDataType>(load_v));
+        } else {
+            __syncthreads();
+        }  // V is there for all; all are done with K: it may be overwritten
+        if (!is_last) load_k.template load<true>(kBlockN);
+        ptx::cp_async_commit_group();
+
+        scores.template apply<kMasked>(rS, rB, warp_row, first_key, lane);
+        softmax.template update<true>(rS, rO);
+        if (options.dropout_seed != nullptr) dropout.apply(rS, warp_row, first_key, lane);
+        if (some_nonfinite) {
+            const auto sees = [&](int m, int half, int n) {
+                return scores.sees(warp_row + m * kMmaM + accumulator_row(lane) + 8 * half, first_key + n);
+            };
+            separate_nonfinite<kDataType>(rO, shared.sV, load_v, sees, lane);
+        }
+        gemm_pv<kDataType>(rO, rS, sV);
+    };
+
+    if (key_tile >= begin_tile) {
+        load_q.template load<true>(rows.length - first_row);
+        load_k.template load<true>(keys.length - key_tile * kBlockN);
+        ptx::cp_async_commit_group();
+    }
+    for (; key_tile >= begin_tile; --key_tile) {
+        const bool is_full = key_tile >= begin_full && key_tile < end_full, is_last = key_tile == begin_tile;
+        if (is_full) {
+            step(key_tile * kBlockN, is_last, std::false_type{});
+        } else {
+            step(key_tile * kBlockN, is_last, std::true_type{});
+        }
+    }
+
+    // Epilogue: a warp stages its rows of the output where its rows of Q were.
+    softmax.finish(rO, options.dropout_seed != nullptr ? options.dropout_factor : 1.0f);
+    uint16_t* sO = shared.sQ + warp * kWarpM * Config::kRowElements;
+    stage_rows<kDataType>(sO, rO, lane);
+    __syncwarp();  // the rows are complete
+    uint16_t* gO = row_pointer(attention.out, tile.batch, tile.head, rows.begin + warp_row);
+    store_rows<kWarpM, kHeadDim>(gO, attention.out.row_stride, rows.length - warp_row, sO, lane,
+                                 attention.out.head_dim);
+    float* gLse = row_pointer(attention.lse, tile.batch, tile.head) + rows.begin;
+    for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
+        const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
+        if (one_of_four && warp_row + row < rows.length) gLse[warp_row + row] = softmax.row_lse[m][half];
+    });
+}
+
+template <int kHeadDim, DataType kDataType>
+void launch_attention_forward_options_sm80(const AttentionOptionsParams& params, Stream stream) {
+    using Config = ForwardOptionsConfigSm80<kHeadDim>;
+    const HeadsView<const uint16_t>& query = params.attention.query;
+    const int64_t num_tiles = ceil_div(query.rows, Config::kBlockM);
+    static const std::string name =
+        "attention_forward_options_sm80<" + std::to_string(kHeadDim) + ", " + to_string(kDataType) + ">";
+    const int64_t num_ctas = num_tiles * query.heads * query.batch;
+    const Launch launch{name.c_str(), /*compute_capability=*/80, num_ctas, Config::kNumThreads,
+                        sizeof(ForwardOptionsStorageSm80<Config>)};
+    launch_kernel(attention_forward_options_sm80<kHeadDim, kDataType>, launch, params, stream);
+}
+
+}  // namespace fastattn

@@ -1,0 +1,55 @@
+// Dropout on a warp's accumulators: which probabilities are kept is a function of the seed and of their place alone.
+// Philox 4x32-10 (Salmon et al., SC 2011): counter (key / 4, row, head, 0), word key % 4.
+#pragma once
+
+#include <cstdint>
+
+#include "device/fragment.cuh"
+
+namespace fastattn {
+
+__device__ __forceinline__ uint4 philox_4x32_10(uint4 counter, uint2 key) {
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+        const uint32_t high0 = __umulhi(0xd2511f53, counter.x), low0 = 0xd2511f53 * counter.x;
+        const uint32_t high1 = __umulhi(0xcd9e8d57, counter.z), low1 = 0xcd9e8d57 * counter.z;
+        counter = {high1 ^ counter.y ^ key.x, low1, high0 ^ counter.w ^ key.y, low0};
+        key.x += 0x9e3779b9;
+        key.y += 0xbb67ae85;
+    }
+    return counter;
+}
+
+struct Dropout {
+    uint2 seed;
+    uint32_t threshold;  // words below it drop
+    uint32_t head;       // counted over batch and heads
+
+    // Sets what is dropped of rP, whose upper left element is [first_row][first_key], to 0. first_key % 8 == 0.
+    template <int kTilesM, int kTilesN>
+    __device__ __forceinline__ void apply(float (&rP)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
+                                          int lane) const {
+        // Two lanes share the four keys of a counter, in two rows: each computes one row's words and gives half away.
+        const int odd = lane & 1;
+        const uint32_t counter_key = static_cast<uint32_t>(first_key + accumulator_column(lane)) / 4;
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+            const uint32_t row = first_row + m * kMmaM + accumulator_row(lane) + 8 * odd;
+#pragma unroll
+            for (int n = 0; n < kTilesN; ++n) {
+                const uint4 words = philox_4x32_10({counter_key + n * (kMmaN / 4), row, head, 0}, seed);
+                const uint32_t given0 = odd ? words.x : words.z, given1 = odd ? words.y : words.w;
+                const uint32_t taken0 = __shfl_xor_sync(0xffffffff, given0, 1);
+                const uint32_t taken1 = __shfl_xor_sync(0xffffffff, given1, 1);
+                const uint32_t upper0 = odd ? taken0 : words.x, upper1 = odd ? taken1 : words.y;
+                const uint32_t lower0 = odd ? words.z : taken0, lower1 = odd ? words.w : taken1;
+                rP[m][n][0] = upper0 < threshold ? 0.0f : rP[m][n][0];
+                rP[m][n][1] = upper1 < threshold ? 0.0f : rP[m][n][1];
+                rP[m][n][2] = lower0 < threshold ? 0.0f : rP[m][n][2];
+                rP[m][n][3] = lower1 < threshold ? 0.0f : rP[m][n][3];
+            }
+        }
+    }
+};
+
+}  // namespace fastattn

@@ -1,0 +1,154 @@
+// What a score goes through between Q·Kᵀ and the softmax: scale, softcap, bias or ALiBi, mask. All of it is decided at
+// run time, by branches that a whole CTA takes alike; the order of the passes over the accumulators is the order of the
+// steps.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "device/fragment.cuh"
+#include "device/ptx/cvt.cuh"
+#include "device/sequence.cuh"
+#include "device/softmax.cuh"
+
+namespace fastattn {
+
+// The scores of one head of one sequence. What all heads have in common stays in the kernel's parameters, which take no
+// registers.
+struct HeadScores {
+    using BiasKind = BiasView::Kind;
+
+    const ScoreParams& params;
+    Window window;
+    int32_t num_rows;
+    float slope;
+    const char* bias;  // of the first row and key
+
+    __device__ __forceinline__ HeadScores(const ScoreParams& params, int32_t batch, int32_t head, int32_t num_rows,
+                                          int32_t num_keys)
+        : params(params),
+          window{num_keys, params.top_left ? 0 : num_keys - num_rows, params.window_left, params.window_right},
+          num_rows(num_rows),
+          slope(params.alibi_slopes == nullptr ? 0.0f : params.alibi_slopes[batch * params.alibi_batch_stride + head]),
+          bias(static_cast<const char*>(params.bias.data) +
+               (batch * params.bias.batch_stride + head * params.bias.head_stride) * bias_bytes()) {}
+
+    __device__ __forceinline__ bool has_bias() const { return params.bias.kind != BiasKind::kNone; }
+
+    __device__ __forceinline__ int64_t bias_bytes() const {
+        return params.bias.kind == BiasKind::kBool ? 1 : params.bias.kind == BiasKind::kFloat32 ? 4 : 2;
+    }
+
+    // The bits of one element, which are of type T.
+    template <typename T>
+    __device__ __forceinline__ uint32_t bias_bits(int32_t row, int32_t key) const {
+        return reinterpret_cast<const T*>(bias)[row * params.bias.row_stride + key * params.bias.key_stride];
+    }
+
+    // What these bits add to a score: -inf is a mask.
+    template <BiasKind kKind>
+    __device__ __forceinline__ static float bias_value(uint32_t bits) {
+        if constexpr (kKind == BiasKind::kBool) return bits != 0 ? 0.0f : -kInfinity;
+        if constexpr (kKind == BiasKind::kFloat16) return ptx::cvt_f32_f16(static_cast<uint16_t>(bits));
+        if constexpr (kKind == BiasKind::kBFloat16) return __uint_as_float(bits << 16);
+        return __uint_as_float(bits);
+    }
+
+    // Calls function(type of an element's bits{}, kind{}) for the kind of bias that there is.
+    template <typename Function>
+    __device__ __forceinline__ void with_bias_kind(Function&& function) const {
+        switch (params.bias.kind) {
+            case BiasKind::kNone:
+                return;
+            case BiasKind::kBool:
+                return function(uint8_t{}, std::integral_constant<BiasKind, BiasKind::kBool>{});
+            case BiasKind::kFloat16:
+                return function(uint16_t{}, std::integral_constant<BiasKind, BiasKind::kFloat16>{});
+            case BiasKind::kBFloat16:
+                return function(uint16_t{}, std::integral_constant<BiasKind, BiasKind::kBFloat16>{});
+            case BiasKind::kFloat32:
+                return function(uint32_t{}, std::integral_constant<BiasKind, BiasKind::kFloat32>{});
+        }
+    }
+
+    __device__ __forceinline__ bool sees(int32_t row, int32_t key) const {
+        const KeyRange keys = window.keys_of(row);
+        if (key < keys.begin || key >= keys.end || row >= num_rows) return false;
+        bool is_visible = true;
+        with_bias_kind([&](auto bits, auto kind) {
+            is_visible = bias_value<kind.value>(bias_bits<decltype(bits)>(row, key)) != -kInfinity;
+        });
+        return is_visible;
+    }
+
+    // The bias of a tile, as early as possible: it is needed only after Q·Kᵀ.
+    template <int kTilesM, int kTilesN>
+    __device__ __forceinline__ void load_bias(uint32_t (&rB)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
+                                              int lane) const {
+        with_bias_kind([&](auto bits, auto) {
+            for_own_rows<kTilesM>(lane, [&](int m, int half, int row_in_tile) {
+                const int32_t row = first_row + row_in_tile, key = first_key + accumulator_column(lane);
+#pragma unroll
+                for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int32_t column = key + n * kMmaN + e;
+                        const bool exists = row < num_rows && column < window.num_keys;
+                        rB[m][n][2 * half + e] = exists ? bias_bits<decltype(bits)>(row, column) : 0;
+                    }
+                }
+            });
+        });
+    }
+
+    // Turns Q·Kᵀ into scores in nats, -inf where a row does not see a key. kMasked: some row may not see some key.
+    template <bool kMasked, int kTilesM, int kTilesN>
+    __device__ __forceinline__ void apply(float (&rS)[kTilesM][kTilesN][4], const uint32_t (&rB)[kTilesM][kTilesN][4],
+                                          int32_t first_row, int32_t first_key, int lane) const {
+        const float scale = params.scale, softcap = params.softcap;
+        if (softcap > 0) {
+            const float ratio = scale / softcap;
+            for_each(rS, [&](int, int, int, float s) { return softcap * tanhf(s * ratio); });
+        } else {
+            for_each(rS, [&](int, int, int, float s) { return s * scale; });
+        }
+        const int32_t row = first_row + accumulator_row(lane), key = first_key + accumulator_column(lane);
+        if (slope != 0) {
+            const int32_t ahead = row + window.num_keys - num_rows - key;
+            for_each(rS, [&](int m, int n, int e, float s) {
+                return s - slope * static_cast<float>(abs(ahead + m * kMmaM + 8 * (e / 2) - n * kMmaN - e % 2));
+            });
+        }
+        with_bias_kind([&](auto, auto kind) {  // -inf is a mask also where the score is NaN
+            for_each(rS, [&](int m, int n, int e, float s) {
+                const float added = bias_value<kind.value>(rB[m][n][e]);
+                return added == -kInfinity ? -kInfinity : s + added;
+            });
+        });
+        if constexpr (kMasked) {
+            KeyRange seen[kTilesM][2];
+            for_own_rows<kTilesM>(lane, [&](int m, int half, int row_in_tile) {
+                seen[m][half] = window.keys_of(first_row + row_in_tile);
+            });
+            for_each(rS, [&](int m, int n, int e, float s) {
+                const int32_t column = key + n * kMmaN + e % 2;
+                return column >= seen[m][e / 2].begin && column < seen[m][e / 2].end ? s : -kInfinity;
+            });
+        }
+    }
+
+  private:
+    template <int kTilesM, int kTilesN, typename Function>
+    __device__ __forceinline__ static void for_each(float (&rS)[kTilesM][kTilesN][4], Function&& function) {
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+            for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) rS[m][n][e] = function(m, n, e, rS[m][n][e]);
+            }
+        }
+    }
+};
+
+}  // namespace fastattn

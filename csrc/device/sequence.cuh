@@ -1,0 +1,40 @@
+// Which rows of packed tensors belong to a sequence, and which keys a row of it sees.
+#pragma once
+
+#include <cstdint>
+
+#include "host/params.h"
+
+namespace fastattn {
+
+struct Sequence {
+    int32_t begin, length;
+};
+
+// Sequence `batch` of a dense tensor is whole. Offsets on the device may be anything: they are clamped to the tensor.
+__device__ __forceinline__ Sequence sequence_of(const int32_t* cu_seqlens, int32_t batch, int32_t total, int32_t most) {
+    if (cu_seqlens == nullptr) return {0, most};
+    const int32_t begin = min(max(cu_seqlens[batch], 0), total);
+    const int32_t end = min(max(cu_seqlens[batch + 1], begin), total);
+    return {begin, min(end - begin, most)};
+}
+
+// Keys [begin, end).
+struct KeyRange {
+    int32_t begin, end;
+};
+
+// Row i stands at key i + offset, and sees `left` keys before and `right` keys after that; negative: all.
+struct Window {
+    int32_t num_keys, offset, left, right;
+
+    __device__ __forceinline__ KeyRange keys_of(int32_t row) const {
+        const int64_t position = int64_t{row} + offset;
+        const int64_t first = left < 0 ? 0 : position - left;
+        const int64_t end = right < 0 ? num_keys : position + right + 1;
+        return {static_cast<int32_t>(max(first, int64_t{0})),
+                static_cast<int32_t>(max(min(end, int64_t{num_keys}), int64_t{0}))};
+    }
+};
+
+}  // namespace fastattn

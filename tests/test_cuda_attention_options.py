@@ -1,0 +1,202 @@
+"""The CUDA C++ forward kernel with every option, through its op, against the oracle: on a GPU, else on the emulator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from attention_cases import DTYPES, Case, compare, forward_arguments, make_problem
+from fastattn import native
+from kernel_device import DEVICE
+
+EMULATED = DEVICE == "cpu"
+if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+    from emulator import cuda_runtime, launches, options
+
+pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.usefixtures("emulated_gpu", "tracked_tensors"),
+    pytest.mark.skipif(
+        "80" not in native.BUILD["archs"] or native.TAKES_CPU_TENSORS != EMULATED, reason="needs kernels: no nvcc"
+    ),
+]
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["f16", "bf16"])
+
+CAUSAL = (-1, 0)
+KERNEL = "attention_forward_options_sm80"
+# Two tiles of rows and several of keys, neither of them full.
+SHAPE = (1, 2, 1, 141, 101)
+OPTIONS = [
+    Case(window=CAUSAL, shape=(1, 2, 1, 47, 133)),
+    Case(window=CAUSAL, top_left=True, shape=SHAPE),
+    Case(window=(7, -1), shape=SHAPE),
+    Case(window=(-1, 5), shape=SHAPE),
+    Case(window=(40, 3), shape=(1, 2, 1, 101, 141)),
+    Case(window=(0, 0), shape=(1, 2, 1, 140, 140)),
+    Case(window=(2**31 - 1, 2**31 - 1), shape=SHAPE),
+    Case(softcap=2.0, window=CAUSAL, shape=SHAPE),
+    Case(alibi="head", shape=SHAPE),
+    Case(alibi="batch", shape=(2, 3, 1, 17, 140), window=CAUSAL),
+    Case(sinks=True, window=CAUSAL, shape=SHAPE),
+    Case(sinks=True, shape=(1, 2, 1, 5, 0)),
+    Case(dropout=0.3, shape=SHAPE),
+    Case(dropout=0.7, window=CAUSAL, shape=(2, 2, 1, 30, 150)),
+    Case(dropout=1.0, shape=SHAPE),
+    Case(scale=0.0, softcap=1.0, shape=SHAPE),
+    Case(scale=-0.4, sinks=True, shape=SHAPE),
+    Case(shape=(2, 6, 3, 33, 77), window=(30, 30)),
+    Case(shape=(1, 4, 4, 33, 77), sinks=True),
+    Case(mask="bool", mask_shape=(0, 0, 1, 1), shape=SHAPE),
+    Case(mask="bool", mask_shape=(1, 1, 0, 1), shape=(2, 2, 2, 133, 47)),
+    Case(mask="bool", mask_shape=(1, 0, 1, 0), shape=(2, 2, 1, 33, 77)),  # whole rows masked
+    Case(mask="float", mask_shape=(1, 2, 1, 1), shape=(2, 4, 2, 33, 77)),
+    Case(mask="float", mask_shape=(0, 1, 1, 1), shape=SHAPE, dropout=0.2),
+    Case(mask="float", mask_shape=(1, 0, 1, 1), shape=(2, 3, 1, 20, 95), window=CAUSAL),
+    Case(mask="float", mask_shape=(0, 0, 0, 0), shape=(2, 2, 1, 33, 77), softcap=3.0),
+    Case(mask="inf", mask_shape=(0, 1, 1, 1), shape=SHAPE),
+    Case(mask="inf", mask_shape=(1, 2, 1, 0), sinks=True),
+    Case(mask="min", mask_shape=(1, 0, 0, 1), shape=(2, 2, 1, 33, 77)),
+    Case(mask="all min", mask_shape=(0, 0, 1, 1), shape=(2, 2, 1, 33, 77)),
+    Case(layout="bshd", shape=(2, 4, 2, 19, 65), softcap=5.0),
+    Case(layout="sliced", shape=(2, 4, 2, 19, 65), softcap=5.0),
+    Case(layout="misaligned", shape=(2, 4, 2, 19, 65), softcap=5.0),
+    Case(magnitude=30.0, window=(9, 9), shape=SHAPE),
+]
+# Each kernel at its own head dim, and below it, with values narrower and wider than queries.
+HEAD_DIMS = [(32, 32), (8, 24), (64, 64), (40, 64), (96, 96), (96, 72), (128, 128), (128, 16), (192, 128), (256, 256)]
+PACKED = ((5, 0, 133, 1, 17), (40, 7, 0, 1, 70))
+PACKED_CASES = [
+    Case(lengths=PACKED),
+    Case(lengths=PACKED, window=CAUSAL, shape=(1, 4, 2, 0, 0), sinks=True),
+    Case(lengths=PACKED, window=(9, 2), softcap=2.0, head_dims=(40, 24)),
+    Case(lengths=PACKED, alibi="batch", dropout=0.4, window=CAUSAL),
+    Case(lengths=((0, 0), (3, 4))),
+]
+
+
+@contextlib.contextmanager
+def checked(**changes: Any) -> Iterator[None]:
+    """On the emulator, every check there is; ``changes``: other options of launches."""
+    if not EMULATED:
+        yield
+        return
+    with (
+        cuda_runtime.raising_faults(),
+        options.launching(**{"tracked": True, "uninitialised": True, **changes}),
+    ):
+        yield
+
+
+def run(case: Case, **launching: Any) -> dict[str, Tensor]:
+    problem = make_problem(case)
+    with checked(**launching):
+        out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+    return {"out": out, "lse": lse}
+
+
+def check(case: Case, **launching: Any) -> None:
+    compare(case, make_problem(case), run(case, **launching), names=("out", "lse"))
+
+
+@each_dtype
+@pytest.mark.parametrize("case", OPTIONS, ids=str)
+def test_each_option(case: Case, dtype: torch.dtype) -> None:
+    check(replace(case, dtype=dtype), seed=case.shape[-1])
+
+
+@each_dtype
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+def test_head_dims(head_dims: tuple[int, int], dtype: torch.dtype) -> None:
+    check(Case(head_dims=head_dims, dtype=dtype, window=(50, 4), sinks=True, shape=SHAPE))
+
+
+@each_dtype
+@pytest.mark.parametrize("case", PACKED_CASES, ids=str)
+def test_packed(case: Case, dtype: torch.dtype) -> None:
+    check(replace(case, dtype=dtype))
+
+
+@pytest.mark.parametrize("broken", [(0, 300, 2, 40), (-7, 5, 2**31 - 1, 9), (9, 9, 9, 9)], ids=str)
+def test_offsets_in_device_memory_are_not_trusted(broken: tuple[int, ...]) -> None:
+    """Whatever they say, nothing outside of the tensors is touched. Sequences that overlap write the same rows."""
+    case = Case(lengths=((20, 13, 7), (11, 30, 8)))
+    problem = make_problem(case)
+    problem.cu_seqlens_q = torch.tensor(broken, dtype=torch.int32, device=DEVICE)
+    problem.cu_seqlens_k = torch.tensor(broken[::-1], dtype=torch.int32, device=DEVICE)
+    with checked(**({"races": False} if EMULATED else {})):
+        out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+    assert not out.isnan().any() and not lse.isnan().any()
+
+
+@each_dtype
+@pytest.mark.parametrize("spoiled", ["nan", "inf"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(window=(20, 3), shape=(1, 2, 1, 60, 80), softcap=4.0),
+        Case(window=(6, 2), shape=(1, 2, 2, 50, 60), sinks=True),
+        Case(mask="bool", mask_shape=(0, 0, 1, 1), shape=(1, 2, 1, 40, 70)),
+        Case(mask="inf", mask_shape=(0, 1, 1, 1), shape=(1, 2, 1, 40, 70), dropout=0.3),
+    ],
+    ids=str,
+)
+def test_masked_keys_have_no_influence(case: Case, spoiled: str, dtype: torch.dtype) -> None:
+    """NaN or infinities in one key reach the rows that see it, and no other."""
+    case = replace(case, dtype=dtype)
+    problem, at = make_problem(case), 17
+    clean = run(case)
+    for tensor in (problem.key, problem.value):
+        tensor[:, :, at] = float(spoiled)
+    with checked():
+        out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+    row = torch.arange(case.shape[3])[:, None] + case.shape[4] - case.shape[3]
+    left, right = (side if side >= 0 else 10**6 for side in case.window)
+    sees = ((row - left <= at) & (at <= row + right)).view(1, 1, -1).to(DEVICE)
+    if problem.bias is not None:
+        column = problem.bias.expand(*case.shape[:2], *case.shape[3:])[..., at]
+        sees = sees & (column if column.dtype == torch.bool else column != -torch.inf)
+    sees = sees.expand(lse.shape)
+    assert sees.any() and not sees.all()
+    assert torch.equal(out[~sees], clean["out"][~sees]) and torch.equal(lse[~sees], clean["lse"][~sees])
+    if spoiled == "nan":
+        assert out[sees].isnan().all()
+
+
+@pytest.mark.skipif(not EMULATED, reason="a GPU takes whatever order it likes")
+@pytest.mark.parametrize("seed", range(4))
+def test_order_of_warps_and_copies_has_no_influence(seed: int) -> None:
+    case = Case(window=(30, 30), shape=(1, 2, 1, 200, 150), dropout=0.2, mask="float", mask_shape=(0, 1, 1, 1))
+    first, again = run(case, seed=100), run(case, seed=seed)
+    assert torch.equal(first["out"], again["out"]) and torch.equal(first["lse"], again["lse"])
+
+
+@pytest.mark.skipif(not EMULATED, reason="looks into the emulator")
+def test_key_tiles_that_no_row_sees_are_not_visited() -> None:
+    """A window of 8 keys over 1000: the tensor cores have work for the tiles at the diagonal alone."""
+    case = Case(window=(8, 0), shape=(1, 1, 1, 1000, 1000), head_dims=(64, 64))
+    with launches.recorded() as found:
+        run(case)
+    (launched,) = found
+    assert KERNEL in launched.report.kernel
+    assert launched.report.bank_conflicts == 0
+    (work,) = launched.report.tensor_core.values()
+    assert work.multiply_adds <= 2 * 8 * 128 * (128 + 2 * 32) * 64
+
+
+@each_dtype
+def test_the_public_functions_choose_it(dtype: torch.dtype) -> None:
+    query, key, value = (torch.randn(1, 2, 40, 72, dtype=dtype, device=DEVICE) for _ in range(3))
+    name = f"{KERNEL}<96, {str(dtype).removeprefix('torch.')}>"
+    explained = fastattn.explain(fastattn.attention, query, key, value, window=(5, 5), softcap=2.0)
+    assert (explained.backend, explained.kernel) == ("cuda", name)
+    with fastattn.record() as calls, checked():
+        fastattn.attention(query, key, value, window=(5, 5), softcap=2.0)
+        fastattn.scaled_dot_product_attention(query, key, value, torch.ones(40, 40, dtype=torch.bool, device=DEVICE))
+    assert calls == [("attention", "cuda", name)] * 2
