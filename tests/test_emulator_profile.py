@@ -97,10 +97,35 @@ def test_only_some_kernels(files: tuple[Path, Path]) -> None:
     done = profile("--kernel", "^sc", files[1], files[0], 1)
     assert done.returncode == 0 and "scale\n" in done.stdout and "other\n" not in done.stdout
 
+    done = profile("--kernel", "attention", files[1], files[0], 1)
+    assert done.stdout == "no kernel has a name that matches attention: there are scale, other\n"
 
-def test_what_a_script_raises_is_raised(files: tuple[Path, Path]) -> None:
-    done = profile(files[1], files[0], "nonsense")
-    assert done.returncode != 0 and "ValueError" in done.stderr
+
+@pytest.mark.parametrize(("last_line", "code"), [("sys.exit(0)", 0), ("sys.exit(3)", 3), ("int('nonsense')", 1)])
+def test_however_a_script_ends_its_launches_are_printed(files: tuple[Path, Path], last_line: str, code: int) -> None:
+    files[1].write_text(f"{SCRIPT}\n{last_line}\n")
+    done = profile(files[1], files[0], 1)
+    assert done.returncode == code and "scale\n  launches 1:" in done.stdout
+    assert ("ValueError" in done.stderr) == (code == 1), done.stderr
+
+
+def test_a_script_without_kernels(files: tuple[Path, Path]) -> None:
+    files[1].write_text("")
+    done = profile(files[1])
+    assert done.returncode == 0 and done.stdout == "no kernel was launched\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["missing.ptx"], "there is no file missing.ptx"),
+        (["missing.py"], "there is no file missing.py"),
+        (["--kernel", "(", __file__], "( is no regular expression"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_runs(options: list[str], message: str) -> None:
+    done = profile(*options)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
 @with_tools
@@ -134,4 +159,4 @@ def test_without_the_tools_the_counts_remain(files: tuple[Path, Path], monkeypat
     text = command.render(found, 10)
     assert found.facts is None and "is missing here" in text and "executed (PTX)" in text
     with pytest.raises(SystemExit, match="are needed"):
-        command.main(lambda arguments: None, command.argparse.Namespace(script="kernel.ptx", arguments=[]))
+        command.main(command.argparse.Namespace(script=Path("kernel.ptx"), arguments=[]))

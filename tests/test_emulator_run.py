@@ -117,6 +117,41 @@ def test_a_fault_of_a_native_kernel_has_its_place(tmp_path: Path) -> None:
     assert "EmulatorError: out-of-bounds" in done.stderr and "cp_async.cuh" in done.stderr
 
 
-def test_an_unknown_gpu_is_refused(tmp_path: Path) -> None:
-    done = run(ADD_ONE, tmp_path, "--arch", "sm_75")
-    assert done.returncode == 2 and "sm_80" in done.stderr
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--arch", "sm_75"], "sm_80"),
+        (["--sms", "0"], "--sms: expected a number of at least 1, got 0"),
+        (["--shared-memory", "-1"], "--shared-memory: expected a number of at least 1, got -1"),
+        (["missing.py"], "there is no file missing.py"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, options: list[str], message: str) -> None:
+    done = run(ADD_ONE, tmp_path, *options)
+    assert done.returncode == 2 and message in done.stderr and done.stdout == ""
+
+
+def test_an_impossible_gpu_is_refused() -> None:
+    from emulator import device
+
+    for wrong in ({"num_sms": 0}, {"shared_memory_bytes": -1}, {"arch": 75}):
+        with pytest.raises(ValueError, match=next(iter(wrong))), device.emulated(**wrong):
+            pass
+
+
+def test_a_script_finds_its_neighbours_and_keeps_its_exit_code(tmp_path: Path) -> None:
+    """Kernels of another module too; options after the script's name are the script's."""
+    (tmp_path / "neighbour.py").write_text(textwrap.dedent(ADD_ONE.rpartition("    x = torch")[0]))
+    script = """
+        import sys
+        import torch
+        from neighbour import add_one
+
+        x = torch.zeros(3)
+        add_one[(1,)](x, 3, BLOCK=128)
+        print(x.tolist(), sys.argv[1:])
+        sys.exit(7)
+    """
+    done = run(script, tmp_path, arguments=("--seed", "-h"))
+    assert done.returncode == 7, done.stderr
+    assert done.stdout == "[1.0, 1.0, 1.0] ['--seed', '-h']\n"

@@ -11,7 +11,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m emulator", description=__doc__)
     subparsers = parser.add_subparsers(required=True)
     run.add_parser(subparsers)
-    profiling.add_parser(subparsers, run.add_options, run.run_script)
+    profiling.add_parser(subparsers)
     arguments = parser.parse_args()
     arguments.function(arguments)
 

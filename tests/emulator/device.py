@@ -25,6 +25,9 @@ def emulated(arch: int = 80, num_sms: int | None = None, shared_memory_bytes: in
     usual_sms, usual_bytes = USUAL[arch]
     num_sms = usual_sms if num_sms is None else num_sms
     shared_memory_bytes = usual_bytes if shared_memory_bytes is None else shared_memory_bytes
+    for name, value in (("num_sms", num_sms), ("shared_memory_bytes", shared_memory_bytes)):
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
     with contextlib.ExitStack() as stack:
         if importlib.util.find_spec("triton") is not None:
             from emulator import triton_driver

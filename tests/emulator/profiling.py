@@ -15,16 +15,18 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from emulator import launches, static_facts
+from emulator import launches, run, static_facts
 from emulator.launches import Launched
 from emulator.nvcc_compile import compile_ptx
 from emulator.report import InstructionCounts, Report
 from emulator.static_facts import KernelFacts
+
+SOURCES = (".ptx", ".cu")  # of files that are not scripts
 
 
 @dataclass(frozen=True)
@@ -218,40 +220,56 @@ def as_json(profile: KernelProfile) -> dict[str, Any]:
 # --- The command ------------------------------------------------------------------------------------------------------
 
 
-def add_parser(
-    subparsers: Any,
-    add_options: Callable[[argparse.ArgumentParser], Any],
-    run_script: Callable[[argparse.Namespace], Any],
-) -> None:
-    """The subcommand. ``add_options`` and ``run_script`` are those of ``run``: the latter finds ``script`` and
-    ``arguments`` in what it is given."""
+def pattern(text: str) -> re.Pattern[str]:
+    """A command's argument that is a regular expression."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text} is no regular expression: {error}") from None
+
+
+def add_parser(subparsers: Any) -> None:
+    """The subcommand."""
     parser = subparsers.add_parser(
         "profile",
         help="what kernels execute, and what their machine code is made of",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_options(parser)
-    parser.add_argument("--kernel", default="", help="only kernels whose name matches this regular expression")
+    run.add_options(parser)
+    parser.add_argument("--kernel", type=pattern, help="only kernels whose name matches this regular expression")
     parser.add_argument("--lines", type=int, default=10, help="rows of the long tables (default 10)")
     parser.add_argument("--json", type=Path, help="also write everything to this file")
     parser.add_argument("-I", dest="include", type=Path, action="append", default=[], help="of a .cu file")
-    parser.add_argument("script", help="a Python script, or a .ptx or .cu file")
+    parser.add_argument("script", type=run.existing_file, help="a Python script, or a .ptx or .cu file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's")
-    parser.set_defaults(function=functools.partial(main, run_script))
+    parser.set_defaults(function=main)
 
 
-def main(run_script: Callable[[argparse.Namespace], Any], arguments: argparse.Namespace) -> None:
-    file = Path(arguments.script)
-    if file.suffix in (".ptx", ".cu"):
-        if not static_facts.has_tools():
-            raise SystemExit("ptxas, cuobjdump and nvdisasm are needed for this: they come with the CUDA toolkit")
-        profiles = of_source(file, arguments.arch, arguments.include)
+def show(profiles: list[KernelProfile], arguments: argparse.Namespace) -> None:
+    """Print those that ``--kernel`` chooses, and write them to the file of ``--json``."""
+    chosen = profiles
+    if arguments.kernel is not None:
+        chosen = [p for p in profiles if any(map(arguments.kernel.search, (demangled(p.kernel), p.kernel)))]
+    if chosen:
+        print("\n\n".join(render(profile, arguments.lines) for profile in chosen))
+    elif profiles:
+        names = ", ".join(dict.fromkeys(demangled(profile.kernel) for profile in profiles))
+        print(f"no kernel has a name that matches {arguments.kernel.pattern}: there are {names}")
     else:
-        with launches.recorded() as launched:
-            run_script(arguments)
-        profiles = of_launches(launched)
-    chosen = [p for p in profiles if re.search(arguments.kernel, demangled(p.kernel)) or arguments.kernel == p.kernel]
-    print("\n\n".join(render(profile, arguments.lines) for profile in chosen) or "no kernel was launched")
+        print("no kernel was launched" if arguments.script.suffix not in SOURCES else "there is no kernel in it")
     if arguments.json:
         arguments.json.write_text(json.dumps([as_json(profile) for profile in chosen], indent=2) + "\n")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    if arguments.script.suffix in SOURCES:
+        if not static_facts.has_tools():
+            raise SystemExit("ptxas, cuobjdump and nvdisasm are needed for this: they come with the CUDA toolkit")
+        show(of_source(arguments.script, arguments.arch, arguments.include), arguments)
+        return
+    with launches.recorded() as launched:
+        try:
+            run.run_script(arguments)
+        finally:  # also when the script ends in sys.exit or by an error
+            show(of_launches(launched), arguments)

@@ -19,11 +19,26 @@ from emulator import allocations, cuda_runtime, device, native_library, options
 ARCHS = {"sm_80": 80, "sm_90": 90, "sm_90a": 90}
 
 
+def existing_file(text: str) -> Path:
+    """A command's argument that names a file."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return Path(text)
+
+
+def positive(text: str) -> int:
+    """A command's argument that counts something."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")
+    return int(text)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The emulated GPU, and how launches run."""
     parser.add_argument("--arch", choices=ARCHS, help="the emulated GPU (default sm_80)")
-    parser.add_argument("--sms", type=int, metavar="N", help="its multiprocessors (default 108 on sm_80, 132 on sm_90)")
-    parser.add_argument("--shared-memory", type=int, metavar="BYTES", help="that one block may have")
+    usual_sms = "default 108 on sm_80, 132 on sm_90"
+    parser.add_argument("--sms", type=positive, metavar="N", help=f"its multiprocessors ({usual_sms})")
+    parser.add_argument("--shared-memory", type=positive, metavar="BYTES", help="that one block may have")
     parser.add_argument("--seed", type=int, default=0, help="of what the hardware leaves open (default 0)")
     parser.add_argument("--uninitialised", action="store_true", help="reading shared memory nobody wrote is an error")
 
@@ -52,6 +67,6 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(parser)
-    parser.add_argument("script", help="a Python script")
+    parser.add_argument("script", type=existing_file, help="a Python script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's")
     parser.set_defaults(function=run_script)
