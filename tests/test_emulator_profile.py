@@ -134,6 +134,10 @@ def test_a_ptx_file(files: tuple[Path, Path]) -> None:
     assert done.returncode == 0, done.stderr
     assert "scale\n  registers" in done.stdout and "executed" not in done.stdout
     assert "other\n  registers" in done.stdout
+    done = profile(files[0], "--kernel", "^sc")
+    assert done.returncode == 0 and "scale\n" in done.stdout and "other\n" not in done.stdout
+    done = profile(files[0], "nonsense")
+    assert done.returncode == 2 and "unrecognized arguments: nonsense" in done.stderr
 
 
 @with_tools
@@ -142,9 +146,17 @@ def test_a_cuda_file(tmp_path: Path) -> None:
     (tmp_path / "half.h").write_text("#define HALF 0.5f\n")
     source = tmp_path / "kernel.cu"
     source.write_text('#include "half.h"\n__global__ void halve(float* x) { x[threadIdx.x] *= HALF; }\n')
-    done = profile("-I", tmp_path, source, PATH="/usr/local/bin:/usr/bin:/bin")
-    assert done.returncode == 0, done.stderr
-    assert "halve" in done.stdout and "static shared memory 0 bytes" in done.stdout
+    for arguments in (["-I", tmp_path, source], [source, "-I", tmp_path, "--arch", "sm_90"]):
+        done = profile(*arguments, PATH="/usr/local/bin:/usr/bin:/bin")
+        assert done.returncode == 0, done.stderr
+        assert "halve" in done.stdout and "static shared memory 0 bytes" in done.stdout
+
+
+@with_tools
+def test_what_the_compiler_refuses_is_said_in_its_words(files: tuple[Path, Path]) -> None:
+    files[0].write_text(PTX.replace("mul.f32", "mul.f31"))
+    done = profile(files[0])
+    assert done.returncode == 1 and ".f31" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_without_the_tools_the_counts_remain(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

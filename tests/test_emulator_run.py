@@ -123,6 +123,7 @@ def test_a_fault_of_a_native_kernel_has_its_place(tmp_path: Path) -> None:
         (["--arch", "sm_75"], "sm_80"),
         (["--sms", "0"], "--sms: expected a number of at least 1, got 0"),
         (["--shared-memory", "-1"], "--shared-memory: expected a number of at least 1, got -1"),
+        (["--seed", "-1"], "--seed: expected a number of at least 0, got -1"),
         (["missing.py"], "there is no file missing.py"),
     ],
 )
@@ -137,6 +138,15 @@ def test_an_impossible_gpu_is_refused() -> None:
     for wrong in ({"num_sms": 0}, {"shared_memory_bytes": -1}, {"arch": 75}):
         with pytest.raises(ValueError, match=next(iter(wrong))), device.emulated(**wrong):
             pass
+
+
+def test_replicas_of_what_changes_in_place_are_a_race(tmp_path: Path) -> None:
+    """All four warps load the 16 elements, and one of them stores."""
+    script = ADD_ONE.replace("BLOCK=128", "BLOCK=16").replace("torch.zeros(200)", "torch.zeros(32)")
+    done = run(script, tmp_path, arguments=("32",))
+    assert done.returncode == 1 and "EmulatorError: race" in done.stderr
+    done = run(script, tmp_path, "--no-races", arguments=("32",))
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_script_finds_its_neighbours_and_keeps_its_exit_code(tmp_path: Path) -> None:

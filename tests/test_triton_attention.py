@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import replace
 from typing import Any
@@ -46,14 +47,14 @@ OPTIONS = [
     Case(mask="bool", mask_shape=(0, 0, 1, 1)),
     Case(mask="bool", mask_shape=(1, 1, 0, 1), shape=(2, 2, 2, 33, 47)),
     Case(mask="bool", mask_shape=(1, 0, 1, 0), shape=(2, 2, 1, 33, 47)),  # whole rows masked
-    Case(mask="float", mask_shape=(1, 2, 1, 1), shape=(2, 4, 2, 33, 47)),
+    Case(mask="float", mask_shape=(1, 1, 1, 1), shape=(2, 4, 2, 33, 47)),
     Case(mask="float", mask_shape=(0, 1, 1, 1), shape=(2, 2, 1, 33, 47), dropout=0.2),
     Case(mask="float", mask_shape=(1, 0, 1, 1), shape=(2, 3, 1, 20, 35), window=CAUSAL),
     Case(mask="float", mask_shape=(0, 0, 0, 1), shape=(2, 2, 1, 33, 47)),
     Case(mask="float", mask_shape=(0, 1, 1, 0), shape=(2, 2, 1, 33, 47)),
     Case(mask="float", mask_shape=(0, 0, 0, 0), shape=(2, 2, 1, 33, 47), softcap=3.0),
     Case(mask="inf", mask_shape=(0, 1, 1, 1), shape=(2, 2, 1, 33, 47)),
-    Case(mask="inf", mask_shape=(1, 2, 1, 0), sinks=True),
+    Case(mask="inf", mask_shape=(1, 1, 1, 0), sinks=True),
     Case(mask="min", mask_shape=(1, 0, 0, 1), shape=(2, 2, 1, 33, 47)),
 ]
 
@@ -97,7 +98,7 @@ def test_lengths_around_tiles(lengths: tuple[int, int], window: tuple[int, int],
 @pytest.mark.parametrize("shape", [(0, 2, 1, 5, 5), (2, 0, 1, 5, 5), (1, 2, 1, 0, 5), (1, 2, 1, 5, 0)], ids=str)
 @pytest.mark.parametrize("sinks", [False, True])
 def test_empty(shape: tuple[int, int, int, int, int], sinks: bool, monkeypatch: Any) -> None:
-    case = Case(shape=shape, sinks=sinks, mask="float", mask_shape=(1, 2, 1, 1))
+    case = Case(shape=shape, sinks=sinks, mask="float", mask_shape=(1, 1, 1, 1))
     problem = make_problem(case)
     actual = run_kernels(case, problem, monkeypatch)
     assert torch.count_nonzero(actual["out"]) == 0
@@ -338,10 +339,21 @@ def test_dropout_drops_what_the_reference_drops(monkeypatch: Any) -> None:
     assert torch.equal(actual["grad_value"][..., 0].cpu() != 0, keep[:, :, 5])
 
 
-@pytest.mark.parametrize("case", [OPTIONS[1], OPTIONS[17], OPTIONS[30]], ids=str)
+def another_order() -> contextlib.AbstractContextManager[None]:
+    if DEVICE == "cuda":
+        return contextlib.nullcontext()
+    from emulator import options
+
+    return options.launching(seed=SEED, workers=1)
+
+
+@pytest.mark.parametrize("case", [OPTIONS[1], OPTIONS[17], OPTIONS[28], OPTIONS[30]], ids=str)
 def test_same_inputs_same_bits(case: Case, monkeypatch: Any) -> None:
+    """In another order of CTAs, warps and copies too, which on the emulator is another seed."""
     problem = make_problem(case)
-    first, second = run_kernels(case, problem, monkeypatch), run_kernels(case, problem, monkeypatch)
+    first = run_kernels(case, problem, monkeypatch)
+    with another_order():
+        second = run_kernels(case, problem, monkeypatch)
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]), name
 

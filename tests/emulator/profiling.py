@@ -228,6 +228,14 @@ def pattern(text: str) -> re.Pattern[str]:
         raise argparse.ArgumentTypeError(f"{text} is no regular expression: {error}") from None
 
 
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    run.add_options(parser)
+    parser.add_argument("--kernel", type=pattern, help="only kernels whose name matches this regular expression")
+    parser.add_argument("--lines", type=int, default=10, help="rows of the long tables (default 10)")
+    parser.add_argument("--json", type=Path, help="also write everything to this file")
+    parser.add_argument("-I", dest="include", type=Path, action="append", default=[], help="of a .cu file")
+
+
 def add_parser(subparsers: Any) -> None:
     """The subcommand."""
     parser = subparsers.add_parser(
@@ -236,11 +244,7 @@ def add_parser(subparsers: Any) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    run.add_options(parser)
-    parser.add_argument("--kernel", type=pattern, help="only kernels whose name matches this regular expression")
-    parser.add_argument("--lines", type=int, default=10, help="rows of the long tables (default 10)")
-    parser.add_argument("--json", type=Path, help="also write everything to this file")
-    parser.add_argument("-I", dest="include", type=Path, action="append", default=[], help="of a .cu file")
+    _add_options(parser)
     parser.add_argument("script", type=run.existing_file, help="a Python script, or a .ptx or .cu file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's")
     parser.set_defaults(function=main)
@@ -266,7 +270,16 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.script.suffix in SOURCES:
         if not static_facts.has_tools():
             raise SystemExit("ptxas, cuobjdump and nvdisasm are needed for this: they come with the CUDA toolkit")
-        show(of_source(arguments.script, arguments.arch, arguments.include), arguments)
+        behind = argparse.ArgumentParser(
+            prog="python -m emulator profile", usage=f"%(prog)s {arguments.script} [options]"
+        )
+        _add_options(behind)
+        behind.parse_args(arguments.arguments, arguments)  # what stands behind a kernel is no script's
+        try:
+            profiles = of_source(arguments.script, arguments.arch, arguments.include)
+        except RuntimeError as error:  # a compiler's words
+            raise SystemExit(str(error)) from None
+        show(profiles, arguments)
         return
     with launches.recorded() as launched:
         try:

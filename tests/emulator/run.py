@@ -33,13 +33,21 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def natural(text: str) -> int:
+    """A command's argument that may be 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text}")
+    return int(text)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The emulated GPU, and how launches run."""
     parser.add_argument("--arch", choices=ARCHS, help="the emulated GPU (default sm_80)")
     usual_sms = "default 108 on sm_80, 132 on sm_90"
     parser.add_argument("--sms", type=positive, metavar="N", help=f"its multiprocessors ({usual_sms})")
     parser.add_argument("--shared-memory", type=positive, metavar="BYTES", help="that one block may have")
-    parser.add_argument("--seed", type=int, default=0, help="of what the hardware leaves open (default 0)")
+    parser.add_argument("--seed", type=natural, default=0, help="of what the hardware leaves open (default 0)")
+    parser.add_argument("--no-races", action="store_true", help="accesses that nothing orders are no error")
     parser.add_argument("--uninitialised", action="store_true", help="reading shared memory nobody wrote is an error")
 
 
@@ -51,7 +59,9 @@ def run_script(arguments: argparse.Namespace) -> None:
         # Before the script makes tensors: launches know those that torch allocates from here on.
         stack.enter_context(allocations.tracked())
         stack.enter_context(device.emulated(ARCHS[arguments.arch or "sm_80"], arguments.sms, arguments.shared_memory))
-        stack.enter_context(options.launching(seed=arguments.seed, uninitialised=arguments.uninitialised, tracked=True))
+        races = False if arguments.no_races else None
+        launching = {"seed": arguments.seed, "uninitialised": arguments.uninitialised, "races": races}
+        stack.enter_context(options.launching(**launching, tracked=True))
         sys.argv = [script, *arguments.arguments]
         sys.path.insert(0, str(Path(script).resolve().parent))
         with cuda_runtime.raising_faults():
