@@ -93,6 +93,36 @@ def test_a_script(files: tuple[Path, Path], tmp_path: Path) -> None:
         assert "spilled 0 bytes" in scale and "main loop" in scale
 
 
+TRITON_SCRIPT = """
+import torch
+import triton
+import triton.language as tl
+
+@triton.jit
+def product(a, b, out, SIZE: tl.constexpr):
+    place = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)
+    tl.store(out + place, tl.dot(tl.load(a + place), tl.load(b + place)))
+
+a, b = (torch.ones(64, 64, dtype=torch.float16) for _ in range(2))
+product[(1,)](a, b, torch.empty(64, 64), 64)
+"""
+
+
+@with_tools
+@pytest.mark.parametrize(("arch", "product"), [("sm_80", "mma.sync"), ("sm_90", "wgmma")])
+def test_a_triton_kernel(arch: str, product: str, files: tuple[Path, Path], tmp_path: Path) -> None:
+    """Triton writes PTX of different versions for these."""
+    pytest.importorskip("triton")
+    files[1].write_text(TRITON_SCRIPT)
+    out = tmp_path / "out.json"
+    done = profile("--arch", arch, "--json", out, files[1], TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    assert "tensor cores: f16 * f16 + f32: 262,144 multiply-adds" in done.stdout and "not known" not in done.stdout
+    (entry,) = json.loads(out.read_text())
+    assert any(row["opcode"].startswith(product) for row in entry["counted"]["rows"])
+    assert entry["machine_code"]["registers"] > 0
+
+
 def test_only_some_kernels(files: tuple[Path, Path]) -> None:
     done = profile("--kernel", "^sc", files[1], files[0], 1)
     assert done.returncode == 0 and "scale\n" in done.stdout and "other\n" not in done.stdout
@@ -164,11 +194,19 @@ def test_without_the_tools_the_counts_remain(files: tuple[Path, Path], monkeypat
     from emulator.launches import recorded
     from emulator.module import Module
 
+    def too_old(ptx: str) -> None:
+        raise RuntimeError("ptxas failed: Unsupported .version")
+
+    with monkeypatch.context() as patch, recorded() as launched:
+        patch.setattr(static_facts, "of_ptx", too_old)
+        Module(PTX).launch("other")
+        (found,) = command.of_launches(launched)
+    assert found.facts is None and found.report is not None
     monkeypatch.setattr(static_facts, "candidates", lambda name: [])
     with recorded() as launched:
         Module(PTX).launch("other")
     (found,) = command.of_launches(launched)
     text = command.render(found, 10)
-    assert found.facts is None and "is missing here" in text and "executed (PTX)" in text
+    assert found.facts is None and "not known" in text and "executed (PTX)" in text
     with pytest.raises(SystemExit, match="are needed"):
         command.main(command.argparse.Namespace(script=Path("kernel.ptx"), arguments=[]))

@@ -39,6 +39,16 @@ class KernelProfile:
     grids: dict[str, int]  # "(4, 1, 1) of (128, 1, 1)": launches
 
 
+def facts_of(ptx: str, kernel: str) -> KernelFacts | None:
+    """None where a tool is missing, or too old for this PTX: what was counted is worth printing without it."""
+    if not static_facts.has_tools():
+        return None
+    try:
+        return static_facts.of_ptx(ptx).get(kernel)
+    except RuntimeError:
+        return None
+
+
 def of_launches(launched: Iterable[Launched]) -> list[KernelProfile]:
     """One profile for each kernel, in the order in which they were first launched."""
     groups: dict[tuple[str, str], list[Launched]] = {}
@@ -47,7 +57,7 @@ def of_launches(launched: Iterable[Launched]) -> list[KernelProfile]:
     found = []
     for (kernel, ptx), group in groups.items():
         report = Report.total(one.report for one in group)
-        facts = static_facts.of_ptx(ptx).get(kernel) if static_facts.has_tools() else None
+        facts = facts_of(ptx, kernel)
         if facts is not None:
             report = replace(report, registers=facts.registers)
         grids = Counter(f"{one.grid} of {one.block}" for one in group)
@@ -104,7 +114,7 @@ def share(part: int, whole: int) -> str:
 def facts_lines(profile: KernelProfile) -> list[str]:
     report, facts = profile.report, profile.facts
     if facts is None:
-        lines = ["  registers, spills and machine code are not known: ptxas, cuobjdump or nvdisasm is missing here"]
+        lines = ["  registers, spills, machine code: not known, ptxas or a disassembler is missing here, or is too old"]
     else:
         spills = f"spilled {facts.spill_store_bytes} bytes, reloaded {facts.spill_load_bytes}"
         places = f"accesses to local memory: {facts.local_in_loops} in main loops, {facts.local_outside} elsewhere"

@@ -71,7 +71,9 @@ def candidates(name: str) -> list[Path]:
         pass
     else:
         folders.append(str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin"))
-    found = (shutil.which(name, path=folder) for folder in filter(None, folders))
+    # Triton has a newer ptxas beside the other, for GPUs from sm_90 on and for the PTX that it then writes.
+    names = (name, "ptxas-blackwell") if name == "ptxas" else (name,)
+    found = (shutil.which(one, path=folder) for one in names for folder in filter(None, folders))
     return list(dict.fromkeys(Path(path).resolve() for path in found if path))
 
 
