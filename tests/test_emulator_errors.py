@@ -55,6 +55,21 @@ def test_misaligned() -> None:
     assert error.thread in ((1, 0, 0), (33, 0, 0))  # of whichever warp came first
 
 
+@pytest.mark.quick
+def test_a_copy_that_reaches_into_the_neighbour() -> None:
+    """Its first byte is in one argument and its last in the other, which lies right behind."""
+    body = "ld.param.u64 %rd0, [one]; mov.u32 %r1, buffer; cp.async.ca.shared.global [%r1], [%rd0], 16, {};"
+    both = torch.zeros(64)
+    for size, is_right in ((16, False), (12, False), (8, True)):
+        module = kernel(body.format(size) + " cp.async.wait_all;", ".param .u64 one, .param .u64 out", shared=16)
+        if is_right:
+            module.launch("k", (1,), (1,), [both[:2], both[2:]])
+            continue
+        with pytest.raises(EmulatorError, match=f"out-of-bounds: a read of {size} bytes .* argument 0") as caught:
+            module.launch("k", (1,), (1,), [both[:2], both[2:]])
+        assert caught.value.text is not None and caught.value.text.startswith("ld.param")
+
+
 SHARED = "mov.u32 %r1, buffer; shl.b32 %r2, %r0, 2; add.s32 %r1, %r1, %r2; st.shared.u32 [%r1+{offset}], %r0;"
 
 

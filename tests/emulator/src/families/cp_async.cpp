@@ -38,9 +38,7 @@ Next copy(Warp& warp, const Operation& o, uint32_t mask) {
         if (copy.global[lane] % copy.bytes != 0) {
             throw Fault("misaligned", "the source of cp.async is no multiple of " + std::to_string(copy.bytes), lane);
         }
-        for (uint32_t at = 0; at < wanted; ++at) {  // fewer bytes need not be a power of two
-            if (at == 0 || at + 1 == wanted) warp.locate(Space::kGlobal, copy.global[lane] + at, 1, lane, false);
-        }
+        warp.global(copy.global[lane], wanted, lane, false);
     });
     if (reading != 0) warp.count_memory(o, Space::kGlobal, copy.global, copy.bytes, reading);
     warp.count_memory(o, Space::kShared, copy.shared, copy.bytes, mask);
