@@ -50,6 +50,19 @@ def test_global_memory_out_of_bounds(offset: int, thread: int) -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("instruction", ["st{}.u32 [%rd1-4], %r0;", "ld{}.u64 %rd2, [%rd1-8];"])
+@pytest.mark.parametrize("space", [".global", "", ".local", ".param"])
+def test_just_below_address_zero(space: str, instruction: str) -> None:
+    """One element before a null pointer, where address and size add up to 0."""
+    if space == ".param" and instruction.startswith("st"):
+        pytest.skip("parameters are not written to")
+    frame = ".local .align 8 .b8 frame[16]; mov.u64 %rd1, 0; "
+    with pytest.raises(EmulatorError) as caught:
+        kernel(frame + instruction.format(space)).launch("k", (1,), (1,), [torch.zeros(4)])
+    assert caught.value.kind == "out-of-bounds" and "which is in" not in caught.value.message, caught.value
+
+
+@pytest.mark.quick
 def test_misaligned() -> None:
     error = fails(kernel(STORE.format(scale=2, offset=0)), "misaligned", "no multiple of its size")
     assert error.thread in ((1, 0, 0), (33, 0, 0))  # of whichever warp came first

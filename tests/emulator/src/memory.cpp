@@ -30,9 +30,10 @@ std::string GlobalMemory::describe(uint64_t address, uint64_t bytes) const {
     const Allocation* nearest = nullptr;
     uint64_t distance = ~uint64_t{0};
     for (const Allocation& allocation : allocations_) {
-        const uint64_t away = address < allocation.begin         ? allocation.begin - address
-                              : address + bytes > allocation.end ? address + bytes - allocation.end
-                                                                 : 0;
+        const bool is_within = address <= allocation.end && bytes <= allocation.end - address;
+        const uint64_t away = address < allocation.begin ? allocation.begin - address
+                              : is_within                ? 0
+                                                         : address + bytes - allocation.end;
         // Of a tensor and the storage that it ends with, the tensor is named.
         const bool is_smaller = nearest != nullptr && allocation.end - allocation.begin < nearest->end - nearest->begin;
         if (away < distance || (away == distance && is_smaller)) distance = away, nearest = &allocation;
