@@ -51,9 +51,9 @@ CASES = {
     ),
     "bulk copy over what was read": Case(
         f"st.shared.u32 [%mine], 0; fence.proxy.async; bar.sync 0; {BULK_LOAD}",
-        right=(("ld.shared.u32 %r6, [%theirs]; fence.proxy.async; bar.sync 0;", TRY_WAIT),),
+        right=(("ld.shared.u32 %r6, [%theirs]; bar.sync 0;", TRY_WAIT),),
         wrong=(("ld.shared.u32 %r6, [%theirs]; fence.proxy.async;", TRY_WAIT),),
-        unfenced=(("ld.shared.u32 %r6, [%theirs]; bar.sync 0;", TRY_WAIT),),
+        unfenced=(("st.shared.u32 [%mine], 1; bar.sync 0; ld.shared.u32 %r6, [%theirs]; bar.sync 0;", TRY_WAIT),),
     ),
     "bulk copy of global memory that was written": Case(
         BULK_LOAD,

@@ -99,7 +99,7 @@ void HappensBefore::touch(Cell& cell, const Record& now, uint32_t by, bool is_sh
             const bool is_same_operation =
                 record.has(Record::kAsync) && now.has(Record::kAsync) && record.clock == now.clock;
             if (is_same_operation || includes(past.known, record)) {
-                if (is_race && now.has(Record::kAsyncProxy) && !record.has(Record::kAsyncProxy) &&
+                if (record.has(Record::kWrite) && !record.has(Record::kAsyncProxy) && now.has(Record::kAsyncProxy) &&
                     !includes(is_shared ? past.visible_shared : past.visible_global, record)) {
                     throw conflict(Conflict::Kind::kNeedsProxyFence);
                 }

@@ -16,9 +16,10 @@
 // An asynchronous operation begins with what its issuer knows, and is ordered with nobody else: neither with what its
 // issuer does next, nor with other operations. It is known to have happened by those who waited for it (`complete`).
 //
-// Proxies: what the generic proxy wrote (or read, before it is written over) and the async proxy touches next needs a
-// fence.proxy.async between, anywhere on the way from one to the other. The other direction needs none, because the
-// completion of an operation of the async proxy implies it.
+// Proxies: what the generic proxy wrote and the async proxy touches next needs a fence.proxy.async between, anywhere on
+// the way from one to the other. What it only read needs none before the async proxy writes over it: whoever lets that
+// happen has the value already, and pipelines rely on it. Nor does the other direction, because the completion of an
+// operation of the async proxy implies it.
 //
 // Everything here is called at the moment when the instruction executes, also for the accesses of asynchronous
 // operations, whenever these are performed.
