@@ -51,7 +51,7 @@ def test_global_memory_out_of_bounds(offset: int, thread: int) -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("instruction", ["st{}.u32 [%rd1-4], %r0;", "ld{}.u64 %rd2, [%rd1-8];"])
-@pytest.mark.parametrize("space", [".global", "", ".local", ".param"])
+@pytest.mark.parametrize("space", [".global", "", ".local", ".shared", ".param"])
 def test_just_below_address_zero(space: str, instruction: str) -> None:
     """One element before a null pointer, where address and size add up to 0."""
     if space == ".param" and instruction.startswith("st"):

@@ -247,7 +247,7 @@ class Cta {
 
     // Shared memory by offset; nullptr: outside of it.
     std::byte* shared(uint64_t address, int bytes) {
-        return address + bytes <= shared_.size() ? shared_.data() + address : nullptr;
+        return is_inside(address, bytes, shared_.size()) ? shared_.data() + address : nullptr;
     }
     void mark_written(uint64_t address, int bytes) { mark(address, bytes, Mark::kWritten); }
     void mark_unwritten(uint64_t address, int bytes) { mark(address, bytes, Mark::kUnwritten); }

@@ -23,17 +23,16 @@ GlobalMemory::Region GlobalMemory::find(uint64_t address, uint64_t bytes) const 
                                         [](uint64_t value, const Region& region) { return value < region.begin; });
     if (after == regions_.begin()) return {};
     const Region& region = *std::prev(after);
-    return address + bytes <= region.end && address < region.end ? region : Region{};
+    return address < region.end && is_inside(address, bytes, region.end) ? region : Region{};
 }
 
 std::string GlobalMemory::describe(uint64_t address, uint64_t bytes) const {
     const Allocation* nearest = nullptr;
     uint64_t distance = ~uint64_t{0};
     for (const Allocation& allocation : allocations_) {
-        const bool is_within = address <= allocation.end && bytes <= allocation.end - address;
-        const uint64_t away = address < allocation.begin ? allocation.begin - address
-                              : is_within                ? 0
-                                                         : address + bytes - allocation.end;
+        const uint64_t away = address < allocation.begin                   ? allocation.begin - address
+                              : !is_inside(address, bytes, allocation.end) ? address - allocation.end + bytes
+                                                                           : 0;
         // Of a tensor and the storage that it ends with, the tensor is named.
         const bool is_smaller = nearest != nullptr && allocation.end - allocation.begin < nearest->end - nearest->begin;
         if (away < distance || (away == distance && is_smaller)) distance = away, nearest = &allocation;

@@ -27,11 +27,6 @@ Space resolve(Space space, uint64_t& address) {
     return found;
 }
 
-// Whether an access is in the first `size` bytes. Addresses just below zero are large numbers, and a sum would wrap.
-bool fits(uint64_t address, uint64_t bytes, uint64_t size) {
-    return address <= size && bytes <= size - address;
-}
-
 }  // namespace
 
 Located Warp::locate(Space space, uint64_t address, int bytes, int lane, bool is_write) {
@@ -65,10 +60,10 @@ Located Warp::locate(Space space, uint64_t address, int bytes, int lane, bool is
             return {host, Space::kShared, &owner, address};
         }
         case Space::kLocal:
-            if (!fits(address, bytes, local_[lane].size())) fail_access(space, address, bytes, lane, is_write);
+            if (!is_inside(address, bytes, local_[lane].size())) fail_access(space, address, bytes, lane, is_write);
             return {local_[lane].data() + address, space, nullptr, address};
         case Space::kParam:
-            if (is_write || !fits(address, bytes, cta.launch.parameters.size())) {
+            if (is_write || !is_inside(address, bytes, cta.launch.parameters.size())) {
                 fail_access(space, address, bytes, lane, is_write);
             }
             return {const_cast<std::byte*>(cta.launch.parameters.data()) + address, space, nullptr, address};
@@ -79,7 +74,7 @@ Located Warp::locate(Space space, uint64_t address, int bytes, int lane, bool is
 
 std::byte* Warp::global(uint64_t address, uint64_t bytes, int lane, bool is_write) {
     const GlobalMemory::Region& last = cta.last_region;
-    if (cta.launch.checks && (address < last.begin || !fits(address - last.begin, bytes, last.end - last.begin))) {
+    if (cta.launch.checks && (address < last.begin || !is_inside(address, bytes, last.end))) {
         const GlobalMemory::Region region = cta.launch.memory->find(address, bytes);
         if (region.end == 0) fail_access(Space::kGlobal, address, static_cast<int>(bytes), lane, is_write);
         cta.last_region = region;
