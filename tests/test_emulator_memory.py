@@ -53,6 +53,18 @@ def test_cache_policies_and_hints() -> None:
     assert torch.equal(evaluate(body, torch.int32, source), source)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_asynchronous_copies_to_a_mapped_address(seed: int) -> None:
+    """The window of the cluster's shared memory holds the CTA's own too."""
+    source, out = torch.arange(32, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+    body = """.shared .align 16 .b8 s[128]; mov.u32 %r1, s; shl.b32 %r2, %r0, 2; add.u32 %r1, %r1, %r2;
+    mov.u32 %r3, %cluster_ctarank; mapa.shared::cluster.u32 %r4, %r1, %r3; add.u64 %rd2, %rd0, %rd9;
+    cp.async.ca.shared.global [%r4], [%rd2], 4; cp.async.wait_all; ld.shared.u32 %r5, [%r1];
+    add.u64 %rd2, %rd1, %rd9; st.global.u32 [%rd2], %r5;"""
+    run(body, source, out, target="sm_90a", seed=seed)
+    assert torch.equal(out, source)
+
+
 def test_asynchronous_copies_with_hints() -> None:
     """A policy, and a source that a predicate says to leave out: zeros."""
     source, out = torch.arange(128, dtype=torch.int32), torch.full((128,), -1, dtype=torch.int32)

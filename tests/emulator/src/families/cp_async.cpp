@@ -32,7 +32,7 @@ Next copy(Warp& warp, const Operation& o, uint32_t mask) {
                 lane);
         }
         copy.source_bytes[lane] = static_cast<uint8_t>(wanted);
-        warp.locate(Space::kShared, copy.shared[lane], copy.bytes, lane, true);
+        copy.shared[lane] = warp.locate(Space::kShared, copy.shared[lane], copy.bytes, lane, true).address;
         if (wanted == 0) return;
         reading |= 1u << lane;
         if (copy.global[lane] % copy.bytes != 0) {
