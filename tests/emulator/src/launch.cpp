@@ -1,5 +1,6 @@
 // The grid: clusters in an order drawn from the seed, on as many threads as there are workers. Each worker has several
 // clusters at a time and turns from one to the next, so that CTAs can wait for others of the grid.
+#include <exception>
 #include <mutex>
 #include <numeric>
 #include <optional>
@@ -13,7 +14,7 @@ namespace {
 
 constexpr int64_t kSlice = int64_t{1} << 16;  // instructions of a cluster before the next one's turn
 
-// Hands out the clusters of a grid, and keeps the first Fault.
+// Hands out the clusters of a grid, and keeps the first failure.
 class Grid {
   public:
     explicit Grid(const Launch& launch) : launch_(launch) {
@@ -49,9 +50,9 @@ class Grid {
                     ++turn;
                 }
             }
-        } catch (const Fault& fault) {
+        } catch (...) {  // a Fault, or the host's memory is exhausted: not to be lost in a thread
             const std::lock_guard lock(mutex_);
-            if (!first_fault_) first_fault_ = fault;
+            if (!first_failure_) first_failure_ = std::current_exception();
             has_failed_ = true;
         }
         const std::lock_guard lock(mutex_);
@@ -59,7 +60,7 @@ class Grid {
     }
 
     const Report& finish() const {
-        if (first_fault_) throw *first_fault_;
+        if (first_failure_) std::rethrow_exception(first_failure_);
         return total_;
     }
 
@@ -82,7 +83,7 @@ class Grid {
     std::atomic<bool> has_failed_{false};
     std::mutex mutex_;
     Report total_;
-    std::optional<Fault> first_fault_;
+    std::exception_ptr first_failure_;
 };
 
 }  // namespace
