@@ -162,7 +162,7 @@ WAIT_ALL = "wgmma.wait_group.sync.aligned 0; bar.sync 0;"
         ("fence.proxy.async;", WAIT_ALL, "race"),
         ("fence.proxy.async; bar.sync 0;", "bar.sync 0;", "race"),
         ("fence.proxy.async; bar.sync 0;", "wgmma.wait_group.sync.aligned 1; bar.sync 0;", "race"),
-        ("fence.proxy.async; bar.sync 0;", "wgmma.wait_group.sync.aligned 0;", "race"),
+        ("fence.proxy.async; bar.sync 0;", "wgmma.wait_group.sync.aligned 0;", None),
     ],
 )
 def test_operands_of_wgmma(before: str, after: str, kind: str | None) -> None:
@@ -174,4 +174,48 @@ def test_operands_of_wgmma(before: str, after: str, kind: str | None) -> None:
             continue
         with pytest.raises(EmulatorError) as caught:
             module.launch("k", (1,), (128,), [None], seed=seed)
+        assert caught.value.kind == kind, caught.value
+
+
+# Warp 4 writes over what the warpgroup has read when one thread of that says so, as CUTLASS's pipelines have it.
+RELEASE = """
+    .reg .pred %p<4>;
+    .shared .align 8 .b64 bar;
+    setp.eq.u32 %p0, %r0, 96;
+    setp.ge.u32 %p1, %r0, 128;
+    @%p0 mbarrier.init.shared.b64 [bar], 1;
+    fence.proxy.async;
+    bar.sync 0;
+    @%p1 bra LAST;"""
+RELEASED = """
+    {wait}
+    @%p0 mbarrier.arrive.shared.b64 _, [bar];
+    wgmma.wait_group.sync.aligned 0;
+    bra.uni END;
+LAST:
+    mbarrier.try_wait.parity.shared.b64 %p2, [bar], 0;
+    @!%p2 bra LAST;
+    st.shared.u16 [%r1+2048], 0;
+END: ret;"""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("wait", "kind"),
+    [
+        ("wgmma.wait_group.sync.aligned 0;", None),
+        ("wgmma.wait_group.sync.aligned 1;", "race"),
+        ("", "race"),
+    ],
+)
+def test_one_thread_speaks_for_the_warpgroup(wait: str, kind: str | None) -> None:
+    """Who has waited for a multiplication knows that all four warps' reads of matrix B are over."""
+    text = WGMMA.replace("buffer[2304]", "buffer[4352]").replace("[%r2+2048]", "[%r2+2560]")
+    module = Module(text.replace("$0", RELEASE).replace("$1", RELEASED.format(wait=wait)))
+    for seed in range(8):
+        if kind is None:
+            module.launch("k", (1,), (160,), [None], seed=seed)
+            continue
+        with pytest.raises(EmulatorError) as caught:
+            module.launch("k", (1,), (160,), [None], seed=seed)
         assert caught.value.kind == kind, caught.value

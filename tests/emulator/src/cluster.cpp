@@ -103,7 +103,8 @@ void Cluster::fail_deadlock() {
                                       "at the barrier",
                                       "for a phase of an mbarrier",
                                       "at the cluster's barrier",
-                                      "for registers that other warps give back"};
+                                      "for registers that other warps give back",
+                                      "for the other warps of the warpgroup"};
     std::ostringstream text;
     text << "no warp can go on:";
     const Operation* first = nullptr;

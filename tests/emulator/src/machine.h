@@ -60,6 +60,7 @@ struct Path {
         kMbarrier,   // looks again when a phase of one completes
         kCluster,    // likewise, for barrier.cluster
         kRegisters,  // likewise, for registers that others give back (setmaxnreg)
+        kWarpgroup,  // likewise, for other warps' part of wgmma instructions
     };
     uint32_t mask = 0;
     int pc = 0;

@@ -170,6 +170,13 @@ WgmmaSums& WgmmaUnit::sums_of(const TrackedAccess& access, const WgmmaSums& form
     return sums;
 }
 
+template <typename Function>
+void WgmmaUnit::each_of_warpgroup(Function&& function) const {
+    const auto& warps = warp_.cta.warps();
+    const size_t first = warp_.thread(0) / kWarpSize / 4 * 4;
+    for (size_t i = first; i < first + 4; ++i) function(*warps[i]);
+}
+
 void WgmmaUnit::issue(const Operation& operation, const WgmmaSums& form, WgmmaCompute compute) {
     const TrackedAccess& access = warp_.cta.launch.program->tracked_accesses[operation.tracked];
     Frame* const frame = warp_.frame();
@@ -200,6 +207,15 @@ void WgmmaUnit::issue(const Operation& operation, const WgmmaSums& form, WgmmaCo
     const AsyncEngine::Handle handle = warp_.cta.cluster.async.start(warp_, operation, 0, AsyncEngine::Latest::kBound,
                                                                      [this, number] { perform(number); });
     pending_.back().handle = handle;
+    each_of_warpgroup([](Warp& warp) { warp.retry(Path::State::kWarpgroup); });
+}
+
+void WgmmaUnit::follow(AsyncId id) {
+    const int warp = warp_.thread(0) / kWarpSize;
+    WarpgroupLog& log = warp_.cta.warpgroup_log(warp / 4);
+    const uint64_t index = issued_ - log.first_part;
+    if (index == log.parts.size()) log.parts.emplace_back();
+    log.parts[index][warp % 4] = id;
 }
 
 // Those before it come first.
@@ -216,23 +232,37 @@ void WgmmaUnit::commit() {
     groups_.push_back(issued_);
 }
 
-void WgmmaUnit::wait(uint32_t most_pending) {
-    uint64_t covered = 0;
-    while (groups_.size() > most_pending) {
-        covered = groups_.front();
-        groups_.pop_front();
-    }
+bool WgmmaUnit::wait(uint32_t most_pending) {
+    if (groups_.size() <= most_pending) return true;
+    const uint64_t covered = groups_[groups_.size() - most_pending - 1];
+    bool all_have_issued = true;
+    each_of_warpgroup([&](Warp& warp) { all_have_issued = all_have_issued && warp.wgmma().issued_ >= covered; });
+    if (!all_have_issued) return false;
+    groups_.erase(groups_.begin(), groups_.end() - most_pending);
+    each_of_warpgroup([&](Warp& warp) {
+        for (const Multiplication& multiplication : warp.wgmma().pending_) {
+            if (multiplication.number <= covered) warp.cta.cluster.async.finish(multiplication.handle);
+        }
+    });
     complete(covered);
+    return true;
 }
 
 void WgmmaUnit::complete(uint64_t number) {
+    WarpgroupLog& log = warp_.cta.warpgroup_log(warp_.thread(0) / kWarpSize / 4);
+    HappensBefore* const order = warp_.cta.cluster.order.get();
     while (!pending_.empty() && pending_.front().number <= number) {
-        warp_.cta.cluster.async.finish(pending_.front().handle);
-        HappensBefore* const order = warp_.cta.cluster.order.get();
-        if (order != nullptr) order->complete(pending_.front().id, warp_.number());
+        if (order != nullptr) {
+            for (const AsyncId part : log.parts[pending_.front().number - log.first_part]) {
+                order->complete(part, warp_.number());
+            }
+        }
         pending_.pop_front();
     }
     completed_ = std::max(completed_, number);
+    uint64_t by_all = completed_;
+    each_of_warpgroup([&](Warp& warp) { by_all = std::min(by_all, warp.wgmma().completed_); });
+    for (; log.first_part <= by_all && !log.parts.empty(); ++log.first_part) log.parts.pop_front();
     for (auto& sums : sums_) {
         if (sums->last > completed_) continue;
         for (const WgmmaSums::Name& name : sums->names) {

@@ -6,6 +6,7 @@
 // out. A mov between registers gives a value that is under way another name, as it does for ptxas.
 #pragma once
 
+#include <array>
 #include <deque>
 #include <memory>
 #include <unordered_map>
@@ -26,6 +27,9 @@ struct WarpgroupLog {
     std::deque<Entry> entries;
     uint64_t first = 0;         // number of the entry in front
     uint64_t position[4] = {};  // of each warp
+    // Of each multiplication that not every warp has waited for, what the race detector knows the warps' parts as.
+    std::deque<std::array<AsyncId, 4>> parts;
+    uint64_t first_part = 1;  // number of the multiplication in front
 };
 
 // Accumulators of one warp that are under way: 16 rows by `columns`.
@@ -57,10 +61,13 @@ class WgmmaUnit {
     // Of wgmma.mma_async: checks its registers, and starts it. `form`: an empty one of the shape that it has.
     void issue(const Operation& operation, const WgmmaSums& form, WgmmaCompute compute);
     // What the race detector knows the last one as.
-    void follow(AsyncId id) { pending_.back().id = id; }
+    void follow(AsyncId id);
     void fence() { ++num_fences_; }
     void commit();
-    void wait(uint32_t most_pending);
+    // Multiplications are the warpgroup's: who has waited knows that all four warps' parts are over. False: another warp
+    // has not issued its part yet, and `retry` will tell.
+    bool wait(uint32_t most_pending);
+    bool waits_for_others = false;
     void check_warpgroup() const;  // all its warps are there, and this one is whole
     // What the warp executes of the warpgroup's common instructions is compared with the other warps'.
     void log(const WarpgroupLog::Entry& entry);
@@ -81,7 +88,6 @@ class WgmmaUnit {
         WgmmaSums* sums;
         WgmmaCompute compute;
         AsyncEngine::Handle handle;
-        AsyncId id{};
     };
     Register& state(Frame* frame, const TrackedRegister& reg);
     bool is_input(const Register& reg) const { return reg.input_of > completed_; }
@@ -92,6 +98,8 @@ class WgmmaUnit {
     WgmmaSums& sums_of(const TrackedAccess& access, const WgmmaSums& form, Frame* frame);
     void perform(uint64_t number);
     void complete(uint64_t number);
+    template <typename Function>
+    void each_of_warpgroup(Function&& function) const;
 
     Warp& warp_;
     std::unordered_map<Frame*, std::vector<Register>> registers_;

@@ -176,14 +176,14 @@ Next multiply(Warp& warp, const Operation& o, uint32_t) {
 enum Control : int { kFence, kCommit, kWait };
 
 // option[0]: Control; value: of wait_group.
-Next control(Warp& warp, const Operation& o, uint32_t) {
+Next control(Warp& warp, const Operation& o, uint32_t mask) {
     WgmmaUnit& unit = warp.wgmma();
     unit.check_warpgroup();
-    unit.log({&o, {0, 0}, false});
+    if (!unit.waits_for_others) unit.log({&o, {0, 0}, false});
     if (o.option[0] == kFence) unit.fence();
     if (o.option[0] == kCommit) unit.commit();
-    if (o.option[0] == kWait) unit.wait(static_cast<uint32_t>(o.value));
-    return Next::kContinue;
+    unit.waits_for_others = o.option[0] == kWait && !unit.wait(static_cast<uint32_t>(o.value));
+    return unit.waits_for_others ? warp.wait_and_retry(Path::State::kWarpgroup, mask) : Next::kContinue;
 }
 
 bool is_fp8(Type type) {
