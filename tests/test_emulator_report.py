@@ -120,3 +120,10 @@ def test_every_launch_is_noted_for_those_who_listen() -> None:
     assert [(noted.report, noted.grid, noted.block, noted.ptx) for noted in inner] == [
         (second, (3, 1, 1), (64, 1, 1), PTX)
     ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_instruction_that_waits_counts_once(seed: int) -> None:
+    text = PTX.replace("sm_80", "sm_90").replace("bar.sync 3;", "barrier.cluster.arrive; barrier.cluster.wait;")
+    report = Module(text).launch("k", (4,), (64,), [torch.zeros(1024), 4], cluster=(2,), seed=seed, races=False)
+    assert row(report, "barrier.cluster.wait").warps == row(report, "barrier.cluster.arrive").warps == 8

@@ -290,6 +290,9 @@ void Warp::arrive_at_barrier(const Operation& operation, uint32_t mask) {
 }
 
 Next Warp::wait_and_retry(Path::State state, uint32_t mask) {
+    Counts& counts = cta.report.operations[path_.pc];  // it counts when it executes for the last time
+    --counts.warps;
+    counts.lanes -= __builtin_popcount(mask);
     path_.state = state;
     path_.waiting_mask = mask;
     return Next::kBlocked;
