@@ -127,6 +127,41 @@ WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], 0;
     )
 
 
+def test_bytes_may_come_before_they_are_expected() -> None:
+    """The phase waits for both, in whatever order: here the expectation is the last to come."""
+    out = torch.zeros(64, dtype=torch.int32)
+    body = f"""
+  {init(1)}
+  setp.ne.u32 %p0, %r0, 0;
+  @%p0 bra WAIT;
+  mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [bar], 16;
+  mbarrier.arrive.shared::cta.b64 _, [bar];
+  mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [bar], {{}};
+WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], 0;
+  @!%p1 bra WAIT;
+  mov.u32 %r1, 3;
+  {store()}"""
+    kernel(body.format(16)).launch("k", block=(64,), args=[out])
+    assert out.tolist() == [3] * 64
+    fails(kernel(body.format(32)), "deadlock", "waits for 0 of 1 arrivals and 16 bytes")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_try_wait_gives_up_in_the_end(seed: int) -> None:
+    """Nobody arrives but those who have polled; `test_wait` and a wait that ends at once are the same to a program."""
+    body = f"""
+  {init(64)}
+  mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], 0;
+  selp.u32 %r1, 1, 0, %p1;
+  mbarrier.arrive.shared::cta.b64 _, [bar];
+WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], 0;
+  @!%p1 bra WAIT;
+  {store()}"""
+    out = torch.full((64,), -1, dtype=torch.int32)
+    kernel(body).launch("k", block=(64,), args=[out], seed=seed)
+    assert out.tolist() == [0] * 64
+
+
 def test_dropped_arrivals_are_not_expected_again() -> None:
     """The second warp drops out; the first goes through two more phases alone."""
     body = (

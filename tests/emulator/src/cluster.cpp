@@ -39,13 +39,22 @@ bool Cluster::run(int64_t budget) {
             return true;
         }
         if (runnable_.empty()) {
-            if (!async.perform_one()) fail_deadlock();
+            if (!async.perform_one() && !time_out()) fail_deadlock();
             continue;
         }
         Warp& warp = *runnable_[random.below(static_cast<uint32_t>(runnable_.size()))];
         warp.run(random.length(12));
     }
     return false;
+}
+
+// Nobody waits for an mbarrier for ever: whoever polls may have something else to do. False: that has led nowhere.
+bool Cluster::time_out() {
+    constexpr int kMostTimeOuts = 64;
+    if (num_time_outs_++ == kMostTimeOuts) return false;
+    bool any = false;
+    for (Warp* warp : warps_) any = warp->time_out() || any;
+    return any;
 }
 
 // What is under way when the last warp ends is completed all the same.
@@ -89,11 +98,13 @@ void Cluster::complete_barrier_if_full() {
     }
     if (!has_arrivals) return;
     ++barrier_phase_;
+    goes_on();
     if (order) order->complete_cluster();
     for (Warp* warp : warps_) warp->retry(Path::State::kCluster);
 }
 
 void Cluster::wake_waiters_at_mbarriers() {
+    goes_on();
     for (Warp* warp : warps_) warp->retry(Path::State::kMbarrier);
 }
 

@@ -26,6 +26,8 @@ class Cluster {
     bool wait(Warp& warp, uint32_t mask);
     // Paths that wait for an mbarrier look again.
     void wake_waiters_at_mbarriers();
+    // Something has happened that warps wait for: this is no deadlock.
+    void goes_on() { num_time_outs_ = 0; }
     void lanes_exited() { complete_barrier_if_full(); }
 
     const Launch& launch;
@@ -38,6 +40,7 @@ class Cluster {
 
   private:
     void complete_barrier_if_full();
+    bool time_out();
     void end();
     [[noreturn]] void fail_deadlock();
 
@@ -45,6 +48,7 @@ class Cluster {
     std::vector<Warp*> warps_;  // of all CTAs
     std::vector<Warp*> runnable_;
     uint64_t barrier_phase_ = 0;
+    int num_time_outs_ = 0;  // since anything went on
 };
 
 }  // namespace emulator

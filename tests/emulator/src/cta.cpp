@@ -108,6 +108,7 @@ bool Cta::complete_if_full(int id) {
     }
     if (cluster.order) cluster.order->reset_barrier(rank, id);
     barrier = Barrier{};
+    cluster.goes_on();
     return true;
 }
 

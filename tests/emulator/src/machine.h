@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "access_history.h"
@@ -67,7 +68,8 @@ struct Path {
     int join = -1;  // of Warp::joins_
     Frame* frame = nullptr;
     State state = State::kReady;
-    uint32_t waiting_mask = 0;  // lanes that would execute the instruction
+    uint32_t waiting_mask = 0;   // lanes that would execute the instruction
+    bool has_timed_out = false;  // it has waited for an mbarrier for as long as it may
 };
 
 // Where paths that came from one become one again: the immediate post-dominator of the branch, or the end of a call.
@@ -174,6 +176,8 @@ class Warp {
     void run(int64_t budget);
     bool release(uint32_t mask);    // the path with these lanes waited at a barrier; false: it is the one that runs
     void retry(Path::State state);  // all paths that wait so
+    bool time_out();                // likewise for mbarriers, and they give up; false: there are none
+    bool has_timed_out() { return std::exchange(path_.has_timed_out, false); }  // the path that runs
     uint32_t live() const { return live_; }
     uint32_t lanes() const { return lanes_; }
     const std::vector<Path>& paths() const { return paths_; }

@@ -305,6 +305,16 @@ void Warp::retry(Path::State state) {
     }
 }
 
+bool Warp::time_out() {
+    bool any = false;
+    for (Path& path : paths_) {
+        if (path.state != Path::State::kMbarrier) continue;
+        path.state = Path::State::kReady;
+        path.has_timed_out = any = true;
+    }
+    return any;
+}
+
 bool Warp::release(uint32_t mask) {
     for (Path& path : paths_) {
         if (path.state != Path::State::kBarrier || path.waiting_mask != mask) continue;

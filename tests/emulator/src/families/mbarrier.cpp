@@ -114,8 +114,9 @@ Next wait(Warp& warp, const Operation& o, uint32_t mask) {
             order->wait_for_mbarrier(warp.number(), cta.rank, m.offset, o.order != Order::kRelaxed);
         }
     });
-    // try_wait may suspend the thread until the phase completes, or give up at any time.
-    if (completed != mask && (o.option[1] & kMayBlock) != 0 && warp.cta.random.below(4) != 0) {
+    // try_wait may suspend the thread until the phase completes, or give up at any time, which it does in the end.
+    const bool gives_up = warp.has_timed_out() || (o.option[1] & kMayBlock) == 0;
+    if (completed != mask && !gives_up && warp.cta.random.below(4) != 0) {
         ++warp.cta.report.mbarrier_waits;
         return warp.wait_and_retry(Path::State::kMbarrier, mask);
     }
