@@ -127,6 +127,20 @@ def test_vector_atomics(vector: str, kind: str, returns: bool) -> None:
     assert torch.equal(data, (torch.arange(numbers) + 64).to(dtype))
 
 
+@pytest.mark.parametrize("space", ["", ".global"])
+def test_atomics_flush_subnormals_in_global_memory_alone(space: str) -> None:
+    """PTX ISA, "atom": to zero of the same sign, operands and results; shared memory keeps them."""
+    tiny = 2.0**-130
+    data = torch.tensor([0.0, 2.0**-126, -tiny, tiny, 0.0, 0.0])
+    body = f"""setp.ne.u32 %p1, %r0, 0; @%p1 bra DONE; mov.f32 %f1, 0f00080000; mov.f32 %f2, 0f80C00000;
+    red{space}.add.f32 [%rd0], %f1; atom{space}.add.f32 %f3, [%rd0+4], %f2; mov.f32 %f4, 0f80000000;
+    red{space}.add.f32 [%rd0+8], %f4; red{space}.add.v2.f32 [%rd0+16], {{%f1, %f1}};
+    .shared .align 4 .b32 s; st.shared.f32 [s], %f1; red.shared.add.f32 [s], %f1; ld.shared.f32 %f5, [s];
+    st.global.f32 [%rd0+12], %f5; DONE:"""
+    run(body, data, target="sm_90")
+    assert data.tolist() == [0, 0, 0, 2 * tiny, 0, 0] and data[1:3].signbit().all()
+
+
 @pytest.mark.parametrize(("name", "initial", "expected"), [("min", 5.0, -3.0), ("max", -7.0, 28.0)])
 def test_extremes_of_vectors(name: str, initial: float, expected: float) -> None:
     data = torch.full((2,), initial, dtype=torch.float16)

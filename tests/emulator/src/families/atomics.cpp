@@ -17,15 +17,24 @@ void each_lane_in_turn(Warp& warp, uint32_t mask, Function&& function) {
     }
 }
 
-// Calls function(host's address) for an update of memory.
+// Calls function(where it is) for an update of memory.
 template <typename Function>
 void update_memory(Warp& warp, Space space, uint64_t address, int bytes, int lane, Function&& function) {
     warp.locate(space, address, bytes, lane, false);
     const Located at = warp.locate(space, address, bytes, lane, true);
     warp.touch(at, bytes, lane, true);
     warp.release(at, true);
-    function(at.host);
+    function(at);
     warp.acquire(at);
+}
+
+// Of one number, `offset` bytes from there.
+template <typename F>
+typename F::Bits update_at(const Located& at, size_t offset, int op, typename F::Bits b, typename F::Bits c) {
+    if constexpr (std::is_same_v<F, Single>) {
+        if (at.space == Space::kGlobal) return update<FlushingSingle>(at.host + offset, op, b, c);
+    }
+    return update<F>(at.host + offset, op, b, c);
 }
 
 // r: result, address, b, c. option: state space, operation.
@@ -39,7 +48,7 @@ Next atomic(Warp& warp, const Operation& o, uint32_t mask) {
     Bits* d = warp.reg<Bits>(o.r[0]);
     each_lane_in_turn(warp, mask, [&](int lane) {
         update_memory(warp, space, addresses[lane], sizeof(Bits), lane,
-                      [&](std::byte* at) { d[lane] = update<F>(at, o.option[1], b[lane], c[lane]); });
+                      [&](const Located& at) { d[lane] = update_at<F>(at, 0, o.option[1], b[lane], c[lane]); });
     });
     warp.count_memory(o, space, addresses, sizeof(Bits), mask);
     return Next::kContinue;
@@ -54,10 +63,10 @@ Next atomic_vector(Warp& warp, const Operation& o, uint32_t mask) {
     uint64_t addresses[kWarpSize];
     lane_addresses(warp, o, o.r[count], mask, addresses);
     each_lane_in_turn(warp, mask, [&](int lane) {
-        update_memory(warp, space, addresses[lane], bytes, lane, [&](std::byte* at) {
+        update_memory(warp, space, addresses[lane], bytes, lane, [&](const Located& at) {
             for (int i = 0; i < count; ++i) {
                 const Bits b = warp.reg<Bits>(o.r[count + 1 + i])[lane];
-                warp.reg<Bits>(o.r[i])[lane] = update<F>(at + i * sizeof(Bits), o.option[1], b, b);
+                warp.reg<Bits>(o.r[i])[lane] = update_at<F>(at, i * sizeof(Bits), o.option[1], b, b);
             }
         });
     });
@@ -74,8 +83,8 @@ Next atomic_wide(Warp& warp, const Operation& o, uint32_t mask) {
     const Bits *b = warp.reg<Bits>(o.r[2]), *c = warp.reg<Bits>(o.r[3]);
     Bits* d = warp.reg<Bits>(o.r[0]);
     each_lane_in_turn(warp, mask, [&](int lane) {
-        update_memory(warp, space, addresses[lane], sizeof(Bits), lane, [&](std::byte* host) {
-            auto* at = reinterpret_cast<Bits*>(host);
+        update_memory(warp, space, addresses[lane], sizeof(Bits), lane, [&](const Located& located) {
+            auto* at = reinterpret_cast<Bits*>(located.host);
             if (o.option[1] == kCas) {
                 d[lane] = __sync_val_compare_and_swap(at, b[lane], c[lane]);
                 return;

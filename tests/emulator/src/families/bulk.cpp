@@ -7,14 +7,6 @@
 namespace emulator {
 namespace {
 
-// cp.reduce's .f32: the one that flushes subnormals in global memory.
-struct FlushingSingle {
-    using Bits = uint32_t;
-    static Bits apply(int, Bits old, Bits b, Bits) {
-        return bit_cast<uint32_t>(canonical(flush(flush(bit_cast<float>(old)) + flush(bit_cast<float>(b)))));
-    }
-};
-
 template <typename F>
 void reduce_elements(int op, std::byte* to, const std::byte* with, int64_t bytes) {
     using Bits = typename F::Bits;

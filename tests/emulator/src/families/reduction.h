@@ -54,6 +54,14 @@ struct Single {
     }
 };
 
+// Of global memory, in which the units that add .f32 flush subnormals.
+struct FlushingSingle {
+    using Bits = uint32_t;
+    static Bits apply(int, Bits old, Bits b, Bits) {
+        return bit_cast<uint32_t>(canonical(flush(flush(bit_cast<float>(old)) + flush(bit_cast<float>(b)))));
+    }
+};
+
 struct Double {
     using Bits = uint64_t;
     static Bits apply(int, Bits old, Bits b, Bits) {
