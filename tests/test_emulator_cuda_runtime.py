@@ -213,6 +213,11 @@ def test_a_fault_of_a_kernel_is_an_error_with_its_place(library: ctypes.CDLL) ->
         assert library.overrun(32) == SUCCESS  # later launches run
 
 
+def test_null_pointers_are_found_also_where_nobody_knows_the_bounds(library: ctypes.CDLL) -> None:
+    assert library.run_which(None) == ILLEGAL_ADDRESS
+    assert message(library, ILLEGAL_ADDRESS).startswith("out-of-bounds: ")
+
+
 def test_replaced_instructions(library: ctypes.CDLL, out: Ints) -> None:
     with cuda_runtime.replaced(", 7;", ", 9;"):
         assert library.run_fill(out) == SUCCESS

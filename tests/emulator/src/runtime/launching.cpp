@@ -19,7 +19,9 @@ GlobalMemory memory_of(const LoadedModule& module, const uint64_t& workspace, bo
         const std::vector<Allocation> live = TrackedAllocations::instance().snapshot();
         allocations.insert(allocations.end(), live.begin(), live.end());
     } else {
-        allocations.push_back({0, kSharedWindow, "the host's memory"});
+        // No host maps anything beyond these, so that null pointers are found out.
+        constexpr uint64_t kLeast = uint64_t{1} << 16, kMost = uint64_t{1} << 47;
+        allocations.push_back({kLeast, kMost, "the host's memory"});
     }
     return GlobalMemory(std::move(allocations));
 }
