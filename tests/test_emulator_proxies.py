@@ -116,6 +116,33 @@ def test_an_edge_orders_accesses(case: Case, filling: tuple[str, ...]) -> None:
     case.check(filling)
 
 
+MEET = "barrier.cluster.arrive; barrier.cluster.wait;"
+LEFT_UNDER_WAY = {
+    "load": (BULK_LOAD.replace("$0", "").replace("$1", "{}"), "ret;", TRY_WAIT, 1),
+    "store": (f"{BULK_STORE} {{}}", "ret;", "cp.async.bulk.wait_group.read 0;", 1),
+    "read by another CTA": (
+        f"""st.shared.u32 [%mine], 0; {MEET} mapa.shared::cluster.u32 %r5, %mine, 0;
+        ld.shared::cluster.u32 %r6, [%r5]; {{}}""",
+        "ret;",
+        "barrier.cluster.arrive.relaxed; barrier.cluster.wait;",
+        2,
+    ),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", LEFT_UNDER_WAY)
+def test_nothing_outlasts_the_cta_whose_memory_it_touches(name: str) -> None:
+    """Found at every seed, whether it is over by chance or not."""
+    body, bad, good, ctas = LEFT_UNDER_WAY[name]
+    Case(body.replace("{}", good), (), (), grid=ctas, cluster=ctas).check(())
+    case = Case(body.replace("{}", bad), (), (), grid=ctas, cluster=ctas)
+    for seed in range(8):
+        with pytest.raises(EmulatorError) as caught:
+            case.launch(case.fill(()), seed)
+        assert caught.value.kind == "cluster", caught.value
+
+
 WGMMA = """
 .version 8.6
 .target sm_90a

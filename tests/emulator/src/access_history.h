@@ -67,6 +67,7 @@ struct Conflict {
     enum class Kind : uint8_t {
         kUnordered,
         kNeedsProxyFence,
+        kBeyondEnd,  // of the CTA that owns the memory; `later` is the same as `earlier`
     };
     Kind kind;
     Record earlier, later;

@@ -34,6 +34,7 @@ HappensBefore::HappensBefore(LaunchHistory& history, std::vector<std::array<uint
     for (size_t i = 0; i < num_ctas; ++i) shared_.emplace_back((shared_bytes + Cell::kBytes - 1) / Cell::kBytes);
     barriers_.resize(num_ctas * kNumBarriers);
     exited_.resize(num_ctas);
+    over_.resize(num_ctas);
     cluster_ = history.add_cluster(std::move(ctas), warps_per_cta);
 }
 
@@ -257,17 +258,35 @@ void HappensBefore::exit(uint32_t warp) {
 }
 
 void HappensBefore::arrive_at_cluster(uint32_t warp, bool releases) {
+    cluster_arrived_.join(warps_[warp].past.known);
     release_to(cluster_pending_, warp, releases);
+    if (!releases) advance(warp);
 }
 
 void HappensBefore::complete_cluster() {
     cluster_completed_ = std::move(cluster_pending_);
     cluster_pending_ = {};
     cluster_completed_.join(cluster_exited_);
+    cluster_left_ = cluster_arrived_;
 }
 
 void HappensBefore::leave_cluster(uint32_t warp) {
     warps_[warp].join(cluster_completed_);
+    over_[rank_of(warp)].join(cluster_left_);
+}
+
+void HappensBefore::end(uint32_t rank) {
+    const VectorClock& known = exited_[rank].past.known;
+    for (size_t i = 0; i < shared_[rank].size(); ++i) {
+        Cell& cell = shared_[rank][i];
+        for (uint32_t j = 0; j < cell.count; ++j) {
+            const Record& record = cell.records()[j];
+            const bool is_own = rank_of(record.warp) == rank && !record.has(Record::kAsyncProxy);
+            if (is_own || includes(known, record) || includes(over_[rank], record)) continue;
+            const uint64_t address = uint64_t{rank} << 32 | (i * Cell::kBytes + __builtin_ctz(record.bytes));
+            throw history_.fault({Conflict::Kind::kBeyondEnd, record, record, true, address});
+        }
+    }
 }
 
 // --- Fences, releases and acquires.

@@ -158,6 +158,9 @@ class HappensBefore {
     void leave_barrier(uint32_t warp, int id, bool is_for_all);
     void reset_barrier(uint32_t rank, int id) { barriers_[rank * kNumBarriers + id] = {}; }
     void exit(uint32_t warp);
+    // All warps of the CTA have: what others do with its shared memory, and asynchronous copies of its own, must have
+    // happened before. Here a barrier.cluster with .relaxed is enough.
+    void end(uint32_t rank);
 
     void arrive_at_cluster(uint32_t warp, bool releases = true);
     void complete_cluster();
@@ -212,6 +215,8 @@ class HappensBefore {
     std::vector<Knowledge> barriers_;
     std::vector<Knowledge> exited_;  // by CTA
     Knowledge cluster_pending_, cluster_completed_, cluster_exited_;
+    VectorClock cluster_arrived_, cluster_left_;  // as far as all had come that arrived, whether they release it or not
+    std::vector<VectorClock> over_;               // by CTA: what had come to its end at barriers that it left
     std::unordered_map<uint64_t, MbarrierAgent> mbarriers_;
     uint32_t next_operation_ = 0;  // of the chunk that this cluster fills
     std::deque<Completion> completions_;

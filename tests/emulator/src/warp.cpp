@@ -216,7 +216,10 @@ Next Warp::exit(uint32_t mask) {
     for (Path& path : paths_) {  // those who waited for the lanes that have left try again
         if (path.state == Path::State::kMembers) path.state = Path::State::kReady;
     }
-    if (live_ == 0 && cta.cluster.order) cta.cluster.order->exit(number());
+    if (live_ == 0 && cta.cluster.order) {
+        cta.cluster.order->exit(number());
+        if (cta.has_ended()) cta.cluster.order->end(cta.rank);
+    }
     cta.lanes_exited();
     cta.cluster.lanes_exited();
     return path_.mask == 0 ? Next::kBlocked : Next::kContinue;

@@ -118,6 +118,12 @@ std::string describe(const Launch& launch, const Record& record) {
 
 Fault fault_of(const Launch& launch, const Conflict& conflict) {
     std::ostringstream text;
+    if (conflict.kind == Conflict::Kind::kBeyondEnd) {
+        text << "CTA " << (conflict.address >> 32) << " of the cluster has ended without waiting for "
+             << describe(launch, conflict.earlier) << ", to byte " << static_cast<uint32_t>(conflict.address)
+             << " of its shared memory";
+        return Fault("cluster", text.str());
+    }
     text << "this " << (conflict.later.has(Record::kAsync) ? "asynchronous " : "")
          << (conflict.later.has(Record::kWrite) ? "write" : "read") << " of ";
     if (conflict.is_shared) {
