@@ -14,10 +14,10 @@ NATIVE := $(shell find csrc)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install test demo bench lint clean
+.PHONY: help install test demo bench gpu-check lint clean
 
 help: ## list the commands
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 	@echo
 	@echo "PYTHON=python3.12 chooses the Python of a new $(VENV); a torch that is installed in $(VENV) stays as it is."
 	@echo "FASTATTN_ARCHS, CUDA_HOME, CXX and MAX_JOBS steer the build: see the top of setup.py."
@@ -62,6 +62,13 @@ bench: $(BUILT) ## the quick benchmarks; BENCH_ARGS="--full --save" for more. Wi
 	$(BIN)/python benchmarks/bench_emulator.py
 	@for name in $(BENCHMARKS); do echo; $(BIN)/python benchmarks/bench_$$name.py $(BENCH_ARGS); done
 
+# With this Python alone: a machine that is lent for minutes may have no $(VENV), nor a registry to fill one from.
+GPU_CHECK_PYTHON := $(if $(filter default file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
+OUT ?= build/gpu_check/out
+
+gpu-check: ## all evidence from a GPU into OUT=dir in under 8 minutes; GPU_CHECK_ARGS="--stages tests,benchmarks"
+	$(GPU_CHECK_PYTHON) benchmarks/gpu_check.py --out "$(OUT)" $(GPU_CHECK_ARGS)
+
 # mypy needs the package as it is installed: triton_kernels inside fastattn. It leaves out the tests, which pass wrong types
 # on purpose.
 TYPED := build/typed/fastattn
@@ -71,7 +78,7 @@ lint: $(TOOLS) ## ruff, mypy and clang-format; changes nothing
 	$(BIN)/ruff format --check .
 	@rm -rf build/typed && mkdir -p $(TYPED)
 	@ln -s $(CURDIR)/python/fastattn/* $(CURDIR)/triton_kernels $(TYPED)/
-	MYPYPATH=build/typed:benchmarks:examples $(BIN)/mypy setup.py $(TYPED) $(wildcard benchmarks/*.py examples/*.py)
+	MYPYPATH=build/typed:benchmarks:examples $(BIN)/mypy setup.py $(TYPED) $(wildcard benchmarks/*.py benchmarks/*/*.py examples/*.py)
 	find csrc tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' | xargs -r $(BIN)/clang-format --dry-run -Werror
 
 clean: ## remove what was built; .venv stays

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -23,10 +24,13 @@ def _output(*command: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit that is checked out, with ``+changes`` where files differ from it; ``unknown`` outside git."""
+    """The commit that is checked out, with ``+changes`` where files differ from it.
+
+    Outside git: what FASTATTN_COMMIT says, or ``unknown``.
+    """
     head = _output("git", "rev-parse", "HEAD")
     if head is None:
-        return "unknown"
+        return os.environ.get("FASTATTN_COMMIT", "unknown")
     return head + "+changes" if _output("git", "status", "--porcelain", "--untracked-files=no") else head
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,18 @@ class Benchmark:
 
 class DeviceLost(RuntimeError):
     """A kernel left the device in a state in which nothing more runs there."""
+
+
+class Asked(BaseException):
+    """Somebody wants the run to end (SIGTERM). No result of an implementation: those are Exceptions."""
+
+
+def _end_when_asked() -> None:
+    def end(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what was measured so far is to be written
+        raise Asked("somebody asked for the end (SIGTERM)")
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def measure_case(
@@ -193,6 +206,10 @@ def run(benchmark: Benchmark, device: torch.device, minutes: float, seconds_per_
                 complete = False
                 progress.write(f"the device is lost, the remaining cases are left out: {error}")
                 break
+            except Asked as error:
+                complete = False
+                progress.write(f"{error}: the remaining cases are left out")
+                break
             finally:
                 rows += results.with_ratios(of_case)
     return {
@@ -235,6 +252,7 @@ def report(benchmark: Benchmark, options: argparse.Namespace) -> None:
         print(table.work_table(benchmark.cases, benchmark.work))
         return
     device = torch.device("cuda", torch.cuda.current_device())
+    _end_when_asked()
     minutes = options.minutes if options.minutes is not None else 60.0 if options.full else 1.5
     document = run(benchmark, device, minutes, options.seconds_per_figure)
     print(table.as_text(document))

@@ -1,0 +1,107 @@
+"""What is there to run on, found by a process of its own: an import that fails or hangs harms nobody else."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 10)
+# Packages that single stages need.
+OPTIONAL = ("pytest", "hypothesis", "pybind11", "ninja", "setuptools", "tqdm", "matplotlib", "numpy", "transformers")
+
+Facts = dict[str, Any]
+
+
+def look(environment: Mapping[str, str]) -> Facts:
+    """The facts of this Python and its machine. Raises RuntimeError with what a look at them printed."""
+    command = [sys.executable, str(Path(__file__).resolve())]
+    try:
+        done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, timeout=60)
+        return dict(json.loads(done.stdout.splitlines()[-1]))
+    except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        said = done.stderr.strip()[-500:] if not isinstance(error, subprocess.TimeoutExpired) else str(error)
+        raise RuntimeError(f"torch cannot be asked about GPUs: {said}") from None
+
+
+def obstacle(facts: Facts) -> str | None:
+    """Why nothing can run on a GPU here, in one line; None where something can."""
+    if tuple(facts["python_version"]) < OLDEST_PYTHON:
+        return f"Python {facts['python']} is too old: 3.10 or later is needed"
+    if facts["torch"] is None:
+        return f"{facts['executable']} has no torch: {facts['torch_error']}"
+    if tuple(facts["torch_version"]) < OLDEST_TORCH:
+        return f"torch {facts['torch']} is too old: 2.10 or later is needed"
+    if facts["cuda"] is None:
+        return f"no NVIDIA GPU can be used: torch {facts['torch']} is built without CUDA"
+    if facts["gpu"] is None:
+        return f"no NVIDIA GPU found by torch {facts['torch']}: {facts['gpu_error']}"
+    return None
+
+
+def missing(facts: Facts, *packages: str) -> str | None:
+    """Which of the packages are not installed, as a reason; None where all are."""
+    absent = [package for package in packages if not facts["packages"].get(package)]
+    return f"not installed: {', '.join(absent)}" if absent else None
+
+
+def find_facts() -> Facts:
+    """To be called in a process of its own."""
+    facts: Facts = {
+        "executable": sys.executable,
+        "python": platform.python_version(),
+        "python_version": list(sys.version_info[:2]),
+        "host_cpus": len(os.sched_getaffinity(0)),
+        "packages": {name: importlib.util.find_spec(name) is not None for name in OPTIONAL},
+        **dict.fromkeys(("torch", "torch_error", "cuda", "triton", "gpu", "gpu_error", "compute_capability", "driver")),
+    }
+    try:
+        import torch
+    except Exception as error:  # also a library that is missing below it
+        facts["torch_error"] = _line(error)
+        return facts
+    facts["torch"], facts["cuda"] = torch.__version__, torch.version.cuda
+    facts["torch_version"] = [int(part) for part in torch.__version__.split(".")[:2]]
+    try:
+        import triton
+
+        facts["triton"] = triton.__version__
+    except Exception:
+        pass
+    if facts["cuda"] is None:
+        return facts
+    try:
+        torch.cuda.init()
+        properties = torch.cuda.get_device_properties(0)
+    except Exception as error:
+        facts["gpu_error"] = _line(error)
+        return facts
+    facts["gpu"] = properties.name
+    facts["compute_capability"] = f"{properties.major}.{properties.minor}"
+    facts["num_sms"], facts["memory_bytes"] = properties.multi_processor_count, properties.total_memory
+    facts["driver"] = _driver()
+    return facts
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        listed = []
+    loaded = Path("/sys/module/nvidia/version")
+    return listed[0] if listed else loaded.read_text().strip() if loaded.exists() else "unknown"
+
+
+if __name__ == "__main__":
+    print(json.dumps(find_facts()))

@@ -1,0 +1,155 @@
+"""Runs commands until a deadline; nothing that they started outlives them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+GRACE_S = 5.0  # between the request to end and the end
+MOST_RESTARTS = 20
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Command:
+    """``log`` gets what it prints on either stream. ``restart_after``: which exit codes make it start again."""
+
+    arguments: Sequence[str]
+    log: Path
+    environment: Mapping[str, str]
+    folder: Path
+    restart_after: Callable[[int], bool] = lambda code: False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``returncode``: as in ``subprocess``; None where the time was up."""
+
+    returncode: int | None
+    seconds: float
+
+    @property
+    def timed_out(self) -> bool:
+        return self.returncode is None
+
+    @property
+    def passed(self) -> bool:
+        return self.returncode == 0
+
+
+class _Running:
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        self.restarts = 0
+        self.started = time.monotonic()
+        self.outcome: Outcome | None = None
+        command.log.parent.mkdir(parents=True, exist_ok=True)
+        command.log.write_bytes(b"")
+        self.start()
+
+    def start(self) -> None:
+        with open(self.command.log, "ab") as log:
+            self.process = subprocess.Popen(
+                self.command.arguments,
+                cwd=self.command.folder,
+                env=dict(self.command.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a group of its own, which is ended as a whole
+            )
+
+    def has_exited(self) -> bool:
+        """The process stays a zombie: until it is reaped no other process can get its id, nor its group's."""
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def reap(self) -> int:
+        _kill_group(self.process.pid, signal.SIGKILL)
+        return self.process.wait()
+
+    def poll(self) -> None:
+        if self.outcome is not None or not self.has_exited():
+            return
+        code = self.reap()
+        if self.command.restart_after(code) and self.restarts < MOST_RESTARTS:
+            self.restarts += 1
+            with open(self.command.log, "a") as log:
+                log.write(f"\n--- ended with code {code}; started again ---\n")
+            self.start()
+            return
+        self.outcome = Outcome(code, time.monotonic() - self.started)
+
+    def kill(self) -> None:
+        """With everything below it, also what made a session of its own."""
+        below = descendants(self.process.pid)
+        _kill_group(self.process.pid, signal.SIGKILL)
+        for child in below:
+            _kill(child)
+        self.process.wait()
+        self.outcome = Outcome(None, time.monotonic() - self.started)
+
+
+def run_together(commands: Sequence[Command], deadline: float) -> list[Outcome]:
+    """Runs all of them at once. Before ``deadline`` (of ``time.monotonic``) they get SIGTERM, at it SIGKILL."""
+    grace = min(GRACE_S, (deadline - time.monotonic()) / 4)
+    running = [_Running(command) for command in commands] if grace > 0 else []
+    try:
+        _wait(running, deadline - grace)
+        for each in running:
+            if each.outcome is None:
+                each.command = _without_restart(each.command)
+                _kill_group(each.process.pid, signal.SIGTERM)
+        asked = [each for each in running if each.outcome is None]
+        _wait(asked, deadline)
+        for each in asked:  # who ends in time when asked has run out of time all the same
+            if each.outcome is not None:
+                each.outcome = Outcome(None, each.outcome.seconds)
+    finally:
+        for each in running:
+            if each.outcome is None:
+                each.kill()
+    return [each.outcome or Outcome(None, 0.0) for each in running] or [Outcome(None, 0.0) for _ in commands]
+
+
+def _without_restart(command: Command) -> Command:
+    return Command(command.arguments, command.log, command.environment, command.folder)
+
+
+def _wait(running: Sequence[_Running], until: float) -> None:
+    while time.monotonic() < until and any(each.outcome is None for each in running):
+        for each in running:
+            each.poll()
+        time.sleep(_POLL_S)
+
+
+def descendants(pid: int) -> list[int]:
+    """The ids of the processes below ``pid``, as /proc has them now."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])  # "id (name) state parent …"
+        except (OSError, ValueError, IndexError):  # it has ended meanwhile
+            continue
+        children.setdefault(parent, []).append(int(stat.parent.name))
+    found, queue = [], [pid]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def _kill_group(group: int, sent: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, sent)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,130 @@
+"""What a stage is, and how stages run: one after the other, each with its limit, whatever became of the others."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from evidence.machine import Facts
+from evidence.processes import Command, Outcome, run_together
+
+PASSED, FAILED, TIMED_OUT, NOT_RUN = "passed", "failed", "timed out", "not run"
+
+
+@dataclass
+class Result:
+    """``headline``: what came out, in a line; ``details``: the first failures."""
+
+    status: str
+    headline: str
+    details: list[str] = field(default_factory=list)
+    stage: str = ""
+    seconds: float = 0.0
+    limit_s: float = 0.0
+
+
+@dataclass
+class Workplace:
+    """Where commands run and what they are given.
+
+    Args:
+        root: the repository. scratch: the folder under build/ that takes all that is written.
+        python: the Python of all commands. environment: of all commands.
+        facts: of the machine. jobs: how many processes may run at once.
+        library_problem: why there is no native library; None where there is one.
+    """
+
+    root: Path
+    scratch: Path
+    python: str
+    environment: dict[str, str]
+    facts: Facts
+    jobs: int
+    library_problem: str | None = None
+
+    @property
+    def logs(self) -> Path:
+        return self.scratch / "logs"
+
+    @property
+    def results(self) -> Path:
+        """The JSON and the plots of the benchmarks."""
+        return self.scratch / "results"
+
+    def command(self, log: str, *arguments: str, restart_after: Callable[[int], bool] = lambda code: False) -> Command:
+        """``arguments`` are those of Python."""
+        return Command([self.python, *arguments], self.logs / f"{log}.log", self.environment, self.root, restart_after)
+
+    def run(self, deadline: float, log: str, *arguments: str) -> Outcome:
+        return run_together([self.command(log, *arguments)], deadline)[0]
+
+    def tail(self, log: str, lines: int = 8) -> list[str]:
+        """The end of a log."""
+        text = (self.logs / f"{log}.log").read_text(errors="replace")
+        return [line[:300] for line in text.splitlines() if line.strip()][-lines:]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """``run`` takes the workplace and the deadline, of ``time.monotonic``. ``limit_s``: by default."""
+
+    name: str
+    limit_s: float
+    run: Callable[[Workplace, float], Result]
+    needs_gpu: bool = True
+    needs_library: bool = True
+
+
+def status_of(outcomes: Iterable[Outcome]) -> str:
+    """The worst: failed, then timed out."""
+    found = list(outcomes)
+    if any(not outcome.passed and not outcome.timed_out for outcome in found):
+        return FAILED
+    return TIMED_OUT if any(outcome.timed_out for outcome in found) else PASSED
+
+
+def run_stages(
+    stages: Sequence[Stage],
+    limits: Mapping[str, float],
+    workplace: Workplace,
+    after_each: Callable[[list[Result]], None],
+) -> list[Result]:
+    """Runs every stage. ``after_each`` gets what there is so far: whoever ends this process ends no evidence."""
+    results: list[Result] = []
+    for stage in stages:
+        limit_s = limits.get(stage.name, stage.limit_s)
+        print(f"{stage.name} (at most {limit_s:g} s) ...", flush=True)
+        start = time.monotonic()
+        result = _run(stage, workplace, start + limit_s)
+        result.stage, result.limit_s, result.seconds = stage.name, limit_s, time.monotonic() - start
+        results.append(result)
+        print(f"{stage.name}: {result.status} in {result.seconds:.0f} s: {result.headline}", flush=True)
+        after_each(results)
+    return results
+
+
+def _run(stage: Stage, workplace: Workplace, deadline: float) -> Result:
+    if stage.needs_gpu and workplace.facts.get("gpu") is None:
+        return Result(NOT_RUN, "needs a GPU")
+    if stage.needs_library and workplace.library_problem:
+        return Result(NOT_RUN, f"no native library: {workplace.library_problem}")
+    try:
+        return stage.run(workplace, deadline)
+    except Exception as error:  # a fault of one stage is its result
+        return Result(FAILED, f"{type(error).__name__}: {error}", traceback.format_exc().splitlines()[-6:])
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """For the file that programs read."""
+    return {
+        "stage": result.stage,
+        "status": result.status,
+        "seconds": round(result.seconds, 1),
+        "limit_s": result.limit_s,
+        "headline": result.headline,
+        "details": result.details,
+    }

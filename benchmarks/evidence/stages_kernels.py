@@ -1,0 +1,128 @@
+"""The stages around the kernels: the native library, compute-sanitizer, benchmarks."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+from evidence.machine import missing
+from evidence.processes import Command, run_together
+from evidence.stages import FAILED, NOT_RUN, PASSED, TIMED_OUT, Result, Workplace, status_of
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+SANITIZER_CODE = 86  # compute-sanitizer's exit code where it found something
+# Of the time of a benchmark's process: start, limits and the last case take what is not given to cases.
+BENCHMARKS = ("attention_forward", "decode", "int8_matmul", "attention_backward")
+_START_S, _LAST_CASE_PART = 12.0, 0.75
+
+BUILD = """
+import os, re, setup
+version = re.search(r'^version = "(.+)"', open("pyproject.toml").read(), re.MULTILINE)[1]
+print(setup.configure(version, os.environ).run())
+"""
+
+
+def run_library(workplace: Workplace, deadline: float) -> Result:
+    """The library that is there, or a new one in build/native, where that does not load or there is none."""
+    environment = workplace.environment
+    carried = Path(environment.get("FASTATTN_LIBRARY") or workplace.root / "python" / "fastattn" / "libfastattn.so")
+    said = "there was none"
+    if carried.exists():
+        outcome = workplace.run(deadline, "library", "-m", "fastattn", "--short")
+        if outcome.passed:
+            return Result(PASSED, f"{_shown(carried, workplace)}, already built", workplace.tail("library"))
+        said = f"{_shown(carried, workplace)} does not load ({workplace.tail('library', 1)})"
+    workplace.library_problem = said
+    absent = missing(workplace.facts, "ninja", "setuptools")
+    if absent:
+        return Result(FAILED, f"{said}, and it cannot be built, {absent}")
+    built = workplace.run(deadline, "build", "-c", BUILD)
+    if not built.passed:
+        status = TIMED_OUT if built.timed_out else FAILED
+        return Result(status, f"{said}, and building it ended: {status}", workplace.tail("build"))
+    environment["FASTATTN_LIBRARY"] = str(workplace.root / "build" / "native" / "libfastattn.so")
+    outcome = workplace.run(deadline, "library", "-m", "fastattn", "--short")
+    if not outcome.passed:
+        return Result(status_of([outcome]), f"{said}; the one built here does not load", workplace.tail("library"))
+    workplace.library_problem = None
+    return Result(PASSED, f"build/native/libfastattn.so, built now: {said}", workplace.tail("library"))
+
+
+def _shown(path: Path, workplace: Workplace) -> str:
+    return str(path.relative_to(workplace.root)) if path.is_relative_to(workplace.root) else path.name
+
+
+def find_sanitizer() -> str | None:
+    """compute-sanitizer on the path, or in the CUDA toolkit."""
+    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    folders = [folder for root in roots if root for folder in (f"{root}/bin", f"{root}/compute-sanitizer")]
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
+
+
+def run_sanitizer(workplace: Workplace, deadline: float) -> Result:
+    """Every kernel once, first as it is, which also compiles, then under the three tools at once."""
+    script = "benchmarks/sanitizer_cases.py"
+    plain = workplace.run(deadline, "sanitizer_cases", script)
+    if not plain.passed:
+        return Result(status_of([plain]), "the cases do not run without a tool", workplace.tail("sanitizer_cases"))
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        return Result(NOT_RUN, "compute-sanitizer is not installed; its cases ran without it")
+    # Allocations of torch's own allocator lie side by side, where memcheck sees no end of a tensor.
+    environment = {**workplace.environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    options = ["--error-exitcode", str(SANITIZER_CODE), "--target-processes", "application-only"]
+    commands = [
+        Command(
+            [sanitizer, "--tool", tool, *options, workplace.python, script],
+            workplace.logs / f"sanitizer_{tool}.log",
+            environment,
+            workplace.root,
+        )
+        for tool in TOOLS
+    ]
+    outcomes = run_together(commands, deadline)
+    texts = {tool: command.log.read_text(errors="replace") for tool, command in zip(TOOLS, commands, strict=True)}
+    words, details = [], []
+    refused = [line for text in texts.values() for line in text.splitlines() if "not supported" in line.lower()]
+    for tool, outcome in zip(TOOLS, outcomes, strict=True):
+        words.append(f"{tool}: {'out of time' if outcome.timed_out else sanitizer_verdict(texts[tool])}")
+        if not outcome.passed:
+            details += [f"{tool}: {line}" for line in sanitizer_errors(texts[tool])]
+    if refused and not any(outcome.passed for outcome in outcomes):
+        return Result(NOT_RUN, f"compute-sanitizer does not work here: {refused[0].strip()}", details)
+    return Result(status_of(outcomes), "; ".join(words), details)
+
+
+def sanitizer_verdict(text: str) -> str:
+    """The tool's last word on what it found."""
+    summaries = re.findall(r"=+ \w+ SUMMARY: (.+)", text)
+    return summaries[-1].strip() if summaries else "ended without a summary"
+
+
+def sanitizer_errors(text: str, most: int = 6) -> list[str]:
+    """The first lines that say something: without the tool's frames and empty lines."""
+    lines = [line.lstrip("= ").strip() for line in text.splitlines() if line.startswith("=========")]
+    said = [line for line in lines if line and not line.startswith(("COMPUTE-SANITIZER", "Host Frame", "Saved host"))]
+    return [line[:240] for line in said[:most]]
+
+
+def run_benchmarks(workplace: Workplace, deadline: float) -> Result:
+    """The quick grids with all peers, one after the other; each gets the same part of the time that is left."""
+    absent = missing(workplace.facts, "tqdm", "matplotlib", "numpy")
+    if absent:
+        return Result(NOT_RUN, absent)
+    outcomes, words, details = [], [], []
+    for index, name in enumerate(BENCHMARKS):
+        share_s = (deadline - time.monotonic()) / (len(BENCHMARKS) - index)
+        minutes = max(0.05, (share_s - _START_S) * _LAST_CASE_PART / 60)
+        options = ["--json", str(workplace.results), "--plot", str(workplace.results), "--minutes", f"{minutes:.3f}"]
+        script = f"benchmarks/bench_{name}.py"
+        outcome = workplace.run(time.monotonic() + share_s, f"bench_{name}", script, *options)
+        outcomes.append(outcome)
+        words.append(f"{name} {status_of([outcome])}")
+        if not outcome.passed:
+            details += [f"{name}: {line}" for line in workplace.tail(f"bench_{name}", 3)]
+    return Result(status_of(outcomes), ", ".join(words), details)

@@ -1,0 +1,108 @@
+"""The stages that run pytest: the kernel tests on the GPU, and the emulator beside the GPU."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from evidence import pytest_codes
+from evidence.machine import missing
+from evidence.processes import run_together
+from evidence.stages import FAILED, NOT_RUN, PASSED, TIMED_OUT, Result, Workplace
+
+# What marks a test module that runs on the GPU where there is one: tests/kernel_device.py and tests/conftest.py.
+_ON_GPU = re.compile(r"kernel_device|emulated_gpu|mark\.gpu")
+_SHOWN = 12
+
+
+def kernel_test_modules(tests: Path) -> list[str]:
+    """The test modules with kernels in them; what says most first."""
+    modules = [path for path in sorted(tests.glob("test_*.py")) if not path.name.startswith("test_emulator_")]
+    chosen = [path.name for path in modules if _ON_GPU.search(path.read_text())]
+    return sorted(chosen, key=lambda name: not name.startswith(("test_cuda_", "test_triton_")))
+
+
+def run_tests(workplace: Workplace, deadline: float) -> Result:
+    """The kernel tests, dealt to several processes: most of their time goes into compiling Triton kernels."""
+    modules = [f"tests/{name}" for name in kernel_test_modules(workplace.root / "tests")]
+    return _pytest(workplace, deadline, "tests", modules, workplace.jobs)
+
+
+def run_emulator(workplace: Workplace, deadline: float) -> Result:
+    """The same PTX on the emulator and on the GPU. The first process builds the emulator."""
+    absent = missing(workplace.facts, "pybind11", "ninja", "setuptools")
+    if absent:
+        return Result(NOT_RUN, f"the emulator cannot be built, {absent}")
+    modules = [f"tests/{path.name}" for path in sorted((workplace.root / "tests").glob("test_emulator_gpu*.py"))]
+    return _pytest(workplace, deadline, "emulator", [*modules, "-m", "gpu"], max(1, workplace.jobs // 2))
+
+
+def _pytest(workplace: Workplace, deadline: float, name: str, arguments: list[str], shares: int) -> Result:
+    absent = missing(workplace.facts, "pytest")
+    if absent:
+        return Result(NOT_RUN, absent)
+    records = [workplace.logs / f"{name}_{share}.jsonl" for share in range(shares)]
+    options = ["-q", "--tb=short", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
+    commands = [
+        workplace.command(
+            f"{name}_{share}",
+            *("-m", "pytest", *options, "-p", "evidence.pytest_record"),
+            *("--record", str(record), "--share", f"{share}/{shares}", *arguments),
+            restart_after=partial(pytest_codes.was_cut_off, record=record),
+        )
+        for share, record in enumerate(records)
+    ]
+    for record in records:
+        record.unlink(missing_ok=True)
+    outcomes = run_together(commands, deadline)
+    result = judge([pytest_codes.read(record) for record in records], [outcome.timed_out for outcome in outcomes])
+    if result.status == FAILED and not result.details:
+        result.details = workplace.tail(f"{name}_0")
+    return result
+
+
+def judge(records: Sequence[Sequence[pytest_codes.Line]], timed_out: Sequence[bool]) -> Result:
+    """What the processes wrote down, and whether each was out of time.
+
+    A test that was started and never ended crashed or hung, or was running when the time was up.
+    """
+    lines = [line for record in records for line in record]
+    ended = {line["test"] for line in lines if "test" in line}
+    started = [[line["start"] for line in record if "start" in line] for record in records]
+    cut_off = [test for tests in started for test in tests if test not in ended]
+    running = {tests[-1] for tests, late in zip(started, timed_out, strict=True) if late and tests} & set(cut_off)
+    crashed = [test for test in cut_off if test not in running]
+    outcomes = Counter(line["outcome"] for line in lines if "test" in line)
+    collected = sum(line.get("collected", 0) for line in lines)
+    counts = {
+        "passed": outcomes["passed"],
+        "failed": outcomes["failed"],
+        "errors": outcomes["error"],
+        "crashed or hung": len(crashed),
+        "skipped": outcomes["skipped"],
+        "not finished in time": max(0, collected - sum(map(len, started))) + len(running),
+    }
+    headline = ", ".join(f"{number} {word}" for word, number in counts.items() if number) or "no test ran"
+    bad = [line for line in lines if line.get("outcome") in ("failed", "error")]
+    details = [f"{test}: crashed or hung, see the log" for test in crashed]
+    details += [f"{line['test']}: {_first_line(line['reason'])}" for line in bad]
+    if len(details) > _SHOWN:
+        details[_SHOWN:] = [f"… and {len(details) - _SHOWN} more: see the records in logs.tar.gz"]
+    skips = Counter(line["reason"] for line in lines if line.get("outcome") == "skipped")
+    details += [f"skipped {number} times: {reason}" for reason, number in skips.most_common(4)]
+    if bad or crashed:
+        status = FAILED
+    elif any(timed_out):
+        status = TIMED_OUT
+    else:
+        status = PASSED if outcomes["passed"] else FAILED
+    return Result(status, headline, details)
+
+
+def _first_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()] or ["no message"]
+    errors = [line[1:].strip() for line in lines if line.startswith("E  ")]  # of a module that cannot be imported
+    return (errors or lines)[0][:240]

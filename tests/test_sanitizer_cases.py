@@ -1,0 +1,47 @@
+"""The cases that compute-sanitizer watches launch every kernel that there is. Here they run on the GPU or the emulator."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import sanitizer_cases
+from fastattn.support import KERNEL_BACKENDS
+from kernel_device import DEVICE
+
+pytestmark = pytest.mark.usefixtures("emulated_gpu")
+
+ROOT = Path(__file__).parents[1]
+
+
+def kernels_in(folder: str, pattern: str) -> set[str]:
+    """The names that the pattern finds in the sources of a folder."""
+    sources = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cuh", ".cu")]
+    return {name for path in sources for name in re.findall(pattern, path.read_text())}
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the emulator is who knows which kernels ran")
+def test_every_kernel_runs() -> None:
+    from emulator import launches
+
+    with launches.recorded() as found:
+        ran = {
+            (backend, case): sanitizer_cases.run(backend, case, torch.device(DEVICE))
+            for backend in KERNEL_BACKENDS
+            for case in sanitizer_cases.CASES
+        }
+    names = {launched.report.kernel for launched in found}
+    expected = kernels_in("triton_kernels", r"\ndef (\w+_kernel)\(")
+    assert len(expected) >= 10
+    if any(ran["cuda", case] for case in sanitizer_cases.CASES):
+        expected |= kernels_in("csrc", r"__global__ void (?:__launch_bounds__\([^\n]*\)\s+)?(\w+)\(")
+    assert not {kernel for kernel in expected if not any(kernel in name for name in names)}
+    assert all(ran["triton", case] for case in sanitizer_cases.CASES)
+
+
+def test_what_a_backend_does_not_take_is_said(capsys: pytest.CaptureFixture) -> None:
+    assert not sanitizer_cases.run("cuda", "every option", torch.device(DEVICE))
+    assert capsys.readouterr().out.startswith("cuda, every option: not taken: ")
