@@ -1,4 +1,4 @@
-"""The cases that compute-sanitizer watches launch every kernel that there is. Here they run on the GPU or the emulator."""
+"""The cases that compute-sanitizer watches launch every kernel that there is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fastattn
 import sanitizer_cases
 from fastattn.support import KERNEL_BACKENDS
 from kernel_device import DEVICE
@@ -37,11 +38,17 @@ def test_every_kernel_runs() -> None:
     expected = kernels_in("triton_kernels", r"\ndef (\w+_kernel)\(")
     assert len(expected) >= 10
     if any(ran["cuda", case] for case in sanitizer_cases.CASES):
-        expected |= kernels_in("csrc", r"__global__ void (?:__launch_bounds__\([^\n]*\)\s+)?(\w+)\(")
+        native = kernels_in("csrc", r"__global__ void (?:__launch_bounds__\([^\n]*\)\s+)?(\w+)\(")
+        assert native
+        expected |= native
     assert not {kernel for kernel in expected if not any(kernel in name for name in names)}
     assert all(ran["triton", case] for case in sanitizer_cases.CASES)
 
 
-def test_what_a_backend_does_not_take_is_said(capsys: pytest.CaptureFixture) -> None:
-    assert not sanitizer_cases.run("cuda", "every option", torch.device(DEVICE))
-    assert capsys.readouterr().out.startswith("cuda, every option: not taken: ")
+def test_what_a_backend_does_not_take_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    def case(device: torch.device) -> None:
+        raise fastattn.InputError("use_backend('cuda'): the kernel lacks it.\nmore")
+
+    monkeypatch.setitem(sanitizer_cases.CASES, "a case", case)
+    assert not sanitizer_cases.run("cuda", "a case", torch.device(DEVICE))
+    assert capsys.readouterr().out.endswith("a case: not taken: use_backend('cuda'): the kernel lacks it.\n")

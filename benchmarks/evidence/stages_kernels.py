@@ -125,4 +125,5 @@ def run_benchmarks(workplace: Workplace, deadline: float) -> Result:
         words.append(f"{name} {status_of([outcome])}")
         if not outcome.passed:
             details += [f"{name}: {line}" for line in workplace.tail(f"bench_{name}", 3)]
-    return Result(status_of(outcomes), ", ".join(words), details)
+    prefix = "" if workplace.facts["gpu"] else "without a GPU, no figures: "
+    return Result(status_of(outcomes), prefix + ", ".join(words), details)

@@ -13,8 +13,9 @@ from evidence.machine import missing
 from evidence.processes import run_together
 from evidence.stages import FAILED, NOT_RUN, PASSED, TIMED_OUT, Result, Workplace
 
-# What marks a test module that runs on the GPU where there is one: tests/kernel_device.py and tests/conftest.py.
-_ON_GPU = re.compile(r"kernel_device|emulated_gpu|mark\.gpu")
+# What marks a test module that runs on the GPU where there is one, as a whole or in part: tests/kernel_device.py, a
+# fixture of tests/conftest.py, or a look of its own.
+_ON_GPU = re.compile(r"kernel_device|emulated_gpu|mark\.gpu|not torch\.cuda\.is_available")
 _SHOWN = 12
 
 
