@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import signal
@@ -70,12 +71,16 @@ class Asked(BaseException):
     """Somebody wants the run to end (SIGTERM). No result of an implementation: those are Exceptions."""
 
 
-def _end_when_asked() -> None:
+@contextlib.contextmanager
+def _ends_when_asked() -> Iterator[None]:
     def end(*_: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what was measured so far is to be written
         raise Asked("somebody asked for the end (SIGTERM)")
 
-    signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def measure_case(
@@ -252,9 +257,9 @@ def report(benchmark: Benchmark, options: argparse.Namespace) -> None:
         print(table.work_table(benchmark.cases, benchmark.work))
         return
     device = torch.device("cuda", torch.cuda.current_device())
-    _end_when_asked()
     minutes = options.minutes if options.minutes is not None else 60.0 if options.full else 1.5
-    document = run(benchmark, device, minutes, options.seconds_per_figure)
+    with _ends_when_asked():
+        document = run(benchmark, device, minutes, options.seconds_per_figure)
     print(table.as_text(document))
     for module, reason in broken.items():
         print(f"{module} is installed but cannot be imported: {reason}")

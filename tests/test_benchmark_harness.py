@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -312,6 +314,20 @@ def test_a_run_that_loses_the_device_keeps_what_it_has(monkeypatch: pytest.Monke
     stopped = results.validate(harness.run(benchmark, CPU, minutes=1.0, seconds_per_figure=0.1))
     assert not stopped["complete"]
     assert [row["status"] for row in stopped["rows"]] == ["ok", "failed"]
+
+
+def test_a_run_that_is_asked_to_end_writes_what_it_has(pretended_gpu: Path) -> None:
+    def ask(case: Any, inputs: Any) -> Prepared:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the run went on")
+
+    before = signal.getsignal(signal.SIGTERM)
+    peer = Implementation("asks", "1", ask)
+    benchmark = dataclasses.replace(on_cpu(bench_decode, case_decode.prepare, peer), cases=DECODE_CASES)
+    harness.report(benchmark, options_of(bench_decode, "--save"))
+    saved = results.read(pretended_gpu / "decode.json")
+    assert not saved["complete"] and [row["status"] for row in saved["rows"]] == ["ok"]
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
