@@ -34,7 +34,7 @@ def run_library(workplace: Workplace, deadline: float) -> Result:
         outcome = workplace.run(deadline, "library", "-m", "fastattn", "--short")
         if outcome.passed:
             return Result(PASSED, f"{_shown(carried, workplace)}, already built", workplace.tail("library"))
-        said = f"{_shown(carried, workplace)} does not load ({workplace.tail('library', 1)})"
+        said = f"{_shown(carried, workplace)} does not load ({' '.join(workplace.tail('library', 1))})"
     workplace.library_problem = said
     absent = missing(workplace.facts, "ninja", "setuptools")
     if absent:
