@@ -20,6 +20,7 @@ from tqdm import tqdm
 import environment
 import fastattn
 import plots
+import predictions
 import results
 import table
 from accuracy import Expected, judge
@@ -238,6 +239,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=("cuda", "triton"), action="append", help="of fastattn; by default both")
     parser.add_argument("--peer", action="append", metavar="TEXT", help="only peers whose name contains this; 'none'")
     parser.add_argument("--minutes", type=float, help="start no case after this time; by default 1.5, with --full 60")
+    parser.add_argument(
+        "--predictions", type=Path, metavar="PATH", help="JSON of predicted_profile.py, to be shown beside the figures"
+    )
     parser.add_argument("--seconds-per-figure", type=float, default=0.1, help="time over which a median is taken")
 
 
@@ -260,7 +264,8 @@ def report(benchmark: Benchmark, options: argparse.Namespace) -> None:
     minutes = options.minutes if options.minutes is not None else 60.0 if options.full else 1.5
     with _ends_when_asked():
         document = run(benchmark, device, minutes, options.seconds_per_figure)
-    print(table.as_text(document))
+    predicted = predictions.read(options.predictions) if options.predictions else None
+    print(table.as_text(document, predicted))
     for module, reason in broken.items():
         print(f"{module} is installed but cannot be imported: {reason}")
     saved = results.FOLDER / results.folder_name(document["environment"]["gpu"])

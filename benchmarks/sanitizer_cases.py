@@ -43,25 +43,27 @@ def backward(device: torch.device, head_dim: int, causal: bool, deterministic: b
     out.backward(random(device, *out.shape, seed=9))
 
 
-def every_option(device: torch.device) -> None:
-    """Forward and backward with everything that changes a score, and the gradient of the bias."""
-    leaves = [tensor.requires_grad_() for tensor in query_key_value(device, 64)]
-    bias = random(device, 1, 2, 70, 150).requires_grad_()
-    sinks = random(device, 2).requires_grad_()
+def every_option(device: torch.device, gradients: bool) -> None:
+    """Everything that changes a score; backward too, with the gradient of the bias."""
+    leaves = [tensor.requires_grad_(gradients) for tensor in query_key_value(device, 64)]
+    bias = random(device, 1, 2, 70, 150).requires_grad_(gradients)
+    sinks = random(device, 2).requires_grad_(gradients)
     options = {"window": (40, 3), "softcap": 20.0, "dropout_p": 0.2, "dropout_seed": 5, "sinks": sinks}
     out = fastattn.attention(*leaves, bias=bias, **options)  # type: ignore[arg-type]
     assert isinstance(out, Tensor)
-    out.backward(random(device, *out.shape, seed=9))
+    if gradients:
+        out.backward(random(device, *out.shape, seed=9))
 
 
-def packed(device: torch.device) -> None:
-    """Three sequences, one of them empty, with ALiBi; forward and backward."""
+def packed(device: torch.device, gradients: bool) -> None:
+    """Three sequences, one of them empty, with ALiBi; backward too."""
     offsets = torch.tensor([0, 33, 33, 100], dtype=torch.int32).to(device)
-    query, key, value = (random(device, 100, heads, 64, seed=heads).requires_grad_() for heads in (4, 2, 2))
+    query, key, value = (random(device, 100, heads, 64, seed=heads).requires_grad_(gradients) for heads in (4, 2, 2))
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]).to(device)
     out = fastattn.attention_varlen(query, key, value, offsets, offsets, 67, 67, causal=True, alibi_slopes=slopes)
     assert isinstance(out, Tensor)
-    out.backward(random(device, *out.shape, seed=9))
+    if gradients:
+        out.backward(random(device, *out.shape, seed=9))
 
 
 def decode(device: torch.device, num_splits: int) -> None:
@@ -124,8 +126,10 @@ CASES: dict[str, Case] = {
     "forward d=256": partial(forward, head_dim=256, causal=True),
     "backward d=64": partial(backward, head_dim=64, causal=True),
     "backward d=128 deterministic": partial(backward, head_dim=128, causal=False, deterministic=True),
-    "every option": every_option,
-    "packed": packed,
+    "every option": partial(every_option, gradients=False),
+    "every option, gradients": partial(every_option, gradients=True),
+    "packed": partial(packed, gradients=False),
+    "packed, gradients": partial(packed, gradients=True),
     "decode in one part": partial(decode, num_splits=1),
     "decode in 3 parts": partial(decode, num_splits=3),
     "decode paged int8": decode_paged_int8,

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import predictions
 from fastattn.roofline import Work
 from labels import label
 from results import Document, Row, seconds_of
@@ -25,7 +26,8 @@ COLUMNS = (
     "to best peer",
 )
 SUMMARY_COLUMNS = ("TFLOP/s", "GB/s", "of limit", "bound by", "peak MB", "error", "to best peer")
-_TEXT_COLUMNS = ("implementation", "bound by", "case")
+PREDICTED = "PREDICTION µs"
+_TEXT_COLUMNS = ("implementation", "bound by", "case", "kernel", "GPU", "backend")
 
 
 def grouped_by_case(rows: Iterable[Row]) -> list[list[Row]]:
@@ -68,18 +70,32 @@ def limits_line(document: Document) -> str:
     )
 
 
-def as_text(document: Document) -> str:
-    """The whole document for a terminal; who has no figures says why in their place."""
+def as_text(document: Document, predicted: predictions.Predictions | None = None) -> str:
+    """The whole document for a terminal; who has no figures says why in their place.
+
+    Times that were predicted for the same GPU and case stand in a column of their own.
+    """
     lines = [limits_line(document)]
+    if predicted is not None:
+        lines.append(
+            f"{PREDICTED}: by a model, made {predicted['date']} at commit {predicted['commit']}; not measured."
+        )
     for rows in grouped_by_case(document["rows"]):
-        cells: list[Sequence[str]] = [COLUMNS]
+        cells: list[Sequence[str]] = [COLUMNS if predicted is None else (*COLUMNS, PREDICTED)]
         for row in rows:
             if row["status"] == "ok":
-                cells.append(tuple(figures(row).values()))
+                beside = () if predicted is None else (_predicted(document, row, predicted),)
+                cells.append((*figures(row).values(), *beside))
             else:
                 cells.append((row["implementation"], f"{row['status']}: {row['reason']}"))
         lines += ["", label(rows[0]["case"]), aligned(cells)]
     return "\n".join(lines)
+
+
+def _predicted(document: Document, row: Row, predicted: predictions.Predictions) -> str:
+    gpu, implementation = document["environment"]["gpu"], row["implementation"]
+    seconds = predictions.seconds_of(predicted, gpu, document["benchmark"], row["case"], implementation)
+    return "–" if seconds is None else f"{seconds * 1e6:.1f}"
 
 
 def as_markdown(rows: Sequence[Row]) -> str:

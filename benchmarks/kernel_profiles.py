@@ -1,0 +1,218 @@
+"""What is known of a kernel without a GPU: its machine code, and what the emulator counts on a small shape.
+
+`load` makes of both what a CTA of any shape asks of its SM; see `machine_model` for what that is good for.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from emulator import device, launches, native_library, options, static_facts
+from emulator.launches import Launched
+from emulator.report import Report
+from emulator.static_facts import KernelFacts
+
+if "fastattn" not in sys.modules:
+    native_library.import_fastattn()
+
+from fastattn import native
+from launch_geometry import Geometry
+from machine_model import Load, Machine, ctas_per_sm
+
+# Whether the CUDA C++ kernels are those of the emulator, and not of the library that is installed.
+HAS_NATIVE = native.BUILD["version"] == "0+emulated"
+_HMMA_MACS = {"16816": 16 * 8 * 16, "1688": 16 * 8 * 8}
+SECTOR_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One pass of one warp: instructions by class and as many in all, multiply-adds, special functions."""
+
+    mix: dict[str, int]
+    mma_macs: int
+    wgmma_macs: int
+
+    @property
+    def instructions(self) -> int:
+        return sum(self.mix.values())
+
+    @property
+    def macs(self) -> int:
+        return self.mma_macs + self.wgmma_macs
+
+    @property
+    def tensor_share(self) -> float:
+        """Of the instructions."""
+        return self.mix.get("tensor core", 0) / self.instructions
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One kernel as compiled for one machine. ``facts`` is None where ptxas or the disassembler is missing."""
+
+    kernel: str
+    threads: int
+    counts: Report  # of the small shape
+    counted: Geometry  # of the small shape
+    facts: KernelFacts | None
+
+    @property
+    def redundancy(self) -> float:
+        """Multiply-adds that the kernel executes over those that its tiles need: above 1, warps do the same work."""
+        return macs_of(self.counts) / self.counted.macs if self.counted.macs else 1.0
+
+
+def macs_of(counts: Report) -> int:
+    return sum(operations.multiply_adds for operations in counts.tensor_core.values())
+
+
+def loop_of(opcodes: Iterable[str]) -> Loop:
+    """Of a loop's machine code, one opcode with its modifiers after the other."""
+    opcodes = list(opcodes)
+    mma = wgmma = 0
+    for opcode in opcodes:
+        if found := re.match(r"HMMA\.(\d+)", opcode):
+            mma += _HMMA_MACS[found[1]]
+        elif found := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", opcode):
+            m, n, k = map(int, found.groups())
+            wgmma += m * n * k // 4  # four warps execute it together
+    return Loop(static_facts.mix(opcodes), mma, wgmma)
+
+
+def loops(facts: KernelFacts) -> list[Loop]:
+    """The main loops with products: the one of unmasked steps, then that of masked ones where there are two.
+
+    Loops of an attention kernel with fewer products than others are its repair of values that are not finite, which
+    does not run. Of those that are left the shortest does not mask.
+    """
+    found = [loop for loop in (loop_of(facts.opcodes_of(body)) for body in facts.main_loops) if loop.macs]
+    most = max((loop.macs for loop in found), default=0)
+    whole = sorted((loop for loop in found if loop.macs == most), key=lambda loop: loop.instructions)
+    return whole[:1] + whole[-1:] if len(whole) > 1 else whole
+
+
+def load(profile: Profile, geometry: Geometry, steps: float, masked_steps: float) -> Load:
+    """Of a CTA with so many steps. Needs ``facts``, and a kernel with products.
+
+    Instructions of a loop count for each pass of each warp, others once. Wavefronts, bytes from the L2: `traffic_of`.
+    """
+    assert profile.facts is not None
+    found = loops(profile.facts)
+    plain, masked = found[0], found[-1]
+    warps = profile.threads // 32
+    outside = len(profile.facts.instructions) - sum(len(body) for body in profile.facts.main_loops)
+    total = Load(instructions=max(outside, 0) * warps)
+    for loop, passes in ((plain, steps), (masked, masked_steps)):
+        of_step = Load(
+            instructions=loop.instructions,
+            mma_macs=loop.mma_macs,
+            wgmma_macs=loop.wgmma_macs,
+            special=loop.mix.get("special function", 0),
+        )
+        total += of_step * (passes * geometry.step_macs * profile.redundancy / loop.macs)
+    traffic = traffic_of(profile.counts, profile.counted, warps)
+    total += traffic.once + traffic.step * steps + traffic.masked_step * masked_steps
+    return total
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of shared memory and the L2, by a CTA: in a step of either kind, and once."""
+
+    step: Load
+    masked_step: Load
+    once: Load
+
+
+def traffic_of(counts: Report, geometry: Geometry, warps: int) -> Traffic:
+    """What the emulator counted on the shape of ``geometry``, dealt to steps.
+
+    An instruction that all warps executed as often as there were steps of one kind belongs to these, one that they
+    executed once for each CTA stands outside of the loops. Asynchronous copies run ahead of the steps that they are
+    for: they, and what fits nothing, are spread over all steps.
+    """
+    steps, masked_steps = geometry.ctas * geometry.mean_steps, geometry.ctas * geometry.mean_masked_steps
+    step = masked = once = Load()
+    for row in counts.rows:
+        part = Load(wavefronts=row.shared_wavefronts, l2_bytes=SECTOR_BYTES * row.global_sectors)
+        if not row.opcode.startswith("cp.async") and row.warps == warps * steps:
+            step += part * (1 / steps)
+        elif not row.opcode.startswith("cp.async") and row.warps == warps * masked_steps:
+            masked += part * (1 / masked_steps)
+        elif not row.opcode.startswith("cp.async") and row.warps == warps * geometry.ctas:
+            once += part * (1 / geometry.ctas)
+        else:
+            spread = part * (1 / (steps + masked_steps))
+            step, masked = step + spread, masked + spread
+    return Traffic(step, masked, once)
+
+
+def streaming_load(profile: Profile, machine: Machine, geometry: Geometry) -> Load:
+    """Of an SM in a kernel without products: for each byte what the emulator counted (instructions of the PTX)."""
+    part = geometry.hbm_bytes / max(profile.counts.global_bytes, 1) / machine.num_sms
+    kinds = profile.counts.instructions
+    whole = Load(
+        instructions=sum(kinds.values()),
+        special=kinds.get("special function", 0),
+        wavefronts=profile.counts.shared_wavefronts,
+        l2_bytes=SECTOR_BYTES * profile.counts.global_sectors,
+    )
+    return whole * part
+
+
+def occupancy(profile: Profile, machine: Machine) -> int | None:
+    """CTAs on an SM; None where registers are not known."""
+    if profile.facts is None:
+        return None
+    return ctas_per_sm(machine, profile.threads, profile.facts.registers, profile.counts.shared_bytes)
+
+
+def run(machine: Machine, num_sms: int, call: Callable[[], Any]) -> list[Launched]:
+    """What ``call`` launches on an emulated ``machine`` with ``num_sms`` multiprocessors."""
+    with device.emulated(machine.arch, num_sms), options.launching(seed=0, races=False), launches.recorded() as found:
+        call()
+    return found
+
+
+def profiles(launched: Iterable[Launched], geometries: Mapping[str, Geometry], machine: Machine) -> dict[str, Profile]:
+    """By what the kernels' names contain, of the launches of one call. Raises ``ValueError`` for a launch that is not
+    of the size that its geometry says, or that multiplies less."""
+    found: dict[str, Profile] = {}
+    for part, geometry in geometries.items():
+        for one in launched:
+            name = one.report.kernel
+            if part not in name or part in found:
+                continue
+            if geometry.step_macs and (math.prod(one.grid) != geometry.ctas or macs_of(one.report) < geometry.macs):
+                raise ValueError(
+                    f"{name}: expected {geometry.ctas} CTAs and {geometry.macs:.0f} multiply-adds, "
+                    f"counted {math.prod(one.grid)} and {macs_of(one.report)}"
+                )
+            facts = _facts(one.ptx, machine).get(name)
+            found[part] = Profile(name, math.prod(one.block), one.report, geometry, facts)
+    return found
+
+
+def _facts(ptx: str, machine: Machine) -> dict[str, KernelFacts]:
+    """As the GPU's driver or Triton compiles it: PTX for an earlier GPU is compiled for this one."""
+    if not static_facts.has_tools():
+        return {}
+    is_earlier = static_facts.target_of(ptx) != f"sm_{machine.arch}a"
+    return static_facts.of_ptx(ptx, f"sm_{machine.arch}" if is_earlier else None)
+
+
+def sectors_per_request(counts: Report) -> tuple[float, float]:
+    """Of global memory, and the least for what lanes asked for."""
+    requests = sum(row.warps for row in counts.rows if row.global_sectors)
+    if not requests:
+        return 0.0, 0.0
+    return counts.global_sectors / requests, counts.global_bytes / SECTOR_BYTES / requests
