@@ -60,6 +60,8 @@ BENCHMARKS := attention_forward attention_backward decode int8_matmul
 bench: $(BUILT) ## the quick benchmarks; BENCH_ARGS="--full --save" for more. Without a GPU, what needs none
 	$(BIN)/python benchmarks/bench_overhead.py
 	$(BIN)/python benchmarks/bench_emulator.py
+	@if ! $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
+	  echo; $(BIN)/python benchmarks/predicted_profile.py $(filter --full,$(BENCH_ARGS)); fi
 	@for name in $(BENCHMARKS); do echo; $(BIN)/python benchmarks/bench_$$name.py $(BENCH_ARGS); done
 
 # With this Python alone: a machine that is lent for minutes may have no $(VENV), nor a registry to fill one from.
