@@ -38,7 +38,7 @@ def test_every_kernel_runs() -> None:
     expected = kernels_in("triton_kernels", r"\ndef (\w+_kernel)\(")
     assert len(expected) >= 10
     if any(ran["cuda", case] for case in sanitizer_cases.CASES):
-        native = kernels_in("csrc", r"__global__ void (?:__launch_bounds__\([^\n]*\)\s+)?(\w+)\(")
+        native = kernels_in("csrc", r"__global__ void (?:__launch_bounds__\([^()]*\)\s+)?(\w+)\(")
         assert native
         expected |= native
     assert not {kernel for kernel in expected if not any(kernel in name for name in names)}
