@@ -82,4 +82,32 @@ struct AttentionOptionsParams {
     ScoreParams scores;
 };
 
+// The gradient of a bias: [batch, heads, rows, keys] fp32 with the bias's own sizes, 1 where it was broadcast.
+struct BiasGradientView {
+    float* data;
+    int32_t batch, heads, rows, keys;
+    int64_t batch_stride, head_stride, row_stride, key_stride;
+};
+
+// attention/backward_*_sm80.cuh, the kernels of one backward pass in the order in which they run: rows, key_value, query,
+// and where they are asked for bias and sinks. Packed sequences as in AttentionOptionsParams.
+struct AttentionBackwardParams {
+    HeadsView<const uint16_t> query, key, value, out, grad_out;
+    HeadsView<uint16_t> grad_query, grad_key, grad_value;
+    RowsView lse;       // of the forward pass
+    RowsView grad_lse;  // data is null where nobody used the lse
+    // Workspace, one number for each query row, laid out like lse. A probability is
+    // exp(score - shift) / 2^log2_sum; shift is +inf where a row sees nothing.
+    RowsView shift, delta;  // delta = rowsum(dO * O) - dlse
+    RowsView log2_sum;      // data is null unless the bias is additive: see backward_rows_sm80.cuh
+    // Workspace of dQ, zeros before the kernel key_value: see attention/query_gradient.h.
+    float* query_sums;
+    int32_t* turns;  // null: dQ is added up in any order
+    PackedParams packed;
+    ScoreParams scores;
+    BiasGradientView grad_bias;  // data is null where nobody wants it
+    float* grad_sinks;           // [heads], or null
+    int32_t heads_per_group;     // key heads whose tiles are scheduled side by side, see attention/tile_order.h
+};
+
 }  // namespace fastattn
