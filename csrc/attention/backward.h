@@ -12,8 +12,8 @@ namespace fastattn {
 template <DataType kDataType>
 void launch_attention_backward_rows_sm80(const AttentionBackwardParams& params, Stream stream);
 
-// dK and dV, and dQ into query_sums.
-template <int kHeadDim, DataType kDataType>
+// dK and dV, and dQ into query_sums. Without kOptions scores are only scaled, and masked by a window.
+template <int kHeadDim, DataType kDataType, bool kOptions>
 void launch_attention_backward_key_value_sm80(const AttentionBackwardParams& params, Stream stream);
 
 // dQ out of query_sums.

@@ -84,12 +84,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
 
     OnlineSoftmax<kTilesM, /*kInNats=*/true> softmax(kLog2E);
     if (options.sinks != nullptr) softmax.set_sink(options.sinks[tile.head], lane % kLanesPerRow == 0);
-    Dropout dropout{
-        {0, 0}, options.dropout_threshold, static_cast<uint32_t>(tile.batch * attention.query.heads + tile.head)};
-    if (options.dropout_seed != nullptr) {
-        const auto seed = static_cast<uint64_t>(*options.dropout_seed);
-        dropout.seed = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
-    }
+    const Dropout dropout(options, tile.batch * attention.query.heads + tile.head);
     float rO[kTilesM][kTilesD][4] = {};  // [kWarpM, kHeadDim]
 
     // Producer: every thread copies its chunks of each tile. Tiles of keys go from the last to the first.

@@ -25,11 +25,28 @@ struct Dropout {
     uint32_t threshold;  // words below it drop
     uint32_t head;       // counted over batch and heads
 
+    // With no seed it is not to be used.
+    __device__ __forceinline__ Dropout(const ScoreParams& params, uint32_t head)
+        : seed{0, 0}, threshold(params.dropout_threshold), head(head) {
+        if (params.dropout_seed == nullptr) return;
+        const auto bits = static_cast<uint64_t>(*params.dropout_seed);
+        seed = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
+    }
+
     // Sets what is dropped of rP, whose upper left element is [first_row][first_key], to 0. first_key % 8 == 0.
     template <int kTilesM, int kTilesN>
     __device__ __forceinline__ void apply(float (&rP)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
                                           int lane) const {
-        // Two lanes share the four keys of a counter, in two rows: each computes one row's words and gives half away.
+        for_each_word<kTilesM, kTilesN>(first_row, first_key, lane, [&](int m, int n, int e, uint32_t word) {
+            rP[m][n][e] = word < threshold ? 0.0f : rP[m][n][e];
+        });
+    }
+
+    // Calls function(m, n, e, word) for each element of such a tile.
+    // Two lanes share the four keys of a counter, in two rows: each computes one row's words and gives half away.
+    template <int kTilesM, int kTilesN, typename Function>
+    __device__ __forceinline__ void for_each_word(int32_t first_row, int32_t first_key, int lane,
+                                                  Function&& function) const {
         const int odd = lane & 1;
         const uint32_t counter_key = static_cast<uint32_t>(first_key + accumulator_column(lane)) / 4;
 #pragma unroll
@@ -41,12 +58,10 @@ struct Dropout {
                 const uint32_t given0 = odd ? words.x : words.z, given1 = odd ? words.y : words.w;
                 const uint32_t taken0 = __shfl_xor_sync(0xffffffff, given0, 1);
                 const uint32_t taken1 = __shfl_xor_sync(0xffffffff, given1, 1);
-                const uint32_t upper0 = odd ? taken0 : words.x, upper1 = odd ? taken1 : words.y;
-                const uint32_t lower0 = odd ? words.z : taken0, lower1 = odd ? words.w : taken1;
-                rP[m][n][0] = upper0 < threshold ? 0.0f : rP[m][n][0];
-                rP[m][n][1] = upper1 < threshold ? 0.0f : rP[m][n][1];
-                rP[m][n][2] = lower0 < threshold ? 0.0f : rP[m][n][2];
-                rP[m][n][3] = lower1 < threshold ? 0.0f : rP[m][n][3];
+                function(m, n, 0, odd ? taken0 : words.x);
+                function(m, n, 1, odd ? taken1 : words.y);
+                function(m, n, 2, odd ? words.z : taken0);
+                function(m, n, 3, odd ? words.w : taken1);
             }
         }
     }

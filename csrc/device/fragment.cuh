@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "device/ptx/cvt.cuh"
 #include "device/ptx/mma.cuh"
@@ -36,6 +37,15 @@ __device__ __forceinline__ void for_own_rows(int lane, Function&& function) {
     }
 }
 
+// Calls function(std::integral_constant<int, i>{}) for i = 0 … kCount - 1.
+template <int kCount, typename Function>
+__device__ __forceinline__ void for_constant(Function&& function) {
+    if constexpr (kCount > 0) {
+        for_constant<kCount - 1>(function);
+        function(std::integral_constant<int, kCount - 1>{});
+    }
+}
+
 // Row, and 16-byte chunk of that row, of a 16x16 block in shared memory whose address a lane passes to ldmatrix.x4.
 struct LdmatrixLane {
     int row, chunk;
@@ -51,6 +61,12 @@ __device__ __forceinline__ LdmatrixLane ldmatrix_lane(int lane) {
 // With the map above these would be (r[0], r[2]) and (r[1], r[3]), and mma wants them in neighbouring registers.
 __device__ __forceinline__ LdmatrixLane ldmatrix_lane_b(int lane) {
     return {lane / 16 * 8 + lane % 8, lane / 8 % 2};
+}
+
+// The same for blocks that start `column` columns further right.
+__device__ __forceinline__ LdmatrixLane at_column(LdmatrixLane lane, int column) {
+    constexpr int kColumnsPerChunk = 8;
+    return {lane.row, lane.chunk + column / kColumnsPerChunk};
 }
 
 template <DataType kDataType>

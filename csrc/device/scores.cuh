@@ -13,6 +13,16 @@
 
 namespace fastattn {
 
+// Whether scores are only scaled, but for what a window masks.
+__device__ __forceinline__ bool are_plain(const ScoreParams& params) {
+    return params.softcap <= 0 && params.alibi_slopes == nullptr && params.bias.kind == BiasView::Kind::kNone &&
+           params.dropout_seed == nullptr;
+}
+
+__device__ __forceinline__ Window window_of(const ScoreParams& params, int32_t num_rows, int32_t num_keys) {
+    return {num_keys, params.top_left ? 0 : num_keys - num_rows, params.window_left, params.window_right};
+}
+
 // The scores of one head of one sequence. What all heads have in common stays in the kernel's parameters, which take no
 // registers.
 struct HeadScores {
@@ -27,7 +37,7 @@ struct HeadScores {
     __device__ __forceinline__ HeadScores(const ScoreParams& params, int32_t batch, int32_t head, int32_t num_rows,
                                           int32_t num_keys)
         : params(params),
-          window{num_keys, params.top_left ? 0 : num_keys - num_rows, params.window_left, params.window_right},
+          window(window_of(params, num_rows, num_keys)),
           num_rows(num_rows),
           slope(params.alibi_slopes == nullptr ? 0.0f : params.alibi_slopes[batch * params.alibi_batch_stride + head]),
           bias(static_cast<const char*>(params.bias.data) +
@@ -112,32 +122,72 @@ struct HeadScores {
         } else {
             for_each(rS, [&](int, int, int, float s) { return s * scale; });
         }
-        const int32_t row = first_row + accumulator_row(lane), key = first_key + accumulator_column(lane);
-        if (slope != 0) {
-            const int32_t ahead = row + window.num_keys - num_rows - key;
+        add_alibi(rS, first_row, first_key, lane);
+        with_bias_kind([&](auto, auto kind) { add_bias<kind.value>(rS, rB); });
+        if constexpr (kMasked) mask(rS, first_row, first_key, lane);
+    }
+
+    // The same for the backward pass, always masked, which also wants d score / d (scale · Q·Kᵀ). It has no registers to
+    // hold a bias in for long.
+    template <int kTilesM, int kTilesN>
+    __device__ __forceinline__ void apply(float (&rS)[kTilesM][kTilesN][4], float (&rSlope)[kTilesM][kTilesN][4],
+                                          int32_t first_row, int32_t first_key, int lane) const {
+        const float scale = params.scale, softcap = params.softcap;
+        if (softcap > 0) {
+            const float ratio = scale / softcap;
             for_each(rS, [&](int m, int n, int e, float s) {
-                return s - slope * static_cast<float>(abs(ahead + m * kMmaM + 8 * (e / 2) - n * kMmaN - e % 2));
+                const float t = tanhf(s * ratio);
+                rSlope[m][n][e] = 1.0f - t * t;
+                return softcap * t;
+            });
+        } else {
+            for_each(rS, [&](int m, int n, int e, float s) {
+                rSlope[m][n][e] = 1.0f;
+                return s * scale;
             });
         }
-        with_bias_kind([&](auto, auto kind) {  // -inf is a mask also where the score is NaN
-            for_each(rS, [&](int m, int n, int e, float s) {
-                const float added = bias_value<kind.value>(rB[m][n][e]);
-                return added == -kInfinity ? -kInfinity : s + added;
-            });
-        });
-        if constexpr (kMasked) {
-            KeyRange seen[kTilesM][2];
-            for_own_rows<kTilesM>(lane, [&](int m, int half, int row_in_tile) {
-                seen[m][half] = window.keys_of(first_row + row_in_tile);
-            });
-            for_each(rS, [&](int m, int n, int e, float s) {
-                const int32_t column = key + n * kMmaN + e % 2;
-                return column >= seen[m][e / 2].begin && column < seen[m][e / 2].end ? s : -kInfinity;
-            });
+        add_alibi(rS, first_row, first_key, lane);
+        if (has_bias()) {
+            uint32_t rB[kTilesM][kTilesN][4];
+            load_bias(rB, first_row, first_key, lane);
+            with_bias_kind([&](auto, auto kind) { add_bias<kind.value>(rS, rB); });
         }
+        mask(rS, first_row, first_key, lane);
     }
 
   private:
+    template <int kTilesM, int kTilesN>
+    __device__ __forceinline__ void add_alibi(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
+                                              int lane) const {
+        if (slope == 0) return;
+        const int32_t row = first_row + accumulator_row(lane), key = first_key + accumulator_column(lane);
+        const int32_t ahead = row + window.num_keys - num_rows - key;
+        for_each(rS, [&](int m, int n, int e, float s) {
+            return s - slope * static_cast<float>(abs(ahead + m * kMmaM + 8 * (e / 2) - n * kMmaN - e % 2));
+        });
+    }
+
+    template <BiasKind kKind, int kTilesM, int kTilesN>
+    __device__ __forceinline__ static void add_bias(float (&rS)[kTilesM][kTilesN][4],
+                                                    const uint32_t (&rB)[kTilesM][kTilesN][4]) {
+        for_each(rS, [&](int m, int n, int e, float s) {  // -inf is a mask also where the score is NaN
+            const float added = bias_value<kKind>(rB[m][n][e]);
+            return added == -kInfinity ? -kInfinity : s + added;
+        });
+    }
+
+    template <int kTilesM, int kTilesN>
+    __device__ __forceinline__ void mask(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
+                                         int lane) const {
+        KeyRange seen[kTilesM][2];
+        for_own_rows<kTilesM>(
+            lane, [&](int m, int half, int row_in_tile) { seen[m][half] = window.keys_of(first_row + row_in_tile); });
+        for_each(rS, [&](int m, int n, int e, float s) {
+            const int32_t column = first_key + accumulator_column(lane) + n * kMmaN + e % 2;
+            return column >= seen[m][e / 2].begin && column < seen[m][e / 2].end ? s : -kInfinity;
+        });
+    }
+
     template <int kTilesM, int kTilesN, typename Function>
     __device__ __forceinline__ static void for_each(float (&rS)[kTilesM][kTilesN][4], Function&& function) {
 #pragma unroll

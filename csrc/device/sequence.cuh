@@ -24,6 +24,11 @@ struct KeyRange {
     int32_t begin, end;
 };
 
+// Rows [begin, end).
+struct RowRange {
+    int32_t begin, end;
+};
+
 // Row i stands at key i + offset, and sees `left` keys before and `right` keys after that; negative: all.
 struct Window {
     int32_t num_keys, offset, left, right;
@@ -34,6 +39,15 @@ struct Window {
         const int64_t end = right < 0 ? num_keys : position + right + 1;
         return {static_cast<int32_t>(max(first, int64_t{0})),
                 static_cast<int32_t>(max(min(end, int64_t{num_keys}), int64_t{0}))};
+    }
+
+    // Of num_rows rows, those that see a key.
+    __device__ __forceinline__ RowRange rows_of(int32_t key, int32_t num_rows) const {
+        const int64_t at_key = int64_t{key} - offset;
+        const int64_t first = right < 0 ? 0 : at_key - right;
+        const int64_t end = left < 0 ? num_rows : at_key + left + 1;
+        return {static_cast<int32_t>(min(max(first, int64_t{0}), int64_t{num_rows})),
+                static_cast<int32_t>(max(min(end, int64_t{num_rows}), int64_t{0}))};
     }
 };
 

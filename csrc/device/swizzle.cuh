@@ -39,6 +39,7 @@ struct Swizzle {
 
 // The addresses that a lane passes to ldmatrix, for the 16x16 blocks of such a tile. As the pattern is an exclusive or,
 // moving by chunks inside a period is one too, on an offset that tiles may share; all else is a compile-time constant.
+// A lane that starts further right (at_column) may only move by columns that share no bit with its own.
 template <int kHeadDim>
 struct SwizzledBlocks {
     using Layout = Swizzle<kHeadDim>;
@@ -49,6 +50,13 @@ struct SwizzledBlocks {
 
     __device__ __forceinline__ SwizzledBlocks(const uint16_t* tile, LdmatrixLane lane)
         : tile(shared_address(tile)), lane_offset(Layout::offset(lane.row, lane.chunk)) {}
+
+    // The same in the tile that starts so many rows further down, a multiple of 8.
+    __device__ __forceinline__ SwizzledBlocks at_row(int row) const {
+        SwizzledBlocks blocks = *this;
+        blocks.tile += row * Layout::kRowBytes;
+        return blocks;
+    }
 
     // The lane's address in the block whose upper left element is [row][column], both multiples of 16.
     __device__ __forceinline__ uint32_t address(int row, int column) const {

@@ -1,4 +1,4 @@
-// The two products of attention, as one warp computes them on its own kTilesM * 16 query rows.
+// The products of attention, as one warp computes its own part of them.
 #pragma once
 
 #include <cstdint>
@@ -56,6 +56,39 @@ __device__ __forceinline__ void gemm_pv(float (&rO)[kTilesM][kHeadDim / kMmaN][4
             for (int m = 0; m < kTilesM; ++m) {
                 mma_m16n8k16<kDataType>(rO[m][d], rA[m], rV[0], rV[1]);
                 mma_m16n8k16<kDataType>(rO[m][d + 1], rA[m], rV[2], rV[3]);
+            }
+        }
+    }
+}
+
+// Both operands from shared memory, for the backward pass, where a warp has some of the columns only: it takes blocks of
+// 16, kColumnStep apart. rC += sA · sB, or with kTransposeA sAᵀ · sB.
+// sA [kTilesM * 16, kDepth] at ldmatrix_lane, or transposed [kDepth, kTilesM * 16] at ldmatrix_lane_b.
+// sB [kDepth, kTilesN * 8] at ldmatrix_lane.
+template <DataType kDataType, bool kTransposeA, int kDepth, int kColumnStep, int kTilesM, int kTilesN, int kColumnsA,
+          int kColumnsB>
+__device__ __forceinline__ void gemm_accumulate(float (&rC)[kTilesM][kTilesN][4], const SwizzledBlocks<kColumnsA>& sA,
+                                                const SwizzledBlocks<kColumnsB>& sB) {
+    static_assert(kTilesN % 2 == 0, "B comes in blocks of two tiles");
+#pragma unroll
+    for (int k = 0; k < kDepth; k += kMmaK) {
+        uint32_t rA[kTilesM][4];
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+            if constexpr (kTransposeA) {
+                ptx::ldmatrix_m8n8_x4_trans(rA[m], sA.address(k, m * kMmaM));
+            } else {
+                ptx::ldmatrix_m8n8_x4(rA[m], sA.address(m * kMmaM, k));
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < kTilesN; n += 2) {
+            uint32_t rB[4];
+            ptx::ldmatrix_m8n8_x4_trans(rB, sB.address(k, n / 2 * kColumnStep));
+#pragma unroll
+            for (int m = 0; m < kTilesM; ++m) {
+                mma_m16n8k16<kDataType>(rC[m][n], rA[m], rB[0], rB[1]);
+                mma_m16n8k16<kDataType>(rC[m][n + 1], rA[m], rB[2], rB[3]);
             }
         }
     }

@@ -1,0 +1,86 @@
+// How the warps of a backward CTA divide its products: what the kernels that add dQ up and read it back must agree on.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/tiles_sm80.h"
+#include "device/fragment.cuh"
+#include "device/swizzle.cuh"
+
+namespace fastattn {
+
+// A product [kRows, kHeadDim]: kRowWarps warps share the rows, and those of one share take blocks of 16 columns in turn.
+template <int kRows, int kHeadDim, int kRowWarps, int kNumWarps>
+struct HeadDimGrid {
+    static constexpr int kWarpRows = kRows / kRowWarps;
+    static constexpr int kDimWarps = kNumWarps / kRowWarps;
+    static constexpr int kColumnStep = kDimWarps * kMmaK;  // from a warp's block of columns to its next
+    static constexpr int kTilesM = kWarpRows / kMmaM;
+    static constexpr int kTilesD = kHeadDim / kDimWarps / kMmaN;
+    static_assert(kRows % (kRowWarps * kMmaM) == 0, "a warp owns whole MMA tiles of rows");
+    static_assert(kHeadDim % kColumnStep == 0, "warps have the same number of blocks of columns");
+
+    using Accumulators = float[kTilesM][kTilesD][4];
+
+    __device__ __forceinline__ static int first_row(int warp) { return warp % kRowWarps * kWarpRows; }
+    __device__ __forceinline__ static int first_column(int warp) { return warp / kRowWarps * kMmaK; }
+
+    // Such a product in fp32 in the order in which warps hold it: blocks of 16x16, each register of the 32 lanes side by
+    // side. No grid shows in that order. Calls function(accumulator, address) for each that this lane holds.
+    template <typename Number, typename Function>
+    __device__ __forceinline__ static void for_each_sum(Number* sums, Accumulators& rC, int warp, int lane,
+                                                        Function&& function) {
+        constexpr int kBlocksPerRow = kHeadDim / kMmaK, kBlockElements = kMmaM * kMmaK;
+        sums += (first_row(warp) / kMmaM * kBlocksPerRow + first_column(warp) / kMmaK) * kBlockElements + lane;
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+            for (int d = 0; d < kTilesD; ++d) {
+                const int block = m * kBlocksPerRow + d / 2 * kDimWarps;
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    function(rC[m][d][e], sums + block * kBlockElements + (d % 2 * 4 + e) * kWarpSize);
+                }
+            }
+        }
+    }
+
+    // Rounds a warp's accumulators, times factor, to 16 bits into [kRows, kHeadDim] in shared memory.
+    template <DataType kDataType>
+    __device__ __forceinline__ static void stage(uint16_t* sTile, const Accumulators& rC, float factor, int warp,
+                                                 int lane) {
+        using Layout = Swizzle<kHeadDim>;
+        for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
+#pragma unroll
+            for (int d = 0; d < kTilesD; ++d) {
+                const int column = first_column(warp) + d / 2 * kColumnStep + d % 2 * kMmaN;
+                char* chunk =
+                    reinterpret_cast<char*>(sTile) + Layout::offset(first_row(warp) + row, column / kChunkElements);
+                reinterpret_cast<uint32_t*>(chunk)[lane % kLanesPerRow] =
+                    pack<kDataType>(rC[m][d][2 * half] * factor, rC[m][d][2 * half + 1] * factor);
+            }
+        });
+    }
+};
+
+template <int kHeadDim_, bool kOptions>
+struct BackwardConfigSm80 : BackwardTileSm80<kHeadDim_, kOptions> {
+    using Tile = BackwardTileSm80<kHeadDim_, kOptions>;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kNumThreads = Tile::kNumWarps * kWarpSize;
+    static constexpr int kRowElements = Swizzle<kHeadDim>::kRowElements;         // of Q, dO, K, V
+    static constexpr int kScoreElements = Swizzle<Tile::kBlockN>::kRowElements;  // of P, dS
+
+    // S and dP: [kWarpM, kWarpN] a warp.
+    static constexpr int kWarpM = Tile::kBlockM / Tile::kRowWarpsOfS;
+    static constexpr int kWarpN = Tile::kBlockN / (Tile::kNumWarps / Tile::kRowWarpsOfS);
+    static constexpr int kTilesM = kWarpM / kMmaM;
+    static constexpr int kTilesN = kWarpN / kMmaN;
+    static_assert(kTilesN % 2 == 0 && kWarpM % kMmaM == 0, "a warp owns whole MMA tiles of S");
+
+    using KeyGrid = HeadDimGrid<Tile::kBlockN, kHeadDim, Tile::kKeyWarps, Tile::kNumWarps>;       // dK, dV
+    using QueryGrid = HeadDimGrid<Tile::kBlockM, kHeadDim, Tile::kRowWarpsOfQ, Tile::kNumWarps>;  // dQ
+    static constexpr int kQuerySums = Tile::kBlockM * kHeadDim;  // numbers in a tile of params.query_sums
+};
+
+}  // namespace fastattn

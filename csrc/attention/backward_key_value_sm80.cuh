@@ -1,0 +1,255 @@
+// Attention backward, FlashAttention-2 (Dao 2023, algorithm 2), with every option: dK, dV, and dQ in fp32 sums.
+//
+//   P = exp(S - lse),  dV = dropout(P)ᵀ·dO,  dP = dropout(dO·Vᵀ),  dS = P∘(dP - delta)∘softcap',  dK = dSᵀ·Q,  dQ = dS·K
+//
+// One CTA owns kBlockN keys of one KV head and walks over the query rows that see them, for each query head of the KV
+// head in turn. K and V stay in shared memory, dK and dV in registers. P and dS pass through shared memory, because
+// what is a warp's row in one product is a column of another's operand. A step of kBlockM rows:
+//
+//   cp.async                                       |         next Q, dO
+//   tensor cores     S = Q·Kᵀ   dP = dO·Vᵀ  | dV, dK |  dQ (and its sums to global memory)
+//   shared memory      → P          → dS    |        |
+//
+// Other CTAs of the SM compute while one waits. Tiles that no row sees are not visited; the masked ones, and all where
+// there is an option beyond causal and window, take the general step. dQ's sums come in any order, or, where
+// params.turns is given, from the first keys to the last: CTAs then take their places from a counter, so that one only
+// ever waits for CTAs that run already.
+// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim; query_sums (and turns) are zero.
+#pragma once
+
+#include <string>
+#include <type_traits>
+
+#include "attention/backward.h"
+#include "attention/backward_config_sm80.cuh"
+#include "attention/query_gradient.h"
+#include "attention/tile_order.h"
+#include "device/dropout.cuh"
+#include "device/nonfinite.cuh"
+#include "device/ptx/cp_async.cuh"
+#include "device/ptx/opaque.cuh"
+#include "device/ptx/red.cuh"
+#include "device/score_gradients.cuh"
+#include "device/scores.cuh"
+#include "device/tile_copy.cuh"
+#include "device/warp_gemm.cuh"
+#include "host/launch.h"
+
+namespace fastattn {
+
+template <typename Config>
+struct alignas(128) BackwardStorageSm80 {
+    uint16_t sK[Config::kBlockN * Config::kRowElements];    // swizzled; holds dK at the end
+    uint16_t sV[Config::kBlockN * Config::kRowElements];    // swizzled; holds dV at the end
+    uint16_t sQ[Config::kBlockM * Config::kRowElements];    // swizzled
+    uint16_t sG[Config::kBlockM * Config::kRowElements];    // dO, swizzled
+    uint16_t sP[Config::kBlockM * Config::kScoreElements];  // swizzled
+    uint16_t sS[Config::kBlockM * Config::kScoreElements];  // dS, swizzled
+    RowTerms<Config::kBlockM> terms;
+    uint32_t cta;         // place in the order of turns
+    bool some_nonfinite;  // in K
+    static_assert(2 *
+                              ((Config::kBlockM + Config::kBlockN) * Config::kRowElements +
+                               Config::kBlockM * Config::kScoreElements) *
+                              2 +
+                          128 <=
+                      99 << 10,
+                  "sm_86, sm_89, sm_120");
+};
+
+// One CTA's turn to add to a tile of sums; without an address, any time is right.
+struct Turn {
+    int32_t* address;
+
+    // Until so many have had theirs.
+    __device__ __forceinline__ void wait(int32_t num_before) const {
+        if (address == nullptr) return;
+        if (threadIdx.x == 0) {
+            while (ptx::ld_acquire_s32(address) != num_before) {
+            }
+        }
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ void pass_on() const {
+        if (address == nullptr) return;
+        __syncthreads();  // all have added
+        if (threadIdx.x == 0) ptx::red_release_add_s32(address, 1);
+    }
+};
+
+template <int kHeadDim, DataType kDataType, bool kOptions>
+__global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumThreads,
+                                  BackwardConfigSm80<kHeadDim, kOptions>::kMinCtasPerSm)
+    attention_backward_key_value_sm80(const __grid_constant__ AttentionBackwardParams params) {
+    using Config = BackwardConfigSm80<kHeadDim, kOptions>;
+    using KeyGrid = typename Config::KeyGrid;
+    using QueryGrid = typename Config::QueryGrid;
+    constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kNumThreads = Config::kNumThreads;
+    constexpr int kTilesM = Config::kTilesM, kTilesN = Config::kTilesN, kRowElements = Config::kRowElements;
+    extern __shared__ __align__(128) char shared_bytes[];
+    auto& shared = *reinterpret_cast<BackwardStorageSm80<Config>*>(shared_bytes);
+
+    // Prologue: which keys of which sequence, and which rows see them.
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const bool in_turn = params.turns != nullptr;
+    if (in_turn) {
+        if (threadIdx.x == 0) shared.cta = atomicAdd(params.turns, 1);
+        __syncthreads();
+    }
+    const HeadTile tile = head_tile(in_turn ? shared.cta : blockIdx.x, params.key.batch, params.key.heads,
+                                    params.heads_per_group, ceil_div(params.key.rows, kBlockN));
+    const int32_t batch = tile.batch, key_tile = tile.position, first_key = key_tile * kBlockN;
+    const Sequence rows = sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
+    const Sequence keys = sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows);
+    if (first_key >= keys.length) return;
+    const int32_t num_keys = min(kBlockN, keys.length - first_key);
+    const int32_t group_size = params.query.heads / params.key.heads;
+    const int32_t first_head = tile.head * group_size, end_head = first_head + group_size;
+    const Window window = window_of(params.scores, rows.length, keys.length);
+    const RowRange sees_first = window.rows_of(first_key, rows.length);
+    const RowRange sees_last = window.rows_of(first_key + num_keys - 1, rows.length);
+    const int32_t begin_tile = sees_first.begin / kBlockM, end_tile = ceil_div(sees_last.end, kBlockM);
+    const RowRange full{sees_last.begin, num_keys == kBlockN ? sees_first.end : 0};  // rows that see all of the tile
+
+    typename KeyGrid::Accumulators rK = {}, rV = {};  // dK, dV
+
+    // Producer: every thread copies its chunks of each tile.
+    using KeyLoader = TileLoader<kBlockN, kHeadDim, kNumThreads>;
+    const auto keys_of = [&](const HeadsView<const uint16_t>& view, uint16_t* sTile, int32_t thread) {
+        const uint16_t* gTile = row_pointer(view, batch, tile.head, keys.begin + first_key);
+        return KeyLoader(sTile, gTile, view.row_stride, thread, view.head_dim);
+    };
+    const auto rows_of = [&](const HeadsView<const uint16_t>& view, uint16_t* sTile) {
+        const uint16_t* gTile = row_pointer(view, batch, first_head, rows.begin + begin_tile * kBlockM);
+        return TileLoader<kBlockM, kHeadDim, kNumThreads, /*kDirection=*/1>(sTile, gTile, view.row_stride, threadIdx.x,
+                                                                            view.head_dim);
+    };
+    auto load_q = rows_of(params.query, shared.sQ), load_g = rows_of(params.grad_out, shared.sG);
+    const auto to_next_head = [&](const HeadsView<const uint16_t>& view) {
+        return view.head_stride - (end_tile - begin_tile) * kBlockM * view.row_stride;
+    };
+    const auto load_rows = [&](int32_t head, int32_t row_tile) {
+        const int64_t first = rows.begin + row_tile * kBlockM;
+        shared.terms.template load<kNumThreads>(
+            params, batch * params.shift.batch_stride + head * params.shift.head_stride + first,
+            rows.length - row_tile * kBlockM);
+        load_q.template load<true>(rows.length - row_tile * kBlockM);
+        load_g.template load<true>(rows.length - row_tile * kBlockM);
+        ptx::cp_async_commit_group();
+    };
+
+    // Operands: S and dP at this warp's rows and keys, the other products at its rows and columns of the result.
+    const int warp_m = warp % Config::kRowWarpsOfS * Config::kWarpM,
+              warp_n = warp / Config::kRowWarpsOfS * Config::kWarpN;
+    const SwizzledBlocks<kHeadDim> sQ(shared.sQ + warp_m * kRowElements, ldmatrix_lane(lane));
+    const SwizzledBlocks<kHeadDim> sG(shared.sG + warp_m * kRowElements, ldmatrix_lane(lane));
+    const SwizzledBlocks<kHeadDim> sK(shared.sK + warp_n * kRowElements, ldmatrix_lane_b(lane));
+    const SwizzledBlocks<kHeadDim> sV(shared.sV + warp_n * kRowElements, ldmatrix_lane_b(lane));
+    const LdmatrixLane key_columns = at_column(ldmatrix_lane_b(lane), KeyGrid::first_row(warp));
+    const SwizzledBlocks<kBlockN> sPt(shared.sP, key_columns), sSt(shared.sS, key_columns);
+    const LdmatrixLane dims_of_key = at_column(ldmatrix_lane(lane), KeyGrid::first_column(warp));
+    const SwizzledBlocks<kHeadDim> sGd(shared.sG, dims_of_key), sQd(shared.sQ, dims_of_key);
+    const SwizzledBlocks<kBlockN> sS(shared.sS + QueryGrid::first_row(warp) * Config::kScoreElements,
+                                     ldmatrix_lane(lane));
+    const SwizzledBlocks<kHeadDim> sKd(shared.sK, at_column(ldmatrix_lane(lane), QueryGrid::first_column(warp)));
+
+    const int32_t first_sums_tile =
+        first_query_tile(batch, params.query.rows, params.packed.cu_seqlens_q != nullptr, rows.begin, kBlockM);
+
+    // One tile of rows of one head. is_full: scores are only scaled, and every row sees every key.
+    const auto step = [&](const HeadScores& scores, int32_t head, int32_t row_tile, bool is_full) {
+        const bool is_last = row_tile + 1 == end_tile;
+        const Dropout dropout(params.scores, batch * params.query.heads + head);
+        ScoreGradients<kTilesM, kTilesN, kBlockM, kBlockN, kOptions> gradients(
+            scores, shared.terms, is_full, params.log2_sum.data != nullptr, row_tile * kBlockM, first_key, warp_m,
+            warp_n, lane);
+        float rS[kTilesM][kTilesN][4];  // [kWarpM, kWarpN]
+
+        ptx::cp_async_wait_group<0>();  // Q, dO and terms
+        __syncthreads();                // they are there for all; all are done with the P and dS before
+        gemm_qk<kDataType>(rS, sQ, sK);
+        gradients.template probabilities<kDataType>(shared.sP, rS, dropout);
+        for_constant<kTilesN / 2>([&](auto pair) {  // dP of 16 keys at a time, for want of registers
+            float rdP[kTilesM][2][4];
+            gemm_qk<kDataType>(rdP, sG, sV.at_row(pair.value * kMmaK));
+            gradients.template of_scores<kDataType, 2 * pair.value>(shared.sS, rS, rdP);
+        });
+
+        __syncthreads();  // P and dS are there for all
+        gemm_accumulate<kDataType, /*kTransposeA=*/true, kBlockM, KeyGrid::kColumnStep>(rV, sPt, sGd);
+        gemm_accumulate<kDataType, /*kTransposeA=*/true, kBlockM, KeyGrid::kColumnStep>(rK, sSt, sQd);
+
+        const bool clean = !is_full && shared.some_nonfinite;  // 0 in dS does not silence NaN in K
+        KeyLoader load_k = keys_of(params.key, shared.sK, ptx::opaque(threadIdx.x));
+        if (clean) load_k.for_own_pairs([](uint32_t& pair) { pair &= ~nonfinite_mask<kDataType>(pair); });
+        __syncthreads();  // all are done with Q, dO and terms: they may be overwritten
+        if (is_last) {
+            load_q.skip(to_next_head(params.query));
+            load_g.skip(to_next_head(params.grad_out));
+        }
+        const int32_t next_head = head + is_last;
+        if (next_head < end_head) load_rows(next_head, is_last ? begin_tile : row_tile + 1);
+        typename QueryGrid::Accumulators rQ = {};
+        gemm_accumulate<kDataType, /*kTransposeA=*/false, kBlockN, QueryGrid::kColumnStep>(rQ, sS, sKd);
+        if (clean) {
+            __syncthreads();  // all are done with this K
+            load_k.template load<true>(num_keys);
+            ptx::cp_async_commit_group();
+        }
+        const int64_t sums_tile = int64_t{first_sums_tile + row_tile} * params.query.heads + head;
+        const Turn turn{in_turn ? params.turns + 1 + sums_tile : nullptr};
+        turn.wait(key_tile - scores.window.keys_of(row_tile * kBlockM).begin / kBlockN);
+        float* sums = params.query_sums + sums_tile * Config::kQuerySums;
+        QueryGrid::for_each_sum(sums, rQ, warp, lane, ptx::red_add_f32);
+        turn.pass_on();
+    };
+
+    if (begin_tile < end_tile) {
+        KeyLoader load_k = keys_of(params.key, shared.sK, threadIdx.x);
+        KeyLoader load_v = keys_of(params.value, shared.sV, threadIdx.x);
+        load_k.template load<true>(num_keys);
+        load_v.template load<true>(num_keys);
+        load_rows(first_head, begin_tile);
+        ptx::cp_async_wait_group<0>();  // K: a thread may look at what it has copied itself
+        const bool some_nonfinite = __syncthreads_or(has_nonfinite<kDataType>(load_k));
+        if (threadIdx.x == 0) shared.some_nonfinite = some_nonfinite;
+    }
+    for (int32_t head = first_head; head < end_head; ++head) {
+        const HeadScores scores(params.scores, batch, head, rows.length, keys.length);
+        for (int32_t row_tile = begin_tile; row_tile < end_tile; ++row_tile) {
+            const int32_t begin_row = row_tile * kBlockM, end_row = min(begin_row + kBlockM, rows.length);
+            step(scores, head, row_tile, !kOptions && begin_row >= full.begin && end_row <= full.end);
+        }
+    }
+
+    // Epilogue: dK and dV become rows where K and V were.
+    ptx::cp_async_wait_group<0>();  // K may have been on its way once more
+    __syncthreads();                // all are done with K and V
+    KeyGrid::template stage<kDataType>(shared.sK, rK, params.scores.scale, warp, lane);
+    KeyGrid::template stage<kDataType>(
+        shared.sV, rV, params.scores.dropout_seed != nullptr ? params.scores.dropout_factor : 1.0f, warp, lane);
+    __syncthreads();  // both tiles are complete
+    constexpr int kStoredRows = kBlockN / Config::kNumWarps;
+    const int32_t stored_row = warp * kStoredRows;
+    store_rows<kStoredRows, kHeadDim>(
+        row_pointer(params.grad_key, batch, tile.head, keys.begin + first_key + stored_row), params.grad_key.row_stride,
+        num_keys - stored_row, shared.sK + stored_row * kRowElements, lane, params.grad_key.head_dim);
+    store_rows<kStoredRows, kHeadDim>(
+        row_pointer(params.grad_value, batch, tile.head, keys.begin + first_key + stored_row),
+        params.grad_value.row_stride, num_keys - stored_row, shared.sV + stored_row * kRowElements, lane,
+        params.grad_value.head_dim);
+}
+
+template <int kHeadDim, DataType kDataType, bool kOptions>
+void launch_attention_backward_key_value_sm80(const AttentionBackwardParams& params, Stream stream) {
+    using Config = BackwardConfigSm80<kHeadDim, kOptions>;
+    static const std::string name = "attention_backward_key_value_sm80<" + std::to_string(kHeadDim) + ", " +
+                                    to_string(kDataType) + (kOptions ? ", options>" : ", plain>");
+    const int64_t num_ctas = int64_t{ceil_div(params.key.rows, Config::kBlockN)} * params.key.heads * params.key.batch;
+    const Launch launch{name.c_str(), /*compute_capability=*/80, num_ctas, Config::kNumThreads,
+                        sizeof(BackwardStorageSm80<Config>)};
+    launch_kernel(attention_backward_key_value_sm80<kHeadDim, kDataType, kOptions>, launch, params, stream);
+}
+
+}  // namespace fastattn

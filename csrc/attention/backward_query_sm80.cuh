@@ -1,0 +1,58 @@
+// dQ = scale · (what the CTAs of all keys have added up), rounded: the end of the backward pass.
+//
+// One CTA takes one tile of query rows of one head: reads the sums in the order of accumulators in which they are kept,
+// and turns them into rows through shared memory.
+#pragma once
+
+#include <string>
+
+#include "attention/backward.h"
+#include "attention/backward_config_sm80.cuh"
+#include "attention/query_gradient.h"
+#include "device/sequence.cuh"
+#include "device/tile_copy.cuh"
+#include "host/launch.h"
+
+namespace fastattn {
+
+template <int kHeadDim, DataType kDataType>
+__global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, /*kOptions=*/false>::kNumThreads)
+    attention_backward_query_sm80(const __grid_constant__ AttentionBackwardParams params) {
+    using Config = BackwardConfigSm80<kHeadDim, /*kOptions=*/false>;
+    using Grid = typename Config::QueryGrid;
+    constexpr int kBlockM = Config::kBlockM;
+    constexpr int kWarpRows = kBlockM / Config::kNumWarps;                  // that a warp stores
+    __shared__ __align__(128) uint16_t sQ[kBlockM * Config::kRowElements];  // swizzled
+
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const int32_t num_tiles = ceil_div(params.query.rows, kBlockM);
+    const int32_t tile = blockIdx.x % num_tiles, head = blockIdx.x / num_tiles % params.query.heads;
+    const int32_t batch = blockIdx.x / num_tiles / params.query.heads;
+    const bool is_packed = params.packed.cu_seqlens_q != nullptr;
+    const Sequence rows = sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
+    const int32_t first_row = tile * kBlockM;
+    if (first_row >= rows.length) return;
+
+    const int64_t sums_tile = first_query_tile(batch, params.query.rows, is_packed, rows.begin, kBlockM) + tile;
+    const float* sums = params.query_sums + (sums_tile * params.query.heads + head) * Config::kQuerySums;
+    typename Grid::Accumulators rQ;
+    Grid::for_each_sum(sums, rQ, warp, lane, [](float& sum, const float* address) { sum = *address; });
+    Grid::template stage<kDataType>(sQ, rQ, params.scores.scale, warp, lane);
+    __syncthreads();  // the tile is complete
+    uint16_t* gQ = row_pointer(params.grad_query, batch, head, rows.begin + first_row + warp * kWarpRows);
+    store_rows<kWarpRows, kHeadDim>(gQ, params.grad_query.row_stride, rows.length - first_row - warp * kWarpRows,
+                                    sQ + warp * kWarpRows * Config::kRowElements, lane, params.grad_query.head_dim);
+}
+
+template <int kHeadDim, DataType kDataType>
+void launch_attention_backward_query_sm80(const AttentionBackwardParams& params, Stream stream) {
+    using Config = BackwardConfigSm80<kHeadDim, /*kOptions=*/false>;
+    static const std::string name =
+        "attention_backward_query_sm80<" + std::to_string(kHeadDim) + ", " + to_string(kDataType) + ">";
+    const int64_t num_ctas =
+        int64_t{ceil_div(params.query.rows, Config::kBlockM)} * params.query.heads * params.query.batch;
+    const Launch launch{name.c_str(), /*compute_capability=*/80, num_ctas, Config::kNumThreads, 0};
+    launch_kernel(attention_backward_query_sm80<kHeadDim, kDataType>, launch, params, stream);
+}
+
+}  // namespace fastattn

@@ -1,0 +1,198 @@
+// From S = Q·Kᵀ to P, and from P and dP = dO·Vᵀ to dS, on a warp's accumulators.
+#pragma once
+
+#include <cstdint>
+
+#include "device/dropout.cuh"
+#include "device/fragment.cuh"
+#include "device/ptx/approx.cuh"
+#include "device/ptx/cp_async.cuh"
+#include "device/ptx/opaque.cuh"
+#include "device/scores.cuh"
+#include "device/softmax.cuh"
+#include "device/tile_copy.cuh"
+
+namespace fastattn {
+
+// What the workspace holds for kRows query rows of one head, in shared memory. A row that does not exist has 0 throughout,
+// as in Q and dO: its P is exp(0), its dS exp(0) · (0 - 0), and what it adds to dK and dV is 0.
+template <int kRows>
+struct RowTerms {
+    float shift[kRows], delta[kRows], log2_sum[kRows];
+
+    // All threads of the CTA start to copy num_rows rows from `offset` on.
+    template <int kThreads>
+    __device__ __forceinline__ void load(const AttentionBackwardParams& params, int64_t offset, int32_t num_rows) {
+        static_assert(kThreads >= 2 * kRows, "a thread copies one number of shift or delta");
+        const int array = threadIdx.x / kRows, row = threadIdx.x % kRows;
+        const int bytes = row < num_rows ? sizeof(float) : 0;
+        if (array < 2) {
+            const float* global = (array == 0 ? params.shift.data : params.delta.data) + offset + row;
+            ptx::cp_async_ca_4(shared_address(array == 0 ? &shift[row] : &delta[row]), global, bytes);
+        }
+        if (array == 0 && params.log2_sum.data != nullptr) {
+            ptx::cp_async_ca_4(shared_address(&log2_sum[row]), params.log2_sum.data + offset + row, bytes);
+        }
+    }
+};
+
+// One tile of one head, [kTilesM * 16, kTilesN * 8] for a warp: from (first_row, first_key) on, and in the CTA's own tile
+// [kBlockM, kBlockN] from (row, column) on. Without kOptions scores are only scaled. is_full: every row that exists sees
+// every key.
+template <int kTilesM, int kTilesN, int kBlockM, int kBlockN, bool kOptions>
+struct ScoreGradients {
+    using Accumulators = float[kTilesM][kTilesN][4];
+
+    const HeadScores& scores;
+    const RowTerms<kBlockM>& terms;
+    bool is_full, has_log2_sum;
+    int32_t first_row, first_key;
+    int row, column, lane;
+    uint32_t seen[kTilesM], kept[kTilesM];  // bit 4 * n + e; kept: kOptions
+
+    // Early, before there are scores: what it computes takes registers.
+    __device__ __forceinline__ ScoreGradients(const HeadScores& scores, const RowTerms<kBlockM>& terms, bool is_full,
+                                              bool has_log2_sum, int32_t tile_row, int32_t tile_key, int row,
+                                              int column, int lane)
+        : scores(scores),
+          terms(terms),
+          has_log2_sum(has_log2_sum),
+          first_row(tile_row + row),
+          first_key(tile_key + column),
+          row(row),
+          column(column),
+          lane(lane) {
+        if (!kOptions && !is_full) find_seen();
+    }
+
+    // rS = Q·Kᵀ -> sP [kBlockM, kBlockN]: P after dropout, but for its factor, in 16 bits; and rS = P · d score /
+    // d (scale · Q·Kᵀ). What a row does not see is 0 in both. Options are for eight keys at a time: that takes few registers.
+    template <DataType kDataType>
+    __device__ __forceinline__ void probabilities(uint16_t* sP, Accumulators& rS, const Dropout& dropout) {
+        float shift[kTilesM][2];
+        for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) {
+            shift[m][half] = terms.shift[row + own_row];
+            if (kOptions && first_row + own_row >= scores.num_rows) shift[m][half] = kInfinity;
+        });
+        const float scale_log2 = scores.params.scale * kLog2E;
+        const auto plain = [&](int m, int n, int e) {
+            return ptx::ex2_approx_ftz_f32(fmaf(rS[m][n][e], scale_log2, -kLog2E * shift[m][e / 2]));
+        };
+        if constexpr (kOptions) {
+#pragma unroll
+            for (int m = 0; m < kTilesM; ++m) seen[m] = kept[m] = 0;
+#pragma unroll
+            for (int n = 0; n < kTilesN; ++n) {
+                float rP[kTilesM][1][4];
+                with_options(rP, rS, n, shift, dropout);
+                stage_scores<kDataType, kBlockN>(sP, rP, row, column + n * kMmaN, lane);
+            }
+        } else {
+            if (is_full) {
+                for_each<kTilesN>([&](int m, int n, int e) { rS[m][n][e] = plain(m, n, e); });
+            } else {
+                for_each<kTilesN>(
+                    [&](int m, int n, int e) { rS[m][n][e] = has(seen[m], n, e) ? plain(m, n, e) : 0.0f; });
+            }
+            stage_scores<kDataType, kBlockN>(sP, rS, row, column, lane);
+        }
+        // Else each bit, once looked at, is kept in a register of its own.
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) seen[m] = ptx::opaque(seen[m]);
+#pragma unroll
+        for (int m = 0; m < kTilesM && kOptions; ++m) kept[m] = ptx::opaque(kept[m]);
+    }
+
+    // rS as probabilities() leaves it -> sS [kBlockM, kBlockN]: dS in 16 bits; kTiles * 8 keys of it from tile kFirst on.
+    // rdP = dO·Vᵀ, which may be NaN where a row does not see a key.
+    template <DataType kDataType, int kFirst, int kTiles>
+    __device__ __forceinline__ void of_scores(uint16_t* sS, const Accumulators& rS,
+                                              float (&rdP)[kTilesM][kTiles][4]) const {
+        float delta[kTilesM][2];
+        for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) { delta[m][half] = terms.delta[row + own_row]; });
+        const bool has_dropout = kOptions && scores.params.dropout_seed != nullptr;
+        const auto plain = [&](int m, int n, int e) {
+            float grad = rdP[m][n][e];
+            if (has_dropout) grad = has(kept[m], kFirst + n, e) ? grad * scores.params.dropout_factor : 0.0f;
+            return rS[m][kFirst + n][e] * (grad - delta[m][e / 2]);
+        };
+        if (!kOptions && is_full) {
+            for_each<kTiles>([&](int m, int n, int e) { rdP[m][n][e] = plain(m, n, e); });
+        } else {
+            for_each<kTiles>(
+                [&](int m, int n, int e) { rdP[m][n][e] = has(seen[m], kFirst + n, e) ? plain(m, n, e) : 0.0f; });
+        }
+        stage_scores<kDataType, kBlockN>(sS, rdP, row, column + kFirst * kMmaN, lane);
+    }
+
+  private:
+    static_assert(4 * kTilesN <= 32, "a bit for each element");
+
+    __device__ __forceinline__ static bool has(uint32_t bits, int n, int e) { return bits >> (4 * n + e) & 1; }
+
+    template <int kTiles, typename Function>
+    __device__ __forceinline__ static void for_each(Function&& function) {
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) function(m, n, e);
+            }
+        }
+    }
+
+    // Calls function(m, e) for what this lane has of eight keys.
+    template <typename Function>
+    __device__ __forceinline__ static void for_each_of_eight(Function&& function) {
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) function(m, e);
+        }
+    }
+
+    __device__ __forceinline__ void find_seen() {
+        for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) {
+            if (half == 0) seen[m] = 0;
+            const KeyRange keys = scores.window.keys_of(first_row + own_row);
+            const int32_t key = first_key + accumulator_column(lane);
+            const int32_t begin = keys.begin - key, end = first_row + own_row < scores.num_rows ? keys.end - key : 0;
+#pragma unroll
+            for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const bool sees = n * kMmaN + e >= begin && n * kMmaN + e < end;
+                    seen[m] |= (sees ? 1u : 0u) << (4 * n + 2 * half + e);
+                }
+            }
+            if (half == 1) seen[m] = ptx::opaque(seen[m]);  // as in probabilities()
+        });
+    }
+
+    // Keys n * 8 … n * 8 + 7 of the tile: rS = Q·Kᵀ -> rP and rS as probabilities() says; seen, kept.
+    __device__ __forceinline__ void with_options(float (&rP)[kTilesM][1][4], Accumulators& rS, int n,
+                                                 const float (&shift)[kTilesM][2], const Dropout& dropout) {
+        float rScore[kTilesM][1][4], rSlope[kTilesM][1][4], log2_sum[kTilesM][2];
+        for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) {
+            log2_sum[m][half] = has_log2_sum ? terms.log2_sum[row + own_row] : 0.0f;
+        });
+        const int32_t key = first_key + n * kMmaN;
+        for_each_of_eight([&](int m, int e) { rScore[m][0][e] = rS[m][n][e]; });
+        scores.apply(rScore, rSlope, first_row, key, lane);
+        for_each_of_eight([&](int m, int e) {
+            seen[m] |= (rScore[m][0][e] == -kInfinity ? 0u : 1u) << (4 * n + e);
+            const float exponent = (rScore[m][0][e] - shift[m][e / 2]) * kLog2E - log2_sum[m][e / 2];
+            rP[m][0][e] = ptx::ex2_approx_ftz_f32(exponent);
+            rS[m][n][e] = rP[m][0][e] * rSlope[m][0][e];
+        });
+        if (scores.params.dropout_seed == nullptr) return;
+        dropout.for_each_word<kTilesM, 1>(first_row, key, lane, [&](int m, int, int e, uint32_t word) {
+            const bool is_kept = word >= dropout.threshold;
+            kept[m] |= (is_kept ? 1u : 0u) << (4 * n + e);
+            rP[m][0][e] = is_kept ? rP[m][0][e] : 0.0f;
+        });
+    }
+};
+
+}  // namespace fastattn

@@ -1,0 +1,18 @@
+// What the host and kernels both compute.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define FASTATTN_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define FASTATTN_HOST_DEVICE inline
+#endif
+
+namespace fastattn {
+
+FASTATTN_HOST_DEVICE constexpr int32_t ceil_div(int32_t dividend, int32_t divisor) {
+    return dividend / divisor + (dividend % divisor != 0);
+}
+
+}  // namespace fastattn
