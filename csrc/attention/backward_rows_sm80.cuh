@@ -1,0 +1,193 @@
+// Attention backward, what it needs once per query row: delta = rowsum(dO * O) - dlse, and what normalises P.
+//
+// P = exp(S - lse) loses its normalisation where lse is huge: with every visible key at finfo.min, finfo.min + log(n)
+// rounds to finfo.min, and P would be 1 instead of 1 / n. Only an additive bias makes such scores. Then these rows get
+// their maximum as shift and the logarithm of their sum beside it, from one more pass over their keys.
+//
+// One CTA owns 64 query rows of one head. delta: up to 8 lanes share a row, and each has 4 rows' loads on their way, so
+// that what binds is the memory bandwidth. The pass over keys, where some row needs it: 4 warps, each with 16 rows, take
+// 64 keys at a time, with the pipeline of device/chunked_gemm.cuh and the softmax of the forward pass.
+// Preconditions: those of HeadsView, head dims multiples of 8.
+#pragma once
+
+#include <string>
+
+#include "attention/backward.h"
+#include "attention/tile_order.h"
+#include "device/chunked_gemm.cuh"
+#include "device/fragment.cuh"
+#include "device/scores.cuh"
+#include "device/softmax.cuh"
+#include "device/swizzle.cuh"
+#include "device/tile_copy.cuh"
+#include "host/launch.h"
+
+namespace fastattn {
+
+template <DataType kDataType>
+struct BackwardRowsConfigSm80 {
+    // Q·Kᵀ of 16 rows and 64 keys by each warp: a row's softmax stays in one warp.
+    static constexpr int kTilesM = 1, kTilesN = 8;
+    using Gemm = ChunkedGemm<kDataType, /*kWarpsM=*/4, /*kWarpsN=*/1, kTilesM, kTilesN>;
+    static constexpr int kBlockM = Gemm::kBlockM, kBlockN = Gemm::kBlockN, kNumThreads = Gemm::kNumThreads;
+    static constexpr int kMinCtasPerSm = 3;
+    static constexpr int kRowsPerThread = 4;  // of dO and O, on their way together
+    static constexpr int kMostLanesPerRow = 8;
+    static_assert(kBlockM * kMostLanesPerRow == kRowsPerThread * kNumThreads, "all rows at once");
+    static_assert(kBlockM <= kNumThreads, "a thread for each row");
+    static_assert(sizeof(typename Gemm::Storage) <= 48 << 10, "several CTAs on an SM");
+
+    // Half an ulp of an lse of 1024 is 6e-5, an eighth of fp16's rounding of P.
+    static constexpr float kLargeLse = 1024.0f;
+    __device__ __forceinline__ static bool is_large(float lse) {
+        return fabsf(lse) > kLargeLse && fabsf(lse) < kInfinity;
+    }
+};
+
+// The sum of the products of two times 8 elements.
+template <DataType kDataType>
+__device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
+    const uint32_t pairs_a[4] = {a.x, a.y, a.z, a.w}, pairs_b[4] = {b.x, b.y, b.z, b.w};
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        sum = fmaf(unpack<kDataType>(static_cast<uint16_t>(pairs_a[i / 2] >> i % 2 * 16)),
+                   unpack<kDataType>(static_cast<uint16_t>(pairs_b[i / 2] >> i % 2 * 16)), sum);
+    }
+    return sum;
+}
+
+// sSums[row] = rowsum(dO * O), for the num_rows rows that there are from gGrad and gOut on.
+template <typename Config, DataType kDataType>
+__device__ __forceinline__ void sum_products(float* sSums, const uint16_t* gGrad, int64_t grad_stride,
+                                             const uint16_t* gOut, int64_t out_stride, int32_t num_rows,
+                                             int32_t head_dim) {
+    constexpr int kRowsPerThread = Config::kRowsPerThread;
+    // A row has a power of two of lanes, at most 8: then a warp reads 128 bytes of each of 4 rows.
+    const int num_chunks = head_dim / kChunkElements;
+    const int log2_lanes = num_chunks > 4 ? 3 : num_chunks > 2 ? 2 : num_chunks - 1;
+    const int lanes = 1 << log2_lanes, lane_of_row = threadIdx.x & (lanes - 1);
+    const int first_row = threadIdx.x >> log2_lanes, rows_per_pass = Config::kNumThreads >> log2_lanes;
+    float sums[kRowsPerThread] = {};
+    for (int chunk = lane_of_row; chunk < num_chunks; chunk += lanes) {
+        uint4 grad[kRowsPerThread], out[kRowsPerThread];
+#pragma unroll
+        for (int i = 0; i < kRowsPerThread; ++i) {
+            const int row = first_row + i * rows_per_pass;
+            grad[i] = out[i] = uint4{0, 0, 0, 0};
+            if (row >= num_rows) continue;
+            grad[i] = *reinterpret_cast<const uint4*>(gGrad + row * grad_stride + chunk * kChunkElements);
+            out[i] = *reinterpret_cast<const uint4*>(gOut + row * out_stride + chunk * kChunkElements);
+        }
+#pragma unroll
+        for (int i = 0; i < kRowsPerThread; ++i) sums[i] += dot<kDataType>(grad[i], out[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+        for (int other = 1; other < lanes; other *= 2) sums[i] += __shfl_xor_sync(0xffffffff, sums[i], other);
+        const int row = first_row + i * rows_per_pass;
+        if (lane_of_row == 0 && row < num_rows) sSums[row] = sums[i];
+    }
+}
+
+// The maximum of the rows' scores, and the logarithm of their sum relative to it, as the forward pass finds them. rows:
+// those of the tile, from first_row of the sequence on; keys: all.
+template <typename Config>
+__device__ __forceinline__ void gather_scores(OnlineSoftmax<Config::kTilesM, /*kInNats=*/true>& softmax,
+                                              typename Config::Gemm& gemm, const HeadScores& scores, GemmRows rows,
+                                              GemmRows keys, int32_t head_dim, int32_t first_row) {
+    constexpr int kBlockN = Config::kBlockN, kTilesM = Config::kTilesM, kTilesN = Config::kTilesN;
+    const int lane = threadIdx.x % kWarpSize;
+    const int32_t begin_tile = scores.window.keys_of(first_row).begin / kBlockN;
+    const int32_t end_tile = ceil_div(scores.window.keys_of(first_row + rows.num_rows - 1).end, kBlockN);
+    const auto operands_of = [&](int32_t key_tile) -> GemmOperands {
+        if (key_tile >= end_tile) return {};
+        const int32_t key = key_tile * kBlockN;
+        return {rows, {keys.data + key * keys.row_stride, keys.row_stride, keys.num_rows - key}, head_dim};
+    };
+    float rNoValues[kTilesM][1][4] = {};
+    gemm.start(operands_of(begin_tile));
+    for (int32_t key_tile = begin_tile; key_tile < end_tile; ++key_tile) {
+        float rS[kTilesM][kTilesN][4];
+        uint32_t rB[kTilesM][kTilesN][4];
+        const int32_t warp_row = first_row + gemm.warp_row, first_key = key_tile * kBlockN;
+        scores.load_bias(rB, warp_row, first_key, lane);
+        gemm.multiply(rS, operands_of(key_tile), operands_of(key_tile + 1));
+        scores.template apply</*kMasked=*/true>(rS, rB, warp_row, first_key, lane);
+        softmax.template update</*kMasked=*/true>(rS, rNoValues);
+    }
+}
+
+template <DataType kDataType>
+__global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads,
+                                  BackwardRowsConfigSm80<kDataType>::kMinCtasPerSm)
+    attention_backward_rows_sm80(const __grid_constant__ AttentionBackwardParams params) {
+    using Config = BackwardRowsConfigSm80<kDataType>;
+    constexpr int kBlockM = Config::kBlockM;
+    extern __shared__ __align__(128) char shared_bytes[];  // only where the bias is additive
+    __shared__ float sSums[kBlockM];
+
+    // Prologue: which query rows of which sequence.
+    const ScoreParams& options = params.scores;
+    const int32_t num_tiles = ceil_div(params.query.rows, kBlockM);
+    const int32_t first_row = blockIdx.x % num_tiles * kBlockM, head_idx = blockIdx.x / num_tiles;
+    const int32_t head = head_idx % params.query.heads, batch = head_idx / params.query.heads;
+    const Sequence rows = sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
+    if (first_row >= rows.length) return;
+    const int32_t begin = rows.begin + first_row, num_rows = min(kBlockM, rows.length - first_row);
+    const auto number_of = [&](const RowsView& view, int32_t row) -> float& {
+        return row_pointer(view, batch, head)[begin + row];
+    };
+
+    // One thread's row, after the sums of all.
+    const int32_t row = threadIdx.x;
+    const bool exists = row < num_rows, is_additive = params.log2_sum.data != nullptr;
+    const float lse = exists ? number_of(params.lse, row) : 0.0f;
+    const float grad_lse = exists && params.grad_lse.data != nullptr ? number_of(params.grad_lse, row) : 0.0f;
+    sum_products<Config, kDataType>(sSums, row_pointer(params.grad_out, batch, head, begin), params.grad_out.row_stride,
+                                    row_pointer(params.out, batch, head, begin), params.out.row_stride, num_rows,
+                                    params.out.head_dim);
+    __syncthreads();  // the sums are complete
+    const bool needs_sum = is_additive && Config::is_large(lse);
+    if (exists) {
+        number_of(params.delta, row) = sSums[row] - grad_lse;
+        // With +inf, every probability of a row that sees nothing is exp(-inf) = 0.
+        if (!needs_sum) number_of(params.shift, row) = lse == -kInfinity ? kInfinity : lse;
+        if (is_additive && !needs_sum) number_of(params.log2_sum, row) = 0.0f;
+    }
+    if (!is_additive || !__syncthreads_or(needs_sum)) return;
+
+    // Some row's lse is large: one more pass over the keys of all.
+    const int32_t key_head = head / (params.query.heads / params.key.heads);
+    const Sequence keys = sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows);
+    const HeadScores scores(options, batch, head, rows.length, keys.length);
+    const int lane = threadIdx.x % kWarpSize;
+    const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
+    typename Config::Gemm gemm(*reinterpret_cast<typename Config::Gemm::Storage*>(shared_bytes), threadIdx.x);
+    OnlineSoftmax<Config::kTilesM, /*kInNats=*/true> softmax(kLog2E);
+    if (options.sinks != nullptr) softmax.set_sink(options.sinks[head], one_of_four);
+    gather_scores<Config>(softmax, gemm, scores,
+                          {row_pointer(params.query, batch, head, begin), params.query.row_stride, num_rows},
+                          {row_pointer(params.key, batch, key_head, keys.begin), params.key.row_stride, keys.length},
+                          params.query.head_dim, first_row);
+    for_own_rows<Config::kTilesM>(lane, [&](int m, int half, int row_of_warp) {
+        const float sum = row_reduce_sum(softmax.row_sum[m][half]);
+        const int32_t own_row = gemm.warp_row + row_of_warp;
+        if (!one_of_four || own_row >= num_rows || !Config::is_large(number_of(params.lse, own_row))) return;
+        number_of(params.shift, own_row) = softmax.row_max[m][half];
+        number_of(params.log2_sum, own_row) = log2f(sum);
+    });
+}
+
+template <DataType kDataType>
+void launch_attention_backward_rows_sm80(const AttentionBackwardParams& params, Stream stream) {
+    using Config = BackwardRowsConfigSm80<kDataType>;
+    static const std::string name = std::string("attention_backward_rows_sm80<") + to_string(kDataType) + ">";
+    const int64_t num_tiles = ceil_div(params.query.rows, Config::kBlockM);
+    const bool is_additive = params.log2_sum.data != nullptr;
+    const Launch launch{name.c_str(), /*compute_capability=*/80, num_tiles * params.query.heads * params.query.batch,
+                        Config::kNumThreads, is_additive ? sizeof(typename Config::Gemm::Storage) : 0};
+    launch_kernel(attention_backward_rows_sm80<kDataType>, launch, params, stream);
+}
+
+}  // namespace fastattn

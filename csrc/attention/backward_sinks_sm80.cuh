@@ -1,0 +1,93 @@
+// Attention backward, the gradient of the sinks. A sink is a logit without a value, so that its dS is P (0 - delta):
+//
+//   grad_sinks[h] = sum over batch and rows of exp(sink - shift) / 2^log2_sum * -delta
+//
+// One CTA owns a head. Its threads take neighbouring rows of all sequences one after the other, and their sums are added
+// in one order: no atomics. Rows with an lse of -inf see nothing, not even the sink, or belong to no sequence: what else
+// stands there is not read.
+#pragma once
+
+#include "attention/backward.h"
+#include "device/fragment.cuh"
+#include "device/ptx/approx.cuh"
+#include "device/reduce.cuh"
+#include "device/softmax.cuh"
+#include "device/tile_copy.cuh"
+#include "host/launch.h"
+
+namespace fastattn {
+
+inline constexpr int kBackwardSinksThreads = 1024;
+
+// The rows of one head, of all sequences one after the other, as one thread takes them.
+struct RowsOfThread {
+    int32_t num_batches, num_rows, batch, row;
+
+    __device__ __forceinline__ RowsOfThread(int32_t num_batches, int32_t num_rows, int32_t thread)
+        : num_batches(num_rows == 0 ? 0 : num_batches),
+          num_rows(max(num_rows, 1)),
+          batch(thread / this->num_rows),
+          row(thread % this->num_rows) {}
+
+    __device__ __forceinline__ bool exists() const { return batch < num_batches; }
+
+    __device__ __forceinline__ void advance() {
+        batch += kBackwardSinksThreads / num_rows;
+        row += kBackwardSinksThreads % num_rows;
+        if (row < num_rows) return;
+        row -= num_rows;
+        ++batch;
+    }
+};
+
+__global__ void __launch_bounds__(kBackwardSinksThreads)
+    attention_backward_sinks_sm80(const __grid_constant__ AttentionBackwardParams params) {
+    constexpr int kRowsAtOnce = 4;      // whose loads are on their way together
+    __shared__ float sSums[kWarpSize];  // of each warp
+    static_assert(kBackwardSinksThreads == kWarpSize * kWarpSize, "one warp adds what all have");
+    const int32_t head = blockIdx.x;
+    const float sink = params.scores.sinks[head];
+    const bool is_packed = params.packed.cu_seqlens_q != nullptr, has_log2_sum = params.log2_sum.data != nullptr;
+    RowsOfThread rows(is_packed ? 1 : params.lse.batch, is_packed ? params.packed.total_q : params.lse.rows,
+                      threadIdx.x);
+
+    float sum = 0.0f;
+    while (rows.exists()) {
+        float lse[kRowsAtOnce], shift[kRowsAtOnce], log2_sum[kRowsAtOnce], delta[kRowsAtOnce];
+        int32_t batch[kRowsAtOnce], row[kRowsAtOnce];
+#pragma unroll
+        for (int i = 0; i < kRowsAtOnce; ++i) {
+            batch[i] = rows.batch;
+            row[i] = rows.row;
+            lse[i] = rows.exists() ? row_pointer(params.lse, batch[i], head)[row[i]] : -kInfinity;
+            rows.advance();
+        }
+#pragma unroll
+        for (int i = 0; i < kRowsAtOnce; ++i) {
+            const bool counts = lse[i] != -kInfinity;
+            delta[i] = counts ? row_pointer(params.delta, batch[i], head)[row[i]] : 0.0f;
+            shift[i] = counts && has_log2_sum ? row_pointer(params.shift, batch[i], head)[row[i]] : lse[i];
+            log2_sum[i] = counts && has_log2_sum ? row_pointer(params.log2_sum, batch[i], head)[row[i]] : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < kRowsAtOnce; ++i) {
+            const float probability = ptx::ex2_approx_ftz_f32(fmaf(sink - shift[i], kLog2E, -log2_sum[i]));
+            sum -= lse[i] != -kInfinity ? probability * delta[i] : 0.0f;
+        }
+    }
+
+    sum = warp_reduce_sum(sum);
+    if (threadIdx.x % kWarpSize == 0) sSums[threadIdx.x / kWarpSize] = sum;
+    __syncthreads();  // the sums of all warps are there
+    if (threadIdx.x >= kWarpSize) return;
+    sum = warp_reduce_sum(sSums[threadIdx.x]);
+    if (threadIdx.x == 0) params.grad_sinks[head] = sum;
+}
+
+void launch_attention_backward_sinks_sm80(const AttentionBackwardParams& params, Stream stream) {
+    const Launch launch{"attention_backward_sinks_sm80", /*compute_capability=*/80, params.lse.heads,
+                        kBackwardSinksThreads, /*shared_bytes=*/0};
+    launch_kernel(attention_backward_sinks_sm80, launch, params, stream);
+}
+
+}  // namespace fastattn

@@ -1,0 +1,1 @@
+#include "attention/backward_sinks_sm80.cuh"  // without template arguments, it is complete there

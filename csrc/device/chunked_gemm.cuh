@@ -1,0 +1,131 @@
+// A·Bᵀ for rows of 16-bit elements whose width is known only at run time, as a CTA of kWarpsM x kWarpsN warps computes
+// it: 64 dims at a time pass through shared memory, and the next 64 are on their way while these are multiplied.
+//
+//   copy     c0 | c1        c2        c0 of the next product …
+//   multiply    | c0        c1        c2
+//
+// A warp's tile of 32 x 32 takes 4 ldmatrix for 8 MMAs, which is what shared memory delivers (128 bytes a clock) while
+// the tensor cores of sm_80 compute; 16 x 64 takes 5.
+#pragma once
+
+#include <cstdint>
+
+#include "device/fragment.cuh"
+#include "device/ptx/cp_async.cuh"
+#include "device/ptx/ldmatrix.cuh"
+#include "device/swizzle.cuh"
+#include "device/tile_copy.cuh"
+
+namespace fastattn {
+
+// Rows in global memory, aligned as those of a HeadsView. Rows from num_rows on are zero, and are not read.
+struct GemmRows {
+    const uint16_t* data;
+    int64_t row_stride;
+    int32_t num_rows;
+};
+
+// A [kBlockM, head_dim], B [kBlockN, head_dim]. Without a dim there is nothing to multiply.
+struct GemmOperands {
+    GemmRows a, b;
+    int32_t head_dim = 0;
+};
+
+template <DataType kDataType, int kWarpsM, int kWarpsN, int kTilesM, int kTilesN>
+class ChunkedGemm {
+  public:
+    static constexpr int kBlockM = kWarpsM * kTilesM * kMmaM;
+    static constexpr int kBlockN = kWarpsN * kTilesN * kMmaN;
+    static constexpr int kNumThreads = kWarpsM * kWarpsN * kWarpSize;
+    static constexpr int kChunkDims = 64;
+    static constexpr int kStages = 2;
+
+    struct alignas(128) Storage {
+        uint16_t sA[kStages][kBlockM * kChunkDims];  // swizzled
+        uint16_t sB[kStages][kBlockN * kChunkDims];  // swizzled
+    };
+
+    const int warp_row, warp_column;  // of the tile, where those of this warp begin
+
+    // `thread` of the CTA; a row of warps takes the same rows of the tile.
+    __device__ __forceinline__ ChunkedGemm(Storage& shared, int thread)
+        : warp_row(thread / kWarpSize / kWarpsN * kTilesM * kMmaM),
+          warp_column(thread / kWarpSize % kWarpsN * kTilesN * kMmaN),
+          shared_(shared),
+          thread_(thread) {}
+
+    // Before the first multiply().
+    __device__ __forceinline__ void start(const GemmOperands& first) {
+        load(first, 0);
+        ptx::cp_async_commit_group();
+    }
+
+    // rS = A·Bᵀ, this warp's part, of the operands that were `next` before (or the first). What the storage holds after
+    // the last product may still be read by other warps.
+    __device__ __forceinline__ void multiply(float (&rS)[kTilesM][kTilesN][4], const GemmOperands& operands,
+                                             const GemmOperands& next) {
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+            for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) rS[m][n][e] = 0.0f;
+            }
+        }
+#pragma unroll 1
+        for (int32_t dim = 0; dim < operands.head_dim; dim += kChunkDims) {
+            ptx::cp_async_wait_group<0>();  // this chunk
+            __syncthreads();  // it is there for all; all are done with the one before, whose place is free
+            const int stage = stage_;
+            stage_ ^= 1;
+            if (dim + kChunkDims < operands.head_dim) {
+                load(operands, dim + kChunkDims);
+            } else {
+                load(next, 0);
+            }
+            ptx::cp_async_commit_group();
+            multiply_chunk(rS, stage, operands.head_dim - dim);
+        }
+    }
+
+  private:
+    Storage& shared_;
+    const int thread_;
+    int stage_ = 0;  // of the chunk that was loaded last
+
+    __device__ __forceinline__ void load(const GemmOperands& operands, int32_t dim) {
+        const int32_t num_dims = operands.head_dim - dim;
+        if (num_dims <= 0) return;
+        TileLoader<kBlockM, kChunkDims, kNumThreads> load_a(shared_.sA[stage_], operands.a.data + dim,
+                                                            operands.a.row_stride, thread_, num_dims);
+        TileLoader<kBlockN, kChunkDims, kNumThreads> load_b(shared_.sB[stage_], operands.b.data + dim,
+                                                            operands.b.row_stride, thread_, num_dims);
+        load_a.template load<true>(operands.a.num_rows);
+        load_b.template load<true>(operands.b.num_rows);
+    }
+
+    __device__ __forceinline__ void multiply_chunk(float (&rS)[kTilesM][kTilesN][4], int stage, int32_t num_dims) {
+        const int lane = thread_ % kWarpSize;
+        const SwizzledBlocks<kChunkDims> sA(shared_.sA[stage] + warp_row * kChunkDims, ldmatrix_lane(lane));
+        const SwizzledBlocks<kChunkDims> sB(shared_.sB[stage] + warp_column * kChunkDims, ldmatrix_lane_b(lane));
+#pragma unroll
+        for (int k = 0; k < kChunkDims; k += kMmaK) {
+            if (k >= num_dims) break;  // the rest is zero
+            uint32_t rA[kTilesM][4];
+#pragma unroll
+            for (int m = 0; m < kTilesM; ++m) ptx::ldmatrix_m8n8_x4(rA[m], sA.address(m * kMmaM, k));
+#pragma unroll
+            for (int n = 0; n < kTilesN; n += 2) {
+                uint32_t rB[4];
+                ptx::ldmatrix_m8n8_x4(rB, sB.address(n * kMmaN, k));
+#pragma unroll
+                for (int m = 0; m < kTilesM; ++m) {
+                    mma_m16n8k16<kDataType>(rS[m][n], rA[m], rB[0], rB[1]);
+                    mma_m16n8k16<kDataType>(rS[m][n + 1], rA[m], rB[2], rB[3]);
+                }
+            }
+        }
+    }
+};
+
+}  // namespace fastattn
