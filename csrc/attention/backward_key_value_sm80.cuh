@@ -110,7 +110,11 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     const RowRange sees_first = window.rows_of(first_key, rows.length);
     const RowRange sees_last = window.rows_of(first_key + num_keys - 1, rows.length);
     const int32_t begin_tile = sees_first.begin / kBlockM, end_tile = ceil_div(sees_last.end, kBlockM);
-    const RowRange full{sees_last.begin, num_keys == kBlockN ? sees_first.end : 0};  // rows that see all of the tile
+    // Tiles whose rows, as far as there are any, see all of the keys.
+    const int32_t begin_full = ceil_div(sees_last.begin, kBlockM);
+    const int32_t end_full = num_keys < kBlockN              ? 0
+                             : sees_first.end == rows.length ? end_tile
+                                                             : sees_first.end / kBlockM;
 
     typename KeyGrid::Accumulators rK = {}, rV = {};  // dK, dV
 
@@ -198,7 +202,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
             ptx::cp_async_commit_group();
         }
         const int64_t sums_tile = int64_t{first_sums_tile + row_tile} * params.query.heads + head;
-        const Turn turn{in_turn ? params.turns + 1 + sums_tile : nullptr};
+        const Turn turn{params.turns != nullptr ? params.turns + 1 + sums_tile : nullptr};
         turn.wait(key_tile - scores.window.keys_of(row_tile * kBlockM).begin / kBlockN);
         float* sums = params.query_sums + sums_tile * Config::kQuerySums;
         QueryGrid::for_each_sum(sums, rQ, warp, lane, ptx::red_add_f32);
@@ -218,8 +222,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     for (int32_t head = first_head; head < end_head; ++head) {
         const HeadScores scores(params.scores, batch, head, rows.length, keys.length);
         for (int32_t row_tile = begin_tile; row_tile < end_tile; ++row_tile) {
-            const int32_t begin_row = row_tile * kBlockM, end_row = min(begin_row + kBlockM, rows.length);
-            step(scores, head, row_tile, !kOptions && begin_row >= full.begin && end_row <= full.end);
+            step(scores, head, row_tile, !kOptions && row_tile >= begin_full && row_tile < end_full);
         }
     }
 
