@@ -56,6 +56,7 @@ struct ScoreGradients {
                                               int column, int lane)
         : scores(scores),
           terms(terms),
+          is_full(is_full),
           has_log2_sum(has_log2_sum),
           first_row(tile_row + row),
           first_key(tile_key + column),
