@@ -9,7 +9,6 @@
 
 #include "attention/backward.h"
 #include "device/fragment.cuh"
-#include "device/ptx/approx.cuh"
 #include "device/reduce.cuh"
 #include "device/softmax.cuh"
 #include "device/tile_copy.cuh"
@@ -71,8 +70,7 @@ __global__ void __launch_bounds__(kBackwardSinksThreads)
         }
 #pragma unroll
         for (int i = 0; i < kRowsAtOnce; ++i) {
-            const float probability = ptx::ex2_approx_ftz_f32(fmaf(sink - shift[i], kLog2E, -log2_sum[i]));
-            sum -= lse[i] != -kInfinity ? probability * delta[i] : 0.0f;
+            sum -= lse[i] != -kInfinity ? probability_of(sink, shift[i], log2_sum[i]) * delta[i] : 0.0f;
         }
     }
 

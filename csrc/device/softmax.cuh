@@ -23,6 +23,11 @@ __device__ __forceinline__ float row_reduce_sum(float value) {
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
 
+// P as the backward pass finds it again: exp(score - shift) / 2^log2_sum.
+__device__ __forceinline__ float probability_of(float score, float shift, float log2_sum) {
+    return ptx::ex2_approx_ftz_f32(fmaf(score - shift, kLog2E, -log2_sum));
+}
+
 // Indices [m][half]: a lane has an upper and a lower row in each m16 tile. Scores are S = Q·Kᵀ; probabilities are
 // relative to the running maximum, P = 2^(scale_log2 * (S - max)), with scale_log2 > 0. kInNats: S is final, scale_log2
 // is log2(e), and S may be as large as a float can be (a bias of finfo.min): the maximum is subtracted before it is

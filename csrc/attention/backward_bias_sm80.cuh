@@ -1,0 +1,280 @@
+// Attention backward, the gradient of an additive bias: dS, summed over whatever the bias is broadcast over.
+//
+//   P = exp(S - shift) / 2^log2_sum,  dS = P (dropout(dO Vᵀ) - delta)
+//
+// One CTA owns 64 x 64 elements of the bias (fewer where a dim of the bias is 1) and recomputes dS for every batch, head,
+// tile of query rows and tile of keys that reads them, in one order: no atomics, and nothing of the size of S in memory.
+// 4 warps own 32 x 32 each. S and dO·Vᵀ are products of the pipeline of device/chunked_gemm.cuh, one after the other:
+//
+//   copy     Q K | dO V    Q K of the next tile | dO V …
+//   multiply     | Q·Kᵀ    dO·Vᵀ                | Q·Kᵀ …
+//
+// Tiles that no row sees are not visited. Dense sequences only. Preconditions: those of HeadsView, head dims multiples
+// of 8.
+#pragma once
+
+#include <string>
+
+#include "attention/backward.h"
+#include "attention/tile_order.h"
+#include "device/chunked_gemm.cuh"
+#include "device/dropout.cuh"
+#include "device/fragment.cuh"
+#include "device/reduce.cuh"
+#include "device/scores.cuh"
+#include "device/softmax.cuh"
+#include "device/tile_copy.cuh"
+#include "host/launch.h"
+
+namespace fastattn {
+
+template <DataType kDataType>
+struct BackwardBiasConfigSm80 {
+    // 64 dims of one product of 64 x 64 take a warp 32 HMMA, 16 LDSM and 8 LDGSTS. 252 registers: S, dP, the bias and the
+    // sums are 32 each. With 168, for three CTAs on an SM, it spilled 224 bytes.
+    static constexpr int kTilesM = 2, kTilesN = 4;  // of a warp
+    using Gemm = ChunkedGemm<kDataType, /*kWarpsM=*/2, /*kWarpsN=*/2, kTilesM, kTilesN>;
+    static constexpr int kBlockM = Gemm::kBlockM, kBlockN = Gemm::kBlockN, kNumThreads = Gemm::kNumThreads;
+    static constexpr int kMinCtasPerSm = 2;
+    // Rows of the sums then start 8 banks apart, and half a warp, 4 lanes of 8 bytes in each of 4 rows, covers all 32.
+    static constexpr int kGradPitch = kBlockN + 8;
+};
+
+template <typename Config>
+union BackwardBiasStorageSm80 {
+    typename Config::Gemm::Storage gemm;
+    float sG[Config::kBlockM][Config::kGradPitch];  // the sums of all warps, at the end
+    static_assert(sizeof(typename Config::Gemm::Storage) * Config::kMinCtasPerSm <= 98 << 10, "sm_86, sm_89, sm_120");
+};
+
+struct BiasTile {
+    int32_t batch, head, row_tile, key_tile;
+};
+
+// The tiles that a CTA sums over, in their order, keys innermost: along a dim of the bias that is 1 all that some row
+// sees, else the one that the CTA's index says.
+template <int kBlockM, int kBlockN>
+class BiasTiles {
+  public:
+    BiasTile owned;  // 0 along dims of 1
+
+    __device__ __forceinline__ BiasTiles(const AttentionBackwardParams& params, uint32_t cta)
+        : params_(params), window_(window_of(params.scores, params.query.rows, params.key.rows)) {
+        const BiasGradientView& bias = params.grad_bias;
+        owned.key_tile = take(cta, ceil_div(bias.keys, kBlockN));
+        owned.row_tile = take(cta, ceil_div(bias.rows, kBlockM));
+        owned.head = take(cta, bias.heads);
+        owned.batch = take(cta, bias.batch);
+        begin_row_tile_ = owned.row_tile;
+        end_row_tile_ = bias.rows == 1 ? ceil_div(params.query.rows, kBlockM) : owned.row_tile + 1;
+        if (bias.rows == 1 && bias.keys != 1) {
+            const int32_t first_key = owned.key_tile * kBlockN;
+            const int32_t last_key = min(first_key + kBlockN, params.key.rows) - 1;
+            begin_row_tile_ = window_.rows_of(first_key, params.query.rows).begin / kBlockM;
+            end_row_tile_ = ceil_div(window_.rows_of(last_key, params.query.rows).end, kBlockM);
+        }
+    }
+
+    __device__ __forceinline__ BiasTile first() const {
+        const bool is_empty = begin_row_tile_ >= end_row_tile_ || owned.head == end_head();
+        return seen_from({is_empty ? end_batch() : owned.batch, owned.head, begin_row_tile_, 0});
+    }
+
+    // After the last it is none that they contain.
+    __device__ __forceinline__ BiasTile after(BiasTile tile) const {
+        ++tile.key_tile;
+        return seen_from(tile);
+    }
+
+    __device__ __forceinline__ bool contains(const BiasTile& tile) const { return tile.batch < end_batch(); }
+
+  private:
+    const AttentionBackwardParams& params_;
+    const Window window_;
+    int32_t begin_row_tile_, end_row_tile_;
+
+    __device__ __forceinline__ static int32_t take(uint32_t& cta, uint32_t num) {
+        const auto index = static_cast<int32_t>(cta % num);
+        cta /= num;
+        return index;
+    }
+
+    // The tile itself if some row sees some of it, else the next of which that is true.
+    __device__ __forceinline__ BiasTile seen_from(BiasTile tile) const {
+        while (contains(tile)) {
+            const int32_t first_row = tile.row_tile * kBlockM;
+            const int32_t last_row = min(first_row + kBlockM, params_.query.rows) - 1;
+            const bool is_owned = params_.grad_bias.keys != 1;
+            const int32_t begin = window_.keys_of(first_row).begin / kBlockN;
+            const int32_t end = ceil_div(window_.keys_of(last_row).end, kBlockN);
+            tile.key_tile = max(tile.key_tile, is_owned ? max(begin, owned.key_tile) : begin);
+            if (tile.key_tile < (is_owned ? min(end, owned.key_tile + 1) : end)) break;
+            tile.key_tile = 0;
+            if (++tile.row_tile < end_row_tile_) continue;
+            tile.row_tile = begin_row_tile_;
+            if (++tile.head < end_head()) continue;
+            tile.head = owned.head;
+            ++tile.batch;
+        }
+        return tile;
+    }
+
+    __device__ __forceinline__ int32_t end_head() const {
+        return params_.grad_bias.heads == 1 ? params_.query.heads : owned.head + 1;
+    }
+    __device__ __forceinline__ int32_t end_batch() const {
+        return params_.grad_bias.batch == 1 ? params_.query.batch : owned.batch + 1;
+    }
+};
+
+// What the workspace holds for the rows of a lane.
+template <int kTilesM>
+struct RowTermsOfLane {
+    float shift[kTilesM][2], log2_sum[kTilesM][2], delta[kTilesM][2];
+
+    __device__ __forceinline__ RowTermsOfLane(const AttentionBackwardParams& params, int32_t batch, int32_t head,
+                                              int32_t first_row, int lane) {
+        const float* gShift = row_pointer(params.shift, batch, head);
+        const float* gLog2Sum = row_pointer(params.log2_sum, batch, head);
+        const float* gDelta = row_pointer(params.delta, batch, head);
+        for_own_rows<kTilesM>(lane, [&](int m, int half, int row_in_tile) {
+            const int32_t row = first_row + row_in_tile;
+            const bool exists = row < params.query.rows;
+            shift[m][half] = exists ? gShift[row] : 0.0f;
+            log2_sum[m][half] = exists ? gLog2Sum[row] : 0.0f;
+            delta[m][half] = exists ? gDelta[row] : 0.0f;
+        });
+    }
+};
+
+// rG += dS, from scores and dropout(dO Vᵀ) but for its factor. What a row does not see adds exactly 0, whatever stands
+// there, and so do rows that do not exist: num_rows from the first on.
+template <int kTilesM, int kTilesN>
+__device__ __forceinline__ void add_gradients(float (&rG)[kTilesM][kTilesN][4], const float (&rS)[kTilesM][kTilesN][4],
+                                              const float (&rDP)[kTilesM][kTilesN][4],
+                                              const RowTermsOfLane<kTilesM>& rows, float dropout_factor,
+                                              int32_t num_rows, int lane) {
+    for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
+#pragma unroll
+        for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+            for (int e = 2 * half; e < 2 * half + 2; ++e) {
+                const float probability = probability_of(rS[m][n][e], rows.shift[m][half], rows.log2_sum[m][half]);
+                const float gradient = probability * fmaf(rDP[m][n][e], dropout_factor, -rows.delta[m][half]);
+                rG[m][n][e] += rS[m][n][e] != -kInfinity && row < num_rows ? gradient : 0.0f;
+            }
+        }
+    });
+}
+
+// Sums along the dims that the bias does not have, and stores what is left. All threads of the CTA take part.
+template <typename Config>
+__device__ __forceinline__ void store_gradients(const BiasGradientView& view, const BiasTile& owned,
+                                                float (&sG)[Config::kBlockM][Config::kGradPitch]) {
+    constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kNumThreads = Config::kNumThreads;
+    const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize;
+    const bool sums_rows = view.rows == 1, sums_keys = view.keys == 1;
+    if (sums_keys) {
+        static_assert(kBlockN == 2 * kWarpSize, "two for each lane");
+        for (int row = warp; row < kBlockM; row += kNumThreads / kWarpSize) {
+            const float sum = warp_reduce_sum(sG[row][lane] + sG[row][lane + kWarpSize]);
+            if (lane == 0) sG[row][0] = sum;
+        }
+        __syncthreads();  // the sums are complete
+    }
+    const int num_columns = sums_keys ? 1 : kBlockN, num_rows = sums_rows ? 1 : kBlockM;
+    if (sums_rows) {
+        float sum = 0.0f;
+        for (int row = 0; row < kBlockM && thread < num_columns; ++row) sum += sG[row][thread];
+        if (thread < num_columns) sG[0][thread] = sum;
+        __syncthreads();  // the sums are complete
+    }
+    float* gHead = view.data + owned.batch * view.batch_stride + owned.head * view.head_stride;
+    for (int i = thread; i < num_rows * num_columns; i += kNumThreads) {
+        const int row_in_tile = i / num_columns, column = i % num_columns;
+        const int32_t row = owned.row_tile * kBlockM + row_in_tile;
+        const int32_t key = owned.key_tile * kBlockN + column;
+        if (row >= view.rows || key >= view.keys) continue;
+        gHead[row * view.row_stride + key * view.key_stride] = sG[row_in_tile][column];
+    }
+}
+
+template <DataType kDataType>
+__global__ void __launch_bounds__(BackwardBiasConfigSm80<kDataType>::kNumThreads,
+                                  BackwardBiasConfigSm80<kDataType>::kMinCtasPerSm)
+    attention_backward_bias_sm80(const __grid_constant__ AttentionBackwardParams params) {
+    using Config = BackwardBiasConfigSm80<kDataType>;
+    constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
+    constexpr int kTilesM = Config::kTilesM, kTilesN = Config::kTilesN;
+    extern __shared__ __align__(128) char shared_bytes[];
+    auto& shared = *reinterpret_cast<BackwardBiasStorageSm80<Config>*>(shared_bytes);
+
+    // Prologue: which tiles, and where their operands are.
+    const ScoreParams& options = params.scores;
+    const int lane = threadIdx.x % kWarpSize;
+    const int32_t num_rows = params.query.rows, num_keys = params.key.rows;
+    const int32_t group_size = params.query.heads / params.key.heads;
+    const BiasTiles<kBlockM, kBlockN> tiles(params, blockIdx.x);
+    const auto rows_of = [&](const HeadsView<const uint16_t>& view, int32_t batch, int32_t head, int32_t first) {
+        return GemmRows{row_pointer(view, batch, head, first), view.row_stride, view.rows - first};
+    };
+    const auto operands_of = [&](const BiasTile& tile, const HeadsView<const uint16_t>& a,
+                                 const HeadsView<const uint16_t>& b) -> GemmOperands {
+        if (!tiles.contains(tile)) return {};
+        return {rows_of(a, tile.batch, tile.head, tile.row_tile * kBlockM),
+                rows_of(b, tile.batch, tile.head / group_size, tile.key_tile * kBlockN), a.head_dim};
+    };
+
+    float rG[kTilesM][kTilesN][4] = {};
+    const float dropout_factor = options.dropout_seed != nullptr ? options.dropout_factor : 1.0f;
+    typename Config::Gemm gemm(shared.gemm, threadIdx.x);
+    BiasTile tile = tiles.first();
+    gemm.start(operands_of(tile, params.query, params.key));
+    while (tiles.contains(tile)) {
+        const int32_t warp_row = tile.row_tile * kBlockM + gemm.warp_row;
+        const int32_t first_key = tile.key_tile * kBlockN + gemm.warp_column;
+        const BiasTile next = tiles.after(tile);
+        const GemmOperands grad_out_and_value = operands_of(tile, params.grad_out, params.value);
+        const HeadScores scores(options, tile.batch, tile.head, num_rows, num_keys);
+        uint32_t rB[kTilesM][kTilesN][4];
+        float rS[kTilesM][kTilesN][4], rDP[kTilesM][kTilesN][4];
+        scores.load_bias(rB, warp_row, first_key, lane);
+        const RowTermsOfLane<kTilesM> rows(params, tile.batch, tile.head, warp_row, lane);
+
+        gemm.multiply(rS, operands_of(tile, params.query, params.key), grad_out_and_value);
+        gemm.multiply(rDP, grad_out_and_value, operands_of(next, params.query, params.key));
+        scores.template apply</*kMasked=*/true>(rS, rB, warp_row, first_key, lane);
+        if (options.dropout_seed != nullptr) {
+            const Dropout dropout(options, static_cast<uint32_t>(tile.batch * params.query.heads + tile.head));
+            dropout.apply(rDP, warp_row, first_key, lane);
+        }
+        add_gradients(rG, rS, rDP, rows, dropout_factor, num_rows - warp_row, lane);
+        tile = next;
+    }
+
+    // Epilogue: the sums of all warps, in shared memory.
+    __syncthreads();  // all are done with the operands, whose place the sums take
+    for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
+#pragma unroll
+        for (int n = 0; n < kTilesN; ++n) {
+            float* sum = &shared.sG[gemm.warp_row + row][gemm.warp_column + n * kMmaN + accumulator_column(lane)];
+            *reinterpret_cast<float2*>(sum) = {rG[m][n][2 * half], rG[m][n][2 * half + 1]};
+        }
+    });
+    __syncthreads();  // the sums are there for all
+    store_gradients<Config>(params.grad_bias, tiles.owned, shared.sG);
+}
+
+template <DataType kDataType>
+void launch_attention_backward_bias_sm80(const AttentionBackwardParams& params, Stream stream) {
+    using Config = BackwardBiasConfigSm80<kDataType>;
+    static const std::string name = std::string("attention_backward_bias_sm80<") + to_string(kDataType) + ">";
+    const BiasGradientView& bias = params.grad_bias;
+    const int64_t num_ctas =
+        int64_t{bias.batch} * bias.heads * ceil_div(bias.rows, Config::kBlockM) * ceil_div(bias.keys, Config::kBlockN);
+    const Launch launch{name.c_str(), /*compute_capability=*/80, num_ctas, Config::kNumThreads,
+                        sizeof(BackwardBiasStorageSm80<Config>)};
+    launch_kernel(attention_backward_bias_sm80<kDataType>, launch, params, stream);
+}
+
+}  // namespace fastattn
