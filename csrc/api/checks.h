@@ -108,33 +108,25 @@ inline Tensor aligned(const Tensor& tensor) {
     return torch::stable::copy_(copy, tensor);
 }
 
-// [batch, heads, rows, head_dim], aligned, as a kernel takes it.
-template <typename Element>
-HeadsView<Element> heads_view(const char* op, const char* name, const Tensor& tensor) {
-    HeadsView<Element> view;
-    view.data = static_cast<Element*>(tensor.data_ptr());
-    view.batch = to_int32(op, name, tensor.size(0));
-    view.heads = to_int32(op, name, tensor.size(1));
-    view.rows = to_int32(op, name, tensor.size(2));
-    view.head_dim = to_int32(op, name, tensor.size(3));
-    view.batch_stride = tensor.stride(0);
-    view.head_stride = tensor.stride(1);
-    view.row_stride = tensor.stride(2);
-    return view;
-}
+// How sequences lie in a tensor: [batch, heads, rows, head_dim]; or packed, [total, heads, head_dim], with `rows` as the
+// bound of all lengths.
+struct Sequences {
+    bool are_packed;
+    int64_t batch, rows;
+};
 
-// [total, heads, head_dim] of `batch` packed sequences of at most `rows` rows.
+// An aligned tensor as a kernel takes it.
 template <typename Element>
-HeadsView<Element> packed_view(const char* op, const char* name, const Tensor& tensor, int64_t batch, int64_t rows) {
+HeadsView<Element> heads_view(const char* op, const char* name, const Tensor& tensor, const Sequences& sequences) {
     HeadsView<Element> view;
     view.data = static_cast<Element*>(tensor.data_ptr());
-    view.batch = to_int32(op, "cu_seqlens_q", batch);
+    view.batch = to_int32(op, name, sequences.batch);
     view.heads = to_int32(op, name, tensor.size(1));
-    view.rows = to_int32(op, name, rows);
-    view.head_dim = to_int32(op, name, tensor.size(2));
-    view.batch_stride = 0;
+    view.rows = to_int32(op, name, sequences.rows);
+    view.head_dim = to_int32(op, name, tensor.size(tensor.dim() - 1));
+    view.batch_stride = sequences.are_packed ? 0 : tensor.stride(0);
     view.head_stride = tensor.stride(1);
-    view.row_stride = tensor.stride(0);
+    view.row_stride = tensor.stride(sequences.are_packed ? 0 : 2);
     return view;
 }
 

@@ -7,7 +7,7 @@
 #include <optional>
 #include <tuple>
 
-#include "api/checks.h"
+#include "api/attention_arguments.h"
 #include "host/params.h"
 
 namespace fastattn {
@@ -74,8 +74,9 @@ inline int32_t window_side(int64_t side, int64_t rows, int64_t keys) {
     return side < 0 || side >= rows + keys ? ScoreParams::kUnbounded : static_cast<int32_t>(side);
 }
 
-inline ScoreParams score_params(const char* op, const ScoreOptions& options, const Tensor& query, int64_t batch,
-                                int64_t heads, int64_t rows, int64_t keys, ScoreTensors& kept) {
+inline ScoreParams score_params(const char* op, const ScoreOptions& options, const Tensor& query,
+                                const AttentionSizes& sizes, ScoreTensors& kept) {
+    const auto [batch, heads, rows, keys] = std::tuple{sizes.batch, sizes.heads, sizes.rows, sizes.keys};
     ScoreParams params{};
     params.scale = static_cast<float>(options.scale);
     params.softcap = static_cast<float>(std::max(options.softcap, 0.0));

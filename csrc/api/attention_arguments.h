@@ -1,0 +1,122 @@
+// The tensors of attention_forward and attention_backward: what both ops check, and the views that their params hold.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+#include "api/checks.h"
+#include "host/params.h"
+
+namespace fastattn {
+
+using DataTypes = std::integer_sequence<DataType, DataType::kFloat16, DataType::kBFloat16>;
+
+// Sizes of a problem that has been checked. Packed sequences: rows and keys are bounds of all lengths.
+struct AttentionSizes {
+    DataType dtype;
+    bool is_packed;
+    int64_t batch, heads, key_heads, rows, keys, head_dim, value_dim;
+
+    // Of query, and of what has its rows: [batch, heads, rows] or [heads, total].
+    Sequences query_sequences() const { return {is_packed, batch, rows}; }
+    // Of key and value.
+    Sequences key_sequences() const { return {is_packed, batch, keys}; }
+};
+
+inline void check_dense(const char* op, const Tensor& query, const Tensor& key, const Tensor& value) {
+    check_rank(op, "query", query, 4);
+    check_rank(op, "key", key, 4);
+    check_rank(op, "value", value, 4);
+    check_shape(op, "key", key, {query.size(0), key.size(1), key.size(2), query.size(3)});
+    check_shape(op, "value", value, {key.size(0), key.size(1), key.size(2), value.size(3)});
+}
+
+// [total, heads, head_dim]; `cu_seqlens` int32 [batch + 1].
+inline void check_packed(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
+                         const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k) {
+    check_rank(op, "query", query, 3);
+    check_rank(op, "key", key, 3);
+    check_rank(op, "value", value, 3);
+    check_shape(op, "key", key, {key.size(0), key.size(1), query.size(2)});
+    check_shape(op, "value", value, {key.size(0), key.size(1), value.size(2)});
+    check_rank(op, "cu_seqlens_q", cu_seqlens_q, 1);
+    check(cu_seqlens_q.size(0) > 0, op, "cu_seqlens_q must have at least 1 element");
+    check_shape(op, "cu_seqlens_k", cu_seqlens_k, {cu_seqlens_q.size(0)});
+    for (const auto& [name, tensor] : {std::pair{"cu_seqlens_q", cu_seqlens_q}, {"cu_seqlens_k", cu_seqlens_k}}) {
+        check(tensor.scalar_type() == ScalarType::Int, op, name, " must be int32, got ", dtype_text(tensor));
+        check_device(op, name, tensor, query);
+    }
+}
+
+// Everything about these tensors; `largest_head_dim` is that of the op's kernels.
+inline AttentionSizes check_attention(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
+                                      const std::optional<Tensor>& bias, const std::optional<Tensor>& cu_seqlens_q,
+                                      const std::optional<Tensor>& cu_seqlens_k, int64_t max_seqlen_q,
+                                      int64_t max_seqlen_k, int64_t largest_head_dim) {
+    const bool is_packed = cu_seqlens_q.has_value();
+    check(is_packed == cu_seqlens_k.has_value(), op, "cu_seqlens_q and cu_seqlens_k must both be given, or neither");
+    if (is_packed) {
+        check_packed(op, query, key, value, *cu_seqlens_q, *cu_seqlens_k);
+        check_absent(op, "bias", bias);
+        check(max_seqlen_q >= 0, op, "max_seqlen_q must not be negative, got ", max_seqlen_q);
+        check(max_seqlen_k >= 0, op, "max_seqlen_k must not be negative, got ", max_seqlen_k);
+    } else {
+        check_dense(op, query, key, value);
+    }
+    check_like(op, "key", key, query);
+    check_like(op, "value", value, query);
+    const int64_t heads = query.size(1), key_heads = key.size(1);
+    check(key_heads > 0 ? heads % key_heads == 0 : heads == 0, op,
+          "the heads of query must be a multiple of the heads of key, got ", heads, " and ", key_heads);
+    const DataType dtype = data_type(op, "query", query);
+    const int64_t head_dim = query.size(query.dim() - 1), value_dim = value.size(value.dim() - 1);
+    for (const auto& [name, dim] : {std::pair{"query", head_dim}, {"value", value_dim}}) {
+        check(dim > 0 && dim % 8 == 0 && dim <= largest_head_dim, op, name,
+              " must have a head dim that is a multiple of 8 up to ", largest_head_dim, ", got ", dim);
+    }
+    if (!is_packed) {
+        return {dtype, false, query.size(0), heads, key_heads, query.size(2), key.size(2), head_dim, value_dim};
+    }
+    const int64_t rows = std::min(max_seqlen_q, query.size(0)), keys = std::min(max_seqlen_k, key.size(0));
+    return {dtype, true, cu_seqlens_q->size(0) - 1, heads, key_heads, rows, keys, head_dim, value_dim};
+}
+
+// What a kernel is told of packed sequences. The tensors that it points into must live until the kernel has been
+// started.
+inline PackedParams packed_params(const char* op, const Tensor& query, const Tensor& key,
+                                  std::optional<Tensor>& cu_seqlens_q, std::optional<Tensor>& cu_seqlens_k) {
+    if (!cu_seqlens_q) return {};
+    cu_seqlens_q = torch::stable::contiguous(*cu_seqlens_q);
+    cu_seqlens_k = torch::stable::contiguous(*cu_seqlens_k);
+    return {static_cast<const int32_t*>(cu_seqlens_q->data_ptr()),
+            static_cast<const int32_t*>(cu_seqlens_k->data_ptr()), to_int32(op, "query", query.size(0)),
+            to_int32(op, "key", key.size(0))};
+}
+
+// Shaped like `like` but for the last dim. Dense, in its memory order too: [batch, rows, heads, last_dim] if its heads
+// lie closer together than its rows, else contiguous. Packed, contiguous.
+inline Tensor empty_like_heads(const Tensor& like, int64_t last_dim) {
+    if (like.dim() == 3) return torch::stable::new_empty(like, {like.size(0), like.size(1), last_dim});
+    const int64_t batch = like.size(0), heads = like.size(1), rows = like.size(2);
+    if (like.stride(1) >= like.stride(2)) return torch::stable::new_empty(like, {batch, heads, rows, last_dim});
+    return torch::stable::transpose(torch::stable::new_empty(like, {batch, rows, heads, last_dim}), 1, 2);
+}
+
+// One fp32 number for each row of query: [batch, heads, rows], packed [heads, total].
+inline Tensor empty_rows(const Tensor& query) {
+    if (query.dim() == 3) return torch::stable::new_empty(query, {query.size(1), query.size(0)}, ScalarType::Float);
+    return torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)}, ScalarType::Float);
+}
+
+// Of such a tensor, contiguous, beside the view of its query.
+inline RowsView rows_view(const Tensor& rows, const HeadsView<const uint16_t>& query) {
+    const bool is_packed = rows.dim() == 2;
+    return {static_cast<float*>(rows.data_ptr()), query.batch, query.heads, query.rows, is_packed ? 0 : rows.stride(0),
+            rows.stride(is_packed ? 0 : 1)};
+}
+
+}  // namespace fastattn
