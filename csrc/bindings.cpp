@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/library.h>
 
 #ifdef FASTATTN_ARCH_80
+#include "api/attention_backward.h"
 #include "api/attention_forward.h"
 #include "api/device.h"
 #endif
@@ -39,5 +40,6 @@ STABLE_TORCH_LIBRARY(fastattn, m) {
 #ifdef FASTATTN_ARCH_80
 STABLE_TORCH_LIBRARY_IMPL(fastattn, FASTATTN_DISPATCH_KEY, m) {
     m.impl("attention_forward", TORCH_BOX(&fastattn::attention_forward));
+    m.impl("attention_backward", TORCH_BOX(&fastattn::attention_backward));
 }
 #endif

@@ -21,9 +21,9 @@ struct AttentionSizes {
     bool is_packed;
     int64_t batch, heads, key_heads, rows, keys, head_dim, value_dim;
 
-    // Of query, and of what has its rows: [batch, heads, rows] or [heads, total].
+    // The head dim that a kernel must have at least.
+    int widest() const { return static_cast<int>(std::max(head_dim, value_dim)); }
     Sequences query_sequences() const { return {is_packed, batch, rows}; }
-    // Of key and value.
     Sequences key_sequences() const { return {is_packed, batch, keys}; }
 };
 

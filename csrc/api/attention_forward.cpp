@@ -6,7 +6,6 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
 #include <limits>
 #include <utility>
 
@@ -33,10 +32,9 @@ void launch_plain(const AttentionForwardParams& params, DataType dtype, bool cau
     });
 }
 
-void launch_with_options(const AttentionOptionsParams& params, DataType dtype, Stream stream) {
-    const int32_t widest = std::max(params.attention.query.head_dim, params.attention.value.head_dim);
-    dispatch_at_least(ForwardOptionsHeadDims{}, widest, [&](auto head_dim) {
-        dispatch_value(DataTypes{}, dtype, [&](auto data_type) {
+void launch_with_options(const AttentionOptionsParams& params, const AttentionSizes& sizes, Stream stream) {
+    dispatch_at_least(ForwardOptionsHeadDims{}, sizes.widest(), [&](auto head_dim) {
+        dispatch_value(DataTypes{}, sizes.dtype, [&](auto data_type) {
             launch_attention_forward_options_sm80<head_dim.value, data_type.value>(params, stream);
         });
     });
@@ -82,7 +80,7 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     } else {
         ScoreTensors kept;
         params.scores = score_params(kOp, options, query, sizes, kept);
-        launch_with_options(params, sizes.dtype, device.stream());
+        launch_with_options(params, sizes, device.stream());
     }
     return {out, lse};
 }

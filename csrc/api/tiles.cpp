@@ -9,6 +9,11 @@
 namespace fastattn {
 namespace {
 
+template <int kHeadDim>
+using BackwardPlainTile = BackwardTileSm80<kHeadDim, /*kOptions=*/false>;
+template <int kHeadDim>
+using BackwardOptionsTile = BackwardTileSm80<kHeadDim, /*kOptions=*/true>;
+
 template <template <int> typename TileOf, int kHeadDim>
 std::string tile_text() {
     using Tile = TileOf<kHeadDim>;
@@ -31,6 +36,8 @@ extern "C" __attribute__((visibility("default"))) const char* fastattn_tiles() {
     using namespace fastattn;
     static const std::string text =
         '{' + tiles_text<ForwardTileSm80>("attention_forward_sm80", ForwardHeadDims{}) + ", " +
-        tiles_text<ForwardOptionsTileSm80>("attention_forward_options_sm80", ForwardOptionsHeadDims{}) + '}';
+        tiles_text<ForwardOptionsTileSm80>("attention_forward_options_sm80", ForwardOptionsHeadDims{}) + ", " +
+        tiles_text<BackwardPlainTile>("attention_backward_key_value_sm80", BackwardHeadDims{}) + ", " +
+        tiles_text<BackwardOptionsTile>("attention_backward_key_value_options_sm80", BackwardHeadDims{}) + '}';
     return text.c_str();
 }

@@ -1,0 +1,184 @@
+// fastattn::attention_backward: check, allocate gradients and workspace, fill the params, start the kernels in order.
+
+#ifdef FASTATTN_ARCH_80
+
+#include "api/attention_backward.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "api/attention_arguments.h"
+#include "api/device.h"
+#include "api/scores.h"
+#include "attention/backward.h"
+#include "attention/query_gradient.h"
+#include "attention/tile_order.h"
+#include "attention/tiles_sm80.h"
+#include "host/dispatch.h"
+
+namespace fastattn {
+namespace {
+
+constexpr const char* kOp = "attention_backward";
+
+// Shaped like query, but for the head dim.
+void check_like_query(const char* name, const Tensor& tensor, const Tensor& query, int64_t head_dim) {
+    if (query.dim() == 3) {
+        check_shape(kOp, name, tensor, {query.size(0), query.size(1), head_dim});
+    } else {
+        check_shape(kOp, name, tensor, {query.size(0), query.size(1), query.size(2), head_dim});
+    }
+    check_like(kOp, name, tensor, query);
+}
+
+// lse or its gradient, contiguous.
+Tensor checked_rows(const char* name, const Tensor& tensor, const Tensor& query) {
+    if (query.dim() == 3) {
+        check_shape(kOp, name, tensor, {query.size(1), query.size(0)});
+    } else {
+        check_shape(kOp, name, tensor, {query.size(0), query.size(1), query.size(2)});
+    }
+    return float_tensor(kOp, name, tensor, query);
+}
+
+bool is_additive(const BiasView& bias) {
+    return bias.kind != BiasView::Kind::kNone && bias.kind != BiasView::Kind::kBool;
+}
+
+struct Gradients {
+    Tensor query, key, value, bias, sinks;
+};
+
+// Packed: zeros, for rows that belong to no sequence.
+Tensor empty_gradient(const Tensor& of) {
+    Tensor gradient = empty_like_heads(of, of.size(of.dim() - 1));
+    return of.dim() == 3 ? torch::stable::zero_(gradient) : gradient;
+}
+
+// [0] without a tensor that wants one.
+Tensor empty_float_gradient(const std::optional<Tensor>& of, const Tensor& query) {
+    if (!of) return torch::stable::new_empty(query, {0}, ScalarType::Float);
+    return torch::stable::new_empty(query, of->sizes(), ScalarType::Float);
+}
+
+BiasGradientView bias_gradient_view(const Tensor& gradient) {
+    BiasGradientView view{};
+    view.data = static_cast<float*>(gradient.data_ptr());
+    view.batch = to_int32(kOp, "bias", gradient.size(0));
+    view.heads = to_int32(kOp, "bias", gradient.size(1));
+    view.rows = to_int32(kOp, "bias", gradient.size(2));
+    view.keys = to_int32(kOp, "bias", gradient.size(3));
+    view.batch_stride = gradient.stride(0);
+    view.head_stride = gradient.stride(1);
+    view.row_stride = gradient.stride(2);
+    view.key_stride = gradient.stride(3);
+    return view;
+}
+
+// What kernels leave for those that follow. It lives until all of them have been started.
+struct Workspace {
+    Tensor shift, delta, query_sums;
+    std::optional<Tensor> log2_sum, turns;
+};
+
+// O(tokens): up to three numbers for each row, and dQ in fp32, in tiles of kBlockM rows of the kernel's head dim.
+template <int kHeadDim>
+Workspace make_workspace(AttentionBackwardParams& params, const Tensor& query, const AttentionSizes& sizes,
+                         bool deterministic) {
+    constexpr int kBlockM = BackwardTileSm80<kHeadDim, /*kOptions=*/false>::kBlockM;
+    const int64_t num_tiles =
+        sizes.heads * num_query_tiles(sizes.batch, params.query.rows, sizes.is_packed, query.size(0), kBlockM);
+    Workspace workspace;
+    workspace.shift = empty_rows(query);
+    workspace.delta = empty_rows(query);
+    workspace.query_sums = torch::stable::new_zeros(query, {num_tiles * kBlockM * kHeadDim}, ScalarType::Float);
+    params.shift = rows_view(workspace.shift, params.query);
+    params.delta = rows_view(workspace.delta, params.query);
+    params.query_sums = static_cast<float*>(workspace.query_sums.data_ptr());
+    if (is_additive(params.scores.bias)) {
+        workspace.log2_sum = empty_rows(query);
+        params.log2_sum = rows_view(*workspace.log2_sum, params.query);
+    }
+    if (deterministic) {
+        workspace.turns = torch::stable::new_zeros(query, {1 + num_tiles}, ScalarType::Int);
+        params.turns = static_cast<int32_t*>(workspace.turns->data_ptr());
+    }
+    return workspace;
+}
+
+template <int kHeadDim>
+void launch(const AttentionBackwardParams& params, DataType dtype, bool changes_scores, Stream stream) {
+    dispatch_value(DataTypes{}, dtype, [&](auto data_type) {
+        launch_attention_backward_rows_sm80<data_type.value>(params, stream);
+        dispatch_bool(changes_scores, [&](auto has_options) {
+            launch_attention_backward_key_value_sm80<kHeadDim, data_type.value, has_options.value>(params, stream);
+        });
+        launch_attention_backward_query_sm80<kHeadDim, data_type.value>(params, stream);
+        if (params.grad_bias.data != nullptr) launch_attention_backward_bias_sm80<data_type.value>(params, stream);
+    });
+    if (params.grad_sinks != nullptr) launch_attention_backward_sinks_sm80(params, stream);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
+    Tensor grad_out, std::optional<Tensor> grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,
+    std::optional<Tensor> bias, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
+    std::optional<Tensor> dropout_seed, std::optional<Tensor> cu_seqlens_q, std::optional<Tensor> cu_seqlens_k,
+    int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, int64_t window_left, int64_t window_right, bool top_left,
+    double softcap, double dropout_p, bool deterministic, bool bias_grad) {
+    const AttentionSizes sizes = check_attention(kOp, query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                                                 max_seqlen_k, largest(BackwardHeadDims{}));
+    check_like_query("grad_out", grad_out, query, sizes.value_dim);
+    check_like_query("out", out, query, sizes.value_dim);
+    lse = checked_rows("lse", lse, query);
+    if (grad_lse) grad_lse = checked_rows("grad_lse", *grad_lse, query);
+    const ScoreOptions options{bias,        alibi_slopes, sinks,    dropout_seed, scale,
+                               window_left, window_right, top_left, softcap,      dropout_p};
+    AttentionBackwardParams params{};
+    ScoreTensors kept;
+    params.scores = score_params(kOp, options, query, sizes, kept);
+    check(!bias || !bias_grad || is_additive(params.scores.bias), kOp,
+          "bias must not be bool where bias_grad is true, got ", bias ? dtype_text(*bias) : "None");
+
+    Gradients gradients{empty_gradient(query), empty_gradient(key), empty_gradient(value),
+                        empty_float_gradient(bias_grad ? bias : std::nullopt, query),
+                        empty_float_gradient(sinks, query)};
+    if (lse.numel() == 0) {  // all else may be there all the same
+        for (Tensor* gradient : {&gradients.key, &gradients.value, &gradients.bias, &gradients.sinks}) {
+            torch::stable::zero_(*gradient);
+        }
+        return {gradients.query, gradients.key, gradients.value, gradients.bias, gradients.sinks};
+    }
+
+    query = aligned(query), key = aligned(key), value = aligned(value);
+    grad_out = aligned(grad_out), out = aligned(out);
+    const Sequences query_sequences = sizes.query_sequences(), key_sequences = sizes.key_sequences();
+    params.query = heads_view<const uint16_t>(kOp, "query", query, query_sequences);
+    params.key = heads_view<const uint16_t>(kOp, "key", key, key_sequences);
+    params.value = heads_view<const uint16_t>(kOp, "value", value, key_sequences);
+    params.out = heads_view<const uint16_t>(kOp, "out", out, query_sequences);
+    params.grad_out = heads_view<const uint16_t>(kOp, "grad_out", grad_out, query_sequences);
+    params.grad_query = heads_view<uint16_t>(kOp, "query", gradients.query, query_sequences);
+    params.grad_key = heads_view<uint16_t>(kOp, "key", gradients.key, key_sequences);
+    params.grad_value = heads_view<uint16_t>(kOp, "value", gradients.value, key_sequences);
+    params.lse = rows_view(lse, params.query);
+    if (grad_lse) params.grad_lse = rows_view(*grad_lse, params.query);
+    if (bias && bias_grad) params.grad_bias = bias_gradient_view(gradients.bias);
+    if (sinks) params.grad_sinks = static_cast<float*>(gradients.sinks.data_ptr());
+    params.packed = packed_params(kOp, query, key, cu_seqlens_q, cu_seqlens_k);
+    params.heads_per_group = key_heads_per_group(params.query, params.key);
+
+    const OnDeviceOf device(query);
+    dispatch_at_least(BackwardHeadDims{}, sizes.widest(), [&](auto head_dim) {
+        const Workspace workspace = make_workspace<head_dim.value>(params, query, sizes, deterministic);
+        launch<head_dim.value>(params, sizes.dtype, options.change_scores(), device.stream());
+    });
+    return {gradients.query, gradients.key, gradients.value, gradients.bias, gradients.sinks};
+}
+
+}  // namespace fastattn
+
+#endif  // FASTATTN_ARCH_80
