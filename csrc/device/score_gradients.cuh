@@ -73,7 +73,6 @@ struct ScoreGradients {
         float shift[kTilesM][2];
         for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) {
             shift[m][half] = terms.shift[row + own_row];
-            if (kOptions && first_row + own_row >= scores.num_rows) shift[m][half] = kInfinity;
         });
         const float scale_log2 = scores.params.scale * kLog2E;
         const auto plain = [&](int m, int n, int e) {

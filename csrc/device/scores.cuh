@@ -124,11 +124,12 @@ struct HeadScores {
         }
         add_alibi(rS, first_row, first_key, lane);
         with_bias_kind([&](auto, auto kind) { add_bias<kind.value>(rS, rB); });
-        if constexpr (kMasked) mask(rS, first_row, first_key, lane);
+        if constexpr (kMasked) mask</*kRowsExist=*/true>(rS, first_row, first_key, lane);
     }
 
     // The same for the backward pass, always masked, which also wants d score / d (scale · Q·Kᵀ). It has no registers to
-    // hold a bias in for long.
+    // hold a bias in for long. Rows that do not exist see nothing: what they would see may be NaN, and goes into the keys'
+    // gradients.
     template <int kTilesM, int kTilesN>
     __device__ __forceinline__ void apply(float (&rS)[kTilesM][kTilesN][4], float (&rSlope)[kTilesM][kTilesN][4],
                                           int32_t first_row, int32_t first_key, int lane) const {
@@ -152,7 +153,7 @@ struct HeadScores {
             load_bias(rB, first_row, first_key, lane);
             with_bias_kind([&](auto, auto kind) { add_bias<kind.value>(rS, rB); });
         }
-        mask(rS, first_row, first_key, lane);
+        mask</*kRowsExist=*/false>(rS, first_row, first_key, lane);
     }
 
   private:
@@ -176,12 +177,15 @@ struct HeadScores {
         });
     }
 
-    template <int kTilesM, int kTilesN>
+    // kRowsExist: or it does not matter what others see.
+    template <bool kRowsExist, int kTilesM, int kTilesN>
     __device__ __forceinline__ void mask(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
                                          int lane) const {
         KeyRange seen[kTilesM][2];
-        for_own_rows<kTilesM>(
-            lane, [&](int m, int half, int row_in_tile) { seen[m][half] = window.keys_of(first_row + row_in_tile); });
+        for_own_rows<kTilesM>(lane, [&](int m, int half, int row_in_tile) {
+            const int32_t row = first_row + row_in_tile;
+            seen[m][half] = kRowsExist || row < num_rows ? window.keys_of(row) : KeyRange{0, 0};
+        });
         for_each(rS, [&](int m, int n, int e, float s) {
             const int32_t column = first_key + accumulator_column(lane) + n * kMmaN + e % 2;
             return column >= seen[m][e / 2].begin && column < seen[m][e / 2].end ? s : -kInfinity;
