@@ -1,4 +1,4 @@
-"""Random attention problems, what the Triton kernels make of them, and what the oracle says. Not a test module."""
+"""Random attention problems, what the kernels make of them, and what the oracle says. Not a test module."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fastattn
 from fastattn import reference
 from fastattn.triton_kernels import attention_backward as backward_module
 from fastattn.triton_kernels import attention_forward as forward_module
@@ -19,6 +20,7 @@ from oracle import check_against_oracle
 DTYPES = (torch.float16, torch.bfloat16)
 SMALL_TILE = AttentionTile(16, 32, num_warps=4, num_stages=1)  # so that short sequences have many tiles
 SEED = 0x123456789ABCDEF
+RESULTS = ("out", "lse", "grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks")
 
 
 @dataclass(frozen=True)
@@ -158,20 +160,80 @@ def forward_arguments(case: Case, problem: Problem) -> tuple[Any, ...]:
     return p.query, p.key, p.value, *score
 
 
+def backward_arguments(
+    case: Case, problem: Problem, out: Tensor, lse: Tensor, deterministic: bool = True
+) -> tuple[Any, ...]:
+    """Of ``attention_backward``, with the gradient of an additive bias."""
+    p = problem
+    _, _, _, *shared = forward_arguments(case, problem)
+    bias_grad = p.bias is not None and p.bias.is_floating_point()
+    return p.grad_out, p.grad_lse, p.query, p.key, p.value, out, lse, *shared, deterministic, bias_grad
+
+
+def run_ops(ops: Any, case: Case, problem: Problem, deterministic: bool = True) -> dict[str, Tensor]:
+    """Forward and backward of ``torch.ops.fastattn`` or of a module that has functions of these names."""
+    out, lse = ops.attention_forward(*forward_arguments(case, problem))
+    gradients = ops.attention_backward(*backward_arguments(case, problem, out, lse, deterministic))
+    return dict(zip(RESULTS, (out, lse, *gradients), strict=True))
+
+
+def use_small_tiles(monkeypatch: Any) -> None:
+    """In the Triton kernels."""
+    monkeypatch.setattr(forward_module, "attention_forward_tile", lambda *_, **__: SMALL_TILE)
+    monkeypatch.setattr(backward_module, "attention_backward_tile", lambda *_, **__: SMALL_TILE)
+
+
 def run_kernels(case: Case, problem: Problem, monkeypatch: Any) -> dict[str, Tensor]:
     """Forward and backward of the Triton kernels."""
     if case.small_tile:
-        monkeypatch.setattr(forward_module, "attention_forward_tile", lambda *_, **__: SMALL_TILE)
-        monkeypatch.setattr(backward_module, "attention_backward_tile", lambda *_, **__: SMALL_TILE)
+        use_small_tiles(monkeypatch)
+    return run_ops(torch.ops.fastattn_triton, case, problem)
+
+
+def run_public(case: Case, problem: Problem, backend: str, deterministic: bool | None = None) -> dict[str, Tensor]:
+    """Forward and backward through the public functions, by one backend.
+
+    The drop-in alone is top-left, and has nothing but causal masks, a bias and a scale.
+    """
     p = problem
-    _, _, _, *shared = arguments = forward_arguments(case, problem)
-    out, lse = forward_module.attention_forward(*arguments)
-    bias_grad = p.bias is not None and p.bias.is_floating_point()
-    gradients = backward_module.attention_backward(
-        p.grad_out, p.grad_lse, p.query, p.key, p.value, out, lse, *shared, True, bias_grad
-    )
-    names = ("grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks")
-    return {"out": out, "lse": lse, **dict(zip(names, gradients, strict=True))}
+    scale, left, right, top_left, softcap, dropout = options_of(case)
+    leaves = {"query": p.query, "key": p.key, "value": p.value, "bias": p.bias, "sinks": p.sinks}
+    leaves = {
+        name: None if t is None else t.detach().requires_grad_(t.is_floating_point()) for name, t in leaves.items()
+    }
+    query, key, value, bias, sinks = leaves.values()
+    options: dict[str, Any] = {
+        "window": (left, right),
+        "softcap": softcap,
+        "alibi_slopes": p.alibi_slopes[0] if case.alibi == "head" and p.alibi_slopes is not None else p.alibi_slopes,
+        "sinks": sinks,
+        "dropout_p": dropout,
+        "dropout_seed": SEED,
+        "scale": scale,
+        "return_lse": True,
+        "deterministic": deterministic,
+    }
+    lse = None
+    with fastattn.use_backend(backend):
+        if top_left:
+            assert left == -1 and right in (-1, 0) and not (softcap or dropout or case.sinks or case.alibi)
+            out = fastattn.scaled_dot_product_attention(
+                query, key, value, bias, is_causal=right == 0, scale=scale, enable_gqa=True
+            )
+        elif case.lengths is None:
+            out, lse = fastattn.attention(query, key, value, bias=bias, **options)
+        else:
+            out, lse = fastattn.attention_varlen(
+                query, key, value, p.cu_seqlens_q, p.cu_seqlens_k, *p.max_seqlens, **options
+            )
+    outputs, grads = [out], [p.grad_out]
+    if p.grad_lse is not None and lse is not None:
+        outputs.append(lse)
+        grads.append(p.grad_lse)
+    wanted = {name: t for name, t in leaves.items() if t is not None and t.requires_grad}
+    found = torch.autograd.grad(outputs, list(wanted.values()), grads)
+    result = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
+    return result | {f"grad_{name}": gradient for name, gradient in zip(wanted, found, strict=True)}
 
 
 def run_reference(case: Case, problem: Problem, dtype: torch.dtype, compute_dtype: torch.dtype) -> dict[str, Tensor]:

@@ -154,7 +154,7 @@ def test_what_cpu_tensors_are_on_can_be_declared() -> None:
         assert "compute capability 7.5" in reason()
     finally:
         assert device.emulate_on_cpu(before) in (TURING, None)
-    assert fastattn.explain(fastattn.attention, query, query, query).backend == "triton"
+    assert fastattn.explain(fastattn.attention, query, query, query).backend in ("cuda", "triton")
     assert torch.ops.fastattn_triton.int8_matmul(query.detach()[0, 0], weight, scale, None, None, "none").shape == (
         4,
         8,

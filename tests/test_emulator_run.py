@@ -80,7 +80,7 @@ def test_the_dispatcher_sees_the_gpu(tmp_path: Path) -> None:
             expected = fastattn.attention(query, query, query, softcap=5.0, causal=True)
         torch.testing.assert_close(out, expected, rtol=2e-2, atol=1e-3)
         chosen = fastattn.explain(fastattn.attention, query.requires_grad_(), query, query, softcap=5.0)
-        assert chosen.backend == "triton", chosen  # the CUDA C++ kernels have no gradient
+        assert chosen.backend in ("cuda", "triton"), chosen  # cuda where there is an nvcc
         print([call.backend for call in calls])
     """
     done = run(script, tmp_path, "--arch", "sm_90", "--sms", "7", "--seed", "3")

@@ -142,6 +142,26 @@ def test_backward_kernels_count_what_they_execute() -> None:
     assert part("rows").bytes == 3 * query + key + 4 * rows + 12 * rows
 
 
+def test_native_backward_kernels_count_what_they_execute() -> None:
+    """All five products in one kernel, which adds the query's gradient up in fp32."""
+    call = attention_call("attention_backward", sinks=("float", (4,)))
+    pairs, rows, sums = 2 * 4 * 64 * 64, 2 * 4 * 64, 2 * 4 * 64 * 32 * 4
+    query = sums // 2
+    key = query // 2
+
+    def part(name: str) -> Work:
+        kernel = f"void fastattn::attention_backward_{name}_sm80<32, (fastattn::DataType)0>(fastattn::Params)"
+        found = kernel_work.kernel_work(kernel, call)
+        assert found is not None
+        return found
+
+    assert part("rows") == Work(2 * rows * 32, 2 * query + 4 * rows + 8 * rows)
+    assert part("key_value") == Work(5 * 2 * pairs * 32, 2 * query + 2 * key + 12 * rows + 2 * key + 2 * sums)
+    assert part("query") == Work(0, sums + query)
+    assert part("bias").flops == 2 * 2 * pairs * 32
+    assert part("sinks") == Work(0, 8 * rows)
+
+
 def test_decode_and_int8_kernels() -> None:
     options = {"rotary_interleaved": False, "scale": 0.1, "window_left": -1, "window_right": 0, "softcap": 0.0}
     tensors = {"query": (3, 8, 1, 64), "k_cache": (40, 2, 16, 64), "v_cache": (40, 2, 16, 64)}

@@ -279,7 +279,7 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
     if backend == "cuda":
         dtype = str(call.dtype).removeprefix("torch.")
         plain = native.TILES["attention_forward_sm80"].get(str(call.head_dim))
-        if plain is not None and call.head_dim == call.value_dim and call.features <= {"causal", "gqa"}:
+        if plain is not None and call.head_dim == call.value_dim and call.features <= {"causal", "gqa", "gradients"}:
             mask = "causal" if "causal" in call.features else "full"
             return f"attention_forward_sm80<{call.head_dim}, {dtype}, {mask}>", plain
         with_options = native.TILES["attention_forward_options_sm80"]

@@ -126,6 +126,34 @@ def _backward_part(query_products: int, value_products: int, written: Sequence[s
     return part
 
 
+def _sums_bytes(call: OperatorCall) -> int:
+    """The query's gradient as its parts are added up, in fp32."""
+    return 4 * math.prod(call["query"].shape)
+
+
+def _native_key_value(call: OperatorCall) -> Work:
+    """All five products; the sums are read and written once at the least."""
+    products = _backward_part(3, 2, ("key", "value"))(call)
+    return products._replace(bytes=products.bytes + 2 * _sums_bytes(call))
+
+
+def _native_query(call: OperatorCall) -> Work:
+    """Rounds the sums."""
+    return Work(0, _sums_bytes(call) + call["query"].nbytes)
+
+
+def _native_rows(call: OperatorCall) -> Work:
+    """rowsum(dO O). The scores once more where they are near finfo.min: the host does not know of it."""
+    rows, value_dim = math.prod(call["query"].shape[:-1]), call["value"].shape[-1]
+    read = sum(call[name].nbytes for name in ("grad_out", "out", "lse", "grad_lse"))
+    return Work(2 * rows * value_dim, read + 2 * rows * work.LSE_BYTES)
+
+
+def _native_sinks(call: OperatorCall) -> Work:
+    """Reads the lse and rowsum(dO O)."""
+    return Work(0, 2 * call["lse"].nbytes)
+
+
 def _backward_rows(call: OperatorCall) -> Work:
     """Scores once more for an lse in two halves, and rowsum(dO O)."""
     pairs, is_upper_bound = _pairs(call)
@@ -176,6 +204,10 @@ def _unknown(call: OperatorCall) -> None:
 _WORK: dict[str, dict[str, Callable[[OperatorCall], Work | None]]] = {
     "attention_forward": {"attention_forward": _forward},
     "attention_backward": {
+        "attention_backward_rows_sm80": _native_rows,
+        "attention_backward_key_value_sm80": _native_key_value,
+        "attention_backward_query_sm80": _native_query,
+        "attention_backward_sinks_sm80": _native_sinks,
         "attention_backward_rows": _backward_rows,
         "attention_backward_key_value": _backward_part(2, 2, ("key", "value")),
         "attention_backward_query": _backward_part(2, 1, ("query",)),

@@ -93,9 +93,7 @@ def _all_features_but(op: str, *missing: str) -> frozenset[str]:
 
 SUPPORT: dict[str, dict[str, Support]] = {
     "attention": {
-        "cuda": Support(
-            _all_features_but("attention", "gradients", "bias gradients", "slope gradients"), head_dims=range(8, 257, 8)
-        ),
+        "cuda": Support(_all_features_but("attention", "slope gradients"), head_dims=range(8, 257, 8)),
         "triton": Support(_all_features_but("attention", "slope gradients"), head_dims=range(16, 257, 8)),
     },
     "decode": {
