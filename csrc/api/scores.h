@@ -80,6 +80,7 @@ inline ScoreParams score_params(const char* op, const ScoreOptions& options, con
     ScoreParams params{};
     params.scale = static_cast<float>(options.scale);
     params.softcap = static_cast<float>(std::max(options.softcap, 0.0));
+    params.scale_over_softcap = options.softcap > 0 ? static_cast<float>(options.scale / options.softcap) : 0.0f;
     params.window_left = window_side(options.window_left, rows, keys);
     params.window_right = window_side(options.window_right, rows, keys);
     params.top_left = options.top_left;

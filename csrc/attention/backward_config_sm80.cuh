@@ -26,17 +26,18 @@ struct HeadDimGrid {
     __device__ __forceinline__ static int first_column(int warp) { return warp / kRowWarps * kMmaK; }
 
     // Such a product in fp32 in the order in which warps hold it: blocks of 16x16, each register of the 32 lanes side by
-    // side. No grid shows in that order. Calls function(accumulator, address) for each that this lane holds.
-    template <typename Number, typename Function>
-    __device__ __forceinline__ static void for_each_sum(Number* sums, Accumulators& rC, int warp, int lane,
-                                                        Function&& function) {
+    // side. No grid shows in that order. Calls function(accumulator, address) for each that this lane holds, in kTiles
+    // tiles from kFirst on.
+    template <int kFirst, int kTiles, typename Number, typename Function>
+    __device__ __forceinline__ static void for_each_sum(Number* sums, float (&rC)[kTilesM][kTiles][4], int warp,
+                                                        int lane, Function&& function) {
         constexpr int kBlocksPerRow = kHeadDim / kMmaK, kBlockElements = kMmaM * kMmaK;
         sums += (first_row(warp) / kMmaM * kBlocksPerRow + first_column(warp) / kMmaK) * kBlockElements + lane;
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
-            for (int d = 0; d < kTilesD; ++d) {
-                const int block = m * kBlocksPerRow + d / 2 * kDimWarps;
+            for (int d = 0; d < kTiles; ++d) {
+                const int block = m * kBlocksPerRow + (kFirst + d) / 2 * kDimWarps;
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     function(rC[m][d][e], sums + block * kBlockElements + (d % 2 * 4 + e) * kWarpSize);

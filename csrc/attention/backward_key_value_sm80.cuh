@@ -194,19 +194,24 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         }
         const int32_t next_head = head + is_last;
         if (next_head < end_head) load_rows(next_head, is_last ? begin_tile : row_tile + 1);
-        typename QueryGrid::Accumulators rQ = {};
-        gemm_accumulate<kDataType, /*kTransposeA=*/false, kBlockN, QueryGrid::kColumnStep>(rQ, sS, sKd);
+        const int64_t sums_tile = int64_t{first_sums_tile + row_tile} * params.query.heads + head;
+        float* sums = params.query_sums + sums_tile * Config::kQuerySums;
+        const Turn turn{in_turn ? params.turns + 1 + sums_tile : nullptr};
+        turn.wait(key_tile - scores.window.keys_of(row_tile * kBlockM).begin / kBlockN);
+        constexpr int kTilesAtOnce = QueryGrid::kTilesD % 4 == 0 && kHeadDim < 256 ? 4 : 2;
+        for_constant<QueryGrid::kTilesD / kTilesAtOnce>([&](auto part) {  // dQ, for want of registers not at once
+            constexpr int kFirst = part.value * kTilesAtOnce;
+            float rQ[QueryGrid::kTilesM][kTilesAtOnce][4] = {};
+            gemm_accumulate<kDataType, /*kTransposeA=*/false, kBlockN, QueryGrid::kColumnStep,
+                            kFirst / 2 * QueryGrid::kColumnStep>(rQ, sS, sKd);
+            QueryGrid::template for_each_sum<kFirst>(sums, rQ, warp, lane, ptx::red_add_f32);
+        });
+        turn.pass_on();
         if (clean) {
             __syncthreads();  // all are done with this K
             load_k.template load<true>(num_keys);
             ptx::cp_async_commit_group();
         }
-        const int64_t sums_tile = int64_t{first_sums_tile + row_tile} * params.query.heads + head;
-        const Turn turn{params.turns != nullptr ? params.turns + 1 + sums_tile : nullptr};
-        turn.wait(key_tile - scores.window.keys_of(row_tile * kBlockM).begin / kBlockN);
-        float* sums = params.query_sums + sums_tile * Config::kQuerySums;
-        QueryGrid::for_each_sum(sums, rQ, warp, lane, ptx::red_add_f32);
-        turn.pass_on();
     };
 
     if (begin_tile < end_tile) {
@@ -219,10 +224,13 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         const bool some_nonfinite = __syncthreads_or(has_nonfinite<kDataType>(load_k));
         if (threadIdx.x == 0) shared.some_nonfinite = some_nonfinite;
     }
-    for (int32_t head = first_head; head < end_head; ++head) {
+    int32_t head = begin_tile < end_tile ? first_head : end_head, row_tile = begin_tile;
+    while (head < end_head) {
         const HeadScores scores(params.scores, batch, head, rows.length, keys.length);
-        for (int32_t row_tile = begin_tile; row_tile < end_tile; ++row_tile) {
-            step(scores, head, row_tile, !kOptions && row_tile >= begin_full && row_tile < end_full);
+        step(scores, head, row_tile, !kOptions && row_tile >= begin_full && row_tile < end_full);
+        if (++row_tile == end_tile) {
+            row_tile = begin_tile;
+            ++head;
         }
     }
 

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, /*kOptions=*/fals
     const int64_t sums_tile = first_query_tile(batch, params.query.rows, is_packed, rows.begin, kBlockM) + tile;
     const float* sums = params.query_sums + (sums_tile * params.query.heads + head) * Config::kQuerySums;
     typename Grid::Accumulators rQ;
-    Grid::for_each_sum(sums, rQ, warp, lane, [](float& sum, const float* address) { sum = *address; });
+    Grid::template for_each_sum<0>(sums, rQ, warp, lane, [](float& sum, const float* address) { sum = *address; });
     Grid::template stage<kDataType>(sQ, rQ, params.scores.scale, warp, lane);
     __syncthreads();  // the tile is complete
     uint16_t* gQ = row_pointer(params.grad_query, batch, head, rows.begin + first_row + warp * kWarpRows);

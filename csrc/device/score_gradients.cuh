@@ -71,9 +71,7 @@ struct ScoreGradients {
     template <DataType kDataType>
     __device__ __forceinline__ void probabilities(uint16_t* sP, Accumulators& rS, const Dropout& dropout) {
         float shift[kTilesM][2];
-        for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) {
-            shift[m][half] = terms.shift[row + own_row];
-        });
+        for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) { shift[m][half] = terms.shift[row + own_row]; });
         const float scale_log2 = scores.params.scale * kLog2E;
         const auto plain = [&](int m, int n, int e) {
             return ptx::ex2_approx_ftz_f32(fmaf(rS[m][n][e], scale_log2, -kLog2E * shift[m][e / 2]));

@@ -115,9 +115,8 @@ struct HeadScores {
     template <bool kMasked, int kTilesM, int kTilesN>
     __device__ __forceinline__ void apply(float (&rS)[kTilesM][kTilesN][4], const uint32_t (&rB)[kTilesM][kTilesN][4],
                                           int32_t first_row, int32_t first_key, int lane) const {
-        const float scale = params.scale, softcap = params.softcap;
+        const float scale = params.scale, softcap = params.softcap, ratio = params.scale_over_softcap;
         if (softcap > 0) {
-            const float ratio = scale / softcap;
             for_each(rS, [&](int, int, int, float s) { return softcap * tanhf(s * ratio); });
         } else {
             for_each(rS, [&](int, int, int, float s) { return s * scale; });
@@ -133,9 +132,8 @@ struct HeadScores {
     template <int kTilesM, int kTilesN>
     __device__ __forceinline__ void apply(float (&rS)[kTilesM][kTilesN][4], float (&rSlope)[kTilesM][kTilesN][4],
                                           int32_t first_row, int32_t first_key, int lane) const {
-        const float scale = params.scale, softcap = params.softcap;
+        const float scale = params.scale, softcap = params.softcap, ratio = params.scale_over_softcap;
         if (softcap > 0) {
-            const float ratio = scale / softcap;
             for_each(rS, [&](int m, int n, int e, float s) {
                 const float t = tanhf(s * ratio);
                 rSlope[m][n][e] = 1.0f - t * t;

@@ -62,11 +62,11 @@ __device__ __forceinline__ void gemm_pv(float (&rO)[kTilesM][kHeadDim / kMmaN][4
 }
 
 // Both operands from shared memory, for the backward pass, where a warp has some of the columns only: it takes blocks of
-// 16, kColumnStep apart. rC += sA · sB, or with kTransposeA sAᵀ · sB.
+// 16, kColumnStep apart, from kFirstColumn on. rC += sA · sB, or with kTransposeA sAᵀ · sB.
 // sA [kTilesM * 16, kDepth] at ldmatrix_lane, or transposed [kDepth, kTilesM * 16] at ldmatrix_lane_b.
 // sB [kDepth, kTilesN * 8] at ldmatrix_lane.
-template <DataType kDataType, bool kTransposeA, int kDepth, int kColumnStep, int kTilesM, int kTilesN, int kColumnsA,
-          int kColumnsB>
+template <DataType kDataType, bool kTransposeA, int kDepth, int kColumnStep, int kFirstColumn = 0, int kTilesM,
+          int kTilesN, int kColumnsA, int kColumnsB>
 __device__ __forceinline__ void gemm_accumulate(float (&rC)[kTilesM][kTilesN][4], const SwizzledBlocks<kColumnsA>& sA,
                                                 const SwizzledBlocks<kColumnsB>& sB) {
     static_assert(kTilesN % 2 == 0, "B comes in blocks of two tiles");
@@ -84,7 +84,7 @@ __device__ __forceinline__ void gemm_accumulate(float (&rC)[kTilesM][kTilesN][4]
 #pragma unroll
         for (int n = 0; n < kTilesN; n += 2) {
             uint32_t rB[4];
-            ptx::ldmatrix_m8n8_x4_trans(rB, sB.address(k, n / 2 * kColumnStep));
+            ptx::ldmatrix_m8n8_x4_trans(rB, sB.address(k, kFirstColumn + n / 2 * kColumnStep));
 #pragma unroll
             for (int m = 0; m < kTilesM; ++m) {
                 mma_m16n8k16<kDataType>(rC[m][n], rA[m], rB[0], rB[1]);

@@ -62,8 +62,9 @@ struct PackedParams {
 // What a score becomes between Q·Kᵀ and the softmax, and which of them count.
 struct ScoreParams {
     static constexpr int32_t kUnbounded = -1;
-    float scale;                        // of Q·Kᵀ; any sign
-    float softcap;                      // 0: none
+    float scale;    // of Q·Kᵀ; any sign
+    float softcap;  // 0: none
+    float scale_over_softcap;
     int32_t window_left, window_right;  // keys that a row sees on either side of its position, or kUnbounded
     bool top_left;                      // row i stands at key i, not at i + keys - rows
     BiasView bias;
