@@ -58,8 +58,8 @@ class TestChoice:
         ("changes", "words"),
         [
             ({"dtype": torch.float32}, "float32"),
-            ({"head_dim": 20, "value_dim": 20}, "20"),
             ({"head_dim": 264}, "264"),
+            ({"head_dim": 0}, "0"),
             ({"features": frozenset({"slope gradients"})}, "gradient of ALiBi slopes"),
             ({"only_torch": "an argument is a DTensor."}, "DTensor"),
         ],
@@ -71,6 +71,26 @@ class TestChoice:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             dispatch.choose(call(**changes))
+
+    @pytest.mark.parametrize(
+        ("backend", "dims", "padded"),
+        [
+            ("cuda", (20, 33), (24, 40)),
+            ("cuda", (1, 64), (8, 64)),
+            ("triton", (4, 250), (16, 256)),
+            ("cuda", (64, 8), None),
+            ("triton", (16, 256), None),
+        ],
+    )
+    def test_other_head_dims_are_padded(
+        self, backend: str, dims: tuple[int, int], padded: tuple[int, int] | None
+    ) -> None:
+        with fastattn.use_backend(backend):
+            choice = dispatch.choose(call(head_dim=dims[0], value_dim=dims[1]))
+            seen = padded or dims
+            assert choice.padded == padded
+            unpadded = dispatch.choose(call(head_dim=seen[0], value_dim=seen[1]))
+            assert (choice.kernel, choice.tile) == (unpadded.kernel, unpadded.tile)
 
     def test_detour_can_be_an_error_or_silent(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FASTATTN_FALLBACK", "error")

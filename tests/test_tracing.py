@@ -21,16 +21,19 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
-from fastattn import reference
+from fastattn import native, reference
 from kernel_device import DEVICE
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
 SEED = 31
+HAS_NATIVE = "80" in native.BUILD["archs"] and native.TAKES_CPU_TENSORS == (DEVICE == "cpu")  # noqa: SIM300
 
 
-@pytest.fixture(params=["torch", "triton"], autouse=True)
+@pytest.fixture(params=["torch", "triton", "cuda"], autouse=True)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "cuda" and not HAS_NATIVE:
+        pytest.skip("needs kernels: no nvcc")
     torch.manual_seed(SEED)
     torch._dynamo.reset()
     with torch.device(DEVICE), fastattn.use_backend(request.param):
@@ -63,6 +66,10 @@ def packed(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor) -> Tensor
 
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[], list[Tensor]]]] = {
     "attention": (attend, lambda: [draw(1, 2, 5, 16, requires_grad=True) for _ in range(3)]),
+    "head dims that are padded": (
+        attend,
+        lambda: [draw(1, 2, 5, dim, requires_grad=True) for dim in (20, 20, 12)],
+    ),
     "attention with lse": (
         attend_with_lse,
         lambda: [
@@ -120,7 +127,7 @@ def test_dynamic_lengths_compile_once(function: Callable[..., Any]) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", ["attention", "scaled_dot_product_attention"])
+@pytest.mark.parametrize("name", ["attention", "head dims that are padded", "scaled_dot_product_attention"])
 def test_exports(name: str) -> None:
     function, make = CALLS[name]
 
@@ -152,6 +159,12 @@ def test_vmap_equals_a_loop() -> None:
     mapped = torch.vmap(one)(query, key, value, bias)
     for index, expected in enumerate(map(one, query, key, value, bias)):
         torch.testing.assert_close(tuple(part[index] for part in mapped), expected)
+
+
+def test_vmap_of_padded_head_dims() -> None:
+    inputs = [draw(3, 1, 2, 5, 20), draw(3, 1, 2, 7, 20), draw(3, 1, 2, 7, 12)]
+    mapped = torch.vmap(attend)(*inputs)
+    torch.testing.assert_close(mapped, torch.stack([attend(*sample) for sample in zip(*inputs, strict=True)]))
 
 
 def test_per_sample_gradients() -> None:

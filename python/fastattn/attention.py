@@ -213,6 +213,7 @@ def _attend(
             plan.dropout_p,
             needs_grad=plan.needs_grad,
             deterministic=is_deterministic(deterministic),
+            head_dims=choice.padded,
         )
     return (out, lse) if return_lse else out
 

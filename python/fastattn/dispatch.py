@@ -19,7 +19,7 @@ from fastattn import native
 from fastattn.checks import check_choice
 from fastattn.device import DeviceFacts, facts, when_emulation_changes
 from fastattn.errors import InputError
-from fastattn.support import BACKENDS, FEATURES, KERNEL_BACKENDS, SUPPORT
+from fastattn.support import BACKENDS, FEATURES, KERNEL_BACKENDS, SUPPORT, Support
 
 
 class Call(NamedTuple):
@@ -43,7 +43,8 @@ class Call(NamedTuple):
 class Choice:
     """Which backend runs a call, its kernel and tile, and why each of the others does not.
 
-    ``detour`` is the reason for which a call on a GPU went to PyTorch although nobody asked for that.
+    ``detour`` is the reason for which a call on a GPU went to PyTorch although nobody asked for that. ``padded``: the
+    head dim and the value head dim to which query, key and value are to be padded, where one of them differs.
     """
 
     backend: str
@@ -51,6 +52,7 @@ class Choice:
     tile: Any = None
     rejected: dict[str, str] = field(default_factory=dict)
     detour: str | None = None
+    padded: tuple[int, int] | None = None
 
 
 class Explained(BaseException):
@@ -204,8 +206,10 @@ def _decide(call: Call, forced: str | None, torch_asked_for: bool) -> Choice:
     if chosen != "torch":
         assert device_facts is not None
         rejected["torch"] = "a kernel of fastattn runs this call."
-        kernel, tile = _describe(chosen, call, device_facts)
-        return Choice(chosen, kernel, tile, rejected)
+        seen = _as_the_kernel_sees(call, SUPPORT[call.op][chosen])
+        kernel, tile = _describe(chosen, seen, device_facts)
+        dims = seen.head_dim, seen.value_dim
+        return Choice(chosen, kernel, tile, rejected, padded=dims if dims != (call.head_dim, call.value_dim) else None)
     detour = None
     if device_facts is not None and forced is None and not torch_asked_for:
         detour = " ".join(dict.fromkeys(rejected.values()))
@@ -233,11 +237,9 @@ def _reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) 
         takes = f"the {_NAMES[backend]} kernel takes {support.dtypes_text()}"
         return f"the dtype is {call.dtype}, and {takes}; cast or autocast."
     for name, dim in (("head dim", call.head_dim), ("value head dim", call.value_dim)):
-        if not support.takes_head_dim(dim):
-            return (
-                f"the {name} is {dim}, and the {_NAMES[backend]} kernel takes {support.head_dims_text()}; "
-                "pad with zeros and pass the original scale."
-            )
+        if support.kernel_head_dim(dim) is None:
+            advice = "" if support.pads else "; pad with zeros and pass the original scale"
+            return f"the {name} is {dim}, and the {_NAMES[backend]} kernel takes {support.head_dims_text()}{advice}."
     missing = [words for feature, words in FEATURES[call.op].items() if feature in call.features - support.features]
     if missing:
         return f"the {_NAMES[backend]} kernel does not have: {', '.join(missing)}."
@@ -273,13 +275,20 @@ def _unavailable(backend: str, device: torch.device, device_facts: DeviceFacts) 
     return None
 
 
+def _as_the_kernel_sees(call: Call, support: Support) -> Call:
+    """With the head dims of the kernel, which the call's are padded to."""
+    head_dim, value_dim = (support.kernel_head_dim(dim) for dim in (call.head_dim, call.value_dim))
+    assert head_dim is not None and value_dim is not None
+    return call._replace(head_dim=head_dim, value_dim=value_dim)
+
+
 def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str, Any]:
     """The kernel's name and its tile, for ``explain``."""
     tile: Any
     if backend == "cuda":
         dtype = str(call.dtype).removeprefix("torch.")
         plain = native.TILES["attention_forward_sm80"].get(str(call.head_dim))
-        if plain is not None and call.head_dim == call.value_dim and call.features <= {"causal", "gqa", "gradients"}:
+        if plain is not None and call.head_dim == call.value_dim and call.features <= _PLAIN:
             mask = "causal" if "causal" in call.features else "full"
             return f"attention_forward_sm80<{call.head_dim}, {dtype}, {mask}>", plain
         with_options = native.TILES["attention_forward_options_sm80"]
@@ -304,6 +313,10 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
         device_facts.arch, *call.sizes, device_facts.shared_memory_bytes, device_facts.num_sms
     )
     return "int8_matmul.forward_kernel", tile
+
+
+# What the kernel without options does; padding may have made equal what "value dim" says was not.
+_PLAIN = frozenset({"causal", "gqa", "gradients", "value dim"})
 
 
 def only_torch_handles(*tensors: Tensor | None) -> str | None:

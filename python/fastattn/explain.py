@@ -19,7 +19,7 @@ from fastattn.layout import reason_to_copy
 class Explanation:
     """``backend`` and ``kernel`` would run, with ``tile``; ``rejected`` says for every other backend why it does not.
 
-    ``copied`` names the tensors that a kernel would have to copy first, and why.
+    ``copied`` names the tensors that would have to be copied first, and why.
     """
 
     backend: str
@@ -54,10 +54,21 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     copied = {}
     if choice.backend != "torch":
         for name, value in _named_arguments(function, args, kwargs).items():
-            reason = reason_to_copy(value) if isinstance(value, Tensor) and value.dim() >= 2 else None
+            if not isinstance(value, Tensor) or value.dim() < 2:
+                continue
+            reason = _reason_to_pad(value, name, choice) or reason_to_copy(value)
             if reason is not None:
                 copied[name] = reason
     return Explanation(choice.backend, choice.kernel, choice.tile, dict(choice.rejected), copied)
+
+
+def _reason_to_pad(tensor: Tensor, name: str, choice: dispatch.Choice) -> str | None:
+    """Why query, key or value is padded, or None."""
+    if choice.padded is None:
+        return None
+    head_dim, value_dim = choice.padded
+    dim = value_dim if name == "value" else head_dim
+    return None if tensor.shape[-1] == dim else f"its head dim, {tensor.shape[-1]}, is padded with zeros to {dim}"
 
 
 def _named_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

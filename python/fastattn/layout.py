@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 ALIGNMENT_BYTES = 16  # one vector load of a thread
@@ -23,6 +24,16 @@ def reason_to_copy(tensor: Tensor) -> str | None:
 def readable(tensor: Tensor) -> Tensor:
     """``tensor`` itself, or a contiguous copy where a kernel cannot read it."""
     return tensor if reason_to_copy(tensor) is None else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def padded(tensor: Tensor, head_dim: int) -> Tensor:
+    """``[B, H, S, D]`` or ``[total, H, D]`` with zeros behind its last dimension, in the same order in memory."""
+    padding = (0, head_dim - tensor.shape[-1])
+    if padding[1] == 0:
+        return tensor
+    if tensor.dim() == 4 and tensor.stride(1) < tensor.stride(2):
+        return F.pad(tensor.transpose(1, 2), padding).transpose(1, 2)
+    return F.pad(tensor, padding)
 
 
 def empty_like_heads(like: Tensor, last_dim: int) -> Tensor:

@@ -20,7 +20,7 @@ from fastattn import dispatch, flops, native, vmap  # noqa: F401  (native loads 
 from fastattn.activations import ACTIVATIONS
 from fastattn.device import is_emulated, when_emulation_changes
 from fastattn.dispatch import RecordedCall
-from fastattn.layout import empty_like_heads
+from fastattn.layout import empty_like_heads, padded
 
 # Operator → the module of triton_kernels whose function of the same name launches it.
 _TRITON_LAUNCHERS = {
@@ -306,17 +306,24 @@ def attention(
     *,
     needs_grad: bool,
     deterministic: bool,
+    head_dims: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse, differentiable in query, key, value, bias, sinks and through the lse."""
+    """Output and lse, differentiable in query, key, value, bias, sinks and through the lse.
+
+    ``head_dims``: those of query and value that the kernel takes, where others have to be padded to them.
+    """
+    if head_dims is not None:
+        value_dim = value.shape[-1]
+        query, key, value = padded(query, head_dims[0]), padded(key, head_dims[0]), padded(value, head_dims[1])
     tensors = (query, key, value, bias, alibi_slopes, sinks, dropout_seed, cu_seqlens_q, cu_seqlens_k)
     options = (max_seqlen_q, max_seqlen_k, scale, window_left, window_right, top_left, softcap, dropout_p)
     if needs_grad:
         if torch.compiler.is_compiling():
             tensors = _distinct(tensors)
-        result: tuple[Tensor, Tensor] = _apply(_Attention, backend, deterministic, *tensors, *options)
-        return result
-    out, lse = _call(backend, "attention_forward", *tensors, *options)
-    return out, lse
+        out, lse = _apply(_Attention, backend, deterministic, *tensors, *options)
+    else:
+        out, lse = _call(backend, "attention_forward", *tensors, *options)
+    return (out if head_dims is None else out[..., :value_dim]), lse
 
 
 def attention_decode(backend: str, *args: Any) -> tuple[Tensor, Tensor]:

@@ -101,6 +101,7 @@ def scaled_dot_product_attention(
         float(dropout_p),
         needs_grad=plan.needs_grad,
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        head_dims=choice.padded,
     )
     if query.dim() == 4 and len(plan.batch) == 1:
         return out

@@ -60,28 +60,39 @@ FUNCTIONS = {
 
 @dataclass(frozen=True)
 class Support:
-    """What the kernels of one backend take for one operation. Head dims are None where the operation has none."""
+    """What the kernels of one backend take for one operation. Head dims are None where the operation has none.
+
+    ``pads``: other head dims, down to 1, are padded with zeros to the next that the kernels take.
+    """
 
     features: frozenset[str]
-    head_dims: tuple[int, ...] | range | None
+    head_dims: range | None
+    pads: bool = False
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
     min_arch: int = 80
 
-    def takes_head_dim(self, dim: int) -> bool:
-        """In comparisons that torch.compile can guard on."""
+    def kernel_head_dim(self, dim: int) -> int | None:
+        """The head dim that a kernel gets for ``dim``; None: there is none. In comparisons that torch.compile can
+        guard on."""
         if self.head_dims is None:
-            return True
-        if isinstance(self.head_dims, range):
-            return self.head_dims.start <= dim < self.head_dims.stop and dim % self.head_dims.step == 0
-        return any(dim == taken for taken in self.head_dims)
+            return dim
+        first, step = self.head_dims.start, self.head_dims.step
+        if not 0 < dim < self.head_dims.stop:
+            return None
+        if dim < first:
+            return first if self.pads else None
+        if dim % step == 0:
+            return dim
+        return dim + step - dim % step if self.pads else None
 
     def head_dims_text(self) -> str:
-        """``64, 128`` or ``multiples of 8 from 16 to 256``."""
+        """``multiples of 8 from 16 to 256``, or ``up to 256, padded to multiples of 8 from 16``."""
         if self.head_dims is None:
             return "any"
-        if isinstance(self.head_dims, range):
-            return f"multiples of {self.head_dims.step} from {self.head_dims[0]} to {self.head_dims[-1]}"
-        return ", ".join(str(dim) for dim in self.head_dims)
+        first, step, last = self.head_dims[0], self.head_dims.step, self.head_dims[-1]
+        if not self.pads:
+            return f"multiples of {step} from {first} to {last}"
+        return f"up to {last}, padded to multiples of {step}" + (f" from {first}" if first > step else "")
 
     def dtypes_text(self) -> str:
         return ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
@@ -93,8 +104,8 @@ def _all_features_but(op: str, *missing: str) -> frozenset[str]:
 
 SUPPORT: dict[str, dict[str, Support]] = {
     "attention": {
-        "cuda": Support(_all_features_but("attention", "slope gradients"), head_dims=range(8, 257, 8)),
-        "triton": Support(_all_features_but("attention", "slope gradients"), head_dims=range(16, 257, 8)),
+        "cuda": Support(_all_features_but("attention", "slope gradients"), head_dims=range(8, 257, 8), pads=True),
+        "triton": Support(_all_features_but("attention", "slope gradients"), head_dims=range(16, 257, 8), pads=True),
     },
     "decode": {
         "triton": Support(_all_features_but("decode"), head_dims=range(16, 257, 8)),
