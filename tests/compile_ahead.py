@@ -13,7 +13,14 @@ from typing import Any
 
 import pytest
 
-MODULES = ("test_triton_attention", "test_triton_decode", "test_triton_int8", "test_emulator_triton_sm90", "test_sdpa")
+MODULES = (
+    "test_triton_attention",
+    "test_triton_decode",
+    "test_triton_int8",
+    "test_emulator_triton_sm90",
+    "test_sdpa",
+    "test_three_backends",
+)
 FEWEST = 20  # tests for which a process pays
 OPTION = "--compile-only"
 

@@ -16,7 +16,7 @@ from oracle import check_against_oracle
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
-HAS_NATIVE = "80" in native.BUILD["archs"] and (DEVICE == "cpu") == native.TAKES_CPU_TENSORS
+HAS_NATIVE = "80" in native.BUILD["archs"] and native.TAKES_CPU_TENSORS is (DEVICE == "cpu")
 
 
 @pytest.fixture(params=["cuda", "triton"])

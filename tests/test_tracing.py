@@ -27,7 +27,7 @@ from kernel_device import DEVICE
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
 SEED = 31
-HAS_NATIVE = "80" in native.BUILD["archs"] and native.TAKES_CPU_TENSORS == (DEVICE == "cpu")  # noqa: SIM300
+HAS_NATIVE = "80" in native.BUILD["archs"] and native.TAKES_CPU_TENSORS is (DEVICE == "cpu")
 
 
 @pytest.fixture(params=["torch", "triton", "cuda"], autouse=True)
@@ -273,7 +273,7 @@ OP_CALLS: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
     "forward, every option": (
         "attention_forward",
         lambda: forward_arguments(
-            bias=draw(1, 4, 5, 1), sinks=draw(4), dropout_seed=torch.tensor(3), dropout_p=0.5, softcap=3.0
+            bias=draw(1, 4, 5, 1), sinks=draw(4).float(), dropout_seed=torch.tensor(3), dropout_p=0.5, softcap=3.0
         ),
     ),
     "forward, packed": (
@@ -282,7 +282,7 @@ OP_CALLS: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
             query=draw(9, 2, 16),
             key=draw(9, 2, 16),
             value=draw(9, 2, 16),
-            alibi_slopes=draw(1, 2),
+            alibi_slopes=draw(1, 2).float(),
             cu_seqlens_q=torch.tensor([0, 3, 9], dtype=torch.int32),
             cu_seqlens_k=torch.tensor([0, 4, 9], dtype=torch.int32),
             max_seqlen_q=6,
@@ -299,7 +299,7 @@ OP_CALLS: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
             draw(1, 4, 5).float().abs() + 3,
             draw(1, 1, 5, 7),
             None,
-            draw(4),
+            draw(4).float(),
             *forward_arguments()[6:],
             True,
             True,
@@ -343,10 +343,11 @@ OP_CALLS: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
 
 @pytest.mark.parametrize("name", OP_CALLS)
 def test_opcheck(name: str, backend: str) -> None:
-    if backend == "torch":
-        pytest.skip("the PyTorch path has no operators")
     op, make = OP_CALLS[name]
-    torch.library.opcheck(getattr(torch.ops.fastattn_triton, op).default, make())
+    if backend == "torch" or (backend == "cuda" and not op.startswith(("attention_forward", "attention_backward"))):
+        pytest.skip("this backend has no such operator")
+    ops = torch.ops.fastattn if backend == "cuda" else torch.ops.fastattn_triton
+    torch.library.opcheck(getattr(ops, op).default, make())
 
 
 def int8_layer(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
@@ -356,6 +357,8 @@ def int8_layer(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [attend, drop_in, int8_layer])
 def test_forward_mode_is_torchs(function: Callable[..., Any], backend: str) -> None:
     """A kernel knows nothing of tangents: it must refuse, never return a result without them."""
+    if backend == "cuda" and function is int8_layer:
+        pytest.skip("there is no CUDA C++ kernel for int8_linear")
     inputs = tuple(draw(1, 2, 5, 16) for _ in range(3))
     function(*inputs)  # so that a plan and a choice are kept
     if backend != "torch":
@@ -435,8 +438,8 @@ def test_deterministic_follows_torch(backend: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_reference_is_what_the_torch_path_computes(backend: str) -> None:
-    if backend == "triton":
-        pytest.skip("test_triton_attention.py compares the kernels with the reference")
+    if backend != "torch":
+        pytest.skip("test_triton_attention.py and test_cuda_attention*.py compare the kernels with the reference")
     inputs = [draw(1, 2, 5, 16) for _ in range(3)]
     torch.testing.assert_close(attend(*inputs), reference.attention(*inputs, causal=True, softcap=5.0)[0])
 

@@ -287,13 +287,16 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
     tile: Any
     if backend == "cuda":
         dtype = str(call.dtype).removeprefix("torch.")
-        plain = native.TILES["attention_forward_sm80"].get(str(call.head_dim))
-        if plain is not None and call.head_dim == call.value_dim and call.features <= _PLAIN:
-            mask = "causal" if "causal" in call.features else "full"
-            return f"attention_forward_sm80<{call.head_dim}, {dtype}, {mask}>", plain
+        # A tracer's head dim may be a symbol: compared with the kernels' own, it is guarded on and none of the text.
+        if call.head_dim == call.value_dim and call.features <= _PLAIN:
+            for dim, tile in native.TILES["attention_forward_sm80"].items():
+                if int(dim) == call.head_dim:
+                    mask = "causal" if "causal" in call.features else "full"
+                    return f"attention_forward_sm80<{dim}, {dtype}, {mask}>", tile
         with_options = native.TILES["attention_forward_options_sm80"]
-        head_dim = min(int(dim) for dim in with_options if int(dim) >= max(call.head_dim, call.value_dim))
-        return f"attention_forward_options_sm80<{head_dim}, {dtype}>", with_options[str(head_dim)]
+        widest = max(call.head_dim, call.value_dim)
+        dim = next(dim for dim in with_options if int(dim) >= widest)
+        return f"attention_forward_options_sm80<{dim}, {dtype}>", with_options[dim]
     from fastattn.triton_kernels import tiles
 
     if call.op == "attention":
