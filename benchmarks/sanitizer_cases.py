@@ -55,6 +55,15 @@ def every_option(device: torch.device, gradients: bool) -> None:
         out.backward(random(device, *out.shape, seed=9))
 
 
+def smallest_bias(device: torch.device) -> None:
+    """Every score at finfo.min: the backward pass finds the rows' maxima and sums again."""
+    query, key, value = (tensor.requires_grad_() for tensor in query_key_value(device, 64))
+    bias = torch.full((1, 1, 70, 150), torch.finfo(DTYPE).min, dtype=DTYPE).to(device)
+    out = fastattn.attention(query, key, value, bias=bias)
+    assert isinstance(out, Tensor)
+    out.backward(random(device, *out.shape, seed=9))
+
+
 def packed(device: torch.device, gradients: bool) -> None:
     """Three sequences, one of them empty, with ALiBi; backward too."""
     offsets = torch.tensor([0, 33, 33, 100], dtype=torch.int32).to(device)
@@ -126,6 +135,8 @@ CASES: dict[str, Case] = {
     "forward d=256": partial(forward, head_dim=256, causal=True),
     "backward d=64": partial(backward, head_dim=64, causal=True),
     "backward d=128 deterministic": partial(backward, head_dim=128, causal=False, deterministic=True),
+    "backward d=256": partial(backward, head_dim=256, causal=True),
+    "backward, finfo.min": smallest_bias,
     "every option": partial(every_option, gradients=False),
     "every option, gradients": partial(every_option, gradients=True),
     "packed": partial(packed, gradients=False),
