@@ -1,0 +1,67 @@
+// int8 numbers as pairs of 16-bit floats, in registers and exactly: for a pair, half an exclusive or, a byte
+// permutation and a fused multiply-add.
+//
+// The exclusive or makes b = w + 128 of a number w, 0 to 255. The permutation puts b into the low byte of a 16-bit
+// float whose high byte makes the float's value linear in b; the multiply-add takes the offset away:
+//
+//   fp16   0x64bb = 1024 + b         * 1       - 1152   = w
+//   bf16   0x00bb = b * 2^-133       * 2^127   - 2      = w / 64
+//
+// bf16 has seven bits of mantissa and would need eight; but its subnormal numbers and those of the first exponent lie
+// evenly, and are a line of eight bits.
+#pragma once
+
+#include <cstdint>
+
+#include "device/ptx/fma.cuh"
+#include "host/params.h"
+
+namespace fastattn {
+
+template <DataType kDataType>
+struct Int8Decoding;
+
+template <>
+struct Int8Decoding<DataType::kFloat16> {
+    static constexpr uint32_t kHighBytes = 0x64646464;
+    static constexpr uint32_t kMultiplier = 0x3c003c00;  // 1
+    static constexpr uint32_t kOffset = 0xe480e480;      // -1152
+    static constexpr float kUnit = 1.0f;                 // a decoded number times this is the int8 one
+};
+
+template <>
+struct Int8Decoding<DataType::kBFloat16> {
+    static constexpr uint32_t kHighBytes = 0;
+    static constexpr uint32_t kMultiplier = 0x7f007f00;  // 2^127
+    static constexpr uint32_t kOffset = 0xc000c000;      // -2
+    static constexpr float kUnit = 64.0f;
+};
+
+template <DataType kDataType>
+__device__ __forceinline__ uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c) {
+    return kDataType == DataType::kFloat16 ? ptx::fma_rn_f16x2(a, b, c) : ptx::fma_rn_bf16x2(a, b, c);
+}
+
+// Four numbers w, as w + 128.
+__device__ __forceinline__ uint32_t biased(uint32_t four) {
+    return four ^ 0x80808080;
+}
+
+// Two of four biased numbers; the first becomes the lower half of the pair.
+template <DataType kDataType, int kFirst, int kSecond>
+__device__ __forceinline__ uint32_t decode_pair(uint32_t four_biased) {
+    using Decoding = Int8Decoding<kDataType>;
+    constexpr uint32_t kHighByte = 4;  // a byte of the permutation's second operand
+    constexpr uint32_t kSelector = kFirst | kHighByte << 4 | kSecond << 8 | kHighByte << 12;
+    const uint32_t linear = __byte_perm(four_biased, Decoding::kHighBytes, kSelector);
+    return fma_pairs<kDataType>(linear, Decoding::kMultiplier, Decoding::kOffset);
+}
+
+// Two products, rounded to nearest even.
+template <DataType kDataType>
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+    constexpr uint32_t kMinusZero = 0x80008000;  // adds nothing, also to -0
+    return fma_pairs<kDataType>(a, b, kMinusZero);
+}
+
+}  // namespace fastattn

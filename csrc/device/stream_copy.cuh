@@ -1,0 +1,48 @@
+// A CTA's copies of the tiles that lie along a matrix, one after the other, into the stages of a pipeline.
+#pragma once
+
+#include <cstdint>
+
+#include "device/ptx/cp_async.cuh"
+
+namespace fastattn {
+
+// Tiles of kRows rows of Layout::kRowBytes bytes. Each thread copies one 16-byte chunk of every kRowsPerPass-th row:
+// neighbouring threads touch neighbouring chunks. Layout::offset(row, chunk) is where a chunk goes, in bytes from the
+// start of the stage; its pattern repeats after Layout::kPeriodRows rows.
+template <typename Layout, int kRows, int kThreads>
+struct TileStream {
+    static constexpr int kBytes = 16;
+    static constexpr int kChunksPerRow = Layout::kRowBytes / kBytes;
+    static constexpr int kRowsPerPass = kThreads / kChunksPerRow;
+    static constexpr int kPasses = kRows / kRowsPerPass;
+    static_assert(kRowsPerPass % Layout::kPeriodRows == 0, "a thread's chunks must share one swizzled column");
+    static_assert(kRows % kRowsPerPass == 0, "passes must cover the tile exactly");
+
+    int row, column;     // of the tile, of this thread's first chunk; the column in bytes
+    uint32_t offset;     // where that chunk goes
+    const char* global;  // where it comes from, in the tile to load next
+    int64_t row_bytes;   // from one row to the next
+
+    __device__ __forceinline__ TileStream(const void* first_tile, int64_t row_bytes, int thread)
+        : row(thread / kChunksPerRow), column(thread % kChunksPerRow * kBytes), row_bytes(row_bytes) {
+        offset = Layout::offset(row, thread % kChunksPerRow);
+        global = static_cast<const char*>(first_tile) + row * row_bytes + column;
+    }
+
+    // Starts to copy a tile whose first num_rows rows exist, and of these the first num_bytes bytes. The rest becomes
+    // zero, and is not read. The next tile lies `advance` bytes further on.
+    __device__ __forceinline__ void load(uint32_t stage, int num_rows, int num_bytes, int64_t advance) {
+        const int rows_here = column < num_bytes ? num_rows : 0;
+        const char* source = global;
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const bool exists = row + pass * kRowsPerPass < rows_here;
+            ptx::cp_async_cg_16(stage + offset + pass * kRowsPerPass * Layout::kRowBytes, source, exists ? kBytes : 0);
+            source += kRowsPerPass * row_bytes;
+        }
+        global += advance;
+    }
+};
+
+}  // namespace fastattn
