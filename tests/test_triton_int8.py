@@ -2,60 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
 import torch
-from torch import Tensor
 
+import int8_cases
 from fastattn import reference
 from fastattn.triton_kernels import int8_matmul as kernels
 from fastattn.triton_kernels import tiles
+from int8_cases import GRANULARITIES, normal, quantised
 from kernel_device import DEVICE
-from oracle import check_against_oracle
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
-GRANULARITIES = ["tensor", "channel", 32, 64, 128]
-
-
-def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float16, std: float = 1.0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (std * torch.randn(*shape, generator=generator)).to(DEVICE, dtype)
-
-
-def quantised(n: int, k: int, granularity: str | int, seed: int = 0, std: float = 0.05) -> tuple[Tensor, Tensor]:
-    return reference.quantize_int8(normal(n, k, seed=seed, dtype=torch.float32, std=std), granularity)
-
-
-def check_forward(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str = "none",
-) -> Tensor:
-    """Assert that the kernel meets the oracle on these inputs."""
-
-    def double(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.double()
-
-    out = kernels.int8_matmul(x, weight, scale, bias, residual, activation)
-    oracle = reference.int8_linear(x.double(), weight, scale.double(), double(bias), activation, double(residual))
-    composite = reference.int8_linear(x, weight, scale, bias, activation, residual, compute_dtype=x.dtype)
-    assert out.dtype == x.dtype and out.is_contiguous()
-    check_against_oracle("out", out, oracle, composite)
-    return out
-
-
-def check_grad_input(grad_out: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    out = kernels.int8_matmul_grad_input(grad_out, weight, scale)
-    oracle = grad_out.double() @ reference.dequantize_int8(weight, scale, torch.float64)
-    composite = grad_out @ reference.dequantize_int8(weight, scale, grad_out.dtype)
-    assert out.dtype == grad_out.dtype and out.is_contiguous()
-    check_against_oracle("grad_input", out, oracle, composite)
-    return out
+check_forward = functools.partial(int8_cases.check_forward, kernels.int8_matmul)
+check_grad_input = functools.partial(int8_cases.check_grad_input, kernels.int8_matmul_grad_input)
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
