@@ -146,6 +146,7 @@ CASES: dict[str, Case] = {
     "decode paged int8": decode_paged_int8,
     "int8 one row": partial(int8, rows=1, granularity="channel"),
     "int8 40 rows in groups": partial(int8, rows=40, granularity=128, activation="gelu"),
+    "int8 130 rows": partial(int8, rows=130, granularity="channel", activation="silu"),
 }
 
 

@@ -9,6 +9,7 @@
 #include "api/attention_backward.h"
 #include "api/attention_forward.h"
 #include "api/device.h"
+#include "api/int8_matmul.h"
 #endif
 
 STABLE_TORCH_LIBRARY(fastattn, m) {
@@ -41,5 +42,7 @@ STABLE_TORCH_LIBRARY(fastattn, m) {
 STABLE_TORCH_LIBRARY_IMPL(fastattn, FASTATTN_DISPATCH_KEY, m) {
     m.impl("attention_forward", TORCH_BOX(&fastattn::attention_forward));
     m.impl("attention_backward", TORCH_BOX(&fastattn::attention_backward));
+    m.impl("int8_matmul", TORCH_BOX(&fastattn::int8_matmul));
+    m.impl("int8_matmul_grad_input", TORCH_BOX(&fastattn::int8_matmul_grad_input));
 }
 #endif

@@ -28,12 +28,14 @@ SCHEMA_ARGUMENTS = {
     "int8_matmul": 6,
     "int8_matmul_grad_input": 3,
 }
-NATIVE_OPS = {"attention_forward"}
+NATIVE_OPS = {"attention_forward", "int8_matmul", "int8_matmul_grad_input"}
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
 FORWARD_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES, (False, True)))
 OPTIONS_INSTANCES = sorted(itertools.product((32, 64, 96, 128, 192, 256), DTYPES))
+INT8_KERNELS = ("int8_matmul_sm80", "int8_matmul_grad_input_sm80")
+INT8_INSTANCES = sorted(itertools.product(INT8_KERNELS, (16, 64, 128), DTYPES))
 
 # Each CTA has 128 threads, and two of them share the 65536 registers of an SM.
 MAX_REGISTERS = 65536 // (2 * 128)
@@ -196,6 +198,55 @@ def test_forward_with_options_multiplies_on_the_tensor_cores(instance: tuple[int
     assert [name for name in instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))] == [expected] * products
 
 
+def int8_instance(symbol: str) -> tuple[str, int, str] | None:
+    """(kernel, tokens of a tile, dtype) of a mangled int8 matmul or its input gradient, None for any other symbol."""
+    match = re.search(r"\d(int8_matmul(?:_grad_input)?_sm80)ILi(\d+)ELN\w*?8DataTypeE(\d)E", symbol)
+    return (match[1], int(match[2]), DTYPES[int(match[3])]) if match else None
+
+
+@functools.cache
+def int8_kernels() -> dict[tuple[str, int, str], KernelFacts]:
+    return {instance: facts for name, facts in machine_code().items() if (instance := int8_instance(name)) is not None}
+
+
+@with_sm80_kernels
+def test_every_int8_instance_is_there() -> None:
+    assert sorted(int8_kernels()) == INT8_INSTANCES
+    assert len([name for name in machine_code() if "int8_matmul_merge_sm80" in name]) == len(DTYPES)
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", INT8_INSTANCES, ids=str)
+def test_int8_never_touches_local_memory(instance: tuple[str, int, str]) -> None:
+    kernel = int8_kernels()[instance]
+    assert 0 < kernel.registers <= MAX_REGISTERS
+    assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
+    assert kernel.local_in_loops + kernel.local_outside == 0
+    assert kernel.stack_bytes == 0
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", INT8_INSTANCES, ids=str)
+def test_int8_dequantises_in_two_and_a_half_instructions_a_pair(instance: tuple[str, int, str]) -> None:
+    """In the main loops, of which the forward pass has one with and one without groups. A warp dequantises each of its
+    operands A once, 4 pairs a lane, and multiplies it with all tokens. In the gradient one more instruction scales it.
+    """
+    name, tokens, dtype = instance
+    is_forward = name == "int8_matmul_sm80"
+    kernel = int8_kernels()[instance]
+    assert len(kernel.main_loops) == (2 if is_forward else 1)
+    expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
+    for body in kernel.main_loops:
+        opcodes = kernel.opcodes_of(body)
+        products = [opcode for opcode in opcodes if opcode.startswith(("HMMA", "IMMA"))]
+        assert set(products) == {expected}
+        pairs = 4 * len(products) // (tokens // 8)
+        conversions = sum(opcode.split(".")[0] in ("PRMT", "HFMA2", "HMUL2", "HADD2") for opcode in opcodes)
+        biasing = sum("LOP3" in kernel.lines[index] and "0x80808080" in kernel.lines[index] for index in body)
+        assert biasing > 0 and conversions + biasing <= (2.5 if is_forward else 3.5) * pairs
+        assert not [opcode for opcode in opcodes if opcode.split(".")[0] in ("I2F", "F2F", "I2I")]
+
+
 @with_sm80_kernels
 def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
     ptx = static_facts.run("cuobjdump", "-ptx", LIBRARY_PATH)[0]
@@ -203,3 +254,4 @@ def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
     entries = re.findall(r"\.entry (\w+)", ptx)
     assert sorted(filter(None, map(forward_instance, entries))) == FORWARD_INSTANCES
     assert sorted(filter(None, map(options_instance, entries))) == OPTIONS_INSTANCES
+    assert sorted(filter(None, map(int8_instance, entries))) == INT8_INSTANCES

@@ -240,6 +240,14 @@ def _reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) 
         if support.kernel_head_dim(dim) is None:
             advice = "" if support.pads else "; pad with zeros and pass the original scale"
             return f"the {name} is {dim}, and the {_NAMES[backend]} kernel takes {support.head_dims_text()}{advice}."
+    if call.op == "int8_matmul":
+        _, rows, columns, _ = call.sizes
+        of_rows, of_columns = support.weight_multiples
+        if rows % of_rows != 0 or columns % of_columns != 0:
+            return (
+                f"the weight is [{rows}, {columns}], and the {_NAMES[backend]} kernel takes N and K that are "
+                f"{support.weight_text()}; pad it with zeros."
+            )
     missing = [words for feature, words in FEATURES[call.op].items() if feature in call.features - support.features]
     if missing:
         return f"the {_NAMES[backend]} kernel does not have: {', '.join(missing)}."
@@ -287,6 +295,12 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
     tile: Any
     if backend == "cuda":
         dtype = str(call.dtype).removeprefix("torch.")
+        if call.op == "int8_matmul":
+            if torch.compiler.is_compiling():  # nobody reads it there, and the graph would be one for a range of tokens
+                return "int8_matmul_sm80", None
+            by_tokens = native.TILES["int8_matmul_sm80"]
+            block = next((block for block in by_tokens if call.sizes[0] <= int(block)), max(by_tokens, key=int))
+            return f"int8_matmul_sm80<{block}, {dtype}>", by_tokens[block]
         # A tracer's head dim may be a symbol: compared with the kernels' own, it is guarded on and none of the text.
         if call.head_dim == call.value_dim and call.features <= _PLAIN:
             for dim, tile in native.TILES["attention_forward_sm80"].items():

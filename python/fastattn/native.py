@@ -1,7 +1,7 @@
 """Loads the native library, which defines ``torch.ops.fastattn``, and says what it was built from.
 
 ``LIBRARY_PATH``  the library that was loaded: the one beside this file, or the one that FASTATTN_LIBRARY names
-``TILES``         the tiles of its kernels: kernel → head dim → {"block_m", "block_n", "num_warps"}
+``TILES``         the tiles of its kernels: kernel → head dim, or block_m → {"block_m", "block_n", "num_warps", …}
 ``BUILD``         how it was built: "version", "archs" (the GPU architectures of its CUDA C++ kernels; empty if it has
                   none), "cuda" and "nvcc" (versions, or None), "torch" (the one whose headers it was compiled with)
 ``TAKES_CPU_TENSORS``  whether it is a build for an emulator, whose kernels run in the host's memory

@@ -1,0 +1,246 @@
+// fastattn::int8_matmul and fastattn::int8_matmul_grad_input: check, fill the params, pick the kernels.
+
+#ifdef FASTATTN_ARCH_80
+
+#include "api/int8_matmul.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "api/checks.h"
+#include "api/device.h"
+#include "host/dispatch.h"
+#include "host/host_device.h"
+#include "host/multiprocessors.h"
+#include "int8_matmul/int8_matmul.h"
+#include "int8_matmul/tiles_sm80.h"
+#include "int8_matmul/work.h"
+
+namespace fastattn {
+namespace {
+
+using DataTypes = std::integer_sequence<DataType, DataType::kFloat16, DataType::kBFloat16>;
+
+Activation activation_named(const char* op, const std::string& name) {
+    constexpr std::array<std::pair<const char*, Activation>, 5> kActivations{{{"none", Activation::kNone},
+                                                                              {"relu", Activation::kRelu},
+                                                                              {"gelu", Activation::kGelu},
+                                                                              {"gelu_tanh", Activation::kGeluTanh},
+                                                                              {"silu", Activation::kSilu}}};
+    for (const auto& [known, activation] : kActivations) {
+        if (name == known) return activation;
+    }
+    check(false, op, "activation must be none, relu, gelu, gelu_tanh or silu, got ", name);
+    return Activation::kNone;
+}
+
+void check_beside(const char* op, const char* name, const Tensor& tensor, const char* input_name, const Tensor& input,
+                  ScalarType dtype) {
+    check(tensor.scalar_type() == dtype, op, name, " must be ", torch::headeronly::toString(dtype), ", got ",
+          dtype_text(tensor));
+    check(are_on_one_device(tensor, input), op, name, " must be on the device of ", input_name, ", ",
+          device_text(input), ", got ", device_text(tensor));
+}
+
+// The sizes of a result [..., columns].
+std::vector<int64_t> with_columns(const Tensor& input, int64_t columns) {
+    std::vector<int64_t> sizes;
+    for (int64_t dim = 0; dim + 1 < input.dim(); ++dim) sizes.push_back(input.size(dim));
+    sizes.push_back(columns);
+    return sizes;
+}
+
+void check_sizes(const char* op, const char* name, const Tensor& tensor, const std::vector<int64_t>& expected) {
+    bool equal = tensor.dim() == static_cast<int64_t>(expected.size());
+    for (size_t dim = 0; equal && dim < expected.size(); ++dim) {
+        equal = tensor.size(static_cast<int64_t>(dim)) == expected[dim];
+    }
+    check(equal, op, name, " must have the leading dimensions of the input and ", expected.back(), " columns, got ",
+          shape_text(tensor));
+}
+
+// [..., columns] as [rows, columns]; a copy only where no view has aligned rows.
+Tensor as_matrix(const Tensor& tensor) {
+    const int64_t columns = tensor.size(tensor.dim() - 1);
+    return aligned(torch::stable::reshape(tensor, {columns == 0 ? 0 : tensor.numel() / columns, columns}));
+}
+
+template <typename Element>
+MatrixView<Element> matrix_view(const char* op, const char* name, const Tensor& matrix) {
+    return {static_cast<Element*>(matrix.data_ptr()), to_int32(op, name, matrix.size(0)),
+            to_int32(op, name, matrix.size(1)), matrix.stride(0)};
+}
+
+// Tensors that must live until the kernels are launched, since views point into them.
+struct Int8MatmulTensors {
+    Tensor input, weight, scale, out;
+    std::optional<Tensor> bias, residual, partial, largest_scale;
+};
+
+Int8WeightView weight_view(const char* op, Int8MatmulTensors& kept) {
+    constexpr int32_t kSmallestGroup = 32;
+    const int64_t rows = kept.weight.size(0), columns = kept.weight.size(1);
+    const int64_t groups = kept.scale.size(1), scale_rows = kept.scale.size(0);
+    check(rows % 8 == 0 && columns % 16 == 0, op, "weight must have a multiple of 8 rows and of 16 columns, got ",
+          shape_text(kept.weight));
+    int32_t group_shift = Int8WeightView::kOneGroup;
+    if (groups > 1) {
+        group_shift = 0;
+        while (group_shift < 3 && groups * (kSmallestGroup << group_shift) != columns) ++group_shift;
+        check(group_shift < 3 && scale_rows == rows, op, "scale must have a column for each 32, 64 or 128 columns of ",
+              "weight, got ", shape_text(kept.scale), " for ", shape_text(kept.weight));
+    } else {
+        check(groups == 1 && (scale_rows == 1 || scale_rows == rows), op, "scale must have shape [1, 1], [", rows,
+              ", 1] or [", rows, ", groups], got ", shape_text(kept.scale));
+    }
+    kept.weight = aligned(torch::stable::contiguous(kept.weight));
+    kept.scale = torch::stable::contiguous(kept.scale);
+    return {static_cast<const int8_t*>(kept.weight.data_ptr()),
+            to_int32(op, "weight", rows),
+            to_int32(op, "weight", columns),
+            static_cast<const float*>(kept.scale.data_ptr()),
+            scale_rows == 1 && rows != 1 ? 0 : static_cast<int32_t>(groups),
+            static_cast<int32_t>(groups),
+            group_shift};
+}
+
+void check_arguments(const char* op, const char* input_name, const Tensor& input, const Tensor& weight,
+                     const Tensor& scale, int64_t weight_dim) {
+    check_rank(op, "weight", weight, 2);
+    check_rank(op, "scale", scale, 2);
+    const int64_t width = weight.size(weight_dim);
+    check(input.dim() >= 1 && input.size(input.dim() - 1) == width, op, input_name, " must have ", width,
+          " columns like weight, got ", shape_text(input));
+    check_beside(op, "weight", weight, input_name, input, ScalarType::Char);
+    check_beside(op, "scale", scale, input_name, input, ScalarType::Float);
+}
+
+// Picks the tile, divides the sums among CTAs, launches, and merges what was divided.
+template <typename Kernel>
+void run(Int8MatmulParams& params, Int8MatmulTensors& kept, DataType dtype, const Kernel& kernel) {
+    const OnDeviceOf device(kept.input);
+    MatmulEpilogue& epilogue = params.epilogue;
+    dispatch_value(DataTypes{}, dtype, [&](auto data_type) {
+        const int32_t block_m = std::min(params.input.rows, largest(Int8MatmulBlockMs{}));
+        dispatch_at_least(Int8MatmulBlockMs{}, block_m, [&](auto tokens) {
+            const auto [block_outputs, block_depth] = kernel.template blocks<tokens.value>();
+            const int64_t tiles =
+                int64_t{ceil_div(params.input.rows, tokens.value)} * ceil_div(epilogue.out.columns, block_outputs);
+            const int32_t steps = ceil_div(params.input.columns, block_depth);
+            epilogue.num_splits = num_splits(tiles, steps, num_multiprocessors());
+            if (epilogue.num_splits > 1) {
+                kept.partial = torch::stable::new_empty(
+                    kept.input, {epilogue.num_splits, epilogue.out.rows, epilogue.out.columns}, ScalarType::Float);
+                epilogue.partial = static_cast<float*>(kept.partial->data_ptr());
+            }
+            kernel.template start<tokens.value, data_type.value>(params, device.stream());
+        });
+        if (epilogue.num_splits > 1) launch_int8_matmul_merge_sm80<data_type.value>(epilogue, device.stream());
+    });
+}
+
+struct Forward {
+    template <int kBlockM>
+    std::pair<int32_t, int32_t> blocks() const {
+        using Tile = Int8MatmulTileSm80<kBlockM>;
+        return {Tile::kBlockN, Tile::kBlockK};
+    }
+    template <int kBlockM, DataType kDataType>
+    void start(const Int8MatmulParams& params, Stream stream) const {
+        launch_int8_matmul_sm80<kBlockM, kDataType>(params, stream);
+    }
+};
+
+struct GradInput {
+    template <int kBlockM>
+    std::pair<int32_t, int32_t> blocks() const {
+        using Tile = Int8GradInputTileSm80<kBlockM>;
+        return {Tile::kBlockK, Tile::kBlockN};
+    }
+    template <int kBlockM, DataType kDataType>
+    void start(const Int8MatmulParams& params, Stream stream) const {
+        launch_int8_matmul_grad_input_sm80<kBlockM, kDataType>(params, stream);
+    }
+};
+
+// The largest |scale|, on the device. The stable interface of torch has amax, but no name for abs.
+Tensor largest_magnitude(const Tensor& scale) {
+    std::array<StableIValue, 1> stack{torch::stable::detail::from(scale)};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::abs", "", stack.data(), TORCH_ABI_VERSION));
+    return torch::stable::amax(torch::stable::detail::to<Tensor>(stack[0]), {0, 1});
+}
+
+}  // namespace
+
+Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> bias, std::optional<Tensor> residual,
+                   std::string activation) {
+    constexpr const char* kOp = "int8_matmul";
+    check_arguments(kOp, "x", x, weight, scale, /*weight_dim=*/1);
+    const DataType dtype = data_type(kOp, "x", x);
+    const int64_t columns = weight.size(0);
+    const std::vector<int64_t> sizes = with_columns(x, columns);
+    if (bias.has_value()) {
+        check_shape(kOp, "bias", *bias, {columns});
+        check_beside(kOp, "bias", *bias, "x", x, x.scalar_type());
+    }
+    if (residual.has_value()) {
+        check_sizes(kOp, "residual", *residual, sizes);
+        check_beside(kOp, "residual", *residual, "x", x, x.scalar_type());
+    }
+
+    Int8MatmulTensors kept{x, weight, scale, torch::stable::new_empty(x, sizes), bias, residual, {}, {}};
+    Int8MatmulParams params{};
+    params.weight = weight_view(kOp, kept);
+    MatmulEpilogue& epilogue = params.epilogue;
+    epilogue.activation = activation_named(kOp, activation);
+    if (kept.out.numel() == 0) return kept.out;
+    const int64_t rows = kept.out.numel() / columns;
+    kept.input = x.numel() == 0 ? torch::stable::reshape(x, {rows, 0}) : as_matrix(x);
+    params.input = matrix_view<const uint16_t>(kOp, "x", kept.input);
+    epilogue.out = matrix_view<uint16_t>(kOp, "out", torch::stable::reshape(kept.out, {rows, columns}));
+    if (params.weight.group_shift == Int8WeightView::kOneGroup) {
+        epilogue.scale = params.weight.scale;
+        epilogue.scale_stride = params.weight.scale_row_stride;
+    }
+    if (bias.has_value()) {
+        kept.bias = aligned(*bias);
+        epilogue.bias = static_cast<const uint16_t*>(kept.bias->data_ptr());
+    }
+    if (residual.has_value()) {
+        kept.residual = as_matrix(*residual);
+        epilogue.residual = matrix_view<const uint16_t>(kOp, "residual", *kept.residual);
+    }
+    run(params, kept, dtype, Forward{});
+    return kept.out;
+}
+
+Tensor int8_matmul_grad_input(Tensor grad_out, Tensor weight, Tensor scale) {
+    constexpr const char* kOp = "int8_matmul_grad_input";
+    check_arguments(kOp, "grad_out", grad_out, weight, scale, /*weight_dim=*/0);
+    const DataType dtype = data_type(kOp, "grad_out", grad_out);
+    const int64_t columns = weight.size(1);
+
+    Int8MatmulTensors kept{grad_out, weight, scale, torch::stable::new_empty(grad_out, with_columns(grad_out, columns)),
+                           {},       {},     {},    {}};
+    Int8MatmulParams params{};
+    params.weight = weight_view(kOp, kept);
+    if (kept.out.numel() == 0 || grad_out.numel() == 0) return torch::stable::zero_(kept.out);
+    const int64_t rows = kept.out.numel() / columns;
+    kept.input = as_matrix(grad_out);
+    kept.largest_scale = largest_magnitude(kept.scale);
+    params.input = matrix_view<const uint16_t>(kOp, "grad_out", kept.input);
+    params.largest_scale = static_cast<const float*>(kept.largest_scale->data_ptr());
+    params.epilogue.out = matrix_view<uint16_t>(kOp, "out", torch::stable::reshape(kept.out, {rows, columns}));
+    run(params, kept, dtype, GradInput{});
+    return kept.out;
+}
+
+}  // namespace fastattn
+
+#endif  // FASTATTN_ARCH_80

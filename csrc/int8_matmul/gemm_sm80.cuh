@@ -1,0 +1,246 @@
+// Matmul with int8 weights: Y[M, N] = act(X[M, K] · Wᵀ + bias) + residual, W = scale * int8[N, K] in its plain layout.
+//
+// The tile is computed transposed, W · Xᵀ: weights are operand A of the MMA, so that one token costs n = 8 and not
+// m = 16. One CTA computes kBlockN outputs of kBlockM tokens over its share of K. Each warp owns 32 of the outputs: it
+// reads their int8 weights from shared memory, makes 16-bit floats of them in registers (device/dequantize.cuh), each
+// once, and multiplies them with all tokens.
+//
+//   cp.async      W, X of step s + kNumStages - 1 |  … + 1          tensor cores   step s | s + 1 | …
+//
+// No packed copy of the weights is needed for that. The sum over k may take its terms in any order, as long as W and X
+// agree: within 32 k, lane t of a quad takes 8t … 8t + 7, of W as 8 bytes and of X as 16, which are two MMAs' worth.
+// Steps come 16 bytes a copy, in full sectors. Per pair of weights: 0.5 LOP3, 1 PRMT, 1 HFMA2.
+// Scales per tensor or channel multiply the finished sums. Per group along K they multiply the sums of 32 k.
+// Preconditions: those of Int8WeightView and MatrixView; N a multiple of 8, K of 16.
+#pragma once
+
+#include <string>
+#include <type_traits>
+
+#include "device/dequantize.cuh"
+#include "device/fragment.cuh"
+#include "device/ptx/cp_async.cuh"
+#include "device/stream_copy.cuh"
+#include "device/swizzle.cuh"
+#include "host/host_device.h"
+#include "host/launch.h"
+#include "int8_matmul/epilogue.cuh"
+#include "int8_matmul/int8_matmul.h"
+#include "int8_matmul/tiles_sm80.h"
+#include "int8_matmul/work.h"
+
+namespace fastattn {
+
+inline constexpr int kDequantK = 32;  // k that a lane reads at once, two MMAs deep; no group of scales is smaller
+
+template <int kBlockM_>
+struct Int8MatmulConfigSm80 : Int8MatmulTileSm80<kBlockM_> {
+    using Tile = Int8MatmulTileSm80<kBlockM_>;
+    static constexpr int kNumThreads = Tile::kNumWarps * kWarpSize;
+    static constexpr int kWarpN = Tile::kBlockN / Tile::kNumWarps;
+    static constexpr int kTilesN = kWarpN / kMmaM;         // outputs are the MMA's M
+    static constexpr int kTilesM = Tile::kBlockM / kMmaN;  // tokens its N
+    static constexpr int kBlocksK = Tile::kBlockK / kDequantK;
+    static_assert(kWarpN % kMmaM == 0 && Tile::kBlockM % kMmaN == 0, "a warp owns whole MMA tiles");
+    static_assert(Tile::kBlockN == kNumThreads, "each thread copies the scales of one output");
+};
+
+// [kBlockN, kBlockK] int8, its 16-byte chunks permuted: the 16 lanes that read at once 8 bytes of 4 neighbouring rows
+// cover all 32 banks.
+template <int kBlockK>
+struct WeightLayout {
+    static constexpr int kRowBytes = kBlockK;
+    static constexpr int kRowsPerLine = 128 / kRowBytes;
+    static constexpr int kPeriodRows = 4;
+    static_assert(kRowBytes == 64 || kRowBytes == 128, "a row is half of all banks, or all of them");
+
+    __device__ __forceinline__ static uint32_t offset(int row, int chunk) {
+        return row * kRowBytes + (chunk ^ row / kRowsPerLine % (kPeriodRows / kRowsPerLine) * 2) * kChunkBytes;
+    }
+};
+
+// [kBlockM, kBlockK] of 16 bits: odd rows exchange the halves of each 128 bytes, so that the 8 lanes that read at once
+// 64 bytes of 2 neighbouring rows cover all banks.
+template <int kBlockK>
+struct TokenLayout {
+    static constexpr int kRowBytes = kBlockK * 2;
+    static constexpr int kPeriodRows = 2;
+    static_assert(kRowBytes % 128 == 0, "a row must hold whole periods of the pattern");
+
+    __device__ __forceinline__ static uint32_t offset(int row, int chunk) {
+        return row * kRowBytes + (chunk ^ row % kPeriodRows * 4) * kChunkBytes;
+    }
+};
+
+template <typename Config>
+struct alignas(128) Int8MatmulStageSm80 {
+    int8_t sW[Config::kBlockN * Config::kBlockK];     // WeightLayout
+    uint16_t sX[Config::kBlockM * Config::kBlockK];   // TokenLayout
+    float sScale[Config::kBlocksK][Config::kBlockN];  // of the step's groups, where there are groups
+};
+
+template <typename Config>
+union alignas(128) Int8MatmulStorageSm80 {
+    Int8MatmulStageSm80<Config> stages[Config::kNumStages];
+    float sums[Config::kBlockM * SumsLayout<Config::kBlockN>::kRowElements];  // at the end
+    static_assert(sizeof(Int8MatmulStageSm80<Config>) * Config::kNumStages <= 99 << 10, "sm_86, sm_89, sm_120");
+};
+
+// rY[kTilesN][kTilesM] += W · Xᵀ over one stage, for the warp whose outputs start at warp_n.
+template <DataType kDataType, bool kGrouped, typename Config>
+__device__ __forceinline__ void multiply_stage(float (&rY)[Config::kTilesN][Config::kTilesM][4],
+                                               const Int8MatmulStageSm80<Config>& stage, int warp_n, int group_shift,
+                                               int lane) {
+    constexpr int kBlockK = Config::kBlockK, kTilesN = Config::kTilesN, kTilesM = Config::kTilesM;
+    using Weights = WeightLayout<kBlockK>;
+    using Tokens = TokenLayout<kBlockK>;
+    const int row = accumulator_row(lane), quad_lane = lane % kLanesPerRow;
+    // Of the first 32 k; as the pattern is an exclusive or, so is moving by 32 k.
+    const uint32_t w_offset = Weights::offset(warp_n + row, quad_lane / 2) + quad_lane % 2 * 8;
+    const uint32_t x_offset = Tokens::offset(row, quad_lane);
+    const char* sW = reinterpret_cast<const char*>(stage.sW);
+    const char* sX = reinterpret_cast<const char*>(stage.sX);
+    constexpr int kBlockUnroll = kTilesM < 16 ? Config::kBlocksK : 1;
+#pragma unroll(kBlockUnroll)
+    for (int block = 0; block < Config::kBlocksK; ++block) {
+        uint32_t rW[kTilesN][2][4];  // operands A of two MMAs
+        float rScale[kTilesN][2];
+#pragma unroll
+        for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int tile_row = n * kMmaM + half * 8;
+                const uint64_t eight = *reinterpret_cast<const uint64_t*>(  // one load; of a uint2, nvcc makes two
+                    sW + (w_offset ^ block * kDequantK) + tile_row * Weights::kRowBytes);
+                const uint32_t four[2] = {biased(static_cast<uint32_t>(eight)),
+                                          biased(static_cast<uint32_t>(eight >> 32))};
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    rW[n][k][half] = decode_pair<kDataType, 0, 1>(four[k]);
+                    rW[n][k][half + 2] = decode_pair<kDataType, 2, 3>(four[k]);
+                }
+                if constexpr (kGrouped) {
+                    rScale[n][half] = stage.sScale[block >> group_shift][warp_n + row + tile_row];
+                }
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+            const uint4 rX = *reinterpret_cast<const uint4*>(sX + (x_offset ^ block * kDequantK * 2) +
+                                                             m * kMmaN * Tokens::kRowBytes);
+#pragma unroll
+            for (int n = 0; n < kTilesN; ++n) {
+                if constexpr (kGrouped) {
+                    float sum[4] = {};
+                    mma_m16n8k16<kDataType>(sum, rW[n][0], rX.x, rX.y);
+                    mma_m16n8k16<kDataType>(sum, rW[n][1], rX.z, rX.w);
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) rY[n][m][e] += sum[e] * rScale[n][e / 2];
+                } else {
+                    mma_m16n8k16<kDataType>(rY[n][m], rW[n][0], rX.x, rX.y);
+                    mma_m16n8k16<kDataType>(rY[n][m], rW[n][1], rX.z, rX.w);
+                }
+            }
+        }
+    }
+}
+
+// A warp's sums into its columns of the tile.
+template <DataType kDataType, typename Config>
+__device__ __forceinline__ void stage_sums(float* sSums, const float (&rY)[Config::kTilesN][Config::kTilesM][4],
+                                           int warp_n, int lane) {
+#pragma unroll
+    for (int n = 0; n < Config::kTilesN; ++n) {
+#pragma unroll
+        for (int m = 0; m < Config::kTilesM; ++m) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int output = warp_n + n * kMmaM + accumulator_row(lane) + 8 * (e / 2);
+                const int token = m * kMmaN + accumulator_column(lane) + e % 2;
+                sSums[token * SumsLayout<Config::kBlockN>::kRowElements + output] =
+                    rY[n][m][e] * Int8Decoding<kDataType>::kUnit;
+            }
+        }
+    }
+}
+
+template <int kBlockM, DataType kDataType>
+__global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, 2)
+    int8_matmul_sm80(const __grid_constant__ Int8MatmulParams params) {
+    using Config = Int8MatmulConfigSm80<kBlockM>;
+    constexpr int kBlockN = Config::kBlockN, kBlockK = Config::kBlockK, kNumStages = Config::kNumStages;
+    constexpr int kTilesN = Config::kTilesN, kTilesM = Config::kTilesM, kNumThreads = Config::kNumThreads;
+    extern __shared__ __align__(128) char shared_bytes[];
+    auto& shared = *reinterpret_cast<Int8MatmulStorageSm80<Config>*>(shared_bytes);
+
+    // Prologue: which tile, and which part of its sum.
+    const Int8WeightView& weight = params.weight;
+    const int32_t num_tokens = params.input.rows, num_outputs = weight.rows, depth = weight.columns;
+    const MatmulWork work = matmul_work(blockIdx.x, ceil_div(num_tokens, kBlockM), ceil_div(num_outputs, kBlockN),
+                                        ceil_div(depth, kBlockK), params.epilogue.num_splits);
+    const int32_t first_token = work.token_tile * kBlockM, first_output = work.output_tile * kBlockN;
+    const int warp_n = threadIdx.x / kWarpSize * Config::kWarpN, lane = threadIdx.x % kWarpSize;
+    const bool is_grouped = weight.group_shift != Int8WeightView::kOneGroup;
+    float rY[kTilesN][kTilesM][4] = {};  // [32 outputs, kBlockM tokens]
+
+    // Producer: every thread copies its chunks of each step, and the scales of one output.
+    const int64_t first_k = int64_t{work.begin_step} * kBlockK;
+    TileStream<WeightLayout<kBlockK>, kBlockN, kNumThreads> load_w(
+        weight.data + int64_t{first_output} * depth + first_k, depth, threadIdx.x);
+    TileStream<TokenLayout<kBlockK>, kBlockM, kNumThreads> load_x(
+        params.input.data + first_token * params.input.row_stride + first_k, params.input.row_stride * 2, threadIdx.x);
+    const bool has_output = first_output + static_cast<int>(threadIdx.x) < num_outputs;
+    const float* gScale = weight.scale + int64_t{first_output + static_cast<int>(threadIdx.x)} * weight.groups;
+    const auto load = [&](int32_t step) {
+        auto& stage = shared.stages[step % kNumStages];
+        const int32_t left = depth - step * kBlockK;
+        load_w.load(shared_address(stage.sW), num_outputs - first_output, left, kBlockK);
+        load_x.load(shared_address(stage.sX), num_tokens - first_token, left * 2, kBlockK * 2);
+        if (!is_grouped) return;
+        const int32_t first_group = step * Config::kBlocksK >> weight.group_shift;
+        for (int group = 0; group <= (Config::kBlocksK - 1) >> weight.group_shift; ++group) {
+            const bool exists = has_output && first_group + group < weight.groups;
+            ptx::cp_async_ca_4(shared_address(&stage.sScale[group][threadIdx.x]), gScale + first_group + group,
+                               exists ? sizeof(float) : 0);
+        }
+    };
+
+    const auto run_steps = [&](auto grouped) {
+        for (int32_t step = work.begin_step; step < work.begin_step + kNumStages - 1; ++step) {
+            if (step < work.end_step) load(step);
+            ptx::cp_async_commit_group();
+        }
+        for (int32_t step = work.begin_step; step < work.end_step; ++step) {
+            ptx::cp_async_wait_group<kNumStages - 2>();  // this step
+            __syncthreads();  // it is there for all; all are done with the step before: it may be overwritten
+            if (step + kNumStages - 1 < work.end_step) load(step + kNumStages - 1);
+            ptx::cp_async_commit_group();
+            multiply_stage<kDataType, grouped.value, Config>(rY, shared.stages[step % kNumStages], warp_n,
+                                                             weight.group_shift, lane);
+        }
+    };
+    if (is_grouped) {
+        run_steps(std::true_type{});
+    } else {
+        run_steps(std::false_type{});
+    }
+
+    // Epilogue: the sums pass through shared memory, so that rows of the result are written by neighbouring threads.
+    __syncthreads();  // all are done with the stages
+    stage_sums<kDataType, Config>(shared.sums, rY, warp_n, lane);
+    __syncthreads();  // the tile is complete
+    store_tile<kDataType, kBlockM, kBlockN, kNumThreads>(params.epilogue, shared.sums, first_token, first_output,
+                                                         work.split, threadIdx.x);
+}
+
+template <int kBlockM, DataType kDataType>
+void launch_int8_matmul_sm80(const Int8MatmulParams& params, Stream stream) {
+    using Config = Int8MatmulConfigSm80<kBlockM>;
+    static const std::string name = "int8_matmul_sm80<" + std::to_string(kBlockM) + ", " + to_string(kDataType) + ">";
+    const int64_t tiles = int64_t{ceil_div(params.input.rows, kBlockM)} * ceil_div(params.weight.rows, Config::kBlockN);
+    const Launch launch{name.c_str(), /*compute_capability=*/80, tiles * params.epilogue.num_splits,
+                        Config::kNumThreads, sizeof(Int8MatmulStorageSm80<Config>)};
+    launch_kernel(int8_matmul_sm80<kBlockM, kDataType>, launch, params, stream);
+}
+
+}  // namespace fastattn

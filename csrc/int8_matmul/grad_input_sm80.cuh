@@ -1,0 +1,213 @@
+// Input gradient of the matmul with int8 weights: dX[M, K] = dY[M, N] · W, W = scale * int8[N, K] in its plain layout.
+//
+// The tile is computed transposed, Wᵀ · dYᵀ. One CTA computes kBlockK columns of dX of kBlockM tokens over its share of
+// N. Each warp owns 32 of the columns: ldmatrix.trans takes their int8 weights from shared memory as if two neighbours
+// were one element of 16 bits, so that a lane gets two columns at two n, which are neighbours in the sum. They become
+// 16-bit floats in registers (device/dequantize.cuh), each once. The pipeline is that of gemm_sm80.cuh.
+//
+// The scales lie along the sum, so they must go into an operand and be rounded. They go into the weights, as for who
+// materialises them: gradients times a scale of 1e-3 would fall below fp16's normal range. For the same reason they are
+// relative to the largest scale, which multiplies the finished sum.
+// Per pair of weights: 0.5 LOP3, 1 PRMT, 2 HFMA2, one of them for the scale.
+// Preconditions: those of gemm_sm80.cuh.
+#pragma once
+
+#include <string>
+
+#include "device/dequantize.cuh"
+#include "device/fragment.cuh"
+#include "device/ptx/cp_async.cuh"
+#include "device/ptx/ldmatrix.cuh"
+#include "device/stream_copy.cuh"
+#include "device/swizzle.cuh"
+#include "host/host_device.h"
+#include "host/launch.h"
+#include "int8_matmul/epilogue.cuh"
+#include "int8_matmul/int8_matmul.h"
+#include "int8_matmul/tiles_sm80.h"
+#include "int8_matmul/work.h"
+
+namespace fastattn {
+
+template <int kBlockM_>
+struct Int8GradInputConfigSm80 : Int8GradInputTileSm80<kBlockM_> {
+    using Tile = Int8GradInputTileSm80<kBlockM_>;
+    static constexpr int kNumThreads = Tile::kNumWarps * kWarpSize;
+    static constexpr int kWarpK = Tile::kBlockK / Tile::kNumWarps;
+    static constexpr int kTilesK = kWarpK / kMmaM;         // columns of dX are the MMA's M
+    static constexpr int kTilesM = Tile::kBlockM / kMmaN;  // tokens its N
+    static constexpr int kSmallestGroup = 32;
+    static constexpr int kMaxGroups = Tile::kBlockK / kSmallestGroup;
+    static_assert(kWarpK == kSmallestGroup, "one ldmatrix takes a warp's columns, and they share a group");
+    static_assert(kNumThreads % Tile::kBlockN == 0, "a thread copies scales of one n");
+};
+
+// Rows of 128 bytes, as device/swizzle.cuh lays them out.
+struct SwizzledLayout {
+    static constexpr int kRowElements = 64;  // of 16 bits
+    static constexpr int kRowBytes = Swizzle<kRowElements>::kRowBytes;
+    static constexpr int kPeriodRows = kSwizzleRows;
+
+    __device__ __forceinline__ static uint32_t offset(int row, int chunk) {
+        return Swizzle<kRowElements>::offset(row, chunk);
+    }
+};
+
+template <typename Config>
+struct alignas(128) Int8GradInputStageSm80 {
+    uint16_t sW[Config::kBlockN * SwizzledLayout::kRowElements];  // [kBlockN, kBlockK] int8
+    uint16_t sG[Config::kBlockM * SwizzledLayout::kRowElements];  // [kBlockM, kBlockN]: dY
+    float sScale[Config::kMaxGroups][Config::kBlockN];            // of the groups of these columns
+    static_assert(Config::kBlockK == SwizzledLayout::kRowBytes && Config::kBlockN == SwizzledLayout::kRowElements);
+};
+
+template <typename Config>
+union alignas(128) Int8GradInputStorageSm80 {
+    Int8GradInputStageSm80<Config> stages[Config::kNumStages];
+    float sums[Config::kBlockM * SumsLayout<Config::kBlockK>::kRowElements];  // at the end
+    static_assert(sizeof(Int8GradInputStageSm80<Config>) * Config::kNumStages <= 99 << 10, "sm_86, sm_89, sm_120");
+};
+
+// Scales relative to the largest become 16-bit factors of the weights. In fp16 they are made larger, so that less of
+// them is below the normal range; 127 times as much still is in range.
+template <DataType kDataType>
+inline constexpr float kLargestFactor = kDataType == DataType::kFloat16 ? 256.0f : 1.0f;
+
+// rX[kTilesK][kTilesM] += Wᵀ · dYᵀ over one stage, for the warp whose columns start at warp_k.
+template <DataType kDataType, typename Config>
+__device__ __forceinline__ void multiply_stage(float (&rX)[Config::kTilesK][Config::kTilesM][4],
+                                               const Int8GradInputStageSm80<Config>& stage, int warp_k, int group,
+                                               float to_factor, int lane) {
+    constexpr int kTilesK = Config::kTilesK, kTilesM = Config::kTilesM;
+    const SwizzledBlocks<SwizzledLayout::kRowElements> sW(stage.sW, ldmatrix_lane(lane));
+    const SwizzledBlocks<SwizzledLayout::kRowElements> sG(stage.sG, ldmatrix_lane_b(lane));
+    const float* sScale = stage.sScale[group] + accumulator_column(lane);
+#pragma unroll
+    for (int n = 0; n < Config::kBlockN; n += kMmaK) {
+        uint32_t rBytes[4];       // [column tile][upper and lower 8 n]
+        uint32_t rW[kTilesK][4];  // operands A
+        ptx::ldmatrix_m8n8_x4_trans(rBytes, sW.address(n, warp_k / 2));
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float* scale = sScale + n + 8 * half;
+            const uint32_t factors = pack<kDataType>(scale[0] * to_factor, scale[1] * to_factor);
+#pragma unroll
+            for (int k = 0; k < kTilesK; ++k) {
+                const uint32_t four = biased(rBytes[2 * k + half]);
+                rW[k][2 * half] = multiply_pairs<kDataType>(decode_pair<kDataType, 0, 2>(four), factors);
+                rW[k][2 * half + 1] = multiply_pairs<kDataType>(decode_pair<kDataType, 1, 3>(four), factors);
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < kTilesM; m += 2) {
+            uint32_t rG[4];  // operands B of two tiles of tokens
+            ptx::ldmatrix_m8n8_x4(rG, sG.address(m * kMmaN, n));
+#pragma unroll
+            for (int k = 0; k < kTilesK; ++k) {
+                mma_m16n8k16<kDataType>(rX[k][m], rW[k], rG[0], rG[1]);
+                mma_m16n8k16<kDataType>(rX[k][m + 1], rW[k], rG[2], rG[3]);
+            }
+        }
+    }
+}
+
+// A warp's sums into its columns of the tile: ldmatrix.trans gave neighbouring columns to the upper and the lower half
+// of an MMA tile's rows.
+template <typename Config>
+__device__ __forceinline__ void stage_sums(float* sSums, const float (&rX)[Config::kTilesK][Config::kTilesM][4],
+                                           float unit, int warp_k, int lane) {
+#pragma unroll
+    for (int k = 0; k < Config::kTilesK; ++k) {
+#pragma unroll
+        for (int m = 0; m < Config::kTilesM; ++m) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int column = warp_k + k * kMmaM + 2 * accumulator_row(lane);
+                const int token = m * kMmaN + accumulator_column(lane) + e;
+                const uint64_t left = __float_as_uint(rX[k][m][e] * unit);
+                const uint64_t right = __float_as_uint(rX[k][m][e + 2] * unit);
+                float* pair = sSums + token * SumsLayout<Config::kBlockK>::kRowElements + column;
+                *reinterpret_cast<uint64_t*>(pair) = right << 32 | left;  // one store; of a float2, nvcc may make two
+            }
+        }
+    }
+}
+
+template <int kBlockM, DataType kDataType>
+__global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads, 2)
+    int8_matmul_grad_input_sm80(const __grid_constant__ Int8MatmulParams params) {
+    using Config = Int8GradInputConfigSm80<kBlockM>;
+    constexpr int kBlockN = Config::kBlockN, kBlockK = Config::kBlockK, kNumStages = Config::kNumStages;
+    constexpr int kTilesK = Config::kTilesK, kTilesM = Config::kTilesM, kNumThreads = Config::kNumThreads;
+    extern __shared__ __align__(128) char shared_bytes[];
+    auto& shared = *reinterpret_cast<Int8GradInputStorageSm80<Config>*>(shared_bytes);
+
+    // Prologue: which tile, and which part of its sum.
+    const Int8WeightView& weight = params.weight;
+    const int32_t num_tokens = params.input.rows, num_columns = weight.columns, depth = weight.rows;
+    const MatmulWork work = matmul_work(blockIdx.x, ceil_div(num_tokens, kBlockM), ceil_div(num_columns, kBlockK),
+                                        ceil_div(depth, kBlockN), params.epilogue.num_splits);
+    const int32_t first_token = work.token_tile * kBlockM, first_column = work.output_tile * kBlockK;
+    const int warp_k = threadIdx.x / kWarpSize * Config::kWarpK, lane = threadIdx.x % kWarpSize;
+    const int warp_group = warp_k / Config::kSmallestGroup >> weight.group_shift;  // of the tile's
+    const float largest_scale = fmaxf(*params.largest_scale, 0x1p-100f);           // of all zeros: 0 / 0 is none
+    const float to_factor = kLargestFactor<kDataType> / largest_scale;
+    float rX[kTilesK][kTilesM][4] = {};  // [32 columns, kBlockM tokens]
+
+    // Producer: every thread copies its chunks of each step, and scales of one n.
+    const int64_t first_n = int64_t{work.begin_step} * kBlockN;
+    TileStream<SwizzledLayout, kBlockN, kNumThreads> load_w(weight.data + first_n * num_columns + first_column,
+                                                            num_columns, threadIdx.x);
+    TileStream<SwizzledLayout, kBlockM, kNumThreads> load_g(
+        params.input.data + first_token * params.input.row_stride + first_n, params.input.row_stride * 2, threadIdx.x);
+    const int scale_n = threadIdx.x % kBlockN;
+    const int32_t first_group = first_column / Config::kSmallestGroup >> weight.group_shift;
+    const auto load = [&](int32_t step) {
+        auto& stage = shared.stages[step % kNumStages];
+        const int32_t left = depth - step * kBlockN;
+        load_w.load(shared_address(stage.sW), left, num_columns - first_column, int64_t{kBlockN} * num_columns);
+        load_g.load(shared_address(stage.sG), num_tokens - first_token, left * 2, kBlockN * 2);
+        const float* gScale =
+            weight.scale + (int64_t{step} * kBlockN + scale_n) * weight.scale_row_stride + first_group;
+        const int last_group = (Config::kMaxGroups - 1) >> weight.group_shift;
+        for (int group = threadIdx.x / kBlockN; group <= last_group; group += kNumThreads / kBlockN) {
+            const bool exists = scale_n < left && first_group + group < weight.groups;
+            ptx::cp_async_ca_4(shared_address(&stage.sScale[group][scale_n]), gScale + group,
+                               exists ? sizeof(float) : 0);
+        }
+    };
+
+    for (int32_t step = work.begin_step; step < work.begin_step + kNumStages - 1; ++step) {
+        if (step < work.end_step) load(step);
+        ptx::cp_async_commit_group();
+    }
+    for (int32_t step = work.begin_step; step < work.end_step; ++step) {
+        ptx::cp_async_wait_group<kNumStages - 2>();  // this step
+        __syncthreads();  // it is there for all; all are done with the step before: it may be overwritten
+        if (step + kNumStages - 1 < work.end_step) load(step + kNumStages - 1);
+        ptx::cp_async_commit_group();
+        multiply_stage<kDataType, Config>(rX, shared.stages[step % kNumStages], warp_k, warp_group, to_factor, lane);
+    }
+
+    // Epilogue: the sums pass through shared memory, so that rows of the result are written by neighbouring threads.
+    const float unit = largest_scale * (Int8Decoding<kDataType>::kUnit / kLargestFactor<kDataType>);
+    __syncthreads();  // all are done with the stages
+    stage_sums<Config>(shared.sums, rX, unit, warp_k, lane);
+    __syncthreads();  // the tile is complete
+    store_tile<kDataType, kBlockM, kBlockK, kNumThreads>(params.epilogue, shared.sums, first_token, first_column,
+                                                         work.split, threadIdx.x);
+}
+
+template <int kBlockM, DataType kDataType>
+void launch_int8_matmul_grad_input_sm80(const Int8MatmulParams& params, Stream stream) {
+    using Config = Int8GradInputConfigSm80<kBlockM>;
+    static const std::string name =
+        "int8_matmul_grad_input_sm80<" + std::to_string(kBlockM) + ", " + to_string(kDataType) + ">";
+    const int64_t tiles =
+        int64_t{ceil_div(params.input.rows, kBlockM)} * ceil_div(params.weight.columns, Config::kBlockK);
+    const Launch launch{name.c_str(), /*compute_capability=*/80, tiles * params.epilogue.num_splits,
+                        Config::kNumThreads, sizeof(Int8GradInputStorageSm80<Config>)};
+    launch_kernel(int8_matmul_grad_input_sm80<kBlockM, kDataType>, launch, params, stream);
+}
+
+}  // namespace fastattn

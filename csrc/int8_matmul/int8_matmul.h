@@ -1,0 +1,64 @@
+// The native int8 matmul kernels, as the host sees them: each is instantiated in one file under instances/.
+#pragma once
+
+#include <cstdint>
+
+#include "host/params.h"
+
+namespace fastattn {
+
+// [rows, columns] of 16-bit elements, rows contiguous. Base and row stride (in elements) are multiples of 16 bytes.
+template <typename Element>
+struct MatrixView {
+    Element* data;
+    int32_t rows, columns;
+    int64_t row_stride;
+};
+
+// W [N, K] int8, contiguous, with a base and a K that are multiples of 16 bytes. Its element (n, k) is
+// data[n, k] * scale[n * scale_row_stride + (k / 32 >> group_shift)].
+struct Int8WeightView {
+    static constexpr int32_t kOneGroup = 31;  // group_shift where a row has one scale
+    const int8_t* data;
+    int32_t rows, columns;
+    const float* scale;
+    int32_t scale_row_stride;  // 0: all rows have the same
+    int32_t groups;            // of a row
+    int32_t group_shift;       // a group has 32 << group_shift columns
+};
+
+enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
+
+// What becomes of the sums [rows, columns] of a matmul: activation(scale * sum + bias) + residual, in fp32 up to one
+// rounding. Where several CTAs share a tile, their sums go to `partial`, and the kernel merge adds them up.
+struct MatmulEpilogue {
+    const float* scale;    // [columns], or null: 1
+    int32_t scale_stride;  // 0: all columns have the same
+    const uint16_t* bias;  // [columns], or null
+    Activation activation;
+    MatrixView<const uint16_t> residual;  // data is null where there is none
+    MatrixView<uint16_t> out;
+    float* partial;  // [num_splits, rows, columns], or null
+    int32_t num_splits;
+};
+
+struct Int8MatmulParams {
+    MatrixView<const uint16_t> input;  // x [M, K], or dY [M, N]
+    Int8WeightView weight;
+    const float* largest_scale;  // grad_input: of |scale|
+    MatmulEpilogue epilogue;
+};
+
+// Each starts a kernel on `stream` of the current device. Throws std::runtime_error, naming the kernel, where it
+// cannot.
+
+template <int kBlockM, DataType kDataType>
+void launch_int8_matmul_sm80(const Int8MatmulParams& params, Stream stream);
+
+template <int kBlockM, DataType kDataType>
+void launch_int8_matmul_grad_input_sm80(const Int8MatmulParams& params, Stream stream);
+
+template <DataType kDataType>
+void launch_int8_matmul_merge_sm80(const MatmulEpilogue& params, Stream stream);
+
+}  // namespace fastattn

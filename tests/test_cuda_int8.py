@@ -1,0 +1,507 @@
+"""The CUDA C++ int8 matmul and its input gradient under the package's own host code, against the oracle.
+
+On a GPU where there is one, else as PTX on the emulator, with all of its checks and at several seeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+import int8_cases
+from fastattn import native, reference
+from int8_cases import GRANULARITIES, normal, quantised
+from kernel_device import DEVICE
+
+EMULATED = DEVICE == "cpu"
+if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+    from emulator import EmulatorError, cuda_runtime, device, launches, options
+
+pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.usefixtures("emulated_gpu", "tracked_tensors"),
+    pytest.mark.skipif(
+        "80" not in native.BUILD["archs"] or native.TAKES_CPU_TENSORS != EMULATED, reason="needs kernels: no nvcc"
+    ),
+]
+only_emulated = pytest.mark.skipif(not EMULATED, reason="looks into the emulator")
+
+OP, GRAD_OP = "int8_matmul", "int8_matmul_grad_input"
+BLOCKS = (16, 64, 128)  # tokens of a tile
+DTYPES = (torch.float16, torch.bfloat16)
+SEED = 5
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["f16", "bf16"])
+each_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
+
+
+@contextlib.contextmanager
+def running(num_sms: int = 1, **changes: Any) -> Iterator[list[Any]]:
+    """Launches within are checked, also for reads of shared memory that nothing wrote; gives the list of them.
+
+    ``num_sms``: of the emulated GPU; one for each CTA means that no tile is shared. ``changes``: other options.
+    """
+    if not EMULATED:
+        yield []
+        return
+    checks = options.launching(**{"tracked": True, "uninitialised": True, "seed": SEED, **changes})
+    gpu = device.emulated(90, num_sms=num_sms)
+    with gpu, cuda_runtime.raising_faults(), checks, launches.recorded() as found:
+        yield found
+    assert [launched for launched in found if OP in launched.report.kernel]
+
+
+def int8_matmul(*arguments: Any) -> Tensor:
+    return getattr(torch.ops.fastattn, OP)(*arguments)
+
+
+def grad_input(*arguments: Any) -> Tensor:
+    return getattr(torch.ops.fastattn, GRAD_OP)(*arguments)
+
+
+def check_forward(*arguments: Any, launching: dict[str, Any] | None = None, **named: Any) -> Tensor:
+    with running(**(launching or {})):
+        return int8_cases.check_forward(int8_matmul, *arguments, **named)
+
+
+def check_grad_input(*arguments: Any, launching: dict[str, Any] | None = None) -> Tensor:
+    with running(**(launching or {})):
+        return int8_cases.check_grad_input(grad_input, *arguments)
+
+
+# --- Shapes -----------------------------------------------------------------------------------------------------------
+
+# Outputs and columns are one and more of a tile and of a step, and a little less and more.
+SIZES = [(8, 16), (120, 112), (128, 128), (136, 144), (264, 272)]
+
+
+@each_dtype
+@pytest.mark.parametrize("m", [1, 7, 16, 17, 64, 65, 129])
+def test_shapes(m: int, dtype: torch.dtype) -> None:
+    for n, k in SIZES:
+        weight, scale = quantised(n, k, "channel", seed=m)
+        launching = {"seed": n}
+        check_forward(normal(m, k, seed=1, dtype=dtype), weight, scale, launching=launching)
+        check_grad_input(normal(m, n, seed=2, dtype=dtype), weight, scale, launching=launching)
+
+
+@each_dtype
+@each_granularity
+@pytest.mark.parametrize("m", [3, 40, 130])
+def test_granularities(m: int, granularity: str | int, dtype: torch.dtype) -> None:
+    for k in (128, 384):
+        weight, scale = quantised(136, k, granularity, seed=m)
+        check_forward(normal(m, k, seed=1, dtype=dtype), weight, scale, normal(136, seed=2, dtype=dtype))
+        check_grad_input(normal(m, 136, seed=3, dtype=dtype), weight, scale)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_groups_that_are_no_power_of_two_in_number(group: int) -> None:
+    """Rows of scales that no 16 bytes divide, and a last step with fewer groups than the others."""
+    weight, scale = quantised(24, 5 * group, group)
+    check_forward(normal(5, 5 * group, seed=1), weight, scale)
+    check_grad_input(normal(5, 24, seed=2), weight, scale)
+
+
+@pytest.mark.parametrize("m, n, k", [(0, 8, 16), (3, 0, 16), (3, 8, 0), (0, 0, 0)])
+def test_empty(m: int, n: int, k: int) -> None:
+    weight, scale = torch.zeros(n, k, dtype=torch.int8, device=DEVICE), torch.ones(n, 1, device=DEVICE)
+    int8_cases.check_forward(int8_matmul, normal(m, k, seed=1), weight, scale, normal(n, seed=2), activation="relu")
+    int8_cases.check_grad_input(grad_input, normal(m, n, seed=3), weight, scale)
+
+
+def test_one_dimensional_input() -> None:
+    weight, scale = quantised(24, 32, "channel")
+    assert check_forward(normal(32, seed=1), weight, scale).shape == (24,)
+    assert check_grad_input(normal(24, seed=1), weight, scale).shape == (32,)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", 64])
+def test_leading_dims_and_views(granularity: str | int) -> None:
+    """Batch dims, rows that are parts of longer rows, transposed and misaligned inputs, a repeated row: the same bits
+    as from a contiguous copy."""
+    weight, scale = quantised(48, 128, granularity)
+    wide = normal(2, 5, 200, seed=1)
+    wide[..., 136:] = torch.nan
+    residual = normal(2, 5, 104, seed=3)[..., :48]
+    transposed, misaligned = normal(128, 6, seed=2).t(), wide[..., 1:129]
+    repeated = wide[:1, :1, :128].expand(2, 5, 128)
+    bias = normal(49, seed=4)[1:]
+    for x, added in (
+        (wide[..., :128], residual),
+        (wide[:, ::2, 8:136], None),
+        (transposed, None),
+        (misaligned, residual),
+        (repeated, residual),
+    ):
+        out = check_forward(x, weight, scale, bias, added)
+        contiguous = None if added is None else added.contiguous()
+        assert torch.equal(out, int8_matmul(x.contiguous(), weight, scale, bias, contiguous, "none"))
+    assert check_grad_input(wide[..., :48], weight, scale).shape == (2, 5, 128)
+    shifted = torch.zeros(weight.numel() + 1, dtype=torch.int8, device=DEVICE)[1:].view(weight.shape).copy_(weight)
+    check_forward(wide[..., :128], shifted, scale)
+
+
+# --- Sums that several CTAs share -------------------------------------------------------------------------------------
+
+
+@only_emulated
+@each_dtype
+@pytest.mark.parametrize("granularity", ["channel", 64])
+@pytest.mark.parametrize("num_sms, m", [(2, 5), (3, 40), (8, 130)])
+def test_splits(num_sms: int, m: int, granularity: str | int, dtype: torch.dtype) -> None:
+    weight, scale = quantised(72, 1600, granularity)
+    arguments = (normal(m, 1600, seed=1, dtype=dtype), weight, scale)
+    extra = (normal(72, seed=2, dtype=dtype), normal(m, 72, seed=3, dtype=dtype), "gelu")
+    launching = {"num_sms": num_sms}
+    check_forward(*arguments, *extra, launching=launching)
+    with running(num_sms) as found:
+        int8_matmul(*arguments, *extra)
+    first, second = found
+    assert first.grid[0] > -(-m // 128) and "merge" in second.report.kernel
+    transposed, other = quantised(1600, 64, "channel")
+    check_grad_input(normal(m, 1600, seed=4, dtype=dtype), transposed, other, launching=launching)
+
+
+@only_emulated
+def test_ctas_fill_the_gpu_and_no_more() -> None:
+    """Two of 128 outputs; ten steps; at least four steps a CTA, and nine tenths of the multiprocessors."""
+    weight, scale = quantised(256, 1280, "channel")
+    for num_sms, ctas in ((1, 2), (2, 2), (3, 4), (4, 4), (100, 4)):
+        with running(num_sms) as found:
+            int8_matmul(normal(1, 1280, seed=1), weight, scale, None, None, "none")
+        assert [launched.grid[0] for launched in found] == ([ctas] if ctas == 2 else [ctas, 1])
+
+
+@only_emulated
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("m", [5, 130])
+def test_order_of_warps_and_copies_has_no_influence(m: int, seed: int) -> None:
+    weight, scale = quantised(136, 1024, 32)
+    x, grad_out = normal(m, 1024, seed=1), normal(m, 136, seed=2)
+    results = []
+    for launching in ({"seed": 100}, {"seed": seed, "workers": 1}):
+        with running(num_sms=8, **launching):
+            results.append((int8_matmul(x, weight, scale, None, None, "none"), grad_input(grad_out, weight, scale)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# --- Values -----------------------------------------------------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "gelu_tanh", "silu"])
+def test_epilogues(activation: str, dtype: torch.dtype) -> None:
+    """Sums from -10 to 10: every activation's tails. On four multiprocessors the merge kernel does the epilogue."""
+    for with_bias, with_residual, num_sms in itertools.product([False, True], [False, True], [1, 4]):
+        m, n, k = 4, 40, 640
+        weight, scale = quantised(n, k, "channel", std=0.1)
+        x = normal(m, k, seed=1, std=(1000 / k) ** 0.5, dtype=dtype)
+        bias = normal(n, seed=2, dtype=dtype) if with_bias else None
+        residual = normal(m, n, seed=3, dtype=dtype) if with_residual else None
+        check_forward(x, weight, scale, bias, residual, activation, launching={"num_sms": num_sms})
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_nan_passes_through_the_epilogue(activation: str) -> None:
+    weight, scale = quantised(8, 32, "channel")
+    x = normal(3, 32, seed=1)
+    x[1, 4] = torch.nan
+    out = int8_matmul(x, weight, scale, None, None, activation)
+    assert bool(out[1].isnan().all()) and not bool(out[[0, 2]].isnan().any())
+
+
+def test_every_int8_number_is_exact() -> None:
+    """Also -128, which the quantisation never makes: each is one product with a power of two."""
+    numbers = torch.arange(-128, 128, dtype=torch.int8, device=DEVICE).view(16, 16)
+    scale = torch.full((16, 1), 0.5, device=DEVICE)
+    for dtype in DTYPES:
+        x = 2 * torch.eye(16, dtype=dtype, device=DEVICE)
+        with running():
+            assert torch.equal(int8_matmul(x, numbers, scale, None, None, "none"), numbers.t().to(dtype))
+            assert torch.equal(grad_input(x, numbers, scale), numbers.to(dtype))
+
+
+@each_dtype
+def test_extreme_weights_are_exact(dtype: torch.dtype) -> None:
+    """-127 and 127 times powers of two, with a scale of a power of two: every step is exact, so the result is."""
+    weight = torch.tensor([[127, -127, 1, -1] * 8], dtype=torch.int8, device=DEVICE).repeat(16, 1)
+    scale = torch.full((16, 1), 2.0**-7, device=DEVICE)
+    x = torch.full((2, 32), 0.5, dtype=dtype, device=DEVICE)
+    x[:, ::2] = 1.0
+    exact = x.double() @ reference.dequantize_int8(weight, scale, torch.float64).t()
+    assert torch.equal(int8_matmul(x, weight, scale, None, None, "none"), exact.to(dtype))
+    grad_out = torch.ones(2, 16, dtype=dtype, device=DEVICE)
+    exact = grad_out.double() @ reference.dequantize_int8(weight, scale, torch.float64)
+    assert torch.equal(grad_input(grad_out, weight, scale), exact.to(dtype))
+
+
+@each_dtype
+@pytest.mark.parametrize("granularity", ["channel", 32])
+def test_a_channel_of_zeros(granularity: str | int, dtype: torch.dtype) -> None:
+    """Its scale is 1, which is large beside the others: they must not lose precision by it."""
+    dense = normal(40, 64, seed=1, dtype=torch.float32, std=0.02)
+    dense[3] = 0.0
+    weight, scale = reference.quantize_int8(dense, granularity)
+    assert bool((scale[3] == 1).all())
+    out = check_forward(normal(6, 64, seed=2, dtype=dtype), weight, scale)
+    assert bool((out[:, 3] == 0).all())
+    check_grad_input(normal(6, 40, seed=3, dtype=dtype), weight, scale)
+
+
+@each_granularity
+def test_small_gradients_and_small_scales_do_not_underflow(granularity: str | int) -> None:
+    """Weights around 1e-4 are below fp16's normal range; the gradient must be as good as for larger ones."""
+    weight, scale = quantised(256, 128, granularity, std=1e-4)
+    grad_out = normal(4, 256, seed=1, std=100.0)
+    found = check_grad_input(grad_out, weight, scale)
+    exact = grad_out.double() @ reference.dequantize_int8(weight, scale, torch.float64)
+    assert (found.double() - exact).abs().max() <= 2e-3 * exact.abs().max()
+
+
+@each_dtype
+def test_scales_of_any_sign_and_size(dtype: torch.dtype) -> None:
+    weight, scale = quantised(48, 64, "channel")
+    scale[::3] *= -1
+    scale[1::3] *= 1e-3
+    scale[5] *= -1e3
+    check_forward(normal(6, 64, seed=2, dtype=dtype), weight, scale)
+    check_grad_input(normal(6, 48, seed=3, dtype=dtype), weight, scale)
+
+
+def test_scales_of_zeros_give_zeros() -> None:
+    weight, scale = quantised(16, 64, "channel")
+    assert bool((grad_input(normal(3, 16, seed=1), weight, torch.zeros_like(scale)) == 0).all())
+    assert bool((int8_matmul(normal(3, 64, seed=1), weight, torch.zeros_like(scale), None, None, "none") == 0).all())
+
+
+def test_fp16_overflows_where_the_exact_result_does() -> None:
+    """And nowhere before: sums of 127 * 65504 pass through."""
+    weight = torch.full((16, 64), 127, dtype=torch.int8, device=DEVICE)
+    weight[8:, 32:] = -127
+    scale = torch.full((16, 1), 0.25, device=DEVICE)
+    x = torch.full((3, 64), 60000.0, dtype=torch.float16, device=DEVICE)
+    x[1] = -x[1]
+    x[2] = 8.0
+    out = check_overflow(int8_matmul(x, weight, scale, None, None, "none"), x, weight.t(), scale.t())
+    assert bool(out[0, :8].isposinf().all() and out[1, :8].isneginf().all() and (out[:2, 8:] == 0).all())
+    grad_out = x[:, :16].clone()
+    grad_out[1, 8:] *= -1
+    check_overflow(grad_input(grad_out, weight, scale), grad_out, weight, scale)
+
+
+def check_overflow(out: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    assert torch.equal(out, (x.double() @ (weight.double() * scale.double())).to(out.dtype))
+    return out
+
+
+# --- Gradients, the dispatcher, the ops -------------------------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("m", [3, 70])
+def test_gradients_through_the_layer(m: int, dtype: torch.dtype) -> None:
+    """Forward, activation, residual and all gradients as autograd sees them, against float64."""
+    weight = fastattn.quantize_int8(normal(48, 96, seed=1, dtype=torch.float32, std=0.1), 32)
+    tensors = normal(m, 96, seed=2, dtype=dtype), normal(48, seed=3, dtype=dtype), normal(m, 48, seed=4, dtype=dtype)
+    grad_out = normal(m, 48, seed=5, dtype=dtype)
+
+    def layer(dtype: torch.dtype, backend: str) -> list[Tensor]:
+        leaves = [tensor.detach().to(dtype, copy=True).requires_grad_() for tensor in tensors]
+        with fastattn.use_backend(backend):
+            out = fastattn.int8_linear(leaves[0], weight, leaves[1], activation="silu", residual=leaves[2])
+            out.backward(grad_out.to(dtype))
+        return [out, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    with running(), fastattn.record() as calls:
+        found = layer(dtype, "cuda")
+    block = 16 if m <= 16 else 128 if m > 64 else 64
+    name = f"int8_matmul_sm80<{block}, {str(dtype).removeprefix('torch.')}>"
+    assert calls == [(OP, "cuda", name), (f"{OP} backward", "cuda", GRAD_OP)]
+    for name, actual, oracle in zip(
+        ("out", "x", "bias", "residual"), found, layer(torch.float64, "torch"), strict=True
+    ):
+        error = (actual.double() - oracle).abs().max() / oracle.abs().max()
+        assert error <= 4 * torch.finfo(dtype).eps, name
+
+
+@each_dtype
+@pytest.mark.parametrize("m, block", [(1, 16), (16, 16), (17, 64), (64, 64), (65, 128), (1000, 128)])
+def test_the_dispatcher_chooses_the_kernel(m: int, block: int, dtype: torch.dtype) -> None:
+    weight = fastattn.Int8Weight(*quantised(16, 32, "channel"))
+    explained = fastattn.explain(fastattn.int8_linear, normal(m, 32, seed=1, dtype=dtype), weight)
+    name = f"int8_matmul_sm80<{block}, {str(dtype).removeprefix('torch.')}>"
+    assert (explained.backend, explained.kernel, explained.tile["block_m"]) == ("cuda", name, block)
+
+
+@pytest.mark.parametrize("n, k", [(12, 32), (16, 40)])
+def test_other_sizes_go_elsewhere(n: int, k: int) -> None:
+    weight = fastattn.Int8Weight(*quantised(n, k, "channel"))
+    explained = fastattn.explain(fastattn.int8_linear, normal(3, k, seed=1), weight)
+    words = f"the weight is [{n}, {k}], and the CUDA C++ kernel takes N and K that are multiples of 8 and 16; pad it"
+    assert explained.backend != "cuda" and explained.rejected["cuda"].startswith(words)
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    weight, scale = quantised(24, 64, "channel")
+    return {"x": normal(5, 64, seed=1), "weight": weight, "scale": scale, "bias": None, "residual": None,
+            "activation": "none", **changes}  # fmt: skip
+
+
+def grad_arguments(**changes: Any) -> dict[str, Any]:
+    weight, scale = quantised(24, 64, "channel")
+    return {"grad_out": normal(5, 24, seed=1), "weight": weight, "scale": scale, **changes}
+
+
+def test_opcheck() -> None:
+    key = "CPU" if EMULATED else "CUDA"
+    groups = quantised(24, 64, 32)
+    checked = {
+        OP: [
+            arguments(),
+            arguments(x=normal(2, 3, 64, seed=2), bias=normal(24, seed=3), activation="gelu"),
+            arguments(weight=groups[0], scale=groups[1], residual=normal(5, 24, seed=4)),
+        ],
+        GRAD_OP: [grad_arguments(), grad_arguments(weight=groups[0], scale=groups[1])],
+    }
+    for name, all_arguments in checked.items():
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastattn::{name}", key)
+        for each in all_arguments:
+            with running():
+                torch.library.opcheck(getattr(torch.ops.fastattn, name).default, (), each)
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+
+int8 = functools.partial(zeros, dtype=torch.int8)
+fp32 = functools.partial(zeros, dtype=torch.float32)
+# what is wrong: changed arguments, words of the message
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "weight rank": ({"weight": int8(24)}, "weight must have 2 dimensions, got shape [24]"),
+    "scale rank": ({"scale": fp32(24)}, "scale must have 2 dimensions, got shape [24]"),
+    "columns": ({"x": zeros(5, 48)}, "x must have 64 columns like weight, got [5, 48]"),
+    "scalar": ({"x": zeros()}, "x must have 64 columns like weight, got []"),
+    "dtype": ({"x": fp32(5, 64)}, "x must be float16 or bfloat16 for the native kernel, got Float"),
+    "weight dtype": ({"weight": zeros(24, 64)}, "weight must be Char, got Half"),
+    "scale dtype": ({"scale": zeros(24, 1)}, "scale must be Float, got Half"),
+    "rows": ({"weight": int8(20, 64), "scale": fp32(20, 1)}, "weight must have a multiple of 8 rows and of 16 columns"),
+    "scale rows": ({"scale": fp32(8, 1)}, "scale must have shape [1, 1], [24, 1] or [24, groups], got [8, 1]"),
+    "groups": (
+        {"scale": fp32(24, 4)},
+        "scale must have a column for each 32, 64 or 128 columns of weight, got [24, 4]",
+    ),
+    "rows of groups": ({"scale": fp32(1, 2)}, "scale must have a column for each 32, 64 or 128 columns of weight"),
+    "bias": ({"bias": zeros(23)}, "bias must have shape [24], got [23]"),
+    "bias dtype": ({"bias": fp32(24)}, "bias must be Half, got Float"),
+    "residual": (
+        {"residual": zeros(4, 24)},
+        "residual must have the leading dimensions of the input and 24 columns, got [4, 24]",
+    ),
+    "activation": ({"activation": "tanh"}, "activation must be none, relu, gelu, gelu_tanh or silu, got tanh"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_of_the_op(name: str) -> None:
+    changed, words = BAD[name]
+    with pytest.raises(RuntimeError, match=re.escape(f"fastattn.{OP}: {words}")):
+        getattr(torch.ops.fastattn, OP)(**arguments(**changed))
+
+
+def test_bad_input_of_the_gradient() -> None:
+    with pytest.raises(RuntimeError, match=re.escape(f"fastattn.{GRAD_OP}: grad_out must have 24 columns like weight")):
+        grad_input(*grad_arguments(grad_out=zeros(5, 64)).values())
+
+
+def test_a_raw_op_has_no_gradient() -> None:
+    with pytest.raises(RuntimeError, match="the raw operator has no gradient"):
+        getattr(torch.ops.fastattn, OP)(**arguments(x=normal(5, 64, seed=1).requires_grad_()))
+
+
+# --- What is launched -------------------------------------------------------------------------------------------------
+
+
+@only_emulated
+@each_granularity
+@pytest.mark.parametrize("m", [1, 16, 64, 128])
+def test_no_bank_conflicts_and_whole_sectors(m: int, granularity: str | int) -> None:
+    weight, scale = quantised(256, 512, granularity)
+    with running() as found:
+        int8_matmul(normal(m, 512, seed=1), weight, scale, None, None, "none")
+        grad_input(normal(m, 256, seed=2), weight, scale)
+    assert len(found) == 2
+    for launched in found:
+        assert launched.report.bank_conflicts == 0
+        copies = [row for row in launched.report.rows if row.opcode.startswith("cp.async.cg")]
+        assert sum(row.global_bytes for row in copies) == 32 * sum(row.global_sectors for row in copies) > 0
+
+
+@only_emulated
+@each_dtype
+def test_few_tokens_move_little_more_than_the_weight(dtype: torch.dtype) -> None:
+    """Each byte of the weight once. With what the tiles read again, from L2, within 3% of all inputs and outputs once;
+    in the gradient that is the scales too, 4 bytes beside 128 of weights."""
+    n, k = 512, 1024
+    weight, scale = quantised(n, k, "channel")
+    for matmul, width, others, allowed in ((int8_matmul, k, (None, None, "none"), 1.03), (grad_input, n, (), 1.06)):
+        x = normal(1, width, seed=1, dtype=dtype)
+        with running() as found:
+            out = matmul(x, weight, scale, *others)
+        (launched,) = found
+        moved = sum(row.global_bytes for row in launched.report.rows)
+        assert moved <= allowed * (weight.nbytes + scale.nbytes + x.nbytes + out.nbytes)
+        copied = sum(row.global_bytes for row in launched.report.rows if row.opcode.startswith("cp.async.cg"))
+        assert copied == weight.nbytes + x.nbytes * (out.numel() // 128)
+
+
+@only_emulated
+def test_the_launch_is_the_one_that_a_gpu_would_get() -> None:
+    """Four warps, and no more tensor-core work than the tiles need."""
+    weight, scale = quantised(256, 256, "channel")
+    for m, block in ((1, 16), (40, 64), (200, 128)):
+        with running() as found:
+            int8_matmul(normal(m, 256, seed=1), weight, scale, None, None, "none")
+            grad_input(normal(m, 256, seed=1), weight, scale)
+        tokens = -(-m // block) * block
+        for launched in found:
+            assert launched.grid == (2 * tokens // block, 1, 1) and launched.block == (128, 1, 1)
+            assert launched.report.shared_bytes <= 99 * 1024
+            (work,) = launched.report.tensor_core.values()
+            assert work.multiply_adds == tokens * 256 * 256
+
+
+@only_emulated
+@pytest.mark.parametrize(
+    ("instruction", "instead"),
+    [("cp.async.wait_group 2;", "cp.async.wait_group 3;"), ("bar.sync 0;", "")],
+    ids=["waits for one group less", "no barrier"],
+)
+def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str) -> None:
+    weight, scale = quantised(128, 1024, "channel")
+    x = normal(5, 1024, seed=1)
+    with cuda_runtime.replaced(instruction, instead):
+        for seed in range(3):
+            with pytest.raises(EmulatorError) as caught:
+                check_forward(x, weight, scale, launching={"seed": seed, "uninitialised": False})
+            assert caught.value.kind == "race"
+    check_forward(x, weight, scale)
+
+
+def test_every_instance_is_launched() -> None:
+    """By the tables above: blocks and dtypes are those of the instance files."""
+    folder = Path(__file__).resolve().parent.parent / "csrc" / OP / "instances"
+    kinds = ("gemm", "grad_input")
+    expected = {f"{kind}_m{m}_{t}_sm80" for kind, m, t in itertools.product(kinds, BLOCKS, ("f16", "bf16"))}
+    assert {file.stem for file in folder.glob("*.cu")} == expected | {"merge_f16_sm80", "merge_bf16_sm80"}
