@@ -212,7 +212,6 @@ def int8_kernels() -> dict[tuple[str, int, str], KernelFacts]:
 @with_sm80_kernels
 def test_every_int8_instance_is_there() -> None:
     assert sorted(int8_kernels()) == INT8_INSTANCES
-    assert len([name for name in machine_code() if "int8_matmul_merge_sm80" in name]) == len(DTYPES)
 
 
 @with_sm80_kernels

@@ -17,6 +17,7 @@
 #include "api/device.h"
 #include "host/dispatch.h"
 #include "host/host_device.h"
+#include "host/launch_token.h"
 #include "host/multiprocessors.h"
 #include "int8_matmul/int8_matmul.h"
 #include "int8_matmul/tiles_sm80.h"
@@ -80,7 +81,7 @@ MatrixView<Element> matrix_view(const char* op, const char* name, const Tensor& 
 // Tensors that must live until the kernels are launched, since views point into them.
 struct Int8MatmulTensors {
     Tensor input, weight, scale, out;
-    std::optional<Tensor> bias, residual, partial, largest_scale;
+    std::optional<Tensor> bias{}, residual{}, largest_scale{}, partial{}, arrivals{};
 };
 
 Int8WeightView weight_view(const char* op, Int8MatmulTensors& kept) {
@@ -121,7 +122,7 @@ void check_arguments(const char* op, const char* input_name, const Tensor& input
     check_beside(op, "scale", scale, input_name, input, ScalarType::Float);
 }
 
-// Picks the tile, divides the sums among CTAs, launches, and merges what was divided.
+// Picks the tile, divides the sums among CTAs, and launches.
 template <typename Kernel>
 void run(Int8MatmulParams& params, Int8MatmulTensors& kept, DataType dtype, const Kernel& kernel) {
     const OnDeviceOf device(kept.input);
@@ -135,13 +136,17 @@ void run(Int8MatmulParams& params, Int8MatmulTensors& kept, DataType dtype, cons
             const int32_t steps = ceil_div(params.input.columns, block_depth);
             epilogue.num_splits = num_splits(tiles, steps, num_multiprocessors());
             if (epilogue.num_splits > 1) {
-                kept.partial = torch::stable::new_empty(
-                    kept.input, {epilogue.num_splits, epilogue.out.rows, epilogue.out.columns}, ScalarType::Float);
-                epilogue.partial = static_cast<float*>(kept.partial->data_ptr());
+                const int64_t part = int64_t{epilogue.out.rows} * epilogue.out.columns;
+                const Tensor arrivals =
+                    kept.arrivals.emplace(torch::stable::new_empty(kept.input, {tiles}, ScalarType::Long));
+                const Tensor partial = kept.partial.emplace(
+                    torch::stable::new_empty(kept.input, {epilogue.num_splits, part}, ScalarType::Float));
+                epilogue.partial = static_cast<float*>(partial.data_ptr());
+                epilogue.arrivals = static_cast<uint64_t*>(arrivals.data_ptr());
+                epilogue.token = launch_token();
             }
             kernel.template start<tokens.value, data_type.value>(params, device.stream());
         });
-        if (epilogue.num_splits > 1) launch_int8_matmul_merge_sm80<data_type.value>(epilogue, device.stream());
     });
 }
 
@@ -194,7 +199,7 @@ Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> 
         check_beside(kOp, "residual", *residual, "x", x, x.scalar_type());
     }
 
-    Int8MatmulTensors kept{x, weight, scale, torch::stable::new_empty(x, sizes), bias, residual, {}, {}};
+    Int8MatmulTensors kept{x, weight, scale, torch::stable::new_empty(x, sizes), bias, residual};
     Int8MatmulParams params{};
     params.weight = weight_view(kOp, kept);
     MatmulEpilogue& epilogue = params.epilogue;
@@ -226,8 +231,8 @@ Tensor int8_matmul_grad_input(Tensor grad_out, Tensor weight, Tensor scale) {
     const DataType dtype = data_type(kOp, "grad_out", grad_out);
     const int64_t columns = weight.size(1);
 
-    Int8MatmulTensors kept{grad_out, weight, scale, torch::stable::new_empty(grad_out, with_columns(grad_out, columns)),
-                           {},       {},     {},    {}};
+    Int8MatmulTensors kept{grad_out, weight, scale,
+                           torch::stable::new_empty(grad_out, with_columns(grad_out, columns))};
     Int8MatmulParams params{};
     params.weight = weight_view(kOp, kept);
     if (kept.out.numel() == 0 || grad_out.numel() == 0) return torch::stable::zero_(kept.out);

@@ -3,8 +3,10 @@
 
 #include <cstdint>
 
+#include "device/arrivals.cuh"
 #include "device/fragment.cuh"
 #include "int8_matmul/int8_matmul.h"
+#include "int8_matmul/work.h"
 
 namespace fastattn {
 
@@ -80,29 +82,56 @@ __device__ __forceinline__ void finish(const MatmulEpilogue& epilogue, const flo
     *reinterpret_cast<uint2*>(epilogue.out.data + row * epilogue.out.row_stride + column) = bits;
 }
 
-// A CTA's tile, whose upper left element is [first_row, first_column] of the result: finished, or where the tile is
-// shared, left for the kernel merge. What is outside of the result is dropped.
-template <DataType kDataType, int kRows, int kColumns, int kThreads>
-__device__ __forceinline__ void store_tile(const MatmulEpilogue& epilogue, const float* sSums, int32_t first_row,
-                                           int32_t first_column, int32_t split, int thread) {
+// Calls function(sums, row, column) for the chunks of a tile that a thread finishes, as far as they are in the result.
+// [first_row, first_column] is the tile's upper left element.
+template <int kRows, int kColumns, int kThreads, typename Function>
+__device__ __forceinline__ void for_own_chunks(const MatrixView<uint16_t>& out, const float* sSums, int32_t first_row,
+                                               int32_t first_column, Function&& function) {
     constexpr int kChunksPerRow = kColumns / kEpilogueColumns, kRowsPerPass = kThreads / kChunksPerRow;
     static_assert(kRows % kRowsPerPass == 0, "passes must cover the tile exactly");
-    const int32_t num_rows = epilogue.out.rows, num_columns = epilogue.out.columns;
-    const int32_t column = first_column + thread % kChunksPerRow * kEpilogueColumns;
-    if (column >= num_columns) return;
+    const int tile_column = threadIdx.x % kChunksPerRow * kEpilogueColumns;
+    if (first_column + tile_column >= out.columns) return;
 #pragma unroll 1
-    for (int tile_row = thread / kChunksPerRow; tile_row < kRows; tile_row += kRowsPerPass) {
-        const int64_t row = int64_t{first_row} + tile_row;
-        if (row >= num_rows) return;
-        const float4 sums = *reinterpret_cast<const float4*>(sSums + tile_row * SumsLayout<kColumns>::kRowElements +
-                                                             (column - first_column));
-        if (epilogue.partial == nullptr) {
-            finish<kDataType>(epilogue, sums, row, column);
-        } else {
-            float* part = epilogue.partial + (int64_t{split} * num_rows + row) * num_columns + column;
-            *reinterpret_cast<float4*>(part) = sums;
-        }
+    for (int tile_row = threadIdx.x / kChunksPerRow; tile_row < kRows; tile_row += kRowsPerPass) {
+        if (tile_row >= out.rows - first_row) return;
+        const float* sums = sSums + tile_row * SumsLayout<kColumns>::kRowElements + tile_column;
+        function(*reinterpret_cast<const float4*>(sums), int64_t{first_row} + tile_row, first_column + tile_column);
     }
+}
+
+// A CTA's tile of sums into the result. Of the CTAs that share a tile, the last to come adds up what all have left in
+// `partial`, in the order of the splits, so that bits repeat.
+template <DataType kDataType, int kRows, int kColumns, int kThreads>
+__device__ __forceinline__ void finish_tile(const MatmulEpilogue& epilogue, const float* sSums,
+                                            const MatmulWork& work) {
+    const int32_t first_row = work.token_tile * kRows, first_column = work.output_tile * kColumns;
+    const auto for_chunks = [&](auto&& function) {
+        for_own_chunks<kRows, kColumns, kThreads>(epilogue.out, sSums, first_row, first_column, function);
+    };
+    if (epilogue.num_splits == 1) {
+        for_chunks(
+            [&](const float4& sums, int64_t row, int32_t column) { finish<kDataType>(epilogue, sums, row, column); });
+        return;
+    }
+    const int64_t part_elements = int64_t{epilogue.out.rows} * epilogue.out.columns;
+    for_chunks([&](const float4& sums, int64_t row, int32_t column) {
+        float* part = epilogue.partial + work.split * part_elements + row * epilogue.out.columns + column;
+        *reinterpret_cast<float4*>(part) = sums;
+    });
+    __syncthreads();  // all of this part is there
+    const bool is_last =
+        threadIdx.x == 0 && arrives_last(epilogue.arrivals + work.tile, epilogue.token, epilogue.num_splits);
+    if (!__syncthreads_or(is_last)) return;
+    for_chunks([&](const float4&, int64_t row, int32_t column) {
+        const float* part = epilogue.partial + row * epilogue.out.columns + column;
+        float4 sums = __ldcg(reinterpret_cast<const float4*>(part));
+        for (int split = 1; split < epilogue.num_splits; ++split) {
+            part += part_elements;
+            const float4 more = __ldcg(reinterpret_cast<const float4*>(part));
+            sums = {sums.x + more.x, sums.y + more.y, sums.z + more.z, sums.w + more.w};
+        }
+        finish<kDataType>(epilogue, sums, row, column);
+    });
 }
 
 }  // namespace fastattn

@@ -11,6 +11,8 @@
 // agree: within 32 k, lane t of a quad takes 8t … 8t + 7, of W as 8 bytes and of X as 16, which are two MMAs' worth.
 // Steps come 16 bytes a copy, in full sectors. Per pair of weights: 0.5 LOP3, 1 PRMT, 1 HFMA2.
 // Scales per tensor or channel multiply the finished sums. Per group along K they multiply the sums of 32 k.
+// Few tokens have too few tiles to fill the GPU: then several CTAs share one, each with a part of K (work.h), and the
+// last of them to finish adds up the parts.
 // Preconditions: those of Int8WeightView and MatrixView; N a multiple of 8, K of 16.
 #pragma once
 
@@ -229,8 +231,7 @@ __global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, 2)
     __syncthreads();  // all are done with the stages
     stage_sums<kDataType, Config>(shared.sums, rY, warp_n, lane);
     __syncthreads();  // the tile is complete
-    store_tile<kDataType, kBlockM, kBlockN, kNumThreads>(params.epilogue, shared.sums, first_token, first_output,
-                                                         work.split, threadIdx.x);
+    finish_tile<kDataType, kBlockM, kBlockN, kNumThreads>(params.epilogue, shared.sums, work);
 }
 
 template <int kBlockM, DataType kDataType>

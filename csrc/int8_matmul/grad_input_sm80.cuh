@@ -194,8 +194,7 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
     __syncthreads();  // all are done with the stages
     stage_sums<Config>(shared.sums, rX, unit, warp_k, lane);
     __syncthreads();  // the tile is complete
-    store_tile<kDataType, kBlockM, kBlockK, kNumThreads>(params.epilogue, shared.sums, first_token, first_column,
-                                                         work.split, threadIdx.x);
+    finish_tile<kDataType, kBlockM, kBlockK, kNumThreads>(params.epilogue, shared.sums, work);
 }
 
 template <int kBlockM, DataType kDataType>

@@ -30,7 +30,7 @@ struct Int8WeightView {
 enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
 
 // What becomes of the sums [rows, columns] of a matmul: activation(scale * sum + bias) + residual, in fp32 up to one
-// rounding. Where several CTAs share a tile, their sums go to `partial`, and the kernel merge adds them up.
+// rounding. Where several CTAs share a tile, their sums pass through `partial`.
 struct MatmulEpilogue {
     const float* scale;    // [columns], or null: 1
     int32_t scale_stride;  // 0: all columns have the same
@@ -38,8 +38,10 @@ struct MatmulEpilogue {
     Activation activation;
     MatrixView<const uint16_t> residual;  // data is null where there is none
     MatrixView<uint16_t> out;
-    float* partial;  // [num_splits, rows, columns], or null
-    int32_t num_splits;
+    int32_t num_splits;  // CTAs that share a tile
+    float* partial;      // [num_splits, rows, columns], or null: one split
+    uint64_t* arrivals;  // [tiles], see device/arrivals.cuh
+    uint64_t token;
 };
 
 struct Int8MatmulParams {
@@ -57,8 +59,5 @@ void launch_int8_matmul_sm80(const Int8MatmulParams& params, Stream stream);
 
 template <int kBlockM, DataType kDataType>
 void launch_int8_matmul_grad_input_sm80(const Int8MatmulParams& params, Stream stream);
-
-template <DataType kDataType>
-void launch_int8_matmul_merge_sm80(const MatmulEpilogue& params, Stream stream);
 
 }  // namespace fastattn

@@ -1,0 +1,20 @@
+// atom: read, modify and write in one piece.
+// PTX ISA, "Parallel Synchronization and Communication Instructions: atom".
+#pragma once
+
+#include <cstdint>
+
+namespace fastattn::ptx {
+
+// Stores `desired` where `expected` stands, and returns what stood there. What this thread has done, or has seen done,
+// before is seen by whoever finds `desired`.
+__device__ __forceinline__ uint64_t atom_cas_acq_rel_b64(uint64_t* global, uint64_t expected, uint64_t desired) {
+    uint64_t found;
+    asm volatile("atom.acq_rel.gpu.global.cas.b64 %0, [%1], %2, %3;"
+                 : "=l"(found)
+                 : "l"(global), "l"(expected), "l"(desired)
+                 : "memory");
+    return found;
+}
+
+}  // namespace fastattn::ptx
