@@ -1,0 +1,232 @@
+"""Calls of flash-decoding: their arguments, the op's view of them, and what the oracle says. Not a test module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import reference
+from kernel_device import DEVICE
+from oracle import check_against_oracle
+
+HUGE = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. Memory that must not be read holds NaN, and unused table entries numbers out of range."""
+
+    name: str
+    lengths: tuple[int, ...] = (37, 130, 1)
+    heads: tuple[int, int] = (4, 2)
+    queries: int = 1
+    dims: tuple[int, int] = (32, 32)
+    capacity: int = 150
+    dtype: torch.dtype = torch.float16
+    page_size: int = 0
+    new: int = 0
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: str = ""  # "", "heads" or "batch"
+    sinks: bool = False
+    rotary_dim: int = 0
+    interleaved: bool = False
+    int8: bool = False
+    scale: float | None = None
+    splits: int = 0
+    batch_invariant: bool = False
+    magnitude: float = 1.0
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}-seed{self.seed}"
+
+
+def absent_rows(case: Case, batch: int) -> slice:
+    """The positions of a sequence that hold no token before the append."""
+    return slice(min(max(case.lengths[batch], 0), case.capacity), case.capacity)
+
+
+def make_cache(
+    case: Case, dim: int, block_table: Tensor | None, generator: torch.Generator
+) -> tuple[Tensor, Tensor | None]:
+    """A cache with NaN wherever there is no token, and its scales if it is int8."""
+    batch, kv_heads = len(case.lengths), case.heads[1]
+    rows = case.magnitude * torch.randn(batch, kv_heads, case.capacity, dim, generator=generator)
+    rows = rows.to(case.dtype)
+    scales = None
+    if case.int8:
+        rows, scales = reference.quantize_rows(rows)
+    spoiled = scales if scales is not None else rows
+    for sequence in range(batch):
+        spoiled[sequence, :, absent_rows(case, sequence)] = math.nan
+    if block_table is None:
+        return rows, scales
+    num_pages = batch * block_table.shape[1] + 3  # three pages that nobody names
+    pages = rows.new_full((num_pages, kv_heads, case.page_size, dim), 99 if case.int8 else math.nan)
+    page_scales = None if scales is None else scales.new_full((num_pages, kv_heads, case.page_size), math.nan)
+    for sequence in range(batch):
+        for index, page in enumerate(block_table[sequence].tolist()):
+            part = slice(index * case.page_size, (index + 1) * case.page_size)
+            pages[page] = rows[sequence, :, part]
+            if page_scales is not None and scales is not None:
+                page_scales[page] = scales[sequence, :, part]
+    return pages, page_scales
+
+
+def make_arguments(case: Case) -> dict[str, Any]:
+    """Keyword arguments that ``reference.attention_with_kv_cache`` and the launcher have in common."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def normal(*shape: int) -> Tensor:
+        return (case.magnitude * torch.randn(*shape, generator=generator)).to(case.dtype)
+
+    batch, (heads, kv_heads), (head_dim, value_dim) = len(case.lengths), case.heads, case.dims
+    block_table = None
+    if case.page_size:
+        assert case.capacity % case.page_size == 0
+        max_pages = case.capacity // case.page_size
+        block_table = torch.randperm(batch * max_pages + 3, generator=generator)[: batch * max_pages]
+        block_table = block_table.view(batch, max_pages).to(torch.int32)
+    k_cache, k_scale = make_cache(case, head_dim, block_table, generator)
+    v_cache, v_scale = make_cache(case, value_dim, block_table, generator)
+    if block_table is not None:  # what lies beyond the tokens names no page
+        for sequence, length in enumerate(case.lengths):
+            first_unused = -(-max(length + case.new, 0) // case.page_size)
+            garbage = torch.tensor([HUGE, -7, -HUGE - 1, k_cache.shape[0]], dtype=torch.int32)
+            unused = block_table[sequence, first_unused:]
+            unused.copy_(garbage.repeat(unused.numel() // 4 + 1)[: unused.numel()])
+    half = case.rotary_dim // 2
+    angles = torch.rand(case.capacity, half, generator=generator) * 2 * math.pi
+    arguments: dict[str, Any] = {
+        "query": normal(batch, heads, case.queries, head_dim),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "cache_seqlens": torch.tensor(case.lengths, dtype=torch.int32),
+        "k_new": normal(batch, kv_heads, case.new, head_dim) if case.new else None,
+        "v_new": normal(batch, kv_heads, case.new, value_dim) if case.new else None,
+        "rotary_cos": angles.cos().to(case.dtype) if half else None,
+        "rotary_sin": angles.sin().to(case.dtype) if half else None,
+        "rotary_interleaved": case.interleaved,
+        "block_table": block_table,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "softcap": case.softcap,
+        "alibi_slopes": None,
+        "sinks": torch.randn(heads, generator=generator) if case.sinks else None,
+        "scale": case.scale if case.scale is not None else 1 / math.sqrt(head_dim),
+    }
+    if case.alibi:
+        shape = (batch, heads) if case.alibi == "batch" else (1, heads)
+        arguments["alibi_slopes"] = torch.rand(shape, generator=generator)
+    return {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
+def clone(arguments: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """A copy of the arguments; floating tensors in ``dtype`` if given."""
+    copies = {}
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            value = value.clone() if dtype is None or not value.is_floating_point() else value.to(dtype)
+        copies[name] = value
+    return copies
+
+
+def op_arguments(case: Case, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of the op ``attention_decode``; caches among the arguments change in place."""
+    left, right = case.window
+    return {
+        **arguments,
+        "window_left": left,
+        "window_right": 0 if case.causal else right,
+        "num_splits": case.splits,
+        "batch_invariant": case.batch_invariant,
+    }
+
+
+def check(
+    case: Case, run_kernel: Callable[[Case, dict[str, Any]], tuple[Tensor, Tensor]], arguments: dict[str, Any] | None
+) -> tuple[Tensor, Tensor]:
+    """Assert that the append gives the reference's bits, and that attention over the result meets the oracle.
+
+    ``run_kernel``: output and lse of a case; the caches among its arguments change in place.
+    """
+    arguments = arguments if arguments is not None else make_arguments(case)
+    expected, inputs = clone(arguments), clone(arguments)
+    options = {"causal": case.causal, "window": case.window}
+    reference.attention_with_kv_cache(**expected, **options)
+    out, lse = run_kernel(case, inputs)
+    for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
+        if isinstance(arguments[name], Tensor):
+            torch.testing.assert_close(inputs[name], expected[name], rtol=0, atol=0, equal_nan=True)
+
+    # The cache is what it should be: now the oracle attends over these very bits, with nothing left to append.
+    expected["cache_seqlens"] = expected["cache_seqlens"].clamp(0, case.capacity) + case.new
+    expected["k_new"] = expected["v_new"] = None
+    oracle, oracle_lse = reference.attention_with_kv_cache(**clone(expected, torch.float64), **options)
+    composite, composite_lse = reference.attention_with_kv_cache(**clone(expected), **options, compute_dtype=case.dtype)
+    assert out.dtype == case.dtype and lse.dtype == torch.float32
+    check_against_oracle("out", out, oracle, composite)
+    check_against_oracle("lse", lse, oracle_lse, composite_lse)
+    return out, lse
+
+
+CASES = [
+    Case("one-query"),
+    Case("bfloat16", dtype=torch.bfloat16),
+    Case("not-causal", causal=False, queries=3),
+    Case("lengths-out-of-range", lengths=(0, -5, 151, HUGE, 150)),
+    Case("append-out-of-range", lengths=(0, -5, 149, 150, HUGE), new=2),
+    Case("append-more-than-queries", lengths=(10, 0, 120), new=25, queries=2),
+    Case("append-fewer-than-queries", lengths=(10, 0, 120), new=1, queries=5),
+    Case("sixteen-queries", queries=16, lengths=(3, 70, 150)),
+    Case("many-row-tiles", queries=9, heads=(16, 1), lengths=(3, 66, 150)),
+    Case("mha", heads=(3, 3), lengths=(64, 65)),
+    Case("gqa-8", heads=(8, 1), queries=2, lengths=(63, 129)),
+    Case("gqa-16", heads=(32, 2), lengths=(128, 77)),
+    Case("value-dim-wider", dims=(24, 64)),
+    Case("value-dim-narrower", dims=(96, 8), lengths=(40, 5)),
+    Case("dim-256", dims=(256, 256), lengths=(33, 70), queries=2),
+    Case("window-left", window=(20, -1), queries=4, splits=3),
+    Case("window-both-sides", window=(17, 2), causal=False, queries=7),
+    Case("window-zero", window=(0, 0), queries=2),
+    Case("window-past-everything", window=(HUGE, HUGE), causal=False, queries=2),
+    Case("window-far-left-batch-invariant", window=(40, -1), lengths=(140, 7, 100), batch_invariant=True),
+    Case("softcap", softcap=5.0, magnitude=2.0, queries=3),
+    Case("softcap-bfloat16", softcap=30.0, magnitude=2.0, dtype=torch.bfloat16),
+    Case("alibi", alibi="heads", queries=3),
+    Case("alibi-batch-not-causal", alibi="batch", causal=False, queries=3),
+    Case("sinks", sinks=True, lengths=(37, 0, 1)),
+    Case("sinks-split", sinks=True, lengths=(137, 0, 1), splits=3),
+    Case("rotary", rotary_dim=32, new=1),
+    Case("rotary-interleaved", rotary_dim=32, interleaved=True, new=3, queries=3),
+    Case("rotary-partial", rotary_dim=16, dims=(40, 16), new=2, queries=2),
+    Case("rotary-partial-interleaved", rotary_dim=8, interleaved=True, dims=(40, 16), new=2),
+    Case("rotary-out-of-range", rotary_dim=16, lengths=(-9, 0, HUGE), new=2, queries=4),
+    Case("rotary-bfloat16", rotary_dim=32, new=2, queries=2, dtype=torch.bfloat16),
+    Case("page-1", page_size=1, new=2),
+    Case("page-16", page_size=16, capacity=160, new=20, queries=4),
+    Case("page-48", page_size=48, capacity=192, lengths=(37, 191, 0, 96)),
+    Case("page-64", page_size=64, capacity=192, lengths=(64, 128, 190), new=1, splits=2),
+    Case("page-256", page_size=256, capacity=512, lengths=(300, 255, 511), new=1),
+    Case("page-16-window", page_size=16, capacity=160, window=(30, -1), queries=3, alibi="heads"),
+    Case("int8", int8=True),
+    Case("int8-append", int8=True, new=3, queries=3, rotary_dim=32),
+    Case("int8-bfloat16", int8=True, new=2, queries=2, dtype=torch.bfloat16),
+    Case("int8-small-values", int8=True, magnitude=1e-4, scale=1e6),
+    Case("int8-paged", int8=True, page_size=16, capacity=160, new=1, splits=3),
+    Case("int8-page-64", int8=True, page_size=64, capacity=192, new=2, dims=(16, 48)),
+    Case("large-magnitude", magnitude=30.0),
+    Case("negative-scale", scale=-0.3, queries=2),
+    Case("zero-scale", scale=0.0),
+    Case("everything", dims=(64, 32), heads=(8, 2), queries=3, new=3, page_size=16, capacity=160, window=(90, -1),
+         softcap=8.0, alibi="batch", sinks=True, rotary_dim=32, int8=True, splits=2),
+    Case("everything-16-bit", dims=(64, 32), heads=(8, 2), queries=3, new=3, page_size=64, capacity=192,
+         window=(90, -1), softcap=8.0, alibi="batch", sinks=True, rotary_dim=32, interleaved=True, splits=2, seed=1),
+]  # fmt: skip
