@@ -8,6 +8,7 @@
 #ifdef FASTATTN_ARCH_80
 #include "api/attention_backward.h"
 #include "api/attention_forward.h"
+#include "api/decode.h"
 #include "api/device.h"
 #include "api/int8_matmul.h"
 #endif
@@ -44,5 +45,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn, FASTATTN_DISPATCH_KEY, m) {
     m.impl("attention_backward", TORCH_BOX(&fastattn::attention_backward));
     m.impl("int8_matmul", TORCH_BOX(&fastattn::int8_matmul));
     m.impl("int8_matmul_grad_input", TORCH_BOX(&fastattn::int8_matmul_grad_input));
+    m.impl("attention_decode", TORCH_BOX(&fastattn::attention_decode));
 }
 #endif

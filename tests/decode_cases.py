@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +52,13 @@ class Case:
 def absent_rows(case: Case, batch: int) -> slice:
     """The positions of a sequence that hold no token before the append."""
     return slice(min(max(case.lengths[batch], 0), case.capacity), case.capacity)
+
+
+def aligned_rows(cache: Tensor) -> Tensor:
+    """A copy whose rows start at multiples of 16 bytes."""
+    unit = 16 // cache.element_size()
+    copy = cache.new_zeros(*cache.shape[:-1], -(-cache.shape[-1] // unit) * unit)[..., : cache.shape[-1]]
+    return copy.copy_(cache)
 
 
 def make_cache(
@@ -125,7 +133,7 @@ def make_arguments(case: Case) -> dict[str, Any]:
     if case.alibi:
         shape = (batch, heads) if case.alibi == "batch" else (1, heads)
         arguments["alibi_slopes"] = torch.rand(shape, generator=generator)
-    return {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    return clone({name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in arguments.items()})
 
 
 def clone(arguments: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
@@ -133,7 +141,8 @@ def clone(arguments: dict[str, Any], dtype: torch.dtype | None = None) -> dict[s
     copies = {}
     for name, value in arguments.items():
         if isinstance(value, Tensor):
-            value = value.clone() if dtype is None or not value.is_floating_point() else value.to(dtype)
+            copy = aligned_rows if name in ("k_cache", "v_cache") else Tensor.clone
+            value = copy(value) if dtype is None or not value.is_floating_point() else value.to(dtype)
         copies[name] = value
     return copies
 
@@ -150,13 +159,12 @@ def op_arguments(case: Case, arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def check(
-    case: Case, run_kernel: Callable[[Case, dict[str, Any]], tuple[Tensor, Tensor]], arguments: dict[str, Any] | None
-) -> tuple[Tensor, Tensor]:
-    """Assert that the append gives the reference's bits, and that attention over the result meets the oracle.
+# Output and lse of a case; the caches among its arguments change in place.
+RunKernel = Callable[[Case, dict[str, Any]], tuple[Tensor, Tensor]]
 
-    ``run_kernel``: output and lse of a case; the caches among its arguments change in place.
-    """
+
+def check(case: Case, run_kernel: RunKernel, arguments: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
+    """Assert that the append gives the reference's bits, and that attention over the result meets the oracle."""
     arguments = arguments if arguments is not None else make_arguments(case)
     expected, inputs = clone(arguments), clone(arguments)
     options = {"causal": case.causal, "window": case.window}
@@ -230,3 +238,148 @@ CASES = [
     Case("everything-16-bit", dims=(64, 32), heads=(8, 2), queries=3, new=3, page_size=64, capacity=192,
          window=(90, -1), softcap=8.0, alibi="batch", sinks=True, rotary_dim=32, interleaved=True, splits=2, seed=1),
 ]  # fmt: skip
+
+
+def any_number_of_splits_meets_the_oracle(run_kernel: RunKernel, splits: int) -> None:
+    check(Case("splits", lengths=(0, 5, 190, 448), capacity=448, queries=2, sinks=True, splits=splits), run_kernel)
+
+
+def strongly_negative_scores(run_kernel: RunKernel) -> None:
+    case = Case("negative")
+    arguments = make_arguments(case)
+    arguments["query"] = torch.full_like(arguments["query"], -20.0)
+    arguments["k_cache"] = arguments["k_cache"].abs()
+    check(case, run_kernel, arguments)
+
+
+def a_dominant_key_gives_its_value(run_kernel: RunKernel) -> None:
+    case = Case("dominant")
+    arguments = make_arguments(case)
+    arguments["query"] = torch.ones_like(arguments["query"])
+    arguments["k_cache"][:, :, 0] = 60.0
+    out, _ = check(case, run_kernel, arguments)
+    torch.testing.assert_close(out[:, 0, 0], arguments["v_cache"][:, 0, 0], rtol=1e-3, atol=1e-3)
+
+
+def pages_out_of_range_are_absent(run_kernel: RunKernel, int8: bool) -> None:
+    case = Case("absent-pages", page_size=16, capacity=160, lengths=(100, 150, 33), new=2, int8=int8, splits=2)
+    arguments = make_arguments(case)
+    table = arguments["block_table"]
+    table[0, 1], table[0, 5], table[1, 9] = (
+        HUGE,
+        -1,
+        arguments["k_cache"].shape[0],
+    )  # new tokens of sequence 1 are there
+    table[2] = -5
+    out, lse = check(case, run_kernel, arguments)
+    assert bool((out[2] == 0).all()) and bool((lse[2] == -math.inf).all())
+
+
+def a_cache_without_pages(run_kernel: RunKernel) -> None:
+    case = Case("no-pages", page_size=16, capacity=32, lengths=(20,))
+    arguments = make_arguments(case)
+    arguments["k_cache"] = arguments["k_cache"][:0]
+    arguments["v_cache"] = arguments["v_cache"][:0]
+    out, lse = run_kernel(case, arguments)
+    assert bool((out == 0).all()) and bool((lse == -math.inf).all())
+
+
+def nan_reaches_only_rows_that_see_it(run_kernel: RunKernel, spoil: str) -> None:
+    """The last of four causal queries sees the spoiled key, which lies in the same tile as all others."""
+    case = Case("nan", queries=4, int8=spoil.endswith("scale"), lengths=(70, 12))
+    arguments = make_arguments(case)
+    for sequence, length in enumerate(case.lengths):
+        arguments[spoil][sequence, :, length - 1] = math.nan
+    out, lse = check(case, run_kernel, arguments)
+    assert not bool(out[:, :, :3].isnan().any()) and bool(out[:, :, 3].isnan().all())
+    assert bool(lse[:, :, 3].isnan().all()) == spoil.startswith("k_")
+
+
+def nan_in_one_split_reaches_the_result(run_kernel: RunKernel) -> None:
+    case = Case("nan-split", splits=3, lengths=(150,))
+    arguments = make_arguments(case)
+    arguments["v_cache"][0, 0, 70] = math.nan
+    out, _ = check(case, run_kernel, arguments)
+    assert bool(out[0, :2].isnan().all()) and not bool(out[0, 2:].isnan().any())
+
+
+def new_keys_that_are_not_finite_stay_visible(run_kernel: RunKernel) -> None:
+    case = Case("nan-append", int8=True, new=2, lengths=(3, 20))
+    arguments = make_arguments(case)
+    arguments["v_new"][0, 0, 1, 5] = math.nan
+    out, _ = run_kernel(case, arguments)
+    assert bool(out[0, :2].isnan().all()) and not bool(out[0, 2:].isnan().any()) and not bool(out[1].isnan().any())
+
+
+def views_are_read_and_written_in_place(run_kernel: RunKernel) -> None:
+    """Caches, new keys and queries that are transposed or sliced views; the output follows the query's layout."""
+    case = Case("views", new=2, queries=2, lengths=(20, 100), rotary_dim=32)
+    plain = make_arguments(case)
+    views = clone(plain)
+    for name in ("query", "k_new", "v_new"):  # [B, S, H, D] in memory
+        views[name] = plain[name].transpose(1, 2).contiguous().transpose(1, 2)
+    for name in ("k_cache", "v_cache"):  # a part of a larger cache, [B, rows, Hkv, D] in memory
+        batch, kv_heads, rows, dim = plain[name].shape
+        larger = plain[name].new_full((batch, rows + 3, kv_heads, dim + 8), math.nan)
+        views[name] = larger.transpose(1, 2)[:, :, :rows, :dim]
+        views[name].copy_(plain[name])
+    out, lse = run_kernel(case, views)
+    expected_out, expected_lse = run_kernel(case, plain)
+    assert out.transpose(1, 2).is_contiguous() and expected_out.is_contiguous()
+    assert torch.equal(out, expected_out) and torch.equal(lse, expected_lse)
+    for name in ("k_cache", "v_cache"):
+        torch.testing.assert_close(views[name], plain[name], rtol=0, atol=0, equal_nan=True)
+
+
+def a_query_that_is_misaligned_is_copied(run_kernel: RunKernel) -> None:
+    case = Case("misaligned")
+    arguments = make_arguments(case)
+    storage = torch.empty(arguments["query"].numel() + 1, dtype=case.dtype, device=DEVICE)
+    arguments["query"] = storage[1:].view_as(arguments["query"]).copy_(arguments["query"])
+    check(case, run_kernel, arguments)
+
+
+def nothing_to_do(run_kernel: RunKernel, what: str) -> None:
+    case = Case("empty", new=2, capacity=0 if what == "capacity" else 8, lengths=() if what == "batch" else (3, 1))
+    case = replace(case, queries=0) if what == "queries" else case
+    check(case, run_kernel)  # with no queries too, the new tokens are appended
+
+
+def same_bits_alone(case: Case, run_kernel: RunKernel) -> None:
+    """A sequence has the same bits alone, and in a batch that the split plan would otherwise cut differently."""
+    arguments = make_arguments(case)
+    together = run_kernel(case, clone(arguments))
+    for sequence in range(len(case.lengths)):
+        alone = clone(arguments)
+        for name in ("query", "k_cache", "v_cache", "k_scale", "v_scale", "cache_seqlens"):
+            if arguments[name] is not None:
+                alone[name] = arguments[name][sequence : sequence + 1].clone()
+        for result, expected in zip(run_kernel(case, alone), together, strict=True):
+            assert torch.equal(result[0], expected[sequence])
+
+
+# What every implementation of the op must do, by name.
+SCENARIOS: dict[str, Callable[[RunKernel], None]] = {
+    **{
+        f"any number of splits meets the oracle, {splits}": partial(
+            any_number_of_splits_meets_the_oracle, splits=splits
+        )
+        for splits in (1, 2, 3, 7, 1000)
+    },
+    "strongly negative scores": strongly_negative_scores,
+    "a dominant key gives its value": a_dominant_key_gives_its_value,
+    **{
+        f"pages out of range are absent, int8={int8}": partial(pages_out_of_range_are_absent, int8=int8)
+        for int8 in (False, True)
+    },
+    "a cache without pages": a_cache_without_pages,
+    **{
+        f"nan reaches only rows that see it, {spoil}": partial(nan_reaches_only_rows_that_see_it, spoil=spoil)
+        for spoil in ("k_cache", "v_cache", "k_scale", "v_scale")
+    },
+    "nan in one split reaches the result": nan_in_one_split_reaches_the_result,
+    "new keys that are not finite stay visible": new_keys_that_are_not_finite_stay_visible,
+    "views are read and written in place": views_are_read_and_written_in_place,
+    "a query that is misaligned is copied": a_query_that_is_misaligned_is_copied,
+    **{f"no {what}": partial(nothing_to_do, what=what) for what in ("batch", "queries", "capacity")},
+}

@@ -28,11 +28,11 @@ SCHEMA_ARGUMENTS = {
     "int8_matmul": 6,
     "int8_matmul_grad_input": 3,
 }
-NATIVE_OPS = {"attention_forward", "int8_matmul", "int8_matmul_grad_input"}
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
 FORWARD_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES, (False, True)))
+DECODE_INSTANCES = sorted(itertools.product((64, 128, 256), DTYPES, (False, True)))
 OPTIONS_INSTANCES = sorted(itertools.product((32, 64, 96, 128, 192, 256), DTYPES))
 INT8_KERNELS = ("int8_matmul_sm80", "int8_matmul_grad_input_sm80")
 INT8_INSTANCES = sorted(itertools.product(INT8_KERNELS, (16, 64, 128), DTYPES))
@@ -64,7 +64,7 @@ def test_decode_says_that_it_writes_to_the_caches_and_their_scales() -> None:
 @pytest.mark.parametrize("name", SCHEMA_ARGUMENTS)
 def test_cuda_kernels_are_registered_where_they_were_built(name: str) -> None:
     has = {key: torch._C._dispatch_has_kernel_for_dispatch_key(f"fastattn::{name}", key) for key in ("CUDA", "CPU")}
-    built = "80" in native.BUILD["archs"] and name in NATIVE_OPS
+    built = "80" in native.BUILD["archs"]
     assert has == {"CUDA": built and not native.TAKES_CPU_TENSORS, "CPU": built and native.TAKES_CPU_TENSORS}
 
 
@@ -112,6 +112,12 @@ def options_instance(symbol: str) -> tuple[int, str] | None:
     return (int(match[1]), DTYPES[int(match[2])]) if match else None
 
 
+def decode_instance(symbol: str) -> tuple[int, str, bool] | None:
+    """(head dim, dtype, int8 cache) of a mangled decode_split_sm80, None for any other symbol."""
+    match = re.search(r"decode_split_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
+    return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
+
+
 @functools.cache
 def machine_code() -> dict[str, KernelFacts]:
     """Of the library for sm_80, by mangled name."""
@@ -129,6 +135,13 @@ def forward_kernels() -> dict[tuple[int, str, bool], KernelFacts]:
 def options_kernels() -> dict[tuple[int, str], KernelFacts]:
     return {
         instance: facts for name, facts in machine_code().items() if (instance := options_instance(name)) is not None
+    }
+
+
+@functools.cache
+def decode_kernels() -> dict[tuple[int, str, bool], KernelFacts]:
+    return {
+        instance: facts for name, facts in machine_code().items() if (instance := decode_instance(name)) is not None
     }
 
 
@@ -247,6 +260,32 @@ def test_int8_dequantises_in_two_and_a_half_instructions_a_pair(instance: tuple[
 
 
 @with_sm80_kernels
+def test_every_decode_instance_is_there() -> None:
+    assert sorted(decode_kernels()) == DECODE_INSTANCES
+    assert len([name for name in machine_code() if "decode_combine_sm80" in name]) == len(DTYPES)
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", DECODE_INSTANCES, ids=str)
+def test_decode_never_touches_local_memory(instance: tuple[int, str, bool]) -> None:
+    kernel = decode_kernels()[instance]
+    assert 0 < kernel.registers <= MAX_REGISTERS
+    assert kernel.local_in_loops + kernel.local_outside == 0
+    assert kernel.stack_bytes == 0
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", DECODE_INSTANCES, ids=str)
+def test_decode_multiplies_on_the_tensor_cores(instance: tuple[int, str, bool]) -> None:
+    head_dim, dtype, _ = instance
+    expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
+    instructions = decode_kernels()[instance].instructions
+    products = 2 * (16 // 8) * (head_dim // 16)  # two, of 16 rows by 16 keys in a warp
+    assert [name for name in instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))] == [expected] * products
+    assert {"LDGSTS", "LDSM"} <= {name.split(".")[0] for name in instructions}
+
+
+@with_sm80_kernels
 def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
     ptx = static_facts.run("cuobjdump", "-ptx", LIBRARY_PATH)[0]
     assert set(re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)) == {"sm_80"}
@@ -254,3 +293,4 @@ def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
     assert sorted(filter(None, map(forward_instance, entries))) == FORWARD_INSTANCES
     assert sorted(filter(None, map(options_instance, entries))) == OPTIONS_INSTANCES
     assert sorted(filter(None, map(int8_instance, entries))) == INT8_INSTANCES
+    assert sorted(filter(None, map(decode_instance, entries))) == DECODE_INSTANCES

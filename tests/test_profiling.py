@@ -170,7 +170,10 @@ def test_decode_and_int8_kernels() -> None:
     call = call_of("attention_decode", **tensors, **lengths, **new, **options, batch_invariant=False)
     split = kernel_work.kernel_work("split_kernel", call)
     assert split == work.attention_decode((3, 8, 1, 64), 2, 64, 3 * 5 * 16, 2, 2)._replace(is_upper_bound=True)
-    assert kernel_work.kernel_work("append_kernel", call) == Work(0, 2 * 2 * (3 * 2 * 64) * 2)
+    append = kernel_work.kernel_work("append_kernel", call)
+    assert append == Work(0, 2 * 2 * (3 * 2 * 64) * 2)
+    both = kernel_work.kernel_work("void fastattn::decode_split_sm80<64>(fastattn::DecodeParams)", call)
+    assert both == split._replace(bytes=split.bytes + append.bytes)
     assert kernel_work.kernel_work("combine_kernel", call) is None
     call = call_of(
         "int8_matmul", x=(7, 5, 64), weight=("signed char", (96, 64)), scale=("float", (96, 1)), activation="none"

@@ -2,6 +2,7 @@
 // it with ctypes, so that `explain` need not repeat the numbers. Attention's are by head dim, the matmul's by block_m.
 
 #include "attention/tiles_sm80.h"
+#include "decode/tiles_sm80.h"
 #include "int8_matmul/tiles_sm80.h"
 
 #include <string>
@@ -43,6 +44,7 @@ extern "C" __attribute__((visibility("default"))) const char* fastattn_tiles() {
         tiles_text<BackwardPlainTile>("attention_backward_key_value_sm80", BackwardHeadDims{}) + ", " +
         tiles_text<BackwardOptionsTile>("attention_backward_key_value_options_sm80", BackwardHeadDims{}) + ", " +
         tiles_text<Int8MatmulTileSm80>("int8_matmul_sm80", Int8MatmulBlockMs{}) + ", " +
-        tiles_text<Int8GradInputTileSm80>("int8_matmul_grad_input_sm80", Int8MatmulBlockMs{}) + '}';
+        tiles_text<Int8GradInputTileSm80>("int8_matmul_grad_input_sm80", Int8MatmulBlockMs{}) + ", " +
+        tiles_text<DecodeTileSm80>("decode_split_sm80", DecodeHeadDims{}) + '}';
     return text.c_str();
 }

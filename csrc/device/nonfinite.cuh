@@ -28,10 +28,16 @@ __device__ __forceinline__ bool has_nonfinite(const TileLoader& tile) {
 
 // Moves what is not finite out of sV [kNumRows, kHeadDim] and into the rows of rO that see its key: sees(m, half, n)
 // says whether row [m][half] of this lane sees the tile's key n. Weights are positive, so that they change neither NaN
-// nor an infinity. All threads of the CTA take part.
-template <DataType kDataType, int kTilesM, int kTilesD, typename TileLoader, typename Sees>
+// nor an infinity. All threads that share the tile take part, and wait for each other in barrier().
+struct CtaBarrier {
+    __device__ __forceinline__ void operator()() const { __syncthreads(); }
+};
+
+template <DataType kDataType, int kTilesM, int kTilesD, typename TileLoader, typename Sees,
+          typename Barrier = CtaBarrier>
 __device__ __forceinline__ void separate_nonfinite(float (&rO)[kTilesM][kTilesD][4], const uint16_t* sV,
-                                                   const TileLoader& tile, Sees&& sees, int lane) {
+                                                   const TileLoader& tile, Sees&& sees, int lane,
+                                                   Barrier&& barrier = {}) {
 #pragma unroll 1
     for (int row = 0; row < TileLoader::kNumRows; ++row) {
 #pragma unroll
@@ -50,9 +56,9 @@ __device__ __forceinline__ void separate_nonfinite(float (&rO)[kTilesM][kTilesD]
             }
         }
     }
-    __syncthreads();  // nobody needs V as it was any more
+    barrier();  // nobody needs V as it was any more
     tile.for_own_pairs([&](uint32_t& pair) { pair &= ~nonfinite_mask<kDataType>(pair); });
-    __syncthreads();  // V is finite for all
+    barrier();  // V is finite for all
 }
 
 }  // namespace fastattn

@@ -301,6 +301,12 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
             by_tokens = native.TILES["int8_matmul_sm80"]
             block = next((block for block in by_tokens if call.sizes[0] <= int(block)), max(by_tokens, key=int))
             return f"int8_matmul_sm80<{block}, {dtype}>", by_tokens[block]
+        widest = max(call.head_dim, call.value_dim)
+        if call.op == "decode":
+            known = native.TILES["decode_split_sm80"]
+            dim = next(dim for dim in known if int(dim) >= widest)
+            cache = ", int8" if "int8 cache" in call.features else ""
+            return f"decode_split_sm80<{dim}, {dtype}{cache}>", known[dim]
         # A tracer's head dim may be a symbol: compared with the kernels' own, it is guarded on and none of the text.
         if call.head_dim == call.value_dim and call.features <= _PLAIN:
             for dim, tile in native.TILES["attention_forward_sm80"].items():
@@ -308,7 +314,6 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
                     mask = "causal" if "causal" in call.features else "full"
                     return f"attention_forward_sm80<{dim}, {dtype}, {mask}>", tile
         with_options = native.TILES["attention_forward_options_sm80"]
-        widest = max(call.head_dim, call.value_dim)
         dim = next(dim for dim in with_options if int(dim) >= widest)
         return f"attention_forward_options_sm80<{dim}, {dtype}>", with_options[dim]
     from fastattn.triton_kernels import tiles

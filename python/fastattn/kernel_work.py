@@ -187,6 +187,12 @@ def _append(call: OperatorCall) -> Work:
     return Work(0, sum(each.nbytes for each in new) + written)
 
 
+def _decode_with_append(call: OperatorCall) -> Work:
+    """Of the kernel that does both: what it stores is what it attends to."""
+    decode, append = _decode(call), _append(call)
+    return decode._replace(bytes=decode.bytes + append.bytes)
+
+
 def _int8(call: OperatorCall) -> Work:
     x = call["x"] if "x" in call.arguments else call["grad_out"]
     n, k = call["weight"].shape
@@ -213,7 +219,12 @@ _WORK: dict[str, dict[str, Callable[[OperatorCall], Work | None]]] = {
         "attention_backward_query": _backward_part(2, 1, ("query",)),
         "attention_backward_bias": _backward_part(1, 1, ("bias",)),
     },
-    "attention_decode": {"append": _append, "split": _decode, "combine": _unknown},
+    "attention_decode": {
+        "decode_split": _decode_with_append,
+        "append": _append,
+        "split": _decode,
+        "combine": _unknown,
+    },
     "int8_matmul": {"merge": _unknown, "forward": _int8, "int8_matmul": _int8},
     "int8_matmul_grad_input": {"merge": _unknown, "grad_input": _int8},
 }

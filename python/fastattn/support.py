@@ -114,6 +114,7 @@ SUPPORT: dict[str, dict[str, Support]] = {
         "triton": Support(_all_features_but("attention", "slope gradients"), head_dims=range(16, 257, 8), pads=True),
     },
     "decode": {
+        "cuda": Support(_all_features_but("decode"), head_dims=range(8, 257, 8)),
         "triton": Support(_all_features_but("decode"), head_dims=range(16, 257, 8)),
     },
     "int8_matmul": {

@@ -1,0 +1,256 @@
+// fastattn::attention_decode: check, fill the params, pick the kernels.
+
+#ifdef FASTATTN_ARCH_80
+
+#include "api/decode.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "api/attention_arguments.h"
+#include "api/checks.h"
+#include "api/device.h"
+#include "api/scores.h"
+#include "decode/decode.h"
+#include "decode/split_plan.h"
+#include "decode/tiles_sm80.h"
+#include "host/device_facts.h"
+#include "host/dispatch.h"
+
+namespace fastattn {
+namespace {
+
+constexpr const char* kOp = "attention_decode";
+constexpr int64_t kMostTokens = int64_t{1} << 30;  // sums of positions stay within 32 bits
+
+using AnyTile = DecodeTileSm80<largest(DecodeHeadDims{})>;  // what the plan needs is alike for all head dims
+
+void check_int32(const char* name, const Tensor& tensor, const Tensor& query) {
+    check(tensor.scalar_type() == ScalarType::Int, kOp, name, " must be int32, got ", dtype_text(tensor));
+    check_device(kOp, name, tensor, query);
+}
+
+void check_head_dim(const char* name, const Tensor& tensor) {
+    constexpr int kMost = largest(DecodeHeadDims{});
+    const int64_t head_dim = tensor.size(3);
+    check(head_dim > 0 && head_dim % 8 == 0 && head_dim <= kMost, kOp, name,
+          " must have a head dim that is a multiple of 8 up to ", kMost, ", got ", head_dim);
+}
+
+void check_caches(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache,
+                  const std::optional<Tensor>& block_table) {
+    check_rank(kOp, "query", query, 4);
+    check_rank(kOp, "k_cache", k_cache, 4);
+    check_rank(kOp, "v_cache", v_cache, 4);
+    const int64_t blocks = block_table ? k_cache.size(0) : query.size(0), heads = query.size(1);
+    const int64_t kv_heads = k_cache.size(1);
+    check_shape(kOp, "k_cache", k_cache, {blocks, kv_heads, k_cache.size(2), query.size(3)});
+    check_shape(kOp, "v_cache", v_cache, {blocks, kv_heads, k_cache.size(2), v_cache.size(3)});
+    check(kv_heads > 0 ? heads % kv_heads == 0 : heads == 0, kOp,
+          "the heads of query must be a multiple of the heads of k_cache, got ", heads, " and ", kv_heads);
+    check_head_dim("query", query);
+    check_head_dim("v_cache", v_cache);
+    const bool is_int8 = k_cache.scalar_type() == ScalarType::Char;
+    check(is_int8 || k_cache.scalar_type() == query.scalar_type(), kOp,
+          "k_cache must be int8 or of the dtype of query, ", dtype_text(query), ", got ", dtype_text(k_cache));
+    check(v_cache.scalar_type() == k_cache.scalar_type(), kOp, "v_cache must have the dtype of k_cache, ",
+          dtype_text(k_cache), ", got ", dtype_text(v_cache));
+    for (const auto& [name, cache] : {std::pair{"k_cache", k_cache}, {"v_cache", v_cache}}) {
+        check_device(kOp, name, cache, query);
+        check(cache.numel() == 0 || is_aligned(cache), kOp, name,
+              " is written in place: its last dim must be contiguous, its base and strides multiples of 16 bytes");
+    }
+    if (!block_table) return;
+    check_rank(kOp, "block_table", *block_table, 2);
+    check_shape(kOp, "block_table", *block_table, {query.size(0), block_table->size(1)});
+    check_int32("block_table", *block_table, query);
+}
+
+// Beside int8 caches, fp32 [blocks, kv_heads, block_rows]; beside others, none.
+void check_scales(const char* name, const std::optional<Tensor>& scales, const Tensor& cache, const Tensor& query) {
+    if (cache.scalar_type() != ScalarType::Char) return check_absent(kOp, name, scales);
+    check(scales.has_value(), kOp, name, " must be a float32 tensor beside an int8 cache");
+    check_shape(kOp, name, *scales, {cache.size(0), cache.size(1), cache.size(2)});
+    check(scales->scalar_type() == ScalarType::Float, kOp, name, " must be float32, got ", dtype_text(*scales));
+    check_device(kOp, name, *scales, query);
+}
+
+void check_new(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache, const std::optional<Tensor>& k_new,
+               const std::optional<Tensor>& v_new) {
+    check(k_new.has_value() == v_new.has_value(), kOp, "k_new and v_new must both be given, or neither");
+    if (!k_new) return;
+    check_rank(kOp, "k_new", *k_new, 4);
+    const int64_t batch = query.size(0), kv_heads = k_cache.size(1), rows = k_new->size(2);
+    check_shape(kOp, "k_new", *k_new, {batch, kv_heads, rows, k_cache.size(3)});
+    check_shape(kOp, "v_new", *v_new, {batch, kv_heads, rows, v_cache.size(3)});
+    check_like(kOp, "k_new", *k_new, query);
+    check_like(kOp, "v_new", *v_new, query);
+}
+
+RotaryParams::Kind rotary_kind(const Tensor& cos) {
+    switch (cos.scalar_type()) {
+        case ScalarType::Half:
+            return RotaryParams::Kind::kFloat16;
+        case ScalarType::BFloat16:
+            return RotaryParams::Kind::kBFloat16;
+        case ScalarType::Float:
+            return RotaryParams::Kind::kFloat32;
+        case ScalarType::Double:
+            return RotaryParams::Kind::kFloat64;
+        default:
+            check(false, kOp, "rotary_cos must be float16, bfloat16, float32 or float64, got ", dtype_text(cos));
+            return RotaryParams::Kind::kNone;
+    }
+}
+
+// The tables, contiguous, are kept in cos and sin.
+RotaryParams rotary_params(const Tensor& query, std::optional<Tensor>& cos, std::optional<Tensor>& sin,
+                           bool interleaved) {
+    check(cos.has_value() == sin.has_value(), kOp, "rotary_cos and rotary_sin must both be given, or neither");
+    if (!cos || cos->numel() == 0) return {};
+    check_rank(kOp, "rotary_cos", *cos, 2);
+    const int64_t positions = cos->size(0), half_dim = cos->size(1);
+    check_shape(kOp, "rotary_sin", *sin, {positions, half_dim});
+    check(sin->scalar_type() == cos->scalar_type(), kOp, "rotary_sin must have the dtype of rotary_cos, ",
+          dtype_text(*cos), ", got ", dtype_text(*sin));
+    check(2 * half_dim <= query.size(3), kOp, "rotary_cos must have at most half the head dim's columns, ",
+          query.size(3) / 2, ", got ", half_dim);
+    check_device(kOp, "rotary_cos", *cos, query);
+    check_device(kOp, "rotary_sin", *sin, query);
+    cos = torch::stable::contiguous(*cos);
+    sin = torch::stable::contiguous(*sin);
+    return {cos->data_ptr(),
+            sin->data_ptr(),
+            rotary_kind(*cos),
+            to_int32(kOp, "rotary_cos", positions),
+            static_cast<int32_t>(half_dim),
+            interleaved};
+}
+
+CacheView cache_view(const char* name, const Tensor& cache, const std::optional<Tensor>& scales) {
+    CacheView view{};
+    view.data = cache.data_ptr();
+    view.head_dim = to_int32(kOp, name, cache.size(3));
+    view.block_stride = cache.stride(0);
+    view.head_stride = cache.stride(1);
+    view.row_stride = cache.stride(2);
+    if (scales) {
+        view.scales = static_cast<float*>(scales->data_ptr());
+        view.scale_block_stride = scales->stride(0);
+        view.scale_head_stride = scales->stride(1);
+        view.scale_row_stride = scales->stride(2);
+    }
+    return view;
+}
+
+CachePlaces cache_places(const Tensor& k_cache, const std::optional<Tensor>& block_table) {
+    CachePlaces places{to_int32(kOp, "k_cache", k_cache.size(0)), to_int32(kOp, "k_cache", k_cache.size(2)), nullptr, 0,
+                       0};
+    if (block_table) {
+        places.block_table = static_cast<const int32_t*>(block_table->data_ptr());
+        places.table_batch_stride = block_table->stride(0);
+        places.table_page_stride = block_table->stride(1);
+    }
+    return places;
+}
+
+void launch(const DecodeParams& params, DataType dtype, Stream stream) {
+    const int32_t widest = std::max(params.k_cache.head_dim, params.v_cache.head_dim);
+    dispatch_value(DataTypes{}, dtype, [&](auto data_type) {
+        dispatch_at_least(DecodeHeadDims{}, widest, [&](auto head_dim) {
+            dispatch_bool(params.k_cache.scales != nullptr, [&](auto is_int8) {
+                launch_decode_split_sm80<head_dim.value, data_type.value, is_int8.value>(params, stream);
+            });
+        });
+        if (params.partial_out != nullptr) launch_decode_combine_sm80<data_type.value>(params, stream);
+    });
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens,
+                                            std::optional<Tensor> k_new, std::optional<Tensor> v_new,
+                                            std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin,
+                                            bool rotary_interleaved, std::optional<Tensor> block_table,
+                                            std::optional<Tensor> k_scale, std::optional<Tensor> v_scale,
+                                            std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
+                                            double scale, int64_t window_left, int64_t window_right, double softcap,
+                                            int64_t num_splits, bool batch_invariant) {
+    check_caches(query, k_cache, v_cache, block_table);
+    check_new(query, k_cache, v_cache, k_new, v_new);
+    check_scales("k_scale", k_scale, k_cache, query);
+    check_scales("v_scale", v_scale, v_cache, query);
+    const DataType dtype = data_type(kOp, "query", query);
+    const int64_t batch = query.size(0), heads = query.size(1), num_queries = query.size(2);
+    const int64_t kv_heads = k_cache.size(1), block_rows = k_cache.size(2);
+    const int64_t head_dim = k_cache.size(3), value_dim = v_cache.size(3);
+    check_shape(kOp, "cache_seqlens", cache_seqlens, {batch});
+    check_int32("cache_seqlens", cache_seqlens, query);
+    check(num_splits >= 0, kOp, "num_splits must be at least 0, got ", num_splits);
+    const int64_t capacity = block_table ? block_table->size(1) * block_rows : block_rows;
+    const int64_t num_new = k_new ? k_new->size(2) : 0;
+    check(capacity < kMostTokens, kOp, "the caches must have a capacity below 2^30 tokens, got ", capacity);
+    check(num_queries < kMostTokens && num_new < kMostTokens, kOp, "query and k_new must have fewer than 2^30 rows");
+
+    DecodeParams params{};
+    params.rotary = rotary_params(query, rotary_cos, rotary_sin, rotary_interleaved);
+    const ScoreOptions options{std::nullopt, alibi_slopes, sinks, std::nullopt, scale,
+                               window_left,  window_right, false, softcap,      0.0};
+    ScoreTensors kept;
+    const AttentionSizes sizes{dtype,    /*is_packed=*/false, batch, heads, kv_heads, num_queries, capacity, head_dim,
+                               value_dim};
+    params.scores = score_params(kOp, options, query, sizes, kept);
+
+    const Tensor out = empty_like_heads(query, value_dim);
+    const Tensor lse = torch::stable::new_empty(query, {batch, heads, num_queries}, ScalarType::Float);
+    const bool appends = num_new > 0 && batch * kv_heads * capacity > 0;
+    if (lse.numel() == 0 && !appends) return {out, lse};
+
+    const Tensor aligned_query = aligned(query), lengths = torch::stable::contiguous(cache_seqlens);
+    params.query = heads_view<const uint16_t>(kOp, "query", aligned_query, sizes.query_sequences());
+    params.out = heads_view<uint16_t>(kOp, "out", out, sizes.query_sequences());
+    params.lse = {static_cast<float*>(lse.data_ptr()),
+                  params.query.batch,
+                  params.query.heads,
+                  params.query.rows,
+                  lse.stride(0),
+                  lse.stride(1)};
+    params.k_cache = cache_view("k_cache", k_cache, k_scale);
+    params.v_cache = cache_view("v_cache", v_cache, v_scale);
+    params.places = cache_places(k_cache, block_table);
+    params.cache_seqlens = static_cast<const int32_t*>(lengths.data_ptr());
+    std::optional<Tensor> aligned_k_new, aligned_v_new;
+    if (appends) {
+        aligned_k_new = aligned(*k_new);
+        aligned_v_new = aligned(*v_new);
+        const Sequences new_sequences{/*are_packed=*/false, batch, num_new};
+        params.k_new = heads_view<const uint16_t>(kOp, "k_new", *aligned_k_new, new_sequences);
+        params.v_new = heads_view<const uint16_t>(kOp, "v_new", *aligned_v_new, new_sequences);
+    }
+    params.kv_heads = to_int32(kOp, "k_cache", kv_heads);
+    params.group = kv_heads > 0 ? params.query.heads / params.kv_heads : 0;
+    params.row_tiles = std::max(1, ceil_div(to_int32(kOp, "query", num_queries * params.group), AnyTile::kBlockM));
+    params.sequence = {static_cast<int32_t>(capacity), appends ? params.k_new.rows : 0, params.query.rows,
+                       params.scores.window_left};
+
+    const OnDeviceOf device(query);
+    constexpr int32_t kBlockN = AnyTile::kBlockN;
+    params.plan = split_plan(params.sequence, params.query.batch, params.kv_heads, params.row_tiles, kBlockN,
+                             num_splits, batch_invariant, num_multiprocessors() * AnyTile::kMinCtasPerSm);
+    std::optional<Tensor> partial_out, partial_lse;
+    if (lse.numel() > 0 && can_be_cut(params.plan, params.sequence, kBlockN)) {
+        const int64_t rows = int64_t{num_slots(params.plan)} * AnyTile::kBlockM;
+        partial_out = torch::stable::new_empty(query, {rows, value_dim}, ScalarType::Float);
+        partial_lse = torch::stable::new_empty(query, {rows}, ScalarType::Float);
+        params.partial_out = static_cast<float*>(partial_out->data_ptr());
+        params.partial_lse = static_cast<float*>(partial_lse->data_ptr());
+    }
+    launch(params, dtype, device.stream());
+    return {out, lse};
+}
+
+}  // namespace fastattn
+
+#endif  // FASTATTN_ARCH_80

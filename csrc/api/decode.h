@@ -1,0 +1,25 @@
+// The native kernels behind fastattn::attention_decode; its schema is in bindings.cpp.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+namespace fastattn {
+
+using torch::stable::Tensor;
+
+// Appends k_new and v_new to the caches in place, then attends: out [B, Hq, Sq, Dv] and lse [B, Hq, Sq]. Raises before
+// it writes anything.
+std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens,
+                                            std::optional<Tensor> k_new, std::optional<Tensor> v_new,
+                                            std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin,
+                                            bool rotary_interleaved, std::optional<Tensor> block_table,
+                                            std::optional<Tensor> k_scale, std::optional<Tensor> v_scale,
+                                            std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
+                                            double scale, int64_t window_left, int64_t window_right, double softcap,
+                                            int64_t num_splits, bool batch_invariant);
+
+}  // namespace fastattn

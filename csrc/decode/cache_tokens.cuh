@@ -1,0 +1,106 @@
+// Where the tokens of a sequence lie in a cache, and a warp's copies of 16 of them into swizzled shared memory.
+//
+// Lengths and tables may hold anything: lengths are clamped, and tokens whose page does not exist are absent, neither
+// read nor written.
+#pragma once
+
+#include <cstdint>
+
+#include "device/fragment.cuh"
+#include "device/ptx/cp_async.cuh"
+#include "device/swizzle.cuh"
+#include "host/decode_params.h"
+
+namespace fastattn {
+
+// One token: its block of the cache, negative if it is absent, and its row there.
+struct TokenPlace {
+    int32_t block, row;
+
+    __device__ __forceinline__ bool is_present() const { return block >= 0; }
+};
+
+// `key` is read from the table only where it is `wanted`, which implies 0 <= key < capacity.
+__device__ __forceinline__ TokenPlace place_of(const CachePlaces& places, int32_t batch, int32_t key, bool wanted) {
+    if (!wanted) return {-1, 0};
+    if (places.block_table == nullptr) return {batch, key};
+    const int32_t page_idx = key / places.block_rows;
+    const int32_t page =
+        __ldg(places.block_table + batch * places.table_batch_stride + page_idx * places.table_page_stride);
+    return {page < places.num_blocks ? page : -1, key - page_idx * places.block_rows};
+}
+
+// Elements from the start of the cache to a token's row of a head.
+__device__ __forceinline__ int64_t row_offset(const CacheView& cache, int32_t kv_head, TokenPlace place) {
+    return place.block * cache.block_stride + kv_head * cache.head_stride + place.row * cache.row_stride;
+}
+
+__device__ __forceinline__ float* scale_pointer(const CacheView& cache, int32_t kv_head, TokenPlace place) {
+    return cache.scales + place.block * cache.scale_block_stride + kv_head * cache.scale_head_stride +
+           place.row * cache.scale_row_stride;
+}
+
+// Starts to copy the scales of a tile's 16 tokens: lane l passes where that of token l is, null if it is absent. A
+// scale that is `skipped` (one bit each) is written by somebody else.
+__device__ __forceinline__ void load_scales(float* sScales, const float* gScale, uint32_t skipped, int lane) {
+    if (lane >= kMmaK || (skipped >> lane & 1) != 0) return;
+    ptx::cp_async_ca_4(shared_address(sScales + lane), gScale, gScale != nullptr ? sizeof(float) : 0);
+}
+
+// A tile [16, kHeadDim] of 16-bit elements, copied by a warp: a lane copies one chunk of each kRowsPerPass-th row, so
+// that neighbouring lanes touch neighbouring chunks.
+template <int kHeadDim>
+struct WarpTile {
+    using Layout = Swizzle<kHeadDim>;
+    static constexpr int kNumRows = kMmaK;
+    static constexpr int kRowsPerPass = kWarpSize / Layout::kChunksPerRow;
+    static constexpr int kPasses = kNumRows / kRowsPerPass;
+    static_assert(kRowsPerPass >= 1 && kRowsPerPass <= kSwizzleRows, "a pass takes whole rows, a period at most");
+
+    char* sTile;
+    int row, chunk;        // of this lane's first chunk
+    uint32_t lane_offset;  // in bytes, where it stands
+
+    __device__ __forceinline__ WarpTile(void* sTile, int lane)
+        : sTile(static_cast<char*>(sTile)),
+          row(lane / Layout::kChunksPerRow),
+          chunk(lane % Layout::kChunksPerRow),
+          lane_offset(Layout::offset(row, chunk)) {}
+
+    // The swizzle is an exclusive or, and the bits of a pass's first row are none of the lane's row in it.
+    __device__ __forceinline__ char* chunk_pointer(int pass) const {
+        const int first_row = pass * kRowsPerPass;
+        return sTile + (lane_offset ^ (first_row % kSwizzleRows * kChunkBytes)) + first_row * Layout::kRowBytes;
+    }
+
+    // Starts to copy rows of row_bytes bytes. Lane l passes where row l % 16 lies, null if it is absent: then zeros
+    // take its place, as they do beyond row_bytes. `skipped`: rows that somebody else writes.
+    __device__ __forceinline__ void load(const char* gRow, int row_bytes, uint32_t skipped) const {
+        const int bytes = min(max(row_bytes - chunk * kChunkBytes, 0), kChunkBytes);
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const int tile_row = row + pass * kRowsPerPass;
+            const auto address = __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(gRow), tile_row);
+            const char* gChunk = reinterpret_cast<const char*>(address) + chunk * kChunkBytes;
+            if (skipped >> tile_row & 1) continue;
+            ptx::cp_async_cg_16(shared_address(chunk_pointer(pass)), gChunk, address != 0 ? bytes : 0);
+        }
+    }
+
+    // Calls function(uint32_t& pair_of_elements) for all that this lane has copied.
+    template <typename Function>
+    __device__ __forceinline__ void for_own_pairs(Function&& function) const {
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+            uint4& bits = *reinterpret_cast<uint4*>(chunk_pointer(pass));
+            uint4 pairs = bits;
+            function(pairs.x);
+            function(pairs.y);
+            function(pairs.z);
+            function(pairs.w);
+            bits = pairs;
+        }
+    }
+};
+
+}  // namespace fastattn

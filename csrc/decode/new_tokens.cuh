@@ -1,0 +1,85 @@
+// The append: new keys and values on their way into a tile in shared memory and into the cache.
+#pragma once
+
+#include <cstdint>
+
+#include "decode/cache_tokens.cuh"
+#include "decode/rotary.cuh"
+#include "device/tile_copy.cuh"
+
+namespace fastattn {
+
+// Rows of a tile that hold new tokens, `is_new` (one bit a row), from gNew, where the token of the tile's first row
+// would stand, at first_position. Lane l passes in gRow where row l % 16 is to be stored, null: nowhere.
+template <DataType kDataType, int kHeadDim>
+__device__ __forceinline__ void take_new_tokens(const WarpTile<kHeadDim>& tile, const uint16_t* gNew,
+                                                int64_t row_stride, int head_dim, uint32_t is_new,
+                                                const RotaryParams& rotary, int32_t first_position, char* gRow) {
+    using Tile = WarpTile<kHeadDim>;
+#pragma unroll 1
+    for (int pass = 0; pass < Tile::kPasses; ++pass) {
+        const int row = tile.row + pass * Tile::kRowsPerPass;
+        const auto address = __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(gRow), row);
+        if ((is_new >> row & 1) == 0) continue;
+        uint4 bits = {0, 0, 0, 0};
+        if (tile.chunk * kChunkElements < head_dim) {
+            bits = load_rotated<kDataType>(rotary, gNew + row * row_stride, tile.chunk, first_position + row);
+            if (address != 0) reinterpret_cast<uint4*>(address)[tile.chunk] = bits;
+        }
+        *reinterpret_cast<uint4*>(tile.chunk_pointer(pass)) = bits;
+    }
+}
+
+// Likewise, quantised to int8 with one scale a row: scale = max|x| / 127, or 1 for zeros, and x = round(x / scale), to
+// nearest even. A row that is not finite gets the scale NaN, so that it stays visible. sScales and gScale are for
+// scales what the tile and gRow are for rows. The tile's rows are kHeadDim bytes.
+template <DataType kDataType, int kHeadDim>
+__device__ __forceinline__ void quantise_new_tokens(char* sTile, float* sScales, const uint16_t* gNew,
+                                                    int64_t row_stride, int head_dim, uint32_t is_new,
+                                                    const RotaryParams& rotary, int32_t first_position, char* gRow,
+                                                    float* gScale, int lane) {
+    constexpr int kLanesOfRow = kHeadDim / kChunkElements;
+    constexpr int kRowsPerPass = kWarpSize / kLanesOfRow;
+    const int chunk = lane % kLanesOfRow;
+#pragma unroll 1
+    for (int row = lane / kLanesOfRow; row < kMmaK; row += kRowsPerPass) {
+        const auto row_address = __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(gRow), row);
+        const auto scale_address = __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(gScale), row);
+        const bool row_is_new = (is_new >> row & 1) != 0, has_dims = chunk * kChunkElements < head_dim;
+        uint4 bits = {0, 0, 0, 0};
+        if (row_is_new && has_dims) {
+            bits = load_rotated<kDataType>(rotary, gNew + row * row_stride, chunk, first_position + row);
+        }
+        const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+        float values[kChunkElements], largest = 0.0f, spoiled = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kChunkElements; ++i) {
+            values[i] = unpack<kDataType>(static_cast<uint16_t>(pairs[i / 2] >> 16 * (i % 2)));
+            largest = fmaxf(largest, fabsf(values[i]));  // ignores NaN
+            spoiled += values[i] * 0.0f;
+        }
+#pragma unroll
+        for (int distance = 1; distance < kLanesOfRow; distance *= 2) {
+            largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
+            spoiled += __shfl_xor_sync(0xffffffff, spoiled, distance);
+        }
+        float scale = __fdiv_rn(largest, 127.0f);
+        scale = (scale == 0.0f ? 1.0f : scale) + spoiled;
+        uint32_t packed[2] = {0, 0};
+#pragma unroll
+        for (int i = 0; i < kChunkElements; ++i) {
+            const float ratio = fminf(fmaxf(rintf(__fdiv_rn(values[i], scale)), -127.0f), 127.0f);
+            const int32_t number = scale == scale ? static_cast<int32_t>(ratio) : 0;
+            packed[i / 4] |= (static_cast<uint32_t>(number) & 0xff) << 8 * (i % 4);
+        }
+        if (!row_is_new) continue;
+        using Layout = Swizzle<kHeadDim / 2>;
+        reinterpret_cast<uint2*>(sTile + Layout::offset(row, chunk / 2))[chunk % 2] = {packed[0], packed[1]};
+        if (chunk == 0) sScales[row] = scale;
+        if (row_address == 0) continue;
+        if (has_dims) reinterpret_cast<uint2*>(row_address)[chunk] = {packed[0], packed[1]};
+        if (chunk == 0) *reinterpret_cast<float*>(scale_address) = scale;
+    }
+}
+
+}  // namespace fastattn

@@ -1,0 +1,97 @@
+// The rows of a tile are queries times the heads of a group: row = query * group + head in group. What a lane needs to
+// know of its two rows, to make scores of Q·Kᵀ.
+#pragma once
+
+#include <cstdint>
+
+#include "decode/split_plan.h"
+#include "device/fragment.cuh"
+#include "device/sequence.cuh"
+#include "device/softmax.cuh"
+
+namespace fastattn {
+
+struct QueryRow {
+    int32_t query, head;
+
+    __device__ __forceinline__ QueryRow(const DecodeParams& params, int32_t kv_head, int32_t row)
+        : query(row / max(params.group, 1)), head(kv_head * params.group + row % max(params.group, 1)) {}
+};
+
+struct PackedRows {
+    const ScoreParams& params;
+    int32_t position[2];  // of the lane's upper and lower row
+    KeyRange sees[2];     // empty for rows that do not exist
+    float slope[2];
+    KeyRange some, all;  // keys that some row of the tile sees, and that every one does
+
+    __device__ __forceinline__ PackedRows(const DecodeParams& decode, const CachedSequence& tokens, int32_t batch,
+                                          int32_t kv_head, int32_t first_row, int lane)
+        : params(decode.scores) {
+        const int32_t num_queries = decode.sequence.num_queries, num_rows = num_queries * decode.group;
+        const Window window{tokens.total, tokens.total - num_queries, params.window_left, params.window_right};
+        const int32_t last_row = min(first_row + kMmaM, num_rows) - 1;
+        for_own_rows<1>(lane, [&](int, int half, int row_in_tile) {
+            const int32_t row = first_row + row_in_tile;
+            const QueryRow own(decode, kv_head, row);
+            const bool exists = row <= last_row;
+            position[half] = own.query + window.offset;
+            sees[half] = exists ? window.keys_of(own.query) : KeyRange{0, 0};
+            slope[half] = 0;
+            if (exists && params.alibi_slopes != nullptr) {
+                slope[half] = params.alibi_slopes[batch * params.alibi_batch_stride + own.head];
+            }
+        });
+        const KeyRange first = window.keys_of(QueryRow(decode, kv_head, first_row).query);
+        const KeyRange last = window.keys_of(QueryRow(decode, kv_head, last_row).query);
+        some = {first.begin, max(last.end, first.begin)};
+        all = {last.begin, first.end};
+        if (num_rows == 0) some = {tokens.total, tokens.total};
+    }
+
+    // Bit i: the row sees key first_key + i. `present`: those that are there.
+    __device__ __forceinline__ uint32_t seen(int half, uint32_t present, int32_t first_key) const {
+        const int begin = min(max(sees[half].begin - first_key, 0), kMmaK);
+        const int end = min(max(sees[half].end - first_key, 0), kMmaK);
+        return present & (0xffffu << begin) & ~(0xffffu << end);
+    }
+
+    // Whether rows differ in what they see of `num_keys` keys.
+    __device__ __forceinline__ bool differ(int32_t first_key, int32_t end_key) const {
+        return first_key < all.begin || end_key > all.end;
+    }
+
+    // Turns Q·Kᵀ into scores in nats, -inf where a row does not see a key.
+    template <int kTilesN>
+    __device__ __forceinline__ void apply(float (&rS)[1][kTilesN][4], uint32_t present, int32_t first_key,
+                                          int lane) const {
+        const float scale = params.scale, softcap = params.softcap;
+        if (softcap > 0) {
+            for_each(rS, [&](int, int, float s) { return softcap * tanhf(s * params.scale_over_softcap); });
+        } else {
+            for_each(rS, [&](int, int, float s) { return s * scale; });
+        }
+        const int column = accumulator_column(lane);
+        if (params.alibi_slopes != nullptr) {
+            for_each(rS, [&](int n, int e, float s) {
+                const int32_t key = first_key + n * kMmaN + column + e % 2;
+                return s - slope[e / 2] * static_cast<float>(abs(position[e / 2] - key));
+            });
+        }
+        const uint32_t bits[2] = {seen(0, present, first_key) >> column, seen(1, present, first_key) >> column};
+        for_each(
+            rS, [&](int n, int e, float s) { return (bits[e / 2] & 1u << (n * kMmaN + e % 2)) != 0 ? s : -kInfinity; });
+    }
+
+  private:
+    template <int kTilesN, typename Function>
+    __device__ __forceinline__ static void for_each(float (&rS)[1][kTilesN][4], Function&& function) {
+#pragma unroll
+        for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) rS[0][n][e] = function(n, e, rS[0][n][e]);
+        }
+    }
+};
+
+}  // namespace fastattn

@@ -1,0 +1,288 @@
+// Flash-decoding (Dao et al. 2023): attention of a few queries over a long KV cache, and the append of new tokens.
+//
+//   S = mask(ALiBi(softcap(scale * rotate(Q) K^T)))     P = exp(S - lse)     O = P V
+//
+// A CTA has a share of the keys of all sequences (split_plan.h), and goes through it tile by tile: the rows of a tile
+// are all query heads of a KV head times the queries, so that each key is loaded once for all of them. Its warps take
+// 16 keys at a time, in turn, each with a softmax, a sum and a pipeline of its own; nobody waits for another before the
+// end of the tile, where the warps' results are merged. A tile that CTAs share is left in parts for combine_sm80.cuh.
+//
+//   ring of a warp   K0 V0 K1 V1 …   kStages of each; what a product has read is loaded anew at once
+//   step             wait K → Q·Kᵀ → load K → softmax → wait V → P·V → load V
+//
+// New tokens are never read from the cache: whoever needs one takes it from k_new and v_new, and the last tile of rows
+// stores it. So one launch does both; RoPE is applied to queries by every CTA for itself. An int8 cache has a scale for
+// each token and head: keys' scales multiply scores, values' scales go into P.
+//
+// The merge is a kernel of its own. In the same launch, the last CTA of a tile would have to be found by counting, from
+// counters that are zero at first: to clear them is a launch too, and counters that outlive the call would be shared by
+// streams that know nothing of each other.
+// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim, a capacity below 2^30.
+#pragma once
+
+#include <string>
+
+#include "decode/cache_tokens.cuh"
+#include "decode/decode.h"
+#include "decode/finish_row.cuh"
+#include "decode/int8_gemm.cuh"
+#include "decode/new_tokens.cuh"
+#include "decode/packed_rows.cuh"
+#include "decode/planned_work.cuh"
+#include "decode/query_tile.cuh"
+#include "decode/tiles_sm80.h"
+#include "decode/value_rows.cuh"
+#include "device/warp_gemm.cuh"
+#include "host/launch.h"
+
+namespace fastattn {
+
+template <int kHeadDim_, bool kInt8_>
+struct DecodeConfigSm80 : DecodeTileSm80<kHeadDim_> {
+    using Tile = DecodeTileSm80<kHeadDim_>;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr bool kInt8 = kInt8_;  // the cache, with a scale for each token and head
+    static constexpr int kElementBytes = kInt8 ? 1 : 2;
+    static constexpr int kCacheDim = kHeadDim * kElementBytes / 2;  // a row of the cache, in units of 16 bits
+    static constexpr int kNumThreads = Tile::kNumWarps * kWarpSize;
+    static constexpr int kTilesN = Tile::kWarpN / kMmaN;
+    static constexpr int kTilesD = kHeadDim / kMmaN;
+    static constexpr int kSlotBytes = Tile::kWarpN * Swizzle<kCacheDim>::kRowBytes;
+    static constexpr int kStages = Tile::kRingBytes / (2 * kSlotBytes);
+    static_assert(Tile::kBlockM == kMmaM && Tile::kWarpN == kMmaK, "a warp's tile is one MMA of rows by one of keys");
+    static_assert(kStages >= 1 && 16 * kStages <= 64, "masks of all stages fit in 64 bits");
+    static_assert(Tile::kBlockM * kHeadDim * 4 <= Tile::kRingBytes, "a warp's output takes the place of its ring");
+};
+
+template <typename Config>
+struct alignas(128) DecodeStorageSm80 {
+    uint16_t sQ[Config::kBlockM * Swizzle<Config::kHeadDim>::kRowElements];  // swizzled
+    char ring[Config::kNumWarps][Config::kRingBytes];  // K and V in turn, swizzled; a warp's output at the end
+    float scales[Config::kNumWarps][Config::kInt8 ? Config::kStages : 1][2][Config::kWarpN];  // of K and of V
+    float row_max[Config::kNumWarps][Config::kBlockM], row_sum[Config::kNumWarps][Config::kBlockM];
+};
+
+// Where a warp's output stands: [kBlockM, kHeadDim] fp32. Lanes write eight columns of four rows at a time, of an int8
+// cache 16 columns of two, and read along a row: each covers all banks.
+template <typename Config>
+__device__ __forceinline__ int output_index(int row, int column) {
+    return row * Config::kHeadDim + (column ^ (Config::kInt8 ? row % 2 * 16 : row % 4 * 8));
+}
+
+template <typename Config>
+__device__ __forceinline__ void store_output_row(float* sO, const float (&rO)[Config::kTilesD][4], float unit, int row,
+                                                 int half, int lane) {
+#pragma unroll
+    for (int d = 0; d < Config::kTilesD; ++d) {
+        const float first = rO[d][2 * half] * unit, second = rO[d][2 * half + 1] * unit;
+        if constexpr (!Config::kInt8) {
+            const int column = d * kMmaN + accumulator_column(lane);
+            *reinterpret_cast<float2*>(sO + output_index<Config>(row, column)) = {first, second};
+        } else if (d % 2 == 0) {  // even dims, and the odd ones between them
+            const int column = d * kMmaN + 2 * accumulator_column(lane);
+            const float between = rO[d + 1][2 * half] * unit, last = rO[d + 1][2 * half + 1] * unit;
+            reinterpret_cast<float4*>(sO)[output_index<Config>(row, column) / 4] = {first, between, second, last};
+        }
+    }
+}
+
+// Merges what the warps have of a tile: into the result where this is all of the tile, else into slot `slot` of the
+// partial results.
+template <typename Config, DataType kDataType>
+__device__ __forceinline__ void store_tile(const DecodeParams& params, const DecodeStorageSm80<Config>& shared,
+                                           int32_t batch, int32_t kv_head, int32_t first_row, bool is_whole,
+                                           int64_t slot) {
+    constexpr int kQuads = Config::kHeadDim / 4;
+    const int num_rows = min(params.sequence.num_queries * params.group - first_row, Config::kBlockM);
+    const int value_dim = params.v_cache.head_dim;
+    for (int item = threadIdx.x; item < num_rows * kQuads; item += Config::kNumThreads) {
+        const int row = item / kQuads, column = item % kQuads * 4;
+        float max = -kInfinity, sum = 0.0f;
+#pragma unroll
+        for (int warp = 0; warp < Config::kNumWarps; ++warp) max = fmaxf(max, shared.row_max[warp][row]);
+        float4 merged = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int warp = 0; warp < Config::kNumWarps; ++warp) {
+            const float weight = weight_of(shared.row_max[warp][row], max);
+            const auto* sO = reinterpret_cast<const float*>(shared.ring[warp]);
+            const float4 part = *reinterpret_cast<const float4*>(sO + output_index<Config>(row, column));
+            sum += weight * shared.row_sum[warp][row];
+            add_weighted(merged, weight, part);
+        }
+        const QueryRow own(params, kv_head, first_row + row);
+        const bool has_sink = is_whole && params.scores.sinks != nullptr;
+        const RowResult result = finish_row(max, sum, has_sink ? params.scores.sinks[own.head] : -kInfinity);
+        const int64_t partial_row = slot * Config::kBlockM + row;
+        if (column == 0) {
+            float* gLse =
+                is_whole ? row_pointer(params.lse, batch, own.head) + own.query : params.partial_lse + partial_row;
+            *gLse = result.lse;
+        }
+        if (column >= value_dim) continue;
+        if (is_whole) {
+            store_rounded<kDataType>(row_pointer(params.out, batch, own.head, own.query) + column, merged,
+                                     result.factor);
+        } else {
+            *reinterpret_cast<float4*>(params.partial_out + partial_row * value_dim + column) =
+                scaled(merged, result.factor);
+        }
+    }
+}
+
+template <int kHeadDim, DataType kDataType, bool kInt8>
+__global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads,
+                                  DecodeConfigSm80<kHeadDim, kInt8>::kMinCtasPerSm)
+    decode_split_sm80(const __grid_constant__ DecodeParams params) {
+    using Config = DecodeConfigSm80<kHeadDim, kInt8>;
+    constexpr int kCacheDim = Config::kCacheDim, kWarpN = Config::kWarpN, kBlockN = Config::kBlockN;
+    constexpr int kStages = Config::kStages;
+    extern __shared__ __align__(128) char shared_bytes[];
+    auto& shared = *reinterpret_cast<DecodeStorageSm80<Config>*>(shared_bytes);
+    static_assert(sizeof(shared) <= 99 << 10, "sm_86, sm_89, sm_120");
+
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const PlannedWork<kBlockN> work(params, lane);
+    const int64_t begin_unit = blockIdx.x * work.share();
+    const int64_t end_unit = min(begin_unit + work.share(), work.num_units());
+    const SwizzledBlocks<kHeadDim> sQ(shared.sQ, ldmatrix_lane(lane));
+
+    for (int64_t unit = begin_unit; unit < end_unit;) {
+        // Prologue: which tile, and which of its keys.
+        const PlannedSequence sequence = work.sequence_with(unit);
+        const CachedSequence& tokens = sequence.tokens;
+        const TileShare share = tile_share(sequence.units, tokens, kBlockN, sequence.first_unit, unit, end_unit);
+        const int32_t batch = sequence.batch, kv_head = share.tile_idx / params.row_tiles;
+        const int32_t row_tile = share.tile_idx % params.row_tiles, first_row = row_tile * Config::kBlockM;
+        const PackedRows rows(params, tokens, batch, kv_head, first_row, lane);
+        const bool stores_new = row_tile == params.row_tiles - 1 && tokens.before < tokens.total;
+        const KeyRange wanted = {stores_new ? min(rows.some.begin, tokens.before) : rows.some.begin,
+                                 stores_new ? tokens.total : rows.some.end};
+        const int32_t begin_key = max(share.begin_key, wanted.begin), end_key = min(share.end_key, wanted.end);
+
+        // Producer: a warp copies its own keys and values.
+        uint64_t present_keys = 0;  // one bit for each key in the ring, the next step's lowest
+        TokenPlace place;           // of key lane % 16 of the tile that is loaded
+        uint32_t is_new = 0;        // one bit for each of them that comes from k_new and v_new
+        const auto load_tile = [&](const CacheView& cache, const HeadsView<const uint16_t>& new_tokens,
+                                   const RotaryParams& rotary, char* slot, float* sScales, int32_t first_key) {
+            const WarpTile<kCacheDim> tile(slot, lane);
+            const uint16_t* gNew = row_pointer(new_tokens, batch, kv_head, first_key - tokens.before);
+            char* gRow = nullptr;
+            float* gScale = nullptr;
+            if (place.is_present()) {
+                gRow = static_cast<char*>(cache.data) + row_offset(cache, kv_head, place) * Config::kElementBytes;
+                if constexpr (kInt8) gScale = scale_pointer(cache, kv_head, place);
+            }
+            tile.load(gRow, cache.head_dim * Config::kElementBytes, is_new);
+            if constexpr (kInt8) load_scales(sScales, gScale, is_new, lane);
+            if (is_new == 0) return;
+            if (!stores_new) gRow = nullptr;
+            if constexpr (kInt8) {
+                quantise_new_tokens<kDataType, kHeadDim>(slot, sScales, gNew, new_tokens.row_stride, cache.head_dim,
+                                                         is_new, rotary, first_key, gRow, gScale, lane);
+            } else {
+                take_new_tokens<kDataType>(tile, gNew, new_tokens.row_stride, cache.head_dim, is_new, rotary, first_key,
+                                           gRow);
+            }
+        };
+        char* ring = shared.ring[warp];
+        const auto slot_k = [&](int stage) { return ring + 2 * stage * Config::kSlotBytes; };
+        const auto slot_v = [&](int stage) { return ring + (2 * stage + 1) * Config::kSlotBytes; };
+        const auto scales = [&](int stage, int of_values) { return shared.scales[warp][kInt8 ? stage : 0][of_values]; };
+        const auto load_k = [&](int stage, int32_t first_key) {
+            if (first_key < end_key) {
+                const int32_t key = first_key + lane % kWarpN;
+                place = place_of(params.places, batch, key, key >= begin_key && key < end_key);
+                const uint32_t present = __ballot_sync(0xffffffff, place.is_present()) & 0xffff;
+                is_new = __ballot_sync(0xffffffff, place.is_present() && key >= tokens.before) & 0xffff;
+                present_keys |= uint64_t{present} << 16 * (kStages - 1);
+                load_tile(params.k_cache, params.k_new, params.rotary, slot_k(stage), scales(stage, 0), first_key);
+            }
+            ptx::cp_async_commit_group();
+        };
+        const auto load_v = [&](int stage, int32_t first_key) {
+            if (first_key < end_key) {
+                load_tile(params.v_cache, params.v_new, RotaryParams{}, slot_v(stage), scales(stage, 1), first_key);
+            }
+            ptx::cp_async_commit_group();
+        };
+
+        int32_t first_key = begin_key / kBlockN * kBlockN + warp * kWarpN;
+#pragma unroll 1
+        for (int stage = 0; stage < kStages; ++stage) {
+            present_keys >>= 16;
+            load_k(stage, first_key + stage * kBlockN);
+            load_v(stage, first_key + stage * kBlockN);
+        }
+        stage_queries<kHeadDim, kDataType, kInt8, Config::kNumThreads>(shared.sQ, params, tokens, batch, kv_head,
+                                                                       first_row);
+        __syncthreads();  // the queries are there for all
+
+        OnlineSoftmax<1, /*kInNats=*/true> softmax(kLog2E);
+        float rO[1][Config::kTilesD][4] = {};  // [kBlockM, kHeadDim], of this warp's keys
+        ValueUnit unit_of_values;              // of an int8 cache: what rO is in
+        for (int stage = 0; first_key < end_key; first_key += kBlockN) {
+            float rS[1][Config::kTilesN][4];  // [kBlockM, kWarpN]: scores, then probabilities
+            const auto present = static_cast<uint32_t>(present_keys & 0xffff);
+            const int32_t next_key = first_key + kStages * kBlockN;
+
+            ptx::cp_async_wait_group<2 * kStages - 1>();
+            __syncwarp();  // K is there for all lanes
+            const SwizzledBlocks<kCacheDim> sK(reinterpret_cast<uint16_t*>(slot_k(stage)), ldmatrix_lane_b(lane));
+            if constexpr (kInt8) {
+                gemm_qk_int8<kDataType>(rS, sQ, sK);
+                multiply_columns(rS, scales(stage, 0), lane);
+            } else {
+                gemm_qk<kDataType>(rS, sQ, sK);
+            }
+            __syncwarp();  // all lanes are done with K: it may be overwritten
+            present_keys >>= 16;
+            load_k(stage, next_key);
+
+            rows.apply(rS, present, first_key, lane);
+            softmax.template update<true>(rS, rO);
+
+            ptx::cp_async_wait_group<2 * kStages - 1>();
+            __syncwarp();  // V is there for all lanes
+            const SwizzledBlocks<kCacheDim> sV(reinterpret_cast<uint16_t*>(slot_v(stage)), ldmatrix_lane(lane));
+            if constexpr (kInt8) {
+                unit_of_values.follow(rO, scales(stage, 1), lane);
+                unit_of_values.weigh(rS, scales(stage, 1), rows, present, first_key, lane);
+                gemm_pv_int8<kDataType, kHeadDim>(rO, rS, sV);
+            } else {
+                if (rows.differ(first_key, min(first_key + kWarpN, tokens.total))) {
+                    silence_unseen<kDataType>(rO, slot_v(stage), rows, present, first_key, lane);
+                }
+                gemm_pv<kDataType>(rO, rS, sV);
+            }
+            __syncwarp();  // all lanes are done with V: it may be overwritten
+            load_v(stage, next_key);
+            stage = stage + 1 == kStages ? 0 : stage + 1;
+        }
+
+        // Epilogue: the warps' results, merged.
+        auto* sO = reinterpret_cast<float*>(ring);
+        for_own_rows<1>(lane, [&](int m, int half, int row) {
+            shared.row_max[warp][row] = softmax.row_max[m][half];  // the lanes of a row hold the same
+            shared.row_sum[warp][row] = row_reduce_sum(softmax.row_sum[m][half]);
+            store_output_row<Config>(sO, rO[m], kInt8 ? unit_of_values.value() : 1.0f, row, half, lane);
+        });
+        __syncthreads();  // all results are there
+        store_tile<Config, kDataType>(params, shared, batch, kv_head, first_row, share.is_whole,
+                                      partial_slot(params.plan, blockIdx.x, unit == begin_unit));
+        __syncthreads();  // all are done with them: the rings and queries may be overwritten
+        unit += share.count;
+    }
+}
+
+template <int kHeadDim, DataType kDataType, bool kInt8>
+void launch_decode_split_sm80(const DecodeParams& params, Stream stream) {
+    using Config = DecodeConfigSm80<kHeadDim, kInt8>;
+    static const std::string name =
+        "decode_split_sm80<" + std::to_string(kHeadDim) + ", " + to_string(kDataType) + (kInt8 ? ", int8>" : ">");
+    const Launch launch{name.c_str(), /*compute_capability=*/80, params.plan.num_ctas, Config::kNumThreads,
+                        sizeof(DecodeStorageSm80<Config>)};
+    launch_kernel(decode_split_sm80<kHeadDim, kDataType, kInt8>, launch, params, stream);
+}
+
+}  // namespace fastattn

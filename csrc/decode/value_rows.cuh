@@ -1,0 +1,88 @@
+// What scores and probabilities need on their way: the scales of int8 tokens, and values that are not finite.
+#pragma once
+
+#include <cstdint>
+
+#include "decode/cache_tokens.cuh"
+#include "decode/packed_rows.cuh"
+#include "device/nonfinite.cuh"
+
+namespace fastattn {
+
+// NaN and infinities in a tile of values [16, kHeadDim] reach the rows that see their key, and no other.
+template <DataType kDataType, int kTilesD>
+__device__ __forceinline__ void silence_unseen(float (&rO)[1][kTilesD][4], char* sV, const PackedRows& rows,
+                                               uint32_t present, int32_t first_key, int lane) {
+    const WarpTile<kTilesD * kMmaN> tile(sV, lane);
+    if (!__any_sync(0xffffffff, has_nonfinite<kDataType>(tile))) return;
+    const auto sees = [&](int, int half, int n) { return (rows.seen(half, present, first_key) >> n & 1) != 0; };
+    separate_nonfinite<kDataType>(rO, reinterpret_cast<const uint16_t*>(sV), tile, sees, lane, [] { __syncwarp(); });
+}
+
+// Scores of int8 keys, times the keys' scales.
+__device__ __forceinline__ void multiply_columns(float (&rS)[1][2][4], const float* sScales, int lane) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        const float2 scale = *reinterpret_cast<const float2*>(sScales + n * kMmaN + accumulator_column(lane));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) rS[0][n][e] *= e % 2 == 0 ? scale.x : scale.y;
+    }
+}
+
+// The scales of int8 values go into P, in a unit that a warp's output is kept in: alone they may lie below what 16 bits
+// hold. The unit is a power of two, at most twice the largest scale of the last tile and seldom another than before.
+struct ValueUnit {
+    float inverse = 1.0f;
+
+    __device__ __forceinline__ float value() const { return inverse_of(inverse); }
+
+    // Has the unit follow a tile's scales, and rO the unit.
+    template <int kTilesD>
+    __device__ __forceinline__ void follow(float (&rO)[1][kTilesD][4], const float* sScales, int lane) {
+        const float own = fabsf(sScales[lane % kMmaK]);
+        float largest = own < kInfinity ? own : 0.0f;
+#pragma unroll
+        for (int distance = 1; distance < kMmaK; distance *= 2) {
+            largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
+        }
+        const float relative = largest * inverse;
+        if (relative <= 1.0f && (relative >= 0x1p-5f || largest == 0.0f)) return;
+        const uint32_t exponent = min(max(__float_as_uint(largest) & kExponent, kLeast), kMost);
+        const float before = value();
+        inverse = inverse_of(__uint_as_float(exponent + kExponentStep));
+        const float ratio = before * inverse;
+#pragma unroll
+        for (int d = 0; d < kTilesD; ++d) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) rO[0][d][e] *= ratio;
+        }
+    }
+
+    // What a row does not see stays 0, whatever its scale.
+    __device__ __forceinline__ void weigh(float (&rP)[1][2][4], const float* sScales, const PackedRows& rows,
+                                          uint32_t present, int32_t first_key, int lane) const {
+        const int column = accumulator_column(lane);
+        const uint32_t bits[2] = {rows.seen(0, present, first_key) >> column,
+                                  rows.seen(1, present, first_key) >> column};
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const float2 scale = *reinterpret_cast<const float2*>(sScales + n * kMmaN + column);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const float weighed = rP[0][n][e] * ((e % 2 == 0 ? scale.x : scale.y) * inverse);
+                rP[0][n][e] = (bits[e / 2] & 1u << (n * kMmaN + e % 2)) != 0 ? weighed : 0.0f;
+            }
+        }
+    }
+
+  private:
+    static constexpr uint32_t kExponent = 0x7f800000, kExponentStep = 0x00800000;
+    static constexpr uint32_t kLeast = kExponentStep, kMost = 0x7e000000;  // so that inverses are normal numbers too
+
+    // Of a power of two.
+    __device__ __forceinline__ static float inverse_of(float power) {
+        return __uint_as_float(0x7f000000 - __float_as_uint(power));
+    }
+};
+
+}  // namespace fastattn

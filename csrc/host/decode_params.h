@@ -1,0 +1,71 @@
+// What the host tells the kernels of flash-decoding. Strides count elements.
+#pragma once
+
+#include <cstdint>
+
+#include "host/params.h"
+
+namespace fastattn {
+
+// Keys or values of a cache: [blocks, kv_heads, block_rows, head_dim], of 16-bit elements or of int8. A contiguous
+// cache has a block for each sequence, a paged one for each page. Rows lie as those of a HeadsView.
+struct CacheView {
+    void* data;
+    int32_t head_dim;
+    int64_t block_stride, head_stride, row_stride;
+    float* scales;  // [blocks, kv_heads, block_rows]; null unless the cache is int8
+    int64_t scale_block_stride, scale_head_stride, scale_row_stride;
+};
+
+// Where the tokens of a sequence lie. Neither lengths nor tables are trusted: see decode/cache_tokens.cuh.
+struct CachePlaces {
+    int32_t num_blocks, block_rows;
+    const int32_t* block_table;  // [batch, max_pages], or null: contiguous
+    int64_t table_batch_stride, table_page_stride;
+};
+
+// What the host knows of all sequences alike.
+struct SequenceShape {
+    int32_t capacity;     // tokens, at most 2^30
+    int32_t num_new;      // tokens that this call appends
+    int32_t num_queries;  // the last ones of a sequence
+    int32_t window_left;  // as in ScoreParams
+};
+
+// How the keys of all sequences are dealt to CTAs: see decode/split_plan.h.
+struct SplitPlan {
+    int32_t num_ctas;
+    int32_t tiles_per_sequence;  // KV heads times tiles of rows
+    int32_t splits_per_tile;     // > 0: a tile has at most so many units
+    int32_t blocks_per_unit;     // else a unit has so many blocks of keys
+    int32_t min_units_per_cta;
+};
+
+// cos and sin of RoPE: [num_positions, half_dim]; the first 2 * half_dim dims of a row turn.
+struct RotaryParams {
+    enum class Kind : int32_t { kNone, kFloat16, kBFloat16, kFloat32, kFloat64 };
+    const void *cos, *sin;
+    Kind kind;
+    int32_t num_positions, half_dim;
+    bool interleaved;
+};
+
+// decode/split_sm80.cuh and decode/combine_sm80.cuh.
+struct DecodeParams {
+    HeadsView<const uint16_t> query;  // [B, Hq, Sq, D]
+    HeadsView<uint16_t> out;          // [B, Hq, Sq, Dv]
+    RowsView lse;                     // [B, Hq, Sq], natural logarithm
+    CacheView k_cache, v_cache;
+    CachePlaces places;
+    const int32_t* cache_seqlens;            // [B]
+    HeadsView<const uint16_t> k_new, v_new;  // [B, Hkv, num_new, D or Dv]
+    RotaryParams rotary;
+    SequenceShape sequence;
+    int32_t kv_heads, group, row_tiles;  // group: query heads of a KV head
+    ScoreParams scores;                  // without bias and dropout
+    SplitPlan plan;
+    // Results of tiles that several CTAs share: [slots, rows of a tile, Dv] and [slots, rows of a tile].
+    float *partial_out, *partial_lse;
+};
+
+}  // namespace fastattn
