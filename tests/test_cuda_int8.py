@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastattn
 import int8_cases
@@ -350,6 +351,23 @@ def test_other_sizes_go_elsewhere(n: int, k: int) -> None:
     explained = fastattn.explain(fastattn.int8_linear, normal(3, k, seed=1), weight)
     words = f"the weight is [{n}, {k}], and the CUDA C++ kernel takes N and K that are multiples of 8 and 16; pad it"
     assert explained.backend != "cuda" and explained.rejected["cuda"].startswith(words)
+
+
+def test_one_graph_for_any_number_of_tokens() -> None:
+    """Although their number decides about the kernel."""
+    weight, bias = fastattn.Int8Weight(*quantised(24, 64, 32), 32), normal(24, seed=1)
+
+    def layer(x: Tensor) -> Tensor:
+        return fastattn.int8_linear(x, weight, bias, activation="gelu")
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    for m in (3, 20, 130):
+        x = normal(m, 64, seed=m)
+        with running():
+            assert torch.equal(compiled(x), layer(x))
+    assert counter.frame_count == 1
 
 
 def arguments(**changes: Any) -> dict[str, Any]:
