@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import attention_cases
+import int8_cases
 import test_cuda_attention as native
+import test_cuda_int8 as native_int8
 import test_triton_decode as decode
 import test_triton_int8 as int8
 from attention_cases import Case
@@ -50,7 +52,7 @@ def drawing(examples: int) -> Any:
 @pytest.fixture(autouse=True)
 def allowance(monkeypatch: pytest.MonkeyPatch) -> None:
     """See `check_against_oracle`."""
-    for module in (attention_cases, decode, int8, native):
+    for module in (attention_cases, decode, int8_cases, native):
         monkeypatch.setattr(module, "check_against_oracle", functools.partial(check_against_oracle, allowance=4.0))
 
 
@@ -131,7 +133,23 @@ def test_triton_decode(data: Any, page_size: int, dtype: torch.dtype, seed: int)
 @given(m=st.integers(1, 140), n=st.integers(1, 140), groups=st.integers(1, 5), dtype=DTYPES, seed=SEEDS)
 def test_triton_int8_matmul(m: int, n: int, groups: int, dtype: torch.dtype, seed: int) -> None:
     k = 32 * groups
-    weight, scale = int8.quantised(n, k, 32, seed=seed % 1000)
+    weight, scale = int8_cases.quantised(n, k, 32, seed=seed % 1000)
     with options.launching(seed=seed):
-        int8.check_forward(int8.normal(m, k, seed=m, dtype=dtype), weight, scale)
-        int8.check_grad_input(int8.normal(m, n, seed=n, dtype=dtype), weight, scale)
+        int8.check_forward(int8_cases.normal(m, k, seed=m, dtype=dtype), weight, scale)
+        int8.check_grad_input(int8_cases.normal(m, n, seed=n, dtype=dtype), weight, scale)
+
+
+@pytest.mark.skipif(nvcc() is None, reason="needs nvcc")
+@pytest.mark.usefixtures("tracked_tensors")
+@drawing(30)
+@given(data=st.data(), m=st.integers(1, 140), dtype=DTYPES, num_sms=st.integers(1, 20), seed=SEEDS)
+def test_native_int8_matmul(data: Any, m: int, dtype: torch.dtype, num_sms: int, seed: int) -> None:
+    granularity = data.draw(st.sampled_from(int8_cases.GRANULARITIES))
+    step = granularity if isinstance(granularity, int) else 16
+    n, k = 8 * data.draw(st.integers(1, 40)), step * data.draw(st.integers(1, 640 // step))
+    weight, scale = int8_cases.quantised(n, k, granularity, seed=seed % 1000)
+    x = data.draw(strided(int8_cases.normal(2, m, k, seed=m, dtype=dtype)))
+    grad_out = data.draw(strided(int8_cases.normal(2, m, n, seed=n, dtype=dtype)))
+    launching = {"seed": seed, "num_sms": num_sms}
+    native_int8.check_forward(x, weight, scale, launching=launching)
+    native_int8.check_grad_input(grad_out, weight, scale, launching=launching)
