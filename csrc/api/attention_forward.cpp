@@ -22,9 +22,9 @@ namespace {
 
 constexpr const char* kOp = "attention_forward";
 
-void launch_plain(const AttentionForwardParams& params, DataType dtype, bool causal, Stream stream) {
-    dispatch_value(ForwardHeadDims{}, params.query.head_dim, [&](auto head_dim) {
-        dispatch_value(DataTypes{}, dtype, [&](auto data_type) {
+void launch_plain(const AttentionForwardParams& params, const AttentionSizes& sizes, bool causal, Stream stream) {
+    dispatch_at_least(ForwardHeadDims{}, sizes.widest(), [&](auto head_dim) {
+        dispatch_value(DataTypes{}, sizes.dtype, [&](auto data_type) {
             dispatch_bool(causal, [&](auto is_causal) {
                 launch_attention_forward_sm80<head_dim.value, data_type.value, is_causal.value>(params, stream);
             });
@@ -71,12 +71,10 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     const ScoreOptions options{bias,        alibi_slopes, sinks,    dropout_seed, scale,
                                window_left, window_right, top_left, softcap,      dropout_p};
     const OnDeviceOf device(query);
-    const bool has_plain_kernel =
-        sizes.head_dim == sizes.value_dim && contains(ForwardHeadDims{}, attention.query.head_dim);
-    if (options.are_plain() && !sizes.is_packed && has_plain_kernel) {
+    if (options.are_plain() && !sizes.is_packed) {
         attention.scale = static_cast<float>(scale);
         attention.causal_offset = top_left ? 0 : attention.key.rows - attention.query.rows;
-        launch_plain(attention, sizes.dtype, window_right == 0, device.stream());
+        launch_plain(attention, sizes, window_right == 0, device.stream());
     } else {
         ScoreTensors kept;
         params.scores = score_params(kOp, options, query, sizes, kept);

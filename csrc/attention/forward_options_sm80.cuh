@@ -1,11 +1,10 @@
 // Attention forward with every option: what forward_sm80.cuh computes, with softcap, ALiBi or a bias on the scores, any
 // window, sinks, dropout, packed sequences, and head dims below the kernel's.
 //
-// CTA, warps and pipeline are those of forward_sm80.cuh; see there. A step has three more parts: the bias of the tile is
-// on its way to registers while Q·Kᵀ is computed, the scores are finished before the softmax, and P is thinned after
-// it. Which options there are is decided at run time, alike for a whole CTA. Tiles that no row sees are not visited;
-// those that are seen in part, and all where there is a bias, are computed with masks.
-// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim.
+// CTA, warps (of 16 rows) and pipeline are those of forward_sm80.cuh; see there. A step has two more parts: the
+// scores are finished before the softmax, and P is thinned after it. Which options there are is decided at run time,
+// alike for a whole CTA. Tiles that no row sees are not visited; those that are seen in part, and all where there is
+// a bias, are computed with masks. Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim.
 #pragma once
 
 #include <string>
@@ -106,9 +105,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     // One tile of keys. kMasked: some row does not see some of it.
     const auto step = [&](int32_t first_key, bool is_last, auto masked) {
         constexpr bool kMasked = masked.value;
-        float rS[kTilesM][kTilesN][4];     // [kWarpM, kBlockN]: scores, then probabilities
-        uint32_t rB[kTilesM][kTilesN][4];  // [kWarpM, kBlockN]: bits of the bias
-        if constexpr (kMasked) scores.load_bias(rB, warp_row, first_key, lane);
+        float rS[kTilesM][kTilesN][4];  // [kWarpM, kBlockN]: scores, then probabilities
 
         ptx::cp_async_wait_group<0>();  // K, and at first Q
         __syncthreads();                // K is there for all; all are done with the V before: it may be overwritten
@@ -126,7 +123,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         if (!is_last) load_k.template load<true>(kBlockN);
         ptx::cp_async_commit_group();
 
-        scores.template apply<kMasked>(rS, rB, warp_row, first_key, lane);
+        scores.template apply<kMasked>(rS, warp_row, first_key, lane);
         softmax.template update<true>(rS, rO);
         if (options.dropout_seed != nullptr) dropout.apply(rS, warp_row, first_key, lane);
         if (some_nonfinite) {

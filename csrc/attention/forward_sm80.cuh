@@ -8,8 +8,8 @@
 //   cp.async      K2 |   V2   |         K1         |   V1   |         K0         |   V0   |
 //   tensor cores     | Q·K2ᵀ  | softmax     P·V2   | Q·K1ᵀ  | softmax     P·V1   | Q·K0ᵀ  | softmax     P·V0
 //
-// Q is reloaded from shared memory for each tile; S, P and O stay in registers (PTX ISA, mma.m16n8k16).
-// Preconditions: those of HeadsView. Any lengths, any finite scale.
+// S, P and O stay in registers (PTX ISA, mma.m16n8k16), and Q where they last; else it is reloaded for each tile.
+// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim. Any lengths, any finite scale.
 #pragma once
 
 #include <string>
@@ -87,13 +87,17 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     const uint16_t* gQ = row_pointer(params.query, tile.batch, tile.head, first_row);
     const uint16_t* gK = row_pointer(params.key, tile.batch, kv_head, key_tile * kBlockN);
     const uint16_t* gV = row_pointer(params.value, tile.batch, kv_head, key_tile * kBlockN);
-    TileLoader<kBlockM, kHeadDim, Config::kNumThreads> load_q(shared.sQ, gQ, params.query.row_stride, threadIdx.x);
-    TileLoader<kBlockN, kHeadDim, Config::kNumThreads> load_k(shared.sK, gK, params.key.row_stride, threadIdx.x);
-    TileLoader<kBlockN, kHeadDim, Config::kNumThreads> load_v(shared.sV, gV, params.value.row_stride, threadIdx.x);
+    TileLoader<kBlockM, kHeadDim, Config::kNumThreads> load_q(shared.sQ, gQ, params.query.row_stride, threadIdx.x,
+                                                              params.query.head_dim);
+    TileLoader<kBlockN, kHeadDim, Config::kNumThreads> load_k(shared.sK, gK, params.key.row_stride, threadIdx.x,
+                                                              params.key.head_dim);
+    TileLoader<kBlockN, kHeadDim, Config::kNumThreads> load_v(shared.sV, gV, params.value.row_stride, threadIdx.x,
+                                                              params.value.head_dim);
 
     const SwizzledBlocks<kHeadDim> sQ(shared.sQ + warp * kWarpM * kHeadDim, ldmatrix_lane(lane));  // [kWarpM, kHeadDim]
     const SwizzledBlocks<kHeadDim> sK(shared.sK, ldmatrix_lane_b(lane));  // [kBlockN, kHeadDim]
     const SwizzledBlocks<kHeadDim> sV(shared.sV, ldmatrix_lane(lane));    // [kBlockN, kHeadDim]
+    uint32_t rQ[kTilesM][kHeadDim / kMmaK][4];  // [kWarpM, kHeadDim], where it stays in registers
 
     // One tile of keys. Where it is masked, it may reach beyond the last key, and rows may differ in what they see.
     const auto step = [&](int32_t first_key, auto masked) {
@@ -104,7 +108,11 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         __syncthreads();                // K is there for all; all are done with the V before: it may be overwritten
         load_v.template load<kMasked>(num_keys - first_key);
         ptx::cp_async_commit_group();
-        gemm_qk<kDataType>(rS, sQ, sK);
+        if constexpr (Config::kQueryInRegisters) {
+            gemm_qk<kDataType>(rS, rQ, sK);
+        } else {
+            gemm_qk<kDataType>(rS, sQ, sK);
+        }
 
         ptx::cp_async_wait_group<0>();  // V
         bool some_nonfinite = false;
@@ -119,7 +127,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         if constexpr (kMasked) mask_columns(rS, num_seen, first_key, lane);
         softmax.template update<kMasked>(rS, rO);
         if (some_nonfinite) {
-            const auto sees = [&](int m, int half, int n) { return first_key + n < num_seen[m][half]; };
+            const auto sees = [&](int m, int half, int n) { return n < num_seen[m][half] - first_key; };
             separate_nonfinite<kDataType>(rO, shared.sV, load_v, sees, lane);
         }
         gemm_pv<kDataType>(rO, rS, sV);
@@ -133,6 +141,11 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
             ptx::cp_async_wait_group<0>();  // Q: a thread may change what it has copied itself
             load_q.for_own_pairs([&](uint32_t& pair) { pair = multiply<kDataType>(pair, sign); });
         }
+        if constexpr (Config::kQueryInRegisters) {
+            ptx::cp_async_wait_group<0>();  // Q
+            __syncthreads();                // it is there for all
+            load_operands_a(rQ, sQ);
+        }
     }
     for (; key_tile >= num_full_tiles; --key_tile) step(key_tile * kBlockN, std::true_type{});
     for (; key_tile >= 0; --key_tile) step(key_tile * kBlockN, std::false_type{});
@@ -143,7 +156,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     stage_rows<kDataType>(sO, rO, lane);
     __syncwarp();  // the rows are complete
     uint16_t* gO = row_pointer(params.out, tile.batch, tile.head, warp_row);
-    store_rows<kWarpM, kHeadDim>(gO, params.out.row_stride, num_rows - warp_row, sO, lane);
+    store_rows<kWarpM, kHeadDim>(gO, params.out.row_stride, num_rows - warp_row, sO, lane, params.out.head_dim);
     float* gLse = row_pointer(params.lse, tile.batch, tile.head);
     for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
         const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same

@@ -6,48 +6,102 @@
 namespace fastattn {
 
 // Adding a head dim: this list, a row below, and its instance files.
-using ForwardHeadDims = std::integer_sequence<int, 64, 128>;
+using ForwardHeadDims = std::integer_sequence<int, 32, 64, 96, 128, 192, 256>;
 
-// A warp owns 32 query rows, so that each ldmatrix of K or V feeds two rows of MMA tiles: with 16 rows, shared memory
-// would have to deliver 128 bytes a clock, all it has on sm_80, to keep the tensor cores busy.
+// A warp owns 32 query rows where O fits in registers, so that each ldmatrix of K or V feeds two rows of MMA tiles:
+// with 16 rows, shared memory has to deliver 128 bytes a clock, all it has on sm_80, to keep the tensor cores busy. Q
+// stays in registers where they last.
 template <int kHeadDim>
 struct ForwardTileSm80;
 
-// Counts are of the SASS for sm_80 (nvcc 13.0), per warp and unmasked step of 32 rows by kBlockN keys; a step of 64
-// rows by 64 keys takes two. Nothing of it spills.
+// Counts are of the SASS for sm_80 (nvcc 13.0), per warp and unmasked step of its rows by kBlockN keys; the machine
+// code is held to them by tests/test_native_library.py. Clocks are those of 64 rows by 64 keys on an SM of sm_80: two
+// for an HMMA (1024 multiply-adds each), four for an LDSM (128 bytes each), two for an EX2 (16 lanes each), and a
+// quarter for any instruction (four schedulers). Nothing is in local memory in a loop.
+//
+// Forward: head dim  instructions  HMMA  MUFU.EX2  LDSM  registers  shared-KB  clocks:HMMA  :LDSM  :EX2  :issue
+//                32           477    64        68    16        168         16          256    128   272     239
+//                64           601   128        68    32        251         32          512    256   272     301
+//                96           732   192        68    60        255         48          768    480   272     366
+//               128           875   256        68    80        255         64         1024    640   272     438
+//               192           606   192        34    96        255         96         1536   1536   272     606
+//               256           478   128        18    64        255         96         2048   2048   288     956
 
-// 603 instructions: 128 HMMA, 68 EX2, 40 LDSM. 237 registers, 32 KB. kBlockN = 96 and 112 take 7 and 8% fewer
-// instructions per key, but mask up to 95 and 111 columns at the end of every sequence and more at the diagonal; three
-// CTAs on an SM (168 registers) spill 100 bytes.
+// Three CTAs on an SM, because EX2 and the instructions take as long as the products, and only other warps' hide
+// them; a fourth (128 registers) spills in the loop. kBlockN = 128 takes 10% fewer instructions per key, with two
+// CTAs.
+template <>
+struct ForwardTileSm80<32> {
+    static constexpr int kBlockM = 128;
+    static constexpr int kBlockN = 64;
+    static constexpr int kNumWarps = 4;
+    static constexpr int kMinCtasPerSm = 3;
+    static constexpr bool kQueryInRegisters = true;
+};
+
+// kBlockN = 96 and 112 take 7 and 8% fewer instructions per key, but mask up to 95 and 111 columns at the end of every
+// sequence and more at the diagonal; three CTAs on an SM (168 registers) spill in the loop.
 template <>
 struct ForwardTileSm80<64> {
     static constexpr int kBlockM = 128;
     static constexpr int kBlockN = 64;
     static constexpr int kNumWarps = 4;
     static constexpr int kMinCtasPerSm = 2;
+    static constexpr bool kQueryInRegisters = true;
 };
 
-// 890 instructions: 256 HMMA, 68 EX2, 80 LDSM. 255 registers (128 of them O, 64 S), 64 KB: two CTAs fit in an SM's
-// registers, and on sm_80 and sm_90 in its shared memory.
+// Two CTAs fit in 99 KB as well. Q in registers spills in the loop.
+template <>
+struct ForwardTileSm80<96> {
+    static constexpr int kBlockM = 128;
+    static constexpr int kBlockN = 64;
+    static constexpr int kNumWarps = 4;
+    static constexpr int kMinCtasPerSm = 2;
+    static constexpr bool kQueryInRegisters = false;
+};
+
+// O is 128 registers, S 64. Two CTAs fit in an SM's registers, and on sm_80 and sm_90 in its shared memory.
 template <>
 struct ForwardTileSm80<128> {
     static constexpr int kBlockM = 128;
     static constexpr int kBlockN = 64;
     static constexpr int kNumWarps = 4;
     static constexpr int kMinCtasPerSm = 2;
+    static constexpr bool kQueryInRegisters = false;
 };
 
-// The kernel with every option. A tile of bias, as large as S, is in registers beside S and O: 32 keys leave room for it,
-// 16 above 128 dims, and above 64 dims a warp owns 16 rows. Up to 255 registers, nothing spills; 32 rows of 128 dims
-// spilled 456 bytes, 32 keys of 256 dims 40.
+// Warps of 16 rows: O is 96 registers, Q 48, S 32. With 32 rows O alone is 192, and 32 keys a step spill in the loop.
+template <>
+struct ForwardTileSm80<192> {
+    static constexpr int kBlockM = 128;
+    static constexpr int kBlockN = 64;
+    static constexpr int kNumWarps = 8;
+    static constexpr int kMinCtasPerSm = 1;
+    static constexpr bool kQueryInRegisters = true;
+};
+
+// O is 128 registers, Q 64, S 16. Reading Q from shared memory for every 32 keys would take a quarter more of it; 64
+// keys do not fit in 99 KB.
+template <>
+struct ForwardTileSm80<256> {
+    static constexpr int kBlockM = 128;
+    static constexpr int kBlockN = 32;
+    static constexpr int kNumWarps = 8;
+    static constexpr int kMinCtasPerSm = 1;
+    static constexpr bool kQueryInRegisters = true;
+};
+
+// The kernel with every option. Warps of 16 rows, one CTA on an SM: options take registers, and 64 keys a step, 32
+// above 128 dims, take fewer instructions for a key than 32 rows with half of that, whose step with a bias spills in
+// the loop. Up to 255 registers, nothing spills.
 using ForwardOptionsHeadDims = std::integer_sequence<int, 32, 64, 96, 128, 192, 256>;
 
 template <int kHeadDim>
 struct ForwardOptionsTileSm80 {
     static constexpr int kBlockM = 128;
-    static constexpr int kBlockN = kHeadDim <= 128 ? 32 : 16;
-    static constexpr int kNumWarps = kHeadDim <= 64 ? 4 : 8;
-    static constexpr int kMinCtasPerSm = kHeadDim <= 64 ? 2 : 1;
+    static constexpr int kBlockN = kHeadDim <= 128 ? 64 : 32;
+    static constexpr int kNumWarps = 8;
+    static constexpr int kMinCtasPerSm = 1;
 };
 
 // The backward kernel. Three products have three shapes, and the warps divide each in their own way: S and dP by

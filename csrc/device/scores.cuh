@@ -96,18 +96,7 @@ struct HeadScores {
     __device__ __forceinline__ void load_bias(uint32_t (&rB)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
                                               int lane) const {
         with_bias_kind([&](auto bits, auto) {
-            for_own_rows<kTilesM>(lane, [&](int m, int half, int row_in_tile) {
-                const int32_t row = first_row + row_in_tile, key = first_key + accumulator_column(lane);
-#pragma unroll
-                for (int n = 0; n < kTilesN; ++n) {
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const int32_t column = key + n * kMmaN + e;
-                        const bool exists = row < num_rows && column < window.num_keys;
-                        rB[m][n][2 * half + e] = exists ? bias_bits<decltype(bits)>(row, column) : 0;
-                    }
-                }
-            });
+            for_bias<decltype(bits)>(rB, first_row, first_key, lane, [](uint32_t& b, uint32_t loaded) { b = loaded; });
         });
     }
 
@@ -115,15 +104,27 @@ struct HeadScores {
     template <bool kMasked, int kTilesM, int kTilesN>
     __device__ __forceinline__ void apply(float (&rS)[kTilesM][kTilesN][4], const uint32_t (&rB)[kTilesM][kTilesN][4],
                                           int32_t first_row, int32_t first_key, int lane) const {
-        const float scale = params.scale, softcap = params.softcap, ratio = params.scale_over_softcap;
-        if (softcap > 0) {
-            for_each(rS, [&](int, int, int, float s) { return softcap * tanhf(s * ratio); });
-        } else {
-            for_each(rS, [&](int, int, int, float s) { return s * scale; });
-        }
+        apply_scale(rS);
         add_alibi(rS, first_row, first_key, lane);
         with_bias_kind([&](auto, auto kind) { add_bias<kind.value>(rS, rB); });
         if constexpr (kMasked) mask</*kRowsExist=*/true>(rS, first_row, first_key, lane);
+    }
+
+    // The same, with a bias that is loaded only now, because it would not fit in registers beside Q·Kᵀ. Where there
+    // is one, every tile is kMasked.
+    template <bool kMasked, int kTilesM, int kTilesN>
+    __device__ __forceinline__ void apply(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
+                                          int lane) const {
+        apply_scale(rS);
+        add_alibi(rS, first_row, first_key, lane);
+        if constexpr (kMasked) {
+            with_bias_kind([&](auto bits, auto kind) {
+                for_bias<decltype(bits)>(rS, first_row, first_key, lane, [](float& score, uint32_t added) {
+                    add_bias<decltype(kind)::value>(score, added);
+                });
+            });
+            mask</*kRowsExist=*/true>(rS, first_row, first_key, lane);
+        }
     }
 
     // The same for the backward pass, always masked, which also wants d score / d (scale · Q·Kᵀ). It has no registers to
@@ -155,6 +156,34 @@ struct HeadScores {
     }
 
   private:
+    // Calls function(element, bits of its bias) for each element of a tile.
+    template <typename T, typename Element, int kTilesM, int kTilesN, typename Function>
+    __device__ __forceinline__ void for_bias(Element (&elements)[kTilesM][kTilesN][4], int32_t first_row,
+                                             int32_t first_key, int lane, Function&& function) const {
+        for_own_rows<kTilesM>(lane, [&](int m, int half, int row_in_tile) {
+            const int32_t row = first_row + row_in_tile, key = first_key + accumulator_column(lane);
+#pragma unroll
+            for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int32_t column = key + n * kMmaN + e;
+                    const bool exists = row < num_rows && column < window.num_keys;
+                    function(elements[m][n][2 * half + e], exists ? bias_bits<T>(row, column) : 0);
+                }
+            }
+        });
+    }
+
+    template <int kTilesM, int kTilesN>
+    __device__ __forceinline__ void apply_scale(float (&rS)[kTilesM][kTilesN][4]) const {
+        const float scale = params.scale, softcap = params.softcap, ratio = params.scale_over_softcap;
+        if (softcap > 0) {
+            for_each(rS, [&](int, int, int, float s) { return softcap * tanhf(s * ratio); });
+        } else {
+            for_each(rS, [&](int, int, int, float s) { return s * scale; });
+        }
+    }
+
     template <int kTilesM, int kTilesN>
     __device__ __forceinline__ void add_alibi(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
                                               int lane) const {
@@ -166,12 +195,19 @@ struct HeadScores {
         });
     }
 
+    // -inf is a mask also where the score is NaN.
+    template <BiasKind kKind>
+    __device__ __forceinline__ static void add_bias(float& score, uint32_t bits) {
+        const float added = bias_value<kKind>(bits);
+        score = added == -kInfinity ? -kInfinity : score + added;
+    }
+
     template <BiasKind kKind, int kTilesM, int kTilesN>
     __device__ __forceinline__ static void add_bias(float (&rS)[kTilesM][kTilesN][4],
                                                     const uint32_t (&rB)[kTilesM][kTilesN][4]) {
-        for_each(rS, [&](int m, int n, int e, float s) {  // -inf is a mask also where the score is NaN
-            const float added = bias_value<kKind>(rB[m][n][e]);
-            return added == -kInfinity ? -kInfinity : s + added;
+        for_each(rS, [&](int m, int n, int e, float s) {
+            add_bias<kKind>(s, rB[m][n][e]);
+            return s;
         });
     }
 

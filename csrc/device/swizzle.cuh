@@ -1,6 +1,7 @@
-// Tiles of 16-bit rows in shared memory, with their 16-byte chunks permuted so that neither ldmatrix nor 16-byte copies
-// meet a bank conflict: chunk c of row r stands where chunk c ^ (r % 8) would. Eight rows at one c, as ldmatrix reads
-// them, and eight neighbouring chunks of one row, as copies touch them, then cover all 32 banks once.
+// Tiles of 16-bit rows in shared memory, with their 16-byte chunks permuted so that neither ldmatrix nor 16-byte
+// copies meet a bank conflict. In rows of whole 128 bytes, chunk c of row r stands where chunk c ^ (r % 8) would: eight
+// rows at one c, as ldmatrix reads them, and eight neighbouring chunks of one row, as copies touch them, cover all 32
+// banks once. Rows of 64 bytes more start at bank 0 and 16 in turn; there c ^ (r / 2 % 4) does the same.
 #pragma once
 
 #include <cstdint>
@@ -11,29 +12,23 @@ namespace fastattn {
 
 inline constexpr int kChunkBytes = 16;
 inline constexpr int kChunkElements = 8;
-inline constexpr int kSwizzleRows = 8;  // the pattern repeats after so many rows, and after so many chunks
+inline constexpr int kSwizzleRows = 8;  // the pattern repeats after so many rows
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Rows of so many elements: kHeadDim where that is a power of two of at least 64, else the next one.
-constexpr int row_elements(int head_dim) {
-    int elements = kSwizzleRows * kChunkElements;
-    while (elements < head_dim) elements *= 2;
-    return elements;
-}
-
 template <int kHeadDim>
 struct Swizzle {
-    static constexpr int kRowElements = row_elements(kHeadDim);
+    static constexpr int kRowElements = kHeadDim;
     static constexpr int kRowBytes = kRowElements * 2;
     static constexpr int kChunksPerRow = kRowElements / kChunkElements;
-    static_assert(kChunksPerRow % kSwizzleRows == 0, "a row must hold whole periods of the pattern");
+    static constexpr int kPeriod = kChunksPerRow % 8 == 0 ? 8 : 4;  // chunks that change places with each other
+    static_assert(kChunksPerRow % kPeriod == 0, "a row must hold whole periods of the pattern");
 
     // Offset in bytes of a chunk from the start of the tile.
     __device__ __forceinline__ static uint32_t offset(int row, int chunk) {
-        return row * kRowBytes + (chunk ^ (row % kSwizzleRows)) * kChunkBytes;
+        return row * kRowBytes + (chunk ^ (row * kPeriod / kSwizzleRows % kPeriod)) * kChunkBytes;
     }
 };
 
@@ -43,7 +38,7 @@ struct Swizzle {
 template <int kHeadDim>
 struct SwizzledBlocks {
     using Layout = Swizzle<kHeadDim>;
-    static constexpr int kPeriodBytes = kSwizzleRows * kChunkBytes;
+    static constexpr int kPeriodBytes = Layout::kPeriod * kChunkBytes;
 
     uint32_t tile;         // shared memory, a multiple of kPeriodBytes
     uint32_t lane_offset;  // in bytes, of the lane's row and chunk in the first block
@@ -61,8 +56,8 @@ struct SwizzledBlocks {
     // The lane's address in the block whose upper left element is [row][column], both multiples of 16.
     __device__ __forceinline__ uint32_t address(int row, int column) const {
         const int chunk = column / kChunkElements;
-        const uint32_t in_period = lane_offset ^ (chunk % kSwizzleRows * kChunkBytes);
-        return in_period + (tile + row * Layout::kRowBytes + chunk / kSwizzleRows * kPeriodBytes);
+        const uint32_t in_period = lane_offset ^ (chunk % Layout::kPeriod * kChunkBytes);
+        return in_period + (tile + row * Layout::kRowBytes + chunk / Layout::kPeriod * kPeriodBytes);
     }
 };
 

@@ -1,10 +1,12 @@
 // A CTA's copies of tiles [kRows, kHeadDim] of 16-bit elements into swizzled shared memory, and a warp's copies out.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "device/fragment.cuh"
 #include "device/ptx/cp_async.cuh"
+#include "device/ptx/opaque.cuh"
 #include "device/swizzle.cuh"
 
 namespace fastattn {
@@ -19,36 +21,34 @@ __device__ __forceinline__ float* row_pointer(const RowsView& view, int32_t batc
     return view.data + batch * view.batch_stride + head * view.head_stride;
 }
 
-// The tiles of one tensor, copied one after the other into one place. Each thread copies one chunk of every
-// kRowsPerPass-th row, so that neighbouring threads touch neighbouring chunks. A thread always has the same chunks of a
-// tile, and may look at them before the barrier that shares the tile.
-// kDirection: whether the tile after this one is the one below (1) or above (-1) it.
+// The tiles of one tensor, copied one after the other into one place. A pass copies a rectangle, one chunk a thread
+// and neighbouring chunks by neighbouring threads. A thread always has the same chunks of a tile, and may look at
+// them before the barrier that shares the tile. kDirection: whether the tile after this one is the one below (1) or
+// above (-1) it; the passes of a tile go the same way.
 template <int kRows, int kHeadDim, int kThreads, int kDirection = -1>
 struct TileLoader {
     using Layout = Swizzle<kHeadDim>;
     static constexpr int kNumRows = kRows;
-    static constexpr int kRowsPerPass = kThreads / Layout::kChunksPerRow;
-    static constexpr int kPasses = kRows / kRowsPerPass;
-    static constexpr int kPassBytes = kRowsPerPass * Layout::kRowBytes;
-    static constexpr int kNoRow = 1 << 30;
-    static_assert(kRowsPerPass % kSwizzleRows == 0 || kRowsPerPass * 2 == kSwizzleRows,
-                  "a thread's chunks must share one swizzled column, or two in turn");
-    static_assert(kRows % kRowsPerPass == 0, "passes must cover the tile exactly");
+    // One period of a row, 64 or 128 bytes, or more where the tile has fewer rows than would go with that.
+    static constexpr int kChunksPerPass = Layout::kPeriod * std::max(1, kThreads / Layout::kPeriod / kRows);
+    static constexpr int kRowsPerPass = kThreads / kChunksPerPass;
+    static constexpr int kRowPasses = kRows / kRowsPerPass;
+    static_assert(kRowsPerPass % kSwizzleRows == 0, "a thread's chunks must share one swizzled column");
+    static_assert(kRows % kRowsPerPass == 0 && Layout::kChunksPerRow % kChunksPerPass == 0,
+                  "passes must cover the tile exactly");
 
-    int row;                 // of the tile, of this thread's first chunk; kNoRow: it has none
-    char* sChunk;            // where that chunk goes
-    const uint16_t* gChunk;  // where it comes from, in the tile to load next
-    int64_t row_stride;
+    int head_dim;            // what rows have of elements; beyond there are zeros
+    char* sChunk;            // where this thread's first chunk goes
+    const uint16_t* gChunk;  // where it comes from in the next pass
+    int64_t pass_stride;
 
-    // The first tile to load starts at gTile. Its rows have head_dim elements; what is beyond becomes zero in tiles that
-    // are loaded as kPartial.
+    // The first tile to load starts at gTile. Its rows have head_dim elements; what is beyond becomes zero.
     __device__ __forceinline__ TileLoader(uint16_t* sTile, const uint16_t* gTile, int64_t row_stride, int thread,
                                           int head_dim = kHeadDim)
-        : row(thread / Layout::kChunksPerRow), row_stride(row_stride) {
-        const int chunk = thread % Layout::kChunksPerRow;
+        : head_dim(head_dim), pass_stride(kRowsPerPass * row_stride) {
+        const int row = thread / kChunksPerPass, chunk = thread % kChunksPerPass;
         sChunk = reinterpret_cast<char*>(sTile) + Layout::offset(row, chunk);
-        gChunk = gTile + row * row_stride + chunk * kChunkElements;
-        if (chunk * kChunkElements >= head_dim) row = kNoRow;
+        gChunk = gTile + row * row_stride + row_pass(0) * pass_stride + chunk * kChunkElements;
     }
 
     // The tile to load next starts so many elements further on.
@@ -58,42 +58,45 @@ struct TileLoader {
     // zero, and are not read.
     template <bool kPartial>
     __device__ __forceinline__ void load(int num_rows) {
-        const uint32_t destination = shared_address(sChunk);
-        const uint16_t* global = gChunk;
-        const int rows_from_here = num_rows - row;
-#pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) {
-            if constexpr (kPartial) {
-                const bool exists = pass * kRowsPerPass < rows_from_here;
-                ptx::cp_async_cg_16(in_pass(destination, pass), global, exists ? kChunkBytes : 0);
-            } else {
-                ptx::cp_async_cg_16(in_pass(destination, pass), global);
-            }
-            global += kRowsPerPass * row_stride;
-        }
-        gChunk += kDirection * kRows * row_stride;
+        const int thread = ptx::opaque(threadIdx.x);  // what follows from it need not stay in registers
+        const int rows_from_here = num_rows - thread / kChunksPerPass;
+        const int chunks_from_here = head_dim / kChunkElements - thread % kChunksPerPass;
+        for_own_chunks([&](int first_row, int first_chunk, char* destination) {
+            const bool exists = first_chunk < chunks_from_here && (!kPartial || first_row < rows_from_here);
+            ptx::cp_async_cg_16(shared_address(destination), gChunk + first_chunk * kChunkElements,
+                                exists ? kChunkBytes : 0);
+            if (first_chunk + kChunksPerPass == Layout::kChunksPerRow) gChunk += kDirection * pass_stride;
+        });
     }
 
     // Calls function(uint32_t& pair_of_elements) for all that this thread has copied.
     template <typename Function>
     __device__ __forceinline__ void for_own_pairs(Function&& function) const {
-#pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) {
-            uint4& bits = *reinterpret_cast<uint4*>(in_pass(reinterpret_cast<uintptr_t>(sChunk), pass));
+        for_own_chunks([&](int, int, char* chunk) {
+            uint4& bits = *reinterpret_cast<uint4*>(chunk);
             uint4 pairs = bits;
             function(pairs.x);
             function(pairs.y);
             function(pairs.z);
             function(pairs.w);
             bits = pairs;
-        }
+        });
     }
 
   private:
-    // Where a thread's chunk of a pass goes, from that of the first: straight below it, but for the swizzle.
-    template <typename Address>
-    __device__ __forceinline__ static Address in_pass(Address first, int pass) {
-        return (first ^ (pass * kRowsPerPass % kSwizzleRows * kChunkBytes)) + pass * kPassBytes;
+    __device__ __forceinline__ static constexpr int row_pass(int i) { return kDirection > 0 ? i : kRowPasses - 1 - i; }
+
+    // Calls function(first row, first chunk of the pass, where this thread's chunk is in shared memory).
+    template <typename Function>
+    __device__ __forceinline__ void for_own_chunks(Function&& function) const {
+#pragma unroll
+        for (int i = 0; i < kRowPasses; ++i) {
+            const int first_row = row_pass(i) * kRowsPerPass;
+#pragma unroll
+            for (int first_chunk = 0; first_chunk < Layout::kChunksPerRow; first_chunk += kChunksPerPass) {
+                function(first_row, first_chunk, sChunk + first_row * Layout::kRowBytes + first_chunk * kChunkBytes);
+            }
+        }
     }
 };
 
@@ -130,15 +133,17 @@ template <int kRows, int kHeadDim>
 __device__ __forceinline__ void store_rows(uint16_t* gRows, int64_t row_stride, int num_rows, const uint16_t* sRows,
                                            int lane, int head_dim = kHeadDim) {
     using Layout = Swizzle<kHeadDim>;
-    constexpr int kRowsPerPass = kWarpSize / Layout::kChunksPerRow;
-    const int chunk = lane % Layout::kChunksPerRow;
+    constexpr int kRowsPerPass = kWarpSize / Layout::kPeriod;
 #pragma unroll
     for (int first_row = 0; first_row < kRows; first_row += kRowsPerPass) {
-        const int row = first_row + lane / Layout::kChunksPerRow;
-        if (row < num_rows && chunk * kChunkElements < head_dim) {
-            const char* source = reinterpret_cast<const char*>(sRows) + Layout::offset(row, chunk);
-            *reinterpret_cast<uint4*>(gRows + row * row_stride + chunk * kChunkElements) =
-                *reinterpret_cast<const uint4*>(source);
+#pragma unroll
+        for (int first_chunk = 0; first_chunk < Layout::kChunksPerRow; first_chunk += Layout::kPeriod) {
+            const int row = first_row + lane / Layout::kPeriod, chunk = first_chunk + lane % Layout::kPeriod;
+            if (row < num_rows && chunk * kChunkElements < head_dim) {
+                const char* source = reinterpret_cast<const char*>(sRows) + Layout::offset(row, chunk);
+                *reinterpret_cast<uint4*>(gRows + row * row_stride + chunk * kChunkElements) =
+                    *reinterpret_cast<const uint4*>(source);
+            }
         }
     }
 }

@@ -9,10 +9,21 @@
 
 namespace fastattn {
 
-// rS = sQ · sKᵀ. sQ [kTilesM * 16, kHeadDim] at ldmatrix_lane, sK [kTilesN * 8, kHeadDim] at ldmatrix_lane_b.
-template <DataType kDataType, int kTilesM, int kTilesN, int kHeadDim>
-__device__ __forceinline__ void gemm_qk(float (&rS)[kTilesM][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
-                                        const SwizzledBlocks<kHeadDim>& sK) {
+// A warp's rows of Q as operands A, for products with all tiles of keys. sQ [kTilesM * 16, kHeadDim] at ldmatrix_lane.
+template <int kTilesM, int kTilesK, int kHeadDim>
+__device__ __forceinline__ void load_operands_a(uint32_t (&rQ)[kTilesM][kTilesK][4],
+                                                const SwizzledBlocks<kHeadDim>& sQ) {
+#pragma unroll
+    for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+        for (int k = 0; k < kTilesK; ++k) ptx::ldmatrix_m8n8_x4(rQ[m][k], sQ.address(m * kMmaM, k * kMmaK));
+    }
+}
+
+// rS = Q · sKᵀ. sK [kTilesN * 8, kHeadDim] at ldmatrix_lane_b; load_q(rQ, m, k) sets the operand A of a block.
+template <DataType kDataType, int kTilesM, int kTilesN, int kHeadDim, typename LoadQ>
+__device__ __forceinline__ void gemm_loaded_qk(float (&rS)[kTilesM][kTilesN][4], const SwizzledBlocks<kHeadDim>& sK,
+                                               LoadQ&& load_q) {
 #pragma unroll
     for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
@@ -22,14 +33,14 @@ __device__ __forceinline__ void gemm_qk(float (&rS)[kTilesM][kTilesN][4], const 
         }
     }
 #pragma unroll
-    for (int k = 0; k < kHeadDim; k += kMmaK) {
+    for (int k = 0; k < kHeadDim / kMmaK; ++k) {
         uint32_t rQ[kTilesM][4];
 #pragma unroll
-        for (int m = 0; m < kTilesM; ++m) ptx::ldmatrix_m8n8_x4(rQ[m], sQ.address(m * kMmaM, k));
+        for (int m = 0; m < kTilesM; ++m) load_q(rQ[m], m, k);
 #pragma unroll
         for (int n = 0; n < kTilesN; n += 2) {
             uint32_t rK[4];
-            ptx::ldmatrix_m8n8_x4(rK, sK.address(n * kMmaN, k));
+            ptx::ldmatrix_m8n8_x4(rK, sK.address(n * kMmaN, k * kMmaK));
 #pragma unroll
             for (int m = 0; m < kTilesM; ++m) {
                 mma_m16n8k16<kDataType>(rS[m][n], rQ[m], rK[0], rK[1]);
@@ -37,6 +48,25 @@ __device__ __forceinline__ void gemm_qk(float (&rS)[kTilesM][kTilesN][4], const 
             }
         }
     }
+}
+
+// With sQ [kTilesM * 16, kHeadDim] at ldmatrix_lane.
+template <DataType kDataType, int kTilesM, int kTilesN, int kHeadDim>
+__device__ __forceinline__ void gemm_qk(float (&rS)[kTilesM][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
+                                        const SwizzledBlocks<kHeadDim>& sK) {
+    gemm_loaded_qk<kDataType>(rS, sK, [&](uint32_t (&block)[4], int m, int k) {
+        ptx::ldmatrix_m8n8_x4(block, sQ.address(m * kMmaM, k * kMmaK));
+    });
+}
+
+// With Q's operands in registers.
+template <DataType kDataType, int kTilesM, int kTilesN, int kTilesK, int kHeadDim>
+__device__ __forceinline__ void gemm_qk(float (&rS)[kTilesM][kTilesN][4], const uint32_t (&rQ)[kTilesM][kTilesK][4],
+                                        const SwizzledBlocks<kHeadDim>& sK) {
+    gemm_loaded_qk<kDataType>(rS, sK, [&](uint32_t (&block)[4], int m, int k) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) block[i] = rQ[m][k][i];
+    });
 }
 
 // rO += rP · sV, with rP rounded to 16 bits. sV [kTilesN * 8, kHeadDim] at ldmatrix_lane.

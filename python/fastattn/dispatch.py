@@ -308,14 +308,11 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
             cache = ", int8" if "int8 cache" in call.features else ""
             return f"decode_split_sm80<{dim}, {dtype}{cache}>", known[dim]
         # A tracer's head dim may be a symbol: compared with the kernels' own, it is guarded on and none of the text.
-        if call.head_dim == call.value_dim and call.features <= _PLAIN:
-            for dim, tile in native.TILES["attention_forward_sm80"].items():
-                if int(dim) == call.head_dim:
-                    mask = "causal" if "causal" in call.features else "full"
-                    return f"attention_forward_sm80<{dim}, {dtype}, {mask}>", tile
-        with_options = native.TILES["attention_forward_options_sm80"]
-        dim = next(dim for dim in with_options if int(dim) >= widest)
-        return f"attention_forward_options_sm80<{dim}, {dtype}>", with_options[dim]
+        is_plain = call.features <= _PLAIN
+        kernel = "attention_forward_sm80" if is_plain else "attention_forward_options_sm80"
+        mask = f", {'causal' if 'causal' in call.features else 'full'}" if is_plain else ""
+        dim, tile = next((dim, tile) for dim, tile in native.TILES[kernel].items() if int(dim) >= widest)
+        return f"{kernel}<{dim}, {dtype}{mask}>", tile
     from fastattn.triton_kernels import tiles
 
     if call.op == "attention":

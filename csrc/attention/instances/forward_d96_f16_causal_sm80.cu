@@ -1,0 +1,7 @@
+#include "attention/forward_sm80.cuh"
+
+namespace fastattn {
+
+template void launch_attention_forward_sm80<96, DataType::kFloat16, true>(const AttentionForwardParams&, Stream);
+
+}  // namespace fastattn
