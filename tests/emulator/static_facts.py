@@ -166,6 +166,15 @@ class KernelFacts:
         found = with_mma if self.tensor_core else found
         return [body for body in found if not any(other < body for other in found)]
 
+    @cached_property
+    def main_loop(self) -> list[str]:
+        """The instructions of the main loop with the most matrix instructions; where one copy of it masks and another
+        need not, of the one that need not: the shortest of those with as many."""
+        loops_of_mma = [self.opcodes_of(body) for body in self.main_loops]
+        return max(
+            loops_of_mma, key=lambda opcodes: (sum(opcode(name) in TENSOR_CORE for name in opcodes), -len(opcodes))
+        )
+
     def opcodes_of(self, body: frozenset[int]) -> list[str]:
         """The instructions of one of the loops, in the order of the text."""
         return list(filter(None, (full_opcode(self.lines[index]) for index in sorted(body))))
