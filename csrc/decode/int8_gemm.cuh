@@ -1,4 +1,5 @@
-// The two products of attention on int8 keys and values, which become 16-bit floats in registers, exactly.
+// The two products of attention on int8 keys and values, which become 16-bit floats in registers, exactly
+// (device/dequantize.cuh): both products lack a factor of Int8Decoding<kDataType>::kUnit.
 //
 // A row of int8 is a row of half as many 16-bit units for copies, swizzles and ldmatrix. A lane then receives four
 // neighbouring dims where a matrix of 16-bit elements would give it two. Which dims stand where is free as long as both
@@ -10,27 +11,12 @@
 
 #include <cstdint>
 
+#include "device/dequantize.cuh"
 #include "device/fragment.cuh"
-#include "device/ptx/arithmetic16.cuh"
 #include "device/ptx/ldmatrix.cuh"
 #include "device/swizzle.cuh"
 
 namespace fastattn {
-
-// Bytes kFirst and kSecond of four int8 as two 16-bit floats, the first in the lower half.
-template <DataType kDataType, int kFirst, int kSecond>
-__device__ __forceinline__ uint32_t int8_pair(uint32_t bytes) {
-    constexpr uint32_t kSelector = 0x4040 | kSecond << 8 | kFirst;  // a byte of `bytes` below one of the other word
-    if constexpr (kDataType == DataType::kFloat16) {
-        // 0x6400 + u is 1024 + u, for u = x + 128.
-        const uint32_t biased = __byte_perm(bytes ^ 0x80808080, 0x64646464, kSelector);
-        return ptx::sub_rn_f16x2(biased, 0x64806480);
-    } else {
-        // x is its lower 7 bits, less 128 if it is negative: (128 + those) - (128 or 256).
-        const uint32_t raw = __byte_perm(bytes, 0, kSelector);
-        return ptx::fma_rn_bf16x2((raw & 0x007f007f) | 0x43004300, 0x3f803f80, (raw & 0x00800080) | 0xc300c300);
-    }
-}
 
 // rS = sQ · sKᵀ, without the keys' scales. sQ at ldmatrix_lane, in the order above; sK [16, kHeadDim] int8 at
 // ldmatrix_lane_b.
@@ -52,9 +38,9 @@ __device__ __forceinline__ void gemm_qk_int8(float (&rS)[1][2][4], const Swizzle
             ptx::ldmatrix_m8n8_x4(rQ, sQ.address(0, 2 * unit + half * kMmaK));
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-                const uint32_t bytes = rK[2 * n + half];
-                mma_m16n8k16<kDataType>(rS[0][n], rQ, int8_pair<kDataType, 0, 1>(bytes),
-                                        int8_pair<kDataType, 2, 3>(bytes));
+                const uint32_t four = biased(rK[2 * n + half]);
+                mma_m16n8k16<kDataType>(rS[0][n], rQ, decode_pair<kDataType, 0, 1>(four),
+                                        decode_pair<kDataType, 2, 3>(four));
             }
         }
     }
@@ -73,11 +59,12 @@ __device__ __forceinline__ void gemm_pv_int8(float (&rO)[1][kHeadDim / kMmaN][4]
         ptx::ldmatrix_m8n8_x4_trans(rV, sV.address(0, unit));
 #pragma unroll
         for (int right = 0; right < 2; ++right) {
-            const uint32_t upper = rV[2 * right], lower = rV[2 * right + 1];
+            const uint32_t upper = biased(rV[2 * right]), lower = biased(rV[2 * right + 1]);
             float (&rEven)[4] = rO[0][unit / 4 + 2 * right];
             float (&rOdd)[4] = rO[0][unit / 4 + 2 * right + 1];
-            mma_m16n8k16<kDataType>(rEven, rA, int8_pair<kDataType, 0, 2>(upper), int8_pair<kDataType, 0, 2>(lower));
-            mma_m16n8k16<kDataType>(rOdd, rA, int8_pair<kDataType, 1, 3>(upper), int8_pair<kDataType, 1, 3>(lower));
+            mma_m16n8k16<kDataType>(rEven, rA, decode_pair<kDataType, 0, 2>(upper),
+                                    decode_pair<kDataType, 0, 2>(lower));
+            mma_m16n8k16<kDataType>(rOdd, rA, decode_pair<kDataType, 1, 3>(upper), decode_pair<kDataType, 1, 3>(lower));
         }
     }
 }

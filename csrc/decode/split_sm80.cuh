@@ -14,9 +14,10 @@
 // stores it. So one launch does both; RoPE is applied to queries by every CTA for itself. An int8 cache has a scale for
 // each token and head: keys' scales multiply scores, values' scales go into P.
 //
-// The merge is a kernel of its own. In the same launch, the last CTA of a tile would have to be found by counting, from
-// counters that are zero at first: to clear them is a launch too, and counters that outlive the call would be shared by
-// streams that know nothing of each other.
+// The merge is a kernel of its own, with a CTA for each row. Where one sequence fills the GPU, a tile has as many parts
+// as there are CTAs: 264 of 16 rows by 512 bytes on an H200, 2 MB that the last CTA of the tile would have to read alone
+// if it did the merge; with a CTA a row, 16 read 130 KB each. (Where parts are few, the last CTA, found as in
+// device/arrivals.cuh, would save a node of a CUDA graph.)
 // Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim, a capacity below 2^30.
 #pragma once
 
@@ -231,7 +232,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
             const SwizzledBlocks<kCacheDim> sK(reinterpret_cast<uint16_t*>(slot_k(stage)), ldmatrix_lane_b(lane));
             if constexpr (kInt8) {
                 gemm_qk_int8<kDataType>(rS, sQ, sK);
-                multiply_columns(rS, scales(stage, 0), lane);
+                multiply_columns(rS, scales(stage, 0), Int8Decoding<kDataType>::kUnit, lane);
             } else {
                 gemm_qk<kDataType>(rS, sQ, sK);
             }
@@ -262,10 +263,11 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
 
         // Epilogue: the warps' results, merged.
         auto* sO = reinterpret_cast<float*>(ring);
+        const float unit_of_output = kInt8 ? unit_of_values.value() * Int8Decoding<kDataType>::kUnit : 1.0f;
         for_own_rows<1>(lane, [&](int m, int half, int row) {
             shared.row_max[warp][row] = softmax.row_max[m][half];  // the lanes of a row hold the same
             shared.row_sum[warp][row] = row_reduce_sum(softmax.row_sum[m][half]);
-            store_output_row<Config>(sO, rO[m], kInt8 ? unit_of_values.value() : 1.0f, row, half, lane);
+            store_output_row<Config>(sO, rO[m], unit_of_output, row, half, lane);
         });
         __syncthreads();  // all results are there
         store_tile<Config, kDataType>(params, shared, batch, kv_head, first_row, share.is_whole,

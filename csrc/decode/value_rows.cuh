@@ -19,13 +19,13 @@ __device__ __forceinline__ void silence_unseen(float (&rO)[1][kTilesD][4], char*
     separate_nonfinite<kDataType>(rO, reinterpret_cast<const uint16_t*>(sV), tile, sees, lane, [] { __syncwarp(); });
 }
 
-// Scores of int8 keys, times the keys' scales.
-__device__ __forceinline__ void multiply_columns(float (&rS)[1][2][4], const float* sScales, int lane) {
+// Scores of int8 keys, times the keys' scales and `unit`.
+__device__ __forceinline__ void multiply_columns(float (&rS)[1][2][4], const float* sScales, float unit, int lane) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
         const float2 scale = *reinterpret_cast<const float2*>(sScales + n * kMmaN + accumulator_column(lane));
 #pragma unroll
-        for (int e = 0; e < 4; ++e) rS[0][n][e] *= e % 2 == 0 ? scale.x : scale.y;
+        for (int e = 0; e < 4; ++e) rS[0][n][e] *= (e % 2 == 0 ? scale.x : scale.y) * unit;
     }
 }
 
