@@ -68,14 +68,15 @@ struct WarpTile {
           lane_offset(Layout::offset(row, chunk)) {}
 
     // The swizzle is an exclusive or, and the bits of a pass's first row are none of the lane's row in it.
-    __device__ __forceinline__ char* chunk_pointer(int pass) const {
+    __device__ __forceinline__ uint32_t chunk_offset(int pass) const {
         const int first_row = pass * kRowsPerPass;
-        return sTile + (lane_offset ^ (first_row % kSwizzleRows * kChunkBytes)) + first_row * Layout::kRowBytes;
+        return (lane_offset ^ (first_row % kSwizzleRows * kChunkBytes)) + first_row * Layout::kRowBytes;
     }
 
     // Starts to copy rows of row_bytes bytes. Lane l passes where row l % 16 lies, null if it is absent: then zeros
     // take its place, as they do beyond row_bytes. `skipped`: rows that somebody else writes.
     __device__ __forceinline__ void load(const char* gRow, int row_bytes, uint32_t skipped) const {
+        const uint32_t tile = shared_address(sTile);
         const int bytes = min(max(row_bytes - chunk * kChunkBytes, 0), kChunkBytes);
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
@@ -83,7 +84,7 @@ struct WarpTile {
             const auto address = __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(gRow), tile_row);
             const char* gChunk = reinterpret_cast<const char*>(address) + chunk * kChunkBytes;
             if (skipped >> tile_row & 1) continue;
-            ptx::cp_async_cg_16(shared_address(chunk_pointer(pass)), gChunk, address != 0 ? bytes : 0);
+            ptx::cp_async_cg_16(tile + chunk_offset(pass), gChunk, address != 0 ? bytes : 0);
         }
     }
 
@@ -92,7 +93,7 @@ struct WarpTile {
     __device__ __forceinline__ void for_own_pairs(Function&& function) const {
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
-            uint4& bits = *reinterpret_cast<uint4*>(chunk_pointer(pass));
+            uint4& bits = *reinterpret_cast<uint4*>(sTile + chunk_offset(pass));
             uint4 pairs = bits;
             function(pairs.x);
             function(pairs.y);

@@ -26,7 +26,7 @@ __device__ __forceinline__ void take_new_tokens(const WarpTile<kHeadDim>& tile, 
             bits = load_rotated<kDataType>(rotary, gNew + row * row_stride, tile.chunk, first_position + row);
             if (address != 0) reinterpret_cast<uint4*>(address)[tile.chunk] = bits;
         }
-        *reinterpret_cast<uint4*>(tile.chunk_pointer(pass)) = bits;
+        *reinterpret_cast<uint4*>(tile.sTile + tile.chunk_offset(pass)) = bits;
     }
 }
 

@@ -167,7 +167,6 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
         const auto load_tile = [&](const CacheView& cache, const HeadsView<const uint16_t>& new_tokens,
                                    const RotaryParams& rotary, char* slot, float* sScales, int32_t first_key) {
             const WarpTile<kCacheDim> tile(slot, lane);
-            const uint16_t* gNew = row_pointer(new_tokens, batch, kv_head, first_key - tokens.before);
             char* gRow = nullptr;
             float* gScale = nullptr;
             if (place.is_present()) {
@@ -177,6 +176,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
             tile.load(gRow, cache.head_dim * Config::kElementBytes, is_new);
             if constexpr (kInt8) load_scales(sScales, gScale, is_new, lane);
             if (is_new == 0) return;
+            const uint16_t* gNew = row_pointer(new_tokens, batch, kv_head, first_key - tokens.before);
             if (!stores_new) gRow = nullptr;
             if constexpr (kInt8) {
                 quantise_new_tokens<kDataType, kHeadDim>(slot, sScales, gNew, new_tokens.row_stride, cache.head_dim,

@@ -13,8 +13,8 @@ using DecodeHeadDims = std::integer_sequence<int, 64, 128, 256>;
 // 132 SMs) needs 29 KB an SM to cover 0.8 us of latency, an A100 (2.0 TB/s, 108 SMs) 15 KB.
 //
 // A step of 16 keys by 128 + 128 dims is 8 KB of a 16-bit cache, which the bandwidth of either brings in 440 to 620
-// clocks of an SM: 1780 issue slots at the least. The emulator counts 725 PTX instructions in it, 100 of them moves. Of
-// an int8 cache it is 4 KB, 890 slots and 900 instructions: on an H200, issue is what binds there.
+// clocks of an SM: 1780 issue slots at the least. The emulator counts 706 PTX instructions in it, 100 of them moves. Of
+// an int8 cache it is 4 KB, 890 slots and 864 instructions: on an H200, issue is close to what binds there.
 template <int kHeadDim>
 struct DecodeTileSm80 {
     static constexpr int kBlockM = 16;
