@@ -5,11 +5,15 @@
 // reads their int8 weights from shared memory, makes 16-bit floats of them in registers (device/dequantize.cuh), each
 // once, and multiplies them with all tokens.
 //
-//   cp.async      W, X of step s + kNumStages - 1 |  … + 1          tensor cores   step s | s + 1 | …
+// A step takes kBlockK of K. With kNumStages of 4:
+//
+//   cp.async      W, X of step 0 | 1 | 2 |   3    |   4    |   5    |
+//   tensor cores                         | step 0 | step 1 | step 2 | step 3
 //
 // No packed copy of the weights is needed for that. The sum over k may take its terms in any order, as long as W and X
-// agree: within 32 k, lane t of a quad takes 8t … 8t + 7, of W as 8 bytes and of X as 16, which are two MMAs' worth.
-// Steps come 16 bytes a copy, in full sectors. Per pair of weights: 0.5 LOP3, 1 PRMT, 1 HFMA2.
+// agree: within 32 k, lane t of a quad takes 8t … 8t + 7, of W as 8 bytes and of X as 16, two MMAs' worth. Copies take
+// 16 bytes and whole sectors. A pair of weights costs 0.5 LOP3, 1 PRMT and 1 HFMA2; if they were packed with a bias of
+// 128, the LOP3 would go, and a second copy of all weights or a conversion at each state dict would come.
 // Scales per tensor or channel multiply the finished sums. Per group along K they multiply the sums of 32 k.
 // Few tokens have too few tiles to fill the GPU: then several CTAs share one, each with a part of K (work.h), and the
 // last of them to finish adds up the parts.
@@ -102,7 +106,7 @@ __device__ __forceinline__ void multiply_stage(float (&rY)[Config::kTilesN][Conf
     const uint32_t x_offset = Tokens::offset(row, quad_lane);
     const char* sW = reinterpret_cast<const char*>(stage.sW);
     const char* sX = reinterpret_cast<const char*>(stage.sX);
-    constexpr int kBlockUnroll = kTilesM < 16 ? Config::kBlocksK : 1;
+    constexpr int kBlockUnroll = kTilesM < 16 ? Config::kBlocksK : 1;  // 128 tokens, unrolled: 56 bytes are spilled
 #pragma unroll(kBlockUnroll)
     for (int block = 0; block < Config::kBlocksK; ++block) {
         uint32_t rW[kTilesN][2][4];  // operands A of two MMAs
