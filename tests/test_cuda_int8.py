@@ -38,7 +38,7 @@ pytestmark = [
 only_emulated = pytest.mark.skipif(not EMULATED, reason="looks into the emulator")
 
 OP, GRAD_OP = "int8_matmul", "int8_matmul_grad_input"
-BLOCKS = (16, 64, 128)  # tokens of a tile
+BLOCKS = (16, 64, 96, 128)  # tokens of a tile
 DTYPES = (torch.float16, torch.bfloat16)
 SEED = 5
 
@@ -87,7 +87,7 @@ SIZES = [(8, 16), (120, 112), (128, 128), (136, 144), (264, 272)]
 
 
 @each_dtype
-@pytest.mark.parametrize("m", [1, 7, 16, 17, 64, 65, 129])
+@pytest.mark.parametrize("m", [1, 7, 16, 17, 64, 65, 97, 129])
 def test_shapes(m: int, dtype: torch.dtype) -> None:
     for n, k in SIZES:
         weight, scale = quantised(n, k, "channel", seed=m)
@@ -98,7 +98,7 @@ def test_shapes(m: int, dtype: torch.dtype) -> None:
 
 @each_dtype
 @each_granularity
-@pytest.mark.parametrize("m", [3, 40, 130])
+@pytest.mark.parametrize("m", [3, 40, 90, 130])
 def test_granularities(m: int, granularity: str | int, dtype: torch.dtype) -> None:
     for k in (128, 384):
         weight, scale = quantised(136, k, granularity, seed=m)
@@ -326,7 +326,7 @@ def test_gradients_through_the_layer(m: int, dtype: torch.dtype) -> None:
 
     with running(), fastattn.record() as calls:
         found = layer(dtype, "cuda")
-    block = 16 if m <= 16 else 128 if m > 64 else 64
+    block = next(block for block in BLOCKS if m <= block)
     name = f"int8_matmul_sm80<{block}, {str(dtype).removeprefix('torch.')}>"
     assert calls == [(OP, "cuda", name), (f"{OP} backward", "cuda", GRAD_OP)]
     for name, actual, oracle in zip(
@@ -337,7 +337,7 @@ def test_gradients_through_the_layer(m: int, dtype: torch.dtype) -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("m, block", [(1, 16), (16, 16), (17, 64), (64, 64), (65, 128), (1000, 128)])
+@pytest.mark.parametrize("m, block", [(1, 16), (16, 16), (17, 64), (64, 64), (65, 96), (97, 128), (1000, 128)])
 def test_the_dispatcher_chooses_the_kernel(m: int, block: int, dtype: torch.dtype) -> None:
     weight = fastattn.Int8Weight(*quantised(16, 32, "channel"))
     explained = fastattn.explain(fastattn.int8_linear, normal(m, 32, seed=1, dtype=dtype), weight)
@@ -453,7 +453,7 @@ def test_a_raw_op_has_no_gradient() -> None:
 
 @only_emulated
 @each_granularity
-@pytest.mark.parametrize("m", [1, 16, 64, 128])
+@pytest.mark.parametrize("m", [1, 64, 96, 128])
 def test_no_bank_conflicts_and_whole_sectors(m: int, granularity: str | int) -> None:
     weight, scale = quantised(256, 512, granularity)
     with running() as found:
@@ -488,7 +488,7 @@ def test_few_tokens_move_little_more_than_the_weight(dtype: torch.dtype) -> None
 def test_the_launch_is_the_one_that_a_gpu_would_get() -> None:
     """Four warps, and no more tensor-core work than the tiles need."""
     weight, scale = quantised(256, 256, "channel")
-    for m, block in ((1, 16), (40, 64), (200, 128)):
+    for m, block in ((1, 16), (40, 64), (90, 96), (200, 128)):
         with running() as found:
             int8_matmul(normal(m, 256, seed=1), weight, scale, None, None, "none")
             grad_input(normal(m, 256, seed=1), weight, scale)

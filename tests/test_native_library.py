@@ -35,7 +35,7 @@ FORWARD_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES, (False, True)))
 DECODE_INSTANCES = sorted(itertools.product((64, 128, 256), DTYPES, (False, True)))
 OPTIONS_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES))
 INT8_KERNELS = ("int8_matmul_sm80", "int8_matmul_grad_input_sm80")
-INT8_INSTANCES = sorted(itertools.product(INT8_KERNELS, (16, 64, 128), DTYPES))
+INT8_INSTANCES = sorted(itertools.product(INT8_KERNELS, (16, 64, 96, 128), DTYPES))
 
 MAX_REGISTERS = 255  # of a thread: two CTAs of 128 threads, or one of 256, share the 65536 of an SM
 MAX_SPILLED_BYTES = 16  # of a thread, outside of loops

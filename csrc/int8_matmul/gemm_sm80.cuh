@@ -106,7 +106,7 @@ __device__ __forceinline__ void multiply_stage(float (&rY)[Config::kTilesN][Conf
     const uint32_t x_offset = Tokens::offset(row, quad_lane);
     const char* sW = reinterpret_cast<const char*>(stage.sW);
     const char* sX = reinterpret_cast<const char*>(stage.sX);
-    constexpr int kBlockUnroll = kTilesM < 16 ? Config::kBlocksK : 1;  // 128 tokens, unrolled: 56 bytes are spilled
+    constexpr int kBlockUnroll = kTilesM <= 8 ? Config::kBlocksK : 1;  // 96 tokens, unrolled, spill 72 bytes
 #pragma unroll(kBlockUnroll)
     for (int block = 0; block < Config::kBlocksK; ++block) {
         uint32_t rW[kTilesN][2][4];  // operands A of two MMAs

@@ -6,7 +6,7 @@
 namespace fastattn {
 
 // Tokens of a CTA's tile: the first that is not less than M, else the last.
-using Int8MatmulBlockMs = std::integer_sequence<int, 16, 64, 128>;
+using Int8MatmulBlockMs = std::integer_sequence<int, 16, 64, 96, 128>;
 
 // Four warps, each with 32 of the tile's 128 outputs and all of its tokens: every weight is loaded and dequantised by
 // one warp alone. A step takes kBlockK of the sum in the forward pass, and kBlockN in grad_input.
@@ -32,6 +32,16 @@ struct Int8MatmulTileSm80<64> {
     static constexpr int kNumStages = 4;
 };
 
+// Between 64 and 128 tokens the tensor cores bind, and a tile takes as long as it is wide.
+template <>
+struct Int8MatmulTileSm80<96> {
+    static constexpr int kBlockM = 96;
+    static constexpr int kBlockN = 128;
+    static constexpr int kBlockK = 64;
+    static constexpr int kNumWarps = 4;
+    static constexpr int kNumStages = 4;
+};
+
 // 128 accumulators a thread. Per k of 32, a warp issues 64 HMMA, which take 512 clocks on sm_80, and 20 loads of
 // 16 bytes a lane or less; the CTA's loads take 288 clocks of shared memory.
 template <>
@@ -49,7 +59,7 @@ struct Int8GradInputTileSm80 {
     static constexpr int kBlockK = 128;
     static constexpr int kBlockN = 64;
     static constexpr int kNumWarps = 4;
-    static constexpr int kNumStages = kBlockM == 16 ? 6 : kBlockM == 64 ? 4 : 3;
+    static constexpr int kNumStages = kBlockM == 16 ? 6 : kBlockM < 128 ? 4 : 3;
 };
 
 }  // namespace fastattn
