@@ -10,6 +10,7 @@ import functools
 import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,17 @@ DECODE_INSTANCES = sorted(itertools.product((64, 128, 256), DTYPES, (False, True
 OPTIONS_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES))
 INT8_KERNELS = ("int8_matmul_sm80", "int8_matmul_grad_input_sm80")
 INT8_INSTANCES = sorted(itertools.product(INT8_KERNELS, (16, 64, 96, 128), DTYPES))
+KEY_VALUE_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES, (False, True)))  # True: with options
+# Template arguments of the other backward kernels.
+BACKWARD_INSTANCES = sorted(
+    [
+        *(("query", head_dim, dtype) for head_dim, dtype in OPTIONS_INSTANCES),
+        *(("rows", dtype) for dtype in DTYPES),
+        *(("bias", dtype) for dtype in DTYPES),
+        ("sinks",),
+    ],
+    key=str,
+)
 
 MAX_REGISTERS = 255  # of a thread: two CTAs of 128 threads, or one of 256, share the 65536 of an SM
 MAX_SPILLED_BYTES = 16  # of a thread, outside of loops
@@ -118,6 +130,26 @@ def decode_instance(symbol: str) -> tuple[int, str, bool] | None:
     return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
 
 
+def key_value_instance(symbol: str) -> tuple[int, str, bool] | None:
+    """(head dim, dtype, with options) of a mangled attention_backward_key_value_sm80, None for any other symbol."""
+    match = re.search(r"attention_backward_key_value_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
+    return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
+
+
+def backward_instance(symbol: str) -> tuple[Any, ...] | None:
+    """(kernel, head dim, dtype), as far as it has them, of another mangled attention_backward_…_sm80, else None."""
+    match = re.search(
+        r"attention_backward_(query|rows|bias|sinks)_sm80(?:I(?:Li(\d+)E)?L?N\w*?8DataTypeE(\d)E)?", symbol
+    )
+    if match is None:
+        return None
+    return (
+        match[1],
+        *(int(text) for text in (match[2],) if text),
+        *(DTYPES[int(text)] for text in (match[3],) if text),
+    )
+
+
 @functools.cache
 def machine_code() -> dict[str, KernelFacts]:
     """Of the library for sm_80, by mangled name."""
@@ -142,6 +174,20 @@ def options_kernels() -> dict[tuple[int, str], KernelFacts]:
 def decode_kernels() -> dict[tuple[int, str, bool], KernelFacts]:
     return {
         instance: facts for name, facts in machine_code().items() if (instance := decode_instance(name)) is not None
+    }
+
+
+@functools.cache
+def key_value_kernels() -> dict[tuple[int, str, bool], KernelFacts]:
+    return {
+        instance: facts for name, facts in machine_code().items() if (instance := key_value_instance(name)) is not None
+    }
+
+
+@functools.cache
+def backward_kernels() -> dict[tuple[Any, ...], KernelFacts]:
+    return {
+        instance: facts for name, facts in machine_code().items() if (instance := backward_instance(name)) is not None
     }
 
 
@@ -312,6 +358,43 @@ def test_decode_multiplies_on_the_tensor_cores(instance: tuple[int, str, bool]) 
 
 
 @with_sm80_kernels
+def test_every_backward_instance_is_there() -> None:
+    assert sorted(key_value_kernels()) == KEY_VALUE_INSTANCES
+    assert sorted(backward_kernels(), key=str) == BACKWARD_INSTANCES
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", KEY_VALUE_INSTANCES, ids=str)
+def test_backward_of_keys_and_values(instance: tuple[int, str, bool]) -> None:
+    """No local memory; five products of a tile on the tensor cores, once; copies and loads of matrices."""
+    head_dim, dtype, has_options = instance
+    kernel = key_value_kernels()[instance]
+    assert 0 < kernel.registers <= MAX_REGISTERS
+    assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
+    assert kernel.local_in_loops + kernel.local_outside == 0
+    assert kernel.stack_bytes == 0
+    expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
+    name = "attention_backward_key_value_options_sm80" if has_options else "attention_backward_key_value_sm80"
+    tile = native.TILES[name][str(head_dim)]
+    products = 5 * tile["block_m"] * tile["block_n"] * head_dim // (16 * 8 * 16 * tile["num_warps"])
+    assert [name for name in kernel.instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))] == [expected] * products
+    assert {"LDGSTS", "LDSM", "MUFU", "RED"} <= {name.split(".")[0] for name in kernel.instructions}
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", BACKWARD_INSTANCES, ids=str)
+def test_other_backward_kernels(instance: tuple[Any, ...]) -> None:
+    kernel = backward_kernels()[instance]
+    assert 0 < kernel.registers <= MAX_REGISTERS
+    assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
+    assert kernel.local_in_loops + kernel.local_outside == 0
+    assert kernel.stack_bytes == 0
+    if instance[0] in ("rows", "bias"):
+        expected = "HMMA.16816.F32" if instance[-1] == "float16" else "HMMA.16816.F32.BF16"
+        assert {name for name in kernel.instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))} == {expected}
+
+
+@with_sm80_kernels
 def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
     ptx = static_facts.run("cuobjdump", "-ptx", LIBRARY_PATH)[0]
     assert set(re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)) == {"sm_80"}
@@ -320,3 +403,5 @@ def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
     assert sorted(filter(None, map(options_instance, entries))) == OPTIONS_INSTANCES
     assert sorted(filter(None, map(int8_instance, entries))) == INT8_INSTANCES
     assert sorted(filter(None, map(decode_instance, entries))) == DECODE_INSTANCES
+    assert sorted(filter(None, map(key_value_instance, entries))) == KEY_VALUE_INSTANCES
+    assert sorted(filter(None, map(backward_instance, entries)), key=str) == BACKWARD_INSTANCES
