@@ -282,6 +282,18 @@ def test_offsets_in_device_memory_are_not_trusted(broken: tuple[int, ...], deter
         assert not found[name].isnan().any()
 
 
+def test_sequences_that_overlap_do_not_wait_for_each_other() -> None:
+    """The last begins where the first has rows still: both add to one tile of dQ, in turns counted for one."""
+    case = Case(lengths=((50, 83, 7), (11, 80, 58)))
+    problem = make_problem(case)
+    problem.cu_seqlens_q = torch.tensor([0, 140, 2, 40], dtype=torch.int32, device=DEVICE)
+    problem.cu_seqlens_k = torch.tensor([0, 149, 0, 149], dtype=torch.int32, device=DEVICE)
+    problem.max_seqlens = (140, 149)
+    found = run(case, problem, deterministic=True, **({"races": False} if EMULATED else {}))
+    for name in GRADIENTS[:3]:
+        assert not found[name].isnan().any()
+
+
 def test_bounds_larger_than_the_tensors() -> None:
     case = Case(lengths=((9, 70), (40, 7)), window=(2**31 - 2, 3))
     problem = make_problem(case)

@@ -61,11 +61,11 @@ struct alignas(128) BackwardStorageSm80 {
 struct Turn {
     int32_t* address;
 
-    // Until so many have had theirs.
+    // Until so many have had theirs, or more: sequences that overlap share tiles.
     __device__ __forceinline__ void wait(int32_t num_before) const {
         if (address == nullptr) return;
         if (threadIdx.x == 0) {
-            while (ptx::ld_acquire_s32(address) != num_before) {
+            while (ptx::ld_acquire_s32(address) < num_before) {
             }
         }
         __syncthreads();
