@@ -382,3 +382,12 @@ def test_scores_of_finfo_min_share_a_row_evenly(dtype: torch.dtype) -> None:
     bias = torch.full((1, 1, 2, 5), torch.finfo(torch.float32).min, dtype=dtype)
     out, _ = reference.attention(query, key, value, bias=bias)
     torch.testing.assert_close(out, value.mean(2, keepdim=True).expand(1, 1, 2, 4))
+
+
+def test_the_lse_of_scores_of_finfo_min_sends_each_its_share() -> None:
+    """Of a row's gradient of the lse, all keys together get 1: also where the lse has lost the log of their number."""
+    query, key, value = (torch.randn(1, 1, n, 8, dtype=torch.float64) for n in (2, 5, 5))
+    bias = torch.full((1, 1, 2, 5), torch.finfo(torch.float32).min, dtype=torch.float64, requires_grad=True)
+    _, lse = reference.attention(query, key, value, bias=bias)
+    (gradient,) = torch.autograd.grad(lse.sum(), bias)
+    torch.testing.assert_close(gradient, torch.full_like(gradient, 0.2))

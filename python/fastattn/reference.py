@@ -118,7 +118,10 @@ def _attend(
     probabilities = finite_scores.softmax(-1)[..., :num_keys].masked_fill(sees_nothing, 0.0)
     if visible is not None:
         probabilities = probabilities.masked_fill(~visible, 0.0)
-    lse = finite_scores.logsumexp(-1, keepdim=True).masked_fill(sees_nothing, -INF)
+    # Relative to it, for the same reason: the gradient of logsumexp is exp(scores - lse).
+    level = finite_scores.detach().logsumexp(-1, keepdim=True)
+    level = level.masked_fill(~level.isfinite(), 0.0)
+    lse = (level + (finite_scores - level).logsumexp(-1, keepdim=True)).masked_fill(sees_nothing, -INF)
     if dropout_p > 0:
         assert dropout_seed is not None
         keep = dropout_keep(dropout_seed, dropout_p, batch, heads, num_queries, num_keys, query.device)
