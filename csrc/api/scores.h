@@ -59,7 +59,9 @@ inline BiasView bias_view(const char* op, const Tensor& bias, std::initializer_l
               shape_text(bias));
         strides[dim] = size == 1 ? 0 : bias.stride(dim);
     }
-    return {bias.data_ptr(), bias_kind(op, bias), strides[0], strides[1], strides[2], strides[3]};
+    const bool in_pairs = strides[3] == 1 && strides[0] % 2 == 0 && strides[1] % 2 == 0 && strides[2] % 2 == 0 &&
+                          reinterpret_cast<uintptr_t>(bias.data_ptr()) % (2 * bias.element_size()) == 0;
+    return {bias.data_ptr(), bias_kind(op, bias), strides[0], strides[1], strides[2], strides[3], in_pairs};
 }
 
 // fp32, on the device of query, contiguous.

@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     };
     auto load_q = rows_of(params.query, shared.sQ), load_g = rows_of(params.grad_out, shared.sG);
     const auto to_next_head = [&](const HeadsView<const uint16_t>& view) {
-        return view.head_stride - (end_tile - begin_tile) * kBlockM * view.row_stride;
+        return view.head_stride - ptx::opaque(end_tile - begin_tile) * kBlockM * view.row_stride;
     };
     const auto load_rows = [&](int32_t head, int32_t row_tile) {
         const int64_t first = rows.begin + row_tile * kBlockM;
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         float* sums = params.query_sums + sums_tile * Config::kQuerySums;
         const Turn turn{in_turn ? params.turns + 1 + sums_tile : nullptr};
         turn.wait(key_tile - scores.window.keys_of(row_tile * kBlockM).begin / kBlockN);
-        constexpr int kTilesAtOnce = QueryGrid::kTilesD % 4 == 0 && kHeadDim < 256 ? 4 : 2;
+        constexpr int kTilesAtOnce = QueryGrid::kTilesD % 4 == 0 ? 4 : 2;
         for_constant<QueryGrid::kTilesD / kTilesAtOnce>([&](auto part) {  // dQ, for want of registers not at once
             constexpr int kFirst = part.value * kTilesAtOnce;
             float rQ[QueryGrid::kTilesM][kTilesAtOnce][4] = {};

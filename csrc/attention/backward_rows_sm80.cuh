@@ -31,7 +31,7 @@ struct BackwardRowsConfigSm80 {
     static constexpr int kTilesM = 1, kTilesN = 8;
     using Gemm = ChunkedGemm<kDataType, /*kWarpsM=*/4, /*kWarpsN=*/1, kTilesM, kTilesN>;
     static constexpr int kBlockM = Gemm::kBlockM, kBlockN = Gemm::kBlockN, kNumThreads = Gemm::kNumThreads;
-    static constexpr int kMinCtasPerSm = 4;
+    static constexpr int kMinCtasPerSm = 3;
     static constexpr int kRowsPerThread = 4;  // of dO and O, on their way together
     static constexpr int kMostLanesPerRow = 8;
     static_assert(kBlockM * kMostLanesPerRow == kRowsPerThread * kNumThreads, "all rows at once");

@@ -91,6 +91,22 @@ struct HeadScores {
         return is_visible;
     }
 
+    // The bits of two neighbouring elements, the first of an even key, at once.
+    template <typename T>
+    __device__ __forceinline__ void bias_bits_of_two(uint32_t (&bits)[2], int32_t row, int32_t key) const {
+        const T* two = reinterpret_cast<const T*>(bias) + row * params.bias.row_stride + key;
+        if constexpr (sizeof(T) == 4) {
+            const uint2 loaded = *reinterpret_cast<const uint2*>(two);
+            bits[0] = loaded.x;
+            bits[1] = loaded.y;
+        } else {
+            using Two = std::conditional_t<sizeof(T) == 2, uint32_t, uint16_t>;
+            const uint32_t loaded = *reinterpret_cast<const Two*>(two);
+            bits[0] = static_cast<T>(loaded);
+            bits[1] = loaded >> 8 * sizeof(T);
+        }
+    }
+
     // The bias of a tile, as early as possible: it is needed only after Q·Kᵀ.
     template <int kTilesM, int kTilesN>
     __device__ __forceinline__ void load_bias(uint32_t (&rB)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
@@ -164,12 +180,17 @@ struct HeadScores {
             const int32_t row = first_row + row_in_tile, key = first_key + accumulator_column(lane);
 #pragma unroll
             for (int n = 0; n < kTilesN; ++n) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int32_t column = key + n * kMmaN + e;
-                    const bool exists = row < num_rows && column < window.num_keys;
-                    function(elements[m][n][2 * half + e], exists ? bias_bits<T>(row, column) : 0);
+                const int32_t column = key + n * kMmaN;
+                const int32_t num_left = row < num_rows ? window.num_keys - column : 0;
+                uint32_t bits[2] = {0, 0};
+                if (params.bias.in_pairs && num_left > 1) {
+                    bias_bits_of_two<T>(bits, row, column);
+                } else {
+                    if (num_left > 0) bits[0] = bias_bits<T>(row, column);
+                    if (num_left > 1) bits[1] = bias_bits<T>(row, column + 1);
                 }
+                function(elements[m][n][2 * half], bits[0]);
+                function(elements[m][n][2 * half + 1], bits[1]);
             }
         });
     }

@@ -49,6 +49,7 @@ struct BiasView {
     const void* data;
     Kind kind;
     int64_t batch_stride, head_stride, row_stride, key_stride;
+    bool in_pairs;  // those of keys 2i and 2i + 1 lie side by side, aligned to the size of both
 };
 
 // Packed sequences: views then have a batch of sequences, a batch stride of 0 and the bound of all lengths as rows.
