@@ -214,6 +214,7 @@ def _attend(
             needs_grad=plan.needs_grad,
             deterministic=is_deterministic(deterministic),
             head_dims=choice.padded,
+            decodes=choice.decodes,
         )
     return (out, lse) if return_lse else out
 

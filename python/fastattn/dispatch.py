@@ -26,7 +26,7 @@ class Call(NamedTuple):
     """What the choice of a backend depends on.
 
     ``sizes`` is what the operation's tile chooser needs; ``only_torch`` says why no kernel can take the arguments at
-    all.
+    all; ``may_decode``: attention whose mask the decoding kernel would read alike.
     """
 
     op: str
@@ -37,6 +37,7 @@ class Call(NamedTuple):
     features: frozenset[str]
     sizes: tuple[int, ...] = ()
     only_torch: str | None = None
+    may_decode: bool = True
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Choice:
 
     ``detour`` is the reason for which a call on a GPU went to PyTorch although nobody asked for that. ``padded``: the
     head dim and the value head dim to which query, key and value are to be padded, where one of them differs.
+    ``decodes``: attention that the decoding kernel computes, with keys and values as its cache.
     """
 
     backend: str
@@ -53,6 +55,7 @@ class Choice:
     rejected: dict[str, str] = field(default_factory=dict)
     detour: str | None = None
     padded: tuple[int, int] | None = None
+    decodes: bool = False
 
 
 class Explained(BaseException):
@@ -134,7 +137,10 @@ def choose(call: Call) -> Choice:
     forced = _thread.forced
     if forward_ad._current_level >= 0 and call.only_torch is None:  # a kernel would drop the tangents silently
         call = call._replace(only_torch=_FORWARD_MODE)
-    if torch.compiler.is_compiling():
+    if torch._C._are_functorch_transforms_active():  # the decoding operator has no rule for vmap
+        call = call._replace(may_decode=False)
+    if torch.compiler.is_compiling():  # a graph may serve many lengths, and its tensors have no addresses to look at
+        call = call._replace(may_decode=False)
         decided = _decide(call, forced, torch_is_asked_for())
         if decided.detour is not None and _fallback_mode() == "error":
             raise InputError(_forbidden(decided.detour))
@@ -207,9 +213,11 @@ def _decide(call: Call, forced: str | None, torch_asked_for: bool) -> Choice:
         assert device_facts is not None
         rejected["torch"] = "a kernel of fastattn runs this call."
         seen = _as_the_kernel_sees(call, SUPPORT[call.op][chosen])
-        kernel, tile = _describe(chosen, seen, device_facts)
+        decoding = _as_decoding(chosen, seen, device_facts)
+        kernel, tile = _describe(chosen, decoding or seen, device_facts)
         dims = seen.head_dim, seen.value_dim
-        return Choice(chosen, kernel, tile, rejected, padded=dims if dims != (call.head_dim, call.value_dim) else None)
+        padded = dims if dims != (call.head_dim, call.value_dim) else None
+        return Choice(chosen, kernel, tile, rejected, padded=padded, decodes=decoding is not None)
     detour = None
     if device_facts is not None and forced is None and not torch_asked_for:
         detour = " ".join(dict.fromkeys(rejected.values()))
@@ -288,6 +296,25 @@ def _as_the_kernel_sees(call: Call, support: Support) -> Call:
     head_dim, value_dim = (support.kernel_head_dim(dim) for dim in (call.head_dim, call.value_dim))
     assert head_dim is not None and value_dim is not None
     return call._replace(head_dim=head_dim, value_dim=value_dim)
+
+
+# A tile of the attention kernels has 128 rows, and few CTAs would each walk over all of the keys. Predictions both: the
+# number of queries is that of speculative decoding, and from so many keys on there is something to share out.
+_FEW_QUERIES = 16
+_MANY_KEYS = 1024
+_DECODED = frozenset(FEATURES["attention"]) & frozenset(FEATURES["decode"])
+
+
+def _as_decoding(backend: str, call: Call, device_facts: DeviceFacts) -> Call | None:
+    """Attention with few queries over many keys as a call of the decoding kernel, or None where it is another case."""
+    if call.op != "attention" or not call.may_decode or not call.features <= _DECODED:
+        return None
+    batch, heads, kv_heads, num_queries, num_keys = call.sizes
+    if min(batch, heads) < 1 or not 1 <= num_queries <= _FEW_QUERIES or num_keys < _MANY_KEYS:
+        return None
+    rows = num_queries * (heads // kv_heads)
+    decoding = call._replace(op="decode", sizes=(rows, call.dtype.itemsize, 0))
+    return decoding if _reason_against(backend, decoding, device_facts) is None else None
 
 
 def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str, Any]:

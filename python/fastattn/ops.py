@@ -20,7 +20,7 @@ from fastattn import dispatch, flops, native, vmap  # noqa: F401  (native loads 
 from fastattn.activations import ACTIVATIONS
 from fastattn.device import is_emulated, when_emulation_changes
 from fastattn.dispatch import RecordedCall
-from fastattn.layout import empty_like_heads, padded
+from fastattn.layout import empty_like_heads, padded, readable
 
 # Operator → the module of triton_kernels whose function of the same name launches it.
 _TRITON_LAUNCHERS = {
@@ -307,10 +307,12 @@ def attention(
     needs_grad: bool,
     deterministic: bool,
     head_dims: tuple[int, int] | None = None,
+    decodes: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Output and lse, differentiable in query, key, value, bias, sinks and through the lse.
 
     ``head_dims``: those of query and value that the kernel takes, where others have to be padded to them.
+    ``decodes``: the decoding kernel computes it (dispatch.Choice).
     """
     if head_dims is not None:
         value_dim = value.shape[-1]
@@ -321,6 +323,12 @@ def attention(
         if torch.compiler.is_compiling():
             tensors = _distinct(tensors)
         out, lse = _apply(_Attention, backend, deterministic, *tensors, *options)
+    elif decodes:
+        lengths = torch.full((key.shape[0],), key.shape[2], dtype=torch.int32, device=key.device)
+        append = (None, None, None, None, False)
+        cache = (readable(key), readable(value), lengths, *append, None, None, None)
+        window = (window_left, window_right)
+        out, lse = attention_decode(backend, query, *cache, alibi_slopes, sinks, scale, *window, softcap, 0, False)
     else:
         out, lse = _call(backend, "attention_forward", *tensors, *options)
     return (out if head_dims is None else out[..., :value_dim]), lse
