@@ -21,6 +21,7 @@
 // Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim, a capacity below 2^30.
 #pragma once
 
+#include <algorithm>
 #include <string>
 
 #include "decode/cache_tokens.cuh"
@@ -49,7 +50,7 @@ struct DecodeConfigSm80 : DecodeTileSm80<kHeadDim_> {
     static constexpr int kTilesN = Tile::kWarpN / kMmaN;
     static constexpr int kTilesD = kHeadDim / kMmaN;
     static constexpr int kSlotBytes = Tile::kWarpN * Swizzle<kCacheDim>::kRowBytes;
-    static constexpr int kStages = Tile::kRingBytes / (2 * kSlotBytes);
+    static constexpr int kStages = std::min(4, Tile::kRingBytes / (2 * kSlotBytes));
     static_assert(Tile::kBlockM == kMmaM && Tile::kWarpN == kMmaK, "a warp's tile is one MMA of rows by one of keys");
     static_assert(kStages >= 1 && 16 * kStages <= 64, "masks of all stages fit in 64 bits");
     static_assert(Tile::kBlockM * kHeadDim * 4 <= Tile::kRingBytes, "a warp's output takes the place of its ring");
