@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     const auto load_rows = [&](int32_t head, int32_t row_tile) {
         const int64_t first = rows.begin + row_tile * kBlockM;
         shared.terms.template load<kNumThreads>(
-            params, batch * params.shift.batch_stride + head * params.shift.head_stride + first,
+            params, ptx::opaque(batch) * params.shift.batch_stride + head * params.shift.head_stride + first,
             rows.length - row_tile * kBlockM);
         load_q.template load<true>(rows.length - row_tile * kBlockM);
         load_g.template load<true>(rows.length - row_tile * kBlockM);

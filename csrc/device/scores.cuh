@@ -134,11 +134,7 @@ struct HeadScores {
         apply_scale(rS);
         add_alibi(rS, first_row, first_key, lane);
         if constexpr (kMasked) {
-            with_bias_kind([&](auto bits, auto kind) {
-                for_bias<decltype(bits)>(rS, first_row, first_key, lane, [](float& score, uint32_t added) {
-                    add_bias<decltype(kind)::value>(score, added);
-                });
-            });
+            load_and_add_bias(rS, first_row, first_key, lane);
             mask</*kRowsExist=*/true>(rS, first_row, first_key, lane);
         }
     }
@@ -163,11 +159,7 @@ struct HeadScores {
             });
         }
         add_alibi(rS, first_row, first_key, lane);
-        if (has_bias()) {
-            uint32_t rB[kTilesM][kTilesN][4];
-            load_bias(rB, first_row, first_key, lane);
-            with_bias_kind([&](auto, auto kind) { add_bias<kind.value>(rS, rB); });
-        }
+        load_and_add_bias(rS, first_row, first_key, lane);
         mask</*kRowsExist=*/false>(rS, first_row, first_key, lane);
     }
 
@@ -229,6 +221,16 @@ struct HeadScores {
         for_each(rS, [&](int m, int n, int e, float s) {
             add_bias<kKind>(s, rB[m][n][e]);
             return s;
+        });
+    }
+
+    template <int kTilesM, int kTilesN>
+    __device__ __forceinline__ void load_and_add_bias(float (&rS)[kTilesM][kTilesN][4], int32_t first_row,
+                                                      int32_t first_key, int lane) const {
+        with_bias_kind([&](auto bits, auto kind) {
+            for_bias<decltype(bits)>(rS, first_row, first_key, lane, [](float& score, uint32_t added) {
+                add_bias<decltype(kind)::value>(score, added);
+            });
         });
     }
 
