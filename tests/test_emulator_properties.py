@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import attention_cases
+import decode_cases
 import int8_cases
 import test_cuda_attention as native
 import test_cuda_int8 as native_int8
@@ -52,7 +53,7 @@ def drawing(examples: int) -> Any:
 @pytest.fixture(autouse=True)
 def allowance(monkeypatch: pytest.MonkeyPatch) -> None:
     """See `check_against_oracle`."""
-    for module in (attention_cases, decode, int8_cases, native):
+    for module in (attention_cases, decode_cases, int8_cases, native):
         monkeypatch.setattr(module, "check_against_oracle", functools.partial(check_against_oracle, allowance=4.0))
 
 
