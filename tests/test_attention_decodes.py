@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.quick,
     pytest.mark.usefixtures("emulated_gpu"),
     pytest.mark.skipif(
-        "80" not in native.BUILD["archs"] or native.TAKES_CPU_TENSORS != (DEVICE == "cpu"),
+        "80" not in native.BUILD["archs"] or (DEVICE == "cpu") != native.TAKES_CPU_TENSORS,
         reason="needs kernels: no nvcc",
     ),
 ]
