@@ -238,6 +238,12 @@ def test_main_loop_of_forward_is_what_the_tile_table_states(instance: tuple[int,
 
 
 @with_sm80_kernels
+@pytest.mark.parametrize("instance", [each for each in KEY_VALUE_INSTANCES if not each[2]], ids=str)
+def test_main_loop_of_backward_is_what_the_tile_table_states(instance: tuple[int, str, bool]) -> None:
+    check_main_loop(key_value_kernels()[instance], stated_counts("Backward")[instance[0]])
+
+
+@with_sm80_kernels
 @pytest.mark.parametrize("instance", FORWARD_INSTANCES, ids=str)
 def test_forward_multiplies_on_the_tensor_cores(instance: tuple[int, str, bool]) -> None:
     head_dim, dtype, _ = instance

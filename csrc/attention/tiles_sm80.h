@@ -104,10 +104,23 @@ struct ForwardOptionsTileSm80 {
     static constexpr int kMinCtasPerSm = 1;
 };
 
-// The backward kernel. Three products have three shapes, and the warps divide each in their own way: S and dP by
+// The backward kernel. Its products have three shapes, and the warps divide each in their own way: S and dP by
 // kRowWarpsOfS times the rest along the keys, dK and dV by kKeyWarps times the rest along the head dim, dQ by
-// kRowWarpsOfQ times the rest. With 32x32 of S a warp, and 32x64 of dK, dV and dQ at 128 dims, shared memory delivers 288
-// KB for a step of 64x64, 2250 clocks of it beside 2560 of the tensor cores (sm_80).
+// kRowWarpsOfQ times the rest: 32x32 of S a warp, and at 128 dims 32x64 of dK, dV and dQ. dP comes for 16 keys at a time
+// and dQ for 32 columns of a warp, or dK and dV (128 registers) spill; that loads dO and dS twice. Two CTAs of 4 warps on
+// an SM cover each other's waits. With options a warp has half of the keys above 64 dims, for want of registers.
+//
+// Counts as above, of the kernel without options: the loop holds the exponentials of full tiles and those of masked ones,
+// of which a step takes one. Clocks are those of 64 rows by 64 keys on an SM of sm_80.
+//
+// Backward: head dim  instructions  HMMA  MUFU.EX2  LDSM  registers  shared-KB  clocks:HMMA  :LDSM
+//                 32          1253    80        64    56        168         33          640    896
+//                 64          1458   160        64    88        255         49         1280   1408
+//                 96          1663   240        64   136        255         65         1920   2176
+//                128          1922   320        64   160        255         81         2560   2560
+//                192           969   120        16    86        255         53         3840   5504
+//                256          1145   160        16   104        255         69         5120   6656
+
 using BackwardHeadDims = std::integer_sequence<int, 32, 64, 96, 128, 192, 256>;
 
 template <int kHeadDim, bool kOptions>
