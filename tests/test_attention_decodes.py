@@ -9,18 +9,12 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import native, reference
+from cuda_kernels import MARKS
+from fastattn import reference
 from kernel_device import DEVICE
 from oracle import check_against_oracle
 
-pytestmark = [
-    pytest.mark.quick,
-    pytest.mark.usefixtures("emulated_gpu"),
-    pytest.mark.skipif(
-        "80" not in native.BUILD["archs"] or (DEVICE == "cpu") != native.TAKES_CPU_TENSORS,
-        reason="needs kernels: no nvcc",
-    ),
-]
+pytestmark = MARKS
 each_backend = pytest.mark.parametrize("backend", ["cuda", "triton"])
 KERNELS = {"cuda": "decode_split_sm80<64, float16>", "triton": "decode.split_kernel"}
 

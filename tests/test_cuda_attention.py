@@ -17,30 +17,21 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import native, reference
+from cuda_kernels import DTYPES, EMULATED, MARKS, each_dtype, only_emulated
+from fastattn import reference
 from kernel_device import DEVICE
 from oracle import check_against_oracle
 
-EMULATED = DEVICE == "cpu"
 if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
     from emulator import EmulatorError, cuda_runtime, device, launches, options
 
-pytestmark = [
-    pytest.mark.quick,
-    pytest.mark.usefixtures("emulated_gpu", "tracked_tensors"),
-    pytest.mark.skipif(
-        "80" not in native.BUILD["archs"] or native.TAKES_CPU_TENSORS != EMULATED, reason="needs kernels: no nvcc"
-    ),
-]
-only_emulated = pytest.mark.skipif(not EMULATED, reason="looks into the emulator")
+pytestmark = MARKS
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # also of the kernel with every option: test_cuda_attention_options.py
-DTYPES = (torch.float16, torch.bfloat16)
 OP = "attention_forward"
 SEED = 5
 
 each_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["f16", "bf16"])
 each_mask = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 

@@ -5,10 +5,8 @@ On a GPU where there is one, else as PTX on the emulator, with all of its checks
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from torch import Tensor
 
 import fastattn
 from attention_cases import (
-    DTYPES,
     Case,
     Problem,
     backward_arguments,
@@ -31,41 +28,20 @@ from attention_cases import (
     run_public,
     run_reference,
 )
+from cuda_kernels import DTYPES, EMULATED, MARKS, checked, each_dtype, only_emulated
 from fastattn import native
 from kernel_device import DEVICE
 
-EMULATED = DEVICE == "cpu"
 if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
-    from emulator import allocations, cuda_runtime, device, launches, options
+    from emulator import allocations, device, launches
 
-pytestmark = [
-    pytest.mark.quick,
-    pytest.mark.usefixtures("emulated_gpu", "tracked_tensors"),
-    pytest.mark.skipif(
-        "80" not in native.BUILD["archs"] or native.TAKES_CPU_TENSORS != EMULATED, reason="needs kernels: no nvcc"
-    ),
-]
-only_emulated = pytest.mark.skipif(not EMULATED, reason="looks into the emulator")
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["f16", "bf16"])
+pytestmark = MARKS
 
 CAUSAL = (-1, 0)
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks")
 # Three tiles of rows and two of keys, the last of each not full.
 SHAPE = (1, 2, 1, 141, 101)
-
-
-@contextlib.contextmanager
-def checked(**changes: Any) -> Iterator[None]:
-    """On the emulator, every check there is; ``changes``: other options of launches."""
-    if not EMULATED:
-        yield
-        return
-    with (
-        cuda_runtime.raising_faults(),
-        options.launching(**{"tracked": True, "uninitialised": True, **changes}),
-    ):
-        yield
 
 
 def run(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,22 +10,14 @@ import torch
 from torch import Tensor
 
 import fastattn
-from attention_cases import DTYPES, Case, compare, forward_arguments, make_problem
-from fastattn import native
+from attention_cases import Case, compare, forward_arguments, make_problem
+from cuda_kernels import EMULATED, MARKS, checked, each_dtype
 from kernel_device import DEVICE
 
-EMULATED = DEVICE == "cpu"
 if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
-    from emulator import cuda_runtime, launches, options
+    from emulator import launches
 
-pytestmark = [
-    pytest.mark.quick,
-    pytest.mark.usefixtures("emulated_gpu", "tracked_tensors"),
-    pytest.mark.skipif(
-        "80" not in native.BUILD["archs"] or native.TAKES_CPU_TENSORS != EMULATED, reason="needs kernels: no nvcc"
-    ),
-]
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["f16", "bf16"])
+pytestmark = MARKS
 
 CAUSAL = (-1, 0)
 KERNEL = "attention_forward_options_sm80"
@@ -79,19 +69,6 @@ PACKED_CASES = [
     Case(lengths=PACKED, alibi="batch", dropout=0.4, window=CAUSAL),
     Case(lengths=((0, 0), (3, 4))),
 ]
-
-
-@contextlib.contextmanager
-def checked(**changes: Any) -> Iterator[None]:
-    """On the emulator, every check there is; ``changes``: other options of launches."""
-    if not EMULATED:
-        yield
-        return
-    with (
-        cuda_runtime.raising_faults(),
-        options.launching(**{"tracked": True, "uninitialised": True, **changes}),
-    ):
-        yield
 
 
 def run(case: Case, **launching: Any) -> dict[str, Tensor]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,40 +13,18 @@ from torch import Tensor
 
 import decode_cases
 import fastattn
+from cuda_kernels import EMULATED, MARKS, checked, each_dtype, only_emulated
 from decode_cases import CASES, HUGE, SCENARIOS, Case, make_arguments, op_arguments
-from fastattn import native
 from kernel_device import DEVICE
 
-EMULATED = DEVICE == "cpu"
 if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
-    from emulator import EmulatorError, cuda_runtime, device, launches, options
+    from emulator import EmulatorError, cuda_runtime, device, launches
 
-pytestmark = [
-    pytest.mark.quick,
-    pytest.mark.usefixtures("emulated_gpu", "tracked_tensors"),
-    pytest.mark.skipif(
-        "80" not in native.BUILD["archs"] or native.TAKES_CPU_TENSORS != EMULATED, reason="needs kernels: no nvcc"
-    ),
-]
-only_emulated = pytest.mark.skipif(not EMULATED, reason="looks into the emulator")
-each_dtype = pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=["f16", "bf16"])
+pytestmark = MARKS
 each_cache = pytest.mark.parametrize("int8", (False, True), ids=["16-bit", "int8"])
 
 SPLIT, COMBINE = "decode_split_sm80", "decode_combine_sm80"
 HEAD_DIMS = (64, 128, 256)  # of the instances
-
-
-@contextlib.contextmanager
-def checked(**changes: Any) -> Iterator[None]:
-    """On the emulator, every check there is; ``changes``: other options of launches."""
-    if not EMULATED:
-        yield
-        return
-    with (
-        cuda_runtime.raising_faults(),
-        options.launching(**{"tracked": True, "uninitialised": True, **changes}),
-    ):
-        yield
 
 
 def run_kernel(case: Case, arguments: dict[str, Any], **launching: Any) -> tuple[Tensor, Tensor]:

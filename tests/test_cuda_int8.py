@@ -20,29 +20,20 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastattn
 import int8_cases
-from fastattn import native, reference
+from cuda_kernels import DTYPES, EMULATED, MARKS, each_dtype, only_emulated
+from fastattn import reference
 from int8_cases import GRANULARITIES, normal, quantised
 from kernel_device import DEVICE
 
-EMULATED = DEVICE == "cpu"
 if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
     from emulator import EmulatorError, cuda_runtime, device, launches, options
 
-pytestmark = [
-    pytest.mark.quick,
-    pytest.mark.usefixtures("emulated_gpu", "tracked_tensors"),
-    pytest.mark.skipif(
-        "80" not in native.BUILD["archs"] or native.TAKES_CPU_TENSORS != EMULATED, reason="needs kernels: no nvcc"
-    ),
-]
-only_emulated = pytest.mark.skipif(not EMULATED, reason="looks into the emulator")
+pytestmark = MARKS
 
 OP, GRAD_OP = "int8_matmul", "int8_matmul_grad_input"
 BLOCKS = (16, 64, 96, 128)  # tokens of a tile
-DTYPES = (torch.float16, torch.bfloat16)
 SEED = 5
 
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["f16", "bf16"])
 each_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
 
 

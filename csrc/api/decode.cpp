@@ -16,8 +16,8 @@
 #include "decode/decode.h"
 #include "decode/split_plan.h"
 #include "decode/tiles_sm80.h"
-#include "host/device_facts.h"
 #include "host/dispatch.h"
+#include "host/multiprocessors.h"
 
 namespace fastattn {
 namespace {

@@ -14,8 +14,10 @@ inline int32_t num_multiprocessors() {
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
     if (error != cudaSuccess) {
-        throw std::runtime_error(std::string("fastattn: the device does not tell its multiprocessors: ") +
-                                 cudaGetErrorString(error));
+        cudaGetLastError();  // the error is reported here, not again by whoever calls the runtime next
+        throw std::runtime_error(
+            std::string("fastattn: the CUDA device does not say how many multiprocessors it has: ") +
+            cudaGetErrorString(error));
     }
     return count;
 }

@@ -1,0 +1,43 @@
+"""What the tests of the CUDA C++ kernels have in common: when they run, and with which checks. Not a test module."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fastattn import native
+from kernel_device import DEVICE
+
+EMULATED = DEVICE == "cpu"
+if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+    from emulator import cuda_runtime, options
+
+DTYPES = (torch.float16, torch.bfloat16)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["f16", "bf16"])
+only_emulated = pytest.mark.skipif(not EMULATED, reason="looks into the emulator")
+
+# A module's `pytestmark`.
+MARKS = [
+    pytest.mark.quick,
+    pytest.mark.usefixtures("emulated_gpu", "tracked_tensors"),
+    pytest.mark.skipif(
+        "80" not in native.BUILD["archs"] or native.TAKES_CPU_TENSORS != EMULATED, reason="needs kernels: no nvcc"
+    ),
+]
+
+
+@contextlib.contextmanager
+def checked(**changes: Any) -> Iterator[None]:
+    """On the emulator, every check there is; ``changes``: other options of launches."""
+    if not EMULATED:
+        yield
+        return
+    with (
+        cuda_runtime.raising_faults(),
+        options.launching(**{"tracked": True, "uninitialised": True, **changes}),
+    ):
+        yield
