@@ -20,13 +20,14 @@ DTYPES = (torch.float16, torch.bfloat16)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["f16", "bf16"])
 only_emulated = pytest.mark.skipif(not EMULATED, reason="looks into the emulator")
 
+HAS_KERNELS = "80" in native.BUILD["archs"] and native.TAKES_CPU_TENSORS is EMULATED
+NO_KERNELS = "needs kernels: no nvcc"
+
 # A module's `pytestmark`.
 MARKS = [
     pytest.mark.quick,
     pytest.mark.usefixtures("emulated_gpu", "tracked_tensors"),
-    pytest.mark.skipif(
-        "80" not in native.BUILD["archs"] or native.TAKES_CPU_TENSORS != EMULATED, reason="needs kernels: no nvcc"
-    ),
+    pytest.mark.skipif(not HAS_KERNELS, reason=NO_KERNELS),
 ]
 
 

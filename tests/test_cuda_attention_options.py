@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fastattn
 from attention_cases import Case, compare, forward_arguments, make_problem
-from cuda_kernels import EMULATED, MARKS, checked, each_dtype
+from cuda_kernels import EMULATED, MARKS, checked, each_dtype, only_emulated
 from kernel_device import DEVICE
 
 if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
@@ -154,7 +154,7 @@ def test_order_of_warps_and_copies_has_no_influence(seed: int) -> None:
     assert torch.equal(first["out"], again["out"]) and torch.equal(first["lse"], again["lse"])
 
 
-@pytest.mark.skipif(not EMULATED, reason="looks into the emulator")
+@only_emulated
 def test_key_tiles_that_no_row_sees_are_not_visited() -> None:
     """A window of 8 keys over 1000: the tensor cores have work for the tiles at the diagonal alone."""
     case = Case(window=(8, 0), shape=(1, 1, 1, 1000, 1000), head_dims=(64, 64))

@@ -10,19 +10,18 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import native, reference
+from cuda_kernels import HAS_KERNELS, NO_KERNELS
+from fastattn import reference
 from kernel_device import DEVICE
 from oracle import check_against_oracle
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
-HAS_NATIVE = "80" in native.BUILD["archs"] and native.TAKES_CPU_TENSORS is (DEVICE == "cpu")
-
 
 @pytest.fixture(params=["cuda", "triton"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "cuda" and not HAS_NATIVE:
-        pytest.skip("needs kernels: no nvcc")
+    if request.param == "cuda" and not HAS_KERNELS:
+        pytest.skip(NO_KERNELS)
     with fastattn.use_backend(request.param):
         yield request.param
 

@@ -20,17 +20,15 @@ from hypothesis import strategies as st
 
 import attention_cases
 from attention_cases import SEED, Case, compare, make_problem, run_public, use_small_tiles
-from fastattn import native, reference
+from cuda_kernels import HAS_KERNELS, NO_KERNELS
+from fastattn import reference
 from kernel_device import DEVICE
 from oracle import check_against_oracle
 
 pytest.importorskip("triton")
-EMULATED = DEVICE == "cpu"
 pytestmark = [
     pytest.mark.usefixtures("emulated_gpu", "tracked_tensors"),
-    pytest.mark.skipif(
-        "80" not in native.BUILD["archs"] or native.TAKES_CPU_TENSORS != EMULATED, reason="needs kernels: no nvcc"
-    ),
+    pytest.mark.skipif(not HAS_KERNELS, reason=NO_KERNELS),
 ]
 
 MORE = int(os.environ.get("FASTATTN_EXAMPLES", "0"))

@@ -21,19 +21,19 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
-from fastattn import native, reference
+from cuda_kernels import HAS_KERNELS, NO_KERNELS
+from fastattn import reference
 from kernel_device import DEVICE
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
 SEED = 31
-HAS_NATIVE = "80" in native.BUILD["archs"] and native.TAKES_CPU_TENSORS is (DEVICE == "cpu")
 
 
 @pytest.fixture(params=["torch", "triton", "cuda"], autouse=True)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "cuda" and not HAS_NATIVE:
-        pytest.skip("needs kernels: no nvcc")
+    if request.param == "cuda" and not HAS_KERNELS:
+        pytest.skip(NO_KERNELS)
     torch.manual_seed(SEED)
     torch._dynamo.reset()
     with torch.device(DEVICE), fastattn.use_backend(request.param):

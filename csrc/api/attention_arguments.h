@@ -6,14 +6,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
-#include <utility>
 
 #include "api/checks.h"
 #include "host/params.h"
 
 namespace fastattn {
-
-using DataTypes = std::integer_sequence<DataType, DataType::kFloat16, DataType::kBFloat16>;
 
 // Sizes of a problem that has been checked. Packed sequences: rows and keys are bounds of all lengths.
 struct AttentionSizes {

@@ -13,6 +13,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "api/device.h"
 #include "host/params.h"
@@ -80,6 +81,9 @@ inline int32_t to_int32(const char* op, const char* name, int64_t value) {
           value);
     return static_cast<int32_t>(value);
 }
+
+// What kernels are instantiated for.
+using DataTypes = std::integer_sequence<DataType, DataType::kFloat16, DataType::kBFloat16>;
 
 inline DataType data_type(const char* op, const char* name, const Tensor& tensor) {
     const ScalarType dtype = tensor.scalar_type();

@@ -26,8 +26,6 @@
 namespace fastattn {
 namespace {
 
-using DataTypes = std::integer_sequence<DataType, DataType::kFloat16, DataType::kBFloat16>;
-
 Activation activation_named(const char* op, const std::string& name) {
     constexpr std::array<std::pair<const char*, Activation>, 5> kActivations{{{"none", Activation::kNone},
                                                                               {"relu", Activation::kRelu},

@@ -10,10 +10,10 @@
 //   tensor cores     S = Q·Kᵀ   dP = dO·Vᵀ  | dV, dK |  dQ (and its sums to global memory)
 //   shared memory      → P          → dS    |        |
 //
-// Other CTAs of the SM compute while one waits. Tiles that no row sees are not visited; the masked ones, and all where
-// there is an option beyond causal and window, take the general step. dQ's sums come in any order, or, where
-// params.turns is given, from the first keys to the last: CTAs then take their places from a counter, so that one only
-// ever waits for CTAs that run already.
+// Other CTAs of the SM compute while one waits. Tiles that no row sees are not visited. With kOptions every tile goes
+// through all options; without, scores are only scaled, and the tiles that not every row sees all of are masked. dQ's
+// sums come in any order, or, where params.turns is given, from the first keys to the last: CTAs then take their places
+// from a counter, so that one only ever waits for CTAs that run already.
 // Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim; query_sums (and turns) are zero.
 #pragma once
 

@@ -180,8 +180,7 @@ struct ScoreGradients {
         scores.apply(rScore, rSlope, first_row, key, lane);
         for_each_of_eight([&](int m, int e) {
             seen[m] |= (rScore[m][0][e] == -kInfinity ? 0u : 1u) << (4 * n + e);
-            const float exponent = (rScore[m][0][e] - shift[m][e / 2]) * kLog2E - log2_sum[m][e / 2];
-            rP[m][0][e] = ptx::ex2_approx_ftz_f32(exponent);
+            rP[m][0][e] = probability_of(rScore[m][0][e], shift[m][e / 2], log2_sum[m][e / 2]);
             rS[m][n][e] = rP[m][0][e] * rSlope[m][0][e];
         });
         if (scores.params.dropout_seed == nullptr) return;

@@ -13,12 +13,6 @@
 
 namespace fastattn {
 
-// Whether scores are only scaled, but for what a window masks.
-__device__ __forceinline__ bool are_plain(const ScoreParams& params) {
-    return params.softcap <= 0 && params.alibi_slopes == nullptr && params.bias.kind == BiasView::Kind::kNone &&
-           params.dropout_seed == nullptr;
-}
-
 __device__ __forceinline__ Window window_of(const ScoreParams& params, int32_t num_rows, int32_t num_keys) {
     return {num_keys, params.top_left ? 0 : num_keys - num_rows, params.window_left, params.window_right};
 }

@@ -137,10 +137,11 @@ def choose(call: Call) -> Choice:
     forced = _thread.forced
     if forward_ad._current_level >= 0 and call.only_torch is None:  # a kernel would drop the tangents silently
         call = call._replace(only_torch=_FORWARD_MODE)
-    if torch._C._are_functorch_transforms_active():  # the decoding operator has no rule for vmap
+    is_compiling = torch.compiler.is_compiling()
+    # The decoding operator has no rule for vmap; a graph may serve many lengths.
+    if is_compiling or torch._C._are_functorch_transforms_active():
         call = call._replace(may_decode=False)
-    if torch.compiler.is_compiling():  # a graph may serve many lengths, and its tensors have no addresses to look at
-        call = call._replace(may_decode=False)
+    if is_compiling:  # tensors have no addresses to look at
         decided = _decide(call, forced, torch_is_asked_for())
         if decided.detour is not None and _fallback_mode() == "error":
             raise InputError(_forbidden(decided.detour))

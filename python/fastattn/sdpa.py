@@ -134,8 +134,16 @@ def _make_plan(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _Plan:
     }
     sizes = (math.prod(batch), heads, kv_heads, query.shape[-2], key.shape[-2])
     features = frozenset(feature for feature, used in uses.items() if used)
-    call = Call("attention", query.device, query.dtype, query.shape[-1], value.shape[-1], features, sizes)
-    call = call._replace(may_decode=not is_causal)  # top-left: few queries see few keys
+    call = Call(
+        "attention",
+        query.device,
+        query.dtype,
+        query.shape[-1],
+        value.shape[-1],
+        features,
+        sizes,
+        may_decode=not is_causal,  # top-left: few queries see few keys
+    )
     resolved_scale = default_scale(query.shape[-1]) if scale is None else float(scale)
     return _Plan(call, batch, heads, kv_heads, resolved_scale, needs_grad)
 
