@@ -3,8 +3,8 @@
 
 #include "decode/split_plan.h"
 
-// One row of 8 numbers a tile of a CTA: CTA, sequence, tile, first key, end key, slot, whole, units. Returns how many rows;
-// plan[0 … 2] are the CTAs, the slots and the largest share.
+// One row of 10 numbers a tile of a CTA: CTA, sequence, tile, first key, end key, slot, whole, units, which of the tile's
+// parts this is, and of how many. Returns how many rows; plan[0 … 2] are the CTAs, the slots and the largest share.
 extern "C" int64_t decode_plan(const int32_t* lengths, int32_t batch, const int32_t* shape, int32_t kv_heads,
                                int32_t row_tiles, int64_t num_splits, int32_t batch_invariant, int32_t cta_slots,
                                int64_t* plan_facts, int64_t* rows) {
@@ -30,9 +30,11 @@ extern "C" int64_t decode_plan(const int32_t* lengths, int32_t batch, const int3
                 first_unit += int64_t{plan.tiles_per_sequence} * units(sequence++).num_units;
             }
             const TileShare part = tile_share(units(sequence), tokens(sequence), kBlockKeys, first_unit, unit, end);
-            int64_t* row = rows + 8 * num_rows++;
+            const TileParts parts = tile_parts(plan, units(sequence), first_unit, part.tile_idx, share);
+            int64_t* row = rows + 10 * num_rows++;
             row[0] = cta, row[1] = sequence, row[2] = part.tile_idx, row[3] = part.begin_key, row[4] = part.end_key;
-            row[5] = partial_slot(plan, cta, unit == begin), row[6] = part.is_whole, row[7] = part.count;
+            row[5] = parts.slot(cta - parts.first_cta), row[6] = part.is_whole, row[7] = part.count;
+            row[8] = cta - parts.first_cta, row[9] = parts.count;
             unit += part.count;
         }
     }

@@ -33,6 +33,8 @@ class Part(NamedTuple):
     slot: int
     is_whole: bool
     units: int
+    index: int
+    count: int
 
 
 class Plan(NamedTuple):
@@ -68,7 +70,7 @@ def plan_of(
 ) -> Plan:
     facts = (ctypes.c_int64 * 3)()
     most = 4 * (len(lengths) * heads * row_tiles * max(1, min(capacity, 1 << 17) // BLOCK_KEYS + 2))
-    rows = torch.zeros(max(most, 1), 8, dtype=torch.int64)
+    rows = torch.zeros(max(most, 1), 10, dtype=torch.int64)
     found = library.decode_plan(
         (ctypes.c_int32 * len(lengths))(*lengths),
         len(lengths),
@@ -81,7 +83,7 @@ def plan_of(
         facts,
         ctypes.c_void_p(rows.data_ptr()),
     )
-    parts = [Part(*row[:6], bool(row[6]), row[7]) for row in rows[:found].tolist()]
+    parts = [Part(*row[:6], bool(row[6]), *row[7:]) for row in rows[:found].tolist()]
     return Plan(*facts, parts)
 
 
@@ -106,6 +108,7 @@ def test_every_key_is_taken_once(library: ctypes.CDLL, lengths: list[int], choic
             assert edges[::2] == edges[1::2]  # each begins where the one before ends
             assert all(part.is_whole == (len(parts) == 1) for part in parts)
             assert all(part.end_key % BLOCK_KEYS == 0 for part in parts[:-1])
+            assert [(part.index, part.count) for part in parts] == [(i, len(parts)) for i in range(len(parts))]
         shared = [part.slot for part in plan.parts if not part.is_whole]
         assert len(set(shared)) == len(shared) and all(0 <= slot < plan.num_slots for slot in shared)
 

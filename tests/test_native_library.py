@@ -340,7 +340,6 @@ def test_int8_dequantises_in_two_and_a_half_instructions_a_pair(instance: tuple[
 @with_sm80_kernels
 def test_every_decode_instance_is_there() -> None:
     assert sorted(decode_kernels()) == DECODE_INSTANCES
-    assert len([name for name in machine_code() if "decode_combine_sm80" in name]) == len(DTYPES)
 
 
 @with_sm80_kernels

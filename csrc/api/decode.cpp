@@ -17,6 +17,7 @@
 #include "decode/split_plan.h"
 #include "decode/tiles_sm80.h"
 #include "host/dispatch.h"
+#include "host/launch_token.h"
 #include "host/multiprocessors.h"
 
 namespace fastattn {
@@ -164,7 +165,6 @@ void launch(const DecodeParams& params, DataType dtype, Stream stream) {
                 launch_decode_split_sm80<head_dim.value, data_type.value, is_int8.value>(params, stream);
             });
         });
-        if (params.partial_out != nullptr) launch_decode_combine_sm80<data_type.value>(params, stream);
     });
 }
 
@@ -239,13 +239,16 @@ std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor
     constexpr int32_t kBlockN = AnyTile::kBlockN;
     params.plan = split_plan(params.sequence, params.query.batch, params.kv_heads, params.row_tiles, kBlockN,
                              num_splits, batch_invariant, num_multiprocessors() * AnyTile::kMinCtasPerSm);
-    std::optional<Tensor> partial_out, partial_lse;
+    std::optional<Tensor> partial_out, partial_lse, arrivals;
     if (lse.numel() > 0 && can_be_cut(params.plan, params.sequence, kBlockN)) {
-        const int64_t rows = int64_t{num_slots(params.plan)} * AnyTile::kBlockM;
+        const int64_t slots = num_slots(params.plan), rows = slots * AnyTile::kBlockM;
         partial_out = torch::stable::new_empty(query, {rows, value_dim}, ScalarType::Float);
         partial_lse = torch::stable::new_empty(query, {rows}, ScalarType::Float);
         params.partial_out = static_cast<float*>(partial_out->data_ptr());
         params.partial_lse = static_cast<float*>(partial_lse->data_ptr());
+        arrivals = torch::stable::new_empty(query, {slots}, ScalarType::Long);
+        params.arrivals = static_cast<uint64_t*>(arrivals->data_ptr());
+        params.token = launch_token();
     }
     launch(params, dtype, device.stream());
     return {out, lse};

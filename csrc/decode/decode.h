@@ -9,7 +9,4 @@ namespace fastattn {
 template <int kHeadDim, DataType kDataType, bool kInt8>
 void launch_decode_split_sm80(const DecodeParams& params, Stream stream);
 
-template <DataType kDataType>
-void launch_decode_combine_sm80(const DecodeParams& params, Stream stream);
-
 }  // namespace fastattn

@@ -57,15 +57,6 @@ class PlannedWork {
         return from_lane(__ffs(__ballot_sync(0xffffffff, is_owner)) - 1, batch, first_unit);
     }
 
-    __device__ __forceinline__ PlannedSequence planned(int32_t batch) const {
-        int64_t first_unit = first_unit_;
-        const int owner = batch / per_lane_;
-        if (lane_ == owner) {
-            for (int32_t before = first_batch_; before < batch; ++before) first_unit += units_of(before);
-        }
-        return from_lane(owner, batch, first_unit);
-    }
-
   private:
     __device__ __forceinline__ PlannedSequence sequence(int32_t batch) const {
         PlannedSequence found{batch, 0, cached_sequence(params_.sequence, params_.cache_seqlens[batch]), {}};

@@ -81,10 +81,33 @@ FASTATTN_HOST_DEVICE TileShare tile_share(const TileUnits& units, const CachedSe
     return share;
 }
 
-// Where a CTA leaves its result of a tile that it has not whole. A CTA has two such tiles at most: that in which its
-// share begins, and that in which it ends.
-FASTATTN_HOST_DEVICE int32_t partial_slot(const SplitPlan& plan, int32_t cta, bool begins_share) {
-    return begins_share ? cta : cta + plan.num_ctas;
+inline constexpr int32_t kMergedParts = 16;  // at a time: see decode/merge_parts.cuh
+
+// The parts of a tile, one of each CTA from `first_cta` on.
+struct TileParts {
+    int32_t first_cta, count, num_ctas;
+    int64_t first_unit, units_per_cta;
+
+    // Where a part is left. A CTA has two tiles at most of which others have parts: that in which its share begins, and
+    // that in which it ends.
+    FASTATTN_HOST_DEVICE int32_t slot(int32_t part) const {
+        const int32_t cta = first_cta + part;
+        const bool begins_share = cta * units_per_cta >= first_unit;
+        return begins_share ? cta : cta + num_ctas;
+    }
+};
+
+// The tiles of the sequence start at first_unit on the line.
+FASTATTN_HOST_DEVICE TileParts tile_parts(const SplitPlan& plan, const TileUnits& units, int64_t first_unit,
+                                          int32_t tile_idx, int64_t units_per_cta) {
+    TileParts parts;
+    parts.num_ctas = plan.num_ctas;
+    parts.units_per_cta = units_per_cta;
+    parts.first_unit = first_unit + int64_t{tile_idx} * units.num_units;
+    parts.first_cta = static_cast<int32_t>(parts.first_unit / units_per_cta);
+    const int64_t last_cta = (parts.first_unit + units.num_units - 1) / units_per_cta;
+    parts.count = static_cast<int32_t>(last_cta) - parts.first_cta + 1;
+    return parts;
 }
 
 // The most blocks of keys that a tile of any length can have.

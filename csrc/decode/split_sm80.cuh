@@ -5,7 +5,7 @@
 // A CTA has a share of the keys of all sequences (split_plan.h), and goes through it tile by tile: the rows of a tile
 // are all query heads of a KV head times the queries, so that each key is loaded once for all of them. Its warps take
 // 16 keys at a time, in turn, each with a softmax, a sum and a pipeline of its own; nobody waits for another before the
-// end of the tile, where the warps' results are merged. A tile that CTAs share is left in parts for combine_sm80.cuh.
+// end of the tile, where the warps' results are merged. Of a tile that CTAs share each leaves a part (merge_parts.cuh).
 //
 //   ring of a warp   K0 V0 K1 V1 …   kStages of each; what a product has read is loaded anew at once
 //   step             wait K → Q·Kᵀ → load K → softmax → wait V → P·V → load V
@@ -13,11 +13,6 @@
 // New tokens are never read from the cache: whoever needs one takes it from k_new and v_new, and the last tile of rows
 // stores it. So one launch does both; RoPE is applied to queries by every CTA for itself. An int8 cache has a scale for
 // each token and head: keys' scales multiply scores, values' scales go into P.
-//
-// The merge is a kernel of its own, with a CTA for each row. Where one sequence fills the GPU, a tile has as many parts
-// as there are CTAs: 264 of 16 rows by 512 bytes on an H200, 2 MB that the last CTA of the tile would have to read alone
-// if it did the merge; with a CTA a row, 16 read 130 KB each. (Where parts are few, the last CTA, found as in
-// device/arrivals.cuh, would save a node of a CUDA graph.)
 // Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim, a capacity below 2^30.
 #pragma once
 
@@ -28,6 +23,7 @@
 #include "decode/decode.h"
 #include "decode/finish_row.cuh"
 #include "decode/int8_gemm.cuh"
+#include "decode/merge_parts.cuh"
 #include "decode/new_tokens.cuh"
 #include "decode/packed_rows.cuh"
 #include "decode/planned_work.cuh"
@@ -96,7 +92,6 @@ __device__ __forceinline__ void store_tile(const DecodeParams& params, const Dec
                                            int64_t slot) {
     constexpr int kQuads = Config::kHeadDim / 4;
     const int num_rows = min(params.sequence.num_queries * params.group - first_row, Config::kBlockM);
-    const int value_dim = params.v_cache.head_dim;
     for (int item = threadIdx.x; item < num_rows * kQuads; item += Config::kNumThreads) {
         const int row = item / kQuads, column = item % kQuads * 4;
         float max = -kInfinity, sum = 0.0f;
@@ -111,23 +106,8 @@ __device__ __forceinline__ void store_tile(const DecodeParams& params, const Dec
             sum += weight * shared.row_sum[warp][row];
             add_weighted(merged, weight, part);
         }
-        const QueryRow own(params, kv_head, first_row + row);
-        const bool has_sink = is_whole && params.scores.sinks != nullptr;
-        const RowResult result = finish_row(max, sum, has_sink ? params.scores.sinks[own.head] : -kInfinity);
-        const int64_t partial_row = slot * Config::kBlockM + row;
-        if (column == 0) {
-            float* gLse =
-                is_whole ? row_pointer(params.lse, batch, own.head) + own.query : params.partial_lse + partial_row;
-            *gLse = result.lse;
-        }
-        if (column >= value_dim) continue;
-        if (is_whole) {
-            store_rounded<kDataType>(row_pointer(params.out, batch, own.head, own.query) + column, merged,
-                                     result.factor);
-        } else {
-            *reinterpret_cast<float4*>(params.partial_out + partial_row * value_dim + column) =
-                scaled(merged, result.factor);
-        }
+        store_row<Config::kBlockM, kDataType>(params, batch, kv_head, first_row, row, column, max, sum, merged,
+                                              is_whole, slot);
     }
 }
 
@@ -271,9 +251,16 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
             store_output_row<Config>(sO, rO[m], unit_of_output, row, half, lane);
         });
         __syncthreads();  // all results are there
-        store_tile<Config, kDataType>(params, shared, batch, kv_head, first_row, share.is_whole,
-                                      partial_slot(params.plan, blockIdx.x, unit == begin_unit));
-        __syncthreads();  // all are done with them: the rings and queries may be overwritten
+        const TileParts parts =
+            tile_parts(params.plan, sequence.units, sequence.first_unit, share.tile_idx, work.share());
+        const auto part = static_cast<int32_t>(blockIdx.x) - parts.first_cta;
+        store_tile<Config, kDataType>(params, shared, batch, kv_head, first_row, share.is_whole, parts.slot(part));
+        __syncthreads();  // all are done with the results: the rings and queries may be overwritten
+        if (!share.is_whole && params.arrivals != nullptr) {
+            auto& merge_storage = *reinterpret_cast<MergeStorage<Config::kBlockM>*>(shared.ring);
+            merge_parts<Config, kDataType>(params, merge_storage, parts, part, batch, kv_head, first_row);
+            __syncthreads();  // all are done with that
+        }
         unit += share.count;
     }
 }

@@ -50,7 +50,7 @@ struct RotaryParams {
     bool interleaved;
 };
 
-// decode/split_sm80.cuh and decode/combine_sm80.cuh.
+// decode/split_sm80.cuh.
 struct DecodeParams {
     HeadsView<const uint16_t> query;  // [B, Hq, Sq, D]
     HeadsView<uint16_t> out;          // [B, Hq, Sq, Dv]
@@ -64,8 +64,11 @@ struct DecodeParams {
     int32_t kv_heads, group, row_tiles;  // group: query heads of a KV head
     ScoreParams scores;                  // without bias and dropout
     SplitPlan plan;
-    // Results of tiles that several CTAs share: [slots, rows of a tile, Dv] and [slots, rows of a tile].
+    // Results of tiles that several CTAs share: [slots, rows of a tile, Dv] and [slots, rows of a tile]. arrivals: [slots],
+    // see device/arrivals.cuh. All are null where no tile can be shared, or has rows.
     float *partial_out, *partial_lse;
+    uint64_t* arrivals;
+    uint64_t token;
 };
 
 }  // namespace fastattn
