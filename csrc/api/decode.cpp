@@ -147,8 +147,10 @@ CacheView cache_view(const char* name, const Tensor& cache, const std::optional<
 }
 
 CachePlaces cache_places(const Tensor& k_cache, const std::optional<Tensor>& block_table) {
-    CachePlaces places{to_int32(kOp, "k_cache", k_cache.size(0)), to_int32(kOp, "k_cache", k_cache.size(2)), nullptr, 0,
-                       0};
+    CachePlaces places{};
+    places.num_blocks = to_int32(kOp, "k_cache", k_cache.size(0));
+    places.block_rows = to_int32(kOp, "k_cache", k_cache.size(2));
+    places.tiles_are_in_line = !block_table || places.block_rows % AnyTile::kWarpN == 0;
     if (block_table) {
         places.block_table = static_cast<const int32_t*>(block_table->data_ptr());
         places.table_batch_stride = block_table->stride(0);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "device/fragment.cuh"
 #include "device/ptx/cp_async.cuh"
@@ -47,6 +48,11 @@ __device__ __forceinline__ void load_scales(float* sScales, const float* gScale,
     ptx::cp_async_ca_4(shared_address(sScales + lane), gScale, gScale != nullptr ? sizeof(float) : 0);
 }
 
+// Of a tile's 16 rows, one bit each: those from `begin` on and below `end`, which may lie outside of the tile.
+__device__ __forceinline__ uint32_t bits_between(int32_t begin, int32_t end) {
+    return 0xffffu << min(max(begin, 0), kMmaK) & ~(0xffffu << min(max(end, 0), kMmaK)) & 0xffffu;
+}
+
 // A tile [16, kHeadDim] of 16-bit elements, copied by a warp: a lane copies one chunk of each kRowsPerPass-th row, so
 // that neighbouring lanes touch neighbouring chunks.
 template <int kHeadDim>
@@ -73,9 +79,34 @@ struct WarpTile {
         return (lane_offset ^ (first_row % kSwizzleRows * kChunkBytes)) + first_row * Layout::kRowBytes;
     }
 
-    // Starts to copy rows of row_bytes bytes. Lane l passes where row l % 16 lies, null if it is absent: then zeros
-    // take its place, as they do beyond row_bytes. `skipped`: rows that somebody else writes.
-    __device__ __forceinline__ void load(const char* gRow, int row_bytes, uint32_t skipped) const {
+    // Starts to copy rows of row_bytes bytes, which lie row_stride bytes apart from gTile on. Zeros take the place of
+    // those that are not `present` (one bit each), as they do beyond row_bytes. `skipped`: rows that somebody else
+    // writes.
+    __device__ __forceinline__ void load_line(const char* gTile, int64_t row_stride, int row_bytes, uint32_t present,
+                                              uint32_t skipped) const {
+        const uint32_t tile = shared_address(sTile);
+        const int bytes = min(max(row_bytes - chunk * kChunkBytes, 0), kChunkBytes);
+        const char* gChunk = gTile + row * row_stride + chunk * kChunkBytes;
+        const auto load = [&](auto whole) {
+#pragma unroll
+            for (int pass = 0; pass < kPasses; ++pass) {
+                const uint32_t bit = 1u << pass * kRowsPerPass << row;
+                if (whole.value || (skipped & bit) == 0) {
+                    const bool exists = whole.value || (present & bit) != 0;
+                    ptx::cp_async_cg_16(tile + chunk_offset(pass), gChunk, exists ? bytes : 0);
+                }
+                gChunk += kRowsPerPass * row_stride;
+            }
+        };
+        if (present == 0xffffu && skipped == 0) {
+            load(std::true_type{});
+        } else {
+            load(std::false_type{});
+        }
+    }
+
+    // Likewise of rows that lie anywhere: lane l passes where row l % 16 does, null if it is absent.
+    __device__ __forceinline__ void load_scattered(const char* gRow, int row_bytes, uint32_t skipped) const {
         const uint32_t tile = shared_address(sTile);
         const int bytes = min(max(row_bytes - chunk * kChunkBytes, 0), kChunkBytes);
 #pragma unroll

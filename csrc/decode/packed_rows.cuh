@@ -23,7 +23,7 @@ struct PackedRows {
     int32_t position[2];  // of the lane's upper and lower row
     KeyRange sees[2];     // empty for rows that do not exist
     float slope[2];
-    KeyRange some, all;  // keys that some row of the tile sees, and that every one does
+    KeyRange some, all;  // keys that some row of the tile sees, and that every one does, of those that exist
 
     __device__ __forceinline__ PackedRows(const DecodeParams& decode, const CachedSequence& tokens, int32_t batch,
                                           int32_t kv_head, int32_t first_row, int lane)
@@ -61,6 +61,11 @@ struct PackedRows {
         return first_key < all.begin || end_key > all.end;
     }
 
+    // Whether every row sees each of 16 keys.
+    __device__ __forceinline__ bool see_all(uint32_t present, int32_t first_key) const {
+        return present == 0xffffu && !differ(first_key, first_key + kMmaK);
+    }
+
     // Turns Q·Kᵀ into scores in nats, -inf where a row does not see a key.
     template <int kTilesN>
     __device__ __forceinline__ void apply(float (&rS)[1][kTilesN][4], uint32_t present, int32_t first_key,
@@ -78,6 +83,7 @@ struct PackedRows {
                 return s - slope[e / 2] * static_cast<float>(abs(position[e / 2] - key));
             });
         }
+        if (see_all(present, first_key)) return;
         const uint32_t bits[2] = {seen(0, present, first_key) >> column, seen(1, present, first_key) >> column};
         for_each(
             rS, [&](int n, int e, float s) { return (bits[e / 2] & 1u << (n * kMmaN + e % 2)) != 0 ? s : -kInfinity; });

@@ -142,23 +142,30 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
         const int32_t begin_key = max(share.begin_key, wanted.begin), end_key = min(share.end_key, wanted.end);
 
         // Producer: a warp copies its own keys and values.
-        uint64_t present_keys = 0;  // one bit for each key in the ring, the next step's lowest
-        TokenPlace place;           // of key lane % 16 of the tile that is loaded
-        uint32_t is_new = 0;        // one bit for each of them that comes from k_new and v_new
+        uint64_t present_keys = 0;         // one bit for each key in the ring, the next step's lowest
+        uint32_t present = 0, is_new = 0;  // of the tile that is loaded; new tokens come from k_new and v_new
+        TokenPlace place;                  // of its first key where its keys are in line, else of key lane % 16
+        const bool in_line = params.places.tiles_are_in_line;
         const auto load_tile = [&](const CacheView& cache, const HeadsView<const uint16_t>& new_tokens,
                                    const RotaryParams& rotary, char* slot, float* sScales, int32_t first_key) {
             const WarpTile<kCacheDim> tile(slot, lane);
-            char* gRow = nullptr;
-            float* gScale = nullptr;
-            if (place.is_present()) {
-                gRow = static_cast<char*>(cache.data) + row_offset(cache, kv_head, place) * Config::kElementBytes;
-                if constexpr (kInt8) gScale = scale_pointer(cache, kv_head, place);
+            const int row_bytes = cache.head_dim * Config::kElementBytes, own_row = in_line ? lane % kWarpN : 0;
+            const int64_t row_stride = cache.row_stride * Config::kElementBytes;
+            const bool is_present = (present >> lane % kWarpN & 1) != 0;
+            char* gPlace = static_cast<char*>(cache.data) + row_offset(cache, kv_head, place) * Config::kElementBytes;
+            if (in_line) {
+                tile.load_line(gPlace, row_stride, row_bytes, present, is_new);
+            } else {
+                tile.load_scattered(is_present ? gPlace : nullptr, row_bytes, is_new);
             }
-            tile.load(gRow, cache.head_dim * Config::kElementBytes, is_new);
-            if constexpr (kInt8) load_scales(sScales, gScale, is_new, lane);
+            float* gScale = nullptr;
+            if constexpr (kInt8) {
+                if (is_present) gScale = scale_pointer(cache, kv_head, place) + own_row * cache.scale_row_stride;
+                load_scales(sScales, gScale, is_new, lane);
+            }
             if (is_new == 0) return;
             const uint16_t* gNew = row_pointer(new_tokens, batch, kv_head, first_key - tokens.before);
-            if (!stores_new) gRow = nullptr;
+            char* gRow = stores_new && is_present ? gPlace + own_row * row_stride : nullptr;
             if constexpr (kInt8) {
                 quantise_new_tokens<kDataType, kHeadDim>(slot, sScales, gNew, new_tokens.row_stride, cache.head_dim,
                                                          is_new, rotary, first_key, gRow, gScale, lane);
@@ -173,10 +180,15 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
         const auto scales = [&](int stage, int of_values) { return shared.scales[warp][kInt8 ? stage : 0][of_values]; };
         const auto load_k = [&](int stage, int32_t first_key) {
             if (first_key < end_key) {
-                const int32_t key = first_key + lane % kWarpN;
-                place = place_of(params.places, batch, key, key >= begin_key && key < end_key);
-                const uint32_t present = __ballot_sync(0xffffffff, place.is_present()) & 0xffff;
-                is_new = __ballot_sync(0xffffffff, place.is_present() && key >= tokens.before) & 0xffff;
+                if (in_line) {
+                    place = place_of(params.places, batch, first_key, true);
+                    present = place.is_present() ? bits_between(begin_key - first_key, end_key - first_key) : 0;
+                } else {
+                    const int32_t key = first_key + lane % kWarpN;
+                    place = place_of(params.places, batch, key, key >= begin_key && key < end_key);
+                    present = __ballot_sync(0xffffffff, place.is_present()) & 0xffff;
+                }
+                is_new = present & bits_between(tokens.before - first_key, kWarpN);
                 present_keys |= uint64_t{present} << 16 * (kStages - 1);
                 load_tile(params.k_cache, params.k_new, params.rotary, slot_k(stage), scales(stage, 0), first_key);
             }
@@ -200,12 +212,12 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
                                                                        first_row);
         __syncthreads();  // the queries are there for all
 
-        OnlineSoftmax<1, /*kInNats=*/true> softmax(kLog2E);
+        OnlineSoftmax<1, /*kInNats=*/true, /*kFewKeys=*/true> softmax(kLog2E);
         float rO[1][Config::kTilesD][4] = {};  // [kBlockM, kHeadDim], of this warp's keys
         ValueUnit unit_of_values;              // of an int8 cache: what rO is in
         for (int stage = 0; first_key < end_key; first_key += kBlockN) {
             float rS[1][Config::kTilesN][4];  // [kBlockM, kWarpN]: scores, then probabilities
-            const auto present = static_cast<uint32_t>(present_keys & 0xffff);
+            const auto present_now = static_cast<uint32_t>(present_keys & 0xffff);
             const int32_t next_key = first_key + kStages * kBlockN;
 
             ptx::cp_async_wait_group<2 * kStages - 1>();
@@ -221,7 +233,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
             present_keys >>= 16;
             load_k(stage, next_key);
 
-            rows.apply(rS, present, first_key, lane);
+            rows.apply(rS, present_now, first_key, lane);
             softmax.template update<true>(rS, rO);
 
             ptx::cp_async_wait_group<2 * kStages - 1>();
@@ -229,11 +241,11 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
             const SwizzledBlocks<kCacheDim> sV(reinterpret_cast<uint16_t*>(slot_v(stage)), ldmatrix_lane(lane));
             if constexpr (kInt8) {
                 unit_of_values.follow(rO, scales(stage, 1), lane);
-                unit_of_values.weigh(rS, scales(stage, 1), rows, present, first_key, lane);
+                unit_of_values.weigh(rS, scales(stage, 1), rows, present_now, first_key, lane);
                 gemm_pv_int8<kDataType, kHeadDim>(rO, rS, sV);
             } else {
                 if (rows.differ(first_key, min(first_key + kWarpN, tokens.total))) {
-                    silence_unseen<kDataType>(rO, slot_v(stage), rows, present, first_key, lane);
+                    silence_unseen<kDataType>(rO, slot_v(stage), rows, present_now, first_key, lane);
                 }
                 gemm_pv<kDataType>(rO, rS, sV);
             }

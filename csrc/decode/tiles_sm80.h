@@ -12,9 +12,17 @@ using DecodeHeadDims = std::integer_sequence<int, 64, 128, 256>;
 // and values is 16 KB, of which at least half is on its way at any time: with two CTAs, 64 KB an SM. An H200 (4.8 TB/s,
 // 132 SMs) needs 29 KB an SM to cover 0.8 us of latency, an A100 (2.0 TB/s, 108 SMs) 15 KB.
 //
-// A step of 16 keys by 128 + 128 dims is 8 KB of a 16-bit cache, which the bandwidth of either brings in 440 to 620
-// clocks of an SM: 1780 issue slots at the least. The emulator counts 706 PTX instructions in it, 100 of them moves. Of
-// an int8 cache it is 4 KB, 890 slots and 864 instructions: on an H200, issue is close to what binds there.
+// A step of 16 keys, of n dims each in K and V, is 64 n bytes of a 16-bit cache and half as many of an int8 cache. While
+// an H200's memory brings them (18.4 bytes a clock and SM), an SM issues so many instructions, and a step executes so
+// many by the emulator's count, of a contiguous cache, where all rows see all keys:
+//
+//   dims              64    128    256
+//   16-bit: slots    890   1780   3560
+//     executed       358    434    597
+//   int8: slots      445    890   1780
+//     executed       540    650    919
+//
+// Of an int8 cache with 64 dims, then, issue binds on an H200: a fifth below what memory would allow.
 template <int kHeadDim>
 struct DecodeTileSm80 {
     static constexpr int kBlockM = 16;

@@ -41,12 +41,14 @@ struct ValueUnit {
     __device__ __forceinline__ void follow(float (&rO)[1][kTilesD][4], const float* sScales, int lane) {
         const float own = fabsf(sScales[lane % kMmaK]);
         float largest = own < kInfinity ? own : 0.0f;
+        const float own_relative = largest * inverse;
+        const bool some_above = __any_sync(0xffffffff, own_relative > 1.0f);
+        if (!some_above && __any_sync(0xffffffff, own_relative >= 0x1p-5f)) return;
 #pragma unroll
         for (int distance = 1; distance < kMmaK; distance *= 2) {
             largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
         }
-        const float relative = largest * inverse;
-        if (relative <= 1.0f && (relative >= 0x1p-5f || largest == 0.0f)) return;
+        if (largest == 0.0f) return;
         const uint32_t exponent = min(max(__float_as_uint(largest) & kExponent, kLeast), kMost);
         const float before = value();
         inverse = inverse_of(__uint_as_float(exponent + kExponentStep));
@@ -62,15 +64,20 @@ struct ValueUnit {
     __device__ __forceinline__ void weigh(float (&rP)[1][2][4], const float* sScales, const PackedRows& rows,
                                           uint32_t present, int32_t first_key, int lane) const {
         const int column = accumulator_column(lane);
-        const uint32_t bits[2] = {rows.seen(0, present, first_key) >> column,
-                                  rows.seen(1, present, first_key) >> column};
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
             const float2 scale = *reinterpret_cast<const float2*>(sScales + n * kMmaN + column);
 #pragma unroll
+            for (int e = 0; e < 4; ++e) rP[0][n][e] *= (e % 2 == 0 ? scale.x : scale.y) * inverse;
+        }
+        if (rows.see_all(present, first_key)) return;
+        const uint32_t bits[2] = {rows.seen(0, present, first_key) >> column,
+                                  rows.seen(1, present, first_key) >> column};
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+#pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const float weighed = rP[0][n][e] * ((e % 2 == 0 ? scale.x : scale.y) * inverse);
-                rP[0][n][e] = (bits[e / 2] & 1u << (n * kMmaN + e % 2)) != 0 ? weighed : 0.0f;
+                if ((bits[e / 2] & 1u << (n * kMmaN + e % 2)) == 0) rP[0][n][e] = 0.0f;
             }
         }
     }

@@ -31,8 +31,8 @@ __device__ __forceinline__ float probability_of(float score, float shift, float 
 // Indices [m][half]: a lane has an upper and a lower row in each m16 tile. Scores are S = Q·Kᵀ; probabilities are
 // relative to the running maximum, P = 2^(scale_log2 * (S - max)), with scale_log2 > 0. kInNats: S is final, scale_log2
 // is log2(e), and S may be as large as a float can be (a bias of finfo.min): the maximum is subtracted before it is
-// scaled. Else both are one FMA.
-template <int kTilesM, bool kInNats = false>
+// scaled. Else both are one FMA. kFewKeys: a tile of keys seldom has a new maximum of any row, and rO is then left alone.
+template <int kTilesM, bool kInNats = false, bool kFewKeys = false>
 struct OnlineSoftmax {
     float scale_log2;
     float row_max[kTilesM][2];  // of S, unscaled, over the keys so far
@@ -60,7 +60,8 @@ struct OnlineSoftmax {
     // -inf, also in a whole row. P keeps S's NaN; the maximum ignores it.
     template <bool kMasked, int kTilesN, int kTilesD>
     __device__ __forceinline__ void update(float (&rS)[kTilesM][kTilesN][4], float (&rO)[kTilesM][kTilesD][4]) {
-        float reference[kTilesM][2];
+        float reference[kTilesM][2], correction[kTilesM][2];
+        bool corrects = false;
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
@@ -73,10 +74,18 @@ struct OnlineSoftmax {
                 new_max = row_reduce_max(new_max);
                 // Without a key so far, any finite reference gives P = 0.
                 reference[m][half] = kMasked && new_max == -kInfinity ? 0.0f : in_unit(new_max);
-                const float correction = probability(row_max[m][half], reference[m][half]);
+                correction[m][half] = probability(row_max[m][half], reference[m][half]);
+                corrects |= correction[m][half] != 1.0f;
                 row_max[m][half] = new_max;
-                row_sum[m][half] *= correction;
-                scale_row(rO[m], half, correction);
+                row_sum[m][half] *= correction[m][half];
+                if constexpr (!kFewKeys) scale_row(rO[m], half, correction[m][half]);
+            }
+        }
+        if (kFewKeys && __any_sync(0xffffffff, corrects)) {
+#pragma unroll
+            for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) scale_row(rO[m], half, correction[m][half]);
             }
         }
         // In the order in which P·V takes columns.

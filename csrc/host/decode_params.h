@@ -22,6 +22,7 @@ struct CachePlaces {
     int32_t num_blocks, block_rows;
     const int32_t* block_table;  // [batch, max_pages], or null: contiguous
     int64_t table_batch_stride, table_page_stride;
+    bool tiles_are_in_line;  // 16 tokens from a multiple of 16 on never lie in several blocks
 };
 
 // What the host knows of all sequences alike.
