@@ -12,7 +12,7 @@ Sources: Touvron et al., "LLaMA" (2023); Ainslie et al., "GQA" (2023); sharing o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -111,6 +111,25 @@ class PaddedAttention:
         return out.transpose(1, 2).flatten(0, 1)
 
 
+class PagedBatch:
+    """A ``PagedKVCache`` of which each row of a batch has one sequence, with the methods of a ``KVCache``."""
+
+    def __init__(self, cache: fastattn.PagedKVCache, batch: int) -> None:
+        self.cache, self.batch = cache, batch
+        self.sequences = [cache.add() for _ in range(batch)]
+
+    def attend(self, depth: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        """The first layer takes the pages for the new tokens of all layers."""
+        if depth == 0:
+            self.step = self.cache.step(self.sequences, key.shape[2])
+        return self.step.attend(depth, query, key, value, **options)
+
+    def truncate(self, lengths: Tensor) -> None:
+        """Forget what row ``b`` has beyond ``lengths[b]``: its pages are free again."""
+        for sequence, length in zip(self.sequences, lengths.tolist(), strict=True):
+            self.cache.truncate(sequence, length)
+
+
 @dataclass(frozen=True)
 class CachedAttention:
     """``cache.batch`` sequences go on: new tokens, as many for each, join the cache and attend to all that it holds.
@@ -118,7 +137,7 @@ class CachedAttention:
     The cache knows the positions, and the kernel rotates the new queries and keys by them.
     """
 
-    cache: fastattn.KVCache
+    cache: fastattn.KVCache | PagedBatch
 
     def __call__(self, depth: int, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
         def dense(x: Tensor) -> Tensor:  # [total, H, D] to [B, H, new, D]

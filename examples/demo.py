@@ -37,7 +37,7 @@ def main() -> int:
     print("\n== The decoder in int8, writing with a key-value cache ==")
     prompts = generate.prompts_from(trained.held_out)
     num_tokens = min(96, options.config.max_positions - 1 - max(map(len, prompts)))
-    generate.run(trained.model, trained.held_out, prompts, num_tokens, options, checks)
+    generate.run(trained.model, trained.held_out, prompts, num_tokens, options, generate.CacheOptions(), checks)
 
     print(f"\nTook {time.perf_counter() - start:.0f} s")
     return checks.finish("demo")

@@ -2,6 +2,7 @@
 
     python examples/train_decoder.py
     python examples/generate.py --prompt "The iterator" --prompt "A class" --tokens 200
+    python examples/generate.py --int8-cache --page-size 16
 
 Every token is also computed a second time without a cache, from the whole text before it, and must be the same.
 Exits with 1 if one of the checks that it prints at the end failed.
@@ -16,6 +17,7 @@ import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 import fastattn
 import fastattn.nn
 from checks import CheckList
-from decoder import CachedAttention, Decoder, DecoderConfig, PackedAttention
+from decoder import CachedAttention, Decoder, DecoderConfig, PackedAttention, PagedBatch
 from text_data import BOUNDARY, bucketed_batches
 from train_decoder import DTYPES, Options, autocast, evaluate
 
@@ -43,24 +45,49 @@ class Generated:
         return bytes(tokens[:end]).decode(errors="replace")
 
 
+@dataclass(frozen=True)
+class CacheOptions:
+    """How keys and values are kept: as int8 or as computed, in pages of so many tokens or one place for each prompt."""
+
+    quantized: bool = False
+    page_size: int | None = None
+
+
+def make_cache(
+    model: Decoder, batch: int, capacity: int, dtype: torch.dtype, options: CacheOptions
+) -> fastattn.KVCache | PagedBatch:
+    """An empty cache with room for ``capacity`` tokens of each of ``batch`` sequences."""
+    config = model.config
+    storage: dict[str, Any] = {
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "dtype": dtype,
+        "device": model.rotary_cos.device,
+        "quantized": options.quantized,
+    }
+    if options.page_size is None:
+        return fastattn.KVCache(config.num_layers, batch, capacity=capacity, **storage)
+    num_pages = batch * -(-capacity // options.page_size)
+    pages = fastattn.PagedKVCache(config.num_layers, num_pages, page_size=options.page_size, **storage)
+    return PagedBatch(pages, batch)
+
+
 @torch.no_grad()
-def generate_cached(model: Decoder, prompts: list[bytes], num_tokens: int, dtype: torch.dtype) -> Generated:
+def generate_cached(
+    model: Decoder,
+    prompts: list[bytes],
+    num_tokens: int,
+    dtype: torch.dtype,
+    options: CacheOptions = CacheOptions(),
+) -> Generated:
     """Continue prompts of different lengths by the likeliest tokens: one pass over the prompts, then a token at a time.
 
     ``dtype`` is that of queries, keys and values, that is of autocast where it is on.
     """
-    config, device = model.config, model.rotary_cos.device
+    device = model.rotary_cos.device
     rows = [torch.tensor([BOUNDARY, *prompt], device=device) for prompt in prompts]
     lengths = torch.tensor([len(row) for row in rows], device=device)
-    cache = fastattn.KVCache(
-        config.num_layers,
-        len(prompts),
-        config.num_kv_heads,
-        config.head_dim,
-        capacity=max(map(len, rows)) + num_tokens,
-        dtype=dtype,
-        device=device,
-    )
+    cache = make_cache(model, len(prompts), max(map(len, rows)) + num_tokens, dtype, options)
     attend = CachedAttention(cache)
 
     padded = pad_sequence(rows, batch_first=True, padding_value=BOUNDARY)
@@ -95,13 +122,16 @@ def logits_uncached(model: Decoder, prompts: list[bytes], tokens: Tensor) -> Ten
     return torch.stack(steps, dim=1)
 
 
-def check_generation(name: str, generated: Generated, uncached: Tensor, dtype: torch.dtype, checks: CheckList) -> None:
+def check_generation(
+    name: str, generated: Generated, uncached: Tensor, rounds_to: torch.dtype, checks: CheckList
+) -> None:
     """The cache must choose, token by token, what the model chooses without one.
 
-    Both paths round differently. In 32 bits that decides nothing; in 16 bits the two best tokens may come out equal,
-    and only a choice that trails by more than rounding (2^-8 of logits up to 16, a few times) is another choice.
+    Both paths round differently. In 32 bits that decides nothing; in 16 bits, and with an int8 cache, the two best
+    tokens may come out equal, and only a choice that trails by more than rounding (2^-8 of logits up to 16, a few
+    times) is another choice. ``rounds_to``: the least precise dtype on the way.
     """
-    bound, tie = (1e-3, 0.0) if dtype == torch.float32 else (0.25, 0.25)
+    bound, tie = (1e-3, 0.0) if rounds_to == torch.float32 else (0.25, 0.25)
     chosen = uncached.gather(-1, generated.tokens[..., None]).squeeze(-1)
     num_different = int((uncached.amax(-1) - chosen > tie).sum())
     what = f"generation, {name}: of {generated.tokens.numel()} tokens, cached and uncached differ in"
@@ -111,7 +141,13 @@ def check_generation(name: str, generated: Generated, uncached: Tensor, dtype: t
 
 
 def run(
-    model: Decoder, held_out: list[bytes], prompts: list[bytes], num_tokens: int, options: Options, checks: CheckList
+    model: Decoder,
+    held_out: list[bytes],
+    prompts: list[bytes],
+    num_tokens: int,
+    options: Options,
+    cache: CacheOptions,
+    checks: CheckList,
 ) -> None:
     """Quantise a copy of ``model``; let both write; compare their losses, and cached with uncached generation."""
     dtype = options.compute_dtype
@@ -127,7 +163,7 @@ def run(
         with autocast(options):
             losses[name] = evaluate(candidate, batches)
             with fastattn.record() as calls:
-                generated = generate_cached(candidate, prompts, num_tokens, dtype)
+                generated = generate_cached(candidate, prompts, num_tokens, dtype, cache)
             uncached = logits_uncached(candidate, prompts, generated.tokens)
 
         print(f"\nThe {name} model, held-out loss {losses[name]:.4f} nats per token, goes on like this:")
@@ -136,7 +172,7 @@ def run(
         for call in dict.fromkeys(calls):
             print(f"  {call.op} ran on {call.backend}: {call.kernel}, {calls.count(call)} times")
         num_int8_calls[name] = sum(call.op == "int8_matmul" for call in calls)
-        check_generation(name, generated, uncached, dtype, checks)
+        check_generation(name, generated, uncached, torch.int8 if cache.quantized else dtype, checks)
 
     linears = 7 * model.config.num_layers + 1  # four of attention, three of SwiGLU, the head
     checks.equal("int8: int8 matmuls while it generated", num_int8_calls["int8"], linears * num_tokens)
@@ -179,6 +215,8 @@ def main() -> int:
         help="text to continue; may be repeated (default: held-out text)",
     )
     parser.add_argument("--tokens", type=int, default=96, help="how many to write (default: %(default)s)")
+    parser.add_argument("--int8-cache", action="store_true", help="keep keys and values as int8")
+    parser.add_argument("--page-size", type=int, metavar="TOKENS", help="keep them in pages, in a PagedKVCache")
     parser.add_argument("--device", type=torch.device, default=default.device, help="default: %(default)s")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, else float32")
     arguments = parser.parse_args()
@@ -191,7 +229,8 @@ def main() -> int:
 
     options = Options(device=arguments.device, dtype=DTYPES[arguments.dtype] if arguments.dtype else None)
     checks = CheckList()
-    run(model, held_out, prompts, arguments.tokens, options, checks)
+    cache = CacheOptions(arguments.int8_cache, arguments.page_size)
+    run(model, held_out, prompts, arguments.tokens, options, cache, checks)
     return checks.finish("generate")
 
 

@@ -267,7 +267,8 @@ def test_commands_train_and_generate(
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
     command = ["generate.py", "--model", str(tmp_path / "decoder.pt"), "--tokens", "6", "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", [*command, "--prompt", "Paragraph", "--prompt", "The"])
+    command += ["--prompt", "Paragraph", "--prompt", "The", *(["--int8-cache", "--page-size", "8"] if extra else [])]
+    monkeypatch.setattr(sys, "argv", command)
     assert generate.main() == 0
     assert capsys.readouterr().out.splitlines()[-1] == "generate: ok"
 
