@@ -124,7 +124,9 @@ class Point:
             else:
                 inputs = case_int8.make_inputs(self.case, CPU, 0)
                 if self.case.gradient:
-                    int8_launcher.int8_matmul_grad_input(inputs.grad_out, inputs.weight.data, inputs.weight.scale)
+                    int8_launcher.int8_matmul_grad_input(
+                        inputs.grad_out, inputs.weight.data, inputs.weight.scale, False
+                    )
                 else:
                     case_int8.prepare(self.case, inputs).call()
 

@@ -36,7 +36,9 @@ STABLE_TORCH_LIBRARY(fastattn, m) {
     m.def(
         "int8_matmul(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? residual, str activation) -> Tensor");
 
-    m.def("int8_matmul_grad_input(Tensor grad_out, Tensor weight, Tensor scale) -> Tensor");
+    m.def(
+        "int8_matmul_grad_input(Tensor grad_out, Tensor weight, Tensor scale, bool bias_grad) "
+        "-> (Tensor grad_input, Tensor grad_bias)");
 }
 
 #ifdef FASTATTN_ARCH_80

@@ -46,11 +46,23 @@ def check_forward(
 
 
 def check_grad_input(
-    int8_matmul_grad_input: Callable[..., Tensor], grad_out: Tensor, weight: Tensor, scale: Tensor
+    int8_matmul_grad_input: Callable[..., tuple[Tensor, Tensor]], grad_out: Tensor, weight: Tensor, scale: Tensor
 ) -> Tensor:
-    out = int8_matmul_grad_input(grad_out, weight, scale)
+    """And the gradient of a bias."""
+    out, grad_bias = int8_matmul_grad_input(grad_out, weight, scale, True)
     oracle = grad_out.double() @ reference.dequantize_int8(weight, scale, torch.float64)
     composite = grad_out @ reference.dequantize_int8(weight, scale, grad_out.dtype)
     assert out.dtype == grad_out.dtype and out.is_contiguous()
     check_against_oracle("grad_input", out, oracle, composite)
+    check_grad_bias(grad_bias, grad_out)
     return out
+
+
+def check_grad_bias(grad_bias: Tensor, grad_out: Tensor) -> None:
+    """One rounding of the exact sum over the tokens, but for sums in fp32 on the way, which may cancel."""
+    rows = grad_out.double()[None].flatten(0, -2)
+    exact, info = rows.sum(0), torch.finfo(grad_out.dtype)
+    assert grad_bias.dtype == grad_out.dtype and grad_bias.shape == exact.shape
+    in_float32 = rows.abs().sum(0) * rows.shape[0] * torch.finfo(torch.float32).eps
+    bound = exact.abs() * info.eps / 2 + in_float32 + info.smallest_normal * info.eps
+    assert bool(((grad_bias.double() - exact).abs() <= bound).all())

@@ -57,8 +57,13 @@ def int8_matmul(*arguments: Any) -> Tensor:
     return getattr(torch.ops.fastattn, OP)(*arguments)
 
 
-def grad_input(*arguments: Any) -> Tensor:
+def grads(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Of the input and the bias."""
     return getattr(torch.ops.fastattn, GRAD_OP)(*arguments)
+
+
+def grad_input(*arguments: Any) -> Tensor:
+    return grads(*arguments, False)[0]
 
 
 def check_forward(*arguments: Any, launching: dict[str, Any] | None = None, **named: Any) -> Tensor:
@@ -68,7 +73,7 @@ def check_forward(*arguments: Any, launching: dict[str, Any] | None = None, **na
 
 def check_grad_input(*arguments: Any, launching: dict[str, Any] | None = None) -> Tensor:
     with running(**(launching or {})):
-        return int8_cases.check_grad_input(grad_input, *arguments)
+        return int8_cases.check_grad_input(grads, *arguments)
 
 
 # --- Shapes -----------------------------------------------------------------------------------------------------------
@@ -109,7 +114,7 @@ def test_groups_that_are_no_power_of_two_in_number(group: int) -> None:
 def test_empty(m: int, n: int, k: int) -> None:
     weight, scale = torch.zeros(n, k, dtype=torch.int8, device=DEVICE), torch.ones(n, 1, device=DEVICE)
     int8_cases.check_forward(int8_matmul, normal(m, k, seed=1), weight, scale, normal(n, seed=2), activation="relu")
-    int8_cases.check_grad_input(grad_input, normal(m, n, seed=3), weight, scale)
+    int8_cases.check_grad_input(grads, normal(m, n, seed=3), weight, scale)
 
 
 def test_one_dimensional_input() -> None:
@@ -163,6 +168,29 @@ def test_splits(num_sms: int, m: int, granularity: str | int, dtype: torch.dtype
     assert launched.grid[0] > -(-m // 128)
     transposed, other = quantised(1600, 64, "channel")
     check_grad_input(normal(m, 1600, seed=4, dtype=dtype), transposed, other, launching=launching)
+
+
+@each_dtype
+@pytest.mark.parametrize("num_sms", [1, 8])
+@pytest.mark.parametrize("m", [1, 16, 17, 130, 300])
+def test_gradient_of_a_bias(m: int, num_sms: int, dtype: torch.dtype) -> None:
+    """Eleven steps, and fewer or more tiles of columns that share them out; the last step is not whole."""
+    for k in (16, 272, 1552):
+        weight, scale = quantised(680, k, "channel")
+        check_grad_input(normal(m, 680, seed=k, dtype=dtype), weight, scale, launching={"num_sms": num_sms, "seed": k})
+
+
+@only_emulated
+@pytest.mark.parametrize("m", [5, 300])
+def test_a_bias_takes_no_launch_of_its_own_and_has_the_same_bits_always(m: int) -> None:
+    weight, scale = quantised(680, 272, "channel")
+    grad_out, results = normal(m, 680, seed=1), []
+    for launching in ({"seed": 1}, {"seed": 2, "workers": 1}, {"seed": 3, "num_sms": 8}, {"seed": 4, "num_sms": 8}):
+        with running(**launching) as found:
+            results.append(grads(grad_out, weight, scale, True))
+        assert len(found) == 1 and found[0].report.bank_conflicts == 0
+    assert all(torch.equal(grad_bias, results[0][1]) for _, grad_bias in results)
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[2][0], results[3][0])
 
 
 @only_emulated
@@ -271,6 +299,23 @@ def test_scales_of_any_sign_and_size(dtype: torch.dtype) -> None:
     check_grad_input(normal(6, 48, seed=3, dtype=dtype), weight, scale)
 
 
+@each_dtype
+@pytest.mark.parametrize("falling", [False, True], ids=["rising", "falling"])
+@pytest.mark.parametrize("granularity", ["channel", 32])
+def test_scales_that_rise_and_fall_along_the_sum(granularity: str | int, falling: bool, dtype: torch.dtype) -> None:
+    """By eleven orders of magnitude: what came before a larger scale is in another unit than what comes after it."""
+    weight, scale = quantised(640, 64, granularity, std=1.0)
+    exponents = torch.linspace(-9, 2, 640, device=DEVICE)
+    scale *= 10 ** (exponents.flip(0) if falling else exponents)[:, None]
+    scale[:70] *= 0 if not falling else 1
+    for num_sms in (1, 4):
+        check_grad_input(normal(6, 640, seed=3, dtype=dtype), weight, scale, launching={"num_sms": num_sms})
+    # The small ones alone, seen through gradients that are zero elsewhere.
+    grad_out = normal(6, 640, seed=4, dtype=dtype)
+    grad_out[:, (exponents > -5) if not falling else (exponents < -5)] = 0
+    check_grad_input(grad_out, weight, scale)
+
+
 def test_scales_of_zeros_give_zeros() -> None:
     weight, scale = quantised(16, 64, "channel")
     assert bool((grad_input(normal(3, 16, seed=1), weight, torch.zeros_like(scale)) == 0).all())
@@ -327,6 +372,43 @@ def test_gradients_through_the_layer(m: int, dtype: torch.dtype) -> None:
         assert error <= 4 * torch.finfo(dtype).eps, name
 
 
+@pytest.mark.parametrize("wanted", ["both", "x", "bias"])
+def test_gradients_that_are_wanted(wanted: str) -> None:
+    """Twice, so that the second adds to the first, and under autocast: a bias in float32 has its gradient there."""
+    weight = fastattn.Int8Weight(*quantised(48, 96, "channel"))
+    x = normal(2, 9, 96, seed=1).requires_grad_(wanted != "bias")
+    bias = normal(48, seed=2, dtype=torch.float32).requires_grad_(wanted != "x")
+    grad_out = normal(2, 9, 48, seed=3)
+    with contextlib.ExitStack() as stack:
+        calls = [stack.enter_context(context) for context in (running(), fastattn.record())][1]
+        stack.enter_context(torch.autocast(DEVICE, torch.float16))
+        for _ in range(2):
+            fastattn.int8_linear(x, weight, bias).backward(grad_out)
+    fused = (f"{OP} backward", "cuda", GRAD_OP)
+    assert [call for call in calls if call.op != OP] == ([] if wanted == "bias" else [fused] * 2)
+    if wanted != "x":
+        assert bias.grad is not None and bias.grad.dtype == torch.float32
+        int8_cases.check_grad_bias((bias.grad / 2).half(), grad_out)
+    if wanted != "bias":
+        exact = grad_out.double() @ weight.dequantize(torch.float64)
+        assert x.grad is not None and (x.grad / 2 - exact).abs().max() <= 2e-3 * exact.abs().max()
+
+
+def test_gradients_of_samples_are_their_own() -> None:
+    """Under vmap a bias has one for each."""
+    weight = fastattn.Int8Weight(*quantised(24, 32, "channel"))
+    x, bias, grad_out = normal(3, 5, 32, seed=1), normal(24, seed=2), normal(3, 5, 24, seed=3)
+
+    def gradients(x: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
+        return torch.func.vjp(lambda x, bias: fastattn.int8_linear(x, weight, bias), x, bias)[1](grad_out)
+
+    with running():
+        grad_x, grad_bias = torch.vmap(gradients)(x, grad_out)
+        for i in range(3):
+            alone = gradients(x[i], grad_out[i])
+            assert torch.equal(grad_x[i], alone[0]) and torch.equal(grad_bias[i], alone[1])
+
+
 @each_dtype
 @pytest.mark.parametrize("m, block", [(1, 16), (16, 16), (17, 64), (64, 64), (65, 96), (97, 128), (1000, 128)])
 def test_the_dispatcher_chooses_the_kernel(m: int, block: int, dtype: torch.dtype) -> None:
@@ -369,7 +451,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
 
 def grad_arguments(**changes: Any) -> dict[str, Any]:
     weight, scale = quantised(24, 64, "channel")
-    return {"grad_out": normal(5, 24, seed=1), "weight": weight, "scale": scale, **changes}
+    return {"grad_out": normal(5, 24, seed=1), "weight": weight, "scale": scale, "bias_grad": False, **changes}
 
 
 def test_opcheck() -> None:
@@ -381,7 +463,7 @@ def test_opcheck() -> None:
             arguments(x=normal(2, 3, 64, seed=2), bias=normal(24, seed=3), activation="gelu"),
             arguments(weight=groups[0], scale=groups[1], residual=normal(5, 24, seed=4)),
         ],
-        GRAD_OP: [grad_arguments(), grad_arguments(weight=groups[0], scale=groups[1])],
+        GRAD_OP: [grad_arguments(bias_grad=True), grad_arguments(weight=groups[0], scale=groups[1])],
     }
     for name, all_arguments in checked.items():
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastattn::{name}", key)
@@ -431,7 +513,7 @@ def test_bad_input_of_the_op(name: str) -> None:
 
 def test_bad_input_of_the_gradient() -> None:
     with pytest.raises(RuntimeError, match=re.escape(f"fastattn.{GRAD_OP}: grad_out must have 24 columns like weight")):
-        grad_input(*grad_arguments(grad_out=zeros(5, 64)).values())
+        grads(*grad_arguments(grad_out=zeros(5, 64)).values())
 
 
 def test_a_raw_op_has_no_gradient() -> None:
@@ -449,7 +531,7 @@ def test_no_bank_conflicts_and_whole_sectors(m: int, granularity: str | int) -> 
     weight, scale = quantised(256, 512, granularity)
     with running() as found:
         int8_matmul(normal(m, 512, seed=1), weight, scale, None, None, "none")
-        grad_input(normal(m, 256, seed=2), weight, scale)
+        grads(normal(m, 256, seed=2), weight, scale, True)
     assert len(found) == 2
     for launched in found:
         assert launched.report.bank_conflicts == 0
@@ -509,6 +591,15 @@ def test_a_fault_planted_in_the_kernel_is_found(fault: str) -> None:
                 check_forward(x, weight, scale, launching={"num_sms": 2, "seed": seed, "uninitialised": False})
             assert caught.value.kind == "race"
     check_forward(x, weight, scale, launching={"num_sms": 2})
+
+
+@only_emulated
+def test_sums_over_tokens_that_are_merged_too_early_are_found() -> None:
+    weight, scale = quantised(128, 64, "channel")
+    with cuda_runtime.replaced("atom.acq_rel.gpu", "atom.relaxed.gpu"):
+        with pytest.raises(EmulatorError) as caught:
+            check_grad_input(normal(200, 128, seed=1), weight, scale)
+        assert caught.value.kind == "race"
 
 
 def test_every_instance_is_launched() -> None:

@@ -27,7 +27,7 @@ SCHEMA_ARGUMENTS = {
     "attention_backward": 23,
     "attention_decode": 20,
     "int8_matmul": 6,
-    "int8_matmul_grad_input": 3,
+    "int8_matmul_grad_input": 4,
 }
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
@@ -318,19 +318,26 @@ def test_int8_never_touches_local_memory(instance: tuple[str, int, str]) -> None
 @with_sm80_kernels
 @pytest.mark.parametrize("instance", INT8_INSTANCES, ids=str)
 def test_int8_dequantises_in_two_and_a_half_instructions_a_pair(instance: tuple[str, int, str]) -> None:
-    """In the main loops, of which the forward pass has one with and one without groups. A warp dequantises each of its
-    operands A once, 4 pairs a lane, and multiplies it with all tokens. In the gradient one more instruction scales it.
+    """In the main loops: the forward pass has one with and one without groups, the gradient one that also adds up
+    tokens for a bias, and one that does not. A warp dequantises each of its operands A once, 4 pairs a lane, and
+    multiplies it with all tokens. In the gradient one more instruction scales it.
     """
     name, tokens, dtype = instance
     is_forward = name == "int8_matmul_sm80"
     kernel = int8_kernels()[instance]
-    assert len(kernel.main_loops) == (2 if is_forward else 1)
     expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
+    loops = []
     for body in kernel.main_loops:
         opcodes = kernel.opcodes_of(body)
         products = [opcode for opcode in opcodes if opcode.startswith(("HMMA", "IMMA"))]
         assert set(products) == {expected}
-        pairs = 4 * len(products) // (tokens // 8)
+        loops.append((len(products), len(opcodes), body, opcodes))
+    without, others = min(loops)[:2], max(loops)[:2]
+    if not is_forward:  # a tile of ones times two tiles of eight columns, 16 tokens at a time
+        assert others[0] - without[0] == 2 * (tokens // 16) and others[1] > without[1]
+    assert len(loops) == 2
+    for num_products, _, body, opcodes in loops:
+        pairs = 4 * (num_products if is_forward else without[0]) // (tokens // 8)
         conversions = sum(opcode.split(".")[0] in ("PRMT", "HFMA2", "HMUL2", "HADD2") for opcode in opcodes)
         biasing = sum("LOP3" in kernel.lines[index] and "0x80808080" in kernel.lines[index] for index in body)
         assert biasing > 0 and conversions + biasing <= (2.5 if is_forward else 3.5) * pairs

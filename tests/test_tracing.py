@@ -343,7 +343,7 @@ OP_CALLS: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
     ),
     "int8 input gradient": (
         "int8_matmul_grad_input",
-        lambda: (draw(2, 3, 8), torch.randint(-127, 128, (8, 32), dtype=torch.int8), draw(8, 1).float()),
+        lambda: (draw(2, 3, 8), torch.randint(-127, 128, (8, 32), dtype=torch.int8), draw(8, 1).float(), True),
     ),
 }
 

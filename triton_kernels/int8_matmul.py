@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.device import kernel_facts
+from fastattn.layout import sum_over_tokens
 
 from .device_math import tanh
 from .tiles import Int8MatmulTile, ceil_div, int8_matmul_tile
@@ -346,8 +347,16 @@ def _merge(
     )
 
 
-def int8_matmul_grad_input(grad_out: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """``grad_out @ dequantize(weight)``: ``[..., N]`` to ``[..., K]``, without a dequantised copy of the weight."""
+def int8_matmul_grad_input(grad_out: Tensor, weight: Tensor, scale: Tensor, bias_grad: bool) -> tuple[Tensor, Tensor]:
+    """``grad_out @ dequantize(weight)``, ``[..., N]`` to ``[..., K]``, without a dequantised copy of the weight.
+
+    Second, with ``bias_grad``: ``grad_out`` summed to ``[N]``, by PyTorch; else ``[0]``.
+    """
+    grad_bias = sum_over_tokens(grad_out) if bias_grad else grad_out.new_empty(0)
+    return _grad_input(grad_out, weight, scale), grad_bias
+
+
+def _grad_input(grad_out: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     n, k = weight.shape
     out = grad_out.new_empty((*grad_out.shape[:-1], k))
     if out.numel() == 0 or n == 0:

@@ -10,6 +10,7 @@
 #include <array>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -79,7 +80,7 @@ MatrixView<Element> matrix_view(const char* op, const char* name, const Tensor& 
 // Tensors that must live until the kernels are launched, since views point into them.
 struct Int8MatmulTensors {
     Tensor input, weight, scale, out;
-    std::optional<Tensor> bias{}, residual{}, largest_scale{}, partial{}, arrivals{};
+    std::optional<Tensor> bias{}, residual{}, partial{}, arrivals{}, token_partial{}, token_arrivals{};
 };
 
 Int8WeightView weight_view(const char* op, Int8MatmulTensors& kept) {
@@ -141,8 +142,9 @@ void run(Int8MatmulParams& params, Int8MatmulTensors& kept, DataType dtype, cons
                     torch::stable::new_empty(kept.input, {epilogue.num_splits, part}, ScalarType::Float));
                 epilogue.partial = static_cast<float*>(partial.data_ptr());
                 epilogue.arrivals = static_cast<uint64_t*>(arrivals.data_ptr());
-                epilogue.token = launch_token();
             }
+            kernel.template allocate<tokens.value>(params, kept);
+            epilogue.token = launch_token();
             kernel.template start<tokens.value, data_type.value>(params, device.stream());
         });
     });
@@ -154,6 +156,8 @@ struct Forward {
         using Tile = Int8MatmulTileSm80<kBlockM>;
         return {Tile::kBlockN, Tile::kBlockK};
     }
+    template <int kBlockM>
+    void allocate(Int8MatmulParams&, Int8MatmulTensors&) const {}
     template <int kBlockM, DataType kDataType>
     void start(const Int8MatmulParams& params, Stream stream) const {
         launch_int8_matmul_sm80<kBlockM, kDataType>(params, stream);
@@ -166,18 +170,25 @@ struct GradInput {
         using Tile = Int8GradInputTileSm80<kBlockM>;
         return {Tile::kBlockK, Tile::kBlockN};
     }
+    // For the sums over the tokens, where several tiles have a part of them.
+    template <int kBlockM>
+    void allocate(Int8MatmulParams& params, Int8MatmulTensors& kept) const {
+        const int32_t token_tiles = ceil_div(params.input.rows, kBlockM);
+        TokenSumsView& sums = params.token_sums;
+        if (sums.out == nullptr || token_tiles == 1) return;
+        const int64_t columns = ceil_div(params.epilogue.out.columns, Int8GradInputTileSm80<kBlockM>::kBlockK);
+        const Tensor partial = kept.token_partial.emplace(
+            torch::stable::new_empty(kept.input, {token_tiles, sums.columns}, ScalarType::Float));
+        const Tensor arrivals =
+            kept.token_arrivals.emplace(torch::stable::new_empty(kept.input, {columns}, ScalarType::Long));
+        sums.partial = static_cast<float*>(partial.data_ptr());
+        sums.arrivals = static_cast<uint64_t*>(arrivals.data_ptr());
+    }
     template <int kBlockM, DataType kDataType>
     void start(const Int8MatmulParams& params, Stream stream) const {
         launch_int8_matmul_grad_input_sm80<kBlockM, kDataType>(params, stream);
     }
 };
-
-// The largest |scale|, on the device. The stable interface of torch has amax, but no name for abs.
-Tensor largest_magnitude(const Tensor& scale) {
-    std::array<StableIValue, 1> stack{torch::stable::detail::from(scale)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::abs", "", stack.data(), TORCH_ABI_VERSION));
-    return torch::stable::amax(torch::stable::detail::to<Tensor>(stack[0]), {0, 1});
-}
 
 }  // namespace
 
@@ -223,25 +234,32 @@ Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> 
     return kept.out;
 }
 
-Tensor int8_matmul_grad_input(Tensor grad_out, Tensor weight, Tensor scale) {
+std::tuple<Tensor, Tensor> int8_matmul_grad_input(Tensor grad_out, Tensor weight, Tensor scale, bool bias_grad) {
     constexpr const char* kOp = "int8_matmul_grad_input";
     check_arguments(kOp, "grad_out", grad_out, weight, scale, /*weight_dim=*/0);
     const DataType dtype = data_type(kOp, "grad_out", grad_out);
-    const int64_t columns = weight.size(1);
+    const int64_t depth = weight.size(0), columns = weight.size(1);
 
     Int8MatmulTensors kept{grad_out, weight, scale,
                            torch::stable::new_empty(grad_out, with_columns(grad_out, columns))};
+    Tensor grad_bias = torch::stable::new_empty(grad_out, {bias_grad ? depth : 0});
     Int8MatmulParams params{};
     params.weight = weight_view(kOp, kept);
-    if (kept.out.numel() == 0 || grad_out.numel() == 0) return torch::stable::zero_(kept.out);
-    const int64_t rows = kept.out.numel() / columns;
+    if (grad_out.numel() == 0) return {torch::stable::zero_(kept.out), torch::stable::zero_(grad_bias)};
+    const int64_t rows = grad_out.numel() / depth;
+    if (columns == 0) {  // no tile of a result, and no CTA that would add up tokens
+        const Tensor matrix = torch::stable::reshape(grad_out, {rows, depth});
+        return {kept.out, bias_grad ? torch::stable::sum(matrix, std::array<int64_t, 1>{0}) : grad_bias};
+    }
     kept.input = as_matrix(grad_out);
-    kept.largest_scale = largest_magnitude(kept.scale);
     params.input = matrix_view<const uint16_t>(kOp, "grad_out", kept.input);
-    params.largest_scale = static_cast<const float*>(kept.largest_scale->data_ptr());
     params.epilogue.out = matrix_view<uint16_t>(kOp, "out", torch::stable::reshape(kept.out, {rows, columns}));
+    if (bias_grad) {
+        params.token_sums.out = static_cast<uint16_t*>(grad_bias.data_ptr());
+        params.token_sums.columns = params.weight.rows;
+    }
     run(params, kept, dtype, GradInput{});
-    return kept.out;
+    return {kept.out, grad_bias};
 }
 
 }  // namespace fastattn

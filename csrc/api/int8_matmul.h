@@ -5,6 +5,7 @@
 
 #include <optional>
 #include <string>
+#include <tuple>
 
 namespace fastattn {
 
@@ -14,7 +15,7 @@ using torch::stable::Tensor;
 Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> bias, std::optional<Tensor> residual,
                    std::string activation);
 
-// grad_out · dequantize(weight): [..., N] to [..., K].
-Tensor int8_matmul_grad_input(Tensor grad_out, Tensor weight, Tensor scale);
+// grad_out · dequantize(weight), [..., N] to [..., K], and, with bias_grad, grad_out summed to [N]; else [0].
+std::tuple<Tensor, Tensor> int8_matmul_grad_input(Tensor grad_out, Tensor weight, Tensor scale, bool bias_grad);
 
 }  // namespace fastattn

@@ -8,11 +8,11 @@
 
 namespace fastattn {
 
-// `token` is of this launch alone, but for replays of a CUDA graph. Its lowest byte is zero: there the CTAs are counted.
-// What stands in `arrivals` without the token's other bytes counts as none; the last leaves zero behind, so that a
-// replay does not find itself. One thread of each CTA calls this, behind a barrier after what the last is to see.
+// `token` is of this launch alone, but for replays of a CUDA graph. Its lowest three bytes are zero: there the CTAs are
+// counted. What stands in `arrivals` without the token's other bytes counts as none; the last leaves zero behind, so that
+// a replay does not find itself. One thread of each CTA calls this, behind a barrier after what the last is to see.
 __device__ __forceinline__ bool arrives_last(uint64_t* arrivals, uint64_t token, int32_t num_ctas) {
-    constexpr uint64_t kCountBits = 0xff;
+    constexpr uint64_t kCountBits = 0xffffff;
     for (uint64_t expected = 0;;) {
         const uint64_t arrived = (expected & ~kCountBits) == token ? expected & kCountBits : 0;
         const bool is_last = arrived + 1 == static_cast<uint64_t>(num_ctas);

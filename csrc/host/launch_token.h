@@ -7,14 +7,15 @@
 
 namespace fastattn {
 
-// Another one for each launch, from a random start, so that no memory holds it by accident. Its lowest byte is zero.
+// Another one for each launch, from a random start, so that no memory holds it by accident. Its lowest three bytes
+// are zero.
 inline uint64_t launch_token() {
     static std::atomic<uint64_t> next = [] {
         std::random_device random;
         return uint64_t{random()} << 32 | random();
     }();
     uint64_t token = 0;
-    while (token == 0) token = next.fetch_add(1, std::memory_order_relaxed) << 8;
+    while (token == 0) token = next.fetch_add(1, std::memory_order_relaxed) << 24;
     return token;
 }
 

@@ -100,9 +100,9 @@ __device__ __forceinline__ void for_own_chunks(const MatrixView<uint16_t>& out, 
 }
 
 // A CTA's tile of sums into the result. Of the CTAs that share a tile, the last to come adds up what all have left in
-// `partial`, in the order of the splits, so that bits repeat.
+// `partial`, in the order of the splits, so that bits repeat; it alone gets true.
 template <DataType kDataType, int kRows, int kColumns, int kThreads>
-__device__ __forceinline__ void finish_tile(const MatmulEpilogue& epilogue, const float* sSums,
+__device__ __forceinline__ bool finish_tile(const MatmulEpilogue& epilogue, const float* sSums,
                                             const MatmulWork& work) {
     const int32_t first_row = work.token_tile * kRows, first_column = work.output_tile * kColumns;
     const auto for_chunks = [&](auto&& function) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ void finish_tile(const MatmulEpilogue& epilogue, cons
     if (epilogue.num_splits == 1) {
         for_chunks(
             [&](const float4& sums, int64_t row, int32_t column) { finish<kDataType>(epilogue, sums, row, column); });
-        return;
+        return true;
     }
     const int64_t part_elements = int64_t{epilogue.out.rows} * epilogue.out.columns;
     for_chunks([&](const float4& sums, int64_t row, int32_t column) {
@@ -121,7 +121,7 @@ __device__ __forceinline__ void finish_tile(const MatmulEpilogue& epilogue, cons
     __syncthreads();  // all of this part is there
     const bool is_last =
         threadIdx.x == 0 && arrives_last(epilogue.arrivals + work.tile, epilogue.token, epilogue.num_splits);
-    if (!__syncthreads_or(is_last)) return;
+    if (!__syncthreads_or(is_last)) return false;
     for_chunks([&](const float4&, int64_t row, int32_t column) {
         const float* part = epilogue.partial + row * epilogue.out.columns + column;
         float4 sums = __ldcg(reinterpret_cast<const float4*>(part));
@@ -132,6 +132,7 @@ __device__ __forceinline__ void finish_tile(const MatmulEpilogue& epilogue, cons
         }
         finish<kDataType>(epilogue, sums, row, column);
     });
+    return true;
 }
 
 }  // namespace fastattn

@@ -6,9 +6,10 @@
 // 16-bit floats in registers (device/dequantize.cuh), each once. The pipeline is that of gemm_sm80.cuh.
 //
 // The scales lie along the sum, so they must go into an operand and be rounded. They go into the weights, as for who
-// materialises them: gradients times a scale of 1e-3 would fall below fp16's normal range. For the same reason they are
-// relative to the largest scale, which multiplies the finished sum.
+// materialises them: gradients times a scale of 1e-3 would fall below fp16's normal range. For the same reason fp16 has
+// them relative to a power of two that follows the largest so far, as the maximum of an online softmax does.
 // Per pair of weights: 0.5 LOP3, 1 PRMT, 2 HFMA2, one of them for the scale.
+// A bias's gradient, dY summed over the tokens, comes from the same stages: token_sums.cuh.
 // Preconditions: those of gemm_sm80.cuh.
 #pragma once
 
@@ -25,6 +26,7 @@
 #include "int8_matmul/epilogue.cuh"
 #include "int8_matmul/int8_matmul.h"
 #include "int8_matmul/tiles_sm80.h"
+#include "int8_matmul/token_sums.cuh"
 #include "int8_matmul/work.h"
 
 namespace fastattn {
@@ -68,17 +70,53 @@ union alignas(128) Int8GradInputStorageSm80 {
     static_assert(sizeof(Int8GradInputStageSm80<Config>) * Config::kNumStages <= 99 << 10, "sm_86, sm_89, sm_120");
 };
 
-// Scales relative to the largest become 16-bit factors of the weights. In fp16 they are made larger, so that less of
-// them is below the normal range; 127 times as much still is in range.
+// The range of a warp's 16-bit factors: scales divided by `unit`, in which its sums then are. bf16 needs none.
 template <DataType kDataType>
-inline constexpr float kLargestFactor = kDataType == DataType::kFloat16 ? 256.0f : 1.0f;
+struct FactorRange {
+    static constexpr float kEnd = 512.0f;  // 127 times as much still is in fp16's range
+    static constexpr bool kIsNarrow = kDataType == DataType::kFloat16;
+
+    float unit = kIsNarrow ? 0x1p-108f : 1.0f;  // a power of two. Scales below 2^-99 need no larger one
+
+    __device__ __forceinline__ float to_factor() const { return inverse(unit); }
+
+    // Makes room for 2 * kWarpSize scales of a step: the largest so far becomes a factor from kEnd / 2 to kEnd.
+    template <int kTilesK, int kTilesM>
+    __device__ __forceinline__ void follow(const float* sScale, float (&rX)[kTilesK][kTilesM][4], int lane) {
+        if constexpr (!kIsNarrow) return;
+        const float2 own = reinterpret_cast<const float2*>(sScale)[lane];
+        const float largest = fmaxf(fabsf(own.x), fabsf(own.y));
+        if (!__any_sync(0xffffffff, largest >= kEnd * unit)) return;
+        const uint32_t bits = __reduce_max_sync(0xffffffff, __float_as_uint(largest));  // in the order of the floats
+        const float larger_unit = __uint_as_float(bits & 0x7f800000) * (2 / kEnd);
+        const float change = unit * inverse(larger_unit);
+        unit = larger_unit;
+#pragma unroll
+        for (int k = 0; k < kTilesK; ++k) {
+#pragma unroll
+            for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) rX[k][m][e] *= change;
+            }
+        }
+    }
+
+    // Of a power of two: the exponent changes its sign.
+    __device__ __forceinline__ static float inverse(float power) {
+        return __uint_as_float((2 * 127 << 23) - __float_as_uint(power));
+    }
+};
 
 // rX[kTilesK][kTilesM] += Wᵀ · dYᵀ over one stage, for the warp whose columns start at warp_k.
 template <DataType kDataType, typename Config>
 __device__ __forceinline__ void multiply_stage(float (&rX)[Config::kTilesK][Config::kTilesM][4],
+                                               FactorRange<kDataType>& range,
                                                const Int8GradInputStageSm80<Config>& stage, int warp_k, int group,
-                                               float to_factor, int lane) {
+                                               int lane) {
     constexpr int kTilesK = Config::kTilesK, kTilesM = Config::kTilesM;
+    static_assert(Config::kBlockN == 2 * kWarpSize, "a lane looks at two of a step's scales");
+    range.follow(stage.sScale[group], rX, lane);
+    const float to_factor = range.to_factor();
     const SwizzledBlocks<SwizzledLayout::kRowElements> sW(stage.sW, ldmatrix_lane(lane));
     const SwizzledBlocks<SwizzledLayout::kRowElements> sG(stage.sG, ldmatrix_lane_b(lane));
     const float* sScale = stage.sScale[group] + accumulator_column(lane);
@@ -150,8 +188,7 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
     const int32_t first_token = work.token_tile * kBlockM, first_column = work.output_tile * kBlockK;
     const int warp_k = threadIdx.x / kWarpSize * Config::kWarpK, lane = threadIdx.x % kWarpSize;
     const int warp_group = warp_k / Config::kSmallestGroup >> weight.group_shift;  // of the tile's
-    const float largest_scale = fmaxf(*params.largest_scale, 0x1p-100f);           // of all zeros: 0 / 0 is none
-    const float to_factor = kLargestFactor<kDataType> / largest_scale;
+    FactorRange<kDataType> range;
     float rX[kTilesK][kTilesM][4] = {};  // [32 columns, kBlockM tokens]
 
     // Producer: every thread copies its chunks of each step, and scales of one n.
@@ -181,20 +218,31 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
         if (step < work.end_step) load(step);
         ptx::cp_async_commit_group();
     }
-    for (int32_t step = work.begin_step; step < work.end_step; ++step) {
-        ptx::cp_async_wait_group<kNumStages - 2>();  // this step
-        __syncthreads();  // it is there for all; all are done with the step before: it may be overwritten
-        if (step + kNumStages - 1 < work.end_step) load(step + kNumStages - 1);
-        ptx::cp_async_commit_group();
-        multiply_stage<kDataType, Config>(rX, shared.stages[step % kNumStages], warp_k, warp_group, to_factor, lane);
+    const auto main_loop = [&](auto&& sum_tokens) {
+        for (int32_t step = work.begin_step; step < work.end_step; ++step) {
+            ptx::cp_async_wait_group<kNumStages - 2>();  // this step
+            __syncthreads();  // it is there for all; all are done with the step before: it may be overwritten
+            if (step + kNumStages - 1 < work.end_step) load(step + kNumStages - 1);
+            ptx::cp_async_commit_group();
+            const auto& stage = shared.stages[step % kNumStages];
+            multiply_stage<kDataType, Config>(rX, range, stage, warp_k, warp_group, lane);
+            sum_tokens(step, stage.sG);
+        }
+    };
+    TokenSums<kDataType, Config> token_sums(params.token_sums, work, ceil_div(num_columns, kBlockK));
+    if (token_sums.are_wanted()) {
+        main_loop([&](int32_t step, const uint16_t* sG) { token_sums.sum(step, sG); });
+    } else {
+        main_loop([](int32_t, const uint16_t*) {});
     }
 
     // Epilogue: the sums pass through shared memory, so that rows of the result are written by neighbouring threads.
-    const float unit = largest_scale * (Int8Decoding<kDataType>::kUnit / kLargestFactor<kDataType>);
+    const float unit = range.unit * Int8Decoding<kDataType>::kUnit;
     __syncthreads();  // all are done with the stages
     stage_sums<Config>(shared.sums, rX, unit, warp_k, lane);
     __syncthreads();  // the tile is complete
-    finish_tile<kDataType, kBlockM, kBlockK, kNumThreads>(params.epilogue, shared.sums, work);
+    const bool is_finished = finish_tile<kDataType, kBlockM, kBlockK, kNumThreads>(params.epilogue, shared.sums, work);
+    if (is_finished) token_sums.finish_tile(params.epilogue.token, ceil_div(num_tokens, kBlockM));
 }
 
 template <int kBlockM, DataType kDataType>

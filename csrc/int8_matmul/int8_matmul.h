@@ -44,11 +44,19 @@ struct MatmulEpilogue {
     uint64_t token;
 };
 
+// grad_input: dY summed over the tokens, the gradient of a bias.
+struct TokenSumsView {
+    uint16_t* out;       // [columns], or null: not wanted
+    int32_t columns;     // N
+    float* partial;      // [tiles of tokens, columns], or null: one tile
+    uint64_t* arrivals;  // [tiles of the result's columns], see device/arrivals.cuh; the token is the epilogue's
+};
+
 struct Int8MatmulParams {
     MatrixView<const uint16_t> input;  // x [M, K], or dY [M, N]
     Int8WeightView weight;
-    const float* largest_scale;  // grad_input: of |scale|
     MatmulEpilogue epilogue;
+    TokenSumsView token_sums;
 };
 
 // Each starts a kernel on `stream` of the current device. Throws std::runtime_error, naming the kernel, where it

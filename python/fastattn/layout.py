@@ -45,3 +45,12 @@ def empty_like_heads(like: Tensor, last_dim: int) -> Tensor:
     if like.stride(1) < like.stride(2):
         return like.new_empty((batch, rows, heads, last_dim)).transpose(1, 2)
     return like.new_empty((batch, heads, rows, last_dim))
+
+
+def sum_over_tokens(rows: Tensor, samples: int = 0) -> Tensor:
+    """``[..., N]`` to ``[N]``, added up in float32 and rounded once; the first ``samples`` dimensions stay.
+
+    The gradient of a bias, where no kernel adds it up.
+    """
+    rows = rows.unsqueeze(samples).flatten(samples, -2)  # a row by itself has no other dimension
+    return rows.sum(samples, dtype=torch.float32).to(rows.dtype)

@@ -20,7 +20,7 @@ from fastattn import dispatch, flops, native, vmap  # noqa: F401  (native loads 
 from fastattn.activations import ACTIVATIONS
 from fastattn.device import is_emulated, when_emulation_changes
 from fastattn.dispatch import RecordedCall
-from fastattn.layout import empty_like_heads, padded, readable
+from fastattn.layout import empty_like_heads, padded, readable, sum_over_tokens
 
 # Operator → the module of triton_kernels whose function of the same name launches it.
 _TRITON_LAUNCHERS = {
@@ -152,8 +152,11 @@ def _fake_int8_matmul(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _fake_int8_matmul_grad_input(grad_out: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    return grad_out.new_empty((*grad_out.shape[:-1], weight.shape[1]))
+def _fake_int8_matmul_grad_input(
+    grad_out: Tensor, weight: Tensor, scale: Tensor, bias_grad: bool
+) -> tuple[Tensor, Tensor]:
+    grad_bias = grad_out.new_empty(weight.shape[0] if bias_grad else 0)
+    return grad_out.new_empty((*grad_out.shape[:-1], weight.shape[1])), grad_bias
 
 
 _FAKES: dict[str, Callable[..., Any]] = {
@@ -174,7 +177,7 @@ _VMAPS: dict[str, Callable[..., Any]] = {
     "attention_forward": vmap.attention_forward_rule,
     "attention_backward": vmap.attention_backward_rule,
     "int8_matmul": vmap.matmul_rule,
-    "int8_matmul_grad_input": vmap.matmul_rule,
+    "int8_matmul_grad_input": vmap.matmul_grad_input_rule,
 }
 _overloads: dict[tuple[str, str], torch._ops.OpOverload] = {}
 for _backend, _name in itertools.product(_NAMESPACES, _TRITON_LAUNCHERS):
@@ -351,21 +354,20 @@ class _Int8Matmul(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.backend, _, weight, scale, bias = inputs
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.has_bias = bias is not None
         ctx.save_for_backward(weight, scale)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         weight, scale = ctx.saved_tensors
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[1]:
-            if not torch.compiler.is_compiling():
-                dispatch.note(RecordedCall("int8_matmul backward", ctx.backend, "int8_matmul_grad_input"))
-            grad_x = _call_in_backward(ctx.backend, "int8_matmul_grad_input", grad_out, weight, scale)
-        if ctx.bias_dtype is not None and ctx.needs_input_grad[4]:
-            rows = tuple(range(grad_out.dim() - 1))
-            grad_bias = grad_out.sum(rows, dtype=torch.float32).to(ctx.bias_dtype) if rows else grad_out
-        return None, grad_x, None, None, grad_bias
+        needs_bias = ctx.has_bias and ctx.needs_input_grad[4]
+        if not ctx.needs_input_grad[1]:
+            return None, None, None, None, sum_over_tokens(grad_out) if needs_bias else None
+        if not torch.compiler.is_compiling():
+            dispatch.note(RecordedCall("int8_matmul backward", ctx.backend, "int8_matmul_grad_input"))
+        arguments = (grad_out, weight, scale, needs_bias)
+        grad_x, grad_bias = _call_in_backward(ctx.backend, "int8_matmul_grad_input", *arguments)
+        return None, grad_x, None, None, grad_bias if needs_bias else None
 
 
 def int8_matmul(

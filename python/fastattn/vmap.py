@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.layout import sum_over_tokens
+
 
 def _fold(tensor: Tensor | None, mapped: int | None, size: int, heads_dim: int) -> Tensor | None:
     """Join the mapped dimension with dimension ``heads_dim`` (counted without it); repeat a tensor that has none."""
@@ -120,5 +122,19 @@ def matmul_rule(overload: torch._ops.OpOverload) -> Callable[..., Any]:
                 residual = residual.movedim(in_dims[4], 0)
             rest = (bias, residual, activation)
         return overload(x, weight, scale, *rest), 0
+
+    return rule
+
+
+def matmul_grad_input_rule(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+    """As ``matmul_rule``; a bias has a gradient for each sample, which the operator would add up."""
+
+    def rule(info: Any, in_dims: Sequence[int | None], grad_out: Tensor, *rest: Any) -> Any:
+        weight, scale, bias_grad = rest
+        _unmapped(("weight", "scale"), in_dims[1:3])
+        grad_out = grad_out.movedim(in_dims[0], 0)  # nothing else is mapped
+        grad_input, nothing = overload(grad_out, weight, scale, False)
+        grad_bias = sum_over_tokens(grad_out, samples=1) if bias_grad else nothing.expand(info.batch_size, 0)
+        return (grad_input, grad_bias), (0, 0)
 
     return rule

@@ -1,0 +1,92 @@
+// The gradient of a bias: dY [M, N] summed over the tokens, from tiles of dY that are in shared memory for a matmul.
+//
+// The CTAs of all columns of result tiles have the same dY, one step after the other: they share the steps out, the CTA
+// of column c takes c, c + columns, … . It adds up a step's tokens on the tensor cores, as a product with ones. Where
+// there are several tiles of tokens, each leaves its sums, and the last to finish its tile in a column adds up those of
+// the column's steps in the order of the tokens, so that bits repeat.
+#pragma once
+
+#include <cstdint>
+
+#include "device/arrivals.cuh"
+#include "device/fragment.cuh"
+#include "device/ptx/ldmatrix.cuh"
+#include "device/swizzle.cuh"
+#include "int8_matmul/int8_matmul.h"
+#include "int8_matmul/work.h"
+
+namespace fastattn {
+
+// Of one tile of the result. Config: kBlockM tokens and kBlockN of the sum are in shared memory in a step.
+template <DataType kDataType, typename Config>
+struct TokenSums {
+    static constexpr int kBlockN = Config::kBlockN;
+    static constexpr int kWarpN = 2 * kMmaN;  // columns of dY that a warp adds up
+    static_assert(kBlockN == Config::kNumWarps * kWarpN, "the warps share out a step");
+
+    const TokenSumsView& view;
+    int32_t token_tile, column, tile_columns;
+    int32_t next_step;  // that this CTA adds up
+
+    __device__ __forceinline__ TokenSums(const TokenSumsView& view, const MatmulWork& work, int32_t tile_columns)
+        : view(view), token_tile(work.token_tile), column(work.output_tile), tile_columns(tile_columns) {
+        const int32_t steps_before = max(work.begin_step - column, 0);
+        next_step = column + ceil_div(steps_before, tile_columns) * tile_columns;
+    }
+
+    __device__ __forceinline__ bool are_wanted() const { return view.out != nullptr; }
+
+    // sG: [kBlockM, kBlockN], dY in this step.
+    __device__ __forceinline__ void sum(int32_t step, const uint16_t* sG) {
+        if (step != next_step) return;
+        next_step += tile_columns;
+        constexpr uint32_t kOnes = kDataType == DataType::kFloat16 ? 0x3c003c00 : 0x3f803f80;
+        constexpr uint32_t rOnes[4] = {kOnes, kOnes, kOnes, kOnes};
+        const int warp_n = threadIdx.x / kWarpSize * kWarpN, lane = threadIdx.x % kWarpSize;
+        const SwizzledBlocks<kBlockN> blocks(sG, ldmatrix_lane(lane));
+        float rSums[kWarpN / kMmaN][4] = {};  // all rows are alike
+#pragma unroll
+        for (int m = 0; m < Config::kBlockM; m += kMmaK) {
+            uint32_t rG[4];
+            ptx::ldmatrix_m8n8_x4_trans(rG, blocks.address(m, warp_n));
+            mma_m16n8k16<kDataType>(rSums[0], rOnes, rG[0], rG[1]);
+            mma_m16n8k16<kDataType>(rSums[1], rOnes, rG[2], rG[3]);
+        }
+        if (accumulator_row(lane) != 0) return;
+#pragma unroll
+        for (int tile = 0; tile < kWarpN / kMmaN; ++tile) {
+            const int32_t n = step * kBlockN + warp_n + tile * kMmaN + accumulator_column(lane);
+            if (n >= view.columns) return;
+            if (view.partial == nullptr) {
+                *reinterpret_cast<uint32_t*>(view.out + n) = pack<kDataType>(rSums[tile][0], rSums[tile][1]);
+            } else {
+                float* part = view.partial + int64_t{token_tile} * view.columns + n;
+                *reinterpret_cast<float2*>(part) = {rSums[tile][0], rSums[tile][1]};
+            }
+        }
+    }
+
+    // The whole CTA calls this, behind a barrier, when the tile's result is complete.
+    __device__ __forceinline__ void finish_tile(uint64_t token, int32_t token_tiles) const {
+        constexpr int kChunk = 4, kChunks = kBlockN / kChunk, kThreads = Config::kNumThreads;
+        if (!are_wanted() || view.partial == nullptr) return;
+        const bool is_last = threadIdx.x == 0 && arrives_last(view.arrivals + column, token, token_tiles);
+        if (!__syncthreads_or(is_last)) return;
+        for (int chunk = threadIdx.x;; chunk += kThreads) {
+            const int32_t step = column + chunk / kChunks * tile_columns;
+            const int32_t n = step * kBlockN + chunk % kChunks * kChunk;
+            if (n >= view.columns) return;
+            float4 sums = {};
+#pragma unroll 8
+            for (int32_t tile = 0; tile < token_tiles; ++tile) {
+                const float* part = view.partial + int64_t{tile} * view.columns + n;
+                const float4 more = __ldcg(reinterpret_cast<const float4*>(part));
+                sums = {sums.x + more.x, sums.y + more.y, sums.z + more.z, sums.w + more.w};
+            }
+            const uint2 bits = {pack<kDataType>(sums.x, sums.y), pack<kDataType>(sums.z, sums.w)};
+            *reinterpret_cast<uint2*>(view.out + n) = bits;
+        }
+    }
+};
+
+}  // namespace fastattn
