@@ -132,7 +132,8 @@ def matmul_grad_input_rule(overload: torch._ops.OpOverload) -> Callable[..., Any
     def rule(info: Any, in_dims: Sequence[int | None], grad_out: Tensor, *rest: Any) -> Any:
         weight, scale, bias_grad = rest
         _unmapped(("weight", "scale"), in_dims[1:3])
-        grad_out = grad_out.movedim(in_dims[0], 0)  # nothing else is mapped
+        assert in_dims[0] is not None  # nothing else is mapped
+        grad_out = grad_out.movedim(in_dims[0], 0)
         grad_input, nothing = overload(grad_out, weight, scale, False)
         grad_bias = sum_over_tokens(grad_out, samples=1) if bias_grad else nothing.expand(info.batch_size, 0)
         return (grad_input, grad_bias), (0, 0)
