@@ -299,7 +299,7 @@ class NativeBuild:
             *("-shared", "-Wl,-z,defs", "-Wl,--as-needed", "-Wl,--strip-all"),
             # Without kernels no op reaches the functions that launch them: they go, with what they would need.
             "-Wl,--gc-sections",
-            # fastattn_build_info and fastattn_tiles are the exported symbols.
+            # What is exported is what python/fastattn/native.py asks.
             *(f"-Wl,--version-script={self.output / 'exports.map'}", f"-Wl,-soname,{LIBRARY_NAME}"),
         ]
         # No run path: at run time torch has loaded its library already, and the soname finds it.
@@ -352,7 +352,8 @@ class NativeBuild:
         ``quiet``: what the compilers say is shown only where they fail.
         """
         self.output.mkdir(parents=True, exist_ok=True)
-        write_if_changed(self.output / "exports.map", "{ global: fastattn_build_info; fastattn_tiles; local: *; };\n")
+        exported = ("fastattn_build_info", "fastattn_tiles", "fastattn_dealt_int8_matmul", "fastattn_dealt_decode")
+        write_if_changed(self.output / "exports.map", f"{{ global: {'; '.join(exported)}; local: *; }};\n")
         write_if_changed(self.output / "build.ninja", self.ninja_file())
         command = [find_ninja(), "-C", str(self.output), "-j", num_jobs(os.environ)]
         result = subprocess.run(command, capture_output=quiet, text=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ if "fastattn" not in sys.modules:
 
 from fastattn import native
 from launch_geometry import Geometry
-from machine_model import Load, Machine, ctas_per_sm
+from machine_model import Load, Machine, ctas_per_sm, largest
 
 # Whether the CUDA C++ kernels are those of the emulator, and not of the library that is installed.
 HAS_NATIVE = native.BUILD["version"] == "0+emulated"
+_SPECIAL_FUNCTIONS = {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh"}  # of PTX
 _HMMA_MACS = {"16816": 16 * 8 * 16, "1688": 16 * 8 * 8}
 SECTOR_BYTES = 32
 
@@ -64,6 +65,7 @@ class Profile:
     counts: Report  # of the small shape
     counted: Geometry  # of the small shape
     facts: KernelFacts | None
+    longer: tuple[Report, Geometry] | None = None  # the same of a shape with more steps for each CTA
 
     @property
     def redundancy(self) -> float:
@@ -88,39 +90,54 @@ def loop_of(opcodes: Iterable[str]) -> Loop:
     return Loop(static_facts.mix(opcodes), mma, wgmma)
 
 
-def loops(facts: KernelFacts) -> list[Loop]:
-    """The main loops with products: the one of unmasked steps, then that of masked ones where there are two.
+def loops(profile: Profile) -> list[Loop]:
+    """The main loops of the products that a step has: the one of unmasked steps, then that of masked ones where there
+    are two. Needs ``facts``.
 
     Loops of an attention kernel with fewer products than others are its repair of values that are not finite, which
-    does not run. Of those that are left the shortest does not mask.
+    does not run; one of the int8 gradient with more products also adds up a bias's. Of those that are left the shortest
+    does not mask.
     """
-    found = [loop for loop in (loop_of(facts.opcodes_of(body)) for body in facts.main_loops) if loop.macs]
-    most = max((loop.macs for loop in found), default=0)
-    whole = sorted((loop for loop in found if loop.macs == most), key=lambda loop: loop.instructions)
+    assert profile.facts is not None
+    of_step = profile.counted.step_macs // (profile.threads // 32)
+    found = [
+        loop for loop in (loop_of(profile.facts.opcodes_of(body)) for body in profile.facts.main_loops) if loop.macs
+    ]
+    macs = {loop.macs for loop in found}
+    chosen = of_step if of_step in macs else max(macs, default=0)
+    whole = sorted((loop for loop in found if loop.macs == chosen), key=lambda loop: loop.instructions)
     return whole[:1] + whole[-1:] if len(whole) > 1 else whole
 
 
 def load(profile: Profile, geometry: Geometry, steps: float, masked_steps: float) -> Load:
     """Of a CTA with so many steps. Needs ``facts``, and a kernel with products.
 
-    Instructions of a loop count for each pass of each warp, others once. Wavefronts, bytes from the L2: `traffic_of`.
+    Instructions of a loop count for each pass of each warp, others once; but no more of them than were counted, where
+    that is known: machine code for options that nobody asked for does not run. The rest: `traffic_of`, `by_difference`.
     """
     assert profile.facts is not None
-    found = loops(profile.facts)
+    found = loops(profile)
     plain, masked = found[0], found[-1]
     warps = profile.threads // 32
     outside = len(profile.facts.instructions) - sum(len(body) for body in profile.facts.main_loops)
-    total = Load(instructions=max(outside, 0) * warps)
-    for loop, passes in ((plain, steps), (masked, masked_steps)):
-        of_step = Load(
+    is_counted = profile.longer is not None
+    traffic = by_difference(profile) if is_counted else traffic_of(profile.counts, profile.counted, warps)
+
+    def with_code(counted: Load, code: Load) -> Load:
+        if not is_counted:
+            return counted + code
+        fewer = {name: min(getattr(counted, name), getattr(code, name)) for name in ("instructions", "special")}
+        return replace(counted, mma_macs=code.mma_macs, wgmma_macs=code.wgmma_macs, **fewer)
+
+    total = with_code(traffic.once, Load(instructions=max(outside, 0) * warps))
+    for loop, passes, counted in ((plain, steps, traffic.step), (masked, masked_steps, traffic.masked_step)):
+        code = Load(
             instructions=loop.instructions,
             mma_macs=loop.mma_macs,
             wgmma_macs=loop.wgmma_macs,
             special=loop.mix.get("special function", 0),
         )
-        total += of_step * (passes * geometry.step_macs * profile.redundancy / loop.macs)
-    traffic = traffic_of(profile.counts, profile.counted, warps)
-    total += traffic.once + traffic.step * steps + traffic.masked_step * masked_steps
+        total += with_code(counted, code * (geometry.step_macs * profile.redundancy / loop.macs)) * passes
     return total
 
 
@@ -156,17 +173,32 @@ def traffic_of(counts: Report, geometry: Geometry, warps: int) -> Traffic:
     return Traffic(step, masked, once)
 
 
+def by_difference(profile: Profile) -> Traffic:
+    """What the longer of two shapes counted more, dealt to its additional steps: no guess at what is in the loop. Steps
+    are of one kind. Instructions are those of the PTX."""
+    assert profile.longer is not None
+    (fewer, few_steps), (more, more_steps) = (
+        (_counted_load(counts), geometry.ctas * (geometry.mean_steps + geometry.mean_masked_steps))
+        for counts, geometry in ((profile.counts, profile.counted), profile.longer)
+    )
+    step = (more + fewer * -1) * (1 / (more_steps - few_steps))
+    once = largest((fewer + step * -few_steps) * (1 / profile.counted.ctas), Load())
+    return Traffic(step, step, once)
+
+
+def _counted_load(counts: Report) -> Load:
+    return Load(
+        instructions=sum(counts.instructions.values()),
+        special=sum(row.warps for row in counts.rows if row.opcode.split(".")[0] in _SPECIAL_FUNCTIONS),
+        wavefronts=counts.shared_wavefronts,
+        l2_bytes=SECTOR_BYTES * counts.global_sectors,
+    )
+
+
 def streaming_load(profile: Profile, machine: Machine, geometry: Geometry) -> Load:
     """Of an SM in a kernel without products: for each byte what the emulator counted (instructions of the PTX)."""
     part = geometry.hbm_bytes / max(profile.counts.global_bytes, 1) / machine.num_sms
-    kinds = profile.counts.instructions
-    whole = Load(
-        instructions=sum(kinds.values()),
-        special=kinds.get("special function", 0),
-        wavefronts=profile.counts.shared_wavefronts,
-        l2_bytes=SECTOR_BYTES * profile.counts.global_sectors,
-    )
-    return whole * part
+    return _counted_load(profile.counts) * part
 
 
 def occupancy(profile: Profile, machine: Machine) -> int | None:
@@ -183,22 +215,41 @@ def run(machine: Machine, num_sms: int, call: Callable[[], Any]) -> list[Launche
     return found
 
 
-def profiles(launched: Iterable[Launched], geometries: Mapping[str, Geometry], machine: Machine) -> dict[str, Profile]:
-    """By what the kernels' names contain, of the launches of one call. Raises ``ValueError`` for a launch that is not
-    of the size that its geometry says, or that multiplies less."""
-    found: dict[str, Profile] = {}
-    for part, geometry in geometries.items():
-        for one in launched:
-            name = one.report.kernel
-            if part not in name or part in found:
+@dataclass(frozen=True)
+class Counted:
+    """What one call launched, and as what: by what the kernels' names contain."""
+
+    launched: Sequence[Launched]
+    geometries: Mapping[str, Geometry]
+
+    def by_part(self) -> dict[str, tuple[Launched, Geometry]]:
+        """The first launch of each. Raises ``ValueError`` for one that is not of the size that its geometry says, or
+        that multiplies less."""
+        found: dict[str, tuple[Launched, Geometry]] = {}
+        for part, geometry in self.geometries.items():
+            one = next((one for one in self.launched if part in one.report.kernel), None)
+            if one is None:
                 continue
             if geometry.step_macs and (math.prod(one.grid) != geometry.ctas or macs_of(one.report) < geometry.macs):
                 raise ValueError(
-                    f"{name}: expected {geometry.ctas} CTAs and {geometry.macs:.0f} multiply-adds, "
+                    f"{one.report.kernel}: expected {geometry.ctas} CTAs and {geometry.macs:.0f} multiply-adds, "
                     f"counted {math.prod(one.grid)} and {macs_of(one.report)}"
                 )
-            facts = _facts(one.ptx, machine).get(name)
-            found[part] = Profile(name, math.prod(one.block), one.report, geometry, facts)
+            found[part] = one, geometry
+        return found
+
+
+def profiles(counted: Counted, machine: Machine, longer: Counted | None) -> dict[str, Profile]:
+    """By what the kernels' names contain. Raises ``ValueError`` as `Counted.by_part`."""
+    found: dict[str, Profile] = {}
+    of_longer = {} if longer is None else longer.by_part()
+    for part, (one, geometry) in counted.by_part().items():
+        name = one.report.kernel
+        facts = _facts(one.ptx, machine).get(name)
+        found[part] = Profile(name, math.prod(one.block), one.report, geometry, facts)
+        if part in of_longer:
+            more, of_more = of_longer[part]
+            found[part] = replace(found[part], longer=(more.report, of_more))
     return found
 
 

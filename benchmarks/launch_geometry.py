@@ -128,6 +128,26 @@ def attention_backward(case: AttentionCase, machine: Machine) -> dict[str, Geome
     return found
 
 
+def native_attention_backward(case: AttentionCase) -> dict[str, Geometry]:
+    """The CUDA C++ kernels by their names: what precedes the scores, dK and dV with sums of dQ in fp32, and these."""
+    known = native.TILES["attention_backward_key_value_sm80"][str(case.head_dim)]
+    tile = tiles.AttentionTile(known["block_m"], known["block_n"], known["num_warps"], num_stages=0)
+    itemsize, rows = case.torch_dtype.itemsize, case.batch * case.heads * case.seqlen
+    query_bytes = rows * case.head_dim * itemsize
+    key_bytes = query_bytes // case.heads * case.kv_heads
+    sums_bytes, row_bytes = rows * case.head_dim * 4, rows * LSE_BYTES
+    group = case.heads // case.kv_heads
+    steps = steps_over_queries(case.seqlen, tile.block_m, tile.block_n, case.causal)
+    steps = [(group * unmasked, group * masked) for unmasked, masked in steps]
+    macs = 5 * tile.block_m * tile.block_n * case.head_dim
+    nbytes = 2 * query_bytes + 4 * key_bytes + sums_bytes + 2 * row_bytes
+    return {
+        "attention_backward_rows_sm80": streaming(2 * query_bytes + 3 * row_bytes),
+        "attention_backward_key_value_sm80": _dealt(steps, case.batch * case.kv_heads, tile, macs, nbytes),
+        "attention_backward_query_sm80": streaming(sums_bytes + query_bytes),
+    }
+
+
 # --- decode --------------------------------------------------------------------------------------------------------
 
 
@@ -171,6 +191,30 @@ def decode(case: DecodeCase, machine: Machine, shared_bytes: int) -> dict[str, G
     return found
 
 
+def native_decode(case: DecodeCase, machine: Machine) -> dict[str, Geometry]:
+    """The CUDA C++ kernel, which merges the parts of a tile itself. CTAs have as many blocks of keys, whoever's."""
+    by_dim = native.TILES["decode_split_sm80"]
+    width = next(int(dim) for dim in by_dim if int(dim) >= case.head_dim)
+    tile, rows = by_dim[str(width)], case.heads // case.kv_heads
+    capacity = case.pages_per_sequence * case.page_size if case.page_size else case.context
+    dealt = native.dealt_decode(case.batch, case.kv_heads, rows, capacity, machine.num_sms)
+    row_tiles = ceil_div(rows, tile["block_m"])
+    blocks = case.kv_heads * row_tiles * sum(ceil_div(length, tile["block_n"]) for length in case.lengths)
+    is_shared = dealt.ctas > case.batch * case.kv_heads * row_tiles
+    partial = dealt.ctas * min(rows, tile["block_m"]) * (case.head_dim + 1) * 4 if is_shared else 0
+    geometry = Geometry(
+        f"{tile['block_m']}x{tile['block_n']}, {tile['num_warps']} warps",
+        dealt.ctas,
+        blocks / dealt.ctas,
+        0,
+        dealt.longest_steps,
+        0,
+        tile["block_m"] * tile["block_n"] * 2 * width,
+        case.work().bytes + partial,
+    )
+    return {"decode_split_sm80": geometry}
+
+
 # --- int8 ----------------------------------------------------------------------------------------------------------
 
 
@@ -202,3 +246,34 @@ def int8_matmul(case: Int8Case, machine: Machine, shared_bytes: int) -> dict[str
     if partial:
         found["merge_kernel"] = streaming(partial + case.m * n * case.torch_dtype.itemsize)
     return found
+
+
+def native_int8_matmul(case: Int8Case, machine: Machine) -> dict[str, Geometry]:
+    """The CUDA C++ matmul or its input gradient, which merge the parts of a tile themselves.
+
+    Steps with scales of groups are told as masked ones: the matmul has a loop of its own for them.
+    """
+    kernel = "int8_matmul_grad_input_sm80" if case.gradient else "int8_matmul_sm80"
+    by_tokens = native.TILES[kernel]
+    block = next((block for block in by_tokens if case.m <= int(block)), max(by_tokens, key=int))
+    tile = by_tokens[block]
+    outputs, depth, of_outputs, of_depth = case.n, case.k, "block_n", "block_k"
+    if case.gradient:
+        outputs, depth, of_outputs, of_depth = depth, outputs, of_depth, of_outputs
+    dealt = native.dealt_int8_matmul(case.gradient, case.m, outputs, depth, machine.num_sms)
+    num_tiles = ceil_div(case.m, tile["block_m"]) * ceil_div(outputs, tile[of_outputs])
+    mean = num_tiles * ceil_div(depth, tile[of_depth]) / dealt.ctas
+    is_grouped = case.group is not None and not case.gradient
+    plain, grouped = (0, 1) if is_grouped else (1, 0)
+    partial = dealt.ctas * tile["block_m"] * tile[of_outputs] * 4 if dealt.ctas > num_tiles else 0
+    geometry = Geometry(
+        f"{tile['block_m']}x{tile[of_outputs]}x{tile[of_depth]}, {tile['num_warps']} warps",
+        dealt.ctas,
+        plain * mean,
+        grouped * mean,
+        plain * dealt.longest_steps,
+        grouped * dealt.longest_steps,
+        tile["block_m"] * tile[of_outputs] * tile[of_depth],
+        case.work().bytes + partial,
+    )
+    return {kernel: geometry}

@@ -32,8 +32,7 @@ from case_attention import AttentionCase
 from case_decode import DecodeCase
 from emulator.device import USUAL
 from fastattn.roofline import Work
-from fastattn.triton_kernels import int8_matmul as int8_launcher
-from kernel_profiles import Profile
+from kernel_profiles import Counted, Profile
 from labels import label
 from launch_geometry import Geometry
 from machine_model import HBM, ISSUE, L2, MACHINES, SHARED, SPECIAL, TENSOR, Load, Machine, Prediction, predict
@@ -67,15 +66,21 @@ class Point:
 
     def geometries(self) -> dict[str, Geometry]:
         """By what the kernels' names contain, in the order in which they run."""
-        case, machine = self.case, self.machine
+        case, machine, is_native = self.case, self.machine, self.implementation == CUDA
         shared_bytes = USUAL[machine.arch][1]
         if self.benchmark == DECODE:
+            if is_native:
+                return launch_geometry.native_decode(case, machine)
             return launch_geometry.decode(case, machine, shared_bytes)
         if self.benchmark == INT8:
+            if is_native:
+                return launch_geometry.native_int8_matmul(case, machine)
             return launch_geometry.int8_matmul(case, machine, shared_bytes)
         if self.benchmark == BACKWARD:
+            if is_native:
+                return launch_geometry.native_attention_backward(case)
             return launch_geometry.attention_backward(case, machine)
-        if self.implementation == TRITON:
+        if not is_native:
             tile = launch_geometry.triton_forward_tile(case, machine)
             return {"attention_forward_kernel": launch_geometry.attention_forward(case, tile)}
         native_tile = launch_geometry.native_forward_tile(case.head_dim)
@@ -100,7 +105,7 @@ class Point:
             case = replace(case, seqlen=seqlen, batch=1, heads=1, kv_heads=1)
         elif isinstance(case, DecodeCase):
             is_split = len(self.geometries()) > 1
-            num_sms, context = (2, 1024) if is_split else (1, 256)
+            num_sms, context = (2, 1024) if is_split else (1, 1024 if self.implementation == CUDA else 256)
             group = case.heads // case.kv_heads
             case = replace(case, batch=1, context=context, heads=group, kv_heads=1, ragged=False)
         else:
@@ -109,6 +114,16 @@ class Point:
             n, k = (depth, width) if case.gradient else (width, depth)
             case = replace(case, layer="small", m=min(case.m, 128), n=n, k=k)
         return replace(self, case=case, machine=replace(self.machine, num_sms=num_sms))
+
+    def longer(self) -> Point | None:
+        """A small point with twice the steps for each CTA; None where steps are of two kinds, or more of them might get
+        another launch."""
+        case = self.case
+        if self.implementation != CUDA or isinstance(case, AttentionCase):
+            return None
+        if isinstance(case, DecodeCase):
+            return replace(self, case=replace(case, context=2 * case.context))
+        return replace(self, case=replace(case, n=2 * case.n) if case.gradient else replace(case, k=2 * case.k))
 
     def call(self) -> None:
         """Through the public functions, on the emulated GPU."""
@@ -124,9 +139,9 @@ class Point:
             else:
                 inputs = case_int8.make_inputs(self.case, CPU, 0)
                 if self.case.gradient:
-                    int8_launcher.int8_matmul_grad_input(
-                        inputs.grad_out, inputs.weight.data, inputs.weight.scale, False
-                    )
+                    ops = torch.ops.fastattn if self.implementation == CUDA else torch.ops.fastattn_triton
+                    weight = inputs.weight
+                    ops.int8_matmul_grad_input(inputs.grad_out, weight.data, weight.scale, False)
                 else:
                     case_int8.prepare(self.case, inputs).call()
 
@@ -171,10 +186,8 @@ def points(full: bool) -> list[Point]:
         for case in cases:
             if not is_modelled(case) or not (full or _is_quick(benchmark, case)):
                 continue
-            has_native = (
-                benchmark == FORWARD
-                and kernel_profiles.HAS_NATIVE
-                and launch_geometry.native_forward_tile(case.head_dim) is not None
+            has_native = kernel_profiles.HAS_NATIVE and (
+                not isinstance(case, AttentionCase) or launch_geometry.native_forward_tile(case.head_dim) is not None
             )
             for implementation in (CUDA, TRITON) if has_native else (TRITON,):
                 found += [Point(benchmark, implementation, case, machine) for machine in MACHINES]
@@ -184,14 +197,19 @@ def points(full: bool) -> list[Point]:
 # --- profiles and predictions ----------------------------------------------------------------------------------------
 
 
+def counted(small: Point) -> Counted:
+    return Counted(kernel_profiles.run(small.machine, small.machine.num_sms, small.call), small.geometries())
+
+
 def codes(chosen: Iterable[Point]) -> dict[Point, Code]:
     """By small shape. While the emulator runs one, ptxas compiles the last one's kernels."""
     smalls = list(dict.fromkeys(point.small() for point in chosen))
     pending: dict[Point, Future[dict[str, Profile]]] = {}
     with ThreadPoolExecutor(1) as pool:
         for small in tqdm(smalls, desc="kernels on the emulator", unit="shape"):
-            launched = kernel_profiles.run(small.machine, small.machine.num_sms, small.call)
-            pending[small] = pool.submit(kernel_profiles.profiles, launched, small.geometries(), small.machine)
+            found, longer = counted(small), small.longer()
+            longer_found = None if longer is None else counted(longer)
+            pending[small] = pool.submit(kernel_profiles.profiles, found, small.machine, longer_found)
     return {small: Code(small, future.result()) for small, future in pending.items()}
 
 
@@ -242,7 +260,7 @@ def rows_of(code: Code) -> list[dict[str, Any]]:
         profile = code.profiles[name]
         facts, counts = profile.facts, profile.counts
         actual, least = kernel_profiles.sectors_per_request(counts)
-        of_loops = [] if facts is None else kernel_profiles.loops(facts)
+        of_loops = [] if facts is None else kernel_profiles.loops(profile)
         found.append(
             {
                 "configuration": configuration(small),

@@ -26,7 +26,7 @@ from emulator.report import InstructionCounts, Report
 from fastattn.triton_kernels import tiles
 from launch_geometry import Geometry
 from machine_model import A100, H200, HBM, ISSUE, L2, SHARED, SPECIAL, TENSOR, Load, Machine, ctas_per_sm, predict
-from predicted_profile import CUDA, DECODE, FORWARD, INT8, TRITON, Point
+from predicted_profile import BACKWARD, CUDA, DECODE, FORWARD, INT8, TRITON, Point
 
 # Two SMs, one clock a second.
 TOY = Machine("toy", 90, 2, 1.0, 4, 100, 200, 16, 1, 64, 1000.0, 100 * 1024)
@@ -154,6 +154,19 @@ def test_traffic_goes_to_the_steps_that_it_belongs_to() -> None:
     assert traffic.once == Load(wavefronts=7)
 
 
+def test_the_difference_of_two_shapes_is_what_steps_take() -> None:
+    """Wherever in the kernel it is: 2 CTAs of 4 and of 8 steps, 100 wavefronts a step and 30 more for each CTA."""
+    few, more = (Geometry("", 2, steps, 0, steps, 0, 1, 0) for steps in (4, 8))
+    reports = [
+        Report("", (counts_of("ld.shared", 5, wavefronts=2 * (100 * steps + 30), sectors=7),), 0, {})
+        for steps in (4, 8)
+    ]
+    profile = kernel_profiles.Profile("", 128, reports[0], few, None, (reports[1], more))
+    traffic = kernel_profiles.by_difference(profile)
+    assert (traffic.step.wavefronts, traffic.once.wavefronts) == (100, 30)
+    assert (traffic.step.l2_bytes, traffic.once.l2_bytes) == (0, 7 * 32 / 2)
+
+
 # --- from kernels to predictions -------------------------------------------------------------------------------------
 
 needs_emulator = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels run on it")
@@ -164,6 +177,11 @@ POINTS = [
     Point(DECODE, TRITON, DecodeCase(1, 4096, heads=32), A100),
     Point(INT8, TRITON, Int8Case("square", 1, 4096, 4096), H200),
     Point(FORWARD, CUDA, replace(multi_head(64, 4096), causal=True), A100),
+    Point(BACKWARD, CUDA, replace(multi_head(64, 4096), causal=True), H200),
+    Point(DECODE, CUDA, DecodeCase(1, 16384, heads=32), A100),
+    Point(INT8, CUDA, Int8Case("square", 1, 4096, 4096), H200),
+    Point(INT8, CUDA, Int8Case("square", 2048, 4096, 4096, granularity="64"), A100),
+    Point(INT8, CUDA, Int8Case("square", 2048, 4096, 4096, gradient=True), H200),
 ]
 
 

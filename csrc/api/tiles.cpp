@@ -1,10 +1,14 @@
-// The tiles of the native kernels as JSON text, {"attention_forward_sm80": {"64": {"block_m": …}, …}, …}; Python reads
-// it with ctypes, so that `explain` need not repeat the numbers. Attention's are by head dim, the matmul's by block_m.
+// What Python asks of the native kernels' tiles, with ctypes, so that it need not repeat the numbers.
 
 #include "attention/tiles_sm80.h"
+#include "decode/split_plan.h"
 #include "decode/tiles_sm80.h"
+#include "host/dispatch.h"
 #include "int8_matmul/tiles_sm80.h"
+#include "int8_matmul/work.h"
 
+#include <algorithm>
+#include <cstdint>
 #include <string>
 #include <utility>
 
@@ -33,10 +37,56 @@ std::string tiles_text(const std::string& kernel, std::integer_sequence<int, kKe
     return '"' + kernel + "\": {" + text + "}";
 }
 
+// How a launch deals its steps to CTAs.
+struct Dealt {
+    int64_t ctas, longest_steps;
+};
+
+Dealt dealt_matmul(int32_t tokens, int32_t outputs, int32_t depth, int32_t block_m, int32_t block_outputs,
+                   int32_t block_depth, int32_t multiprocessors) {
+    const int64_t tiles = int64_t{ceil_div(tokens, block_m)} * ceil_div(outputs, block_outputs);
+    const int32_t steps = ceil_div(depth, block_depth), splits = num_splits(tiles, steps, multiprocessors);
+    return {tiles * splits, ceil_div(steps, splits)};
+}
+
 }  // namespace
 }  // namespace fastattn
 
-extern "C" __attribute__((visibility("default"))) const char* fastattn_tiles() {
+#define FASTATTN_ASKED_BY_PYTHON extern "C" __attribute__((visibility("default")))
+
+// Of int8_matmul_sm80, or int8_matmul_grad_input_sm80, with a result [tokens, outputs] and a sum of `depth`.
+FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_int8_matmul(int32_t gradient, int32_t tokens, int32_t outputs,
+                                                                    int32_t depth, int32_t multiprocessors) {
+    using namespace fastattn;
+    Dealt found{};
+    const int32_t block_m = std::min(tokens, largest(Int8MatmulBlockMs{}));
+    dispatch_at_least(Int8MatmulBlockMs{}, block_m, [&](auto block) {
+        using Tile = Int8MatmulTileSm80<block.value>;
+        using GradTile = Int8GradInputTileSm80<block.value>;
+        found = gradient != 0 ? dealt_matmul(tokens, outputs, depth, GradTile::kBlockM, GradTile::kBlockK,
+                                             GradTile::kBlockN, multiprocessors)
+                              : dealt_matmul(tokens, outputs, depth, Tile::kBlockM, Tile::kBlockN, Tile::kBlockK,
+                                             multiprocessors);
+    });
+    return found;
+}
+
+// Of decode_split_sm80, with so many rows of queries for each KV head, and sequences that fill the capacity.
+FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_decode(int32_t batch, int32_t kv_heads, int32_t rows,
+                                                               int32_t capacity, int32_t multiprocessors) {
+    using namespace fastattn;
+    using Tile = DecodeTileSm80<largest(DecodeHeadDims{})>;
+    const SequenceShape shape{capacity, 0, 1, -1};
+    const int32_t row_tiles = ceil_div(rows, Tile::kBlockM);
+    const SplitPlan plan = split_plan(shape, batch, kv_heads, row_tiles, Tile::kBlockN, /*num_splits=*/0,
+                                      /*batch_invariant=*/false, multiprocessors * Tile::kMinCtasPerSm);
+    const TileUnits units = tile_units(plan, cached_sequence(shape, capacity), Tile::kBlockN);
+    const int64_t blocks = int64_t{batch} * plan.tiles_per_sequence * units.num_units * units.blocks_per_unit;
+    return {plan.num_ctas, units_per_cta(plan, blocks)};
+}
+
+// {"attention_forward_sm80": {"64": {"block_m": …}, …}, …}: attention's by head dim, the matmul's by block_m.
+FASTATTN_ASKED_BY_PYTHON const char* fastattn_tiles() {
     using namespace fastattn;
     static const std::string text =
         '{' + tiles_text<ForwardTileSm80>("attention_forward_sm80", ForwardHeadDims{}) + ", " +

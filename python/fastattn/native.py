@@ -20,8 +20,16 @@ import torch
 LIBRARY_PATH = Path(os.environ.get("FASTATTN_LIBRARY") or Path(__file__).with_name("libfastattn.so"))
 
 
-def _load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Loads the library at ``path`` into torch and returns BUILD and TILES. Raises ImportError."""
+class Dealt(ctypes.Structure):
+    """How a launch deals the steps of its main loop: the number of CTAs, and the steps of the longest."""
+
+    ctas: int
+    longest_steps: int
+    _fields_ = (("ctas", ctypes.c_int64), ("longest_steps", ctypes.c_int64))
+
+
+def _load(path: Path) -> tuple[ctypes.CDLL, dict[str, Any], dict[str, Any]]:
+    """Loads the library at ``path`` into torch and returns it, BUILD and TILES. Raises ImportError."""
     if not path.exists():
         raise ImportError(
             f"fastattn's native library is missing: {path} does not exist. In a clone, run `make install`; elsewhere "
@@ -31,6 +39,7 @@ def _load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         torch.ops.load_library(path)
         library = ctypes.CDLL(str(path))
         texts = library.fastattn_build_info, library.fastattn_tiles
+        dealt = library.fastattn_dealt_int8_matmul, library.fastattn_dealt_decode
     except (OSError, AttributeError) as error:
         raise ImportError(
             f"fastattn's native library {path} does not load into torch {torch.__version__} (2.10 or later is needed): "
@@ -38,9 +47,21 @@ def _load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         ) from error
     for function in texts:
         function.restype = ctypes.c_char_p
+    for function in dealt:
+        function.restype = Dealt
     build, tiles = (json.loads(function()) for function in texts)
-    return build, tiles
+    return library, build, tiles
 
 
-BUILD, TILES = _load(LIBRARY_PATH)
+_LIBRARY, BUILD, TILES = _load(LIBRARY_PATH)
 TAKES_CPU_TENSORS: bool = torch._C._dispatch_has_kernel_for_dispatch_key("fastattn::attention_forward", "CPU")
+
+
+def dealt_int8_matmul(gradient: bool, tokens: int, outputs: int, depth: int, num_sms: int) -> Dealt:
+    """By ``int8_matmul_sm80`` or its gradient, for a result ``[tokens, outputs]`` with a sum of ``depth``."""
+    return _LIBRARY.fastattn_dealt_int8_matmul(gradient, tokens, outputs, depth, num_sms)
+
+
+def dealt_decode(batch: int, kv_heads: int, rows: int, capacity: int, num_sms: int) -> Dealt:
+    """By ``decode_split_sm80``, for ``rows`` of queries a KV head and sequences of ``capacity`` tokens."""
+    return _LIBRARY.fastattn_dealt_decode(batch, kv_heads, rows, capacity, num_sms)
