@@ -46,15 +46,23 @@ EVERYTHING = dict.fromkeys(DEFAULTS, True) | {"alibi": False, "top_left": False,
 ALIBI = {**DEFAULTS, "left": True, "right": True, "alibi": True, "dropout": True}
 
 
-def tile_of(kernel: str, arch: int, head_dim: int, value_dim: int, options: dict[str, Any]) -> AttentionTile:
+def tile_of(
+    kernel: str, arch: int, head_dim: int, value_dim: int, options: dict[str, Any], page_size: int = 0
+) -> AttentionTile:
     if kernel == "forward":
-        return attention_forward_tile(arch, head_dim, value_dim, **tile_options(options))
+        needs = tile_options(options)
+        return attention_forward_tile(
+            arch, head_dim, value_dim, **needs | {"crowded": page_size > 0 or needs["crowded"]}
+        )
     which: Any = "query" if kernel == "rows" else kernel
     return attention_backward_tile(arch, head_dim, value_dim, which, **tile_options(options))
 
 
-def argument_types(kernel: Any, dtype: str, options: dict[str, Any], head_dim: int) -> dict[str, str]:
+def argument_types(
+    kernel: Any, dtype: str, options: dict[str, Any], head_dim: int, page_size: int = 0
+) -> dict[str, str]:
     """As the launcher passes them for a dense call: aligned tensors, strides that are multiples of the head dim."""
+    of_pages = "*i32:16" if page_size else "none"
     present = {
         "bias": {NO_BIAS.value: "none", BOOL_BIAS.value: "*u8:16", ADDITIVE_BIAS.value: f"*{dtype}:16"}[
             options["bias"]
@@ -63,8 +71,9 @@ def argument_types(kernel: Any, dtype: str, options: dict[str, Any], head_dim: i
         "alibi_slopes": "*fp32:16" if options["alibi"] else "none",
         "sinks": "*fp32:16" if options["sinks"] else "none",
         "dropout_seed": "*i64:16" if options["dropout"] else "none",
-        "cu_seqlens_q": "none",
-        "cu_seqlens_k": "none",
+        "cu_seqlens_q": of_pages,
+        "cu_seqlens_k": of_pages,
+        "block_table": of_pages,
         "stride_bias_n": "i32",
     }
     types = {}
@@ -84,19 +93,29 @@ def argument_types(kernel: Any, dtype: str, options: dict[str, Any], head_dim: i
     return types
 
 
-def build(kernel: str, arch: int, head_dim: int, options: dict[str, Any], dtype: str, target: int = 0) -> Build:
+def build(
+    kernel: str, arch: int, head_dim: int, options: dict[str, Any], dtype: str, target: int = 0, page_size: int = 0
+) -> Build:
     """The kernel as launched on ``arch``; ``target``: compiled as for another architecture of the same instructions."""
     function = KERNELS[kernel]
-    tile = tile_of(kernel, arch, head_dim, head_dim, options)
+    tile = tile_of(kernel, arch, head_dim, head_dim, options, page_size)
     constexprs = attention_constexprs(tile, head_dim, head_dim, **options)
-    constexprs |= {"GRAD_LSE": True, "SUM_BATCHES": True, "SUM_HEADS": False, "SUM_ROWS": False, "SUM_COLUMNS": False}
+    constexprs |= {
+        "PAGE_SIZE": page_size,
+        "GRAD_LSE": True,
+        "SUM_BATCHES": True,
+        "SUM_HEADS": False,
+        "SUM_ROWS": False,
+        "SUM_COLUMNS": False,
+    }
     used = [name for name in function.arg_names if name in constexprs]
     named = ",".join(name for name, value in options.items() if value) or "plain"
+    named += f",page_size={page_size}" if page_size else ""
     return Build(
         name=f"attention {kernel} sm_{arch} {dtype} d{head_dim} {named}",
         kernel=function,
         arch=target or arch,
-        types=argument_types(function, dtype, options, head_dim),
+        types=argument_types(function, dtype, options, head_dim, page_size),
         constexprs={name: constexprs[name] for name in (*used, *LAUNCH_OPTIONS)},
         shared_limit=shared_memory_limit(arch),
     )
@@ -118,6 +137,8 @@ def builds() -> list[Build]:
     for arch in (80, 90):  # head dims that are padded, and strides that are no multiples of 16
         for head_dim, options in ((72, CAUSAL), (40, EVERYTHING)):
             found += [build(kernel, arch, head_dim, options, "bf16") for kernel in ("forward", "query", "key_value")]
+    for head_dim in (64, 128, 256):
+        found += [build("forward", arch, head_dim, CAUSAL, "bf16", page_size=16) for arch in (80, 90)]
     found.append(build("forward", 90, 64, ALIBI, "bf16"))
     found.append(build("key_value", 90, 128, BOOL, "fp16"))
     return found

@@ -23,7 +23,7 @@ from installed_library import BUILD, LIBRARY_PATH
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
 SCHEMA_ARGUMENTS = {
-    "attention_forward": 17,
+    "attention_forward": 18,
     "attention_backward": 23,
     "attention_decode": 20,
     "int8_matmul": 6,
@@ -34,14 +34,14 @@ HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
 FORWARD_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES, (False, True)))
 DECODE_INSTANCES = sorted(itertools.product((64, 128, 256), DTYPES, (False, True)))
-OPTIONS_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES))
+OPTIONS_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES, (False, True)))  # True: keys in pages
 INT8_KERNELS = ("int8_matmul_sm80", "int8_matmul_grad_input_sm80")
 INT8_INSTANCES = sorted(itertools.product(INT8_KERNELS, (16, 64, 96, 128), DTYPES))
 KEY_VALUE_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES, (False, True)))  # True: with options
 # Template arguments of the other backward kernels.
 BACKWARD_INSTANCES = sorted(
     [
-        *(("query", head_dim, dtype) for head_dim, dtype in OPTIONS_INSTANCES),
+        *(("query", head_dim, dtype) for head_dim, dtype in itertools.product(HEAD_DIMS, DTYPES)),
         *(("rows", dtype) for dtype in DTYPES),
         *(("bias", dtype) for dtype in DTYPES),
         ("sinks",),
@@ -118,10 +118,10 @@ def forward_instance(symbol: str) -> tuple[int, str, bool] | None:
     return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
 
 
-def options_instance(symbol: str) -> tuple[int, str] | None:
-    """(head dim, dtype) of a mangled attention_forward_options_sm80, None for any other symbol."""
-    match = re.search(r"attention_forward_options_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)E", symbol)
-    return (int(match[1]), DTYPES[int(match[2])]) if match else None
+def options_instance(symbol: str) -> tuple[int, str, bool] | None:
+    """(head dim, dtype, paged) of a mangled attention_forward_options_sm80, None for any other symbol."""
+    match = re.search(r"attention_forward_options_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
+    return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
 
 
 def decode_instance(symbol: str) -> tuple[int, str, bool] | None:
@@ -164,7 +164,7 @@ def forward_kernels() -> dict[tuple[int, str, bool], KernelFacts]:
 
 
 @functools.cache
-def options_kernels() -> dict[tuple[int, str], KernelFacts]:
+def options_kernels() -> dict[tuple[int, str, bool], KernelFacts]:
     return {
         instance: facts for name, facts in machine_code().items() if (instance := options_instance(name)) is not None
     }
@@ -269,7 +269,7 @@ def test_every_instance_with_options_is_there() -> None:
 
 @with_sm80_kernels
 @pytest.mark.parametrize("instance", OPTIONS_INSTANCES, ids=str)
-def test_forward_with_options_never_touches_local_memory(instance: tuple[int, str]) -> None:
+def test_forward_with_options_never_touches_local_memory(instance: tuple[int, str, bool]) -> None:
     kernel = options_kernels()[instance]
     assert 0 < kernel.registers <= MAX_REGISTERS
     assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
@@ -279,8 +279,8 @@ def test_forward_with_options_never_touches_local_memory(instance: tuple[int, st
 
 @with_sm80_kernels
 @pytest.mark.parametrize("instance", OPTIONS_INSTANCES, ids=str)
-def test_forward_with_options_multiplies_on_the_tensor_cores(instance: tuple[int, str]) -> None:
-    head_dim, dtype = instance
+def test_forward_with_options_multiplies_on_the_tensor_cores(instance: tuple[int, str, bool]) -> None:
+    head_dim, dtype, _ = instance
     expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
     # Two products of 16 rows in a warp, in the masked step and in the other.
     keys = 64 if head_dim <= 128 else 32

@@ -224,6 +224,45 @@ def test_a_fork_of_a_prefix_takes_the_pages_of_the_prefix() -> None:
     model.check()
 
 
+def test_chunks_of_different_lengths_attend_to_all_that_their_sequences_have() -> None:
+    """Over shuffled and shared pages: what comes out is causal attention over the whole sequences."""
+    cache = cache_of()
+    a, b, c = cache.add(), cache.add(), cache.add()
+    written: dict[int, list[Tensor]] = {a: [], b: [], c: []}
+
+    def take_in(sequences: list[int], counts: list[int]) -> None:
+        query, new = (torch.randn(sum(counts), n, d) for n, d in ((HEADS, DIM), (KV_HEADS, DIM + VALUE_DIM)))
+        query, new = query.to(cache.layout.dtype), new.to(cache.layout.dtype)
+        out = cache.chunk(sequences, counts).attend(1, query, new[..., :DIM], new[..., DIM:])
+        assert isinstance(out, Tensor)
+        parts = (each.split(counts) for each in (query, new, out))
+        for sequence, rows, tokens, got in zip(sequences, *parts, strict=True):
+            written[sequence].append(tokens)
+            whole = torch.cat(written[sequence]).transpose(0, 1)[None]
+            expected, _ = reference.attention(
+                rows.transpose(0, 1)[None], whole[..., :DIM], whole[..., DIM:], causal=True
+            )
+            torch.testing.assert_close(got.transpose(0, 1)[None], expected)
+            assert cache.length(sequence) == whole.shape[2]
+
+    take_in([a, b, c], [5, 0, 3])
+    take_in([c, a, b], [0, 2, 9])
+    fork = cache.fork(a)
+    written[fork] = list(written[a])
+    take_in([b, fork, c, a], [4, 2, 6, 1])  # the page that a shares with its fork is copied first
+    assert not cache.pools(0)[0].any()  # the other layer
+
+
+def test_a_chunk_beyond_the_pool_changes_nothing() -> None:
+    model = Model()
+    sequences = [model.add(), model.add()]
+    model.step(sequences, PAGE_SIZE)
+    before = model.snapshot()
+    with pytest.raises(CacheFull, match="2 sequences need 11 more pages of 4 tokens, and 10 of 12 are free"):
+        model.cache.chunk(sequences, [10 * PAGE_SIZE, 1])
+    assert model.snapshot() == before
+
+
 def test_a_full_pool_says_so_and_changes_nothing() -> None:
     model = Model()
     sequences = [model.add(), model.add()]
@@ -308,6 +347,7 @@ def attend(**changes: Any) -> dict[str, Any]:
 C = cache_of()
 S = C.add()
 STEP = C.step([S], 1)
+QUANTIZED = cache_of(quantized=True)
 # what is wrong: function, arguments, error type, words of the message (argument, expected, came)
 TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "num_layers": (cache_of, {"num_layers": 0}, InputError, ("num_layers", "at least 1", "0")),
@@ -326,6 +366,11 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
     "step twice": (C.step, {"sequences": [S, S], "num_new": 1}, InputError, ("sequences", "once", "[0, 0]")),
     "step negative": (C.step, {"sequences": [S], "num_new": -1}, InputError, ("num_new", "at least 0", "-1")),
     "step type": (C.step, {"sequences": [S], "num_new": None}, TypeError, ("num_new", "int", "NoneType")),
+    "chunk of nothing": (C.chunk, {"sequences": [9], "num_new": [1]}, InputError, ("sequence", "[0]", "9")),
+    "chunk twice": (C.chunk, {"sequences": [S, S], "num_new": [1, 1]}, InputError, ("sequences", "once", "[0, 0]")),
+    "chunk counts": (C.chunk, {"sequences": [S], "num_new": [1, 2]}, InputError, ("num_new", "each of 1", "2")),
+    "chunk negative": (C.chunk, {"sequences": [S], "num_new": [-1]}, InputError, ("num_new", "at least 0", "-1")),
+    "chunk of int8": (QUANTIZED.chunk, {"sequences": [], "num_new": []}, InputError, ("quantized", "False", "True")),
     "layer": (STEP.attend, attend(layer=2), InputError, ("layer", "0 to 1", "2")),
     "k_new type": (STEP.attend, attend(k_new=None), TypeError, ("k_new", "torch.Tensor", "NoneType")),
     "k_new count": (STEP.attend, attend(k_new=keys(0, [1, 2])), InputError, ("k_new", "1 new tokens", "2")),

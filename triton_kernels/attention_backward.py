@@ -72,7 +72,7 @@ def attention_backward(
     num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
     if cu_seqlens_q is not None:
         batch = cu_seqlens_q.numel() - 1
-        max_seqlen_q, max_seqlen_k = packed_lengths(query, key, max_seqlen_q, max_seqlen_k)
+        max_seqlen_q, max_seqlen_k = packed_lengths(query, key, None, max_seqlen_q, max_seqlen_k)
         grads = tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value))
     else:
         batch, max_seqlen_q, max_seqlen_k = query.shape[0], query.shape[2], key.shape[2]

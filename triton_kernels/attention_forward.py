@@ -49,22 +49,29 @@ from fastattn.triton_kernels.attention_launch import (
     strides,
     tile_options,
 )
+from fastattn.triton_kernels.attention_pages import load_paged_rows, locate_keys, paged_length
 from fastattn.triton_kernels.tiles import attention_forward_tile, ceil_div
 
 
 @triton.jit
 def _attend_tile(
-    out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kn, stride_vn, first_row, first_key, batch_head,
-    slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right,
+    out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kb, stride_kn, stride_vb, stride_vn,
+    block_table, max_pages, num_pages, batch, first_row, first_key, batch_head, slope,
+    bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right,
     scale, softcap, seed, dropout_threshold,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax over the keys ``first_key`` … ``first_key + BLOCK_N - 1``."""
     UNIT: tl.constexpr = LOG2_E if BIAS != ADDITIVE_BIAS else 1.0
     EXP2_FACTOR: tl.constexpr = 1.0 if BIAS != ADDITIVE_BIAS else LOG2_E
-    if MASKED:
+    if PAGE_SIZE > 0:
+        page, page_row, exists = locate_keys(first_key, seqlen_k, block_table, max_pages, num_pages, batch, BLOCK_N,
+                                             PAGE_SIZE)  # fmt: skip
+        k = load_paged_rows(k_base, page, page_row, exists, stride_kb, stride_kn, HEAD_DIM, WIDTH_QK)
+    elif MASKED:
         k = load_rows(k_base, first_key, seqlen_k, stride_kn, BLOCK_N, HEAD_DIM, WIDTH_QK)
     else:
         k = load_full_rows(k_base, first_key, stride_kn, BLOCK_N, HEAD_DIM, WIDTH_QK)
@@ -77,6 +84,8 @@ def _attend_tile(
             products, row, column, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
             window_left, window_right, scale, softcap, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, MASKED,
         )  # fmt: skip
+        if PAGE_SIZE > 0:
+            scores = tl.where(exists[None, :], scores, -INF)
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         shift = tl.where(new_max == -INF, 0.0, new_max)  # a row that has seen nothing yet: exp(-inf - 0), not exp(NaN)
         p = tl.exp2((scores - shift[:, None]) * EXP2_FACTOR)
@@ -94,7 +103,10 @@ def _attend_tile(
         p = tl.where(keep, p, 0.0)
 
     if MASKED:
-        v = load_rows(v_base, first_key, seqlen_k, stride_vn, BLOCK_N, VALUE_DIM, WIDTH_V)
+        if PAGE_SIZE > 0:
+            v = load_paged_rows(v_base, page, page_row, exists, stride_vb, stride_vn, VALUE_DIM, WIDTH_V)
+        else:
+            v = load_rows(v_base, first_key, seqlen_k, stride_vn, BLOCK_N, VALUE_DIM, WIDTH_V)
         # 0 * NaN is NaN: what a row does not see must not reach it through a probability of zero.
         finite = is_finite(v)
         spoiled = tl.maximum(spoiled, tl.max(1 - finite.to(tl.int32), 1))
@@ -107,12 +119,18 @@ def _attend_tile(
 
 @triton.jit
 def _spoil_tile(
-    out, v_base, stride_vn, first_row, first_key, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
+    out, v_base, stride_vb, stride_vn, block_table, max_pages, num_pages, batch, first_row, first_key,
+    bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
     window_left, window_right, VALUE_DIM: tl.constexpr, WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Put back what `_attend_tile` left out of a masked tile: NaN where a row sees a value that is not finite."""
-    v = load_rows(v_base, first_key, seqlen_k, stride_vn, BLOCK_N, VALUE_DIM, WIDTH_V)
+    if PAGE_SIZE > 0:
+        page, page_row, exists = locate_keys(first_key, seqlen_k, block_table, max_pages, num_pages, batch, BLOCK_N,
+                                             PAGE_SIZE)  # fmt: skip
+        v = load_paged_rows(v_base, page, page_row, exists, stride_vb, stride_vn, VALUE_DIM, WIDTH_V)
+    else:
+        v = load_rows(v_base, first_key, seqlen_k, stride_vn, BLOCK_N, VALUE_DIM, WIDTH_V)
     row = first_row + tl.arange(0, BLOCK_M)[:, None]
     column = first_key + tl.arange(0, BLOCK_N)[None, :]
     visible = visible_keys(row, column, offset, seqlen_k, window_left, window_right, LEFT, RIGHT) & (row < seqlen_q)
@@ -127,18 +145,20 @@ def _spoil_tile(
 @triton.jit(
     do_not_specialize=[
         "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "dropout_threshold",
+        "max_pages", "num_pages",
     ]
 )  # fmt: skip
 def attention_forward_kernel(
-    query, key, value, output, lse, bias, alibi_slopes, sinks, dropout_seed, cu_seqlens_q, cu_seqlens_k,
+    query, key, value, output, lse, bias, alibi_slopes, sinks, dropout_seed, cu_seqlens_q, cu_seqlens_k, block_table,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om, stride_lb, stride_lh,
     stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_b,
-    num_heads, group_size, max_seqlen_q, max_seqlen_k, total_q, total_k,
+    num_heads, group_size, max_seqlen_q, max_seqlen_k, total_q, total_k, max_pages, num_pages,
     scale, window_left, window_right, softcap, dropout_threshold, dropout_factor,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (query tiles * B * Hq), the tiles of one head side by side so that they share its keys in L2."""
     UNIT: tl.constexpr = LOG2_E if BIAS != ADDITIVE_BIAS else 1.0
@@ -152,14 +172,21 @@ def attention_forward_kernel(
     head = (batch_head % num_heads).to(tl.int64)
     kv_head = head // group_size
     begin_q, seqlen_q = sequence_range(cu_seqlens_q, batch, total_q, max_seqlen_q)
-    begin_k, seqlen_k = sequence_range(cu_seqlens_k, batch, total_k, max_seqlen_k)
+    if PAGE_SIZE > 0:
+        begin_k = 0
+        seqlen_k = paged_length(cu_seqlens_k, batch, max_seqlen_k)
+    else:
+        begin_k, seqlen_k = sequence_range(cu_seqlens_k, batch, total_k, max_seqlen_k)
     if first_row >= seqlen_q:
         return
     last_row = tl.minimum(first_row + BLOCK_M, seqlen_q) - 1
     offset = 0 if TOP_LEFT else seqlen_k - seqlen_q
 
-    k_base = key + batch * stride_kb + kv_head * stride_kh + tl.cast(begin_k, tl.int64) * stride_kn
-    v_base = value + batch * stride_vb + kv_head * stride_vh + tl.cast(begin_k, tl.int64) * stride_vn
+    k_base = key + kv_head * stride_kh
+    v_base = value + kv_head * stride_vh
+    if PAGE_SIZE == 0:
+        k_base += batch * stride_kb + tl.cast(begin_k, tl.int64) * stride_kn
+        v_base += batch * stride_vb + tl.cast(begin_k, tl.int64) * stride_vn
     q_base = query + batch * stride_qb + head * stride_qh + tl.cast(begin_q, tl.int64) * stride_qm
     q = load_rows(q_base, first_row, seqlen_q, stride_qm, BLOCK_M, HEAD_DIM, WIDTH_QK)
     q = tl.where(scale < 0, -q, q)  # a scale that is not negative lets the loop take the maximum before scaling
@@ -185,34 +212,37 @@ def attention_forward_kernel(
     begin, full_begin, full_end, end = tile_range(
         first_row, last_row, offset, window_left, window_right, seqlen_k, BLOCK_N, LEFT, RIGHT
     )
-    if BIAS != NO_BIAS:
+    if BIAS != NO_BIAS or PAGE_SIZE > 0:  # any key may be masked
         full_begin = end
         full_end = end
     spoiled = tl.zeros([BLOCK_N], tl.int32)  # whether a masked tile had values that are not finite
-    if BIAS == NO_BIAS:
+    if BIAS == NO_BIAS and PAGE_SIZE == 0:
         for tile in range(full_begin, full_end):
             out, row_max, row_sum, spoiled = _attend_tile(
-                out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kn, stride_vn, first_row, tile * BLOCK_N,
-                batch_head, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
+                out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kb, stride_kn, stride_vb, stride_vn,
+                block_table, max_pages, num_pages, batch, first_row, tile * BLOCK_N, batch_head, slope,
+                bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
                 window_left, window_right, scale, softcap, seed, dropout_threshold,
                 HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
-                BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=False,
+                BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, PAGE_SIZE, MASKED=False,
             )  # fmt: skip
     num_masked = full_begin - begin + end - full_end  # on either side of the full ones
     for step in range(num_masked):
         tile = begin + step + tl.where(begin + step < full_begin, 0, full_end - full_begin)
         out, row_max, row_sum, spoiled = _attend_tile(
-            out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kn, stride_vn, first_row, tile * BLOCK_N,
-            batch_head, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
+            out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kb, stride_kn, stride_vb, stride_vn,
+            block_table, max_pages, num_pages, batch, first_row, tile * BLOCK_N, batch_head, slope,
+            bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
             window_left, window_right, scale, softcap, seed, dropout_threshold, HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
-            BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,
+            BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, PAGE_SIZE, MASKED=True,
         )  # fmt: skip
     if tl.max(spoiled, 0) > 0:
         for step in range(num_masked):
             tile = begin + step + tl.where(begin + step < full_begin, 0, full_end - full_begin)
             out = _spoil_tile(
-                out, v_base, stride_vn, first_row, tile * BLOCK_N, bias_base, stride_bias_m, stride_bias_n, offset,
-                seqlen_q, seqlen_k, window_left, window_right, VALUE_DIM, WIDTH_V, BLOCK_M, BLOCK_N, LEFT, RIGHT, BIAS,
+                out, v_base, stride_vb, stride_vn, block_table, max_pages, num_pages, batch, first_row, tile * BLOCK_N,
+                bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right,
+                VALUE_DIM, WIDTH_V, BLOCK_M, BLOCK_N, LEFT, RIGHT, BIAS, PAGE_SIZE,
             )  # fmt: skip
 
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row without keys: 0 / 1, and lse = -inf + log(1)
@@ -244,18 +274,20 @@ def attention_forward(
     top_left: bool,
     softcap: float,
     dropout_p: float,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch `attention_forward_kernel`: the op ``attention_forward`` of csrc/bindings.cpp, arguments already checked.
 
     Dense: query ``[B, Hq, Sq, D]``, key ``[B, Hkv, Sk, D]``, value ``[B, Hkv, Sk, Dv]``; packed: ``[total, H, D]`` with
-    int32 ``cu_seqlens [B + 1]``. bias ``[B|1, Hq|1, Sq|1, Sk|1]`` bool or floating; alibi_slopes fp32 ``[B|1, Hq]``;
+    int32 ``cu_seqlens [B + 1]``; with int32 ``block_table [B, max_pages]`` key and value are pages, ``[num_pages, Hkv,
+    page_size, D]``. bias ``[B|1, Hq|1, Sq|1, Sk|1]`` bool or floating; alibi_slopes fp32 ``[B|1, Hq]``;
     sinks fp32 ``[Hq]``; a negative window is unbounded. Returns (out in query's dtype and order of dims, lse fp32 in
     nats ``[B, Hq, Sq]`` or ``[Hq, total_q]``).
     """
     num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
     if cu_seqlens_q is not None:
         batch = cu_seqlens_q.numel() - 1
-        max_seqlen_q, max_seqlen_k = packed_lengths(query, key, max_seqlen_q, max_seqlen_k)
+        max_seqlen_q, max_seqlen_k = packed_lengths(query, key, block_table, max_seqlen_q, max_seqlen_k)
         out = query.new_zeros(query.shape[0], num_heads, value_dim)  # rows of no sequence stay 0
         lse = query.new_full((num_heads, query.shape[0]), -float("inf"), dtype=torch.float32)
     else:
@@ -267,13 +299,19 @@ def attention_forward(
     options = score_options(
         bias, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, window_left, window_right, top_left, softcap, dropout_p
     )
-    tile = attention_forward_tile(kernel_facts(query.device).arch, head_dim, value_dim, **tile_options(options))
+    needs = tile_options(options)
+    needs["crowded"] |= block_table is not None
+    tile = attention_forward_tile(kernel_facts(query.device).arch, head_dim, value_dim, **needs)
     arguments = {
         **score_arguments(
             readable(query), readable(key), readable(value), bias, alibi_slopes, sinks, dropout_seed,
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right, softcap,
             dropout_p,
         ),
+        "block_table": None if block_table is None else block_table.contiguous(),
+        "max_pages": 0 if block_table is None else block_table.shape[1],
+        "num_pages": 0 if block_table is None else key.shape[0],
+        "PAGE_SIZE": 0 if block_table is None else max(1, key.shape[2]),
         "output": out,
         "lse": lse,
         **strides("o", out),

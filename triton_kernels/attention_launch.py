@@ -49,9 +49,12 @@ def attention_constexprs(
     }
 
 
-def packed_lengths(query: Tensor, key: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> tuple[int, int]:
+def packed_lengths(
+    query: Tensor, key: Tensor, block_table: Tensor | None, max_seqlen_q: int, max_seqlen_k: int
+) -> tuple[int, int]:
     """The bounds of a packed call: none larger than its tensor, so that neither grids nor window sums overflow."""
-    return min(max_seqlen_q, query.shape[0]), min(max_seqlen_k, key.shape[0])
+    num_keys = key.shape[0] if block_table is None else block_table.shape[1] * key.shape[2]
+    return min(max_seqlen_q, query.shape[0]), min(max_seqlen_k, num_keys)
 
 
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")

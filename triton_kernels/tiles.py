@@ -57,7 +57,8 @@ def attention_forward_tile(
 ) -> AttentionTile:
     """Tile of `attention_forward_kernel`.
 
-    ``masked``: causal or window; ``crowded``: bias, ALiBi, softcap or dropout, which need registers for every score.
+    ``masked``: causal or window; ``crowded``: bias, ALiBi, softcap or dropout, which need registers for every score, or
+    pages, which need them for every key.
     So far neither ``arch`` nor ``masked`` changes the choice: every tile fits the 99 KB of the smallest architecture
     (AOT), and no GPU has been at hand to show that another one is faster.
     """
@@ -116,7 +117,7 @@ def describe_attention(
     facts: DeviceFacts, head_dim: int, value_dim: int, features: frozenset[str]
 ) -> tuple[str, AttentionTile]:
     """The forward kernel's name and tile, for ``fastattn.explain``; ``features`` as in fastattn.support."""
-    crowded = bool(features & {"mask", "bias", "alibi", "softcap", "dropout"})
+    crowded = bool(features & {"mask", "bias", "alibi", "softcap", "dropout", "paged"})
     masked = bool(features & {"causal", "window"})
     return "attention_forward.attention_forward_kernel", attention_forward_tile(
         facts.arch, head_dim, value_dim, masked, crowded

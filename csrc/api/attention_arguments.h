@@ -32,14 +32,37 @@ inline void check_dense(const char* op, const Tensor& query, const Tensor& key, 
     check_shape(op, "value", value, {key.size(0), key.size(1), key.size(2), value.size(3)});
 }
 
-// [total, heads, head_dim]; `cu_seqlens` int32 [batch + 1].
-inline void check_packed(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
-                         const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k) {
+// [total, heads, head_dim].
+inline void check_packed(const char* op, const Tensor& query, const Tensor& key, const Tensor& value) {
     check_rank(op, "query", query, 3);
     check_rank(op, "key", key, 3);
     check_rank(op, "value", value, 3);
     check_shape(op, "key", key, {key.size(0), key.size(1), query.size(2)});
     check_shape(op, "value", value, {key.size(0), key.size(1), value.size(2)});
+}
+
+// Query packed; keys and values in pages, [num_pages, heads, page_size, head_dim]; `block_table` int32
+// [batch, max_pages].
+inline void check_paged(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
+                        const Tensor& block_table, int64_t batch) {
+    check_rank(op, "query", query, 3);
+    check_rank(op, "key", key, 4);
+    check_rank(op, "value", value, 4);
+    check_shape(op, "key", key, {key.size(0), key.size(1), key.size(2), query.size(2)});
+    check_shape(op, "value", value, {key.size(0), key.size(1), key.size(2), value.size(3)});
+    for (const auto& [name, pages] : {std::pair{"key", key}, {"value", value}}) {
+        check(
+            pages.numel() == 0 || is_aligned(pages), op, name,
+            " is paged and never copied: its last dim must be contiguous, its base and strides multiples of 16 bytes");
+    }
+    check_rank(op, "block_table", block_table, 2);
+    check_shape(op, "block_table", block_table, {batch, block_table.size(1)});
+    check(block_table.scalar_type() == ScalarType::Int, op, "block_table must be int32, got ", dtype_text(block_table));
+    check_device(op, "block_table", block_table, query);
+}
+
+// The offsets of packed sequences, int32 [batch + 1].
+inline void check_offsets(const char* op, const Tensor& query, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k) {
     check_rank(op, "cu_seqlens_q", cu_seqlens_q, 1);
     check(cu_seqlens_q.size(0) > 0, op, "cu_seqlens_q must have at least 1 element");
     check_shape(op, "cu_seqlens_k", cu_seqlens_k, {cu_seqlens_q.size(0)});
@@ -53,11 +76,18 @@ inline void check_packed(const char* op, const Tensor& query, const Tensor& key,
 inline AttentionSizes check_attention(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
                                       const std::optional<Tensor>& bias, const std::optional<Tensor>& cu_seqlens_q,
                                       const std::optional<Tensor>& cu_seqlens_k, int64_t max_seqlen_q,
-                                      int64_t max_seqlen_k, int64_t largest_head_dim) {
+                                      int64_t max_seqlen_k, int64_t largest_head_dim,
+                                      const std::optional<Tensor>& block_table = std::nullopt) {
     const bool is_packed = cu_seqlens_q.has_value();
     check(is_packed == cu_seqlens_k.has_value(), op, "cu_seqlens_q and cu_seqlens_k must both be given, or neither");
+    check(is_packed || !block_table, op, "block_table must be None unless cu_seqlens_q is given");
     if (is_packed) {
-        check_packed(op, query, key, value, *cu_seqlens_q, *cu_seqlens_k);
+        check_offsets(op, query, *cu_seqlens_q, *cu_seqlens_k);
+        if (block_table) {
+            check_paged(op, query, key, value, *block_table, cu_seqlens_q->size(0) - 1);
+        } else {
+            check_packed(op, query, key, value);
+        }
         check_absent(op, "bias", bias);
         check(max_seqlen_q >= 0, op, "max_seqlen_q must not be negative, got ", max_seqlen_q);
         check(max_seqlen_k >= 0, op, "max_seqlen_k must not be negative, got ", max_seqlen_k);
@@ -78,7 +108,9 @@ inline AttentionSizes check_attention(const char* op, const Tensor& query, const
     if (!is_packed) {
         return {dtype, false, query.size(0), heads, key_heads, query.size(2), key.size(2), head_dim, value_dim};
     }
-    const int64_t rows = std::min(max_seqlen_q, query.size(0)), keys = std::min(max_seqlen_k, key.size(0));
+    const int64_t all_keys = block_table ? block_table->size(1) * key.size(2) : key.size(0);
+    const int64_t rows = std::min(max_seqlen_q, query.size(0)), keys = std::min(max_seqlen_k, all_keys);
+    check(!block_table || keys < int64_t{1} << 30, op, "pages must hold fewer than 2^30 keys a sequence, got ", keys);
     return {dtype, true, cu_seqlens_q->size(0) - 1, heads, key_heads, rows, keys, head_dim, value_dim};
 }
 
@@ -92,6 +124,29 @@ inline PackedParams packed_params(const char* op, const Tensor& query, const Ten
     return {static_cast<const int32_t*>(cu_seqlens_q->data_ptr()),
             static_cast<const int32_t*>(cu_seqlens_k->data_ptr()), to_int32(op, "query", query.size(0)),
             to_int32(op, "key", key.size(0))};
+}
+
+inline PageStrides page_strides(const char* op, const char* name, const Tensor& pages) {
+    const auto chunks = [&](int64_t dim) {
+        constexpr int64_t kChunkElements = 8;
+        const int64_t stride = pages.size(dim) > 1 ? pages.stride(dim) / kChunkElements : 0;
+        check(stride <= std::numeric_limits<uint32_t>::max(), op, name, " must have strides below 64 GiB");
+        return static_cast<uint32_t>(stride);
+    };
+    return {chunks(0), chunks(2)};
+}
+
+// What a kernel is told of pages; the table, contiguous, is kept.
+inline PagedParams paged_params(const char* op, const Tensor& key, const Tensor& value,
+                                std::optional<Tensor>& block_table) {
+    block_table = torch::stable::contiguous(*block_table);
+    const int32_t page_size = to_int32(op, "key", key.size(2));
+    return {static_cast<const int32_t*>(block_table->data_ptr()),
+            to_int32(op, "block_table", block_table->size(1)),
+            page_size,
+            Divisor::of(std::max(page_size, 1)),
+            page_strides(op, "key", key),
+            page_strides(op, "value", value)};
 }
 
 // Shaped like `like` but for the last dim. Dense, in its memory order too: [batch, rows, heads, last_dim] if its heads

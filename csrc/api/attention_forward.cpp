@@ -32,10 +32,12 @@ void launch_plain(const AttentionForwardParams& params, const AttentionSizes& si
     });
 }
 
-void launch_with_options(const AttentionOptionsParams& params, const AttentionSizes& sizes, Stream stream) {
+void launch_with_options(const AttentionOptionsParams& params, const AttentionSizes& sizes, bool paged, Stream stream) {
     dispatch_at_least(ForwardOptionsHeadDims{}, sizes.widest(), [&](auto head_dim) {
         dispatch_value(DataTypes{}, sizes.dtype, [&](auto data_type) {
-            launch_attention_forward_options_sm80<head_dim.value, data_type.value>(params, stream);
+            dispatch_bool(paged, [&](auto is_paged) {
+                launch_attention_forward_options_sm80<head_dim.value, data_type.value, is_paged.value>(params, stream);
+            });
         });
     });
 }
@@ -47,9 +49,10 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
                                              std::optional<Tensor> dropout_seed, std::optional<Tensor> cu_seqlens_q,
                                              std::optional<Tensor> cu_seqlens_k, int64_t max_seqlen_q,
                                              int64_t max_seqlen_k, double scale, int64_t window_left,
-                                             int64_t window_right, bool top_left, double softcap, double dropout_p) {
+                                             int64_t window_right, bool top_left, double softcap, double dropout_p,
+                                             std::optional<Tensor> block_table) {
     const AttentionSizes sizes = check_attention(kOp, query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-                                                 max_seqlen_k, largest(ForwardOptionsHeadDims{}));
+                                                 max_seqlen_k, largest(ForwardOptionsHeadDims{}), block_table);
     Tensor out = empty_like_heads(query, sizes.value_dim), lse = empty_rows(query);
     if (sizes.is_packed) {  // rows that belong to no sequence
         torch::stable::zero_(out);
@@ -61,12 +64,15 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     AttentionOptionsParams params{};
     AttentionForwardParams& attention = params.attention;
     attention.query = heads_view<const uint16_t>(kOp, "query", aligned_query, sizes.query_sequences());
-    attention.key = heads_view<const uint16_t>(kOp, "key", aligned_key, sizes.key_sequences());
-    attention.value = heads_view<const uint16_t>(kOp, "value", aligned_value, sizes.key_sequences());
+    const Sequences key_sequences =
+        block_table ? Sequences{/*are_packed=*/false, key.size(0), sizes.keys} : sizes.key_sequences();
+    attention.key = heads_view<const uint16_t>(kOp, "key", aligned_key, key_sequences);
+    attention.value = heads_view<const uint16_t>(kOp, "value", aligned_value, key_sequences);
     attention.out = heads_view<uint16_t>(kOp, "out", out, sizes.query_sequences());
     attention.lse = rows_view(lse, attention.query);
     attention.heads_per_group = heads_per_group(attention.query, attention.key);
     params.packed = packed_params(kOp, query, key, cu_seqlens_q, cu_seqlens_k);
+    if (block_table) params.paged = paged_params(kOp, key, value, block_table);
 
     const ScoreOptions options{bias,        alibi_slopes, sinks,    dropout_seed, scale,
                                window_left, window_right, top_left, softcap,      dropout_p};
@@ -78,7 +84,7 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     } else {
         ScoreTensors kept;
         params.scores = score_params(kOp, options, query, sizes, kept);
-        launch_with_options(params, sizes, device.stream());
+        launch_with_options(params, sizes, block_table.has_value(), device.stream());
     }
     return {out, lse};
 }

@@ -9,7 +9,7 @@ namespace fastattn {
 template <int kHeadDim, DataType kDataType, bool kCausal>
 void launch_attention_forward_sm80(const AttentionForwardParams& params, Stream stream);
 
-template <int kHeadDim, DataType kDataType>
+template <int kHeadDim, DataType kDataType, bool kPaged>
 void launch_attention_forward_options_sm80(const AttentionOptionsParams& params, Stream stream);
 
 }  // namespace fastattn

@@ -1,10 +1,11 @@
 // Attention forward with every option: what forward_sm80.cuh computes, with softcap, ALiBi or a bias on the scores, any
-// window, sinks, dropout, packed sequences, and head dims below the kernel's.
+// window, sinks, dropout, packed sequences, keys in pages, and head dims below the kernel's.
 //
 // CTA, warps (of 16 rows) and pipeline are those of forward_sm80.cuh; see there. A step has two more parts: the
 // scores are finished before the softmax, and P is thinned after it. Which options there are is decided at run time,
 // alike for a whole CTA. Tiles that no row sees are not visited; those that are seen in part, and all where there is
-// a bias, are computed with masks. Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim.
+// a bias, are computed with masks. kPaged: a thread looks up where its rows of the next tile lie while this one is
+// computed. Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim.
 #pragma once
 
 #include <string>
@@ -16,6 +17,7 @@
 #include "device/dropout.cuh"
 #include "device/fragment.cuh"
 #include "device/nonfinite.cuh"
+#include "device/paged_rows.cuh"
 #include "device/ptx/cp_async.cuh"
 #include "device/scores.cuh"
 #include "device/softmax.cuh"
@@ -50,7 +52,7 @@ struct alignas(128) ForwardOptionsStorageSm80 {
                   "sm_86, sm_89, sm_120");
 };
 
-template <int kHeadDim, DataType kDataType>
+template <int kHeadDim, DataType kDataType, bool kPaged>
 __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThreads,
                                   ForwardOptionsConfigSm80<kHeadDim>::kMinCtasPerSm)
     attention_forward_options_sm80(const __grid_constant__ AttentionOptionsParams params) {
@@ -69,7 +71,8 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     const Sequence rows =
         sequence_of(params.packed.cu_seqlens_q, tile.batch, params.packed.total_q, attention.query.rows);
     const Sequence keys =
-        sequence_of(params.packed.cu_seqlens_k, tile.batch, params.packed.total_k, attention.key.rows);
+        kPaged ? Sequence{0, paged_keys(params.packed.cu_seqlens_k, tile.batch, attention.key.rows)}
+               : sequence_of(params.packed.cu_seqlens_k, tile.batch, params.packed.total_k, attention.key.rows);
     const int32_t first_row = tile.idx * kBlockM;
     if (first_row >= rows.length) return;
     const int32_t last_row = min(first_row + kBlockM, rows.length) - 1;
@@ -89,14 +92,32 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     // Producer: every thread copies its chunks of each tile. Tiles of keys go from the last to the first.
     int32_t key_tile = end_tile - 1;
     const uint16_t* gQ = row_pointer(attention.query, tile.batch, tile.head, rows.begin + first_row);
-    const uint16_t* gK = row_pointer(attention.key, tile.batch, kv_head, keys.begin + key_tile * kBlockN);
-    const uint16_t* gV = row_pointer(attention.value, tile.batch, kv_head, keys.begin + key_tile * kBlockN);
     TileLoader<kBlockM, kHeadDim, Config::kNumThreads> load_q(shared.sQ, gQ, attention.query.row_stride, threadIdx.x,
                                                               attention.query.head_dim);
-    TileLoader<kBlockN, kHeadDim, Config::kNumThreads> load_k(shared.sK, gK, attention.key.row_stride, threadIdx.x,
-                                                              attention.key.head_dim);
-    TileLoader<kBlockN, kHeadDim, Config::kNumThreads> load_v(shared.sV, gV, attention.value.row_stride, threadIdx.x,
-                                                              attention.value.head_dim);
+    using PagedLoader = PagedTileLoader<kBlockN, kHeadDim, Config::kNumThreads>;
+    const auto loader_of = [&](uint16_t* sTile, const HeadsView<const uint16_t>& view, const PageStrides& strides) {
+        if constexpr (kPaged) {
+            return PagedLoader(sTile, view, strides, kv_head, threadIdx.x);
+        } else {
+            const uint16_t* gTile = row_pointer(view, tile.batch, kv_head, keys.begin + key_tile * kBlockN);
+            return TileLoader<kBlockN, kHeadDim, Config::kNumThreads>(sTile, gTile, view.row_stride, threadIdx.x,
+                                                                      view.head_dim);
+        }
+    };
+    auto load_k = loader_of(shared.sK, attention.key, params.paged.key);
+    auto load_v = loader_of(shared.sV, attention.value, params.paged.value);
+    const PageTable table(params.paged, tile.batch, attention.key.batch, keys.length);
+    typename PagedLoader::Rows own_rows;  // of the tile that is copied next
+    const auto find_rows = [&](int32_t first_key) {
+        if constexpr (kPaged) own_rows.find(table, first_key, threadIdx.x);
+    };
+    const auto load = [&](auto& loader, int32_t num_rows) {
+        if constexpr (kPaged) {
+            loader.load(own_rows);
+        } else {
+            loader.template load<true>(num_rows);
+        }
+    };
 
     const SwizzledBlocks<kHeadDim> sQ(shared.sQ + warp * kWarpM * Config::kRowElements, ldmatrix_lane(lane));
     const SwizzledBlocks<kHeadDim> sK(shared.sK, ldmatrix_lane_b(lane));  // [kBlockN, kHeadDim]
@@ -108,9 +129,15 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         float rS[kTilesM][kTilesN][4];  // [kWarpM, kBlockN]: scores, then probabilities
 
         ptx::cp_async_wait_group<0>();  // K, and at first Q
-        __syncthreads();                // K is there for all; all are done with the V before: it may be overwritten
-        load_v.template load<true>(keys.length - first_key);
+        bool some_absent = false;
+        if constexpr (kPaged) {
+            some_absent = __syncthreads_or(own_rows.has_hole(table, first_key, threadIdx.x));
+        } else {
+            __syncthreads();
+        }  // K is there for all; all are done with the V before: it may be overwritten
+        load(load_v, keys.length - first_key);
         ptx::cp_async_commit_group();
+        if (!is_last) find_rows(first_key - kBlockN);
         gemm_qk<kDataType>(rS, sQ, sK);
 
         ptx::cp_async_wait_group<0>();  // V
@@ -120,10 +147,11 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         } else {
             __syncthreads();
         }  // V is there for all; all are done with K: it may be overwritten
-        if (!is_last) load_k.template load<true>(kBlockN);
+        if (!is_last) load(load_k, kBlockN);
         ptx::cp_async_commit_group();
 
         scores.template apply<kMasked>(rS, warp_row, first_key, lane);
+        if (some_absent) mask_absent(rS, table, first_key, lane);
         softmax.template update<true>(rS, rO);
         if (options.dropout_seed != nullptr) dropout.apply(rS, warp_row, first_key, lane);
         if (some_nonfinite) {
@@ -136,8 +164,9 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     };
 
     if (key_tile >= begin_tile) {
+        find_rows(key_tile * kBlockN);
         load_q.template load<true>(rows.length - first_row);
-        load_k.template load<true>(keys.length - key_tile * kBlockN);
+        load(load_k, keys.length - key_tile * kBlockN);
         ptx::cp_async_commit_group();
     }
     for (; key_tile >= begin_tile; --key_tile) {
@@ -164,17 +193,17 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     });
 }
 
-template <int kHeadDim, DataType kDataType>
+template <int kHeadDim, DataType kDataType, bool kPaged>
 void launch_attention_forward_options_sm80(const AttentionOptionsParams& params, Stream stream) {
     using Config = ForwardOptionsConfigSm80<kHeadDim>;
     const HeadsView<const uint16_t>& query = params.attention.query;
     const int64_t num_tiles = ceil_div(query.rows, Config::kBlockM);
-    static const std::string name =
-        "attention_forward_options_sm80<" + std::to_string(kHeadDim) + ", " + to_string(kDataType) + ">";
+    static const std::string name = "attention_forward_options_sm80<" + std::to_string(kHeadDim) + ", " +
+                                    to_string(kDataType) + (kPaged ? ", paged>" : ">");
     const int64_t num_ctas = num_tiles * query.heads * query.batch;
     const Launch launch{name.c_str(), /*compute_capability=*/80, num_ctas, Config::kNumThreads,
                         sizeof(ForwardOptionsStorageSm80<Config>)};
-    launch_kernel(attention_forward_options_sm80<kHeadDim, kDataType>, launch, params, stream);
+    launch_kernel(attention_forward_options_sm80<kHeadDim, kDataType, kPaged>, launch, params, stream);
 }
 
 }  // namespace fastattn

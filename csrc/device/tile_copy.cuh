@@ -21,12 +21,11 @@ __device__ __forceinline__ float* row_pointer(const RowsView& view, int32_t batc
     return view.data + batch * view.batch_stride + head * view.head_stride;
 }
 
-// The tiles of one tensor, copied one after the other into one place. A pass copies a rectangle, one chunk a thread
-// and neighbouring chunks by neighbouring threads. A thread always has the same chunks of a tile, and may look at
-// them before the barrier that shares the tile. kDirection: whether the tile after this one is the one below (1) or
-// above (-1) it; the passes of a tile go the same way.
-template <int kRows, int kHeadDim, int kThreads, int kDirection = -1>
-struct TileLoader {
+// A thread's chunks of a tile [kRows, kHeadDim]. A pass copies a rectangle, one chunk a thread and neighbouring chunks
+// by neighbouring threads. A thread always has the same chunks of a tile, and may look at them before the barrier that
+// shares the tile. kDirection: whether the passes go down (1) or up (-1) the rows.
+template <int kRows, int kHeadDim, int kThreads, int kDirection>
+struct TileChunks {
     using Layout = Swizzle<kHeadDim>;
     static constexpr int kNumRows = kRows;
     // One period of a row, 64 or 128 bytes, or more where the tile has fewer rows than would go with that.
@@ -37,37 +36,12 @@ struct TileLoader {
     static_assert(kRows % kRowsPerPass == 0 && Layout::kChunksPerRow % kChunksPerPass == 0,
                   "passes must cover the tile exactly");
 
-    int head_dim;            // what rows have of elements; beyond there are zeros
-    char* sChunk;            // where this thread's first chunk goes
-    const uint16_t* gChunk;  // where it comes from in the next pass
-    int64_t pass_stride;
+    int head_dim;  // what rows have of elements; beyond there are zeros
+    char* sChunk;  // where this thread's first chunk goes
 
-    // The first tile to load starts at gTile. Its rows have head_dim elements; what is beyond becomes zero.
-    __device__ __forceinline__ TileLoader(uint16_t* sTile, const uint16_t* gTile, int64_t row_stride, int thread,
-                                          int head_dim = kHeadDim)
-        : head_dim(head_dim), pass_stride(kRowsPerPass * row_stride) {
-        const int row = thread / kChunksPerPass, chunk = thread % kChunksPerPass;
-        sChunk = reinterpret_cast<char*>(sTile) + Layout::offset(row, chunk);
-        gChunk = gTile + row * row_stride + row_pass(0) * pass_stride + chunk * kChunkElements;
-    }
-
-    // The tile to load next starts so many elements further on.
-    __device__ __forceinline__ void skip(int64_t elements) { gChunk += elements; }
-
-    // Starts to copy a tile, and goes on to the next. kPartial: only the first num_rows rows exist; the others become
-    // zero, and are not read.
-    template <bool kPartial>
-    __device__ __forceinline__ void load(int num_rows) {
-        const int thread = ptx::opaque(threadIdx.x);  // what follows from it need not stay in registers
-        const int rows_from_here = num_rows - thread / kChunksPerPass;
-        const int chunks_from_here = head_dim / kChunkElements - thread % kChunksPerPass;
-        for_own_chunks([&](int first_row, int first_chunk, char* destination) {
-            const bool exists = first_chunk < chunks_from_here && (!kPartial || first_row < rows_from_here);
-            ptx::cp_async_cg_16(shared_address(destination), gChunk + first_chunk * kChunkElements,
-                                exists ? kChunkBytes : 0);
-            if (first_chunk + kChunksPerPass == Layout::kChunksPerRow) gChunk += kDirection * pass_stride;
-        });
-    }
+    __device__ __forceinline__ TileChunks(uint16_t* sTile, int thread, int head_dim)
+        : head_dim(head_dim),
+          sChunk(reinterpret_cast<char*>(sTile) + Layout::offset(thread / kChunksPerPass, thread % kChunksPerPass)) {}
 
     // Calls function(uint32_t& pair_of_elements) for all that this thread has copied.
     template <typename Function>
@@ -83,7 +57,7 @@ struct TileLoader {
         });
     }
 
-  private:
+  protected:
     __device__ __forceinline__ static constexpr int row_pass(int i) { return kDirection > 0 ? i : kRowPasses - 1 - i; }
 
     // Calls function(first row, first chunk of the pass, where this thread's chunk is in shared memory).
@@ -97,6 +71,44 @@ struct TileLoader {
                 function(first_row, first_chunk, sChunk + first_row * Layout::kRowBytes + first_chunk * kChunkBytes);
             }
         }
+    }
+};
+
+// The tiles of one tensor, copied one after the other into one place. kDirection: whether the tile after this one is
+// the one below (1) or above (-1) it.
+template <int kRows, int kHeadDim, int kThreads, int kDirection = -1>
+struct TileLoader : TileChunks<kRows, kHeadDim, kThreads, kDirection> {
+    using Chunks = TileChunks<kRows, kHeadDim, kThreads, kDirection>;
+    using Chunks::kChunksPerPass, Chunks::kRowsPerPass, Chunks::head_dim;
+    using typename Chunks::Layout;
+
+    const uint16_t* gChunk;  // where this thread's chunk comes from in the next pass
+    int64_t pass_stride;
+
+    // The first tile to load starts at gTile. Its rows have head_dim elements; what is beyond becomes zero.
+    __device__ __forceinline__ TileLoader(uint16_t* sTile, const uint16_t* gTile, int64_t row_stride, int thread,
+                                          int head_dim = kHeadDim)
+        : Chunks(sTile, thread, head_dim), pass_stride(kRowsPerPass * row_stride) {
+        const int row = thread / kChunksPerPass, chunk = thread % kChunksPerPass;
+        gChunk = gTile + row * row_stride + Chunks::row_pass(0) * pass_stride + chunk * kChunkElements;
+    }
+
+    // The tile to load next starts so many elements further on.
+    __device__ __forceinline__ void skip(int64_t elements) { gChunk += elements; }
+
+    // Starts to copy a tile, and goes on to the next. kPartial: only the first num_rows rows exist; the others become
+    // zero, and are not read.
+    template <bool kPartial>
+    __device__ __forceinline__ void load(int num_rows) {
+        const int thread = ptx::opaque(threadIdx.x);  // what follows from it need not stay in registers
+        const int rows_from_here = num_rows - thread / kChunksPerPass;
+        const int chunks_from_here = head_dim / kChunkElements - thread % kChunksPerPass;
+        Chunks::for_own_chunks([&](int first_row, int first_chunk, char* destination) {
+            const bool exists = first_chunk < chunks_from_here && (!kPartial || first_row < rows_from_here);
+            ptx::cp_async_cg_16(shared_address(destination), gChunk + first_chunk * kChunkElements,
+                                exists ? kChunkBytes : 0);
+            if (first_chunk + kChunksPerPass == Layout::kChunksPerRow) gChunk += kDirection * pass_stride;
+        });
     }
 };
 

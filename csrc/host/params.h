@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "host/divisor.h"
+
 struct CUstream_st;  // what a cudaStream_t points to
 
 namespace fastattn {
@@ -60,6 +62,21 @@ struct PackedParams {
     int32_t total_q, total_k;
 };
 
+// Between pages, and between the rows of one, in units of 16 bytes: 32 bits each, so that an address is two products.
+struct PageStrides {
+    uint32_t page, row;
+};
+
+// Packed queries over keys in pages: the views of keys and values then have a page as a batch, and the bound of all
+// lengths as rows. The lengths are differences of cu_seqlens_k. Neither these nor the table are trusted: see
+// device/paged_rows.cuh.
+struct PagedParams {
+    const int32_t* block_table;  // [batch, max_pages]
+    int32_t max_pages, page_size;
+    Divisor by_page_size;
+    PageStrides key, value;
+};
+
 // What a score becomes between Q·Kᵀ and the softmax, and which of them count.
 struct ScoreParams {
     static constexpr int32_t kUnbounded = -1;
@@ -81,6 +98,7 @@ struct ScoreParams {
 struct AttentionOptionsParams {
     AttentionForwardParams attention;  // scale and causal_offset stand in `scores`
     PackedParams packed;
+    PagedParams paged;  // for the kernels of pages alone
     ScoreParams scores;
 };
 

@@ -26,6 +26,7 @@ from fastattn.checks import (
 )
 from fastattn.dispatch import Call, choose, only_torch_handles
 from fastattn.errors import InputError
+from fastattn.layout import ALIGNMENT_BYTES, reason_to_copy
 from fastattn.plans import Plans
 
 # The original of what patch_sdpa() replaces.
@@ -34,8 +35,8 @@ torch_sdpa = torch._C._nn.scaled_dot_product_attention
 UNBOUNDED = -1
 
 
-# query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k
-_Tensors: TypeAlias = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
+# query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table
+_Tensors: TypeAlias = tuple[Any, Any, Any, Any, Any, Any, Any, Any, Any]
 # max_seqlen_q, max_seqlen_k, causal, window, softcap, dropout_p, scale
 _Options: TypeAlias = tuple[int, int, bool, Any, float, float, float | None]
 
@@ -96,7 +97,7 @@ def attention(
         InputError, TypeError: an argument that the host can see is wrong.
     """
     return _attend(
-        (query, key, value, bias, alibi_slopes, sinks, None, None),
+        (query, key, value, bias, alibi_slopes, sinks, None, None, None),
         (0, 0, causal, window, softcap, dropout_p, scale),
         dropout_seed,
         deterministic,
@@ -113,6 +114,7 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
+    block_table: Tensor | None = None,
     causal: bool = False,
     window: tuple[int, int] = (UNBOUNDED, UNBOUNDED),
     softcap: float = 0.0,
@@ -126,13 +128,21 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``attention`` over sequences of different lengths, packed one after the other without padding.
 
+    With a ``block_table`` the keys and values lie in the pages of a cache: prompts are taken in chunk by chunk, ragged,
+    while every chunk attends to all that its sequence has in the cache (``PagedKVCache`` has an example).
+
     Args:
-        query: ``[total_q, Hq, D]``; key: ``[total_k, Hkv, D]``; value: ``[total_k, Hkv, Dv]``.
+        query: ``[total_q, Hq, D]``; key: ``[total_k, Hkv, D]``; value: ``[total_k, Hkv, Dv]``. With a ``block_table``
+            key and value are pages, ``[num_pages, Hkv, page_size, D]`` and ``[num_pages, Hkv, page_size, Dv]``. They
+            are never copied: on a GPU the last dim must be contiguous, and the base and the strides multiples of 16
+            bytes.
         cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]`` on the device: sequence ``b`` is the rows from ``cu_seqlens[b]``
-        up to
-            ``cu_seqlens[b + 1]``. They are not read back; where they are wrong, rows count as absent.
-            ``FASTATTN_CHECK=1`` reads them and raises.
+            up to ``cu_seqlens[b + 1]``. They are not read back; where they are wrong, rows count as absent.
+            ``FASTATTN_CHECK=1`` reads them and raises. Of keys in pages, ``cu_seqlens_k`` gives the number alone.
         max_seqlen_q, max_seqlen_k: the longest lengths; what a sequence has beyond them is absent.
+        block_table: int32 ``[B, max_pages]``: the pages of each sequence, in order; key ``j`` is row ``j % page_size``
+            of page ``block_table[b, j // page_size]``. Where an entry names no page, its keys are absent. Gradients
+            over pages are PyTorch's, through a copy of all that the table names.
         alibi_slopes: ``[Hq]`` or ``[B, Hq]``. The other options are those of ``attention``.
 
     Returns:
@@ -143,8 +153,9 @@ def attention_varlen(
     """
     check_tensor("cu_seqlens_q", cu_seqlens_q)
     check_tensor("cu_seqlens_k", cu_seqlens_k)
+    check_tensor("block_table", block_table, optional=True)
     return _attend(
-        (query, key, value, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k),
+        (query, key, value, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table),
         (max_seqlen_q, max_seqlen_k, causal, window, softcap, dropout_p, scale),
         dropout_seed,
         deterministic,
@@ -159,7 +170,7 @@ def _attend(
     deterministic: bool | None,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k = tensors
+    query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
     check_bool("return_lse", return_lse)
@@ -167,7 +178,9 @@ def _attend(
         check_bool("deterministic", deterministic)
     cast = autocast_dtype(query.device.type)
     if cast is not None:
-        query, key, value = (autocast_to(cast, t) for t in (query, key, value))
+        query = autocast_to(cast, query)
+        if block_table is None:  # pages are what they are
+            key, value = autocast_to(cast, key), autocast_to(cast, value)
         if isinstance(bias, Tensor) and bias.dtype != torch.float32:  # float32 goes with every query: it stays exact
             bias = autocast_to(cast, bias)
         tensors = (query, key, value, bias, *tensors[4:])
@@ -176,7 +189,12 @@ def _attend(
     if cu_seqlens_q is not None and device_checks_are_on():
         assert cu_seqlens_k is not None
         _check_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], options[0])
-        _check_offsets("cu_seqlens_k", cu_seqlens_k, key.shape[0], options[1])
+        _check_offsets("cu_seqlens_k", cu_seqlens_k, None if block_table is not None else key.shape[0], options[1])
+        if block_table is not None:
+            lengths, capacity = cu_seqlens_k.diff(), block_table.shape[1] * key.shape[2]
+            longest = max(lengths.tolist(), default=0)
+            expect(longest <= capacity, "block_table", f"room for the {longest} keys of a sequence", f"{capacity}")
+            check_pages(block_table, lengths, key.shape[0], key.shape[2])
     seed = None
     if plan.dropout_p > 0 and dropout_seed is not None:
         seed = seed_tensor(dropout_seed, query.device)
@@ -192,6 +210,9 @@ def _attend(
         with without_autocast(query.device.type):
             out, lse = _reference(tensors, plan, seed, options[:2])
     else:
+        if block_table is not None:
+            for name, pages in (("key", key), ("value", value)):
+                check_uncopied(name, pages, "pages are never copied")
         out, lse = ops.attention(
             choice.backend,
             query,
@@ -211,6 +232,7 @@ def _attend(
             False,
             plan.softcap,
             plan.dropout_p,
+            block_table,
             needs_grad=plan.needs_grad,
             deterministic=is_deterministic(deterministic),
             head_dims=choice.padded,
@@ -222,7 +244,7 @@ def _attend(
 def _reference(
     tensors: _Tensors, plan: Plan, seed: Tensor | None, max_seqlens: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k = tensors
+    query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
     options: dict[str, Any] = {
         "window": plan.window,
         "softcap": plan.softcap,
@@ -234,16 +256,25 @@ def _reference(
     }
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return reference.attention(query, key, value, bias=bias, **options)
-    return reference.attention_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, *max_seqlens, **options)
+    return reference.attention_varlen(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, *max_seqlens, block_table=block_table, **options
+    )
 
 
 def _check_and_plan(tensors: _Tensors, options: _Options) -> Plan:
-    query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k = tensors
+    query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
     max_seqlen_q, max_seqlen_k, causal, window, softcap, dropout_p, scale = options
     packed = cu_seqlens_q is not None
     layouts = ("[total_q, Hq, D]", "[total_k, Hkv, D]", "[total_k, Hkv, Dv]")
     if not packed:
         layouts = ("[B, Hq, Sq, D]", "[B, Hkv, Sk, D]", "[B, Hkv, Sk, Dv]")
+    elif block_table is not None:
+        layouts = (layouts[0], "[num_pages, Hkv, page_size, D]", "[num_pages, Hkv, page_size, Dv]")
+        if torch.int8 in (key.dtype, value.dtype):
+            raise InputError(
+                f"key: expected pages of the query's dtype, {query.dtype}, got int8 ones; attention_with_kv_cache "
+                "takes those, with their scales"
+            )
     check_dtype("query", query, FLOATING)
     for name, tensor, layout in (("query", query, layouts[0]), ("key", key, layouts[1]), ("value", value, layouts[2])):
         check_rank(name, tensor, layout)
@@ -272,6 +303,12 @@ def _check_and_plan(tensors: _Tensors, options: _Options) -> Plan:
             check_shape(name, offsets, (batch + 1,), "[B + 1]")
         check_int("max_seqlen_q", max_seqlen_q, minimum=0)
         check_int("max_seqlen_k", max_seqlen_k, minimum=0)
+        if block_table is not None:
+            check_rank("block_table", block_table, "[B, max_pages]")
+            check_dtype("block_table", block_table, (torch.int32,))
+            check_same_device("block_table", block_table, query.device)
+            rows = list(block_table.shape)
+            expect(block_table.shape[0] == batch, "block_table", f"{batch} rows [B, max_pages]", rows)
         sizes = (batch, heads, kv_heads, max_seqlen_q, max_seqlen_k)
     else:
         batch = query.shape[0]
@@ -316,6 +353,8 @@ def _check_and_plan(tensors: _Tensors, options: _Options) -> Plan:
         features.add("value dim")
     if packed:
         features.add("varlen")
+    if block_table is not None:
+        features.update(("paged", "paged gradients") if needs_grad else ("paged",))
     call = Call(
         "attention",
         query.device,
@@ -382,13 +421,35 @@ def check_sinks(sinks: Any, device: torch.device, heads: int) -> None:
     check_shape("sinks", sinks, (heads,), "[Hq]")
 
 
-def _check_offsets(name: str, offsets: Tensor, total: int, max_seqlen: int) -> None:
-    """Reads the offsets back: only with ``FASTATTN_CHECK=1``."""
+def check_uncopied(name: str, cache: Tensor, why: str) -> None:
+    """Raises where a kernel cannot read a cache where it lies; ``why`` it is not copied then."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return  # such a tensor has no address
+    reason = reason_to_copy(cache)
+    if reason is not None:
+        wanted = f"a contiguous last dimension, and base and strides that are multiples of {ALIGNMENT_BYTES} bytes"
+        raise InputError(f"{name}: expected {wanted}, since {why}, got strides {cache.stride()}: {reason}")
+
+
+def check_pages(block_table: Tensor, lengths: Tensor, num_pages: int, page_size: int) -> None:
+    """Reads the pages of tokens back: only with ``FASTATTN_CHECK=1``."""
+    first_token = torch.arange(block_table.shape[1], device=block_table.device) * page_size
+    is_used = first_token < lengths[:, None]
+    wrong = is_used & ((block_table < 0) | (block_table >= num_pages))
+    if bool(wrong.any()):
+        sequence, page = wrong.nonzero()[0].tolist()
+        came = f"{int(block_table[sequence, page])} as page {page} of sequence {sequence}"
+        expect(False, "block_table", f"pages from 0 to {num_pages - 1}", came)
+
+
+def _check_offsets(name: str, offsets: Tensor, total: int | None, max_seqlen: int) -> None:
+    """Reads the offsets back: only with ``FASTATTN_CHECK=1``. ``total``: of packed rows; None: of no tensor's."""
     values = offsets.tolist()
     lengths = [end - begin for begin, end in pairwise(values)]
-    expect(values[0] == 0, name, "0 as the first offset", values[0])
     expect(min(lengths, default=0) >= 0, name, "offsets that do not decrease", values)
-    expect(values[-1] == total, name, f"{total} (the number of rows) as the last offset", values[-1])
+    if total is not None:
+        expect(values[0] == 0, name, "0 as the first offset", values[0])
+        expect(values[-1] == total, name, f"{total} (the number of rows) as the last offset", values[-1])
     longest = max(lengths, default=0)
     expect(
         longest <= max_seqlen, name.replace("cu", "max").replace("seqlens", "seqlen"), f"at least {longest}", max_seqlen

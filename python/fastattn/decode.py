@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from fastattn import ops, reference
-from fastattn.attention import UNBOUNDED, check_sinks, check_slopes, check_window, default_scale
+from fastattn.attention import (
+    UNBOUNDED,
+    check_pages,
+    check_sinks,
+    check_slopes,
+    check_uncopied,
+    check_window,
+    default_scale,
+)
 from fastattn.autocast import autocast_dtype, autocast_to, without_autocast
 from fastattn.checks import (
     FLOATING,
@@ -25,7 +33,6 @@ from fastattn.checks import (
 )
 from fastattn.dispatch import Call, choose, only_torch_handles
 from fastattn.errors import InputError
-from fastattn.layout import ALIGNMENT_BYTES, reason_to_copy
 from fastattn.plans import Plans
 
 
@@ -173,9 +180,8 @@ def attention_with_kv_cache(
                 scale=plan.scale,
             )
     else:
-        if not torch.compiler.is_compiling():  # a traced tensor has no address
-            for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-                _check_layout(name, cache)
+        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            check_uncopied(name, cache, "it is written in place")
         out, lse = ops.attention_decode(
             choice.backend,
             query,
@@ -208,15 +214,6 @@ def _refuse_gradients(tensors: _Tensors) -> None:
                 f"{name}: expected a tensor that needs no gradient, since attention over a cache is for inference only "
                 "(use torch.no_grad(), or fastattn.attention to train), got one with requires_grad=True"
             )
-
-
-def _check_layout(name: str, cache: Tensor) -> None:
-    reason = reason_to_copy(cache)
-    if reason is not None:
-        wanted = f"a contiguous last dimension, and base and strides that are multiples of {ALIGNMENT_BYTES} bytes"
-        raise InputError(
-            f"{name}: expected {wanted}, since it is written in place, got strides {cache.stride()}: {reason}"
-        )
 
 
 def _check_and_plan(t: _Tensors, options: _Options) -> _Plan:
@@ -375,12 +372,7 @@ def _check_device_memory(t: _Tensors) -> None:
             expect(length + num_new <= positions, "rotary_cos", f"{length + num_new} positions", positions)
     column = torch.arange(capacity, device=t.query.device)
     if t.block_table is not None:
-        used = column[::block_rows] < (t.cache_seqlens + num_new)[:, None] if block_rows else t.block_table < 0
-        wrong = used & ((t.block_table < 0) | (t.block_table >= t.k_cache.shape[0]))
-        if bool(wrong.any()):
-            sequence, page = wrong.nonzero()[0].tolist()
-            came = f"{int(t.block_table[sequence, page])} as page {page} of sequence {sequence}"
-            expect(False, "block_table", f"pages from 0 to {t.k_cache.shape[0] - 1}", came)
+        check_pages(t.block_table, t.cache_seqlens + num_new, t.k_cache.shape[0], block_rows)
     is_old = (column < t.cache_seqlens[:, None])[:, None]
     for name, scale in (("k_scale", t.k_scale), ("v_scale", t.v_scale)):
         if scale is None or capacity == 0 or scale.numel() == 0:

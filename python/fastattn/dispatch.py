@@ -246,7 +246,13 @@ def _reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) 
         takes = f"the {_NAMES[backend]} kernel takes {support.dtypes_text()}"
         return f"the dtype is {call.dtype}, and {takes}; cast or autocast."
     for name, dim in (("head dim", call.head_dim), ("value head dim", call.value_dim)):
-        if support.kernel_head_dim(dim) is None:
+        taken = support.kernel_head_dim(dim)
+        if "paged" in call.features and taken is not None and taken != dim:
+            return (
+                f"the {name} is {dim}, and the {_NAMES[backend]} kernel takes {support.head_dims_text()}; pages are "
+                "never copied, and hence not padded."
+            )
+        if taken is None:
             advice = "" if support.pads else "; pad with zeros and pass the original scale"
             return f"the {name} is {dim}, and the {_NAMES[backend]} kernel takes {support.head_dims_text()}{advice}."
     if call.op == "int8_matmul":
@@ -338,7 +344,9 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
         # A tracer's head dim may be a symbol: compared with the kernels' own, it is guarded on and none of the text.
         is_plain = call.features <= _PLAIN
         kernel = "attention_forward_sm80" if is_plain else "attention_forward_options_sm80"
-        mask = f", {'causal' if 'causal' in call.features else 'full'}" if is_plain else ""
+        mask = ", paged" if "paged" in call.features else ""
+        if is_plain:
+            mask = ", causal" if "causal" in call.features else ", full"
         dim, tile = next((dim, tile) for dim, tile in native.TILES[kernel].items() if int(dim) >= widest)
         return f"{kernel}<{dim}, {dtype}{mask}>", tile
     from fastattn.triton_kernels import tiles

@@ -76,7 +76,9 @@ def _named_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs
         named = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):
         return {}
-    return {name: named[name] for name in ("query", "key", "value", "x", "residual") if name in named}
+    pages = () if named.get("block_table") is None else ("key", "value")  # never copied
+    read = [name for name in ("query", "key", "value", "x", "residual") if name not in pages]
+    return {name: named[name] for name in read if name in named}
 
 
 @contextlib.contextmanager

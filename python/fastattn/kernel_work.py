@@ -104,7 +104,12 @@ def _shapes(call: OperatorCall) -> tuple[tuple[int, ...], tuple[int, ...], tuple
 
 def _forward(call: OperatorCall) -> Work:
     pairs, is_upper_bound = _pairs(call)
-    result = work.attention_forward(*_shapes(call), pairs, call["bias"].nbytes)
+    query, key, value, itemsize = _shapes(call)
+    if call["block_table"].is_tensor:  # of all pages, those that a sequence may have
+        batch, max_pages = call["block_table"].shape
+        tokens = batch * min(max_pages * key[2], call.number("max_seqlen_k"))
+        key, value = (tokens, key[1], key[3]), (tokens, value[1], value[3])
+    result = work.attention_forward(query, key, value, itemsize, pairs, call["bias"].nbytes)
     return result._replace(is_upper_bound=is_upper_bound)
 
 

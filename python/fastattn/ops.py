@@ -306,6 +306,7 @@ def attention(
     top_left: bool,
     softcap: float,
     dropout_p: float,
+    block_table: Tensor | None = None,
     *,
     needs_grad: bool,
     deterministic: bool,
@@ -333,7 +334,7 @@ def attention(
         window = (window_left, window_right)
         out, lse = attention_decode(backend, query, *cache, alibi_slopes, sinks, scale, *window, softcap, 0, False)
     else:
-        out, lse = _call(backend, "attention_forward", *tensors, *options)
+        out, lse = _call(backend, "attention_forward", *tensors, *options, block_table)
     return (out if head_dims is None else out[..., :value_dim]), lse
 
 

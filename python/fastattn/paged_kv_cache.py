@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastattn.attention import attention_varlen
 from fastattn.cache_storage import CacheLayout, LayerStorage
-from fastattn.checks import check_int, check_rank, check_tensor, expect
+from fastattn.checks import check_dtype, check_int, check_rank, check_shape, check_tensor, expect
 from fastattn.decode import attention_with_kv_cache
 from fastattn.errors import CacheFull, InputError
 
@@ -37,6 +39,15 @@ class PagedKVCache:
         second = cache.fork(first)                               # shares the prompt's pages
         model(next_tokens, cache.step([first, second], num_new=1))
         cache.free(first)
+
+    Prompts of different lengths are taken in together, and part by part. Such a chunk is packed, and attended to by
+    ``attention_varlen``::
+
+        chunk = cache.chunk([first, second], [300, 17])          # so many tokens of each prompt
+        out = chunk.attend(layer, query, k, v)                   # [317, heads, head_dim] each, rotated if need be
+
+    ``chunk.store(layer, k, v)`` is the first half of that; the other is ``attention_varlen(query, *cache.pools(layer),
+    causal=True, **chunk.arguments())``.
 
     A page is shared by as many sequences as it has references, and is copied when one of them is about to write to it.
     Lists on the host are the truth about which page is whose; each step makes a block table and lengths from them.
@@ -147,10 +158,43 @@ class PagedKVCache:
                 changed then.
         """
         found = [self._find(sequence) for sequence in sequences]
-        expect(len(set(sequences)) == len(found), "sequences", "each sequence once", list(sequences))
         check_int("num_new", num_new, minimum=0)
-        copies = self._pages_to_copy(found) if num_new else []
-        additional = [self._pages_for(s.length + num_new) - len(s.pages) for s in found]
+        before = self._grow(sequences, [num_new] * len(found))
+        return PagedStep(self, num_new, self._block_table(found), self._to_device(before))
+
+    def chunk(self, sequences: Sequence[int], num_new: Sequence[int]) -> PagedChunk:
+        """Make room for more tokens, ``num_new[i]`` of ``sequences[i]``: a part of each one's prompt, for instance.
+
+        Like ``step``, with the tokens of all sequences packed one after the other.
+
+        Raises:
+            CacheFull: the pool has too few free pages. InputError, TypeError: an argument is wrong, or the cache is
+                quantized. Nothing has changed then.
+        """
+        expect(not self.layout.quantized, "quantized", "False for chunks: their attention takes no int8 pages", True)
+        found = [self._find(sequence) for sequence in sequences]
+        expect(len(num_new) == len(found), "num_new", f"one number for each of {len(found)} sequences", len(num_new))
+        for count in num_new:
+            check_int("num_new", count, minimum=0)
+        before = self._grow(sequences, list(num_new))
+        tokens = [(s, at) for s, first in zip(found, before, strict=True) for at in range(first, s.length)]
+        return PagedChunk(
+            cache=self,
+            block_table=self._block_table(found),
+            cu_seqlens_q=self._to_device([0, *accumulate(num_new)]),
+            cu_seqlens_k=self._to_device([0, *accumulate(s.length for s in found)]),
+            max_seqlen_q=max(num_new, default=0),
+            max_seqlen_k=max((s.length for s in found), default=0),
+            page=self._to_device([s.pages[at // self.page_size] for s, at in tokens]),
+            row=self._to_device([at % self.page_size for _, at in tokens]),
+        )
+
+    def _grow(self, sequences: Sequence[int], num_new: list[int]) -> list[int]:
+        """Let the sequences have so many more tokens each, and pages for them; their lengths before."""
+        found = [self._find(sequence) for sequence in sequences]
+        expect(len(set(sequences)) == len(found), "sequences", "each sequence once", list(sequences))
+        copies = self._pages_to_copy([s for s, count in zip(found, num_new, strict=True) if count])
+        additional = [self._pages_for(s.length + n) - len(s.pages) for s, n in zip(found, num_new, strict=True)]
         needed = len(copies) + sum(additional)
         if needed > len(self._free):
             raise CacheFull(
@@ -159,16 +203,21 @@ class PagedKVCache:
             )
         self._copy_on_write(copies)
         before = [s.length for s in found]
-        for s, count in zip(found, additional, strict=True):
+        for s, count, tokens in zip(found, additional, num_new, strict=True):
             s.pages += [self._take_page() for _ in range(count)]
-            s.length += num_new
-        return PagedStep(self, num_new, self._block_table(found), self._to_device(before))
+            s.length += tokens
+        return before
 
     def arguments(self, layer: int) -> dict[str, Any]:
         """A layer's pool, as ``attention_with_kv_cache`` takes it."""
         check_int("layer", layer)
         expect(0 <= layer < self.num_layers, "layer", f"a number from 0 to {self.num_layers - 1}", layer)
         return self._layers[layer].arguments()
+
+    def pools(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's pages of keys and of values, ``[num_pages, Hkv, page_size, D]``: for ``attention_varlen``."""
+        arguments = self.arguments(layer)
+        return arguments["k_cache"], arguments["v_cache"]
 
     def _find(self, sequence: int) -> _Sequence:
         check_int("sequence", sequence)
@@ -266,3 +315,51 @@ class PagedStep:
             **self.cache.arguments(layer),
             **options,
         )
+
+
+@dataclass(frozen=True)
+class PagedChunk:
+    """New tokens of some sequences of a ``PagedKVCache``, packed: good until any of them is changed in another way.
+
+    Attributes:
+        cache: whose chunk it is.
+        block_table: int32 ``[B, max_pages]``, filled up with -1.
+        cu_seqlens_q: int32 ``[B + 1]``, offsets of the new tokens; cu_seqlens_k: of all tokens of the sequences.
+        max_seqlen_q, max_seqlen_k: the largest numbers of each.
+        page, row: int32 ``[total_new]``, where each new token lies.
+    """
+
+    cache: PagedKVCache
+    block_table: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    page: Tensor
+    row: Tensor
+
+    def arguments(self) -> dict[str, Any]:
+        """What ``attention_varlen`` needs besides the query and the pools."""
+        names = ("block_table", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        return {name: getattr(self, name) for name in names}
+
+    def store(self, layer: int, k_new: Tensor, v_new: Tensor) -> None:
+        """Write the new tokens, ``[total_new, Hkv, D]`` and ``[total_new, Hkv, Dv]``, to the pages of a layer."""
+        for name, new, pool in zip(("k_new", "v_new"), (k_new, v_new), self.cache.pools(layer), strict=True):
+            check_tensor(name, new)
+            check_shape(name, new, (len(self.page), pool.shape[1], pool.shape[3]), "[total_new, Hkv, D]")
+            check_dtype(name, new, (pool.dtype,))
+            needs_grad = torch.is_grad_enabled() and new.requires_grad
+            expect(not needs_grad, name, "a tensor that needs no gradient: a cache keeps none", "requires_grad=True")
+            pool[self.page.long(), :, self.row.long()] = new
+
+    def attend(
+        self, layer: int, query: Tensor, k_new: Tensor, v_new: Tensor, *, causal: bool = True, **options: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Store the new tokens, then attend to all tokens of their sequences: ``attention_varlen`` with its options.
+
+        ``query [total_new, Hq, D]`` stands where the new tokens do.
+        """
+        self.store(layer, k_new, v_new)
+        key, value = self.cache.pools(layer)
+        return attention_varlen(query, key, value, causal=causal, **self.arguments(), **options)

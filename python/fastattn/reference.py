@@ -195,6 +195,19 @@ def _pad(packed: Tensor, rows: Tensor) -> Tensor:
     return F.pad(packed, (0, 0, 0, 0, 0, 1))[rows].transpose(1, 2)
 
 
+def _present_pages(block_table: Tensor, num_pages: int) -> tuple[Tensor, Tensor]:
+    """The table with its entries clamped to pages that exist, int64, and which of them did, both ``[B, max_pages]``."""
+    table = block_table.to(torch.int64)
+    return table.clamp(0, max(num_pages - 1, 0)), (table >= 0) & (table < num_pages)
+
+
+def _gather_pages(pages: Tensor, table: Tensor) -> Tensor:
+    """Pages ``[num_pages, H, page_size, …]`` of a table ``[B, max_pages]``, ``[B, H, max_pages * page_size, …]``."""
+    if pages.shape[0] == 0:
+        return pages.new_zeros(table.shape[0], pages.shape[1], table.shape[1] * pages.shape[2], *pages.shape[3:])
+    return pages[table].transpose(1, 2).flatten(2, 3)
+
+
 def attention_varlen(
     query: Tensor,
     key: Tensor,
@@ -204,6 +217,7 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
+    block_table: Tensor | None = None,
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
@@ -216,15 +230,25 @@ def attention_varlen(
 ) -> tuple[Tensor, Tensor]:
     """Packed sequences: pads them, attends, packs the result again. ``([total_q, Hq, Dv], [Hq, total_q])``."""
     rows_q, length_q = _packed_rows(cu_seqlens_q, query.shape[0], min(max_seqlen_q, query.shape[0]))
-    rows_k, length_k = _packed_rows(cu_seqlens_k, key.shape[0], min(max_seqlen_k, key.shape[0]))
+    if block_table is None:
+        rows_k, length_k = _packed_rows(cu_seqlens_k, key.shape[0], min(max_seqlen_k, key.shape[0]))
+        keys, values = _pad(key, rows_k), _pad(value, rows_k)
+        key_is_present = torch.arange(rows_k.shape[1], device=query.device) < length_k[:, None]
+    else:
+        table, page_is_present = _present_pages(block_table, key.shape[0])
+        longest = min(max_seqlen_k, table.shape[1] * key.shape[2])
+        length_k = cu_seqlens_k.to(torch.int64).diff().clamp(0, longest)
+        keys, values = (_gather_pages(pages, table)[:, :, :longest] for pages in (key, value))
+        key_is_present = page_is_present.repeat_interleave(key.shape[2], dim=1)[:, :longest]
+        key_is_present = key_is_present & (torch.arange(longest, device=query.device) < length_k[:, None])
     position = torch.arange(rows_q.shape[1], device=query.device) + (length_k - length_q)[:, None]
     out, lse = _attend(
         _pad(query, rows_q),
-        _pad(key, rows_k),
-        _pad(value, rows_k),
+        keys,
+        values,
         position=position,
         alibi_position=position,
-        key_is_present=torch.arange(rows_k.shape[1], device=query.device) < length_k[:, None],
+        key_is_present=key_is_present,
         window=_bounds(causal, window),
         softcap=softcap,
         bias=None,
@@ -312,9 +336,7 @@ def attention_with_kv_cache(
     if block_table is None:
         block_table = torch.arange(batch, device=device)[:, None]
     num_blocks = k_cache.shape[0]
-    table = block_table.to(torch.int64)
-    block_is_present = (table >= 0) & (table < num_blocks)
-    table = table.clamp(0, max(num_blocks - 1, 0))
+    table, block_is_present = _present_pages(block_table, num_blocks)
     capacity = table.shape[1] * block_rows
 
     num_new = 0 if k_new is None else k_new.shape[2]
@@ -344,10 +366,8 @@ def attention_with_kv_cache(
             _append(cache, new, slot, block_rows)
 
     def read(cache: Tensor, scales: Tensor | None) -> Tensor:
-        if num_blocks == 0:
-            return query.new_zeros(batch, cache.shape[1], capacity, cache.shape[3])
-        rows = cache[table] if scales is None else cache[table].to(scales.dtype) * scales[table][..., None]
-        return rows.transpose(1, 2).flatten(2, 3)
+        rows = _gather_pages(cache, table)
+        return rows if scales is None else rows.to(scales.dtype) * _gather_pages(scales, table)[..., None]
 
     column = torch.arange(capacity, device=device)
     key_is_present = (column < total[:, None]) & block_is_present.repeat_interleave(block_rows, dim=1)

@@ -17,6 +17,8 @@ FEATURES: dict[str, dict[str, str]] = {
         "gqa": "grouped-query attention (fewer KV heads than query heads)",
         "value dim": "a value head dim that differs from the query's",
         "varlen": "packed sequences (attention_varlen)",
+        "paged": "paged keys and values (attention_varlen)",
+        "paged gradients": "gradients over paged keys and values",
         "window": "a sliding window",
         "softcap": "softcap",
         "alibi": "ALiBi slopes",
@@ -108,10 +110,12 @@ def _all_features_but(op: str, *missing: str) -> frozenset[str]:
     return frozenset(FEATURES[op]) - frozenset(missing)
 
 
+_NO_GRADIENTS = ("slope gradients", "paged gradients")
+
 SUPPORT: dict[str, dict[str, Support]] = {
     "attention": {
-        "cuda": Support(_all_features_but("attention", "slope gradients"), head_dims=range(8, 257, 8), pads=True),
-        "triton": Support(_all_features_but("attention", "slope gradients"), head_dims=range(16, 257, 8), pads=True),
+        "cuda": Support(_all_features_but("attention", *_NO_GRADIENTS), head_dims=range(8, 257, 8), pads=True),
+        "triton": Support(_all_features_but("attention", *_NO_GRADIENTS), head_dims=range(16, 257, 8), pads=True),
     },
     "decode": {
         "cuda": Support(_all_features_but("decode"), head_dims=range(8, 257, 8)),

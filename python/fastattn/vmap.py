@@ -51,6 +51,7 @@ def attention_forward_rule(overload: torch._ops.OpOverload) -> Callable[..., Any
     def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
         size, (q_dim, k_dim, v_dim, bias_dim, slopes_dim, sinks_dim) = info.batch_size, in_dims[:6]
         _unmapped(("dropout_seed", "cu_seqlens_q", "cu_seqlens_k"), in_dims[6:9])
+        _unmapped(("block_table",), in_dims[17:18] or (None,))  # torch leaves an argument out that has its default
         query, key, value, bias, slopes, sinks, *options = args
         packed = options[1] is not None
         axis = 1

@@ -2,6 +2,7 @@
 
 namespace fastattn {
 
-template void launch_attention_forward_options_sm80<96, DataType::kBFloat16>(const AttentionOptionsParams&, Stream);
+template void launch_attention_forward_options_sm80<96, DataType::kBFloat16, /*kPaged=*/false>(
+    const AttentionOptionsParams&, Stream);
 
 }  // namespace fastattn

@@ -1,0 +1,130 @@
+// Keys and values in pages: where the rows of a tile lie, and a CTA's copies of such tiles into swizzled shared memory.
+//
+// A key whose page does not exist is absent: it is not read, zeros take its place, and no row sees it.
+#pragma once
+
+#include <cstdint>
+
+#include "device/fragment.cuh"
+#include "device/ptx/cp_async.cuh"
+#include "device/ptx/opaque.cuh"
+#include "device/softmax.cuh"
+#include "device/swizzle.cuh"
+#include "device/tile_copy.cuh"
+#include "host/params.h"
+
+namespace fastattn {
+
+// How many keys sequence `batch` has, whatever the offsets say: from 0 to most.
+__device__ __forceinline__ int32_t paged_keys(const int32_t* cu_seqlens, int32_t batch, int32_t most) {
+    const int64_t length = int64_t{cu_seqlens[batch + 1]} - cu_seqlens[batch];
+    return static_cast<int32_t>(min(max(length, int64_t{0}), int64_t{most}));
+}
+
+// One key: its page, negative if it is absent, and its row there.
+struct PagedRow {
+    int32_t page, row;
+
+    __device__ __forceinline__ bool is_absent() const { return page < 0; }
+};
+
+// The keys of one sequence.
+struct PageTable {
+    const PagedParams& params;
+    const int32_t* pages;
+    int32_t num_pages, num_keys;  // num_pages: that exist
+
+    __device__ __forceinline__ PageTable(const PagedParams& params, int32_t batch, int32_t num_pages, int32_t num_keys)
+        : params(params),
+          pages(params.block_table + int64_t{batch} * params.max_pages),
+          num_pages(num_pages),
+          num_keys(num_keys) {}
+
+    // Keys from num_keys on are absent, and the table is not read for them.
+    __device__ __forceinline__ PagedRow find(int32_t key) const {
+        const int32_t page_idx = params.by_page_size.quotient(key);
+        const int32_t page = key < num_keys ? __ldg(pages + page_idx) : -1;
+        return {page < num_pages ? page : -1, key - page_idx * params.page_size};
+    }
+};
+
+// The tiles of keys or values of one head, each copied into the same place.
+template <int kRows, int kHeadDim, int kThreads>
+struct PagedTileLoader : TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1> {
+    using Chunks = TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1>;
+    using Chunks::kChunksPerPass, Chunks::kRowsPerPass, Chunks::kRowPasses, Chunks::head_dim;
+
+    // Where this thread's rows of a tile lie, those of keys as those of values: looked up a step before they are
+    // copied, so that nothing waits for the table.
+    struct Rows {
+        PagedRow rows[kRowPasses];
+
+        __device__ __forceinline__ void find(const PageTable& table, int32_t first_key, int thread) {
+#pragma unroll
+            for (int i = 0; i < kRowPasses; ++i) {
+                rows[i] = table.find(first_key + thread / kChunksPerPass + i * kRowsPerPass);
+            }
+        }
+
+        // Whether a key is absent that the sequence ought to have.
+        __device__ __forceinline__ bool has_hole(const PageTable& table, int32_t first_key, int thread) const {
+            bool found = false;
+#pragma unroll
+            for (int i = 0; i < kRowPasses; ++i) {
+                const int32_t key = first_key + thread / kChunksPerPass + i * kRowsPerPass;
+                found |= rows[i].is_absent() && key < table.num_keys;
+            }
+            return found;
+        }
+    };
+
+    const PageStrides& strides;
+    const uint16_t* gHead;  // row 0 of page 0
+
+    __device__ __forceinline__ PagedTileLoader(uint16_t* sTile, const HeadsView<const uint16_t>& pages,
+                                               const PageStrides& strides, int32_t head, int thread)
+        : Chunks(sTile, thread, pages.head_dim), strides(strides), gHead(row_pointer(pages, 0, head, 0)) {}
+
+    __device__ __forceinline__ void load(const Rows& own) const {
+        const int chunk = ptx::opaque(threadIdx.x) % kChunksPerPass;  // need not stay in a register
+        const int chunks_from_here = head_dim / kChunkElements - chunk;
+        const uint16_t* gRows[kRowPasses];
+#pragma unroll
+        for (int i = 0; i < kRowPasses; ++i) {
+            const uint64_t chunks = uint64_t{static_cast<uint32_t>(own.rows[i].page)} * strides.page +
+                                    uint64_t{static_cast<uint32_t>(own.rows[i].row)} * strides.row;
+            gRows[i] = gHead + (chunks + chunk) * kChunkElements;
+        }
+        Chunks::for_own_chunks([&](int first_row, int first_chunk, char* destination) {
+            const int i = first_row / kRowsPerPass;
+            const bool exists = first_chunk < chunks_from_here && !own.rows[i].is_absent();
+            ptx::cp_async_cg_16(shared_address(destination), gRows[i] + first_chunk * kChunkElements,
+                                exists ? kChunkBytes : 0);
+        });
+    }
+};
+
+// Sets scores of absent keys to -inf. rS: of the keys from first_key on.
+template <int kTilesM, int kTilesN>
+__device__ __forceinline__ void mask_absent(float (&rS)[kTilesM][kTilesN][4], const PageTable& table, int32_t first_key,
+                                            int lane) {
+    constexpr int kTilesPerWord = kWarpSize / kMmaN;
+#pragma unroll
+    for (int word = 0; word < kTilesN / kTilesPerWord; ++word) {
+        const bool is_absent = table.find(first_key + word * kWarpSize + lane).is_absent();
+        const uint32_t absent = __ballot_sync(0xffffffff, is_absent) >> accumulator_column(lane);
+#pragma unroll
+        for (int n = 0; n < kTilesPerWord; ++n) {
+#pragma unroll
+            for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    float& score = rS[m][word * kTilesPerWord + n][e];
+                    if (absent >> (n * kMmaN + e % 2) & 1) score = -kInfinity;
+                }
+            }
+        }
+    }
+}
+
+}  // namespace fastattn
