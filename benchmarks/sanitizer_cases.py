@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import fastattn
+from fastattn.activations import result_columns
 from fastattn.support import KERNEL_BACKENDS
 
 DTYPE = torch.bfloat16
@@ -120,9 +121,12 @@ def int8(device: torch.device, rows: int, granularity: str | int, activation: st
     """One row splits along K, and is merged; gradients go to the input."""
     weight = fastattn.quantize_int8(random(torch.device("cpu"), 96, 1024), granularity).to(device)
     x = random(device, rows, 1024).requires_grad_()
-    bias, residual = random(device, 96, seed=1), random(device, rows, 96, seed=2)
+    columns = result_columns(activation, 96)
+    bias, residual = random(device, 96, seed=1), random(device, rows, columns, seed=2)
     out = fastattn.int8_linear(x, weight, bias, activation=activation, residual=residual)
-    out.backward(random(device, rows, 96, seed=3))
+    out.backward(random(device, rows, columns, seed=3))
+    with torch.no_grad():  # the activation is the kernel's
+        fastattn.int8_linear(x, weight, bias, activation=activation, residual=residual)
 
 
 CASES: dict[str, Case] = {
@@ -146,6 +150,7 @@ CASES: dict[str, Case] = {
     "decode paged int8": decode_paged_int8,
     "int8 one row": partial(int8, rows=1, granularity="channel"),
     "int8 40 rows in groups": partial(int8, rows=40, granularity=128, activation="gelu"),
+    "int8 one row, SwiGLU": partial(int8, rows=1, granularity="channel", activation="swiglu"),
     "int8 130 rows": partial(int8, rows=130, granularity="channel", activation="silu"),
 }
 

@@ -51,7 +51,7 @@ def forward_build(arch: int, dtype: str, m: int, group: int, activation: str) ->
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
     } | launch_options(tile)
-    name = f"int8-forward-sm{arch}-{dtype}-m{m}-group{group}"
+    name = f"int8-forward-sm{arch}-{dtype}-m{m}-group{group}-{activation}"
     return Build(name, forward_kernel, arch, types, constexprs, limit)
 
 
@@ -90,6 +90,7 @@ def builds() -> list[Build]:
             if arch != 86 and m in (1, 4096):
                 found.append(forward_build(arch, other, m, 32, "silu"))
                 found.append(forward_build(arch, dtype, m, 128, "none"))
+                found.append(forward_build(arch, other, m, 0, "swiglu"))
         found.append(grad_input_build(arch, "bf16", 4096, 0))
         if arch != 86:
             found.append(grad_input_build(arch, "fp16", 4096, 32))

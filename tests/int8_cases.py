@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from fastattn import reference
+from fastattn.activations import ACTIVATIONS, result_columns
 from kernel_device import DEVICE
 from oracle import check_against_oracle
 
 GRANULARITIES = ["tensor", "channel", 32, 64, 128]
+ACTIVATION_NAMES = list(ACTIVATIONS)
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float16, std: float = 1.0) -> Tensor:
@@ -21,6 +23,11 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float16, std: floa
 
 def quantised(n: int, k: int, granularity: str | int, seed: int = 0, std: float = 0.05) -> tuple[Tensor, Tensor]:
     return reference.quantize_int8(normal(n, k, seed=seed, dtype=torch.float32, std=std), granularity)
+
+
+def epilogue(activation: str, m: int, n: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor, str]:
+    """Bias, residual and activation over ``n`` rows of weights."""
+    return normal(n, seed=21, dtype=dtype), normal(m, result_columns(activation, n), seed=22, dtype=dtype), activation
 
 
 def check_forward(

@@ -22,7 +22,7 @@ import fastattn
 import int8_cases
 from cuda_kernels import DTYPES, EMULATED, MARKS, each_dtype, only_emulated
 from fastattn import reference
-from int8_cases import GRANULARITIES, normal, quantised
+from int8_cases import ACTIVATION_NAMES, GRANULARITIES, epilogue, normal, quantised
 from kernel_device import DEVICE
 
 if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
@@ -157,15 +157,16 @@ def test_leading_dims_and_views(granularity: str | int) -> None:
 @pytest.mark.parametrize("granularity", ["channel", 64])
 @pytest.mark.parametrize("num_sms, m", [(2, 5), (3, 40), (8, 130)])
 def test_splits(num_sms: int, m: int, granularity: str | int, dtype: torch.dtype) -> None:
-    weight, scale = quantised(72, 1600, granularity)
+    weight, scale = quantised(80, 1600, granularity)
     arguments = (normal(m, 1600, seed=1, dtype=dtype), weight, scale)
-    extra = (normal(72, seed=2, dtype=dtype), normal(m, 72, seed=3, dtype=dtype), "gelu")
     launching = {"num_sms": num_sms}
-    check_forward(*arguments, *extra, launching=launching)
-    with running(num_sms) as found:
-        int8_matmul(*arguments, *extra)
-    (launched,) = found
-    assert launched.grid[0] > -(-m // 128)
+    for activation in ("gelu", "swiglu"):
+        extra = epilogue(activation, m, 80, dtype)
+        check_forward(*arguments, *extra, launching=launching)
+        with running(num_sms) as found:
+            int8_matmul(*arguments, *extra)
+        (launched,) = found
+        assert launched.grid[0] > -(-m // 128)
     transposed, other = quantised(1600, 64, "channel")
     check_grad_input(normal(m, 1600, seed=4, dtype=dtype), transposed, other, launching=launching)
 
@@ -220,21 +221,44 @@ def test_order_of_warps_and_copies_has_no_influence(m: int, seed: int) -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("activation", ACTIVATION_NAMES)
 def test_epilogues(activation: str, dtype: torch.dtype) -> None:
     """Sums from -10 to 10: every activation's tails. On four multiprocessors CTAs share the tile."""
     for with_bias, with_residual, num_sms in itertools.product([False, True], [False, True], [1, 4]):
-        m, n, k = 4, 40, 640
+        m, n, k = 4, 48, 640
         weight, scale = quantised(n, k, "channel", std=0.1)
         x = normal(m, k, seed=1, std=(1000 / k) ** 0.5, dtype=dtype)
-        bias = normal(n, seed=2, dtype=dtype) if with_bias else None
-        residual = normal(m, n, seed=3, dtype=dtype) if with_residual else None
-        check_forward(x, weight, scale, bias, residual, activation, launching={"num_sms": num_sms})
+        bias, residual, _ = epilogue(activation, m, n, dtype)
+        added = bias if with_bias else None, residual if with_residual else None
+        check_forward(x, weight, scale, *added, activation, launching={"num_sms": num_sms})
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+@each_dtype
+@each_granularity
+@pytest.mark.parametrize("m", [1, 40, 97])
+def test_swiglu(m: int, granularity: str | int, dtype: torch.dtype) -> None:
+    """Gates and ups meet, be their number less than that of a tile, equal to it, or more."""
+    for outputs, k in ((8, 128), (64, 256), (136, 384)):
+        weight, scale = quantised(2 * outputs, k, granularity, seed=m, std=0.1)
+        x = normal(m, k, seed=1, dtype=dtype)
+        check_forward(x, weight, scale, *epilogue("swiglu", m, 2 * outputs, dtype), launching={"seed": outputs})
+
+
+def test_swiglu_of_views() -> None:
+    weight, scale = quantised(48, 128, 64)
+    wide, residual = normal(2, 5, 200, seed=1), normal(2, 5, 40, seed=3)[..., 8:32]
+    for x in (wide[..., :128], wide[..., 1:129], normal(5, 128, 2, seed=2).permute(2, 0, 1)):
+        out = check_forward(x, weight, scale, None, residual, "swiglu")
+        assert torch.equal(out, int8_matmul(x.contiguous(), weight, scale, None, residual.contiguous(), "swiglu"))
+    assert check_forward(normal(128, seed=4), weight, scale, activation="swiglu").shape == (24,)
+    mapped = torch.vmap(lambda x, residual: int8_matmul(x, weight, scale, None, residual, "swiglu"))
+    x = wide[..., :128]
+    assert torch.equal(mapped(x, residual), int8_matmul(x, weight, scale, None, residual, "swiglu"))
+
+
+@pytest.mark.parametrize("activation", ACTIVATION_NAMES[1:])
 def test_nan_passes_through_the_epilogue(activation: str) -> None:
-    weight, scale = quantised(8, 32, "channel")
+    weight, scale = quantised(16, 32, "channel")
     x = normal(3, 32, seed=1)
     x[1, 4] = torch.nan
     out = int8_matmul(x, weight, scale, None, None, activation)
@@ -346,17 +370,18 @@ def check_overflow(out: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Ten
 
 
 @each_dtype
-@pytest.mark.parametrize("m", [3, 70])
-def test_gradients_through_the_layer(m: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("m, activation", [(3, "silu"), (3, "swiglu"), (70, "swiglu")])
+def test_gradients_through_the_layer(m: int, activation: str, dtype: torch.dtype) -> None:
     """Forward, activation, residual and all gradients as autograd sees them, against float64."""
     weight = fastattn.quantize_int8(normal(48, 96, seed=1, dtype=torch.float32, std=0.1), 32)
-    tensors = normal(m, 96, seed=2, dtype=dtype), normal(48, seed=3, dtype=dtype), normal(m, 48, seed=4, dtype=dtype)
-    grad_out = normal(m, 48, seed=5, dtype=dtype)
+    bias, residual, _ = epilogue(activation, m, 48, dtype)
+    tensors = normal(m, 96, seed=2, dtype=dtype), bias, residual
+    grad_out = normal(*residual.shape, seed=5, dtype=dtype)
 
     def layer(dtype: torch.dtype, backend: str) -> list[Tensor]:
         leaves = [tensor.detach().to(dtype, copy=True).requires_grad_() for tensor in tensors]
         with fastattn.use_backend(backend):
-            out = fastattn.int8_linear(leaves[0], weight, leaves[1], activation="silu", residual=leaves[2])
+            out = fastattn.int8_linear(leaves[0], weight, leaves[1], activation=activation, residual=leaves[2])
             out.backward(grad_out.to(dtype))
         return [out, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
@@ -426,6 +451,13 @@ def test_other_sizes_go_elsewhere(n: int, k: int) -> None:
     assert explained.backend != "cuda" and explained.rejected["cuda"].startswith(words)
 
 
+def test_swiglu_takes_halves_that_are_multiples() -> None:
+    weight = fastattn.Int8Weight(*quantised(24, 32, "channel"))
+    explained = fastattn.explain(fastattn.int8_linear, normal(3, 32, seed=1), weight, activation="swiglu")
+    words = "the weight is [24, 32], and the CUDA C++ kernel takes N / 2 and K that are multiples of 8 and 16; pad it"
+    assert explained.backend != "cuda" and explained.rejected["cuda"].startswith(words)
+
+
 def test_one_graph_for_any_number_of_tokens() -> None:
     """Although their number decides about the kernel."""
     weight, bias = fastattn.Int8Weight(*quantised(24, 64, 32), 32), normal(24, seed=1)
@@ -456,12 +488,13 @@ def grad_arguments(**changes: Any) -> dict[str, Any]:
 
 def test_opcheck() -> None:
     key = "CPU" if EMULATED else "CUDA"
-    groups = quantised(24, 64, 32)
+    groups, halves = quantised(24, 64, 32), quantised(32, 64, "channel")
     checked = {
         OP: [
             arguments(),
             arguments(x=normal(2, 3, 64, seed=2), bias=normal(24, seed=3), activation="gelu"),
             arguments(weight=groups[0], scale=groups[1], residual=normal(5, 24, seed=4)),
+            arguments(weight=halves[0], scale=halves[1], bias=normal(32, seed=5), activation="swiglu"),
         ],
         GRAD_OP: [grad_arguments(bias_grad=True), grad_arguments(weight=groups[0], scale=groups[1])],
     }
@@ -500,7 +533,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"residual": zeros(4, 24)},
         "residual must have the leading dimensions of the input and 24 columns, got [4, 24]",
     ),
-    "activation": ({"activation": "tanh"}, "activation must be none, relu, gelu, gelu_tanh or silu, got tanh"),
+    "activation": ({"activation": "tanh"}, "activation must be none, relu, gelu, gelu_tanh, silu or swiglu, got tanh"),
+    "halves": ({"activation": "swiglu"}, "weight must have a multiple of 16 rows for swiglu, gates and then ups, got"),
 }
 
 
@@ -531,8 +565,9 @@ def test_no_bank_conflicts_and_whole_sectors(m: int, granularity: str | int) -> 
     weight, scale = quantised(256, 512, granularity)
     with running() as found:
         int8_matmul(normal(m, 512, seed=1), weight, scale, None, None, "none")
+        int8_matmul(normal(m, 512, seed=1), weight, scale, None, None, "swiglu")
         grads(normal(m, 256, seed=2), weight, scale, True)
-    assert len(found) == 2
+    assert len(found) == 3
     for launched in found:
         assert launched.report.bank_conflicts == 0
         copies = [row for row in launched.report.rows if row.opcode.startswith("cp.async.cg")]

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import fastattn
 from by_hand import normal
 from fastattn import InputError, reference
-from fastattn.int8 import GRANULARITIES, Int8Weight, int8_linear, quantize_int8
+from fastattn.activations import result_columns
+from fastattn.int8 import ACTIVATION_CHOICES, GRANULARITIES, Int8Weight, int8_linear, quantize_int8
 from kernel_device import DEVICE
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
@@ -79,9 +80,10 @@ def test_a_weight_moves_copies_and_is_saved(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("granularity", ["tensor", "channel", 64])
-@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("activation", ACTIVATION_CHOICES)
 def test_int8_linear_is_the_float_layer(activation: str | None, granularity: str | int, dtype: torch.dtype) -> None:
     x, bias, residual = inputs(dtype)
+    residual = residual[..., : result_columns(activation, N)]
     weight = weight_of(granularity)
     y = int8_linear(x, weight, bias, activation=activation, residual=residual)
     wide = torch.promote_types(dtype, torch.float32)
@@ -106,6 +108,9 @@ def test_nested_inputs(layout: torch.layout) -> None:
     for actual, part in zip(y.unbind(), parts, strict=True):
         expected = int8_linear(part, weight, bias, activation="gelu", residual=int8_linear(part, weight))
         torch.testing.assert_close(actual, expected)
+    gated = int8_linear(nested, weight, bias, activation="swiglu")
+    for actual, part in zip(gated.unbind(), parts, strict=True):
+        torch.testing.assert_close(actual, int8_linear(part, weight, bias, activation="swiglu"))
     with pytest.raises(InputError, match="activations: expected '16bit' for a nested x, got 'int8'"):
         int8_linear(nested, weight, activations="int8")
 
@@ -123,6 +128,25 @@ def test_gradients_are_those_of_the_float_layer(activations: str) -> None:
         x = x + (quantized * scale[..., None] - x).detach()
     expected_y = F.silu(F.linear(x, weight.dequantize(torch.float64), leaves[1])) + leaves[2]
     expected = torch.autograd.grad(expected_y, leaves, grad)
+    for a, e in zip((y, *actual), (expected_y, *expected), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("activations", ["16bit", "int8"])
+def test_gradients_of_swiglu_are_those_of_the_float_layers(activations: str) -> None:
+    """Gate rows first, as ``gate_up_proj`` has them."""
+    weight = weight_of(32)
+    x, bias, residual = (t.detach().requires_grad_() for t in (*inputs(torch.float64)[:2], normal(6, 2, 3, N // 2)))
+    grad = normal(5, 2, 3, N // 2)
+    y = int8_linear(x, weight, bias, activation="swiglu", residual=residual, activations=activations)
+    actual = torch.autograd.grad(y, (x, bias, residual), grad)
+    z = x
+    if activations == "int8":
+        quantized, scale = reference.quantize_rows(x)
+        z = x + (quantized * scale[..., None] - x).detach()
+    (gate, up), (gate_bias, up_bias) = weight.dequantize(torch.float64).chunk(2), bias.chunk(2)
+    expected_y = F.silu(F.linear(z, gate, gate_bias)) * F.linear(z, up, up_bias) + residual
+    expected = torch.autograd.grad(expected_y, (x, bias, residual), grad)
     for a, e in zip((y, *actual), (expected_y, *expected), strict=True):
         torch.testing.assert_close(a, e)
 
@@ -269,6 +293,24 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
     "bias device": (int8_linear, linear(bias=torch.zeros(N, device="meta")), InputError, ("bias", "cpu", "meta")),
     "residual shape": (int8_linear, linear(residual=torch.zeros(N)), InputError, ("residual", "[3, 48]", "[48]")),
     "residual dtype": (int8_linear, linear(residual=torch.zeros(3, N).half()), InputError, ("residual", "32", "16")),
+    "swiglu rows": (
+        int8_linear,
+        linear(weight=quantize_int8(torch.zeros(9, K)), activation="swiglu"),
+        InputError,
+        ("weight", "an even N for 'swiglu'", "gate", "N = 9"),
+    ),
+    "swiglu bias": (
+        int8_linear,
+        linear(bias=torch.zeros(N // 2), activation="swiglu"),
+        InputError,
+        ("bias", "[N]", "[48]", "[24]"),
+    ),
+    "swiglu residual": (
+        int8_linear,
+        linear(residual=torch.zeros(3, N), activation="swiglu"),
+        InputError,
+        ("residual", "[..., N / 2]", "[3, 24]", "[3, 48]"),
+    ),
     "activation name": (int8_linear, linear(activation="tanh"), InputError, ("activation", "'silu'", "'tanh'")),
     "activation type": (int8_linear, linear(activation=F.relu), TypeError, ("activation", "str", "function")),
     "activations name": (int8_linear, linear(activations="8bit"), InputError, ("activations", "'int8'", "'8bit'")),

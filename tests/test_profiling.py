@@ -179,6 +179,11 @@ def test_decode_and_int8_kernels() -> None:
         "int8_matmul", x=(7, 5, 64), weight=("signed char", (96, 64)), scale=("float", (96, 1)), activation="none"
     )
     assert kernel_work.kernel_work("forward_kernel", call) == work.int8_matmul(35, 96, 64, 2, 96)
+    weight = {"weight": ("signed char", (96, 64)), "scale": ("float", (96, 1))}
+    swiglu = call_of("int8_matmul", x=(7, 5, 64), **weight, residual=(7, 5, 48))
+    written_and_residual = 2 * 35 * 48
+    expected = Work(2 * 35 * 96 * 64, 2 * (35 * 64 + written_and_residual) + 96 * 64 + 4 * 96)
+    assert kernel_work.kernel_work("forward_kernel", swiglu) == expected
     assert kernel_work.kernel_work("merge_kernel", call) is None
     call = call_of(
         "int8_matmul_grad_input", grad_out=(35, 96), weight=("signed char", (96, 64)), scale=("float", (96, 1))

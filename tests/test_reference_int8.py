@@ -12,6 +12,7 @@ from torch import Tensor
 
 from by_hand import normal, quantized_by_hand
 from fastattn import reference
+from fastattn.activations import result_columns
 
 GRANULARITIES = ("tensor", "channel", 32, 64)
 
@@ -65,7 +66,9 @@ def test_empty_weights(shape: tuple[int, int], granularity: str | int) -> None:
 @pytest.mark.parametrize("activations", ["16bit", "int8"])
 @pytest.mark.parametrize("granularity", ["tensor", "channel", 32])
 def test_int8_linear_is_the_plain_loop(granularity: str | int, activations: str, activation: str) -> None:
-    x, weight, bias, residual = normal(1, 3, 64), normal(2, 5, 64), normal(3, 5), normal(4, 3, 5)
+    columns = 5
+    rows = 2 * columns if activation == "swiglu" else columns
+    x, weight, bias, residual = normal(1, 3, 64), normal(2, rows, 64), normal(3, rows), normal(4, 3, columns)
     quantized, scale = reference.quantize_int8(weight, granularity)
     y = reference.int8_linear(x, quantized, scale, bias, activation, residual, activations)
     by_hand = {
@@ -74,22 +77,30 @@ def test_int8_linear_is_the_plain_loop(granularity: str | int, activations: str,
         "gelu": lambda t: t * (1 + math.erf(t / math.sqrt(2))) / 2,
         "gelu_tanh": lambda t: t * (1 + math.tanh(math.sqrt(2 / math.pi) * (t + 0.044715 * t**3))) / 2,
         "silu": lambda t: t / (1 + math.exp(-t)),
-    }[activation]
+    }
     group = 64 // scale.shape[1]
-    for m, n in itertools.product(range(3), range(5)):
+
+    def total(m: int, n: int) -> float:
         row = x[m].tolist()
         if activations == "int8":
             rounded, step = quantized_by_hand(row)
             row = [q * step for q in rounded]
-        steps = scale.expand(5, -1)[n].tolist()
-        total = sum(row[k] * quantized[n, k].item() * steps[k // group] for k in range(64)) + bias[n].item()
-        torch.testing.assert_close(y[m, n].item(), by_hand(total) + residual[m, n].item())
+        steps = scale.expand(rows, -1)[n].tolist()
+        return sum(row[k] * quantized[n, k].item() * steps[k // group] for k in range(64)) + bias[n].item()
+
+    for m, n in itertools.product(range(3), range(columns)):
+        if activation == "swiglu":
+            expected = by_hand["silu"](total(m, n)) * total(m, n + columns)
+        else:
+            expected = by_hand[activation](total(m, n))
+        torch.testing.assert_close(y[m, n].item(), expected + residual[m, n].item())
 
 
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_gradients_of_int8_linear(activation: str) -> None:
-    quantized, scale = reference.quantize_int8(normal(2, 3, 32), 32)
-    leaves = (normal(1, 2, 2, 32, grad=True), normal(3, 3, grad=True), normal(4, 2, 2, 3, grad=True))
+    quantized, scale = reference.quantize_int8(normal(2, 4, 32), 32)
+    columns = result_columns(activation, 4)
+    leaves = (normal(1, 2, 2, 32, grad=True), normal(3, 4, grad=True), normal(4, 2, 2, columns, grad=True))
 
     def linear(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
         return reference.int8_linear(x, quantized, scale, bias, activation, residual)

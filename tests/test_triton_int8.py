@@ -13,7 +13,7 @@ import int8_cases
 from fastattn import reference
 from fastattn.triton_kernels import int8_matmul as kernels
 from fastattn.triton_kernels import tiles
-from int8_cases import GRANULARITIES, normal, quantised
+from int8_cases import ACTIVATION_NAMES, GRANULARITIES, epilogue, normal, quantised
 from kernel_device import DEVICE
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
@@ -50,18 +50,26 @@ def test_groups_with_odd_outputs(group: int) -> None:
 
 
 @pytest.mark.parametrize("with_bias, with_residual", itertools.product([False, True], repeat=2))
-@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("activation", ACTIVATION_NAMES)
 def test_epilogues(activation: str, with_bias: bool, with_residual: bool) -> None:
     """Sums from -10 to 10: every activation's tails. Small m with a deep k takes the merge kernel's epilogue."""
     for m, n, k in ((4, 40, 640), (66, 40, 64)):
         weight, scale = quantised(n, k, "channel", std=0.1)
         x = normal(m, k, seed=1, std=(1000 / k) ** 0.5)
-        bias = normal(n, seed=2) if with_bias else None
-        residual = normal(m, n, seed=3) if with_residual else None
-        check_forward(x, weight, scale, bias, residual, activation)
+        bias, residual, _ = epilogue(activation, m, n)
+        added = bias if with_bias else None, residual if with_residual else None
+        check_forward(x, weight, scale, *added, activation)
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("m, outputs", [(1, 7), (65, 33), (130, 65)])
+def test_swiglu(m: int, outputs: int, granularity: str | int) -> None:
+    """Gates and ups meet, also where their number is odd."""
+    weight, scale = quantised(2 * outputs, 256, granularity, seed=m)
+    check_forward(normal(m, 256, seed=1), weight, scale, *epilogue("swiglu", m, 2 * outputs))
+
+
+@pytest.mark.parametrize("activation", ACTIVATION_NAMES[1:])
 def test_nan_passes_through_the_epilogue(activation: str) -> None:
     weight, scale = quantised(8, 32, "channel")
     x = normal(3, 32, seed=1)
@@ -152,9 +160,10 @@ def test_split_k(monkeypatch: pytest.MonkeyPatch, split_k: int, granularity: str
     tile = tiles.Int8MatmulTile(16, 32, 64, num_warps=4, num_stages=2, split_k=split_k)
     monkeypatch.setattr(kernels, "int8_matmul_tile", lambda *sizes: tile)
     weight, scale = quantised(50, 320, granularity)
-    x, bias, residual = normal(20, 320, seed=1), normal(50, seed=2), normal(20, 50, seed=3)
-    out = check_forward(x, weight, scale, bias, residual, "gelu")
-    assert torch.equal(out, kernels.int8_matmul(x, weight, scale, bias, residual, "gelu"))
+    x = normal(20, 320, seed=1)
+    for extra in (epilogue("gelu", 20, 50), epilogue("swiglu", 20, 50)):
+        out = check_forward(x, weight, scale, *extra)
+        assert torch.equal(out, kernels.int8_matmul(x, weight, scale, *extra))
     check_grad_input(normal(20, 50, seed=4), weight, scale)
 
 

@@ -1,6 +1,7 @@
 """Matmul with int8 weights that are dequantised in registers, and its input gradient.
 
     forward         Y[M, N]  = act(X[M, K] W^T + bias) + residual         W = scale * int8[N, K]
+                    SwiGLU: of W's 2 N rows the first half are gates, the second ups, and Y = silu(gate) * up + residual
     grad_input      dX[M, K] = dY[M, N] W
 
 One CTA computes a tile of the result over its share of the reduction: int8 weights come through shared memory, become
@@ -21,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.activations import result_columns
 from fastattn.device import kernel_facts
 from fastattn.layout import sum_over_tokens
 
@@ -45,7 +47,7 @@ def activate(x, ACTIVATION: tl.constexpr):
         x = 0.5 * x * (1.0 + tl.erf(x * SQRT_HALF))
     elif ACTIVATION == "gelu_tanh":
         x = 0.5 * x * (1.0 + tanh((x + 0.044715 * x * x * x) * SQRT_2_OVER_PI))
-    elif ACTIVATION == "silu":
+    elif ACTIVATION == "silu" or ACTIVATION == "swiglu":  # of the gates
         x = x / (1.0 + tl.exp(-x))
     return x
 
@@ -66,14 +68,25 @@ def split_range(split_idx, num_splits, num_steps):
 
 
 @triton.jit
+def scale_and_add_bias(acc, row, mask, scale, scale_stride, bias, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """The finished product with ``row`` of the weight."""
+    if HAS_SCALE:
+        acc *= tl.load(scale + row * scale_stride, mask=mask, other=0.0)
+    if HAS_BIAS:
+        acc += tl.load(bias + row, mask=mask, other=0.0).to(tl.float32)
+    return acc
+
+
+@triton.jit
 def finish(
-    acc,  # fp32, finished but for scale, bias, activation and residual
+    acc,  # fp32, finished but for scale, bias, activation and residual; of SwiGLU the gates
+    up,  # as acc; only of SwiGLU
     m,  # int64, indices that broadcast to the shape of acc
     n,
     mask,
-    scale,  # fp32, [N] or [1]
+    scale,  # fp32, one a row of the weight, or [1]
     scale_stride,  # 0 if per tensor
-    bias,  # [N], or None
+    bias,  # one a row of the weight, or None
     residual,  # [M, N], or None
     residual_stride,
     out,  # [M, N] contiguous
@@ -84,11 +97,10 @@ def finish(
     ACTIVATION: tl.constexpr,
 ):
     """Epilogue: scale → bias → activation → residual, and the one rounding."""
-    if HAS_SCALE:
-        acc *= tl.load(scale + n * scale_stride, mask=n < N, other=0.0)
-    if HAS_BIAS:
-        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    acc = scale_and_add_bias(acc, n, n < N, scale, scale_stride, bias, HAS_SCALE, HAS_BIAS)
     acc = activate(acc, ACTIVATION)
+    if ACTIVATION == "swiglu":
+        acc *= scale_and_add_bias(up, n + N, n < N, scale, scale_stride, bias, HAS_SCALE, HAS_BIAS)
     if HAS_RESIDUAL:
         acc += tl.load(residual + m * residual_stride + n, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + m * N + n, acc.to(out.dtype.element_ty), mask=mask)
@@ -98,16 +110,16 @@ def finish(
 def forward_kernel(
     x,  # [M, K]
     x_stride,
-    weight,  # [N, K] int8, contiguous
-    scale,  # [N, K / GROUP] fp32 if GROUP, else [N] or [1]
+    weight,  # [N, K] int8, or [2 N, K] for SwiGLU, contiguous
+    scale,  # a row of K / GROUP fp32 for each row of the weight if GROUP, else one, or [1]
     scale_stride,
     bias,
     residual,
     residual_stride,
     out,  # [M, N]
-    partial,  # [num_splits, M, N] fp32 if SPLIT
+    partial,  # [num_splits, M, rows of the weight] fp32 if SPLIT
     M,
-    N,
+    N,  # columns of the result
     K,
     num_splits,
     GROUP: tl.constexpr,  # a multiple of BLOCK_K, or 0
@@ -120,16 +132,20 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    num_m_blocks, num_n_blocks = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    # Of SwiGLU a tile takes the gate and the up of each of its outputs, one after the other.
+    SUMS: tl.constexpr = 2 if ACTIVATION == "swiglu" else 1  # of an output
+    OUTPUTS: tl.constexpr = BLOCK_N // SUMS
+    num_m_blocks, num_n_blocks = tl.cdiv(M, BLOCK_M), tl.cdiv(N, OUTPUTS)
     pid = tl.program_id(0)
     m_block, n_block = tile_of_program(pid % (num_m_blocks * num_n_blocks), num_m_blocks, num_n_blocks)
     split_idx = pid // (num_m_blocks * num_n_blocks)
     begin, end = split_range(split_idx, num_splits, tl.cdiv(K, BLOCK_K))
 
     m = m_block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = n_block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = n_block.to(tl.int64) * OUTPUTS + tl.arange(0, BLOCK_N) // SUMS
+    row = n + tl.arange(0, BLOCK_N) % SUMS * N  # of the weight
     x_rows = x + m[:, None] * x_stride
-    w_rows = weight + n[:, None] * K
+    w_rows = weight + row[:, None] * K
 
     # The tile is computed transposed, W X^T: weights are the MMA's first operand, which may come from registers.
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -139,17 +155,23 @@ def forward_kernel(
         w_tile = tl.load(w_rows + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0)
         w_tile = w_tile.to(x_tile.dtype)
         if GROUP:
-            group_scale = tl.load(scale + n * scale_stride + step * BLOCK_K // GROUP, mask=n < N, other=0.0)
+            group_scale = tl.load(scale + row * scale_stride + step * BLOCK_K // GROUP, mask=n < N, other=0.0)
             acc += tl.dot(w_tile, tl.trans(x_tile), input_precision="ieee") * group_scale[:, None]
         else:
             acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
 
     mask = (n < N)[:, None] & (m < M)[None, :]
     if SPLIT:
-        tl.store(partial + (split_idx.to(tl.int64) * M + m[None, :]) * N + n[:, None], acc, mask=mask)
+        part_rows = partial + (split_idx.to(tl.int64) * M + m[None, :]) * (SUMS * N)
+        tl.store(part_rows + row[:, None], acc, mask=mask)
     else:
+        up = acc
+        if SUMS == 2:
+            acc, up = tl.split(tl.permute(tl.reshape(acc, [OUTPUTS, 2, BLOCK_M]), [0, 2, 1]))
+            n = n_block.to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+            mask = (n < N)[:, None] & (m < M)[None, :]
         finish(
-            acc, m[None, :], n[:, None], mask, scale, scale_stride, bias, residual, residual_stride, out, N,
+            acc, up, m[None, :], n[:, None], mask, scale, scale_stride, bias, residual, residual_stride, out, N,
             HAS_SCALE, HAS_BIAS, HAS_RESIDUAL, ACTIVATION,
         )  # fmt: skip
 
@@ -215,7 +237,7 @@ def grad_input_kernel(
 
 @triton.jit
 def merge_kernel(
-    partial,  # [num_splits, M, N] fp32
+    partial,  # [num_splits, M, N] fp32, or [num_splits, M, 2 N] of SwiGLU
     scale,
     scale_stride,
     bias,
@@ -236,11 +258,15 @@ def merge_kernel(
     m = (tl.program_id(0) // num_n_blocks).to(tl.int64)
     n = (tl.program_id(0) % num_n_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = n < N
-    acc = tl.zeros([BLOCK], tl.float32)
+    SUMS: tl.constexpr = 2 if ACTIVATION == "swiglu" else 1
+    acc, up = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for split_idx in range(num_splits):
-        acc += tl.load(partial + (split_idx * M + m) * N + n, mask=mask, other=0.0)
+        part_row = partial + (split_idx * M + m) * (SUMS * N)
+        acc += tl.load(part_row + n, mask=mask, other=0.0)
+        if SUMS == 2:
+            up += tl.load(part_row + N + n, mask=mask, other=0.0)
     finish(
-        acc, m, n, mask, scale, scale_stride, bias, residual, residual_stride, out, N,
+        acc, up, m, n, mask, scale, scale_stride, bias, residual, residual_stride, out, N,
         HAS_SCALE, HAS_BIAS, HAS_RESIDUAL, ACTIVATION,
     )  # fmt: skip
 
@@ -266,17 +292,19 @@ def int8_matmul(
     """``act(x @ dequantize(weight)^T + bias) + residual``: ``x [..., K]``, int8 ``weight [N, K]`` to ``[..., N]``.
 
     ``scale`` fp32 ``[1, 1]``, ``[N, 1]`` or ``[N, K / group]`` with a group of 32, 64 or 128; ``activation`` one of
-    none, relu, gelu, gelu_tanh, silu; ``bias [N]``, ``residual [..., N]`` in x's dtype. The caller has checked all.
+    none, relu, gelu, gelu_tanh, silu, swiglu (to ``[..., N / 2]``); ``bias [N]``, ``residual`` like the result, both in
+    x's dtype. The caller has checked all.
     """
     n, k = weight.shape
-    out = x.new_empty((*x.shape[:-1], n))
+    columns = result_columns(activation, n)
+    out = x.new_empty((*x.shape[:-1], columns))
     if out.numel() == 0:
         return out
     x = _rows(x, k)
     m = x.shape[0]
     weight, scale = weight.contiguous(), scale.contiguous()
     bias = None if bias is None else bias.contiguous()
-    residual = None if residual is None else _rows(residual, n)
+    residual = None if residual is None else _rows(residual, columns)
     residual_stride = 0 if residual is None else residual.stride(0)
     group = k // scale.shape[1] if scale.shape[1] > 1 else 0  # one group is a channel
     has_scale = group == 0 and k > 0
@@ -297,7 +325,7 @@ def int8_matmul(
         out,
         partial,
         m,
-        n,
+        columns,
         k,
         tile.split_k,
         GROUP=group,
@@ -324,8 +352,8 @@ def _merge(
     out: Tensor,
     activation: str,
 ) -> None:
-    """``act(scale * sum(partial) + bias) + residual`` into ``out [..., N]``, from ``partial [splits, M, N]``."""
-    num_splits, m, n = partial.shape
+    """``act(scale * sum(partial) + bias) + residual`` into ``out [..., N]``, from ``partial [splits, M, N or 2 N]``."""
+    (num_splits, m, _), n = partial.shape, out.shape[-1]
     merge_kernel[(m * ceil_div(n, MERGE_BLOCK),)](
         partial,
         scale,

@@ -28,15 +28,16 @@ namespace fastattn {
 namespace {
 
 Activation activation_named(const char* op, const std::string& name) {
-    constexpr std::array<std::pair<const char*, Activation>, 5> kActivations{{{"none", Activation::kNone},
+    constexpr std::array<std::pair<const char*, Activation>, 6> kActivations{{{"none", Activation::kNone},
                                                                               {"relu", Activation::kRelu},
                                                                               {"gelu", Activation::kGelu},
                                                                               {"gelu_tanh", Activation::kGeluTanh},
-                                                                              {"silu", Activation::kSilu}}};
+                                                                              {"silu", Activation::kSilu},
+                                                                              {"swiglu", Activation::kSwiglu}}};
     for (const auto& [known, activation] : kActivations) {
         if (name == known) return activation;
     }
-    check(false, op, "activation must be none, relu, gelu, gelu_tanh or silu, got ", name);
+    check(false, op, "activation must be none, relu, gelu, gelu_tanh, silu or swiglu, got ", name);
     return Activation::kNone;
 }
 
@@ -131,11 +132,11 @@ void run(Int8MatmulParams& params, Int8MatmulTensors& kept, DataType dtype, cons
         dispatch_at_least(Int8MatmulBlockMs{}, block_m, [&](auto tokens) {
             const auto [block_outputs, block_depth] = kernel.template blocks<tokens.value>();
             const int64_t tiles =
-                int64_t{ceil_div(params.input.rows, tokens.value)} * ceil_div(epilogue.out.columns, block_outputs);
+                int64_t{ceil_div(params.input.rows, tokens.value)} * ceil_div(epilogue.sum_columns(), block_outputs);
             const int32_t steps = ceil_div(params.input.columns, block_depth);
             epilogue.num_splits = num_splits(tiles, steps, num_multiprocessors());
             if (epilogue.num_splits > 1) {
-                const int64_t part = int64_t{epilogue.out.rows} * epilogue.out.columns;
+                const int64_t part = int64_t{epilogue.out.rows} * epilogue.sum_columns();
                 const Tensor arrivals =
                     kept.arrivals.emplace(torch::stable::new_empty(kept.input, {tiles}, ScalarType::Long));
                 const Tensor partial = kept.partial.emplace(
@@ -197,10 +198,15 @@ Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> 
     constexpr const char* kOp = "int8_matmul";
     check_arguments(kOp, "x", x, weight, scale, /*weight_dim=*/1);
     const DataType dtype = data_type(kOp, "x", x);
-    const int64_t columns = weight.size(0);
+    Int8MatmulParams params{};
+    MatmulEpilogue& epilogue = params.epilogue;
+    epilogue.activation = activation_named(kOp, activation);
+    const int64_t weight_rows = weight.size(0), columns = epilogue.is_gated() ? weight_rows / 2 : weight_rows;
+    check(!epilogue.is_gated() || weight_rows % 16 == 0, kOp,
+          "weight must have a multiple of 16 rows for swiglu, gates ", "and then ups, got ", shape_text(weight));
     const std::vector<int64_t> sizes = with_columns(x, columns);
     if (bias.has_value()) {
-        check_shape(kOp, "bias", *bias, {columns});
+        check_shape(kOp, "bias", *bias, {weight_rows});
         check_beside(kOp, "bias", *bias, "x", x, x.scalar_type());
     }
     if (residual.has_value()) {
@@ -209,10 +215,7 @@ Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> 
     }
 
     Int8MatmulTensors kept{x, weight, scale, torch::stable::new_empty(x, sizes), bias, residual};
-    Int8MatmulParams params{};
     params.weight = weight_view(kOp, kept);
-    MatmulEpilogue& epilogue = params.epilogue;
-    epilogue.activation = activation_named(kOp, activation);
     if (kept.out.numel() == 0) return kept.out;
     const int64_t rows = kept.out.numel() / columns;
     kept.input = x.numel() == 0 ? torch::stable::reshape(x, {rows, 0}) : as_matrix(x);

@@ -11,7 +11,7 @@ namespace fastattn {
 
 using torch::stable::Tensor;
 
-// activation(x · dequantize(weight)ᵀ + bias) + residual: x [..., K] to [..., N].
+// activation(x · dequantize(weight)ᵀ + bias) + residual: x [..., K] to [..., N], or with swiglu to [..., N / 2].
 Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> bias, std::optional<Tensor> residual,
                    std::string activation);
 

@@ -54,7 +54,7 @@ Dealt dealt_matmul(int32_t tokens, int32_t outputs, int32_t depth, int32_t block
 
 #define FASTATTN_ASKED_BY_PYTHON extern "C" __attribute__((visibility("default")))
 
-// Of int8_matmul_sm80, or int8_matmul_grad_input_sm80, with a result [tokens, outputs] and a sum of `depth`.
+// Of int8_matmul_sm80, or int8_matmul_grad_input_sm80, with sums [tokens, outputs], each of `depth`.
 FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_int8_matmul(int32_t gradient, int32_t tokens, int32_t outputs,
                                                                     int32_t depth, int32_t multiprocessors) {
     using namespace fastattn;

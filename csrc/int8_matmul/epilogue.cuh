@@ -43,6 +43,7 @@ __device__ __forceinline__ void activate(Activation activation, float (&values)[
                 values, [](float x) { return 0.5f * x * (1.0f + tanhf((x + 0.044715f * x * x * x) * kSqrt2OverPi)); });
             break;
         case Activation::kSilu:
+        case Activation::kSwiglu:  // of the gates
             for_each_value(values, [](float x) { return x / (1.0f + expf(-x)); });
             break;
     }
@@ -57,22 +58,41 @@ __device__ __forceinline__ void unpack_four(float (&values)[kEpilogueColumns], c
     values[3] = unpack<kDataType>(static_cast<uint16_t>(bits.y >> 16));
 }
 
-// Four neighbouring elements of the result, of which `column` is the first.
+// Sums of a thread: of four neighbouring elements of the result or, of SwiGLU, of their gates; and then also of the ups.
+struct ChunkSums {
+    float4 first, up;
+};
+
+// scale * sum + bias of four neighbouring columns of sums, of which `column` is the first.
 template <DataType kDataType>
-__device__ __forceinline__ void finish(const MatmulEpilogue& epilogue, const float4& sums, int64_t row,
-                                       int32_t column) {
-    float values[kEpilogueColumns] = {sums.x, sums.y, sums.z, sums.w};
-    float added[kEpilogueColumns];
+__device__ __forceinline__ void scale_and_add_bias(const MatmulEpilogue& epilogue, float (&values)[kEpilogueColumns],
+                                                   const float4& sums, int32_t column) {
+    values[0] = sums.x, values[1] = sums.y, values[2] = sums.z, values[3] = sums.w;
     if (epilogue.scale != nullptr) {
 #pragma unroll
         for (int e = 0; e < kEpilogueColumns; ++e) values[e] *= epilogue.scale[(column + e) * epilogue.scale_stride];
     }
     if (epilogue.bias != nullptr) {
+        float added[kEpilogueColumns];
         unpack_four<kDataType>(added, epilogue.bias + column);
 #pragma unroll
         for (int e = 0; e < kEpilogueColumns; ++e) values[e] += added[e];
     }
+}
+
+// Four neighbouring elements of the result, of which `column` is the first.
+template <DataType kDataType>
+__device__ __forceinline__ void finish(const MatmulEpilogue& epilogue, const ChunkSums& sums, int64_t row,
+                                       int32_t column) {
+    float values[kEpilogueColumns], added[kEpilogueColumns];
+    scale_and_add_bias<kDataType>(epilogue, values, sums.first, column);
     activate(epilogue.activation, values);
+    if (epilogue.is_gated()) {
+        float up[kEpilogueColumns];
+        scale_and_add_bias<kDataType>(epilogue, up, sums.up, column + epilogue.out.columns);
+#pragma unroll
+        for (int e = 0; e < kEpilogueColumns; ++e) values[e] *= up[e];
+    }
     if (epilogue.residual.data != nullptr) {
         unpack_four<kDataType>(added, epilogue.residual.data + row * epilogue.residual.row_stride + column);
 #pragma unroll
@@ -83,52 +103,65 @@ __device__ __forceinline__ void finish(const MatmulEpilogue& epilogue, const flo
 }
 
 // Calls function(sums, row, column) for the chunks of a tile that a thread finishes, as far as they are in the result.
-// [first_row, first_column] is the tile's upper left element.
+// Of SwiGLU, the left half of the tile's columns are gates, and the right half the ups of the same elements.
 template <int kRows, int kColumns, int kThreads, typename Function>
-__device__ __forceinline__ void for_own_chunks(const MatrixView<uint16_t>& out, const float* sSums, int32_t first_row,
-                                               int32_t first_column, Function&& function) {
-    constexpr int kChunksPerRow = kColumns / kEpilogueColumns, kRowsPerPass = kThreads / kChunksPerRow;
-    static_assert(kRows % kRowsPerPass == 0, "passes must cover the tile exactly");
-    const int tile_column = threadIdx.x % kChunksPerRow * kEpilogueColumns;
-    if (first_column + tile_column >= out.columns) return;
+__device__ __forceinline__ void for_own_chunks(const MatmulEpilogue& epilogue, const float* sSums,
+                                               const MatmulWork& work, Function&& function) {
+    constexpr int kMaxChunks = kColumns / kEpilogueColumns;
+    static_assert(kThreads % kMaxChunks == 0, "a pass must take whole rows");
+    const int columns = epilogue.result_columns(kColumns), chunks_per_row = columns / kEpilogueColumns;
+    const int tile_column = threadIdx.x % chunks_per_row * kEpilogueColumns;
+    const int32_t first_row = work.token_tile * kRows, column = work.output_tile * columns + tile_column;
+    if (column >= epilogue.out.columns) return;
+    const int rows_here = min(kRows, epilogue.out.rows - first_row);
 #pragma unroll 1
-    for (int tile_row = threadIdx.x / kChunksPerRow; tile_row < kRows; tile_row += kRowsPerPass) {
-        if (tile_row >= out.rows - first_row) return;
-        const float* sums = sSums + tile_row * SumsLayout<kColumns>::kRowElements + tile_column;
-        function(*reinterpret_cast<const float4*>(sums), int64_t{first_row} + tile_row, first_column + tile_column);
+    for (int row = threadIdx.x / chunks_per_row; row < rows_here; row += kThreads / chunks_per_row) {
+        const float* sums = sSums + row * SumsLayout<kColumns>::kRowElements + tile_column;
+        ChunkSums chunk{*reinterpret_cast<const float4*>(sums), {}};
+        if (epilogue.is_gated()) chunk.up = *reinterpret_cast<const float4*>(sums + columns);
+        function(chunk, int64_t{first_row} + row, column);
     }
 }
 
+// Adds up what all splits have left at one place of `partial`, in their order, so that bits repeat.
+__device__ __forceinline__ float4 total(const float* partial, int64_t part_elements, int32_t num_splits) {
+    float4 sums = __ldcg(reinterpret_cast<const float4*>(partial));
+    for (int split = 1; split < num_splits; ++split) {
+        const float4 more = __ldcg(reinterpret_cast<const float4*>(partial + split * part_elements));
+        sums = {sums.x + more.x, sums.y + more.y, sums.z + more.z, sums.w + more.w};
+    }
+    return sums;
+}
+
 // A CTA's tile of sums into the result. Of the CTAs that share a tile, the last to come adds up what all have left in
-// `partial`, in the order of the splits, so that bits repeat; it alone gets true.
+// `partial`; it alone gets true.
 template <DataType kDataType, int kRows, int kColumns, int kThreads>
 __device__ __forceinline__ bool finish_tile(const MatmulEpilogue& epilogue, const float* sSums,
                                             const MatmulWork& work) {
-    const int32_t first_row = work.token_tile * kRows, first_column = work.output_tile * kColumns;
     const auto for_chunks = [&](auto&& function) {
-        for_own_chunks<kRows, kColumns, kThreads>(epilogue.out, sSums, first_row, first_column, function);
+        for_own_chunks<kRows, kColumns, kThreads>(epilogue, sSums, work, function);
     };
     if (epilogue.num_splits == 1) {
-        for_chunks(
-            [&](const float4& sums, int64_t row, int32_t column) { finish<kDataType>(epilogue, sums, row, column); });
+        for_chunks([&](const ChunkSums& sums, int64_t row, int32_t column) {
+            finish<kDataType>(epilogue, sums, row, column);
+        });
         return true;
     }
-    const int64_t part_elements = int64_t{epilogue.out.rows} * epilogue.out.columns;
-    for_chunks([&](const float4& sums, int64_t row, int32_t column) {
-        float* part = epilogue.partial + work.split * part_elements + row * epilogue.out.columns + column;
-        *reinterpret_cast<float4*>(part) = sums;
+    const int64_t row_elements = epilogue.sum_columns(), part_elements = epilogue.out.rows * row_elements;
+    for_chunks([&](const ChunkSums& sums, int64_t row, int32_t column) {
+        float* part = epilogue.partial + work.split * part_elements + row * row_elements + column;
+        *reinterpret_cast<float4*>(part) = sums.first;
+        if (epilogue.is_gated()) *reinterpret_cast<float4*>(part + epilogue.out.columns) = sums.up;
     });
     __syncthreads();  // all of this part is there
     const bool is_last =
         threadIdx.x == 0 && arrives_last(epilogue.arrivals + work.tile, epilogue.token, epilogue.num_splits);
     if (!__syncthreads_or(is_last)) return false;
-    for_chunks([&](const float4&, int64_t row, int32_t column) {
-        const float* part = epilogue.partial + row * epilogue.out.columns + column;
-        float4 sums = __ldcg(reinterpret_cast<const float4*>(part));
-        for (int split = 1; split < epilogue.num_splits; ++split) {
-            part += part_elements;
-            const float4 more = __ldcg(reinterpret_cast<const float4*>(part));
-            sums = {sums.x + more.x, sums.y + more.y, sums.z + more.z, sums.w + more.w};
+    for_chunks([&](const ChunkSums&, int64_t row, int32_t column) {
+        const float* part = epilogue.partial + row * row_elements + column;
+        ChunkSums sums{total(part, part_elements, epilogue.num_splits), {}};
+        if (epilogue.is_gated()) {
+            sums.up = total(part + epilogue.out.columns, part_elements, epilogue.num_splits);
         }
         finish<kDataType>(epilogue, sums, row, column);
     });

@@ -15,6 +15,7 @@
 // 16 bytes and whole sectors. A pair of weights costs 0.5 LOP3, 1 PRMT and 1 HFMA2; if they were packed with a bias of
 // 128, the LOP3 would go, and a second copy of all weights or a conversion at each state dict would come.
 // Scales per tensor or channel multiply the finished sums. Per group along K they multiply the sums of 32 k.
+// SwiGLU takes 64 gates and the 64 ups of the same outputs into a tile; sums meet in the epilogue, when they are whole.
 // Few tokens have too few tiles to fill the GPU: then several CTAs share one, each with a part of K (work.h), and the
 // last of them to finish adds up the parts.
 // Preconditions: those of Int8WeightView and MatrixView; N a multiple of 8, K of 16.
@@ -43,6 +44,7 @@ template <int kBlockM_>
 struct Int8MatmulConfigSm80 : Int8MatmulTileSm80<kBlockM_> {
     using Tile = Int8MatmulTileSm80<kBlockM_>;
     static constexpr int kNumThreads = Tile::kNumWarps * kWarpSize;
+    static constexpr int kHalfN = Tile::kBlockN / 2;  // of SwiGLU: gates, and then as many ups
     static constexpr int kWarpN = Tile::kBlockN / Tile::kNumWarps;
     static constexpr int kTilesN = kWarpN / kMmaM;         // outputs are the MMA's M
     static constexpr int kTilesM = Tile::kBlockM / kMmaN;  // tokens its N
@@ -174,33 +176,40 @@ template <int kBlockM, DataType kDataType>
 __global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, 2)
     int8_matmul_sm80(const __grid_constant__ Int8MatmulParams params) {
     using Config = Int8MatmulConfigSm80<kBlockM>;
-    constexpr int kBlockN = Config::kBlockN, kBlockK = Config::kBlockK, kNumStages = Config::kNumStages;
-    constexpr int kTilesN = Config::kTilesN, kTilesM = Config::kTilesM, kNumThreads = Config::kNumThreads;
+    constexpr int kBlockN = Config::kBlockN, kHalfN = Config::kHalfN, kBlockK = Config::kBlockK;
+    constexpr int kTilesN = Config::kTilesN, kTilesM = Config::kTilesM;
+    constexpr int kNumStages = Config::kNumStages, kNumThreads = Config::kNumThreads;
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<Int8MatmulStorageSm80<Config>*>(shared_bytes);
 
     // Prologue: which tile, and which part of its sum.
     const Int8WeightView& weight = params.weight;
-    const int32_t num_tokens = params.input.rows, num_outputs = weight.rows, depth = weight.columns;
-    const MatmulWork work = matmul_work(blockIdx.x, ceil_div(num_tokens, kBlockM), ceil_div(num_outputs, kBlockN),
+    const int32_t num_tokens = params.input.rows, num_outputs = params.epilogue.out.columns, depth = weight.columns;
+    const MatmulWork work = matmul_work(blockIdx.x, ceil_div(num_tokens, kBlockM), ceil_div(weight.rows, kBlockN),
                                         ceil_div(depth, kBlockK), params.epilogue.num_splits);
-    const int32_t first_token = work.token_tile * kBlockM, first_output = work.output_tile * kBlockN;
+    const int32_t first_token = work.token_tile * kBlockM;
+    const int32_t first_output = work.output_tile * params.epilogue.result_columns(kBlockN);
+    const int32_t second_row = first_output + (params.epilogue.is_gated() ? num_outputs : kHalfN);  // SwiGLU's first up
     const int warp_n = threadIdx.x / kWarpSize * Config::kWarpN, lane = threadIdx.x % kWarpSize;
     const bool is_grouped = weight.group_shift != Int8WeightView::kOneGroup;
     float rY[kTilesN][kTilesM][4] = {};  // [32 outputs, kBlockM tokens]
 
     // Producer: every thread copies its chunks of each step, and the scales of one output.
     const int64_t first_k = int64_t{work.begin_step} * kBlockK;
-    TileStream<WeightLayout<kBlockK>, kBlockN, kNumThreads> load_w(
-        weight.data + int64_t{first_output} * depth + first_k, depth, threadIdx.x);
+    TileStream<WeightLayout<kBlockK>, kHalfN, kNumThreads> load_w[2] = {
+        {weight.data + int64_t{first_output} * depth + first_k, depth, static_cast<int>(threadIdx.x)},
+        {weight.data + int64_t{second_row} * depth + first_k, depth, static_cast<int>(threadIdx.x)}};
     TileStream<TokenLayout<kBlockK>, kBlockM, kNumThreads> load_x(
         params.input.data + first_token * params.input.row_stride + first_k, params.input.row_stride * 2, threadIdx.x);
-    const bool has_output = first_output + static_cast<int>(threadIdx.x) < num_outputs;
-    const float* gScale = weight.scale + int64_t{first_output + static_cast<int>(threadIdx.x)} * weight.groups;
+    const bool is_second = threadIdx.x >= kHalfN;
+    const int32_t scale_row = (is_second ? second_row : first_output) + threadIdx.x % kHalfN;
+    const bool has_output = scale_row < (is_second ? weight.rows : num_outputs);
+    const float* gScale = weight.scale + int64_t{scale_row} * weight.groups;
     const auto load = [&](int32_t step) {
         auto& stage = shared.stages[step % kNumStages];
         const int32_t left = depth - step * kBlockK;
-        load_w.load(shared_address(stage.sW), num_outputs - first_output, left, kBlockK);
+        load_w[0].load(shared_address(stage.sW), num_outputs - first_output, left, kBlockK);
+        load_w[1].load(shared_address(stage.sW + kHalfN * kBlockK), weight.rows - second_row, left, kBlockK);
         load_x.load(shared_address(stage.sX), num_tokens - first_token, left * 2, kBlockK * 2);
         if (!is_grouped) return;
         const int32_t first_group = step * Config::kBlocksK >> weight.group_shift;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "host/host_device.h"
 #include "host/params.h"
 
 namespace fastattn {
@@ -27,21 +28,29 @@ struct Int8WeightView {
     int32_t group_shift;       // a group has 32 << group_shift columns
 };
 
-enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
+// SwiGLU has two sums for each element of the result, silu(gate) * up: [rows, 2 * columns] of them, the gates first.
+enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu, kSwiglu };
 
-// What becomes of the sums [rows, columns] of a matmul: activation(scale * sum + bias) + residual, in fp32 up to one
-// rounding. Where several CTAs share a tile, their sums pass through `partial`.
+// What becomes of the sums [rows, sum_columns()] of a matmul: activation(scale * sum + bias) + residual, in fp32 up to
+// one rounding. Where several CTAs share a tile, their sums pass through `partial`.
 struct MatmulEpilogue {
-    const float* scale;    // [columns], or null: 1
+    const float* scale;    // [sum_columns()], or null: 1
     int32_t scale_stride;  // 0: all columns have the same
-    const uint16_t* bias;  // [columns], or null
+    const uint16_t* bias;  // [sum_columns()], or null
     Activation activation;
     MatrixView<const uint16_t> residual;  // data is null where there is none
     MatrixView<uint16_t> out;
     int32_t num_splits;  // CTAs that share a tile
-    float* partial;      // [num_splits, rows, columns], or null: one split
+    float* partial;      // [num_splits, rows, sum_columns()], or null: one split
     uint64_t* arrivals;  // [tiles], see device/arrivals.cuh
     uint64_t token;
+
+    FASTATTN_HOST_DEVICE bool is_gated() const { return activation == Activation::kSwiglu; }
+    FASTATTN_HOST_DEVICE int32_t sum_columns() const { return is_gated() ? 2 * out.columns : out.columns; }
+    // How many columns of the result a tile of that many columns of sums makes.
+    FASTATTN_HOST_DEVICE int32_t result_columns(int32_t tile_columns) const {
+        return is_gated() ? tile_columns / 2 : tile_columns;
+    }
 };
 
 // grad_input: dY summed over the tokens, the gradient of a bias.

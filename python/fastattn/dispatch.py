@@ -258,9 +258,11 @@ def _reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) 
     if call.op == "int8_matmul":
         _, rows, columns, _ = call.sizes
         of_rows, of_columns = support.weight_multiples
-        if rows % of_rows != 0 or columns % of_columns != 0:
+        is_gated = "swiglu" in call.features
+        if rows % (2 * of_rows if is_gated else of_rows) != 0 or columns % of_columns != 0:
+            what = "N / 2 and K" if is_gated else "N and K"
             return (
-                f"the weight is [{rows}, {columns}], and the {_NAMES[backend]} kernel takes N and K that are "
+                f"the weight is [{rows}, {columns}], and the {_NAMES[backend]} kernel takes {what} that are "
                 f"{support.weight_text()}; pad it with zeros."
             )
     missing = [words for feature, words in FEATURES[call.op].items() if feature in call.features - support.features]

@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fastattn import ops, reference
-from fastattn.activations import ACTIVATIONS
+from fastattn.activations import ACTIVATIONS, GATED, result_columns
 from fastattn.autocast import autocast_dtype, autocast_to, without_autocast
 from fastattn.checks import (
     FLOATING,
@@ -175,13 +175,16 @@ def int8_linear(
         x: floating ``[..., K]``.
         weight: from ``quantize_int8``, ``[N, K]``.
         bias: ``[N]`` in the dtype of ``x``.
-        activation: None, ``"relu"``, ``"gelu"`` (exact), ``"gelu_tanh"`` or ``"silu"``.
-        residual: ``[..., N]`` in the dtype of ``x``, added last.
+        activation: None, ``"relu"``, ``"gelu"`` (exact), ``"gelu_tanh"``, ``"silu"`` or ``"swiglu"``. The last is gated
+            and takes a fused weight, whose first N / 2 rows are the gate's and the others the up projection's (as
+            ``gate_up_proj`` of Hugging Face's models): ``silu(x @ gate^T + …) * (x @ up^T + …)``, N / 2 columns.
+        residual: ``[..., N]`` (``[..., N / 2]`` with ``"swiglu"``) in the dtype of ``x``, added last.
         activations: ``"16bit"`` computes with ``x`` as it is; ``"int8"`` first rounds each row of it to symmetric int8
             (the gradient passes straight through).
 
     Returns:
-        ``[..., N]`` in the dtype of ``x``, differentiable in ``x``, ``bias`` and ``residual``.
+        ``[..., N]`` (``[..., N / 2]`` with ``"swiglu"``) in the dtype of ``x``, differentiable in ``x``, ``bias`` and
+        ``residual``.
 
     Raises:
         InputError, TypeError: an argument that the host can see is wrong; with ``FASTATTN_CHECK=1`` also scales that
@@ -240,10 +243,18 @@ def _nested_linear(
     check_dtype("x", x, FLOATING)
     check_choice("activation", activation, ACTIVATION_CHOICES)
     expect(activations == "16bit", "activations", "'16bit' for a nested x", repr(activations))
+    _check_gated(activation, data.shape[0])
     choose(Call("int8_matmul", x.device, x.dtype, 0, 0, frozenset(), (), only_torch_handles(x)))
     y = F.linear(x, reference.dequantize_int8(data, scale, x.dtype), bias)
     y = ACTIVATIONS[activation or "none"](y)
     return y if residual is None else y + residual
+
+
+def _check_gated(activation: str | None, rows: int) -> None:
+    """A gated activation takes a weight of two halves."""
+    if activation in GATED:
+        halves = "the gate's rows, then as many of the up projection"
+        expect(rows % 2 == 0, "weight", f"an even N for {activation!r}, {halves}", f"N = {rows}")
 
 
 def _check_and_plan(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Call:
@@ -253,6 +264,8 @@ def _check_and_plan(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Call:
     check_dtype("x", x, FLOATING)
     expect(x.dim() >= 1 and x.shape[-1] == columns, "x", f"shape [..., K] with K = {columns}", list(x.shape))
     expect(data.device == x.device, "weight", f"a weight on {x.device} like x", f"one on {data.device}")
+    check_choice("activation", activation, ACTIVATION_CHOICES)
+    _check_gated(activation, rows)
     features = set()
     if bias is not None:
         check_shape("bias", bias, (rows,), "[N]")
@@ -260,13 +273,14 @@ def _check_and_plan(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Call:
         check_same_device("bias", bias, x.device)
         features.add("bias")
     if residual is not None:
-        check_shape("residual", residual, (*x.shape[:-1], rows), "[..., N]")
+        columns_of_y = result_columns(activation, rows)
+        meaning = "[..., N]" if columns_of_y == rows else "[..., N / 2]"
+        check_shape("residual", residual, (*x.shape[:-1], columns_of_y), meaning)
         check_dtype("residual", residual, (x.dtype,))
         check_same_device("residual", residual, x.device)
         features.add("residual")
-    check_choice("activation", activation, ACTIVATION_CHOICES)
     if activation is not None:
-        features.add("activation")
+        features.add(activation if activation in GATED else "activation")
     check_choice("activations", activations, ACTIVATION_PRECISIONS)
     if activations == "int8":
         features.add("int8 activations")

@@ -58,7 +58,7 @@ TAKES_CPU_TENSORS: bool = torch._C._dispatch_has_kernel_for_dispatch_key("fastat
 
 
 def dealt_int8_matmul(gradient: bool, tokens: int, outputs: int, depth: int, num_sms: int) -> Dealt:
-    """By ``int8_matmul_sm80`` or its gradient, for a result ``[tokens, outputs]`` with a sum of ``depth``."""
+    """By ``int8_matmul_sm80`` or its gradient, for sums ``[tokens, outputs]``, each of ``depth``."""
     return _LIBRARY.fastattn_dealt_int8_matmul(gradient, tokens, outputs, depth, num_sms)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fastattn import dispatch, flops, native, vmap  # noqa: F401  (native loads the schemas)
-from fastattn.activations import ACTIVATIONS
+from fastattn.activations import ACTIVATIONS, result_columns
 from fastattn.device import is_emulated, when_emulation_changes
 from fastattn.dispatch import RecordedCall
 from fastattn.layout import empty_like_heads, padded, readable, sum_over_tokens
@@ -148,8 +148,8 @@ def _fake_attention_decode(query: Tensor, k_cache: Tensor, v_cache: Tensor, *_: 
     return empty_like_heads(query, v_cache.shape[-1]), lse
 
 
-def _fake_int8_matmul(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+def _fake_int8_matmul(x: Tensor, weight: Tensor, scale: Tensor, bias: Any, residual: Any, activation: str) -> Tensor:
+    return x.new_empty((*x.shape[:-1], result_columns(activation, weight.shape[0])))
 
 
 def _fake_int8_matmul_grad_input(

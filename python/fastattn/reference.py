@@ -425,7 +425,8 @@ def int8_linear(
     activations: str = "16bit",
     compute_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``act(x @ dequantize(weight)^T + bias) + residual``: ``x [..., K]`` to ``[..., N]``.
+    """``act(x @ dequantize(weight)^T + bias) + residual``: ``x [..., K]`` to ``[..., N]``, or ``[..., N / 2]``
+    with ``"swiglu"``.
 
     ``activations="int8"`` first rounds each row of ``x`` to symmetric int8 (its gradient passes straight through).
     """

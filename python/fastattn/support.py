@@ -47,6 +47,7 @@ FEATURES: dict[str, dict[str, str]] = {
         "group scales": "scales per group along K",
         "bias": "a bias",
         "activation": "a fused activation",
+        "swiglu": "SwiGLU over a fused gate-up weight",
         "residual": "a fused residual",
         "int8 activations": "int8 activations",
     },

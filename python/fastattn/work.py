@@ -86,9 +86,15 @@ def attention_decode(
     )
 
 
-def int8_matmul(m: int, n: int, k: int, itemsize: int, num_scales: int, extra_elements: int = 0) -> Work:
-    """``[m, k] x [n, k]^T`` with int8 weights, forward or input gradient; extra: of a bias and a residual."""
-    return Work(2 * m * n * k, (m * (k + n) + extra_elements) * itemsize + n * k + 4 * num_scales)
+def int8_matmul(
+    m: int, n: int, k: int, itemsize: int, num_scales: int, extra_elements: int = 0, columns: int | None = None
+) -> Work:
+    """``[m, k] x [n, k]^T`` with int8 weights, forward or input gradient; extra: of a bias and a residual.
+
+    ``columns``: of the result, where they are not ``n`` (or ``k``) but half of them, as with SwiGLU.
+    """
+    elements = m * (k + (n if columns is None else columns)) + extra_elements
+    return Work(2 * m * n * k, elements * itemsize + n * k + 4 * num_scales)
 
 
 def _elements(*shapes: Sequence[int]) -> int:
