@@ -67,6 +67,23 @@ def test_a_transposed_weight_is_quantised_as_its_copy() -> None:
         assert torch.equal(actual.scale, expected.scale)
 
 
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+@pytest.mark.parametrize("rows, columns", [(5, 39), (6, 40), (7, 1), (0, 7), (7, 0), (4, 16)])
+def test_rows_start_at_multiples_of_16_bytes(rows: int, columns: int, granularity: str, tmp_path: Any) -> None:
+    """Whatever becomes of the weight. Behind the rows there are zeros."""
+    dense = normal(4, rows, columns, dtype=torch.float32)
+    weight = quantize_int8(dense, granularity)
+    torch.save(weight, tmp_path / "weight.pt")
+    for other in (weight, copy.deepcopy(weight), torch.load(tmp_path / "weight.pt"), weight.to("meta")):
+        assert other.data.numel() == 0 or other.data.stride() == (-(-columns // 16) * 16, 1)
+    expected, _ = reference.quantize_int8(dense, granularity)
+    assert torch.equal(weight.data, expected)
+    assert weight.data.untyped_storage().nbytes() == rows * -(-columns // 16) * 16
+    if weight.data.numel() > 0:
+        behind = weight.data.as_strided((rows, -columns % 16), (weight.data.stride(0), 1), columns)
+        assert not behind.any()
+
+
 def test_a_weight_moves_copies_and_is_saved(tmp_path: Any) -> None:
     weight = weight_of(32)
     assert weight.to("cpu") is weight

@@ -85,6 +85,37 @@ def test_state_dict_round_trips(granularity: str | int, tmp_path: Any) -> None:
             assert torch.equal(other(x), layer(x))
 
 
+@pytest.mark.parametrize("features", [39, 40, 1])
+def test_rows_stay_aligned_and_state_dicts_contiguous(features: int, tmp_path: Any) -> None:
+    """Rows of 16 bytes and multiples, which kernels read as they lie, through all that becomes of a layer."""
+    layer = Int8Linear.from_linear(nn.Linear(features, 5))
+    x, state = rows(3, features), bits(layer)
+
+    def check(other: Int8Linear, is_loaded: bool = True) -> None:
+        assert other.weight.stride() == (-(-features // 16) * 16, 1)
+        if is_loaded:
+            assert_same_state(other, state)
+            assert torch.equal(other(x), layer(x))
+
+    assert all(tensor.is_contiguous() for tensor in layer.state_dict().values())
+    assert layer.state_dict(keep_vars=True)["weight"] is layer.weight
+    save_file(layer.state_dict(), tmp_path / "layer.safetensors")
+    for assign in (False, True):
+        other = Int8Linear(features, 5)
+        check(other, is_loaded=False)
+        other.load_state_dict(load_file(tmp_path / "layer.safetensors"), assign=assign)
+        check(other)
+    check(layer)
+    check(copy.deepcopy(layer))
+    check(copy.deepcopy(layer)._apply(torch.clone))
+    check(copy.deepcopy(layer).double().float())
+    skeleton = Int8Linear(features, 5, device="meta")
+    check(skeleton, is_loaded=False)
+    check(skeleton.to_empty(device="cpu"), is_loaded=False)
+    skeleton.load_state_dict(layer.state_dict())
+    check(skeleton)
+
+
 def test_a_float_state_dict_is_quantised_as_it_is_loaded() -> None:
     linear = nn.Linear(64, 48)
     layer = Int8Linear(64, 48, granularity=32)

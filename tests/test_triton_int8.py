@@ -40,6 +40,9 @@ def test_odd_sizes(granularity: str, m: int, n: int, k: int) -> None:
     weight, scale = quantised(n, k, granularity, seed=n)
     check_forward(normal(m, k, seed=k), weight, scale, normal(n, seed=1), normal(m, n, seed=2), "silu")
     check_grad_input(normal(m, n, seed=3), weight, scale)
+    wide = torch.full((n, k + 3), 127, dtype=torch.int8, device=DEVICE)[:, :k].copy_(weight)
+    check_forward(normal(m, k, seed=k), wide, scale)
+    check_grad_input(normal(m, n, seed=3), wide, scale)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])

@@ -110,7 +110,8 @@ def finish(
 def forward_kernel(
     x,  # [M, K]
     x_stride,
-    weight,  # [N, K] int8, or [2 N, K] for SwiGLU, contiguous
+    weight,  # [N, K] int8, or [2 N, K] for SwiGLU
+    weight_stride,
     scale,  # a row of K / GROUP fp32 for each row of the weight if GROUP, else one, or [1]
     scale_stride,
     bias,
@@ -145,7 +146,7 @@ def forward_kernel(
     n = n_block.to(tl.int64) * OUTPUTS + tl.arange(0, BLOCK_N) // SUMS
     row = n + tl.arange(0, BLOCK_N) % SUMS * N  # of the weight
     x_rows = x + m[:, None] * x_stride
-    w_rows = weight + row[:, None] * K
+    w_rows = weight + row[:, None] * weight_stride
 
     # The tile is computed transposed, W X^T: weights are the MMA's first operand, which may come from registers.
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -180,7 +181,8 @@ def forward_kernel(
 def grad_input_kernel(
     grad_out,  # [M, N]
     grad_out_stride,
-    weight,  # [N, K] int8, contiguous
+    weight,  # [N, K] int8
+    weight_stride,
     scale,  # [N, K / GROUP] fp32 if GROUP, [N] if PER_CHANNEL, else [1]
     scale_stride,
     largest_scale,  # [1] fp32
@@ -216,7 +218,7 @@ def grad_input_kernel(
         dy_mask = (m < M)[:, None] & (n < N)[None, :]
         dy_tile = tl.load(grad_out + m[:, None] * grad_out_stride + n[None, :], mask=dy_mask, other=0.0)
         w_mask = (n < N)[:, None] & (k < K)[None, :]
-        w_tile = tl.load(weight + n.to(tl.int64)[:, None] * K + k[None, :], mask=w_mask, other=0)
+        w_tile = tl.load(weight + n.to(tl.int64)[:, None] * weight_stride + k[None, :], mask=w_mask, other=0)
         if GROUP:
             # One column per group that the tile touches, then spread over the group's columns.
             GROUPS: tl.constexpr = max(1, BLOCK_K // GROUP)
@@ -302,7 +304,7 @@ def int8_matmul(
         return out
     x = _rows(x, k)
     m = x.shape[0]
-    weight, scale = weight.contiguous(), scale.contiguous()
+    weight, scale = _rows(weight, k), scale.contiguous()
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else _rows(residual, columns)
     residual_stride = 0 if residual is None else residual.stride(0)
@@ -317,6 +319,7 @@ def int8_matmul(
         x,
         x.stride(0),
         weight,
+        weight.stride(0),
         scale,
         scale_stride,
         bias,
@@ -391,7 +394,7 @@ def _grad_input(grad_out: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         return out.zero_()
     grad_out = _rows(grad_out, n)
     m = grad_out.shape[0]
-    weight, scale = weight.contiguous(), scale.contiguous()
+    weight, scale = _rows(weight, k), scale.contiguous()
     group = k // scale.shape[1] if scale.shape[1] > 1 else 0
     tile = _tile(grad_out.device, m, k, n, 0)
     is_split = tile.split_k > 1
@@ -400,6 +403,7 @@ def _grad_input(grad_out: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         grad_out,
         grad_out.stride(0),
         weight,
+        weight.stride(0),
         scale,
         scale.shape[1],
         scale.amax().clamp(min=torch.finfo(torch.float32).tiny),  # scales of zeros: 0 / tiny, not 0 / 0

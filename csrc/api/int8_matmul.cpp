@@ -66,16 +66,36 @@ void check_sizes(const char* op, const char* name, const Tensor& tensor, const s
           shape_text(tensor));
 }
 
-// [..., columns] as [rows, columns]; a copy only where no view has aligned rows.
+// [..., columns] as [rows, columns]; a copy only where no view has that shape.
 Tensor as_matrix(const Tensor& tensor) {
     const int64_t columns = tensor.size(tensor.dim() - 1);
-    return aligned(torch::stable::reshape(tensor, {columns == 0 ? 0 : tensor.numel() / columns, columns}));
+    return torch::stable::reshape(tensor, {columns == 0 ? 0 : tensor.numel() / columns, columns});
+}
+
+// The matrix itself where its rows are contiguous, else a copy.
+Tensor with_contiguous_rows(const Tensor& matrix) {
+    return matrix.size(1) <= 1 || matrix.stride(1) == 1 ? matrix : torch::stable::contiguous(matrix);
+}
+
+// The matrix itself where its rows are aligned, else a copy in rows with room behind them.
+Tensor with_aligned_rows(const Tensor& matrix) {
+    if (matrix.numel() == 0 || is_aligned(matrix)) return matrix;
+    const int32_t per_chunk = 16 / static_cast<int32_t>(matrix.element_size());
+    const int64_t columns = matrix.size(1), room = (columns + per_chunk - 1) / per_chunk * per_chunk;
+    Tensor rows = torch::stable::new_empty(matrix, {matrix.size(0), room});
+    Tensor copy = torch::stable::narrow(rows, 1, 0, columns);
+    return torch::stable::copy_(copy, matrix);
+}
+
+// From one row to the next; addresses of rows that do not exist are aligned too.
+int64_t row_stride(const Tensor& matrix) {
+    return matrix.size(0) > 1 ? matrix.stride(0) : 0;
 }
 
 template <typename Element>
 MatrixView<Element> matrix_view(const char* op, const char* name, const Tensor& matrix) {
     return {static_cast<Element*>(matrix.data_ptr()), to_int32(op, name, matrix.size(0)),
-            to_int32(op, name, matrix.size(1)), matrix.stride(0)};
+            to_int32(op, name, matrix.size(1)), row_stride(matrix)};
 }
 
 // Tensors that must live until the kernels are launched, since views point into them.
@@ -88,8 +108,6 @@ Int8WeightView weight_view(const char* op, Int8MatmulTensors& kept) {
     constexpr int32_t kSmallestGroup = 32;
     const int64_t rows = kept.weight.size(0), columns = kept.weight.size(1);
     const int64_t groups = kept.scale.size(1), scale_rows = kept.scale.size(0);
-    check(rows % 8 == 0 && columns % 16 == 0, op, "weight must have a multiple of 8 rows and of 16 columns, got ",
-          shape_text(kept.weight));
     int32_t group_shift = Int8WeightView::kOneGroup;
     if (groups > 1) {
         group_shift = 0;
@@ -100,11 +118,12 @@ Int8WeightView weight_view(const char* op, Int8MatmulTensors& kept) {
         check(groups == 1 && (scale_rows == 1 || scale_rows == rows), op, "scale must have shape [1, 1], [", rows,
               ", 1] or [", rows, ", groups], got ", shape_text(kept.scale));
     }
-    kept.weight = aligned(torch::stable::contiguous(kept.weight));
+    kept.weight = with_aligned_rows(kept.weight);
     kept.scale = torch::stable::contiguous(kept.scale);
     return {static_cast<const int8_t*>(kept.weight.data_ptr()),
             to_int32(op, "weight", rows),
             to_int32(op, "weight", columns),
+            row_stride(kept.weight),
             static_cast<const float*>(kept.scale.data_ptr()),
             scale_rows == 1 && rows != 1 ? 0 : static_cast<int32_t>(groups),
             static_cast<int32_t>(groups),
@@ -136,7 +155,7 @@ void run(Int8MatmulParams& params, Int8MatmulTensors& kept, DataType dtype, cons
             const int32_t steps = ceil_div(params.input.columns, block_depth);
             epilogue.num_splits = num_splits(tiles, steps, num_multiprocessors());
             if (epilogue.num_splits > 1) {
-                const int64_t part = int64_t{epilogue.out.rows} * epilogue.sum_columns();
+                const int64_t part = int64_t{epilogue.out.rows} * epilogue.partial_columns();
                 const Tensor arrivals =
                     kept.arrivals.emplace(torch::stable::new_empty(kept.input, {tiles}, ScalarType::Long));
                 const Tensor partial = kept.partial.emplace(
@@ -202,8 +221,8 @@ Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> 
     MatmulEpilogue& epilogue = params.epilogue;
     epilogue.activation = activation_named(kOp, activation);
     const int64_t weight_rows = weight.size(0), columns = epilogue.is_gated() ? weight_rows / 2 : weight_rows;
-    check(!epilogue.is_gated() || weight_rows % 16 == 0, kOp,
-          "weight must have a multiple of 16 rows for swiglu, gates ", "and then ups, got ", shape_text(weight));
+    check(!epilogue.is_gated() || weight_rows % 2 == 0, kOp,
+          "weight must have an even number of rows for swiglu, gates and then ups, got ", shape_text(weight));
     const std::vector<int64_t> sizes = with_columns(x, columns);
     if (bias.has_value()) {
         check_shape(kOp, "bias", *bias, {weight_rows});
@@ -218,7 +237,7 @@ Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> 
     params.weight = weight_view(kOp, kept);
     if (kept.out.numel() == 0) return kept.out;
     const int64_t rows = kept.out.numel() / columns;
-    kept.input = x.numel() == 0 ? torch::stable::reshape(x, {rows, 0}) : as_matrix(x);
+    kept.input = x.numel() == 0 ? torch::stable::reshape(x, {rows, 0}) : with_aligned_rows(as_matrix(x));
     params.input = matrix_view<const uint16_t>(kOp, "x", kept.input);
     epilogue.out = matrix_view<uint16_t>(kOp, "out", torch::stable::reshape(kept.out, {rows, columns}));
     if (params.weight.group_shift == Int8WeightView::kOneGroup) {
@@ -226,11 +245,11 @@ Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> 
         epilogue.scale_stride = params.weight.scale_row_stride;
     }
     if (bias.has_value()) {
-        kept.bias = aligned(*bias);
+        kept.bias = torch::stable::contiguous(*bias);
         epilogue.bias = static_cast<const uint16_t*>(kept.bias->data_ptr());
     }
     if (residual.has_value()) {
-        kept.residual = as_matrix(*residual);
+        kept.residual = with_contiguous_rows(as_matrix(*residual));
         epilogue.residual = matrix_view<const uint16_t>(kOp, "residual", *kept.residual);
     }
     run(params, kept, dtype, Forward{});
@@ -254,12 +273,15 @@ std::tuple<Tensor, Tensor> int8_matmul_grad_input(Tensor grad_out, Tensor weight
         const Tensor matrix = torch::stable::reshape(grad_out, {rows, depth});
         return {kept.out, bias_grad ? torch::stable::sum(matrix, std::array<int64_t, 1>{0}) : grad_bias};
     }
-    kept.input = as_matrix(grad_out);
+    kept.input = with_aligned_rows(as_matrix(grad_out));
     params.input = matrix_view<const uint16_t>(kOp, "grad_out", kept.input);
     params.epilogue.out = matrix_view<uint16_t>(kOp, "out", torch::stable::reshape(kept.out, {rows, columns}));
     if (bias_grad) {
+        // Whole chunks; behind the last column of dY there are sums of zeros.
+        params.token_sums.columns = ceil_div(params.weight.rows, kEpilogueColumns) * kEpilogueColumns;
+        grad_bias = torch::stable::new_empty(grad_out, {params.token_sums.columns});
         params.token_sums.out = static_cast<uint16_t*>(grad_bias.data_ptr());
-        params.token_sums.columns = params.weight.rows;
+        grad_bias = torch::stable::narrow(grad_bias, 0, 0, depth);
     }
     run(params, kept, dtype, GradInput{});
     return {kept.out, grad_bias};

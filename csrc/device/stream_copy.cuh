@@ -33,12 +33,13 @@ struct TileStream {
     // Starts to copy a tile whose first num_rows rows exist, and of these the first num_bytes bytes. The rest becomes
     // zero, and is not read. The next tile lies `advance` bytes further on.
     __device__ __forceinline__ void load(uint32_t stage, int num_rows, int num_bytes, int64_t advance) {
-        const int rows_here = column < num_bytes ? num_rows : 0;
+        const int rows_here = column < num_bytes ? num_rows : 0, bytes_here = min(num_bytes - column, kBytes);
         const char* source = global;
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
             const bool exists = row + pass * kRowsPerPass < rows_here;
-            ptx::cp_async_cg_16(stage + offset + pass * kRowsPerPass * Layout::kRowBytes, source, exists ? kBytes : 0);
+            ptx::cp_async_cg_16(stage + offset + pass * kRowsPerPass * Layout::kRowBytes, source,
+                                exists ? bytes_here : 0);
             source += kRowsPerPass * row_bytes;
         }
         global += advance;

@@ -10,8 +10,6 @@
 
 namespace fastattn {
 
-inline constexpr int kEpilogueColumns = 4;  // that a thread finishes at once
-
 // A CTA's tile of sums [tokens, kColumns] in shared memory: accumulators are stored, and rows are loaded 16 bytes a
 // thread, without bank conflicts.
 template <int kColumns>
@@ -49,13 +47,40 @@ __device__ __forceinline__ void activate(Activation activation, float (&values)[
     }
 }
 
+// Whether all elements of a chunk exist, of which `count` do, and can be read or written at once. In a result whose
+// width is not a multiple of 4, few rows are aligned.
+__device__ __forceinline__ bool is_whole_vector(const uint16_t* elements, int count) {
+    return count == kEpilogueColumns && reinterpret_cast<uintptr_t>(elements) % sizeof(uint2) == 0;
+}
+
+// Adds the elements, of which `count` exist.
 template <DataType kDataType>
-__device__ __forceinline__ void unpack_four(float (&values)[kEpilogueColumns], const uint16_t* four) {
-    const uint2 bits = *reinterpret_cast<const uint2*>(four);
-    values[0] = unpack<kDataType>(static_cast<uint16_t>(bits.x));
-    values[1] = unpack<kDataType>(static_cast<uint16_t>(bits.x >> 16));
-    values[2] = unpack<kDataType>(static_cast<uint16_t>(bits.y));
-    values[3] = unpack<kDataType>(static_cast<uint16_t>(bits.y >> 16));
+__device__ __forceinline__ void add_elements(float (&values)[kEpilogueColumns], const uint16_t* elements, int count) {
+    if (is_whole_vector(elements, count)) {
+        const uint2 bits = *reinterpret_cast<const uint2*>(elements);
+        values[0] += unpack<kDataType>(static_cast<uint16_t>(bits.x));
+        values[1] += unpack<kDataType>(static_cast<uint16_t>(bits.x >> 16));
+        values[2] += unpack<kDataType>(static_cast<uint16_t>(bits.y));
+        values[3] += unpack<kDataType>(static_cast<uint16_t>(bits.y >> 16));
+        return;
+    }
+#pragma unroll
+    for (int e = 0; e < kEpilogueColumns; ++e) {
+        if (e < count) values[e] += unpack<kDataType>(elements[e]);
+    }
+}
+
+template <DataType kDataType>
+__device__ __forceinline__ void store_elements(uint16_t* elements, const float (&values)[kEpilogueColumns], int count) {
+    const uint2 bits = {pack<kDataType>(values[0], values[1]), pack<kDataType>(values[2], values[3])};
+    if (is_whole_vector(elements, count)) {
+        *reinterpret_cast<uint2*>(elements) = bits;
+        return;
+    }
+#pragma unroll
+    for (int e = 0; e < kEpilogueColumns; ++e) {
+        if (e < count) elements[e] = static_cast<uint16_t>((e < 2 ? bits.x : bits.y) >> e % 2 * 16);
+    }
 }
 
 // Sums of a thread: of four neighbouring elements of the result or, of SwiGLU, of their gates; and then also of the ups.
@@ -63,43 +88,38 @@ struct ChunkSums {
     float4 first, up;
 };
 
-// scale * sum + bias of four neighbouring columns of sums, of which `column` is the first.
+// scale * sum + bias of four neighbouring columns of sums, of which `column` is the first and `count` exist.
 template <DataType kDataType>
 __device__ __forceinline__ void scale_and_add_bias(const MatmulEpilogue& epilogue, float (&values)[kEpilogueColumns],
-                                                   const float4& sums, int32_t column) {
+                                                   const float4& sums, int32_t column, int count) {
     values[0] = sums.x, values[1] = sums.y, values[2] = sums.z, values[3] = sums.w;
     if (epilogue.scale != nullptr) {
 #pragma unroll
-        for (int e = 0; e < kEpilogueColumns; ++e) values[e] *= epilogue.scale[(column + e) * epilogue.scale_stride];
+        for (int e = 0; e < kEpilogueColumns; ++e) {
+            if (e < count) values[e] *= epilogue.scale[(column + e) * epilogue.scale_stride];
+        }
     }
-    if (epilogue.bias != nullptr) {
-        float added[kEpilogueColumns];
-        unpack_four<kDataType>(added, epilogue.bias + column);
-#pragma unroll
-        for (int e = 0; e < kEpilogueColumns; ++e) values[e] += added[e];
-    }
+    if (epilogue.bias != nullptr) add_elements<kDataType>(values, epilogue.bias + column, count);
 }
 
-// Four neighbouring elements of the result, of which `column` is the first.
+// Four neighbouring elements of the result, of which `column` is the first, as far as they exist.
 template <DataType kDataType>
 __device__ __forceinline__ void finish(const MatmulEpilogue& epilogue, const ChunkSums& sums, int64_t row,
                                        int32_t column) {
-    float values[kEpilogueColumns], added[kEpilogueColumns];
-    scale_and_add_bias<kDataType>(epilogue, values, sums.first, column);
+    const int count = min(kEpilogueColumns, epilogue.out.columns - column);
+    float values[kEpilogueColumns];
+    scale_and_add_bias<kDataType>(epilogue, values, sums.first, column, count);
     activate(epilogue.activation, values);
     if (epilogue.is_gated()) {
         float up[kEpilogueColumns];
-        scale_and_add_bias<kDataType>(epilogue, up, sums.up, column + epilogue.out.columns);
+        scale_and_add_bias<kDataType>(epilogue, up, sums.up, column + epilogue.out.columns, count);
 #pragma unroll
         for (int e = 0; e < kEpilogueColumns; ++e) values[e] *= up[e];
     }
     if (epilogue.residual.data != nullptr) {
-        unpack_four<kDataType>(added, epilogue.residual.data + row * epilogue.residual.row_stride + column);
-#pragma unroll
-        for (int e = 0; e < kEpilogueColumns; ++e) values[e] += added[e];
+        add_elements<kDataType>(values, epilogue.residual.data + row * epilogue.residual.row_stride + column, count);
     }
-    const uint2 bits = {pack<kDataType>(values[0], values[1]), pack<kDataType>(values[2], values[3])};
-    *reinterpret_cast<uint2*>(epilogue.out.data + row * epilogue.out.row_stride + column) = bits;
+    store_elements<kDataType>(epilogue.out.data + row * epilogue.out.row_stride + column, values, count);
 }
 
 // Calls function(sums, row, column) for the chunks of a tile that a thread finishes, as far as they are in the result.
@@ -147,11 +167,11 @@ __device__ __forceinline__ bool finish_tile(const MatmulEpilogue& epilogue, cons
         });
         return true;
     }
-    const int64_t row_elements = epilogue.sum_columns(), part_elements = epilogue.out.rows * row_elements;
+    const int64_t row_elements = epilogue.partial_columns(), part_elements = epilogue.out.rows * row_elements;
     for_chunks([&](const ChunkSums& sums, int64_t row, int32_t column) {
         float* part = epilogue.partial + work.split * part_elements + row * row_elements + column;
         *reinterpret_cast<float4*>(part) = sums.first;
-        if (epilogue.is_gated()) *reinterpret_cast<float4*>(part + epilogue.out.columns) = sums.up;
+        if (epilogue.is_gated()) *reinterpret_cast<float4*>(part + row_elements / 2) = sums.up;
     });
     __syncthreads();  // all of this part is there
     const bool is_last =
@@ -161,7 +181,7 @@ __device__ __forceinline__ bool finish_tile(const MatmulEpilogue& epilogue, cons
         const float* part = epilogue.partial + row * row_elements + column;
         ChunkSums sums{total(part, part_elements, epilogue.num_splits), {}};
         if (epilogue.is_gated()) {
-            sums.up = total(part + epilogue.out.columns, part_elements, epilogue.num_splits);
+            sums.up = total(part + row_elements / 2, part_elements, epilogue.num_splits);
         }
         finish<kDataType>(epilogue, sums, row, column);
     });

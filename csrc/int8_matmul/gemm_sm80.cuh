@@ -18,7 +18,7 @@
 // SwiGLU takes 64 gates and the 64 ups of the same outputs into a tile; sums meet in the epilogue, when they are whole.
 // Few tokens have too few tiles to fill the GPU: then several CTAs share one, each with a part of K (work.h), and the
 // last of them to finish adds up the parts.
-// Preconditions: those of Int8WeightView and MatrixView; N a multiple of 8, K of 16.
+// Preconditions: those of Int8WeightView and MatrixView. N and K may be any: copies end with a row, to the byte.
 #pragma once
 
 #include <string>
@@ -197,8 +197,8 @@ __global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, 2)
     // Producer: every thread copies its chunks of each step, and the scales of one output.
     const int64_t first_k = int64_t{work.begin_step} * kBlockK;
     TileStream<WeightLayout<kBlockK>, kHalfN, kNumThreads> load_w[2] = {
-        {weight.data + int64_t{first_output} * depth + first_k, depth, static_cast<int>(threadIdx.x)},
-        {weight.data + int64_t{second_row} * depth + first_k, depth, static_cast<int>(threadIdx.x)}};
+        {weight.data + first_output * weight.row_stride + first_k, weight.row_stride, static_cast<int>(threadIdx.x)},
+        {weight.data + second_row * weight.row_stride + first_k, weight.row_stride, static_cast<int>(threadIdx.x)}};
     TileStream<TokenLayout<kBlockK>, kBlockM, kNumThreads> load_x(
         params.input.data + first_token * params.input.row_stride + first_k, params.input.row_stride * 2, threadIdx.x);
     const bool is_second = threadIdx.x >= kHalfN;

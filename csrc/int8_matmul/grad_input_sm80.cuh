@@ -193,8 +193,8 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
 
     // Producer: every thread copies its chunks of each step, and scales of one n.
     const int64_t first_n = int64_t{work.begin_step} * kBlockN;
-    TileStream<SwizzledLayout, kBlockN, kNumThreads> load_w(weight.data + first_n * num_columns + first_column,
-                                                            num_columns, threadIdx.x);
+    TileStream<SwizzledLayout, kBlockN, kNumThreads> load_w(weight.data + first_n * weight.row_stride + first_column,
+                                                            weight.row_stride, threadIdx.x);
     TileStream<SwizzledLayout, kBlockM, kNumThreads> load_g(
         params.input.data + first_token * params.input.row_stride + first_n, params.input.row_stride * 2, threadIdx.x);
     const int scale_n = threadIdx.x % kBlockN;
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
     const auto load = [&](int32_t step) {
         auto& stage = shared.stages[step % kNumStages];
         const int32_t left = depth - step * kBlockN;
-        load_w.load(shared_address(stage.sW), left, num_columns - first_column, int64_t{kBlockN} * num_columns);
+        load_w.load(shared_address(stage.sW), left, num_columns - first_column, kBlockN * weight.row_stride);
         load_g.load(shared_address(stage.sG), num_tokens - first_token, left * 2, kBlockN * 2);
         const float* gScale =
             weight.scale + (int64_t{step} * kBlockN + scale_n) * weight.scale_row_stride + first_group;

@@ -8,7 +8,8 @@
 
 namespace fastattn {
 
-// [rows, columns] of 16-bit elements, rows contiguous. Base and row stride (in elements) are multiples of 16 bytes.
+// [rows, columns] of 16-bit elements, rows contiguous. Base and row stride (in elements) of an input are multiples of
+// 16 bytes; what lies between rows may be anything.
 template <typename Element>
 struct MatrixView {
     Element* data;
@@ -16,17 +17,20 @@ struct MatrixView {
     int64_t row_stride;
 };
 
-// W [N, K] int8, contiguous, with a base and a K that are multiples of 16 bytes. Its element (n, k) is
-// data[n, k] * scale[n * scale_row_stride + (k / 32 >> group_shift)].
+// W [N, K] int8, rows contiguous. Base and row stride are multiples of 16 bytes; what lies between rows may be anything.
+// Its element (n, k) is data[n, k] * scale[n * scale_row_stride + (k / 32 >> group_shift)].
 struct Int8WeightView {
     static constexpr int32_t kOneGroup = 31;  // group_shift where a row has one scale
     const int8_t* data;
     int32_t rows, columns;
+    int64_t row_stride;
     const float* scale;
     int32_t scale_row_stride;  // 0: all rows have the same
     int32_t groups;            // of a row
     int32_t group_shift;       // a group has 32 << group_shift columns
 };
+
+inline constexpr int32_t kEpilogueColumns = 4;  // that a thread finishes at once
 
 // SwiGLU has two sums for each element of the result, silu(gate) * up: [rows, 2 * columns] of them, the gates first.
 enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu, kSwiglu };
@@ -41,12 +45,16 @@ struct MatmulEpilogue {
     MatrixView<const uint16_t> residual;  // data is null where there is none
     MatrixView<uint16_t> out;
     int32_t num_splits;  // CTAs that share a tile
-    float* partial;      // [num_splits, rows, sum_columns()], or null: one split
+    float* partial;      // [num_splits, rows, partial_columns()], or null: one split
     uint64_t* arrivals;  // [tiles], see device/arrivals.cuh
     uint64_t token;
 
     FASTATTN_HOST_DEVICE bool is_gated() const { return activation == Activation::kSwiglu; }
     FASTATTN_HOST_DEVICE int32_t sum_columns() const { return is_gated() ? 2 * out.columns : out.columns; }
+    // A row's sums, or its gates and then its ups, each in whole chunks.
+    FASTATTN_HOST_DEVICE int32_t partial_columns() const {
+        return ceil_div(out.columns, kEpilogueColumns) * kEpilogueColumns * (is_gated() ? 2 : 1);
+    }
     // How many columns of the result a tile of that many columns of sums makes.
     FASTATTN_HOST_DEVICE int32_t result_columns(int32_t tile_columns) const {
         return is_gated() ? tile_columns / 2 : tile_columns;
@@ -56,7 +64,7 @@ struct MatmulEpilogue {
 // grad_input: dY summed over the tokens, the gradient of a bias.
 struct TokenSumsView {
     uint16_t* out;       // [columns], or null: not wanted
-    int32_t columns;     // N
+    int32_t columns;     // N, rounded up to a multiple of kEpilogueColumns
     float* partial;      // [tiles of tokens, columns], or null: one tile
     uint64_t* arrivals;  // [tiles of the result's columns], see device/arrivals.cuh; the token is the epilogue's
 };

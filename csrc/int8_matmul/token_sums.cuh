@@ -68,13 +68,13 @@ struct TokenSums {
 
     // The whole CTA calls this, behind a barrier, when the tile's result is complete.
     __device__ __forceinline__ void finish_tile(uint64_t token, int32_t token_tiles) const {
-        constexpr int kChunk = 4, kChunks = kBlockN / kChunk, kThreads = Config::kNumThreads;
+        constexpr int kChunks = kBlockN / kEpilogueColumns, kThreads = Config::kNumThreads;
         if (!are_wanted() || view.partial == nullptr) return;
         const bool is_last = threadIdx.x == 0 && arrives_last(view.arrivals + column, token, token_tiles);
         if (!__syncthreads_or(is_last)) return;
         for (int chunk = threadIdx.x;; chunk += kThreads) {
             const int32_t step = column + chunk / kChunks * tile_columns;
-            const int32_t n = step * kBlockN + chunk % kChunks * kChunk;
+            const int32_t n = step * kBlockN + chunk % kChunks * kEpilogueColumns;
             if (n >= view.columns) return;
             float4 sums = {};
 #pragma unroll 8

@@ -255,16 +255,6 @@ def _reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) 
         if taken is None:
             advice = "" if support.pads else "; pad with zeros and pass the original scale"
             return f"the {name} is {dim}, and the {_NAMES[backend]} kernel takes {support.head_dims_text()}{advice}."
-    if call.op == "int8_matmul":
-        _, rows, columns, _ = call.sizes
-        of_rows, of_columns = support.weight_multiples
-        is_gated = "swiglu" in call.features
-        if rows % (2 * of_rows if is_gated else of_rows) != 0 or columns % of_columns != 0:
-            what = "N / 2 and K" if is_gated else "N and K"
-            return (
-                f"the weight is [{rows}, {columns}], and the {_NAMES[backend]} kernel takes {what} that are "
-                f"{support.weight_text()}; pad it with zeros."
-            )
     missing = [words for feature, words in FEATURES[call.op].items() if feature in call.features - support.features]
     if missing:
         return f"the {_NAMES[backend]} kernel does not have: {', '.join(missing)}."

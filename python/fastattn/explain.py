@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastattn import dispatch
 from fastattn.dispatch import RecordedCall
+from fastattn.int8 import Int8Weight
 from fastattn.layout import reason_to_copy
 
 
@@ -54,9 +55,12 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     copied = {}
     if choice.backend != "torch":
         for name, value in _named_arguments(function, args, kwargs).items():
-            if not isinstance(value, Tensor) or value.dim() < 2:
+            tensor = value.data if isinstance(value, Int8Weight) else value
+            if not isinstance(tensor, Tensor) or tensor.dim() < 2:
                 continue
-            reason = _reason_to_pad(value, name, choice) or reason_to_copy(value)
+            # Of the int8 matmul; its CUDA C++ kernels copy 16 bytes at a time of x and the weight.
+            rows_anywhere = name == "residual" or (name in ("x", "weight") and choice.backend == "triton")
+            reason = _reason_to_pad(tensor, name, choice) or reason_to_copy(tensor, rows_anywhere)
             if reason is not None:
                 copied[name] = reason
     return Explanation(choice.backend, choice.kernel, choice.tile, dict(choice.rejected), copied)
@@ -77,7 +81,7 @@ def _named_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     except (TypeError, ValueError):
         return {}
     pages = () if named.get("block_table") is None else ("key", "value")  # never copied
-    read = [name for name in ("query", "key", "value", "x", "residual") if name not in pages]
+    read = [name for name in ("query", "key", "value", "x", "weight", "residual") if name not in pages]
     return {name: named[name] for name in read if name in named}
 
 

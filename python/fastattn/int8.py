@@ -25,6 +25,7 @@ from fastattn.checks import (
     expect,
 )
 from fastattn.dispatch import Call, choose, only_torch_handles
+from fastattn.layout import has_aligned_rows, with_aligned_rows
 from fastattn.plans import Plans
 
 GROUP_SIZES = (32, 64, 128)
@@ -38,7 +39,8 @@ class Int8Weight:
     """A weight ``[N, K]`` as int8 and scales: element ``(n, k)`` is ``data[n, k] * scale[n or 0, k // group or 0]``.
 
     Args:
-        data: int8 ``[N, K]``, contiguous, from -127 to 127.
+        data: int8 ``[N, K]``, rows contiguous, from -127 to 127. Those of ``quantize_int8`` start at multiples of 16
+            bytes, with room behind each; other data is copied so at each call of a CUDA C++ kernel.
         scale: float32: ``[1, 1]`` for granularity ``"tensor"``, ``[N, 1]`` for ``"channel"``, ``[N, K / group]`` for a
             group.
         granularity: ``"tensor"``, ``"channel"`` or the size of a group along K: 32, 64 or 128.
@@ -55,7 +57,8 @@ class Int8Weight:
         check_tensor("data", self.data)
         check_rank("data", self.data, "[N, K]")
         check_dtype("data", self.data, (torch.int8,))
-        expect(self.data.is_contiguous(), "data", "a contiguous tensor", f"strides {self.data.stride()}")
+        has_rows = self.data.stride(1) == 1 or self.data.shape[1] <= 1
+        expect(has_rows, "data", "contiguous rows", f"strides {self.data.stride()}")
         check_granularity(self.granularity, self.data.shape[1])
         check_tensor("scale", self.scale)
         check_dtype("scale", self.scale, (torch.float32,))
@@ -73,7 +76,7 @@ class Int8Weight:
 
     @property
     def nbytes(self) -> int:
-        """What the int8 data and the scales take, in bytes."""
+        """What the int8 data and the scales take, in bytes, without room behind rows."""
         return self.data.nbytes + self.scale.nbytes
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -88,10 +91,15 @@ class Int8Weight:
         if isinstance(device, (torch.dtype, Tensor)):
             raise TypeError(f"device: expected a device, got {device!r}; dequantize(dtype) gives a floating weight")
         data, scale = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.data, self.scale))
-        return self if data is self.data else Int8Weight(data, scale, self.granularity)
+        return self if data is self.data else Int8Weight(_laid_out_like(self.data, data), scale, self.granularity)
 
     def __repr__(self) -> str:
         return f"Int8Weight({list(self.shape)}, granularity={self.granularity!r}, device={str(self.device)!r})"
+
+
+def _laid_out_like(old: Tensor, new: Tensor) -> Tensor:
+    """``new``, a copy of ``old``, with aligned rows if ``old`` has them: torch leaves no room behind rows of a copy."""
+    return with_aligned_rows(new) if has_aligned_rows(old) else new
 
 
 def _unflatten(leaves: Any, granularity: Any) -> Int8Weight:
@@ -154,7 +162,7 @@ def quantize_int8(weight: Tensor, granularity: str | int = "channel") -> Int8Wei
     if device_checks_are_on():
         expect(bool(weight.isfinite().all()), "weight", "finite values", "NaN or infinity")
     data, scale = reference.quantize_int8(weight.detach(), granularity)
-    return Int8Weight(data.contiguous(), scale.contiguous(), granularity)
+    return Int8Weight(with_aligned_rows(data.contiguous()), scale.contiguous(), granularity)
 
 
 def int8_linear(

@@ -9,10 +9,12 @@ from torch import Tensor
 ALIGNMENT_BYTES = 16  # one vector load of a thread
 
 
-def reason_to_copy(tensor: Tensor) -> str | None:
-    """Why a kernel cannot read ``tensor`` where it lies, or None."""
+def reason_to_copy(tensor: Tensor, rows_anywhere: bool = False) -> str | None:
+    """Why a kernel cannot read ``tensor`` where it lies, or None; ``rows_anywhere``: it takes rows of any alignment."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         return "its last dimension is not contiguous"
+    if rows_anywhere:
+        return None
     if tensor.data_ptr() % ALIGNMENT_BYTES:
         return f"its first element is not {ALIGNMENT_BYTES}-byte aligned"
     for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
@@ -24,6 +26,27 @@ def reason_to_copy(tensor: Tensor) -> str | None:
 def readable(tensor: Tensor) -> Tensor:
     """``tensor`` itself, or a contiguous copy where a kernel cannot read it."""
     return tensor if reason_to_copy(tensor) is None else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def has_aligned_rows(matrix: Tensor) -> bool:
+    """Whether the rows of ``matrix [N, K]`` start at multiples of the alignment from its first element, and are
+    contiguous."""
+    rows, columns = matrix.shape
+    if matrix.numel() == 0:
+        return True
+    if columns > 1 and matrix.stride(1) != 1:
+        return False
+    return rows <= 1 or matrix.stride(0) * matrix.element_size() % ALIGNMENT_BYTES == 0
+
+
+def with_aligned_rows(matrix: Tensor) -> Tensor:
+    """``matrix [N, K]`` itself where its rows are aligned, else a copy that is a view of longer rows, zeros behind."""
+    if has_aligned_rows(matrix):
+        return matrix
+    columns = matrix.shape[1]
+    per_chunk = ALIGNMENT_BYTES // matrix.element_size()
+    room = (columns + per_chunk - 1) // per_chunk * per_chunk
+    return F.pad(matrix, (0, room - columns))[:, :columns]
 
 
 def padded(tensor: Tensor, head_dim: int) -> Tensor:

@@ -19,6 +19,7 @@ from fastattn.int8 import (
     quantize_int8,
     scale_shape,
 )
+from fastattn.layout import with_aligned_rows
 
 
 class Int8Linear(nn.Module):
@@ -34,7 +35,9 @@ class Int8Linear(nn.Module):
         activations: ``"16bit"`` or ``"int8"``, as in ``int8_linear``.
 
     Attributes:
-        weight: int8 ``[out_features, in_features]``, a buffer; zeros until something is loaded.
+        weight: int8 ``[out_features, in_features]``, a buffer; zeros until something is loaded. Where
+            ``in_features`` is not a multiple of 16 its rows have room behind them, and state dicts hold a contiguous
+            copy. ``torch.export.save`` loses that room on a GPU: such a model has to be exported on the CPU.
         weight_scale: float32, a buffer: ``[1, 1]``, ``[out_features, 1]`` or ``[out_features, in_features / group]``.
         bias: ``[out_features]``, a parameter, or None.
     """
@@ -63,7 +66,7 @@ class Int8Linear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.granularity, self.activations = granularity, activations
         shape = torch.Size((out_features, in_features))
-        self.register_buffer("weight", torch.zeros(shape, dtype=torch.int8, device=device))
+        self.register_buffer("weight", with_aligned_rows(torch.zeros(shape, dtype=torch.int8, device=device)))
         scale = torch.ones(scale_shape(shape, granularity), dtype=torch.float32, device=device)
         self.register_buffer("weight_scale", scale)
         zeros = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
@@ -112,9 +115,9 @@ class Int8Linear(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
-        """Keeps the scales in float32, and layers that share a weight together: their tensors stay the same objects.
+        """Keeps the scales in float32, the weight's rows aligned, and layers that share a weight together.
 
-        ``nn.Module`` treats parameters so, but replaces buffers.
+        Tensors stay the same objects: ``nn.Module`` treats parameters so, but replaces buffers.
         """
         before = {"weight": self.weight, "weight_scale": self.weight_scale}
         super()._apply(fn, recurse)
@@ -122,6 +125,8 @@ class Int8Linear(nn.Module):
             new = getattr(self, name)
             if new.dtype != old.dtype:
                 new = old.to(new.device)
+            if name == "weight":
+                new = with_aligned_rows(new)
             if old.is_meta or new.is_meta:  # tensors of different kinds cannot trade places
                 setattr(self, name, new)
             else:
@@ -136,6 +141,12 @@ class Int8Linear(nn.Module):
             parts = {prefix + "weight": quantized.data, prefix + "weight_scale": quantized.scale}
             state_dict = {**state_dict, **parts}
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self.weight = with_aligned_rows(self.weight)  # assign=True takes the state dict's own
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:  # safetensors takes contiguous tensors only
+            destination[prefix + "weight"] = destination[prefix + "weight"].contiguous()
 
 
 @dataclass(frozen=True)

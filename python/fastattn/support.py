@@ -65,8 +65,7 @@ FUNCTIONS = {
 class Support:
     """What the kernels of one backend take for one operation. Head dims are None where the operation has none.
 
-    ``pads``: other head dims, down to 1, are padded with zeros to the next that the kernels take. ``weight_multiples``:
-    what N and K of an int8 weight must be multiples of.
+    ``pads``: other head dims, down to 1, are padded with zeros to the next that the kernels take.
     """
 
     features: frozenset[str]
@@ -74,7 +73,6 @@ class Support:
     pads: bool = False
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
     min_arch: int = 80
-    weight_multiples: tuple[int, int] = (1, 1)
 
     def kernel_head_dim(self, dim: int) -> int | None:
         """The head dim that a kernel gets for ``dim``; None: there is none. In comparisons that torch.compile can
@@ -99,10 +97,6 @@ class Support:
             return f"multiples of {step} from {first} to {last}"
         return f"up to {last}, padded to multiples of {step}" + (f" from {first}" if first > step else "")
 
-    def weight_text(self) -> str:
-        """``multiples of 8 and 16``."""
-        return "any" if self.weight_multiples == (1, 1) else "multiples of {} and {}".format(*self.weight_multiples)
-
     def dtypes_text(self) -> str:
         return ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
 
@@ -123,7 +117,7 @@ SUPPORT: dict[str, dict[str, Support]] = {
         "triton": Support(_all_features_but("decode"), head_dims=range(16, 257, 8)),
     },
     "int8_matmul": {
-        "cuda": Support(_all_features_but("int8_matmul", "int8 activations"), head_dims=None, weight_multiples=(8, 16)),
+        "cuda": Support(_all_features_but("int8_matmul", "int8 activations"), head_dims=None),
         "triton": Support(_all_features_but("int8_matmul", "int8 activations"), head_dims=None),
     },
 }
@@ -138,10 +132,6 @@ def support_table() -> str:
         lines.append("| dtypes | " + " | ".join(s.dtypes_text() if s else "–" for s in kernels) + " | all floating |")
         if any(s and s.head_dims is not None for s in kernels):
             lines.append("| head dims | " + " | ".join(s.head_dims_text() if s else "–" for s in kernels) + " | any |")
-        if any(s and s.weight_text() != "any" for s in kernels):
-            lines.append(
-                "| N and K of the weight | " + " | ".join(s.weight_text() if s else "–" for s in kernels) + " | any |"
-            )
         for feature, words in features.items():
             cells = ["yes" if s and feature in s.features else "–" for s in kernels]
             lines.append(f"| {words} | {' | '.join(cells)} | yes |")
