@@ -197,7 +197,7 @@ def native_decode(case: DecodeCase, machine: Machine) -> dict[str, Geometry]:
     width = next(int(dim) for dim in by_dim if int(dim) >= case.head_dim)
     tile, rows = by_dim[str(width)], case.heads // case.kv_heads
     capacity = case.pages_per_sequence * case.page_size if case.page_size else case.context
-    dealt = native.dealt_decode(case.batch, case.kv_heads, rows, capacity, machine.num_sms)
+    dealt = native.dealt_decode(case.head_dim, False, case.batch, case.kv_heads, rows, capacity, machine.num_sms)
     row_tiles = ceil_div(rows, tile["block_m"])
     blocks = case.kv_heads * row_tiles * sum(ceil_div(length, tile["block_n"]) for length in case.lengths)
     is_shared = dealt.ctas > case.batch * case.kv_heads * row_tiles

@@ -361,10 +361,12 @@ def test_decode_never_touches_local_memory(instance: tuple[int, str, bool]) -> N
 @with_sm80_kernels
 @pytest.mark.parametrize("instance", DECODE_INSTANCES, ids=str)
 def test_decode_multiplies_on_the_tensor_cores(instance: tuple[int, str, bool]) -> None:
-    head_dim, dtype, _ = instance
+    head_dim, dtype, int8 = instance
     expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
     instructions = decode_kernels()[instance].instructions
-    products = 2 * (16 // 8) * (head_dim // 16)  # two, of 16 rows by 16 keys in a warp
+    tile = native.TILES["decode_split_int8_sm80" if int8 else "decode_split_sm80"][str(head_dim)]
+    keys = tile["block_n"] // tile["num_warps"]
+    products = 2 * (keys // 8) * (head_dim // 16)  # two, of 16 rows by a warp's keys
     assert [name for name in instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))] == [expected] * products
     assert {"LDGSTS", "LDSM"} <= {name.split(".")[0] for name in instructions}
 

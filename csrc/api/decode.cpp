@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "api/attention_arguments.h"
@@ -26,7 +27,7 @@ namespace {
 constexpr const char* kOp = "attention_decode";
 constexpr int64_t kMostTokens = int64_t{1} << 30;  // sums of positions stay within 32 bits
 
-using AnyTile = DecodeTileSm80<largest(DecodeHeadDims{})>;  // what the plan needs is alike for all head dims
+using AnyTile = DecodeTileSm80<largest(DecodeHeadDims{}), /*kInt8=*/false>;  // rows and CTAs are alike for all
 
 void check_int32(const char* name, const Tensor& tensor, const Tensor& query) {
     check(tensor.scalar_type() == ScalarType::Int, kOp, name, " must be int32, got ", dtype_text(tensor));
@@ -131,17 +132,23 @@ RotaryParams rotary_params(const Tensor& query, std::optional<Tensor>& cos, std:
 }
 
 CacheView cache_view(const char* name, const Tensor& cache, const std::optional<Tensor>& scales) {
+    const auto stride = [&](const Tensor& tensor, int64_t dim, int64_t unit) {
+        const int64_t units = tensor.size(dim) > 1 ? tensor.stride(dim) / unit : 0;
+        check(units <= std::numeric_limits<uint32_t>::max(), kOp, name, " must have strides below 64 GiB");
+        return static_cast<uint32_t>(units);
+    };
+    const int64_t element_bytes = scales ? 1 : 2, chunk_elements = 16 / element_bytes;
     CacheView view{};
     view.data = cache.data_ptr();
     view.head_dim = to_int32(kOp, name, cache.size(3));
-    view.block_stride = cache.stride(0);
-    view.head_stride = cache.stride(1);
-    view.row_stride = cache.stride(2);
+    view.head_bytes = cache.stride(1) * element_bytes;
+    view.block_chunks = stride(cache, 0, chunk_elements);
+    view.row_chunks = stride(cache, 2, chunk_elements);
     if (scales) {
         view.scales = static_cast<float*>(scales->data_ptr());
-        view.scale_block_stride = scales->stride(0);
         view.scale_head_stride = scales->stride(1);
-        view.scale_row_stride = scales->stride(2);
+        view.scale_block_stride = stride(*scales, 0, 1);
+        view.scale_row_stride = stride(*scales, 2, 1);
     }
     return view;
 }
@@ -150,7 +157,7 @@ CachePlaces cache_places(const Tensor& k_cache, const std::optional<Tensor>& blo
     CachePlaces places{};
     places.num_blocks = to_int32(kOp, "k_cache", k_cache.size(0));
     places.block_rows = to_int32(kOp, "k_cache", k_cache.size(2));
-    places.tiles_are_in_line = !block_table || places.block_rows % AnyTile::kWarpN == 0;
+    places.by_block_rows = Divisor::of(std::max(places.block_rows, 1));
     if (block_table) {
         places.block_table = static_cast<const int32_t*>(block_table->data_ptr());
         places.table_batch_stride = block_table->stride(0);
@@ -238,11 +245,11 @@ std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor
                        params.scores.window_left};
 
     const OnDeviceOf device(query);
-    constexpr int32_t kBlockN = AnyTile::kBlockN;
-    params.plan = split_plan(params.sequence, params.query.batch, params.kv_heads, params.row_tiles, kBlockN,
+    const int32_t block_keys = decode_block_n(std::max(head_dim, value_dim), k_scale.has_value());
+    params.plan = split_plan(params.sequence, params.query.batch, params.kv_heads, params.row_tiles, block_keys,
                              num_splits, batch_invariant, num_multiprocessors() * AnyTile::kMinCtasPerSm);
     std::optional<Tensor> partial_out, partial_lse, arrivals;
-    if (lse.numel() > 0 && can_be_cut(params.plan, params.sequence, kBlockN)) {
+    if (lse.numel() > 0 && can_be_cut(params.plan, params.sequence, block_keys)) {
         const int64_t slots = num_slots(params.plan), rows = slots * AnyTile::kBlockM;
         partial_out = torch::stable::new_empty(query, {rows, value_dim}, ScalarType::Float);
         partial_lse = torch::stable::new_empty(query, {rows}, ScalarType::Float);

@@ -20,6 +20,11 @@ using BackwardPlainTile = BackwardTileSm80<kHeadDim, /*kOptions=*/false>;
 template <int kHeadDim>
 using BackwardOptionsTile = BackwardTileSm80<kHeadDim, /*kOptions=*/true>;
 
+template <int kHeadDim>
+using DecodeTile = DecodeTileSm80<kHeadDim, /*kInt8=*/false>;
+template <int kHeadDim>
+using DecodeInt8Tile = DecodeTileSm80<kHeadDim, /*kInt8=*/true>;
+
 template <template <int> typename TileOf, int kKey>
 std::string tile_text() {
     using Tile = TileOf<kKey>;
@@ -72,15 +77,17 @@ FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_int8_matmul(int32_t grad
 }
 
 // Of decode_split_sm80, with so many rows of queries for each KV head, and sequences that fill the capacity.
-FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_decode(int32_t batch, int32_t kv_heads, int32_t rows,
-                                                               int32_t capacity, int32_t multiprocessors) {
+FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_decode(int32_t head_dim, int32_t is_int8, int32_t batch,
+                                                               int32_t kv_heads, int32_t rows, int32_t capacity,
+                                                               int32_t multiprocessors) {
     using namespace fastattn;
-    using Tile = DecodeTileSm80<largest(DecodeHeadDims{})>;
+    using Tile = DecodeTile<largest(DecodeHeadDims{})>;
+    const int32_t block_keys = decode_block_n(head_dim, is_int8 != 0);
     const SequenceShape shape{capacity, 0, 1, -1};
     const int32_t row_tiles = ceil_div(rows, Tile::kBlockM);
-    const SplitPlan plan = split_plan(shape, batch, kv_heads, row_tiles, Tile::kBlockN, /*num_splits=*/0,
+    const SplitPlan plan = split_plan(shape, batch, kv_heads, row_tiles, block_keys, /*num_splits=*/0,
                                       /*batch_invariant=*/false, multiprocessors * Tile::kMinCtasPerSm);
-    const TileUnits units = tile_units(plan, cached_sequence(shape, capacity), Tile::kBlockN);
+    const TileUnits units = tile_units(plan, cached_sequence(shape, capacity), block_keys);
     const int64_t blocks = int64_t{batch} * plan.tiles_per_sequence * units.num_units * units.blocks_per_unit;
     return {plan.num_ctas, units_per_cta(plan, blocks)};
 }
@@ -95,6 +102,7 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_tiles() {
         tiles_text<BackwardOptionsTile>("attention_backward_key_value_options_sm80", BackwardHeadDims{}) + ", " +
         tiles_text<Int8MatmulTileSm80>("int8_matmul_sm80", Int8MatmulBlockMs{}) + ", " +
         tiles_text<Int8GradInputTileSm80>("int8_matmul_grad_input_sm80", Int8MatmulBlockMs{}) + ", " +
-        tiles_text<DecodeTileSm80>("decode_split_sm80", DecodeHeadDims{}) + '}';
+        tiles_text<DecodeTile>("decode_split_sm80", DecodeHeadDims{}) + ", " +
+        tiles_text<DecodeInt8Tile>("decode_split_int8_sm80", DecodeHeadDims{}) + '}';
     return text.c_str();
 }

@@ -1,4 +1,4 @@
-// Where the tokens of a sequence lie in a cache, and a warp's copies of 16 of them into swizzled shared memory.
+// Where the tokens of a sequence lie in a cache, and a warp's copies of a tile of them into swizzled shared memory.
 //
 // Lengths and tables may hold anything: lengths are clamped, and tokens whose page does not exist are absent, neither
 // read nor written.
@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "decode/key_bits.cuh"
 #include "device/fragment.cuh"
 #include "device/ptx/cp_async.cuh"
 #include "device/swizzle.cuh"
@@ -25,40 +26,49 @@ struct TokenPlace {
 __device__ __forceinline__ TokenPlace place_of(const CachePlaces& places, int32_t batch, int32_t key, bool wanted) {
     if (!wanted) return {-1, 0};
     if (places.block_table == nullptr) return {batch, key};
-    const int32_t page_idx = key / places.block_rows;
+    const int32_t page_idx = places.by_block_rows.quotient(key);
     const int32_t page =
         __ldg(places.block_table + batch * places.table_batch_stride + page_idx * places.table_page_stride);
     return {page < places.num_blocks ? page : -1, key - page_idx * places.block_rows};
 }
 
-// Elements from the start of the cache to a token's row of a head.
-__device__ __forceinline__ int64_t row_offset(const CacheView& cache, int32_t kv_head, TokenPlace place) {
-    return place.block * cache.block_stride + kv_head * cache.head_stride + place.row * cache.row_stride;
-}
+// One head of a cache.
+struct CacheHead {
+    const CacheView& cache;
+    char* data;
+    float* scales;
 
-__device__ __forceinline__ float* scale_pointer(const CacheView& cache, int32_t kv_head, TokenPlace place) {
-    return cache.scales + place.block * cache.scale_block_stride + kv_head * cache.scale_head_stride +
-           place.row * cache.scale_row_stride;
-}
+    __device__ __forceinline__ CacheHead(const CacheView& cache, int32_t kv_head)
+        : cache(cache),
+          data(static_cast<char*>(cache.data) + kv_head * cache.head_bytes),
+          scales(cache.scales + kv_head * cache.scale_head_stride) {}
 
-// Starts to copy the scales of a tile's 16 tokens: lane l passes where that of token l is, null if it is absent. A
+    __device__ __forceinline__ char* row(TokenPlace place) const {
+        return data + (uint64_t{static_cast<uint32_t>(place.block)} * cache.block_chunks +
+                       uint64_t{static_cast<uint32_t>(place.row)} * cache.row_chunks) *
+                          kChunkBytes;
+    }
+
+    __device__ __forceinline__ float* scale(TokenPlace place) const {
+        return scales + uint64_t{static_cast<uint32_t>(place.block)} * cache.scale_block_stride +
+               uint64_t{static_cast<uint32_t>(place.row)} * cache.scale_row_stride;
+    }
+};
+
+// Starts to copy the scales of a tile's kKeys tokens: lane l passes where that of token l is, null if it is absent. A
 // scale that is `skipped` (one bit each) is written by somebody else.
+template <int kKeys>
 __device__ __forceinline__ void load_scales(float* sScales, const float* gScale, uint32_t skipped, int lane) {
-    if (lane >= kMmaK || (skipped >> lane & 1) != 0) return;
+    if (lane >= kKeys || (skipped >> lane & 1) != 0) return;
     ptx::cp_async_ca_4(shared_address(sScales + lane), gScale, gScale != nullptr ? sizeof(float) : 0);
 }
 
-// Of a tile's 16 rows, one bit each: those from `begin` on and below `end`, which may lie outside of the tile.
-__device__ __forceinline__ uint32_t bits_between(int32_t begin, int32_t end) {
-    return 0xffffu << min(max(begin, 0), kMmaK) & ~(0xffffu << min(max(end, 0), kMmaK)) & 0xffffu;
-}
-
-// A tile [16, kHeadDim] of 16-bit elements, copied by a warp: a lane copies one chunk of each kRowsPerPass-th row, so
-// that neighbouring lanes touch neighbouring chunks.
-template <int kHeadDim>
+// A tile [kRows, kHeadDim] of 16-bit elements, copied by a warp: a lane copies one chunk of each kRowsPerPass-th row,
+// so that neighbouring lanes touch neighbouring chunks.
+template <int kHeadDim, int kRows>
 struct WarpTile {
     using Layout = Swizzle<kHeadDim>;
-    static constexpr int kNumRows = kMmaK;
+    static constexpr int kNumRows = kRows;
     static constexpr int kRowsPerPass = kWarpSize / Layout::kChunksPerRow;
     static constexpr int kPasses = kNumRows / kRowsPerPass;
     static_assert(kRowsPerPass >= 1 && kRowsPerPass <= kSwizzleRows, "a pass takes whole rows, a period at most");
@@ -79,14 +89,14 @@ struct WarpTile {
         return (lane_offset ^ (first_row % kSwizzleRows * kChunkBytes)) + first_row * Layout::kRowBytes;
     }
 
-    // Starts to copy rows of row_bytes bytes, which lie row_stride bytes apart from gTile on. Zeros take the place of
+    // Starts to copy rows of row_bytes bytes, which lie row_chunks chunks apart from gTile on. Zeros take the place of
     // those that are not `present` (one bit each), as they do beyond row_bytes. `skipped`: rows that somebody else
     // writes.
-    __device__ __forceinline__ void load_line(const char* gTile, int64_t row_stride, int row_bytes, uint32_t present,
+    __device__ __forceinline__ void load_line(const char* gTile, uint32_t row_chunks, int row_bytes, uint32_t present,
                                               uint32_t skipped) const {
         const uint32_t tile = shared_address(sTile);
         const int bytes = min(max(row_bytes - chunk * kChunkBytes, 0), kChunkBytes);
-        const char* gChunk = gTile + row * row_stride + chunk * kChunkBytes;
+        const char* gChunk = gTile + (uint64_t{static_cast<uint32_t>(row)} * row_chunks + chunk) * kChunkBytes;
         const auto load = [&](auto whole) {
 #pragma unroll
             for (int pass = 0; pass < kPasses; ++pass) {
@@ -95,17 +105,17 @@ struct WarpTile {
                     const bool exists = whole.value || (present & bit) != 0;
                     ptx::cp_async_cg_16(tile + chunk_offset(pass), gChunk, exists ? bytes : 0);
                 }
-                gChunk += kRowsPerPass * row_stride;
+                gChunk += uint64_t{row_chunks} * (kRowsPerPass * kChunkBytes);
             }
         };
-        if (present == 0xffffu && skipped == 0) {
+        if (present == kAllKeys<kRows> && skipped == 0) {
             load(std::true_type{});
         } else {
             load(std::false_type{});
         }
     }
 
-    // Likewise of rows that lie anywhere: lane l passes where row l % 16 does, null if it is absent.
+    // Likewise of rows that lie anywhere: lane l passes where row l % kRows does, null if it is absent.
     __device__ __forceinline__ void load_scattered(const char* gRow, int row_bytes, uint32_t skipped) const {
         const uint32_t tile = shared_address(sTile);
         const int bytes = min(max(row_bytes - chunk * kChunkBytes, 0), kChunkBytes);

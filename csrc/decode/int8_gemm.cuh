@@ -18,27 +18,28 @@
 
 namespace fastattn {
 
-// rS = sQ · sKᵀ, without the keys' scales. sQ at ldmatrix_lane, in the order above; sK [16, kHeadDim] int8 at
+// rS = sQ · sKᵀ, without the keys' scales. sQ at ldmatrix_lane, in the order above; sK [kTilesN * 8, kHeadDim] int8 at
 // ldmatrix_lane_b.
-template <DataType kDataType, int kHeadDim>
-__device__ __forceinline__ void gemm_qk_int8(float (&rS)[1][2][4], const SwizzledBlocks<kHeadDim>& sQ,
+template <DataType kDataType, int kHeadDim, int kTilesN>
+__device__ __forceinline__ void gemm_qk_int8(float (&rS)[1][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
                                              const SwizzledBlocks<kHeadDim / 2>& sK) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
+    for (int n = 0; n < kTilesN; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) rS[0][n][e] = 0.0f;
     }
 #pragma unroll
     for (int unit = 0; unit < kHeadDim / 2; unit += kMmaK) {
-        uint32_t rK[4];
-        ptx::ldmatrix_m8n8_x4(rK, sK.address(0, unit));
+        uint32_t rK[kTilesN / 2][4];
+#pragma unroll
+        for (int n = 0; n < kTilesN; n += 2) ptx::ldmatrix_m8n8_x4(rK[n / 2], sK.address(n * kMmaN, unit));
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             uint32_t rQ[4];
             ptx::ldmatrix_m8n8_x4(rQ, sQ.address(0, 2 * unit + half * kMmaK));
 #pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                const uint32_t four = biased(rK[2 * n + half]);
+            for (int n = 0; n < kTilesN; ++n) {
+                const uint32_t four = biased(rK[n / 2][n % 2 * 2 + half]);
                 mma_m16n8k16<kDataType>(rS[0][n], rQ, decode_pair<kDataType, 0, 1>(four),
                                         decode_pair<kDataType, 2, 3>(four));
             }
@@ -46,25 +47,29 @@ __device__ __forceinline__ void gemm_qk_int8(float (&rS)[1][2][4], const Swizzle
     }
 }
 
-// rO += rP · sV, with rP rounded to 16 bits. sV [16, kHeadDim] int8 at ldmatrix_lane. rO[2 * i] and rO[2 * i + 1] are
-// the even and the odd dims of the i-th 16.
-template <DataType kDataType, int kHeadDim>
-__device__ __forceinline__ void gemm_pv_int8(float (&rO)[1][kHeadDim / kMmaN][4], const float (&rP)[1][2][4],
+// rO += rP · sV, with rP rounded to 16 bits. sV [kTilesN * 8, kHeadDim] int8 at ldmatrix_lane. rO[2 * i] and
+// rO[2 * i + 1] are the even and the odd dims of the i-th 16.
+template <DataType kDataType, int kHeadDim, int kTilesN>
+__device__ __forceinline__ void gemm_pv_int8(float (&rO)[1][kHeadDim / kMmaN][4], const float (&rP)[1][kTilesN][4],
                                              const SwizzledBlocks<kHeadDim / 2>& sV) {
-    uint32_t rA[4];
-    accumulators_to_a<kDataType>(rA, rP[0][0], rP[0][1]);
 #pragma unroll
-    for (int unit = 0; unit < kHeadDim / 2; unit += kMmaK) {
-        uint32_t rV[4];
-        ptx::ldmatrix_m8n8_x4_trans(rV, sV.address(0, unit));
+    for (int n = 0; n < kTilesN; n += 2) {
+        uint32_t rA[4];
+        accumulators_to_a<kDataType>(rA, rP[0][n], rP[0][n + 1]);
 #pragma unroll
-        for (int right = 0; right < 2; ++right) {
-            const uint32_t upper = biased(rV[2 * right]), lower = biased(rV[2 * right + 1]);
-            float (&rEven)[4] = rO[0][unit / 4 + 2 * right];
-            float (&rOdd)[4] = rO[0][unit / 4 + 2 * right + 1];
-            mma_m16n8k16<kDataType>(rEven, rA, decode_pair<kDataType, 0, 2>(upper),
-                                    decode_pair<kDataType, 0, 2>(lower));
-            mma_m16n8k16<kDataType>(rOdd, rA, decode_pair<kDataType, 1, 3>(upper), decode_pair<kDataType, 1, 3>(lower));
+        for (int unit = 0; unit < kHeadDim / 2; unit += kMmaK) {
+            uint32_t rV[4];
+            ptx::ldmatrix_m8n8_x4_trans(rV, sV.address(n * kMmaN, unit));
+#pragma unroll
+            for (int right = 0; right < 2; ++right) {
+                const uint32_t upper = biased(rV[2 * right]), lower = biased(rV[2 * right + 1]);
+                float (&rEven)[4] = rO[0][unit / 4 + 2 * right];
+                float (&rOdd)[4] = rO[0][unit / 4 + 2 * right + 1];
+                mma_m16n8k16<kDataType>(rEven, rA, decode_pair<kDataType, 0, 2>(upper),
+                                        decode_pair<kDataType, 0, 2>(lower));
+                mma_m16n8k16<kDataType>(rOdd, rA, decode_pair<kDataType, 1, 3>(upper),
+                                        decode_pair<kDataType, 1, 3>(lower));
+            }
         }
     }
 }

@@ -10,12 +10,12 @@
 namespace fastattn {
 
 // Rows of a tile that hold new tokens, `is_new` (one bit a row), from gNew, where the token of the tile's first row
-// would stand, at first_position. Lane l passes in gRow where row l % 16 is to be stored, null: nowhere.
-template <DataType kDataType, int kHeadDim>
-__device__ __forceinline__ void take_new_tokens(const WarpTile<kHeadDim>& tile, const uint16_t* gNew,
+// would stand, at first_position. Lane l passes in gRow where row l % kRows is to be stored, null: nowhere.
+template <DataType kDataType, int kHeadDim, int kRows>
+__device__ __forceinline__ void take_new_tokens(const WarpTile<kHeadDim, kRows>& tile, const uint16_t* gNew,
                                                 int64_t row_stride, int head_dim, uint32_t is_new,
                                                 const RotaryParams& rotary, int32_t first_position, char* gRow) {
-    using Tile = WarpTile<kHeadDim>;
+    using Tile = WarpTile<kHeadDim, kRows>;
 #pragma unroll 1
     for (int pass = 0; pass < Tile::kPasses; ++pass) {
         const int row = tile.row + pass * Tile::kRowsPerPass;
@@ -32,8 +32,8 @@ __device__ __forceinline__ void take_new_tokens(const WarpTile<kHeadDim>& tile, 
 
 // Likewise, quantised to int8 with one scale a row: scale = max|x| / 127, or 1 for zeros, and x = round(x / scale), to
 // nearest even. A row that is not finite gets the scale NaN, so that it stays visible. sScales and gScale are for
-// scales what the tile and gRow are for rows. The tile's rows are kHeadDim bytes.
-template <DataType kDataType, int kHeadDim>
+// scales what the tile and gRow are for rows. The tile's kRows rows are kHeadDim bytes each.
+template <DataType kDataType, int kHeadDim, int kRows>
 __device__ __forceinline__ void quantise_new_tokens(char* sTile, float* sScales, const uint16_t* gNew,
                                                     int64_t row_stride, int head_dim, uint32_t is_new,
                                                     const RotaryParams& rotary, int32_t first_position, char* gRow,
@@ -42,7 +42,7 @@ __device__ __forceinline__ void quantise_new_tokens(char* sTile, float* sScales,
     constexpr int kRowsPerPass = kWarpSize / kLanesOfRow;
     const int chunk = lane % kLanesOfRow;
 #pragma unroll 1
-    for (int row = lane / kLanesOfRow; row < kMmaK; row += kRowsPerPass) {
+    for (int row = lane / kLanesOfRow; row < kRows; row += kRowsPerPass) {
         const auto row_address = __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(gRow), row);
         const auto scale_address = __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(gScale), row);
         const bool row_is_new = (is_new >> row & 1) != 0, has_dims = chunk * kChunkElements < head_dim;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "decode/key_bits.cuh"
 #include "decode/split_plan.h"
 #include "device/fragment.cuh"
 #include "device/sequence.cuh"
@@ -49,11 +50,10 @@ struct PackedRows {
         if (num_rows == 0) some = {tokens.total, tokens.total};
     }
 
-    // Bit i: the row sees key first_key + i. `present`: those that are there.
+    // Those of kKeys keys that the row sees. `present`: those that are there.
+    template <int kKeys>
     __device__ __forceinline__ uint32_t seen(int half, uint32_t present, int32_t first_key) const {
-        const int begin = min(max(sees[half].begin - first_key, 0), kMmaK);
-        const int end = min(max(sees[half].end - first_key, 0), kMmaK);
-        return present & (0xffffu << begin) & ~(0xffffu << end);
+        return present & keys_between<kKeys>(sees[half].begin - first_key, sees[half].end - first_key);
     }
 
     // Whether rows differ in what they see of `num_keys` keys.
@@ -61,9 +61,10 @@ struct PackedRows {
         return first_key < all.begin || end_key > all.end;
     }
 
-    // Whether every row sees each of 16 keys.
+    // Whether every row sees each of kKeys keys.
+    template <int kKeys>
     __device__ __forceinline__ bool see_all(uint32_t present, int32_t first_key) const {
-        return present == 0xffffu && !differ(first_key, first_key + kMmaK);
+        return present == kAllKeys<kKeys> && !differ(first_key, first_key + kKeys);
     }
 
     // Turns Q·Kᵀ into scores in nats, -inf where a row does not see a key.
@@ -83,8 +84,10 @@ struct PackedRows {
                 return s - slope[e / 2] * static_cast<float>(abs(position[e / 2] - key));
             });
         }
-        if (see_all(present, first_key)) return;
-        const uint32_t bits[2] = {seen(0, present, first_key) >> column, seen(1, present, first_key) >> column};
+        constexpr int kKeys = kTilesN * kMmaN;
+        if (see_all<kKeys>(present, first_key)) return;
+        const uint32_t bits[2] = {seen<kKeys>(0, present, first_key) >> column,
+                                  seen<kKeys>(1, present, first_key) >> column};
         for_each(
             rS, [&](int n, int e, float s) { return (bits[e / 2] & 1u << (n * kMmaN + e % 2)) != 0 ? s : -kInfinity; });
     }

@@ -4,7 +4,7 @@
 //
 // A CTA has a share of the keys of all sequences (split_plan.h), and goes through it tile by tile: the rows of a tile
 // are all query heads of a KV head times the queries, so that each key is loaded once for all of them. Its warps take
-// 16 keys at a time, in turn, each with a softmax, a sum and a pipeline of its own; nobody waits for another before the
+// a few keys at a time, in turn, each with a softmax, a sum and a pipeline of its own; nobody waits for another before the
 // end of the tile, where the warps' results are merged. Of a tile that CTAs share each leaves a part (merge_parts.cuh).
 //
 //   ring of a warp   K0 V0 K1 V1 …   kStages of each; what a product has read is loaded anew at once
@@ -36,8 +36,8 @@
 namespace fastattn {
 
 template <int kHeadDim_, bool kInt8_>
-struct DecodeConfigSm80 : DecodeTileSm80<kHeadDim_> {
-    using Tile = DecodeTileSm80<kHeadDim_>;
+struct DecodeConfigSm80 : DecodeTileSm80<kHeadDim_, kInt8_> {
+    using Tile = DecodeTileSm80<kHeadDim_, kInt8_>;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr bool kInt8 = kInt8_;  // the cache, with a scale for each token and head
     static constexpr int kElementBytes = kInt8 ? 1 : 2;
@@ -47,15 +47,16 @@ struct DecodeConfigSm80 : DecodeTileSm80<kHeadDim_> {
     static constexpr int kTilesD = kHeadDim / kMmaN;
     static constexpr int kSlotBytes = Tile::kWarpN * Swizzle<kCacheDim>::kRowBytes;
     static constexpr int kStages = std::min(4, Tile::kRingBytes / (2 * kSlotBytes));
-    static_assert(Tile::kBlockM == kMmaM && Tile::kWarpN == kMmaK, "a warp's tile is one MMA of rows by one of keys");
-    static_assert(kStages >= 1 && 16 * kStages <= 64, "masks of all stages fit in 64 bits");
+    static_assert(Tile::kBlockM == kMmaM, "a warp's tile is one MMA of rows");
+    static_assert(kStages >= 1 && Tile::kWarpN <= kWarpSize, "one bit of a mask, and one lane, for each key");
     static_assert(Tile::kBlockM * kHeadDim * 4 <= Tile::kRingBytes, "a warp's output takes the place of its ring");
 };
 
 template <typename Config>
 struct alignas(128) DecodeStorageSm80 {
     uint16_t sQ[Config::kBlockM * Swizzle<Config::kHeadDim>::kRowElements];  // swizzled
-    char ring[Config::kNumWarps][Config::kRingBytes];  // K and V in turn, swizzled; a warp's output at the end
+    char ring[Config::kNumWarps][Config::kRingBytes];      // K and V in turn, swizzled; a warp's output at the end
+    uint32_t present[Config::kNumWarps][Config::kStages];  // keys in the ring, one bit each
     float scales[Config::kNumWarps][Config::kInt8 ? Config::kStages : 1][2][Config::kWarpN];  // of K and of V
     float row_max[Config::kNumWarps][Config::kBlockM], row_sum[Config::kNumWarps][Config::kBlockM];
 };
@@ -127,6 +128,8 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
     const int64_t begin_unit = blockIdx.x * work.share();
     const int64_t end_unit = min(begin_unit + work.share(), work.num_units());
     const SwizzledBlocks<kHeadDim> sQ(shared.sQ, ldmatrix_lane(lane));
+    // Whether a warp's keys always lie in one block.
+    const bool in_line = params.places.block_table == nullptr || params.places.block_rows % kWarpN == 0;
 
     for (int64_t unit = begin_unit; unit < end_unit;) {
         // Prologue: which tile, and which of its keys.
@@ -142,33 +145,33 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
         const int32_t begin_key = max(share.begin_key, wanted.begin), end_key = min(share.end_key, wanted.end);
 
         // Producer: a warp copies its own keys and values.
-        uint64_t present_keys = 0;         // one bit for each key in the ring, the next step's lowest
+        const CacheHead k_head(params.k_cache, kv_head), v_head(params.v_cache, kv_head);
         uint32_t present = 0, is_new = 0;  // of the tile that is loaded; new tokens come from k_new and v_new
-        TokenPlace place;                  // of its first key where its keys are in line, else of key lane % 16
-        const bool in_line = params.places.tiles_are_in_line;
-        const auto load_tile = [&](const CacheView& cache, const HeadsView<const uint16_t>& new_tokens,
+        TokenPlace place{-1, 0};           // of its first key where its keys are in line, else of key lane % kWarpN
+        const auto load_tile = [&](const CacheHead& head, const HeadsView<const uint16_t>& new_tokens,
                                    const RotaryParams& rotary, char* slot, float* sScales, int32_t first_key) {
-            const WarpTile<kCacheDim> tile(slot, lane);
-            const int row_bytes = cache.head_dim * Config::kElementBytes, own_row = in_line ? lane % kWarpN : 0;
-            const int64_t row_stride = cache.row_stride * Config::kElementBytes;
+            const WarpTile<kCacheDim, kWarpN> tile(slot, lane);
+            const CacheView& cache = head.cache;
+            const int row_bytes = cache.head_dim * Config::kElementBytes;
             const bool is_present = (present >> lane % kWarpN & 1) != 0;
-            char* gPlace = static_cast<char*>(cache.data) + row_offset(cache, kv_head, place) * Config::kElementBytes;
+            const TokenPlace own{place.block, place.row + (in_line ? lane % kWarpN : 0)};
             if (in_line) {
-                tile.load_line(gPlace, row_stride, row_bytes, present, is_new);
+                tile.load_line(head.row(place), cache.row_chunks, row_bytes, present, is_new);
             } else {
-                tile.load_scattered(is_present ? gPlace : nullptr, row_bytes, is_new);
+                tile.load_scattered(is_present ? head.row(own) : nullptr, row_bytes, is_new);
             }
             float* gScale = nullptr;
             if constexpr (kInt8) {
-                if (is_present) gScale = scale_pointer(cache, kv_head, place) + own_row * cache.scale_row_stride;
-                load_scales(sScales, gScale, is_new, lane);
+                if (is_present) gScale = head.scale(own);
+                load_scales<kWarpN>(sScales, gScale, is_new, lane);
             }
             if (is_new == 0) return;
             const uint16_t* gNew = row_pointer(new_tokens, batch, kv_head, first_key - tokens.before);
-            char* gRow = stores_new && is_present ? gPlace + own_row * row_stride : nullptr;
+            char* gRow = stores_new && is_present ? head.row(own) : nullptr;
             if constexpr (kInt8) {
-                quantise_new_tokens<kDataType, kHeadDim>(slot, sScales, gNew, new_tokens.row_stride, cache.head_dim,
-                                                         is_new, rotary, first_key, gRow, gScale, lane);
+                quantise_new_tokens<kDataType, kHeadDim, kWarpN>(slot, sScales, gNew, new_tokens.row_stride,
+                                                                 cache.head_dim, is_new, rotary, first_key, gRow,
+                                                                 gScale, lane);
             } else {
                 take_new_tokens<kDataType>(tile, gNew, new_tokens.row_stride, cache.head_dim, is_new, rotary, first_key,
                                            gRow);
@@ -182,21 +185,21 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
             if (first_key < end_key) {
                 if (in_line) {
                     place = place_of(params.places, batch, first_key, true);
-                    present = place.is_present() ? bits_between(begin_key - first_key, end_key - first_key) : 0;
+                    present = place.is_present() ? keys_between<kWarpN>(begin_key - first_key, end_key - first_key) : 0;
                 } else {
                     const int32_t key = first_key + lane % kWarpN;
                     place = place_of(params.places, batch, key, key >= begin_key && key < end_key);
-                    present = __ballot_sync(0xffffffff, place.is_present()) & 0xffff;
+                    present = __ballot_sync(0xffffffff, place.is_present()) & kAllKeys<kWarpN>;
                 }
-                is_new = present & bits_between(tokens.before - first_key, kWarpN);
-                present_keys |= uint64_t{present} << 16 * (kStages - 1);
-                load_tile(params.k_cache, params.k_new, params.rotary, slot_k(stage), scales(stage, 0), first_key);
+                is_new = present & keys_between<kWarpN>(tokens.before - first_key, kWarpN);
+                if (lane == 0) shared.present[warp][stage] = present;
+                load_tile(k_head, params.k_new, params.rotary, slot_k(stage), scales(stage, 0), first_key);
             }
             ptx::cp_async_commit_group();
         };
         const auto load_v = [&](int stage, int32_t first_key) {
             if (first_key < end_key) {
-                load_tile(params.v_cache, params.v_new, RotaryParams{}, slot_v(stage), scales(stage, 1), first_key);
+                load_tile(v_head, params.v_new, RotaryParams{}, slot_v(stage), scales(stage, 1), first_key);
             }
             ptx::cp_async_commit_group();
         };
@@ -204,7 +207,6 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
         int32_t first_key = begin_key / kBlockN * kBlockN + warp * kWarpN;
 #pragma unroll 1
         for (int stage = 0; stage < kStages; ++stage) {
-            present_keys >>= 16;
             load_k(stage, first_key + stage * kBlockN);
             load_v(stage, first_key + stage * kBlockN);
         }
@@ -217,11 +219,11 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
         ValueUnit unit_of_values;              // of an int8 cache: what rO is in
         for (int stage = 0; first_key < end_key; first_key += kBlockN) {
             float rS[1][Config::kTilesN][4];  // [kBlockM, kWarpN]: scores, then probabilities
-            const auto present_now = static_cast<uint32_t>(present_keys & 0xffff);
             const int32_t next_key = first_key + kStages * kBlockN;
 
             ptx::cp_async_wait_group<2 * kStages - 1>();
             __syncwarp();  // K is there for all lanes
+            const uint32_t present_now = shared.present[warp][stage];
             const SwizzledBlocks<kCacheDim> sK(reinterpret_cast<uint16_t*>(slot_k(stage)), ldmatrix_lane_b(lane));
             if constexpr (kInt8) {
                 gemm_qk_int8<kDataType>(rS, sQ, sK);
@@ -230,7 +232,6 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
                 gemm_qk<kDataType>(rS, sQ, sK);
             }
             __syncwarp();  // all lanes are done with K: it may be overwritten
-            present_keys >>= 16;
             load_k(stage, next_key);
 
             rows.apply(rS, present_now, first_key, lane);
@@ -240,7 +241,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
             __syncwarp();  // V is there for all lanes
             const SwizzledBlocks<kCacheDim> sV(reinterpret_cast<uint16_t*>(slot_v(stage)), ldmatrix_lane(lane));
             if constexpr (kInt8) {
-                unit_of_values.follow(rO, scales(stage, 1), lane);
+                unit_of_values.follow<kWarpN>(rO, scales(stage, 1), lane);
                 unit_of_values.weigh(rS, scales(stage, 1), rows, present_now, first_key, lane);
                 gemm_pv_int8<kDataType, kHeadDim>(rO, rS, sV);
             } else {

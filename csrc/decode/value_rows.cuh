@@ -13,16 +13,18 @@ namespace fastattn {
 template <DataType kDataType, int kTilesD>
 __device__ __forceinline__ void silence_unseen(float (&rO)[1][kTilesD][4], char* sV, const PackedRows& rows,
                                                uint32_t present, int32_t first_key, int lane) {
-    const WarpTile<kTilesD * kMmaN> tile(sV, lane);
+    const WarpTile<kTilesD * kMmaN, kMmaK> tile(sV, lane);
     if (!__any_sync(0xffffffff, has_nonfinite<kDataType>(tile))) return;
-    const auto sees = [&](int, int half, int n) { return (rows.seen(half, present, first_key) >> n & 1) != 0; };
+    const auto sees = [&](int, int half, int n) { return (rows.seen<kMmaK>(half, present, first_key) >> n & 1) != 0; };
     separate_nonfinite<kDataType>(rO, reinterpret_cast<const uint16_t*>(sV), tile, sees, lane, [] { __syncwarp(); });
 }
 
 // Scores of int8 keys, times the keys' scales and `unit`.
-__device__ __forceinline__ void multiply_columns(float (&rS)[1][2][4], const float* sScales, float unit, int lane) {
+template <int kTilesN>
+__device__ __forceinline__ void multiply_columns(float (&rS)[1][kTilesN][4], const float* sScales, float unit,
+                                                 int lane) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
+    for (int n = 0; n < kTilesN; ++n) {
         const float2 scale = *reinterpret_cast<const float2*>(sScales + n * kMmaN + accumulator_column(lane));
 #pragma unroll
         for (int e = 0; e < 4; ++e) rS[0][n][e] *= (e % 2 == 0 ? scale.x : scale.y) * unit;
@@ -36,16 +38,16 @@ struct ValueUnit {
 
     __device__ __forceinline__ float value() const { return inverse_of(inverse); }
 
-    // Has the unit follow a tile's scales, and rO the unit.
-    template <int kTilesD>
+    // Has the unit follow the scales of kKeys keys, and rO the unit.
+    template <int kKeys, int kTilesD>
     __device__ __forceinline__ void follow(float (&rO)[1][kTilesD][4], const float* sScales, int lane) {
-        const float own = fabsf(sScales[lane % kMmaK]);
+        const float own = fabsf(sScales[lane % kKeys]);
         float largest = own < kInfinity ? own : 0.0f;
         const float own_relative = largest * inverse;
         const bool some_above = __any_sync(0xffffffff, own_relative > 1.0f);
         if (!some_above && __any_sync(0xffffffff, own_relative >= 0x1p-5f)) return;
 #pragma unroll
-        for (int distance = 1; distance < kMmaK; distance *= 2) {
+        for (int distance = 1; distance < kKeys; distance *= 2) {
             largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
         }
         if (largest == 0.0f) return;
@@ -61,20 +63,22 @@ struct ValueUnit {
     }
 
     // What a row does not see stays 0, whatever its scale.
-    __device__ __forceinline__ void weigh(float (&rP)[1][2][4], const float* sScales, const PackedRows& rows,
+    template <int kTilesN>
+    __device__ __forceinline__ void weigh(float (&rP)[1][kTilesN][4], const float* sScales, const PackedRows& rows,
                                           uint32_t present, int32_t first_key, int lane) const {
+        constexpr int kKeys = kTilesN * kMmaN;
         const int column = accumulator_column(lane);
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
+        for (int n = 0; n < kTilesN; ++n) {
             const float2 scale = *reinterpret_cast<const float2*>(sScales + n * kMmaN + column);
 #pragma unroll
             for (int e = 0; e < 4; ++e) rP[0][n][e] *= (e % 2 == 0 ? scale.x : scale.y) * inverse;
         }
-        if (rows.see_all(present, first_key)) return;
-        const uint32_t bits[2] = {rows.seen(0, present, first_key) >> column,
-                                  rows.seen(1, present, first_key) >> column};
+        if (rows.see_all<kKeys>(present, first_key)) return;
+        const uint32_t bits[2] = {rows.seen<kKeys>(0, present, first_key) >> column,
+                                  rows.seen<kKeys>(1, present, first_key) >> column};
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
+        for (int n = 0; n < kTilesN; ++n) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 if ((bits[e / 2] & 1u << (n * kMmaN + e % 2)) == 0) rP[0][n][e] = 0.0f;

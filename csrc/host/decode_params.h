@@ -1,28 +1,32 @@
-// What the host tells the kernels of flash-decoding. Strides count elements.
+// What the host tells the kernels of flash-decoding. Strides count elements unless they say otherwise.
 #pragma once
 
 #include <cstdint>
 
+#include "host/divisor.h"
 #include "host/params.h"
 
 namespace fastattn {
 
 // Keys or values of a cache: [blocks, kv_heads, block_rows, head_dim], of 16-bit elements or of int8. A contiguous
-// cache has a block for each sequence, a paged one for each page. Rows lie as those of a HeadsView.
+// cache has a block for each sequence, a paged one for each page. Rows lie as those of a HeadsView. Blocks and rows are
+// looked up at every step: their strides have 32 bits, so that an address is two products.
 struct CacheView {
     void* data;
     int32_t head_dim;
-    int64_t block_stride, head_stride, row_stride;
-    float* scales;  // [blocks, kv_heads, block_rows]; null unless the cache is int8
-    int64_t scale_block_stride, scale_head_stride, scale_row_stride;
+    int64_t head_bytes;                 // from one head to the next
+    uint32_t block_chunks, row_chunks;  // likewise, in units of 16 bytes
+    float* scales;                      // [blocks, kv_heads, block_rows]; null unless the cache is int8
+    int64_t scale_head_stride;
+    uint32_t scale_block_stride, scale_row_stride;
 };
 
 // Where the tokens of a sequence lie. Neither lengths nor tables are trusted: see decode/cache_tokens.cuh.
 struct CachePlaces {
     int32_t num_blocks, block_rows;
+    Divisor by_block_rows;
     const int32_t* block_table;  // [batch, max_pages], or null: contiguous
     int64_t table_batch_stride, table_page_stride;
-    bool tiles_are_in_line;  // 16 tokens from a multiple of 16 on never lie in several blocks
 };
 
 // What the host knows of all sequences alike.

@@ -329,9 +329,10 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
             return f"int8_matmul_sm80<{block}, {dtype}>", by_tokens[block]
         widest = max(call.head_dim, call.value_dim)
         if call.op == "decode":
-            known = native.TILES["decode_split_sm80"]
+            is_int8 = "int8 cache" in call.features
+            known = native.TILES["decode_split_int8_sm80" if is_int8 else "decode_split_sm80"]
             dim = next(dim for dim in known if int(dim) >= widest)
-            cache = ", int8" if "int8 cache" in call.features else ""
+            cache = ", int8" if is_int8 else ""
             return f"decode_split_sm80<{dim}, {dtype}{cache}>", known[dim]
         # A tracer's head dim may be a symbol: compared with the kernels' own, it is guarded on and none of the text.
         is_plain = call.features <= _PLAIN

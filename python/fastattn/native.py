@@ -62,6 +62,8 @@ def dealt_int8_matmul(gradient: bool, tokens: int, outputs: int, depth: int, num
     return _LIBRARY.fastattn_dealt_int8_matmul(gradient, tokens, outputs, depth, num_sms)
 
 
-def dealt_decode(batch: int, kv_heads: int, rows: int, capacity: int, num_sms: int) -> Dealt:
-    """By ``decode_split_sm80``, for ``rows`` of queries a KV head and sequences of ``capacity`` tokens."""
-    return _LIBRARY.fastattn_dealt_decode(batch, kv_heads, rows, capacity, num_sms)
+def dealt_decode(
+    head_dim: int, is_int8: bool, batch: int, kv_heads: int, rows: int, capacity: int, num_sms: int
+) -> Dealt:
+    """By ``decode_split_sm80``, for ``rows`` of queries a KV head, and sequences of ``capacity`` tokens."""
+    return _LIBRARY.fastattn_dealt_decode(head_dim, is_int8, batch, kv_heads, rows, capacity, num_sms)

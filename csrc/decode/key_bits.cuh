@@ -1,0 +1,20 @@
+// Sets of a tile's keys, one bit each, the first key's lowest.
+#pragma once
+
+#include <cstdint>
+
+namespace fastattn {
+
+template <int kKeys>
+inline constexpr uint32_t kAllKeys = 0xffffffffu >> (32 - kKeys);
+
+// The keys from `begin` on and below `end`, which may lie outside of the tile.
+template <int kKeys>
+__device__ __forceinline__ uint32_t keys_between(int32_t begin, int32_t end) {
+    const auto from = [](int32_t key) {  // a shift by 32 leaves nothing
+        return __funnelshift_lc(0, kAllKeys<kKeys>, min(max(key, 0), kKeys));
+    };
+    return from(begin) & ~from(end) & kAllKeys<kKeys>;
+}
+
+}  // namespace fastattn
