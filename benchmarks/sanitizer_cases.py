@@ -117,16 +117,22 @@ def decode_paged_int8(device: torch.device) -> None:
     )
 
 
-def int8(device: torch.device, rows: int, granularity: str | int, activation: str | None = None) -> None:
+def int8(
+    device: torch.device,
+    rows: int,
+    granularity: str | int,
+    activation: str | None = None,
+    activations: str = "16bit",
+) -> None:
     """One row splits along K, and is merged; gradients go to the input."""
     weight = fastattn.quantize_int8(random(torch.device("cpu"), 96, 1024), granularity).to(device)
     x = random(device, rows, 1024).requires_grad_()
     columns = result_columns(activation, 96)
     bias, residual = random(device, 96, seed=1), random(device, rows, columns, seed=2)
-    out = fastattn.int8_linear(x, weight, bias, activation=activation, residual=residual)
+    out = fastattn.int8_linear(x, weight, bias, activation=activation, residual=residual, activations=activations)
     out.backward(random(device, rows, columns, seed=3))
     with torch.no_grad():  # the activation is the kernel's
-        fastattn.int8_linear(x, weight, bias, activation=activation, residual=residual)
+        fastattn.int8_linear(x, weight, bias, activation=activation, residual=residual, activations=activations)
 
 
 CASES: dict[str, Case] = {
@@ -152,6 +158,7 @@ CASES: dict[str, Case] = {
     "int8 40 rows in groups": partial(int8, rows=40, granularity=128, activation="gelu"),
     "int8 one row, SwiGLU": partial(int8, rows=1, granularity="channel", activation="swiglu"),
     "int8 130 rows": partial(int8, rows=130, granularity="channel", activation="silu"),
+    "int8 activations": partial(int8, rows=20, granularity=32, activations="int8"),
 }
 
 

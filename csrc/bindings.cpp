@@ -34,7 +34,8 @@ STABLE_TORCH_LIBRARY(fastattn, m) {
         "int window_right, float softcap, int num_splits, bool batch_invariant) -> (Tensor out, Tensor lse)");
 
     m.def(
-        "int8_matmul(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? residual, str activation) -> Tensor");
+        "int8_matmul(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? residual, str activation, "
+        "bool int8_activations=False) -> Tensor");
 
     m.def(
         "int8_matmul_grad_input(Tensor grad_out, Tensor weight, Tensor scale, bool bias_grad) "

@@ -26,7 +26,7 @@ SCHEMA_ARGUMENTS = {
     "attention_forward": 18,
     "attention_backward": 23,
     "attention_decode": 20,
-    "int8_matmul": 6,
+    "int8_matmul": 7,
     "int8_matmul_grad_input": 4,
 }
 
@@ -37,6 +37,7 @@ DECODE_INSTANCES = sorted(itertools.product((64, 128, 256), DTYPES, (False, True
 OPTIONS_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES, (False, True)))  # True: keys in pages
 INT8_KERNELS = ("int8_matmul_sm80", "int8_matmul_grad_input_sm80")
 INT8_INSTANCES = sorted(itertools.product(INT8_KERNELS, (16, 64, 96, 128), DTYPES))
+S8_INSTANCES = sorted(itertools.product((16, 64, 128), DTYPES))  # of the int8 matmul with int8 activations
 KEY_VALUE_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES, (False, True)))  # True: with options
 # Template arguments of the other backward kernels.
 BACKWARD_INSTANCES = sorted(
@@ -344,6 +345,49 @@ def test_int8_dequantises_in_two_and_a_half_instructions_a_pair(instance: tuple[
         assert not [opcode for opcode in opcodes if opcode.split(".")[0] in ("I2F", "F2F", "I2I")]
 
 
+def s8_instance(symbol: str) -> tuple[int, str] | None:
+    """(tokens of a tile, dtype) of a mangled int8_matmul_s8_sm80, None for any other symbol."""
+    match = re.search(r"int8_matmul_s8_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)E", symbol)
+    return (int(match[1]), DTYPES[int(match[2])]) if match else None
+
+
+@functools.cache
+def s8_kernels() -> dict[tuple[int, str], KernelFacts]:
+    return {instance: facts for name, facts in machine_code().items() if (instance := s8_instance(name)) is not None}
+
+
+@with_sm80_kernels
+def test_every_int8_instance_with_int8_activations_is_there() -> None:
+    assert sorted(s8_kernels()) == S8_INSTANCES
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", S8_INSTANCES, ids=str)
+def test_int8_activations_never_touch_local_memory(instance: tuple[int, str]) -> None:
+    kernel = s8_kernels()[instance]
+    assert 0 < kernel.registers <= MAX_REGISTERS
+    assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
+    assert kernel.local_in_loops + kernel.local_outside == 0
+    assert kernel.stack_bytes == 0
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", S8_INSTANCES, ids=str)
+def test_int8_activations_multiply_without_conversion(instance: tuple[int, str]) -> None:
+    """Three main loops: one scale a row, groups of 32, larger ones. Operands come by ldmatrix, sums of groups become
+    fp32 by additions."""
+    tokens, _ = instance
+    kernel = s8_kernels()[instance]
+    assert len(kernel.main_loops) == 3
+    blocks = 2 if tokens == 128 else 4  # of 32 k, in a step
+    for body in kernel.main_loops:
+        opcodes = kernel.opcodes_of(body)
+        products = [opcode for opcode in opcodes if opcode.startswith(("HMMA", "IMMA"))]
+        assert products == ["IMMA.16832.S8.S8"] * (blocks * 2 * tokens // 8)
+        assert sum(opcode.startswith("LDSM") for opcode in opcodes) == blocks * (2 + tokens // 16)
+        assert not [opcode for opcode in opcodes if opcode.split(".")[0] in ("PRMT", "I2F", "F2I", "I2I")]
+
+
 @with_sm80_kernels
 def test_every_decode_instance_is_there() -> None:
     assert sorted(decode_kernels()) == DECODE_INSTANCES
@@ -416,6 +460,7 @@ def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
     assert sorted(filter(None, map(forward_instance, entries))) == FORWARD_INSTANCES
     assert sorted(filter(None, map(options_instance, entries))) == OPTIONS_INSTANCES
     assert sorted(filter(None, map(int8_instance, entries))) == INT8_INSTANCES
+    assert sorted(filter(None, map(s8_instance, entries))) == S8_INSTANCES
     assert sorted(filter(None, map(decode_instance, entries))) == DECODE_INSTANCES
     assert sorted(filter(None, map(key_value_instance, entries))) == KEY_VALUE_INSTANCES
     assert sorted(filter(None, map(backward_instance, entries)), key=str) == BACKWARD_INSTANCES

@@ -102,6 +102,7 @@ MatrixView<Element> matrix_view(const char* op, const char* name, const Tensor& 
 struct Int8MatmulTensors {
     Tensor input, weight, scale, out;
     std::optional<Tensor> bias{}, residual{}, partial{}, arrivals{}, token_partial{}, token_arrivals{};
+    std::optional<Tensor> tokens{}, token_scale{}, counters{};
 };
 
 Int8WeightView weight_view(const char* op, Int8MatmulTensors& kept) {
@@ -147,8 +148,8 @@ void run(Int8MatmulParams& params, Int8MatmulTensors& kept, DataType dtype, cons
     const OnDeviceOf device(kept.input);
     MatmulEpilogue& epilogue = params.epilogue;
     dispatch_value(DataTypes{}, dtype, [&](auto data_type) {
-        const int32_t block_m = std::min(params.input.rows, largest(Int8MatmulBlockMs{}));
-        dispatch_at_least(Int8MatmulBlockMs{}, block_m, [&](auto tokens) {
+        const int32_t block_m = std::min(params.input.rows, largest(typename Kernel::BlockMs{}));
+        dispatch_at_least(typename Kernel::BlockMs{}, block_m, [&](auto tokens) {
             const auto [block_outputs, block_depth] = kernel.template blocks<tokens.value>();
             const int64_t tiles =
                 int64_t{ceil_div(params.input.rows, tokens.value)} * ceil_div(epilogue.sum_columns(), block_outputs);
@@ -163,14 +164,15 @@ void run(Int8MatmulParams& params, Int8MatmulTensors& kept, DataType dtype, cons
                 epilogue.partial = static_cast<float*>(partial.data_ptr());
                 epilogue.arrivals = static_cast<uint64_t*>(arrivals.data_ptr());
             }
-            kernel.template allocate<tokens.value>(params, kept);
             epilogue.token = launch_token();
+            kernel.template allocate<tokens.value>(params, kept);
             kernel.template start<tokens.value, data_type.value>(params, device.stream());
         });
     });
 }
 
 struct Forward {
+    using BlockMs = Int8MatmulBlockMs;
     template <int kBlockM>
     std::pair<int32_t, int32_t> blocks() const {
         using Tile = Int8MatmulTileSm80<kBlockM>;
@@ -184,7 +186,40 @@ struct Forward {
     }
 };
 
+struct ForwardS8 {
+    using BlockMs = Int8MatmulS8BlockMs;
+    template <int kBlockM>
+    std::pair<int32_t, int32_t> blocks() const {
+        using Tile = Int8MatmulS8TileSm80<kBlockM>;
+        return {Tile::kBlockN, Tile::kBlockK};
+    }
+    // For the tokens as int8 numbers, which the CTAs make and then multiply.
+    template <int kBlockM>
+    void allocate(Int8MatmulParams& params, Int8MatmulTensors& kept) const {
+        const MatrixView<const uint16_t>& input = params.input;
+        const int32_t tiles = ceil_div(input.rows, kBlockM);
+        const int64_t num_ctas = int64_t{tiles} * ceil_div(params.weight.rows, Int8MatmulS8TileSm80<kBlockM>::kBlockN) *
+                                 params.epilogue.num_splits;
+        check(input.rows + 2 * num_ctas < int64_t{1} << kLaunchCountBits, "int8_matmul", "too many tokens or outputs ",
+              "for int8 activations: ", input.rows, " by ", params.weight.rows);
+        const auto empty = [&](int64_t elements, ScalarType type) {
+            return torch::stable::new_empty(kept.input, {elements}, type);
+        };
+        const Tensor tokens = kept.tokens.emplace(empty(int64_t{input.rows} * input.columns, ScalarType::Char));
+        const Tensor scale = kept.token_scale.emplace(empty(input.rows, ScalarType::Float));
+        const Tensor counters = kept.counters.emplace(empty(1 + tiles, ScalarType::Long));
+        auto* queue = static_cast<uint64_t*>(counters.data_ptr());
+        params.quantized = {static_cast<int8_t*>(tokens.data_ptr()), static_cast<float*>(scale.data_ptr()), queue,
+                            queue + 1, params.epilogue.token};
+    }
+    template <int kBlockM, DataType kDataType>
+    void start(const Int8MatmulParams& params, Stream stream) const {
+        launch_int8_matmul_s8_sm80<kBlockM, kDataType>(params, stream);
+    }
+};
+
 struct GradInput {
+    using BlockMs = Int8MatmulBlockMs;
     template <int kBlockM>
     std::pair<int32_t, int32_t> blocks() const {
         using Tile = Int8GradInputTileSm80<kBlockM>;
@@ -213,7 +248,7 @@ struct GradInput {
 }  // namespace
 
 Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> bias, std::optional<Tensor> residual,
-                   std::string activation) {
+                   std::string activation, bool int8_activations) {
     constexpr const char* kOp = "int8_matmul";
     check_arguments(kOp, "x", x, weight, scale, /*weight_dim=*/1);
     const DataType dtype = data_type(kOp, "x", x);
@@ -240,7 +275,7 @@ Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> 
     kept.input = x.numel() == 0 ? torch::stable::reshape(x, {rows, 0}) : with_aligned_rows(as_matrix(x));
     params.input = matrix_view<const uint16_t>(kOp, "x", kept.input);
     epilogue.out = matrix_view<uint16_t>(kOp, "out", torch::stable::reshape(kept.out, {rows, columns}));
-    if (params.weight.group_shift == Int8WeightView::kOneGroup) {
+    if (params.weight.group_shift == Int8WeightView::kOneGroup && !int8_activations) {
         epilogue.scale = params.weight.scale;
         epilogue.scale_stride = params.weight.scale_row_stride;
     }
@@ -252,7 +287,13 @@ Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> 
         kept.residual = with_contiguous_rows(as_matrix(*residual));
         epilogue.residual = matrix_view<const uint16_t>(kOp, "residual", *kept.residual);
     }
-    run(params, kept, dtype, Forward{});
+    if (int8_activations) {
+        check(params.weight.columns <= kMaxInt8SumDepth, kOp, "weight must have at most ", kMaxInt8SumDepth,
+              " columns for int8 activations, got ", shape_text(weight));
+        run(params, kept, dtype, ForwardS8{});
+    } else {
+        run(params, kept, dtype, Forward{});
+    }
     return kept.out;
 }
 

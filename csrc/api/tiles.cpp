@@ -101,6 +101,7 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_tiles() {
         tiles_text<BackwardPlainTile>("attention_backward_key_value_sm80", BackwardHeadDims{}) + ", " +
         tiles_text<BackwardOptionsTile>("attention_backward_key_value_options_sm80", BackwardHeadDims{}) + ", " +
         tiles_text<Int8MatmulTileSm80>("int8_matmul_sm80", Int8MatmulBlockMs{}) + ", " +
+        tiles_text<Int8MatmulS8TileSm80>("int8_matmul_s8_sm80", Int8MatmulS8BlockMs{}) + ", " +
         tiles_text<Int8GradInputTileSm80>("int8_matmul_grad_input_sm80", Int8MatmulBlockMs{}) + ", " +
         tiles_text<DecodeTile>("decode_split_sm80", DecodeHeadDims{}) + ", " +
         tiles_text<DecodeInt8Tile>("decode_split_int8_sm80", DecodeHeadDims{}) + '}';

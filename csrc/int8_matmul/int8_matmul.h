@@ -30,6 +30,9 @@ struct Int8WeightView {
     int32_t group_shift;       // a group has 32 << group_shift columns
 };
 
+// Up to so many columns, sums of products of int8 numbers fit into int32, also of -128 and 127.
+inline constexpr int32_t kMaxInt8SumDepth = 1 << 17;
+
 inline constexpr int32_t kEpilogueColumns = 4;  // that a thread finishes at once
 
 // SwiGLU has two sums for each element of the result, silu(gate) * up: [rows, 2 * columns] of them, the gates first.
@@ -69,11 +72,21 @@ struct TokenSumsView {
     uint64_t* arrivals;  // [tiles of the result's columns], see device/arrivals.cuh; the token is the epilogue's
 };
 
+// Where a launch puts its tokens as int8 numbers. The counters need no initial value, see device/launch_counter.cuh.
+struct QuantizedTokens {
+    int8_t* data;        // [rows, columns] of the input, contiguous, with a base that is a multiple of 16 bytes
+    float* scale;        // [rows]
+    uint64_t* queue;     // tokens that CTAs have taken
+    uint64_t* finished;  // [tiles of tokens]: how many of them are there
+    uint64_t launch_token;
+};
+
 struct Int8MatmulParams {
     MatrixView<const uint16_t> input;  // x [M, K], or dY [M, N]
     Int8WeightView weight;
     MatmulEpilogue epilogue;
     TokenSumsView token_sums;
+    QuantizedTokens quantized;
 };
 
 // Each starts a kernel on `stream` of the current device. Throws std::runtime_error, naming the kernel, where it
@@ -84,5 +97,9 @@ void launch_int8_matmul_sm80(const Int8MatmulParams& params, Stream stream);
 
 template <int kBlockM, DataType kDataType>
 void launch_int8_matmul_grad_input_sm80(const Int8MatmulParams& params, Stream stream);
+
+// With int8 activations; epilogue.scale is null, since all scales have to be multiplied in one place.
+template <int kBlockM, DataType kDataType>
+void launch_int8_matmul_s8_sm80(const Int8MatmulParams& params, Stream stream);
 
 }  // namespace fastattn

@@ -62,4 +62,41 @@ struct Int8GradInputTileSm80 {
     static constexpr int kNumStages = kBlockM == 16 ? 6 : kBlockM < 128 ? 4 : 3;
 };
 
+// The same with int8 activations.
+using Int8MatmulS8BlockMs = std::integer_sequence<int, 16, 64, 128>;
+
+template <int kBlockM>
+struct Int8MatmulS8TileSm80;
+
+// Bound by the weights' bytes, as above.
+template <>
+struct Int8MatmulS8TileSm80<16> {
+    static constexpr int kBlockM = 16;
+    static constexpr int kBlockN = 128;
+    static constexpr int kBlockK = 128;
+    static constexpr int kNumWarps = 4;
+    static constexpr int kNumStages = 4;
+};
+
+template <>
+struct Int8MatmulS8TileSm80<64> {
+    static constexpr int kBlockM = 64;
+    static constexpr int kBlockN = 128;
+    static constexpr int kBlockK = 128;
+    static constexpr int kNumWarps = 4;
+    static constexpr int kNumStages = 3;
+};
+
+// 128 accumulators a thread. Per k of 32, a warp issues 32 IMMA, which take 256 clocks on sm_80, and 10 LDSM; the CTA's
+// loads take 160 clocks of shared memory. With 64 outputs of 64 tokens a warp they would take 128, and groups' scales
+// and operands would spill.
+template <>
+struct Int8MatmulS8TileSm80<128> {
+    static constexpr int kBlockM = 128;
+    static constexpr int kBlockN = 128;
+    static constexpr int kBlockK = 64;
+    static constexpr int kNumWarps = 4;
+    static constexpr int kNumStages = 4;
+};
+
 }  // namespace fastattn

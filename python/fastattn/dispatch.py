@@ -255,6 +255,8 @@ def _reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) 
         if taken is None:
             advice = "" if support.pads else "; pad with zeros and pass the original scale"
             return f"the {name} is {dim}, and the {_NAMES[backend]} kernel takes {support.head_dims_text()}{advice}."
+    if backend == "cuda" and "int8 activations" in call.features and call.sizes[2] > _MAX_INT8_SUM_DEPTH:
+        return f"K is {call.sizes[2]}, and int32 holds sums of products of int8 numbers up to {_MAX_INT8_SUM_DEPTH}."
     missing = [words for feature, words in FEATURES[call.op].items() if feature in call.features - support.features]
     if missing:
         return f"the {_NAMES[backend]} kernel does not have: {', '.join(missing)}."
@@ -266,6 +268,7 @@ _FORWARD_MODE = (
     "backward mode only; PyTorch's math backend has both (torch.nn.attention.sdpa_kernel(SDPBackend.MATH))."
 )
 _NAMES = {"cuda": "CUDA C++", "triton": "Triton"}
+_MAX_INT8_SUM_DEPTH = 2**17  # csrc/int8_matmul/int8_matmul.h
 _TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
@@ -322,11 +325,12 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
     if backend == "cuda":
         dtype = str(call.dtype).removeprefix("torch.")
         if call.op == "int8_matmul":
+            kernel = "int8_matmul_s8_sm80" if "int8 activations" in call.features else "int8_matmul_sm80"
             if torch.compiler.is_compiling():  # nobody reads it there, and the graph would be one for a range of tokens
-                return "int8_matmul_sm80", None
-            by_tokens = native.TILES["int8_matmul_sm80"]
+                return kernel, None
+            by_tokens = native.TILES[kernel]
             block = next((block for block in by_tokens if call.sizes[0] <= int(block)), max(by_tokens, key=int))
-            return f"int8_matmul_sm80<{block}, {dtype}>", by_tokens[block]
+            return f"{kernel}<{block}, {dtype}>", by_tokens[block]
         widest = max(call.head_dim, call.value_dim)
         if call.op == "decode":
             is_int8 = "int8 cache" in call.features

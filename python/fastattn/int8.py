@@ -235,7 +235,7 @@ def linear_over(
     if choice.backend == "torch":
         with without_autocast(x.device.type):
             return reference.int8_linear(x, data, scale, bias, activation, residual, activations)
-    return ops.int8_matmul(choice.backend, x, data, scale, bias, residual, activation)
+    return ops.int8_matmul(choice.backend, x, data, scale, bias, residual, activation, activations == "int8")
 
 
 def _nested_linear(

@@ -64,7 +64,9 @@ class OperatorCall:
 
     @property
     def dtype(self) -> str:
-        """Of the tensor that decides in which precision the products are taken."""
+        """In which the products are taken."""
+        if "int8_activations" in self.arguments and self["int8_activations"].text == "True":
+            return "int8"
         for name in ("query", "x", "grad_out"):
             if name in self.arguments:
                 return _DTYPES.get(self.arguments[name].dtype, (self.arguments[name].dtype, 0))[0]

@@ -59,6 +59,10 @@ def known_limits(device: torch.device, dtypes: Iterable[torch.dtype]) -> Limits:
 
 
 def _matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    if dtype == torch.int8:
+        a, b = (torch.randint(-127, 128, (_MATMUL_SIZE,) * 2, device=device, dtype=dtype) for _ in range(2))
+        sums = torch.empty_like(a, dtype=torch.int32)
+        return 2 * _MATMUL_SIZE**3 / median_seconds(lambda: torch._int_mm(a, b.t(), out=sums))
     a, b = (torch.randn(_MATMUL_SIZE, _MATMUL_SIZE, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * _MATMUL_SIZE**3 / median_seconds(lambda: torch.mm(a, b, out=out))

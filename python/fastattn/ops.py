@@ -348,13 +348,15 @@ class _Int8Matmul(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(backend: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        y: Tensor = _call(backend, "int8_matmul", x, weight, scale, bias, None, "none")
+    def forward(
+        backend: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, int8_activations: bool
+    ) -> Tensor:
+        y: Tensor = _call(backend, "int8_matmul", x, weight, scale, bias, None, "none", int8_activations)
         return y
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.backend, _, weight, scale, bias = inputs
+        ctx.backend, _, weight, scale, bias, _ = inputs
         ctx.has_bias = bias is not None
         ctx.save_for_backward(weight, scale)
 
@@ -363,12 +365,12 @@ class _Int8Matmul(torch.autograd.Function):
         weight, scale = ctx.saved_tensors
         needs_bias = ctx.has_bias and ctx.needs_input_grad[4]
         if not ctx.needs_input_grad[1]:
-            return None, None, None, None, sum_over_tokens(grad_out) if needs_bias else None
+            return None, None, None, None, sum_over_tokens(grad_out) if needs_bias else None, None
         if not torch.compiler.is_compiling():
             dispatch.note(RecordedCall("int8_matmul backward", ctx.backend, "int8_matmul_grad_input"))
         arguments = (grad_out, weight, scale, needs_bias)
         grad_x, grad_bias = _call_in_backward(ctx.backend, "int8_matmul_grad_input", *arguments)
-        return None, grad_x, None, None, grad_bias if needs_bias else None
+        return None, grad_x, None, None, grad_bias if needs_bias else None, None
 
 
 def int8_matmul(
@@ -379,13 +381,17 @@ def int8_matmul(
     bias: Tensor | None,
     residual: Tensor | None,
     activation: str,
+    int8_activations: bool = False,
 ) -> Tensor:
     """``act(x @ dequantize(weight)^T + bias) + residual``, differentiable in x, bias and residual.
 
+    ``int8_activations``: rows of x are rounded to int8 first; the gradient passes straight through.
     Where gradients are wanted, the activation and the residual are PyTorch's, over the kernel's product.
     """
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, residual)):
-        product: Tensor = ACTIVATIONS[activation](_apply(_Int8Matmul, backend, x, weight, scale, bias))
+        product: Tensor = ACTIVATIONS[activation](
+            _apply(_Int8Matmul, backend, x, weight, scale, bias, int8_activations)
+        )
         return product if residual is None else product + residual
-    y: Tensor = _call(backend, "int8_matmul", x, weight, scale, bias, residual, activation)
+    y: Tensor = _call(backend, "int8_matmul", x, weight, scale, bias, residual, activation, int8_activations)
     return y

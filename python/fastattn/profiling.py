@@ -28,7 +28,7 @@ from fastattn.trace import (
 )
 
 _REGION = "fastattn.region: "
-_TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 _ROWS_SHOWN = 20
 
 

@@ -117,7 +117,7 @@ SUPPORT: dict[str, dict[str, Support]] = {
         "triton": Support(_all_features_but("decode"), head_dims=range(16, 257, 8)),
     },
     "int8_matmul": {
-        "cuda": Support(_all_features_but("int8_matmul", "int8 activations"), head_dims=None),
+        "cuda": Support(_all_features_but("int8_matmul"), head_dims=None),
         "triton": Support(_all_features_but("int8_matmul", "int8 activations"), head_dims=None),
     },
 }

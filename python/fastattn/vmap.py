@@ -115,13 +115,13 @@ def matmul_rule(overload: torch._ops.OpOverload) -> Callable[..., Any]:
         _unmapped(("weight", "scale"), in_dims[1:3])
         x = x.unsqueeze(0).expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
         if rest:
-            bias, residual, activation = rest
+            bias, residual, *options = rest
             _unmapped(("bias",), in_dims[3:4])
             if residual is not None and in_dims[4] is None:
                 residual = residual.unsqueeze(0).expand(info.batch_size, *residual.shape)
             elif residual is not None:
                 residual = residual.movedim(in_dims[4], 0)
-            rest = (bias, residual, activation)
+            rest = (bias, residual, *options)
         return overload(x, weight, scale, *rest), 0
 
     return rule

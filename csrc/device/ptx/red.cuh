@@ -21,4 +21,10 @@ __device__ __forceinline__ int32_t ld_acquire_s32(const int32_t* global) {
     return value;
 }
 
+__device__ __forceinline__ uint64_t ld_acquire_b64(const uint64_t* global) {
+    uint64_t value;
+    asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(global) : "memory");
+    return value;
+}
+
 }  // namespace fastattn::ptx

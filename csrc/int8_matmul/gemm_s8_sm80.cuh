@@ -1,0 +1,320 @@
+// Matmul with int8 weights and int8 activations: Y[M, N] = act(Xq · Wᵀ + bias) + residual, where Xq is X[M, K] rounded
+// to int8 with a scale per token, and W = scale * int8[N, K] in its plain layout.
+//
+// As in gemm_sm80.cuh the tile is computed transposed, W · Xqᵀ, one CTA computes kBlockN outputs of kBlockM tokens over
+// its share of K, CTAs that share a tile add up their parts at the end, and a step takes kBlockK of K. Here both
+// operands pass from shared memory to the tensor cores as they are: 16 int8 numbers are a row of ldmatrix's matrices.
+//
+//   cp.async      W of steps 0, 1, 2       | X of 0, 1, 2 |   3    |   4    |
+//   all threads   quantise | wait for X                   | step 0 | step 1 |
+//
+// The tokens are quantised once, in the same launch, while the first weights come (quantize_tokens.cuh).
+// Sums are int32, exact up to kMaxInt8SumDepth of K. With scales per group along K, the sum of 32 or 64 k starts from
+// the bits of a float whose unit in the last place is 1: so the bits are those of that float plus the sum, and become
+// fp32 by one FADD, without a conversion.
+// Preconditions: those of Int8WeightView and MatrixView; N a multiple of 8, K of 16 and at most kMaxInt8SumDepth.
+#pragma once
+
+#include <string>
+#include <type_traits>
+
+#include "device/fragment.cuh"
+#include "device/ptx/cp_async.cuh"
+#include "device/ptx/ldmatrix.cuh"
+#include "device/ptx/mma.cuh"
+#include "device/ptx/opaque.cuh"
+#include "device/stream_copy.cuh"
+#include "device/swizzle.cuh"
+#include "host/host_device.h"
+#include "host/launch.h"
+#include "int8_matmul/epilogue.cuh"
+#include "int8_matmul/int8_matmul.h"
+#include "int8_matmul/quantize_tokens.cuh"
+#include "int8_matmul/tiles_sm80.h"
+#include "int8_matmul/work.h"
+
+namespace fastattn {
+
+inline constexpr int kS8MmaK = 32;  // no group of scales is smaller
+
+template <int kBlockM_>
+struct Int8MatmulS8ConfigSm80 : Int8MatmulS8TileSm80<kBlockM_> {
+    using Tile = Int8MatmulS8TileSm80<kBlockM_>;
+    static constexpr int kNumThreads = Tile::kNumWarps * kWarpSize;
+    static constexpr int kWarpN = Tile::kBlockN / Tile::kNumWarps;
+    static constexpr int kTilesN = kWarpN / kMmaM;         // outputs are the MMA's M
+    static constexpr int kTilesM = Tile::kBlockM / kMmaN;  // tokens its N
+    static constexpr int kBlocksK = Tile::kBlockK / kS8MmaK;
+    static_assert(kWarpN % kMmaM == 0 && kTilesM % 2 == 0, "a warp owns whole blocks of ldmatrix");
+    static_assert(Tile::kBlockN == kNumThreads && Tile::kBlockM <= kNumThreads, "a thread copies each scale");
+};
+
+// [rows, kBlockK] int8: to ldmatrix and the swizzle, pairs of numbers are elements of 16 bits.
+template <int kBlockK>
+struct S8Layout : Swizzle<kBlockK / 2> {
+    static constexpr int kPeriodRows = kSwizzleRows;
+};
+
+template <typename Config>
+struct alignas(128) Int8MatmulS8StageSm80 {
+    uint16_t sW[Config::kBlockN * Config::kBlockK / 2];  // S8Layout
+    uint16_t sX[Config::kBlockM * Config::kBlockK / 2];  // S8Layout
+    float sScale[Config::kBlocksK][Config::kBlockN];     // of the step's groups, where there are groups
+};
+
+template <typename Config>
+struct alignas(128) Int8MatmulS8StorageSm80 {
+    union {
+        Int8MatmulS8StageSm80<Config> stages[Config::kNumStages];
+        float sums[Config::kBlockM * SumsLayout<Config::kBlockN>::kRowElements];  // at the end
+    };
+    float sTokenScale[Config::kBlockM];
+    QuantizeStorage<Config::kNumThreads> quantize;
+};
+
+// Operands of a warp's products over kBlocks times 32 k of a stage, from `block` on.
+template <typename Config, int kBlocks>
+struct S8Operands {
+    using Blocks = SwizzledBlocks<Config::kBlockK / 2>;
+    static constexpr int kPairs = kS8MmaK / 2;
+
+    uint32_t rW[kBlocks][Config::kTilesN][4];
+    Blocks sX;
+    int block;
+
+    __device__ __forceinline__ S8Operands(const Blocks& sW, const Blocks& sX, int block) : sX(sX), block(block) {
+#pragma unroll
+        for (int k = 0; k < kBlocks; ++k) {
+#pragma unroll
+            for (int n = 0; n < Config::kTilesN; ++n) {
+                ptx::ldmatrix_m8n8_x4(rW[k][n], sW.address(n * kMmaM, (block + k) * kPairs));
+            }
+        }
+    }
+
+    // Calls function(n, m, multiply) for the warp's tiles; multiply(d, c) makes d = c + the products. kInTurns: two m
+    // at a time. Otherwise nvcc starts many and may run out of registers.
+    template <bool kInTurns, typename Function>
+    __device__ __forceinline__ void for_each_tile(Function&& function) const {
+#pragma unroll
+        for (int m = 0; m < Config::kTilesM; m += 2) {
+            if constexpr (kInTurns) __syncwarp();
+            uint32_t rX[kBlocks][4];  // of two tiles
+#pragma unroll
+            for (int k = 0; k < kBlocks; ++k) ptx::ldmatrix_m8n8_x4(rX[k], sX.address(m * kMmaN, (block + k) * kPairs));
+#pragma unroll
+            for (int n = 0; n < Config::kTilesN; ++n) {
+#pragma unroll
+                for (int second = 0; second < 2; ++second) {
+                    function(n, m + second, [&](int32_t (&d)[4], const int32_t (&c)[4]) {
+                        ptx::mma_m16n8k32_s32_s8(d, rW[0][n], rX[0][2 * second], rX[0][2 * second + 1], c);
+#pragma unroll
+                        for (int k = 1; k < kBlocks; ++k) {
+                            ptx::mma_m16n8k32_s32_s8(d, rW[k][n], rX[k][2 * second], rX[k][2 * second + 1], d);
+                        }
+                    });
+                }
+            }
+        }
+    }
+};
+
+// A warp's place in the tile, and its sums over one stage.
+template <typename Config>
+struct S8Warp {
+    using Blocks = SwizzledBlocks<Config::kBlockK / 2>;
+    int first_output, lane;
+
+    __device__ __forceinline__ S8Warp()
+        : first_output(threadIdx.x / kWarpSize * Config::kWarpN), lane(threadIdx.x % kWarpSize) {}
+
+    // Of the tile, of register e of a fragment.
+    __device__ __forceinline__ int output(int n, int e) const {
+        return first_output + n * kMmaM + accumulator_row(lane) + 8 * (e / 2);
+    }
+    __device__ __forceinline__ int token(int m, int e) const { return m * kMmaN + accumulator_column(lane) + e % 2; }
+
+    // kBlocks of 32 k at once.
+    template <int kBlocks, typename Function>
+    __device__ __forceinline__ void for_blocks(const Int8MatmulS8StageSm80<Config>& stage, Function&& function) const {
+        const Blocks sW = Blocks(stage.sW, ldmatrix_lane(lane)).at_row(first_output);
+        const Blocks sX(stage.sX, ldmatrix_lane_b(lane));
+#pragma unroll
+        for (int block = 0; block < Config::kBlocksK; block += kBlocks) {
+            function(S8Operands<Config, kBlocks>(sW, sX, block));
+        }
+    }
+};
+
+// rY += W · Xqᵀ over one stage.
+template <typename Config>
+__device__ __forceinline__ void multiply_stage(int32_t (&rY)[Config::kTilesN][Config::kTilesM][4],
+                                               const Int8MatmulS8StageSm80<Config>& stage, const S8Warp<Config>& warp) {
+    warp.template for_blocks<1>(stage, [&](const auto& operands) {
+        operands.template for_each_tile<false>([&](int n, int m, auto&& multiply) { multiply(rY[n][m], rY[n][m]); });
+    });
+}
+
+// The same with scales per group; kBlocks times 32 k, which have one scale, are summed in int32.
+template <int kBlocks, typename Config>
+__device__ __forceinline__ void multiply_stage_of_groups(float (&rY)[Config::kTilesN][Config::kTilesM][4],
+                                                         const Int8MatmulS8StageSm80<Config>& stage,
+                                                         const S8Warp<Config>& warp, int group_shift) {
+    constexpr float kZero = 0x1.8p23f;  // its unit in the last place is 1, up to sums of 2^22
+    static_assert(kBlocks * kS8MmaK * 128 * 127 < 1 << 22);
+    const int32_t zero = __float_as_int(kZero);
+    const int32_t zeros[4] = {zero, zero, zero, zero};
+    warp.template for_blocks<kBlocks>(stage, [&](const auto& operands) {
+        float rScale[Config::kTilesN][2];
+#pragma unroll
+        for (int n = 0; n < Config::kTilesN; ++n) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                rScale[n][half] = stage.sScale[operands.block >> group_shift][warp.output(n, 2 * half)];
+            }
+        }
+        operands.template for_each_tile<true>([&](int n, int m, auto&& multiply) {
+            int32_t sum[4];
+            multiply(sum, zeros);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) rY[n][m][e] += (__int_as_float(sum[e]) - kZero) * rScale[n][e / 2];
+        });
+    });
+}
+
+// A warp's sums, times its outputs' scales (null: they have been multiplied) and its tokens', into its part of the
+// tile. The weights' scales come first: those of tokens may be so large that the sums would overflow.
+template <typename Config, typename Sum>
+__device__ __forceinline__ void stage_sums(Int8MatmulS8StorageSm80<Config>& shared,
+                                           const Sum (&rY)[Config::kTilesN][Config::kTilesM][4],
+                                           const S8Warp<Config>& warp, const float* gScale, int32_t scale_stride,
+                                           int32_t num_outputs) {
+#pragma unroll
+    for (int n = 0; n < Config::kTilesN; ++n) {
+        float scale[2] = {1.0f, 1.0f};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int output = warp.output(n, 2 * half);
+            if (gScale != nullptr && output < num_outputs) scale[half] = gScale[int64_t{output} * scale_stride];
+        }
+#pragma unroll
+        for (int m = 0; m < Config::kTilesM; ++m) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int token = warp.token(m, e);
+                shared.sums[token * SumsLayout<Config::kBlockN>::kRowElements + warp.output(n, e)] =
+                    static_cast<float>(rY[n][m][e]) * scale[e / 2] * shared.sTokenScale[token];
+            }
+        }
+    }
+}
+
+template <int kBlockM, DataType kDataType>
+__global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, kBlockM == 16 ? 2 : 1)
+    int8_matmul_s8_sm80(const __grid_constant__ Int8MatmulParams params) {
+    using Config = Int8MatmulS8ConfigSm80<kBlockM>;
+    constexpr int kBlockN = Config::kBlockN, kBlockK = Config::kBlockK, kNumThreads = Config::kNumThreads;
+    constexpr int kNumStages = Config::kNumStages;
+    static_assert(sizeof(Int8MatmulS8StorageSm80<Config>) <= 99 << 10, "sm_86, sm_89, sm_120");
+
+    extern __shared__ __align__(128) char shared_bytes[];
+    auto& shared = *reinterpret_cast<Int8MatmulS8StorageSm80<Config>*>(shared_bytes);
+
+    const Int8WeightView& weight = params.weight;
+    const int32_t num_tokens = params.input.rows, num_outputs = weight.rows, depth = weight.columns;
+    const auto own_work = [&] {  // computed where it is needed, instead of held in registers
+        return matmul_work(ptx::opaque(blockIdx.x), ceil_div(ptx::opaque(num_tokens), kBlockM),
+                           ceil_div(ptx::opaque(num_outputs), kBlockN), ceil_div(ptx::opaque(depth), kBlockK),
+                           params.epilogue.num_splits);
+    };
+    const MatmulWork work = own_work();
+    const int32_t first_token = work.token_tile * kBlockM, first_output = work.output_tile * kBlockN;
+    const int thread = threadIdx.x;
+    const bool is_grouped = weight.group_shift != Int8WeightView::kOneGroup;
+    const S8Warp<Config> warp;
+
+    // Producer: every thread copies its chunks of each step, and the scales of one output.
+    const int64_t first_k = int64_t{work.begin_step} * kBlockK;
+    TileStream<S8Layout<kBlockK>, kBlockN, kNumThreads> stream_w(weight.data + int64_t{first_output} * depth + first_k,
+                                                                 depth, thread);
+    TileStream<S8Layout<kBlockK>, kBlockM, kNumThreads> stream_x(
+        params.quantized.data + int64_t{first_token} * depth + first_k, depth, thread);
+    const bool has_output = first_output + thread < num_outputs;
+    const float* gScale = weight.scale + int64_t{first_output + thread} * weight.groups;
+    const auto load_w = [&](int32_t step) {
+        auto& stage = shared.stages[step % kNumStages];
+        stream_w.load(shared_address(stage.sW), num_outputs - first_output, depth - step * kBlockK, kBlockK);
+        if (!is_grouped) return;
+        const int32_t first_group = step * Config::kBlocksK >> weight.group_shift;
+        for (int group = 0; group <= (Config::kBlocksK - 1) >> weight.group_shift; ++group) {
+            const bool exists = has_output && first_group + group < weight.groups;
+            ptx::cp_async_ca_4(shared_address(&stage.sScale[group][thread]), gScale + first_group + group,
+                               exists ? sizeof(float) : 0);
+        }
+    };
+    const auto load_x = [&](int32_t step) {
+        stream_x.load(shared_address(shared.stages[step % kNumStages].sX), num_tokens - first_token,
+                      depth - step * kBlockK, kBlockK);
+    };
+
+    // Prologue: the first weights are on their way while the tokens are quantised.
+    const int32_t end_of_first = std::min(work.end_step, work.begin_step + kNumStages - 1);
+    for (int32_t step = work.begin_step; step < end_of_first; ++step) load_w(step);
+    quantize_tokens<kDataType, kBlockM, kNumThreads>(params.input, params.quantized, shared.quantize);
+    wait_for_tokens<kBlockM>(params.quantized, num_tokens, work.token_tile);
+    for (int32_t step = work.begin_step; step < work.begin_step + kNumStages - 1; ++step) {
+        if (step < end_of_first) load_x(step);
+        ptx::cp_async_commit_group();
+    }
+    if (thread < std::min(kBlockM, num_tokens - first_token)) {
+        shared.sTokenScale[thread] = __ldcg(params.quantized.scale + first_token + thread);
+    } else if (thread < kBlockM) {
+        shared.sTokenScale[thread] = 0.0f;
+    }
+    if (thread == 0) leave_queue<kBlockM>(params.quantized, num_tokens);
+
+    const auto run_steps = [&](auto zero, const float* gOutputScale, auto&& multiply) {
+        decltype(zero) rY[Config::kTilesN][Config::kTilesM][4] = {};
+        for (int32_t step = work.begin_step; step < work.end_step; ++step) {
+            ptx::cp_async_wait_group<kNumStages - 2>();  // this step
+            __syncthreads();  // it is there for all; all are done with the step before: it may be overwritten
+            if (step + kNumStages - 1 < work.end_step) {
+                load_w(step + kNumStages - 1);
+                load_x(step + kNumStages - 1);
+            }
+            ptx::cp_async_commit_group();
+            multiply(rY, shared.stages[step % kNumStages]);
+        }
+        __syncthreads();  // all are done with the stages; the tokens' scales are there
+        stage_sums<Config>(shared, rY, warp, gOutputScale, weight.scale_row_stride, num_outputs - first_output);
+    };
+    if (!is_grouped) {
+        const float* gOutputScale = weight.scale + int64_t{first_output} * weight.scale_row_stride;
+        run_steps(int32_t{0}, gOutputScale, [&](auto& rY, const auto& stage) { multiply_stage(rY, stage, warp); });
+    } else if (weight.group_shift == 0) {
+        run_steps(0.0f, nullptr, [&](auto& rY, const auto& stage) {
+            multiply_stage_of_groups<1>(rY, stage, warp, weight.group_shift);
+        });
+    } else {
+        run_steps(0.0f, nullptr, [&](auto& rY, const auto& stage) {
+            multiply_stage_of_groups<2>(rY, stage, warp, weight.group_shift);
+        });
+    }
+
+    // Epilogue: the sums pass through shared memory, so that rows of the result are written by neighbouring threads.
+    __syncthreads();  // the tile is complete
+    finish_tile<kDataType, kBlockM, kBlockN, kNumThreads>(params.epilogue, shared.sums, own_work());
+}
+
+template <int kBlockM, DataType kDataType>
+void launch_int8_matmul_s8_sm80(const Int8MatmulParams& params, Stream stream) {
+    using Config = Int8MatmulS8ConfigSm80<kBlockM>;
+    static const std::string name =
+        "int8_matmul_s8_sm80<" + std::to_string(kBlockM) + ", " + to_string(kDataType) + ">";
+    const int64_t tiles = int64_t{ceil_div(params.input.rows, kBlockM)} * ceil_div(params.weight.rows, Config::kBlockN);
+    const Launch launch{name.c_str(), /*compute_capability=*/80, tiles * params.epilogue.num_splits,
+                        Config::kNumThreads, sizeof(Int8MatmulS8StorageSm80<Config>)};
+    launch_kernel(int8_matmul_s8_sm80<kBlockM, kDataType>, launch, params, stream);
+}
+
+}  // namespace fastattn

@@ -1,0 +1,149 @@
+// Tokens to int8, by the CTAs of the launch that multiplies them: q = round(x / scale), ties to even, with a scale of
+// largest |x| / 127 for each token, 1 where all are zero.
+//
+// A CTA takes tokens from a queue until none is left, then waits for those of its tile. That cannot block for ever: who
+// waits, waits for tokens that running CTAs have taken. It costs one more trip of the queue than a kernel of its own
+// would, but the weights' first stages are on their way meanwhile, and no launch is waited for. With many tokens all
+// CTAs that fit on the GPU quantise first, as they would in a kernel of its own; those that come later find the work
+// done. So it is one kernel for any number of tokens.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "device/fragment.cuh"
+#include "device/launch_counter.cuh"
+#include "device/ptx/approx.cuh"
+#include "int8_matmul/int8_matmul.h"
+
+namespace fastattn {
+
+// Divides by one number, rounded as IEEE 754 wants: two corrections of a product with the reciprocal, which is rounded
+// so itself (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). That is
+// inline, and cheaper than a division for each x. Where residuals would be subnormal, both numbers are lifted.
+struct Division {
+    static constexpr float kSmall = 0x1p-64f, kLift = 0x1p96f;
+
+    float lift, divisor, reciprocal;
+
+    __device__ __forceinline__ explicit Division(float divisor)
+        : lift(divisor < kSmall ? kLift : 1.0f), divisor(divisor * lift) {
+        const float estimate = ptx::rcp_approx_ftz_f32(this->divisor);
+        reciprocal = fmaf(fmaf(-this->divisor, estimate, 1.0f), estimate, estimate);
+    }
+
+    __device__ __forceinline__ float operator()(float x) const {
+        const float lifted = x * lift;
+        float quotient = lifted * reciprocal;
+#pragma unroll
+        for (int correction = 0; correction < 2; ++correction) {
+            quotient = fmaf(fmaf(-quotient, divisor, lifted), reciprocal, quotient);
+        }
+        return quotient;
+    }
+};
+
+// largest / 127, or 1 of zeros. Scales below fp32's normal range are rounded twice.
+__device__ __forceinline__ float token_scale(float largest) {
+    constexpr float kLift = 0x1p96f;
+    const bool is_small = largest < 0x1p-64f;
+    const float quotient = Division(127.0f)(is_small ? largest * kLift : largest);
+    return largest == 0.0f ? 1.0f : is_small ? quotient * (1.0f / kLift) : quotient;
+}
+
+// The bits of round(quotient), whose lowest byte is an int8 number for quotients from -127.5 to 127.5.
+__device__ __forceinline__ uint32_t rounded_bits(float quotient) {
+    constexpr float kUnitSteps = 0x1.8p23f;  // around it floats are the integers
+    return __float_as_uint(quotient + kUnitSteps);
+}
+
+// A pair of elements as two int8 numbers in the lower half.
+template <DataType kDataType>
+__device__ __forceinline__ uint32_t quantize_pair(uint32_t pair, const Division& divide) {
+    const uint32_t first = rounded_bits(divide(unpack<kDataType>(static_cast<uint16_t>(pair))));
+    const uint32_t second = rounded_bits(divide(unpack<kDataType>(static_cast<uint16_t>(pair >> 16))));
+    return __byte_perm(first, second, 0x0040);
+}
+
+template <int kThreads>
+struct QuantizeStorage {
+    uint32_t token;
+    uint32_t largest[kThreads / kWarpSize];  // of a warp's part of a row
+};
+
+// One row [columns], by all threads of the CTA.
+template <DataType kDataType, int kThreads>
+__device__ __forceinline__ void quantize_row(const uint16_t* gX, int8_t* gQ, float* gScale, int32_t columns,
+                                             uint32_t (&sLargest)[kThreads / kWarpSize]) {
+    constexpr int kElements = 8;  // 16 bytes a thread
+    constexpr uint32_t kInfinity = kDataType == DataType::kFloat16 ? 0x7c00 : 0x7f80;
+    const int first_column = static_cast<int>(threadIdx.x) * kElements;
+    uint32_t lower = 0, upper = 0;  // magnitudes' bits: in their order, infinity and then NaN being the largest
+#pragma unroll 4
+    for (int column = first_column; column < columns; column += kThreads * kElements) {
+        const uint4 eight = *reinterpret_cast<const uint4*>(gX + column);
+        const uint32_t pairs[] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+            lower = std::max(lower, pairs[pair] & 0x7fff);
+            upper = std::max(upper, pairs[pair] & 0x7fff0000);
+        }
+    }
+    const uint32_t of_warp = __reduce_max_sync(0xffffffff, std::max(lower, upper >> 16));
+    if (threadIdx.x % kWarpSize == 0) sLargest[threadIdx.x / kWarpSize] = of_warp;
+    __syncthreads();  // every warp's part is there
+    uint32_t largest = 0;
+#pragma unroll
+    for (int warp = 0; warp < kThreads / kWarpSize; ++warp) largest = std::max(largest, sLargest[warp]);
+
+    const float scale = token_scale(unpack<kDataType>(static_cast<uint16_t>(largest)));
+    if (threadIdx.x == 0) *gScale = largest < kInfinity ? scale : __uint_as_float(0x7fffffff);  // NaN for the row
+    const Division divide(scale);
+#pragma unroll 2
+    for (int column = first_column; column < columns; column += kThreads * kElements) {
+        const uint4 eight = *reinterpret_cast<const uint4*>(gX + column);
+        const uint2 numbers = {
+            __byte_perm(quantize_pair<kDataType>(eight.x, divide), quantize_pair<kDataType>(eight.y, divide), 0x5410),
+            __byte_perm(quantize_pair<kDataType>(eight.z, divide), quantize_pair<kDataType>(eight.w, divide), 0x5410)};
+        *reinterpret_cast<uint2*>(gQ + column) = numbers;
+    }
+}
+
+// Quantises tokens until all are taken.
+template <DataType kDataType, int kBlockM, int kThreads>
+__device__ __forceinline__ void quantize_tokens(const MatrixView<const uint16_t>& input, const QuantizedTokens& out,
+                                                QuantizeStorage<kThreads>& shared) {
+    const LaunchCounter queue(out.queue, out.launch_token);
+    for (;;) {
+        if (threadIdx.x == 0) shared.token = queue.count();
+        __syncthreads();  // all know it
+        const int64_t token = shared.token;
+        if (token >= input.rows) return;
+        quantize_row<kDataType, kThreads>(input.data + token * input.row_stride, out.data + token * input.columns,
+                                          out.scale + token, input.columns, shared.largest);
+        __syncthreads();  // the row is complete; nobody needs what is shared any more
+        if (threadIdx.x == 0) LaunchCounter(out.finished + token / kBlockM, out.launch_token).count();
+    }
+}
+
+// Until a tile's tokens are there for all threads of the CTA.
+template <int kBlockM>
+__device__ __forceinline__ void wait_for_tokens(const QuantizedTokens& tokens, int32_t num_tokens, int32_t tile) {
+    if (threadIdx.x == 0) {
+        const int32_t in_tile = std::min(kBlockM, num_tokens - tile * kBlockM);
+        LaunchCounter(tokens.finished + tile, tokens.launch_token).wait(in_tile);
+    }
+    __syncthreads();
+}
+
+// One thread of each CTA calls it when its CTA waits for no more tokens. Of all CTAs the last leaves zeros behind.
+template <int kBlockM>
+__device__ __forceinline__ void leave_queue(const QuantizedTokens& tokens, int32_t num_tokens) {
+    // Before it come all tokens, the one beyond them that each CTA has seen, and the other CTAs' leaving.
+    const uint32_t last = num_tokens + 2 * gridDim.x - 1;
+    if (LaunchCounter(tokens.queue, tokens.launch_token).count() != last) return;
+    *tokens.queue = 0;
+    for (int32_t tile = 0; tile * kBlockM < num_tokens; ++tile) tokens.finished[tile] = 0;
+}
+
+}  // namespace fastattn
