@@ -380,12 +380,16 @@ def test_int8_activations_multiply_without_conversion(instance: tuple[int, str])
     kernel = s8_kernels()[instance]
     assert len(kernel.main_loops) == 3
     blocks = 2 if tokens == 128 else 4  # of 32 k, in a step
-    for body in kernel.main_loops:
-        opcodes = kernel.opcodes_of(body)
+    one_scale, *groups = sorted(map(kernel.opcodes_of, kernel.main_loops), key=len)
+    loads = 4 + 4 if tokens == 128 else 2 + tokens // 16  # of weights and tokens, by a warp
+    assert sum(opcode.startswith("LDSM") for opcode in one_scale) == blocks * loads
+    assert len(one_scale) <= 8 * blocks * 2 * tokens // 8  # the clocks that IMMA takes
+    for opcodes in (one_scale, *groups):
         products = [opcode for opcode in opcodes if opcode.startswith(("HMMA", "IMMA"))]
         assert products == ["IMMA.16832.S8.S8"] * (blocks * 2 * tokens // 8)
-        assert sum(opcode.startswith("LDSM") for opcode in opcodes) == blocks * (2 + tokens // 16)
         assert not [opcode for opcode in opcodes if opcode.split(".")[0] in ("PRMT", "I2F", "F2I", "I2I")]
+    for opcodes in groups:
+        assert sum(opcode.startswith("LDSM") for opcode in opcodes) == blocks * (2 + tokens // 16)
 
 
 @with_sm80_kernels

@@ -41,11 +41,7 @@ template <int kBlockM_>
 struct Int8MatmulS8ConfigSm80 : Int8MatmulS8TileSm80<kBlockM_> {
     using Tile = Int8MatmulS8TileSm80<kBlockM_>;
     static constexpr int kNumThreads = Tile::kNumWarps * kWarpSize;
-    static constexpr int kWarpN = Tile::kBlockN / Tile::kNumWarps;
-    static constexpr int kTilesN = kWarpN / kMmaM;         // outputs are the MMA's M
-    static constexpr int kTilesM = Tile::kBlockM / kMmaN;  // tokens its N
     static constexpr int kBlocksK = Tile::kBlockK / kS8MmaK;
-    static_assert(kWarpN % kMmaM == 0 && kTilesM % 2 == 0, "a warp owns whole blocks of ldmatrix");
     static_assert(Tile::kBlockN == kNumThreads && Tile::kBlockM <= kNumThreads, "a thread copies each scale");
 };
 
@@ -72,13 +68,42 @@ struct alignas(128) Int8MatmulS8StorageSm80 {
     QuantizeStorage<Config::kNumThreads> quantize;
 };
 
+// A warp's place in the tile. Sums are int32, in the grid of warps that loads the fewest operands; of groups they are
+// fp32, and a warp has all tokens: with more outputs it would need more scales and operands at once, which spill.
+template <typename Config, typename Sum>
+struct S8Warp {
+    static constexpr int kWarpsN = std::is_same_v<Sum, float> ? Config::kNumWarps : Config::kWarpsN;
+    static constexpr int kWarpN = Config::kBlockN / kWarpsN;
+    static constexpr int kWarpM = Config::kBlockM / (Config::kNumWarps / kWarpsN);
+    static constexpr int kTilesN = kWarpN / kMmaM;  // outputs are the MMA's M
+    static constexpr int kTilesM = kWarpM / kMmaN;  // tokens its N
+    static_assert(kWarpN % kMmaM == 0 && kTilesM % 2 == 0, "a warp owns whole blocks of ldmatrix");
+    using Sums = Sum[kTilesN][kTilesM][4];
+
+    int first_output, first_token, lane;
+
+    __device__ __forceinline__ S8Warp() : lane(threadIdx.x % kWarpSize) {
+        const int warp = threadIdx.x / kWarpSize;
+        first_output = warp % kWarpsN * kWarpN;
+        first_token = warp / kWarpsN * kWarpM;
+    }
+
+    // Of the tile, of register e of a fragment.
+    __device__ __forceinline__ int output(int n, int e) const {
+        return first_output + n * kMmaM + accumulator_row(lane) + 8 * (e / 2);
+    }
+    __device__ __forceinline__ int token(int m, int e) const {
+        return first_token + m * kMmaN + accumulator_column(lane) + e % 2;
+    }
+};
+
 // Operands of a warp's products over kBlocks times 32 k of a stage, from `block` on.
-template <typename Config, int kBlocks>
+template <typename Config, typename Warp, int kBlocks>
 struct S8Operands {
     using Blocks = SwizzledBlocks<Config::kBlockK / 2>;
     static constexpr int kPairs = kS8MmaK / 2;
 
-    uint32_t rW[kBlocks][Config::kTilesN][4];
+    uint32_t rW[kBlocks][Warp::kTilesN][4];
     Blocks sX;
     int block;
 
@@ -86,7 +111,7 @@ struct S8Operands {
 #pragma unroll
         for (int k = 0; k < kBlocks; ++k) {
 #pragma unroll
-            for (int n = 0; n < Config::kTilesN; ++n) {
+            for (int n = 0; n < Warp::kTilesN; ++n) {
                 ptx::ldmatrix_m8n8_x4(rW[k][n], sW.address(n * kMmaM, (block + k) * kPairs));
             }
         }
@@ -97,13 +122,13 @@ struct S8Operands {
     template <bool kInTurns, typename Function>
     __device__ __forceinline__ void for_each_tile(Function&& function) const {
 #pragma unroll
-        for (int m = 0; m < Config::kTilesM; m += 2) {
+        for (int m = 0; m < Warp::kTilesM; m += 2) {
             if constexpr (kInTurns) __syncwarp();
             uint32_t rX[kBlocks][4];  // of two tiles
 #pragma unroll
             for (int k = 0; k < kBlocks; ++k) ptx::ldmatrix_m8n8_x4(rX[k], sX.address(m * kMmaN, (block + k) * kPairs));
 #pragma unroll
-            for (int n = 0; n < Config::kTilesN; ++n) {
+            for (int n = 0; n < Warp::kTilesN; ++n) {
 #pragma unroll
                 for (int second = 0; second < 2; ++second) {
                     function(n, m + second, [&](int32_t (&d)[4], const int32_t (&c)[4]) {
@@ -119,55 +144,43 @@ struct S8Operands {
     }
 };
 
-// A warp's place in the tile, and its sums over one stage.
-template <typename Config>
-struct S8Warp {
+// Calls function(operands) for one stage, kBlocks of 32 k at a time.
+template <int kBlocks, typename Config, typename Warp, typename Function>
+__device__ __forceinline__ void for_operands(const Int8MatmulS8StageSm80<Config>& stage, const Warp& warp,
+                                             Function&& function) {
     using Blocks = SwizzledBlocks<Config::kBlockK / 2>;
-    int first_output, lane;
-
-    __device__ __forceinline__ S8Warp()
-        : first_output(threadIdx.x / kWarpSize * Config::kWarpN), lane(threadIdx.x % kWarpSize) {}
-
-    // Of the tile, of register e of a fragment.
-    __device__ __forceinline__ int output(int n, int e) const {
-        return first_output + n * kMmaM + accumulator_row(lane) + 8 * (e / 2);
-    }
-    __device__ __forceinline__ int token(int m, int e) const { return m * kMmaN + accumulator_column(lane) + e % 2; }
-
-    // kBlocks of 32 k at once.
-    template <int kBlocks, typename Function>
-    __device__ __forceinline__ void for_blocks(const Int8MatmulS8StageSm80<Config>& stage, Function&& function) const {
-        const Blocks sW = Blocks(stage.sW, ldmatrix_lane(lane)).at_row(first_output);
-        const Blocks sX(stage.sX, ldmatrix_lane_b(lane));
+    const Blocks sW = Blocks(stage.sW, ldmatrix_lane(warp.lane)).at_row(warp.first_output);
+    const Blocks sX = Blocks(stage.sX, ldmatrix_lane_b(warp.lane)).at_row(warp.first_token);
 #pragma unroll
-        for (int block = 0; block < Config::kBlocksK; block += kBlocks) {
-            function(S8Operands<Config, kBlocks>(sW, sX, block));
-        }
+    for (int block = 0; block < Config::kBlocksK; block += kBlocks) {
+        function(S8Operands<Config, Warp, kBlocks>(sW, sX, block));
     }
-};
+}
 
 // rY += W · Xqᵀ over one stage.
 template <typename Config>
-__device__ __forceinline__ void multiply_stage(int32_t (&rY)[Config::kTilesN][Config::kTilesM][4],
-                                               const Int8MatmulS8StageSm80<Config>& stage, const S8Warp<Config>& warp) {
-    warp.template for_blocks<1>(stage, [&](const auto& operands) {
+__device__ __forceinline__ void multiply_stage(typename S8Warp<Config, int32_t>::Sums& rY,
+                                               const Int8MatmulS8StageSm80<Config>& stage,
+                                               const S8Warp<Config, int32_t>& warp) {
+    for_operands<1>(stage, warp, [&](const auto& operands) {
         operands.template for_each_tile<false>([&](int n, int m, auto&& multiply) { multiply(rY[n][m], rY[n][m]); });
     });
 }
 
 // The same with scales per group; kBlocks times 32 k, which have one scale, are summed in int32.
 template <int kBlocks, typename Config>
-__device__ __forceinline__ void multiply_stage_of_groups(float (&rY)[Config::kTilesN][Config::kTilesM][4],
+__device__ __forceinline__ void multiply_stage_of_groups(typename S8Warp<Config, float>::Sums& rY,
                                                          const Int8MatmulS8StageSm80<Config>& stage,
-                                                         const S8Warp<Config>& warp, int group_shift) {
+                                                         const S8Warp<Config, float>& warp, int group_shift) {
+    constexpr int kTilesN = S8Warp<Config, float>::kTilesN;
     constexpr float kZero = 0x1.8p23f;  // its unit in the last place is 1, up to sums of 2^22
     static_assert(kBlocks * kS8MmaK * 128 * 127 < 1 << 22);
     const int32_t zero = __float_as_int(kZero);
     const int32_t zeros[4] = {zero, zero, zero, zero};
-    warp.template for_blocks<kBlocks>(stage, [&](const auto& operands) {
-        float rScale[Config::kTilesN][2];
+    for_operands<kBlocks>(stage, warp, [&](const auto& operands) {
+        float rScale[kTilesN][2];
 #pragma unroll
-        for (int n = 0; n < Config::kTilesN; ++n) {
+        for (int n = 0; n < kTilesN; ++n) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 rScale[n][half] = stage.sScale[operands.block >> group_shift][warp.output(n, 2 * half)];
@@ -186,11 +199,12 @@ __device__ __forceinline__ void multiply_stage_of_groups(float (&rY)[Config::kTi
 // tile. The weights' scales come first: those of tokens may be so large that the sums would overflow.
 template <typename Config, typename Sum>
 __device__ __forceinline__ void stage_sums(Int8MatmulS8StorageSm80<Config>& shared,
-                                           const Sum (&rY)[Config::kTilesN][Config::kTilesM][4],
-                                           const S8Warp<Config>& warp, const float* gScale, int32_t scale_stride,
+                                           const typename S8Warp<Config, Sum>::Sums& rY,
+                                           const S8Warp<Config, Sum>& warp, const float* gScale, int32_t scale_stride,
                                            int32_t num_outputs) {
+    using Warp = S8Warp<Config, Sum>;
 #pragma unroll
-    for (int n = 0; n < Config::kTilesN; ++n) {
+    for (int n = 0; n < Warp::kTilesN; ++n) {
         float scale[2] = {1.0f, 1.0f};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -198,7 +212,7 @@ __device__ __forceinline__ void stage_sums(Int8MatmulS8StorageSm80<Config>& shar
             if (gScale != nullptr && output < num_outputs) scale[half] = gScale[int64_t{output} * scale_stride];
         }
 #pragma unroll
-        for (int m = 0; m < Config::kTilesM; ++m) {
+        for (int m = 0; m < Warp::kTilesM; ++m) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int token = warp.token(m, e);
@@ -231,7 +245,6 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
     const int32_t first_token = work.token_tile * kBlockM, first_output = work.output_tile * kBlockN;
     const int thread = threadIdx.x;
     const bool is_grouped = weight.group_shift != Int8WeightView::kOneGroup;
-    const S8Warp<Config> warp;
 
     // Producer: every thread copies its chunks of each step, and the scales of one output.
     const int64_t first_k = int64_t{work.begin_step} * kBlockK;
@@ -261,7 +274,7 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
     const int32_t end_of_first = std::min(work.end_step, work.begin_step + kNumStages - 1);
     for (int32_t step = work.begin_step; step < end_of_first; ++step) load_w(step);
     quantize_tokens<kDataType, kBlockM, kNumThreads>(params.input, params.quantized, shared.quantize);
-    wait_for_tokens<kBlockM>(params.quantized, num_tokens, work.token_tile);
+    wait_for_tokens<kBlockM, kNumThreads>(params.quantized, num_tokens, work.token_tile);
     for (int32_t step = work.begin_step; step < work.begin_step + kNumStages - 1; ++step) {
         if (step < end_of_first) load_x(step);
         ptx::cp_async_commit_group();
@@ -271,10 +284,11 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
     } else if (thread < kBlockM) {
         shared.sTokenScale[thread] = 0.0f;
     }
-    if (thread == 0) leave_queue<kBlockM>(params.quantized, num_tokens);
+    if (thread == 0) leave_queue<kBlockM, kNumThreads>(params.quantized, num_tokens);
 
     const auto run_steps = [&](auto zero, const float* gOutputScale, auto&& multiply) {
-        decltype(zero) rY[Config::kTilesN][Config::kTilesM][4] = {};
+        const S8Warp<Config, decltype(zero)> warp;
+        typename S8Warp<Config, decltype(zero)>::Sums rY = {};
         for (int32_t step = work.begin_step; step < work.end_step; ++step) {
             ptx::cp_async_wait_group<kNumStages - 2>();  // this step
             __syncthreads();  // it is there for all; all are done with the step before: it may be overwritten
@@ -283,21 +297,22 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
                 load_x(step + kNumStages - 1);
             }
             ptx::cp_async_commit_group();
-            multiply(rY, shared.stages[step % kNumStages]);
+            multiply(rY, shared.stages[step % kNumStages], warp);
         }
         __syncthreads();  // all are done with the stages; the tokens' scales are there
         stage_sums<Config>(shared, rY, warp, gOutputScale, weight.scale_row_stride, num_outputs - first_output);
     };
     if (!is_grouped) {
         const float* gOutputScale = weight.scale + int64_t{first_output} * weight.scale_row_stride;
-        run_steps(int32_t{0}, gOutputScale, [&](auto& rY, const auto& stage) { multiply_stage(rY, stage, warp); });
+        run_steps(int32_t{0}, gOutputScale,
+                  [](auto& rY, const auto& stage, const auto& warp) { multiply_stage<Config>(rY, stage, warp); });
     } else if (weight.group_shift == 0) {
-        run_steps(0.0f, nullptr, [&](auto& rY, const auto& stage) {
-            multiply_stage_of_groups<1>(rY, stage, warp, weight.group_shift);
+        run_steps(0.0f, nullptr, [&](auto& rY, const auto& stage, const auto& warp) {
+            multiply_stage_of_groups<1, Config>(rY, stage, warp, weight.group_shift);
         });
     } else {
-        run_steps(0.0f, nullptr, [&](auto& rY, const auto& stage) {
-            multiply_stage_of_groups<2>(rY, stage, warp, weight.group_shift);
+        run_steps(0.0f, nullptr, [&](auto& rY, const auto& stage, const auto& warp) {
+            multiply_stage_of_groups<2, Config>(rY, stage, warp, weight.group_shift);
         });
     }
 
