@@ -15,12 +15,12 @@ __device__ void quantize(const uint16_t* x, int32_t rows, int32_t columns, int8_
     const QuantizedTokens tokens{q, scale, counters, counters + 1, token};
     const int32_t tiles = (rows + kBlockM - 1) / kBlockM, tile = blockIdx.x % tiles;
     quantize_tokens<kDataType, kBlockM, kThreads>({x, rows, columns, columns}, tokens, shared);
-    wait_for_tokens<kBlockM>(tokens, rows, tile);
+    wait_for_tokens<kBlockM, kThreads>(tokens, rows, tile);
     const int32_t begin = tile * kBlockM * columns, end = min((tile + 1) * kBlockM, rows) * columns;
     for (int32_t i = begin + threadIdx.x; i < end; i += kThreads) {
         seen[int64_t{static_cast<int32_t>(blockIdx.x)} / tiles * rows * columns + i] = q[i];
     }
-    if (threadIdx.x == 0) leave_queue<kBlockM>(tokens, rows);
+    if (threadIdx.x == 0) leave_queue<kBlockM, kThreads>(tokens, rows);
 }
 
 extern "C" __global__ void quantize_f16(const uint16_t* x, int32_t rows, int32_t columns, int8_t* q, float* scale,

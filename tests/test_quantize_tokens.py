@@ -75,6 +75,13 @@ def test_bits(rows: int, columns: int, dtype: torch.dtype) -> None:
 
 
 @each_dtype
+@pytest.mark.parametrize("rows", [511, 512, 531])
+def test_many_tokens_are_a_warps(rows: int, dtype: torch.dtype) -> None:
+    """From 512 on each warp quantises its own, also where the last few are fewer than the warps."""
+    check(normal(rows, 272, seed=rows, dtype=dtype), seed=rows)
+
+
+@each_dtype
 def test_sizes_of_numbers(dtype: torch.dtype) -> None:
     """From rows of the smallest subnormal numbers to rows of the largest; also within one row."""
     tiny, largest = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
@@ -122,6 +129,9 @@ def test_launches_that_follow_each_other_with_one_token(seed: int) -> None:
     queue = Queue(37, 144)
     for launch in range(3):
         queue.check(normal(37, 144, seed=launch, dtype=torch.float16), seed=10 * seed + launch, num_sms=1 + seed)
+    queue = Queue(513, 16, copies=1)
+    for launch in range(2):
+        queue.check(normal(513, 16, seed=launch, dtype=torch.float16), seed=10 * seed + launch, num_sms=1 + seed)
 
 
 @pytest.mark.parametrize("left", [0, -1, 1, TOKEN - 1, TOKEN + 2**24 + 5])
@@ -137,10 +147,12 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize("rows, columns", [(20, 528), (520, 16)])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_planted_in_the_queue_is_found(fault: str) -> None:
-    faulty, x = Module(compiled_module().ptx.replace(*FAULTS[fault])), normal(20, 528, seed=1, dtype=torch.float16)
+def test_a_fault_planted_in_the_queue_is_found(fault: str, rows: int, columns: int) -> None:
+    faulty = Module(compiled_module().ptx.replace(*FAULTS[fault]))
+    x = normal(rows, columns, seed=1, dtype=torch.float16)
     for seed in range(4):
         with pytest.raises(EmulatorError) as caught:
-            Queue(20, 528).run(x, seed, num_sms=4, module=faulty, uninitialised=False)
+            Queue(rows, columns).run(x, seed, num_sms=4, module=faulty, uninitialised=False)
         assert caught.value.kind == "race"

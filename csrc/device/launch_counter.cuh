@@ -22,15 +22,17 @@ struct LaunchCounter {
 
     __device__ __forceinline__ bool is_ours(uint64_t found) const { return (found & ~kCountMask) == token; }
 
-    // Counts one more, and returns how many there were before. What this thread has done, or has seen done, before is
-    // seen by whoever counts or waits later.
+    // Counts one more, and returns how many there were before. kOrdered: what this thread has done, or has seen done,
+    // before is seen by whoever counts so or waits later. Otherwise it only gets a number that nobody else gets.
+    template <bool kOrdered = true>
     __device__ __forceinline__ uint32_t count() const {
         for (;;) {
-            const uint64_t found = ptx::atom_add_acq_rel_b64(value, 1);
+            const uint64_t found = kOrdered ? ptx::atom_add_acq_rel_b64(value, 1) : ptx::atom_add_relaxed_b64(value, 1);
             if (is_ours(found)) return static_cast<uint32_t>(found & kCountMask);
             // Who replaces what is not ours has counted the first; the others, who also added to it, count once more.
             for (uint64_t expected = found + 1; !is_ours(expected);) {
-                const uint64_t now = ptx::atom_cas_acq_rel_b64(value, expected, token + 1);
+                const uint64_t now = kOrdered ? ptx::atom_cas_acq_rel_b64(value, expected, token + 1)
+                                              : ptx::atom_cas_relaxed_b64(value, expected, token + 1);
                 if (now == expected) return 0;
                 expected = now;
             }

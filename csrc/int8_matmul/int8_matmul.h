@@ -76,8 +76,8 @@ struct TokenSumsView {
 struct QuantizedTokens {
     int8_t* data;        // [rows, columns] of the input, contiguous, with a base that is a multiple of 16 bytes
     float* scale;        // [rows]
-    uint64_t* queue;     // tokens that CTAs have taken
-    uint64_t* finished;  // [tiles of tokens]: how many of them are there
+    uint64_t* queue;     // how often CTAs have taken tokens
+    uint64_t* finished;  // [tiles of tokens]: how many times of these are done
     uint64_t launch_token;
 };
 

@@ -2,7 +2,7 @@
 // largest |x| / 127 for each token, 1 where all are zero.
 //
 // A CTA takes tokens from a queue until none is left, then waits for those of its tile. That cannot block for ever: who
-// waits, waits for tokens that running CTAs have taken. It costs one more trip of the queue than a kernel of its own
+// waits, waits for tokens that running CTAs have taken, and these wait for nobody before they are done. It costs one more trip of the queue than a kernel of its own
 // would, but the weights' first stages are on their way meanwhile, and no launch is waited for. With many tokens all
 // CTAs that fit on the GPU quantise first, as they would in a kernel of its own; those that come later find the work
 // done. So it is one kernel for any number of tokens.
@@ -10,10 +10,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "device/fragment.cuh"
 #include "device/launch_counter.cuh"
 #include "device/ptx/approx.cuh"
+#include "host/host_device.h"
 #include "int8_matmul/int8_matmul.h"
 
 namespace fastattn {
@@ -67,20 +69,21 @@ __device__ __forceinline__ uint32_t quantize_pair(uint32_t pair, const Division&
 
 template <int kThreads>
 struct QuantizeStorage {
-    uint32_t token;
+    uint32_t ticket;
     uint32_t largest[kThreads / kWarpSize];  // of a warp's part of a row
 };
 
-// One row [columns], by all threads of the CTA.
-template <DataType kDataType, int kThreads>
+// One row [columns], by kGroup threads, of which this is one: all of the CTA or a warp. largest_of_all(x): of the group's.
+template <DataType kDataType, int kGroup, typename LargestOfAll>
 __device__ __forceinline__ void quantize_row(const uint16_t* gX, int8_t* gQ, float* gScale, int32_t columns,
-                                             uint32_t (&sLargest)[kThreads / kWarpSize]) {
+                                             int32_t thread, LargestOfAll&& largest_of_all) {
     constexpr int kElements = 8;  // 16 bytes a thread
+    constexpr int kLoads = kGroup == kWarpSize ? 8 : 4;
     constexpr uint32_t kInfinity = kDataType == DataType::kFloat16 ? 0x7c00 : 0x7f80;
-    const int first_column = static_cast<int>(threadIdx.x) * kElements;
+    const int32_t first_column = thread * kElements;
     uint32_t lower = 0, upper = 0;  // magnitudes' bits: in their order, infinity and then NaN being the largest
-#pragma unroll 4
-    for (int column = first_column; column < columns; column += kThreads * kElements) {
+#pragma unroll kLoads
+    for (int32_t column = first_column; column < columns; column += kGroup * kElements) {
         const uint4 eight = *reinterpret_cast<const uint4*>(gX + column);
         const uint32_t pairs[] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
@@ -89,18 +92,13 @@ __device__ __forceinline__ void quantize_row(const uint16_t* gX, int8_t* gQ, flo
             upper = std::max(upper, pairs[pair] & 0x7fff0000);
         }
     }
-    const uint32_t of_warp = __reduce_max_sync(0xffffffff, std::max(lower, upper >> 16));
-    if (threadIdx.x % kWarpSize == 0) sLargest[threadIdx.x / kWarpSize] = of_warp;
-    __syncthreads();  // every warp's part is there
-    uint32_t largest = 0;
-#pragma unroll
-    for (int warp = 0; warp < kThreads / kWarpSize; ++warp) largest = std::max(largest, sLargest[warp]);
+    const uint32_t largest = largest_of_all(std::max(lower, upper >> 16));
 
     const float scale = token_scale(unpack<kDataType>(static_cast<uint16_t>(largest)));
-    if (threadIdx.x == 0) *gScale = largest < kInfinity ? scale : __uint_as_float(0x7fffffff);  // NaN for the row
+    if (thread == 0) *gScale = largest < kInfinity ? scale : __uint_as_float(0x7fffffff);  // NaN for the row
     const Division divide(scale);
 #pragma unroll 2
-    for (int column = first_column; column < columns; column += kThreads * kElements) {
+    for (int32_t column = first_column; column < columns; column += kGroup * kElements) {
         const uint4 eight = *reinterpret_cast<const uint4*>(gX + column);
         const uint2 numbers = {
             __byte_perm(quantize_pair<kDataType>(eight.x, divide), quantize_pair<kDataType>(eight.y, divide), 0x5410),
@@ -109,38 +107,69 @@ __device__ __forceinline__ void quantize_row(const uint16_t* gX, int8_t* gQ, flo
     }
 }
 
+// The largest of all threads' numbers, for all threads of the CTA.
+template <int kThreads>
+__device__ __forceinline__ uint32_t largest_of_cta(uint32_t number, QuantizeStorage<kThreads>& shared) {
+    const uint32_t of_warp = __reduce_max_sync(0xffffffff, number);
+    if (threadIdx.x % kWarpSize == 0) shared.largest[threadIdx.x / kWarpSize] = of_warp;
+    __syncthreads();  // every warp's part is there
+    uint32_t largest = 0;
+#pragma unroll
+    for (int warp = 0; warp < kThreads / kWarpSize; ++warp) largest = std::max(largest, shared.largest[warp]);
+    return largest;
+}
+
+// How many tokens a CTA takes from the queue at a time. All of its threads quantise a single one, which is over soonest;
+// where there are more tokens than CTAs can run, each warp quantises one, so that trips and barriers serve several.
+template <int kThreads>
+__device__ __forceinline__ int32_t tokens_at_a_time(int32_t num_tokens) {
+    constexpr int32_t kManyTokens = 512;
+    return num_tokens < kManyTokens ? 1 : kThreads / kWarpSize;
+}
+
 // Quantises tokens until all are taken.
 template <DataType kDataType, int kBlockM, int kThreads>
 __device__ __forceinline__ void quantize_tokens(const MatrixView<const uint16_t>& input, const QuantizedTokens& out,
                                                 QuantizeStorage<kThreads>& shared) {
-    const LaunchCounter queue(out.queue, out.launch_token);
+    static_assert(kBlockM % (kThreads / kWarpSize) == 0, "what is taken at a time lies in one tile");
+    const int32_t at_a_time = tokens_at_a_time<kThreads>(input.rows), thread = threadIdx.x;
+    const auto quantize = [&](auto group, int64_t token, int32_t thread_of_group, auto&& largest_of_all) {
+        quantize_row<kDataType, group.value>(input.data + token * input.row_stride, out.data + token * input.columns,
+                                             out.scale + token, input.columns, thread_of_group, largest_of_all);
+    };
     for (;;) {
-        if (threadIdx.x == 0) shared.token = queue.count();
+        if (thread == 0) shared.ticket = LaunchCounter(out.queue, out.launch_token).count</*kOrdered=*/false>();
         __syncthreads();  // all know it
-        const int64_t token = shared.token;
+        const int64_t token = int64_t{shared.ticket} * at_a_time;
         if (token >= input.rows) return;
-        quantize_row<kDataType, kThreads>(input.data + token * input.row_stride, out.data + token * input.columns,
-                                          out.scale + token, input.columns, shared.largest);
-        __syncthreads();  // the row is complete; nobody needs what is shared any more
-        if (threadIdx.x == 0) LaunchCounter(out.finished + token / kBlockM, out.launch_token).count();
+        if (at_a_time == 1) {
+            quantize(std::integral_constant<int, kThreads>{}, token, thread,
+                     [&](uint32_t number) { return largest_of_cta<kThreads>(number, shared); });
+        } else if (token + thread / kWarpSize < input.rows) {
+            quantize(std::integral_constant<int, kWarpSize>{}, token + thread / kWarpSize, thread % kWarpSize,
+                     [](uint32_t number) { return __reduce_max_sync(0xffffffff, number); });
+        }
+        __syncthreads();  // the rows are complete; nobody needs what is shared any more
+        if (thread == 0) LaunchCounter(out.finished + token / kBlockM, out.launch_token).count();
     }
 }
 
 // Until a tile's tokens are there for all threads of the CTA.
-template <int kBlockM>
+template <int kBlockM, int kThreads>
 __device__ __forceinline__ void wait_for_tokens(const QuantizedTokens& tokens, int32_t num_tokens, int32_t tile) {
     if (threadIdx.x == 0) {
         const int32_t in_tile = std::min(kBlockM, num_tokens - tile * kBlockM);
-        LaunchCounter(tokens.finished + tile, tokens.launch_token).wait(in_tile);
+        const int32_t tickets = ceil_div(in_tile, tokens_at_a_time<kThreads>(num_tokens));
+        LaunchCounter(tokens.finished + tile, tokens.launch_token).wait(tickets);
     }
     __syncthreads();
 }
 
 // One thread of each CTA calls it when its CTA waits for no more tokens. Of all CTAs the last leaves zeros behind.
-template <int kBlockM>
+template <int kBlockM, int kThreads>
 __device__ __forceinline__ void leave_queue(const QuantizedTokens& tokens, int32_t num_tokens) {
-    // Before it come all tokens, the one beyond them that each CTA has seen, and the other CTAs' leaving.
-    const uint32_t last = num_tokens + 2 * gridDim.x - 1;
+    // Before it come all tickets, the one beyond them that each CTA has seen, and the other CTAs' leaving.
+    const uint32_t last = ceil_div(num_tokens, tokens_at_a_time<kThreads>(num_tokens)) + 2 * gridDim.x - 1;
     if (LaunchCounter(tokens.queue, tokens.launch_token).count() != last) return;
     *tokens.queue = 0;
     for (int32_t tile = 0; tile * kBlockM < num_tokens; ++tile) tokens.finished[tile] = 0;

@@ -24,4 +24,20 @@ __device__ __forceinline__ uint64_t atom_add_acq_rel_b64(uint64_t* global, uint6
     return found;
 }
 
+// The same two without any order.
+__device__ __forceinline__ uint64_t atom_cas_relaxed_b64(uint64_t* global, uint64_t expected, uint64_t desired) {
+    uint64_t found;
+    asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
+                 : "=l"(found)
+                 : "l"(global), "l"(expected), "l"(desired)
+                 : "memory");
+    return found;
+}
+
+__device__ __forceinline__ uint64_t atom_add_relaxed_b64(uint64_t* global, uint64_t value) {
+    uint64_t found;
+    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(found) : "l"(global), "l"(value) : "memory");
+    return found;
+}
+
 }  // namespace fastattn::ptx
