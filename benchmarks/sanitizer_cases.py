@@ -158,7 +158,8 @@ CASES: dict[str, Case] = {
     "int8 40 rows in groups": partial(int8, rows=40, granularity=128, activation="gelu"),
     "int8 one row, SwiGLU": partial(int8, rows=1, granularity="channel", activation="swiglu"),
     "int8 130 rows": partial(int8, rows=130, granularity="channel", activation="silu"),
-    "int8 activations": partial(int8, rows=20, granularity=32, activations="int8"),
+    "int8 activations in groups": partial(int8, rows=20, granularity=32, activations="int8"),
+    "int8 activations, 520 rows": partial(int8, rows=520, granularity="channel", activations="int8"),
 }
 
 

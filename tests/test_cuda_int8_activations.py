@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
 from cuda_kernels import DTYPES, EMULATED, MARKS, each_dtype, only_emulated
@@ -156,6 +157,13 @@ def test_order_of_ctas_and_copies_has_no_influence(m: int, seed: int) -> None:
     assert torch.equal(*results)
 
 
+@each_dtype
+@pytest.mark.parametrize("seed", range(2))
+def test_many_tokens(seed: int, dtype: torch.dtype) -> None:
+    """From 512 on each warp quantises a token, where all threads of a CTA would share one of few."""
+    check(normal(517, 48, seed=1, dtype=dtype), *quantised(24, 48, "channel"), num_sms=3, seed=seed)
+
+
 # --- Values -----------------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +255,38 @@ def test_the_layer_and_its_gradients(m: int, dtype: torch.dtype) -> None:
         assert error <= 4 * torch.finfo(dtype).eps, name
 
 
+def test_the_bias_alone_wants_a_gradient() -> None:
+    weight, x = fastattn.Int8Weight(*quantised(24, 64, "channel")), normal(5, 64, seed=1)
+    bias, grad_out = normal(24, seed=2).requires_grad_(), normal(5, 24, seed=3)
+    with running():
+        fastattn.int8_linear(x, weight, bias, activations="int8").backward(grad_out)
+    assert torch.equal(bias.grad, grad_out.float().sum(0).to(bias.dtype))
+
+
+@pytest.mark.parametrize("granularity", ["channel", 32])
+def test_a_model_under_autocast(granularity: str | int) -> None:
+    """Its layers run in the kernel, whose results are those of int8_linear on the cast inputs; parameters are fp32."""
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16, bias=False)).to(DEVICE)
+    weights = [fastattn.quantize_int8(layer.weight, granularity) for layer in (model[0], model[2])]
+    fastattn.nn.quantize_model(model, granularity=granularity, activations="int8")
+    x = normal(5, 64, seed=1, dtype=torch.float32)
+    with running(), torch.autocast(x.device.type, torch.bfloat16), fastattn.record() as calls:
+        found = model(x)
+    name = f"{KERNEL}<16, bfloat16>"
+    assert calls == [(OP, "cuda", name), (OP, "cuda", name)]
+    with running(), torch.no_grad():
+        bias = model[0].bias.bfloat16()
+        inner = fastattn.int8_linear(x.bfloat16(), weights[0], bias, activations="int8").relu()
+        assert torch.equal(found, fastattn.int8_linear(inner, weights[1], activations="int8"))
+
+
+def test_operations_are_counted() -> None:
+    weight, x = fastattn.Int8Weight(*quantised(24, 64, "channel")), normal(5, 64, seed=1)
+    with running(), FlopCounterMode(display=False) as counter:
+        fastattn.int8_linear(x, weight, activations="int8")
+    assert counter.get_total_flops() == 2 * 5 * 24 * 64
+
+
 @each_dtype
 @pytest.mark.parametrize("m, block", [(1, 16), (16, 16), (17, 64), (64, 64), (65, 128), (1000, 128)])
 def test_the_dispatcher_chooses_the_kernel(m: int, block: int, dtype: torch.dtype) -> None:
@@ -256,12 +296,22 @@ def test_the_dispatcher_chooses_the_kernel(m: int, block: int, dtype: torch.dtyp
     assert (explained.backend, explained.kernel, explained.tile["block_m"]) == ("cuda", name, block)
 
 
+@pytest.mark.parametrize("n, k", [(12, 32), (16, 24)])
+def test_other_weights_go_elsewhere(n: int, k: int) -> None:
+    weight = fastattn.Int8Weight(int8(n, k), fp32(n, 1))
+    explained = fastattn.explain(fastattn.int8_linear, zeros(1, k), weight, activations="int8")
+    assert explained.backend == "torch" and "int8 activations takes N and K that" in explained.rejected["cuda"]
+    assert explained.rejected["triton"] == "the Triton kernel does not have: int8 activations."
+    with pytest.raises(RuntimeError, match="8 rows, and of 16 columns up to 131072, for int8 activations"):
+        matmul(zeros(1, k), weight.data, weight.scale)
+
+
 def test_longer_sums_go_elsewhere() -> None:
     k = 2**17 + 16
     weight = fastattn.Int8Weight(int8(8, k), fp32(8, 1))
     explained = fastattn.explain(fastattn.int8_linear, zeros(1, k), weight, activations="int8")
     assert explained.backend == "torch" and "int32 holds sums" in explained.rejected["cuda"]
-    with pytest.raises(RuntimeError, match="weight must have at most 131072 columns for int8 activations"):
+    with pytest.raises(RuntimeError, match="columns up to 131072, for int8 activations"):
         matmul(zeros(1, k), weight.data, weight.scale)
 
 

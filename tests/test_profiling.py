@@ -185,6 +185,11 @@ def test_decode_and_int8_kernels() -> None:
     expected = Work(2 * 35 * 96 * 64, 2 * (35 * 64 + written_and_residual) + 96 * 64 + 4 * 96)
     assert kernel_work.kernel_work("forward_kernel", swiglu) == expected
     assert kernel_work.kernel_work("merge_kernel", call) is None
+    tensors = {"x": (35, 64), "weight": ("signed char", (96, 64)), "scale": ("float", (96, 1))}
+    for int8_activations, dtype in ((False, "float16"), (True, "int8")):
+        call = call_of("int8_matmul", **tensors, activation="none", int8_activations=int8_activations)
+        assert call.dtype == dtype  # of the products, whose peak is the limit
+        assert kernel_work.kernel_work("int8_matmul_s8_sm80", call) == work.int8_matmul(35, 96, 64, 2, 96)
     call = call_of(
         "int8_matmul_grad_input", grad_out=(35, 96), weight=("signed char", (96, 64)), scale=("float", (96, 1))
     )

@@ -42,7 +42,8 @@ def test_every_kernel_runs() -> None:
         assert native
         expected |= native
     assert not {kernel for kernel in expected if not any(kernel in name for name in names)}
-    assert [case for case in sanitizer_cases.CASES if not ran["triton", case]] == ["int8 activations"]
+    without_triton = {case for case in sanitizer_cases.CASES if not ran["triton", case]}
+    assert without_triton == {case for case in sanitizer_cases.CASES if case.startswith("int8 activations")}
 
 
 def test_what_a_backend_does_not_take_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

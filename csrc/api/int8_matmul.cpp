@@ -142,6 +142,13 @@ void check_arguments(const char* op, const char* input_name, const Tensor& input
     check_beside(op, "scale", scale, input_name, input, ScalarType::Float);
 }
 
+// What the kernel for int8 activations asks beyond that.
+void check_for_int8_activations(const char* op, const Tensor& weight) {
+    const int64_t rows = weight.size(0), columns = weight.size(1);
+    check(rows % 8 == 0 && columns % 16 == 0 && columns <= kMaxInt8SumDepth, op, "weight must have a multiple of 8 ",
+          "rows, and of 16 columns up to ", kMaxInt8SumDepth, ", for int8 activations, got ", shape_text(weight));
+}
+
 // Picks the tile, divides the sums among CTAs, and launches.
 template <typename Kernel>
 void run(Int8MatmulParams& params, Int8MatmulTensors& kept, DataType dtype, const Kernel& kernel) {
@@ -251,6 +258,7 @@ Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> 
                    std::string activation, bool int8_activations) {
     constexpr const char* kOp = "int8_matmul";
     check_arguments(kOp, "x", x, weight, scale, /*weight_dim=*/1);
+    if (int8_activations) check_for_int8_activations(kOp, weight);
     const DataType dtype = data_type(kOp, "x", x);
     Int8MatmulParams params{};
     MatmulEpilogue& epilogue = params.epilogue;
@@ -288,8 +296,6 @@ Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> 
         epilogue.residual = matrix_view<const uint16_t>(kOp, "residual", *kept.residual);
     }
     if (int8_activations) {
-        check(params.weight.columns <= kMaxInt8SumDepth, kOp, "weight must have at most ", kMaxInt8SumDepth,
-              " columns for int8 activations, got ", shape_text(weight));
         run(params, kept, dtype, ForwardS8{});
     } else {
         run(params, kept, dtype, Forward{});

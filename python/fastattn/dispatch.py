@@ -245,6 +245,10 @@ def _reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) 
     if call.dtype not in support.dtypes:
         takes = f"the {_NAMES[backend]} kernel takes {support.dtypes_text()}"
         return f"the dtype is {call.dtype}, and {takes}; cast or autocast."
+    if backend == "cuda" and "int8 activations" in call.features:
+        reason = _reason_against_int8_activations(call)
+        if reason is not None:
+            return reason
     for name, dim in (("head dim", call.head_dim), ("value head dim", call.value_dim)):
         taken = support.kernel_head_dim(dim)
         if "paged" in call.features and taken is not None and taken != dim:
@@ -255,11 +259,31 @@ def _reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) 
         if taken is None:
             advice = "" if support.pads else "; pad with zeros and pass the original scale"
             return f"the {name} is {dim}, and the {_NAMES[backend]} kernel takes {support.head_dims_text()}{advice}."
-    if backend == "cuda" and "int8 activations" in call.features and call.sizes[2] > _MAX_INT8_SUM_DEPTH:
-        return f"K is {call.sizes[2]}, and int32 holds sums of products of int8 numbers up to {_MAX_INT8_SUM_DEPTH}."
     missing = [words for feature, words in FEATURES[call.op].items() if feature in call.features - support.features]
     if missing:
         return f"the {_NAMES[backend]} kernel does not have: {', '.join(missing)}."
+    return None
+
+
+# Of the CUDA C++ kernel that multiplies int8 numbers by int8 numbers, csrc/int8_matmul/gemm_s8_sm80.cuh.
+_INT8_ACTIVATIONS_GO_WITH = frozenset({"gradients", "group scales", "bias", "activation", "residual"})
+_MAX_INT8_SUM_DEPTH = 2**17
+
+
+def _reason_against_int8_activations(call: Call) -> str | None:
+    """What that kernel does not take, and the one for 16-bit activations may."""
+    _, rows, columns, _ = call.sizes
+    others = call.features - _INT8_ACTIVATIONS_GO_WITH - {"int8 activations"}
+    if others:
+        words = ", ".join(words for feature, words in FEATURES[call.op].items() if feature in others)
+        return f"the CUDA C++ kernel for int8 activations does not have: {words}."
+    if rows % 8 != 0 or columns % 16 != 0:
+        return (
+            f"the weight is [{rows}, {columns}], and the CUDA C++ kernel for int8 activations takes N and K that are "
+            "multiples of 8 and 16; pad it with zeros."
+        )
+    if columns > _MAX_INT8_SUM_DEPTH:
+        return f"K is {columns}, and int32 holds sums of products of int8 numbers up to {_MAX_INT8_SUM_DEPTH}."
     return None
 
 
@@ -268,7 +292,6 @@ _FORWARD_MODE = (
     "backward mode only; PyTorch's math backend has both (torch.nn.attention.sdpa_kernel(SDPBackend.MATH))."
 )
 _NAMES = {"cuda": "CUDA C++", "triton": "Triton"}
-_MAX_INT8_SUM_DEPTH = 2**17  # csrc/int8_matmul/int8_matmul.h
 _TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
