@@ -306,6 +306,23 @@ def test_other_weights_go_elsewhere(n: int, k: int) -> None:
         matmul(zeros(1, k), weight.data, weight.scale)
 
 
+def test_swiglu_goes_elsewhere() -> None:
+    weight, x = fastattn.Int8Weight(*quantised(16, 32, "channel")), normal(3, 32, seed=1)
+    explained = fastattn.explain(fastattn.int8_linear, x, weight, activation="swiglu", activations="int8")
+    assert explained.backend == "torch"
+    missing = "the CUDA C++ kernel for int8 activations does not have: SwiGLU over a fused gate-up weight."
+    assert explained.rejected["cuda"] == missing
+    with pytest.raises(RuntimeError, match="must not be swiglu with int8 activations"):
+        matmul(x, weight.data, weight.scale, activation="swiglu")
+
+
+def test_rows_of_a_weight_with_room_behind_them() -> None:
+    weight, scale = quantised(24, 96, "channel")
+    x = normal(20, 64, seed=1)
+    with running():
+        assert torch.equal(matmul(x, weight[:, :64], scale), matmul(x, weight[:, :64].contiguous(), scale))
+
+
 def test_longer_sums_go_elsewhere() -> None:
     k = 2**17 + 16
     weight = fastattn.Int8Weight(int8(8, k), fp32(8, 1))

@@ -143,8 +143,9 @@ void check_arguments(const char* op, const char* input_name, const Tensor& input
 }
 
 // What the kernel for int8 activations asks beyond that.
-void check_for_int8_activations(const char* op, const Tensor& weight) {
+void check_for_int8_activations(const char* op, const Tensor& weight, const MatmulEpilogue& epilogue) {
     const int64_t rows = weight.size(0), columns = weight.size(1);
+    check(!epilogue.is_gated(), op, "activation must not be swiglu with int8 activations");
     check(rows % 8 == 0 && columns % 16 == 0 && columns <= kMaxInt8SumDepth, op, "weight must have a multiple of 8 ",
           "rows, and of 16 columns up to ", kMaxInt8SumDepth, ", for int8 activations, got ", shape_text(weight));
 }
@@ -258,11 +259,11 @@ Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> 
                    std::string activation, bool int8_activations) {
     constexpr const char* kOp = "int8_matmul";
     check_arguments(kOp, "x", x, weight, scale, /*weight_dim=*/1);
-    if (int8_activations) check_for_int8_activations(kOp, weight);
     const DataType dtype = data_type(kOp, "x", x);
     Int8MatmulParams params{};
     MatmulEpilogue& epilogue = params.epilogue;
     epilogue.activation = activation_named(kOp, activation);
+    if (int8_activations) check_for_int8_activations(kOp, weight, epilogue);
     const int64_t weight_rows = weight.size(0), columns = epilogue.is_gated() ? weight_rows / 2 : weight_rows;
     check(!epilogue.is_gated() || weight_rows % 2 == 0, kOp,
           "weight must have an even number of rows for swiglu, gates and then ups, got ", shape_text(weight));

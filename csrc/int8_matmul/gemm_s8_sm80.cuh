@@ -12,7 +12,8 @@
 // Sums are int32, exact up to kMaxInt8SumDepth of K. With scales per group along K, the sum of 32 or 64 k starts from
 // the bits of a float whose unit in the last place is 1: so the bits are those of that float plus the sum, and become
 // fp32 by one FADD, without a conversion.
-// Preconditions: those of Int8WeightView and MatrixView; N a multiple of 8, K of 16 and at most kMaxInt8SumDepth.
+// Preconditions: those of Int8WeightView and MatrixView; N a multiple of 8, K of 16 and at most kMaxInt8SumDepth;
+// no SwiGLU, whose gates and ups would have to lie in one tile.
 #pragma once
 
 #include <string>
@@ -248,8 +249,8 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
 
     // Producer: every thread copies its chunks of each step, and the scales of one output.
     const int64_t first_k = int64_t{work.begin_step} * kBlockK;
-    TileStream<S8Layout<kBlockK>, kBlockN, kNumThreads> stream_w(weight.data + int64_t{first_output} * depth + first_k,
-                                                                 depth, thread);
+    TileStream<S8Layout<kBlockK>, kBlockN, kNumThreads> stream_w(
+        weight.data + first_output * weight.row_stride + first_k, weight.row_stride, thread);
     TileStream<S8Layout<kBlockK>, kBlockM, kNumThreads> stream_x(
         params.quantized.data + int64_t{first_token} * depth + first_k, depth, thread);
     const bool has_output = first_output + thread < num_outputs;

@@ -148,7 +148,9 @@ def _fake_attention_decode(query: Tensor, k_cache: Tensor, v_cache: Tensor, *_: 
     return empty_like_heads(query, v_cache.shape[-1]), lse
 
 
-def _fake_int8_matmul(x: Tensor, weight: Tensor, scale: Tensor, bias: Any, residual: Any, activation: str) -> Tensor:
+def _fake_int8_matmul(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Any, residual: Any, activation: str, *_: Any
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], result_columns(activation, weight.shape[0])))
 
 
