@@ -383,7 +383,8 @@ def test_int8_activations_multiply_without_conversion(instance: tuple[int, str])
     one_scale, *groups = sorted(map(kernel.opcodes_of, kernel.main_loops), key=len)
     loads = 4 + 4 if tokens == 128 else 2 + tokens // 16  # of weights and tokens, by a warp
     assert sum(opcode.startswith("LDSM") for opcode in one_scale) == blocks * loads
-    assert len(one_scale) <= 8 * blocks * 2 * tokens // 8  # the clocks that IMMA takes
+    # The clocks that IMMA takes on an A100, or those that an H200's memory takes for the weights.
+    assert len(one_scale) <= max(8 * blocks * 2 * tokens // 8, 128 * 32 * blocks / 18.4)
     for opcodes in (one_scale, *groups):
         products = [opcode for opcode in opcodes if opcode.startswith(("HMMA", "IMMA"))]
         assert products == ["IMMA.16832.S8.S8"] * (blocks * 2 * tokens // 8)

@@ -64,22 +64,22 @@ struct Int8GradInputTileSm80 {
 
 // The same with int8 activations. kWarpsN: how many warps lie along the outputs, where a row of weights has one scale.
 //
-// Of one step of a CTA, in clocks of its SM: what a scheduler issues (sm_90 code), IMMA and additions of scaled sums in
+// Of one step of a CTA, in clocks of its SM: what a scheduler issues (sm_80 code), IMMA and additions of scaled sums in
 // their pipes, shared memory (LDSM and what copies write, 128 bytes a clock), and how long an H200's memory (18.4 bytes
 // a clock and SM) takes to bring the step's weights, which binds where no other tile reads them. These are predictions,
 // not measurements: 8 clocks of an IMMA on an A100 are its data sheet's rate, and 6.4 on an H200, 5/8 of wgmma's rate,
 // are an assumption.
 //
 //   tokens   k   scale of  issue  IMMA: A100  H200  sums: A100  H200  shared  weights
-//       16  128   a row      101         128   102           0     0     336      890
-//       16  128   64, 128    320         128   102         128    64     336      890
-//       16  128   32         285         128   102         256   128     336      890
-//       64  128   a row      186         512   410           0     0     576      890
-//       64  128   64, 128    560         512   410         512   256     576      890
-//       64  128   32         753         512   410        1024   512     576      890
-//      128   64   a row      146         512   410           0     0     384      445
-//      128   64   64, 128    468         512   410         512   256     448      445
-//      128   64   32         705         512   410        1024   512     448      445
+//       16  128   a row      170         128   102           0     0     336      890
+//       16  128   64, 128    379         128   102         128    64     336      890
+//       16  128   32         374         128   102         256   128     336      890
+//       64  128   a row      257         512   410           0     0     576      890
+//       64  128   64, 128    662         512   410         512   256     576      890
+//       64  128   32         856         512   410        1024   512     576      890
+//      128   64   a row      194         512   410           0     0     384      445
+//      128   64   64, 128    532         512   410         512   256     448      445
+//      128   64   32         757         512   410        1024   512     448      445
 //
 // So large matmuls are bound by IMMA where a row has one scale, and by the scaling of sums with groups of 32.
 using Int8MatmulS8BlockMs = std::integer_sequence<int, 16, 64, 128>;
