@@ -22,6 +22,7 @@
 #include "device/mask.cuh"
 #include "device/nonfinite.cuh"
 #include "device/ptx/cp_async.cuh"
+#include "device/ptx/opaque.cuh"
 #include "device/softmax.cuh"
 #include "device/swizzle.cuh"
 #include "device/tile_copy.cuh"
@@ -39,6 +40,7 @@ struct ForwardConfigSm80 : ForwardTileSm80<kHeadDim_> {
     static constexpr int kTilesM = kWarpM / kMmaM;
     static constexpr int kTilesN = Tile::kBlockN / kMmaN;
     static constexpr int kTilesD = kHeadDim / kMmaN;
+    static constexpr int kAccumulators = 4 * kTilesM * (kTilesN + kTilesD);  // registers of S and O
     static_assert(kWarpM % kMmaM == 0, "a warp owns whole MMA tiles of rows");
     static_assert(Tile::kBlockN % kMmaK == 0, "P·V takes 16 keys at a time");
     static_assert(kHeadDim % kMmaK == 0, "Q·Kᵀ takes 16 dims at a time");
@@ -62,9 +64,10 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     auto& shared = *reinterpret_cast<ForwardStorageSm80<Config>*>(shared_bytes);
 
     // Prologue: which query rows, and how many keys they see.
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const int warp = warp_in_cta(), lane = threadIdx.x % kWarpSize;
     const int32_t num_rows = params.query.rows, num_keys = params.key.rows;
-    const QueryTile tile = query_tile(blockIdx.x, params, ceil_div(num_rows, kBlockM));
+    const auto tile_of = [&](uint32_t cta) { return query_tile(cta, params, ceil_div(num_rows, kBlockM)); };
+    const QueryTile tile = tile_of(blockIdx.x);
     const int32_t kv_head = tile.head / (params.query.heads / params.key.heads);
     const int32_t first_row = tile.idx * kBlockM;
     const int32_t warp_row = first_row + warp * kWarpM;
@@ -79,7 +82,9 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     // Scores are multiplied by |scale|, so that they grow with Q·Kᵀ, whose maximum softmax takes; Q gets the sign, or
     // 0.
     const float sign = params.scale > 0 ? 1.0f : params.scale < 0 ? -1.0f : params.scale;
-    OnlineSoftmax<kTilesM> softmax(sign == 0 ? 1.0f : fabsf(params.scale) * kLog2E);
+    constexpr bool kSumsInTime = Config::kAccumulators > 160;
+    OnlineSoftmax<kTilesM, /*kInNats=*/false, /*kFewKeys=*/false, kSumsInTime> softmax(
+        sign == 0 ? 1.0f : fabsf(params.scale) * kLog2E);
     float rO[kTilesM][kTilesD][4] = {};  // [kWarpM, kHeadDim]
 
     // Producer: every thread copies its chunks of each tile. Tiles of keys go from the last to the first.
@@ -154,13 +159,15 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     softmax.finish(rO);
     uint16_t* sO = shared.sQ + warp * kWarpM * kHeadDim;
     stage_rows<kDataType>(sO, rO, lane);
-    __syncwarp();  // the rows are complete
-    uint16_t* gO = row_pointer(params.out, tile.batch, tile.head, warp_row);
-    store_rows<kWarpM, kHeadDim>(gO, params.out.row_stride, num_rows - warp_row, sO, lane, params.out.head_dim);
-    float* gLse = row_pointer(params.lse, tile.batch, tile.head);
+    __syncwarp();                                                 // the rows are complete
+    const QueryTile out_tile = tile_of(ptx::opaque(blockIdx.x));  // once more: the loops have no registers for it
+    const int32_t out_row = out_tile.idx * kBlockM + warp * kWarpM;
+    uint16_t* gO = row_pointer(params.out, out_tile.batch, out_tile.head, out_row);
+    store_rows<kWarpM, kHeadDim>(gO, params.out.row_stride, num_rows - out_row, sO, lane, params.out.head_dim);
+    float* gLse = row_pointer(params.lse, out_tile.batch, out_tile.head);
     for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
         const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
-        if (one_of_four && warp_row + row < num_rows) gLse[warp_row + row] = softmax.row_lse[m][half];
+        if (one_of_four && out_row + row < num_rows) gLse[out_row + row] = softmax.row_lse[m][half];
     });
 }
 

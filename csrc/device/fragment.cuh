@@ -17,6 +17,12 @@ inline constexpr int kMmaN = 8;
 inline constexpr int kMmaK = 16;
 inline constexpr int kLanesPerRow = 4;  // lanes that share a row of an accumulator
 
+// A warp's place in its CTA. As all lanes have it from one, it and what follows from it take registers that the lanes
+// share.
+__device__ __forceinline__ int warp_in_cta() {
+    return __shfl_sync(0xffffffff, threadIdx.x / kWarpSize, 0);
+}
+
 // Accumulator register e of a lane is element [accumulator_row(lane) + 8 * (e / 2)][accumulator_column(lane) + e % 2]:
 // rows come in an upper and a lower half.
 __device__ __forceinline__ int accumulator_row(int lane) {

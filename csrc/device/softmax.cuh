@@ -32,7 +32,8 @@ __device__ __forceinline__ float probability_of(float score, float shift, float 
 // relative to the running maximum, P = 2^(scale_log2 * (S - max)), with scale_log2 > 0. kInNats: S is final, scale_log2
 // is log2(e), and S may be as large as a float can be (a bias of finfo.min): the maximum is subtracted before it is
 // scaled. Else both are one FMA. kFewKeys: a tile of keys seldom has a new maximum of any row, and rO is then left alone.
-template <int kTilesM, bool kInNats = false, bool kFewKeys = false>
+// kSumsInTime: where rO and rS take most registers, P is added up early enough to make room.
+template <int kTilesM, bool kInNats = false, bool kFewKeys = false, bool kSumsInTime = false>
 struct OnlineSoftmax {
     float scale_log2;
     float row_max[kTilesM][2];  // of S, unscaled, over the keys so far
@@ -60,7 +61,9 @@ struct OnlineSoftmax {
     // -inf, also in a whole row. P keeps S's NaN; the maximum ignores it.
     template <bool kMasked, int kTilesN, int kTilesD>
     __device__ __forceinline__ void update(float (&rS)[kTilesM][kTilesN][4], float (&rO)[kTilesM][kTilesD][4]) {
-        float reference[kTilesM][2], correction[kTilesM][2];
+        // With many rows, the sums so far need not be at hand while those of this tile are taken.
+        constexpr bool kSumsApart = kTilesM > 1;
+        float reference[kTilesM][2], correction[kTilesM][2], tile_sum[kTilesM][2];
         bool corrects = false;
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
@@ -77,7 +80,7 @@ struct OnlineSoftmax {
                 correction[m][half] = probability(row_max[m][half], reference[m][half]);
                 corrects |= correction[m][half] != 1.0f;
                 row_max[m][half] = new_max;
-                row_sum[m][half] *= correction[m][half];
+                if constexpr (!kSumsApart) tile_sum[m][half] = row_sum[m][half] * correction[m][half];
                 if constexpr (!kFewKeys) scale_row(rO[m], half, correction[m][half]);
             }
         }
@@ -91,6 +94,18 @@ struct OnlineSoftmax {
         // In the order in which P·V takes columns.
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {
+            // The second half of the exponentials waits for the sums of the first, which change nothing in it (if they
+            // are NaN, so is the row): ptxas for sm_90 takes them at the end otherwise, keeps all of P until then, and
+            // spills.
+            if (kSumsInTime && n == kTilesN / 2) {
+#pragma unroll
+                for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        reference[m][half] = fmaf(tile_sum[m][half], 0.0f, reference[m][half]);
+                    }
+                }
+            }
 #pragma unroll
             for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
@@ -98,8 +113,17 @@ struct OnlineSoftmax {
                     rS[m][n][e] = kInNats
                                       ? probability(rS[m][n][e], reference[m][e / 2])
                                       : ptx::ex2_approx_ftz_f32(fmaf(rS[m][n][e], scale_log2, -reference[m][e / 2]));
-                    row_sum[m][e / 2] += rS[m][n][e];
+                    const bool is_first = kSumsApart && n == 0 && e % 2 == 0;
+                    tile_sum[m][e / 2] = is_first ? rS[m][n][e] : tile_sum[m][e / 2] + rS[m][n][e];
                 }
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                row_sum[m][half] =
+                    kSumsApart ? fmaf(row_sum[m][half], correction[m][half], tile_sum[m][half]) : tile_sum[m][half];
             }
         }
     }
