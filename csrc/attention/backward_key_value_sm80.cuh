@@ -37,6 +37,13 @@
 
 namespace fastattn {
 
+// The keys of a CTA. They are looked up in shared memory, for want of registers, where they are seldom needed.
+struct KeyTile {
+    int32_t batch, head;          // of K and V
+    int32_t first_row, num_keys;  // in K and V
+    int32_t first_sums_tile;      // of its sequence, in dQ's sums
+};
+
 template <typename Config>
 struct alignas(128) BackwardStorageSm80 {
     uint16_t sK[Config::kBlockN * Config::kRowElements];    // swizzled; holds dK at the end
@@ -46,6 +53,7 @@ struct alignas(128) BackwardStorageSm80 {
     uint16_t sP[Config::kBlockM * Config::kScoreElements];  // swizzled
     uint16_t sS[Config::kBlockM * Config::kScoreElements];  // dS, swizzled
     RowTerms<Config::kBlockM> terms;
+    KeyTile keys;
     uint32_t cta;         // place in the order of turns
     bool some_nonfinite;  // in K
     static_assert(2 *
@@ -116,12 +124,17 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
                              : sees_first.end == rows.length ? end_tile
                                                              : sees_first.end / kBlockM;
 
+    const int32_t first_sums_tile =
+        first_query_tile(batch, params.query.rows, params.packed.cu_seqlens_q != nullptr, rows.begin, kBlockM);
+    const KeyTile own_keys = {batch, tile.head, keys.begin + first_key, num_keys, first_sums_tile};
+    if (threadIdx.x == 0) shared.keys = own_keys;
+
     typename KeyGrid::Accumulators rK = {}, rV = {};  // dK, dV
 
     // Producer: every thread copies its chunks of each tile.
     using KeyLoader = TileLoader<kBlockN, kHeadDim, kNumThreads>;
-    const auto keys_of = [&](const HeadsView<const uint16_t>& view, uint16_t* sTile, int32_t thread) {
-        const uint16_t* gTile = row_pointer(view, batch, tile.head, keys.begin + first_key);
+    const auto keys_of = [&](const HeadsView<const uint16_t>& view, uint16_t* sTile, const KeyTile& own, int thread) {
+        const uint16_t* gTile = row_pointer(view, own.batch, own.head, own.first_row);
         return KeyLoader(sTile, gTile, view.row_stride, thread, view.head_dim);
     };
     const auto rows_of = [&](const HeadsView<const uint16_t>& view, uint16_t* sTile) {
@@ -131,7 +144,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     };
     auto load_q = rows_of(params.query, shared.sQ), load_g = rows_of(params.grad_out, shared.sG);
     const auto to_next_head = [&](const HeadsView<const uint16_t>& view) {
-        return view.head_stride - ptx::opaque(end_tile - begin_tile) * kBlockM * view.row_stride;
+        return view.head_stride - (ptx::opaque(end_tile) - begin_tile) * kBlockM * view.row_stride;
     };
     const auto load_rows = [&](int32_t head, int32_t row_tile) {
         const int64_t first = rows.begin + row_tile * kBlockM;
@@ -158,9 +171,6 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
                                      ldmatrix_lane(lane));
     const SwizzledBlocks<kHeadDim> sKd(shared.sK, at_column(ldmatrix_lane(lane), QueryGrid::first_column(warp)));
 
-    const int32_t first_sums_tile =
-        first_query_tile(batch, params.query.rows, params.packed.cu_seqlens_q != nullptr, rows.begin, kBlockM);
-
     // One tile of rows of one head. is_full: scores are only scaled, and every row sees every key.
     const auto step = [&](const HeadScores& scores, int32_t head, int32_t row_tile, bool is_full) {
         const bool is_last = row_tile + 1 == end_tile;
@@ -185,7 +195,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         gemm_accumulate<kDataType, /*kTransposeA=*/true, kBlockM, KeyGrid::kColumnStep>(rK, sSt, sQd);
 
         const bool clean = !is_full && shared.some_nonfinite;  // 0 in dS does not silence NaN in K
-        KeyLoader load_k = keys_of(params.key, shared.sK, ptx::opaque(threadIdx.x));
+        KeyLoader load_k = keys_of(params.key, shared.sK, shared.keys, ptx::opaque(threadIdx.x));
         if (clean) load_k.for_own_pairs([](uint32_t& pair) { pair &= ~nonfinite_mask<kDataType>(pair); });
         __syncthreads();  // all are done with Q, dO and terms: they may be overwritten
         if (is_last) {
@@ -194,7 +204,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         }
         const int32_t next_head = head + is_last;
         if (next_head < end_head) load_rows(next_head, is_last ? begin_tile : row_tile + 1);
-        const int64_t sums_tile = int64_t{first_sums_tile + row_tile} * params.query.heads + head;
+        const int64_t sums_tile = int64_t{shared.keys.first_sums_tile + row_tile} * params.query.heads + head;
         float* sums = params.query_sums + sums_tile * Config::kQuerySums;
         const Turn turn{in_turn ? params.turns + 1 + sums_tile : nullptr};
         turn.wait(key_tile - scores.window.keys_of(row_tile * kBlockM).begin / kBlockN);
@@ -204,19 +214,19 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
             float rQ[QueryGrid::kTilesM][kTilesAtOnce][4] = {};
             gemm_accumulate<kDataType, /*kTransposeA=*/false, kBlockN, QueryGrid::kColumnStep,
                             kFirst / 2 * QueryGrid::kColumnStep>(rQ, sS, sKd);
-            QueryGrid::template for_each_sum<kFirst>(sums, rQ, warp, lane, ptx::red_add_f32);
+            QueryGrid::template for_each_sum<kFirst>(sums, rQ, warp, ptx::opaque(lane), ptx::red_add_f32);
         });
         turn.pass_on();
         if (clean) {
             __syncthreads();  // all are done with this K
-            load_k.template load<true>(num_keys);
+            load_k.template load<true>(shared.keys.num_keys);
             ptx::cp_async_commit_group();
         }
     };
 
     if (begin_tile < end_tile) {
-        KeyLoader load_k = keys_of(params.key, shared.sK, threadIdx.x);
-        KeyLoader load_v = keys_of(params.value, shared.sV, threadIdx.x);
+        KeyLoader load_k = keys_of(params.key, shared.sK, own_keys, threadIdx.x);
+        KeyLoader load_v = keys_of(params.value, shared.sV, own_keys, threadIdx.x);
         load_k.template load<true>(num_keys);
         load_v.template load<true>(num_keys);
         load_rows(first_head, begin_tile);
@@ -237,19 +247,21 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     // Epilogue: dK and dV become rows where K and V were.
     ptx::cp_async_wait_group<0>();  // K may have been on its way once more
     __syncthreads();                // all are done with K and V
-    KeyGrid::template stage<kDataType>(shared.sK, rK, params.scores.scale, warp, lane);
+    const int thread = ptx::opaque(threadIdx.x), own_warp = thread / kWarpSize, own_lane = thread % kWarpSize;
+    KeyGrid::template stage<kDataType>(shared.sK, rK, params.scores.scale, own_warp, own_lane);
     KeyGrid::template stage<kDataType>(
-        shared.sV, rV, params.scores.dropout_seed != nullptr ? params.scores.dropout_factor : 1.0f, warp, lane);
+        shared.sV, rV, params.scores.dropout_seed != nullptr ? params.scores.dropout_factor : 1.0f, own_warp, own_lane);
     __syncthreads();  // both tiles are complete
     constexpr int kStoredRows = kBlockN / Config::kNumWarps;
-    const int32_t stored_row = warp * kStoredRows;
-    store_rows<kStoredRows, kHeadDim>(
-        row_pointer(params.grad_key, batch, tile.head, keys.begin + first_key + stored_row), params.grad_key.row_stride,
-        num_keys - stored_row, shared.sK + stored_row * kRowElements, lane, params.grad_key.head_dim);
-    store_rows<kStoredRows, kHeadDim>(
-        row_pointer(params.grad_value, batch, tile.head, keys.begin + first_key + stored_row),
-        params.grad_value.row_stride, num_keys - stored_row, shared.sV + stored_row * kRowElements, lane,
-        params.grad_value.head_dim);
+    const int32_t stored_row = own_warp * kStoredRows;
+    const auto store = [&](const HeadsView<uint16_t>& view, const uint16_t* sTile) {
+        const auto [batch, head, first_row, num_keys, first_sums] = shared.keys;
+        store_rows<kStoredRows, kHeadDim>(row_pointer(view, batch, head, first_row + stored_row), view.row_stride,
+                                          num_keys - stored_row, sTile + stored_row * kRowElements, own_lane,
+                                          view.head_dim);
+    };
+    store(params.grad_key, shared.sK);
+    store(params.grad_value, shared.sV);
 }
 
 template <int kHeadDim, DataType kDataType, bool kOptions>

@@ -21,11 +21,11 @@ struct ForwardTileSm80;
 //
 // Forward: head dim  instructions  HMMA  MUFU.EX2  LDSM  registers  shared-KB  clocks:HMMA  :LDSM  :EX2  :issue
 //                32           477    64        68    16        168         16          256    128   272     239
-//                64           601   128        68    32        251         32          512    256   272     301
+//                64           601   128        68    32        254         32          512    256   272     301
 //                96           732   192        68    60        255         48          768    480   272     366
 //               128           875   256        68    80        255         64         1024    640   272     438
 //               192           606   192        34    96        255         96         1536   1536   272     606
-//               256           478   128        18    64        255         96         2048   2048   288     956
+//               256           468   128        18    64        255         96         2048   2048   288     956
 
 // Three CTAs on an SM, because EX2 and the instructions take as long as the products, and only other warps' hide
 // them; a fourth (128 registers) spills in the loop. kBlockN = 128 takes 10% fewer instructions per key, with two
@@ -120,12 +120,12 @@ struct ForwardOptionsTileSm80 {
 // of which a step takes one. Clocks are those of 64 rows by 64 keys on an SM of sm_80.
 //
 // Backward: head dim  instructions  HMMA  MUFU.EX2  LDSM  registers  shared-KB  clocks:HMMA  :LDSM
-//                 32          1253    80        64    56        168         33          640    896
-//                 64          1458   160        64    88        255         49         1280   1408
-//                 96          1663   240        64   136        255         65         1920   2176
-//                128          1922   320        64   160        255         81         2560   2560
-//                192           969   120        16    86        255         53         3840   5504
-//                256          1145   160        16   104        255         69         5120   6656
+//                 32          1207    80        64    56        148         33          640    896
+//                 64          1402   160        64    88        200         49         1280   1408
+//                 96          1620   240        64   136        248         65         1920   2176
+//                128          1870   320        64   160        255         81         2560   2560
+//                192           961   120        16    86        240         53         3840   5504
+//                256          1126   160        16   104        255         69         5120   6656
 
 using BackwardHeadDims = std::integer_sequence<int, 32, 64, 96, 128, 192, 256>;
 

@@ -83,7 +83,7 @@ struct ScoreGradients {
             for (int n = 0; n < kTilesN; ++n) {
                 float rP[kTilesM][1][4];
                 with_options(rP, rS, n, shift, dropout);
-                stage_scores<kDataType, kBlockN>(sP, rP, row, column + n * kMmaN, lane);
+                stage_scores<kDataType, kBlockN>(sP, rP, row, column, n, lane);
             }
         } else {
             if (is_full) {
@@ -92,7 +92,7 @@ struct ScoreGradients {
                 for_each<kTilesN>(
                     [&](int m, int n, int e) { rS[m][n][e] = has(seen[m], n, e) ? plain(m, n, e) : 0.0f; });
             }
-            stage_scores<kDataType, kBlockN>(sP, rS, row, column, lane);
+            stage_scores<kDataType, kBlockN>(sP, rS, row, column, 0, lane);
         }
         // Else each bit, once looked at, is kept in a register of its own.
 #pragma unroll
@@ -120,7 +120,7 @@ struct ScoreGradients {
             for_each<kTiles>(
                 [&](int m, int n, int e) { rdP[m][n][e] = has(seen[m], kFirst + n, e) ? plain(m, n, e) : 0.0f; });
         }
-        stage_scores<kDataType, kBlockN>(sS, rdP, row, column + kFirst * kMmaN, lane);
+        stage_scores<kDataType, kBlockN>(sS, rdP, row, column, kFirst, lane);
     }
 
   private:

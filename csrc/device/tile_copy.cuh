@@ -126,18 +126,24 @@ __device__ __forceinline__ void stage_rows(uint16_t* sRows, const float (&rO)[kT
     });
 }
 
-// Rounds a tile of scores, whose upper left element is [first_row][first_column] of [*, kColumns], to 16 bits.
+// Rounds scores to 16 bits. They are a part, from first_tile on, of a warp's tiles in [*, kColumns], the first of which is
+// at [first_row][first_column]; no column within the warp's tiles shares a bit with first_column.
 template <DataType kDataType, int kColumns, int kTilesM, int kTilesN>
 __device__ __forceinline__ void stage_scores(uint16_t* sTile, const float (&rS)[kTilesM][kTilesN][4], int first_row,
-                                             int first_column, int lane) {
-    for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
+                                             int first_column, int first_tile, int lane) {
+    using Layout = Swizzle<kColumns>;
+    // One register for all addresses: those of other tiles follow from it each time.
+    const uint32_t in_first_tile =
+        ptx::opaque(Layout::offset(first_row + accumulator_row(lane), first_column / kChunkElements) +
+                    lane % kLanesPerRow * static_cast<int>(sizeof(uint32_t)));
 #pragma unroll
-        for (int n = 0; n < kTilesN; ++n) {
-            const uint32_t offset = Swizzle<kColumns>::offset(first_row + row, first_column / kChunkElements + n);
-            reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(sTile) + offset)[lane % kLanesPerRow] =
+    for (int n = 0; n < kTilesN; ++n) {
+        char* column = reinterpret_cast<char*>(sTile) + (in_first_tile ^ (first_tile + n) * kChunkBytes);
+        for_own_rows<kTilesM>(/*lane=*/0, [&](int m, int half, int row) {
+            *reinterpret_cast<uint32_t*>(column + row * Layout::kRowBytes) =
                 pack<kDataType>(rS[m][n][2 * half], rS[m][n][2 * half + 1]);
-        }
-    });
+        });
+    }
 }
 
 // Copies a warp's own [kRows, kHeadDim] rows from shared memory to global memory, as far as they exist.
