@@ -52,6 +52,11 @@ BACKWARD_INSTANCES = sorted(
 
 MAX_REGISTERS = 255  # of a thread: two CTAs of 128 threads, or one of 256, share the 65536 of an SM
 MAX_SPILLED_BYTES = 16  # of a thread, outside of loops
+# What ptxas spills where it assembles the PTX for sm_90, by kernel and template arguments; nothing elsewhere.
+SPILLED_BYTES_SM90 = {
+    ("forward", 256, "bfloat16", True): 8,  # needed by the loop of masked tiles alone, at most two loads a step
+    ("decode", 256, "bfloat16", True): 44,  # outside of loops of steps
+}
 MAX_SHARED_BYTES = 99 * 1024  # of one CTA on sm_86, sm_89 and sm_120
 
 
@@ -469,3 +474,42 @@ def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
     assert sorted(filter(None, map(decode_instance, entries))) == DECODE_INSTANCES
     assert sorted(filter(None, map(key_value_instance, entries))) == KEY_VALUE_INSTANCES
     assert sorted(filter(None, map(backward_instance, entries)), key=str) == BACKWARD_INSTANCES
+
+
+# On sm_90 the driver assembles the PTX. Kernels for float16 differ from those for bfloat16 in the types of a few
+# instructions: to save time they are left out.
+
+
+@functools.cache
+def assembled_for_sm90() -> dict[str, KernelFacts]:
+    """What ptxas makes of the library's PTX, by mangled name; without the kernels for float16."""
+    kernels: dict[str, KernelFacts] = {}
+    for ptx in static_facts.ptx_of_library(LIBRARY_PATH):
+        if not re.search(r"\.entry \w*8DataTypeE0", ptx):
+            kernels |= static_facts.of_ptx(ptx, "sm_90")
+    return kernels
+
+
+def sm90_instance(symbol: str) -> tuple[Any, ...]:
+    """Kernel and template arguments of a mangled name."""
+    for kernel, arguments in (("forward", forward_instance(symbol)), ("decode", decode_instance(symbol))):
+        if arguments is not None:
+            return (kernel, *arguments)
+    return (symbol,)
+
+
+@with_sm80_kernels
+def test_assembled_for_sm90_nothing_spills_but_what_is_listed() -> None:
+    kernels = assembled_for_sm90()
+    num_float16 = sum(re.search(r"8DataTypeE0", name) is not None for name in machine_code())
+    assert len(kernels) == len(machine_code()) - num_float16
+    spilled = {sm90_instance(name): kernel for name, kernel in kernels.items() if kernel.stack_bytes > 0}
+    excess = {
+        instance: (kernel.spill_store_bytes, kernel.spill_load_bytes)
+        for instance, kernel in spilled.items()
+        if max(kernel.spill_store_bytes or 0, kernel.spill_load_bytes or 0) > SPILLED_BYTES_SM90.get(instance, 0)
+    }
+    assert excess == {}
+    in_loops = {sm90_instance(name): kernel.local_in_loops for name, kernel in kernels.items() if kernel.local_in_loops}
+    assert set(in_loops) <= {("forward", 256, "bfloat16", True)}
+    assert all(accesses <= 2 for accesses in in_loops.values())

@@ -231,6 +231,13 @@ def of_library(library: Path, arch: str) -> dict[str, KernelFacts]:
     return kernels
 
 
+def ptx_of_library(library: Path) -> list[str]:
+    """The PTX texts that a shared library carries for GPUs without machine code of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        run("cuobjdump", "-xptx", "all", library.resolve(), cwd=Path(folder))
+        return [file.read_text() for file in sorted(Path(folder).glob("*.ptx"))]
+
+
 def target_of(ptx: str) -> str:
     """``.target`` of a PTX text: ``"sm_90a"``."""
     found = re.search(r"^\s*\.target\s+(\w+)", ptx, re.MULTILINE)
