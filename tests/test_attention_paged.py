@@ -126,6 +126,12 @@ def test_meets_the_oracle(case: Case, backend: str) -> None:
     check(make(case), backend)
 
 
+@each_dtype
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+def test_every_instance(head_dim: int, dtype: torch.dtype) -> None:
+    check(make(Case(dims=(head_dim, head_dim), dtype=dtype, lengths=((20, 3), (70, 41)), heads=(2, 1))), "cuda")
+
+
 def test_pytorch_gathers() -> None:
     """The reference itself: what it makes of pages is what it makes of their rows, packed."""
     arguments = make(Case(page_size=48))

@@ -428,5 +428,6 @@ def test_every_instance_is_launched() -> None:
     folder = Path(__file__).resolve().parent.parent / "csrc" / "attention" / "instances"
     masks = ("causal", "full")
     expected = {f"forward_d{d}_{t}_{mask}_sm80" for d, t, mask in itertools.product(HEAD_DIMS, ("f16", "bf16"), masks)}
-    expected |= {f"forward_options_d{d}_{t}_sm80" for d, t in itertools.product(HEAD_DIMS, ("f16", "bf16"))}
+    for kernel in ("options", "paged"):
+        expected |= {f"forward_{kernel}_d{d}_{t}_sm80" for d, t in itertools.product(HEAD_DIMS, ("f16", "bf16"))}
     assert {file.stem for file in folder.glob("forward_*.cu")} == expected
