@@ -254,18 +254,16 @@ def native_int8_matmul(case: Int8Case, machine: Machine) -> dict[str, Geometry]:
     Steps with scales of groups are told as masked ones: the matmul has a loop of its own for them.
     """
     kernel = "int8_matmul_grad_input_sm80" if case.gradient else "int8_matmul_sm80"
-    by_tokens = native.TILES[kernel]
-    block = next((block for block in by_tokens if case.m <= int(block)), max(by_tokens, key=int))
-    tile = by_tokens[block]
     outputs, depth, of_outputs, of_depth = case.n, case.k, "block_n", "block_k"
     if case.gradient:
         outputs, depth, of_outputs, of_depth = depth, outputs, of_depth, of_outputs
-    dealt = native.dealt_int8_matmul(case.gradient, case.m, outputs, depth, machine.num_sms)
+    dealt = native.dealt_int8_matmul(kernel, case.m, outputs, depth, machine.num_sms)
+    tile = native.TILES[kernel][str(dealt.block_m)]
     num_tiles = ceil_div(case.m, tile["block_m"]) * ceil_div(outputs, tile[of_outputs])
     mean = num_tiles * ceil_div(depth, tile[of_depth]) / dealt.ctas
     is_grouped = case.group is not None and not case.gradient
     plain, grouped = (0, 1) if is_grouped else (1, 0)
-    partial = dealt.ctas * tile["block_m"] * tile[of_outputs] * 4 if dealt.ctas > num_tiles else 0
+    partial = dealt.parts * tile["block_m"] * tile[of_outputs] * 4
     geometry = Geometry(
         f"{tile['block_m']}x{tile[of_outputs]}x{tile[of_depth]}, {tile['num_warps']} warps",
         dealt.ctas,

@@ -16,13 +16,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
 from cuda_kernels import DTYPES, EMULATED, MARKS, each_dtype, only_emulated
-from fastattn import reference
+from fastattn import native, reference
 from int8_cases import GRANULARITIES, normal, quantised
 from kernel_device import DEVICE
 from test_cuda_int8 import OP, arguments, fp32, int8, running, zeros
 
 if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
-    from emulator import EmulatorError, cuda_runtime
+    from emulator import EmulatorError, cuda_runtime, launches
 
 pytestmark = MARKS
 
@@ -94,6 +94,20 @@ def test_granularities(m: int, granularity: str | int, dtype: torch.dtype) -> No
     for k in (128, 384):
         weight, scale = quantised(136, k, granularity, seed=m)
         check(normal(m, k, seed=1, dtype=dtype), weight, scale, normal(136, seed=2, dtype=dtype))
+
+
+@only_emulated
+@each_dtype
+@each_granularity
+@pytest.mark.parametrize("m, block", [(13, 16), (61, 64), (125, 128)])
+def test_every_tile_whole_and_in_parts(m: int, block: int, granularity: str | int, dtype: torch.dtype) -> None:
+    """Two tiles on two slots, which are whole; one, in two parts."""
+    for n, k, ctas in ((256, 128, 2), (128, 1664, 2)):
+        weight, scale = quantised(n, k, granularity, seed=m)
+        with launches.recorded() as found:
+            check(normal(m, k, seed=1, dtype=dtype), weight, scale, normal(n, seed=2, dtype=dtype), activation="silu")
+        (launched,) = found
+        assert f"{KERNEL}ILi{block}E" in launched.report.kernel and launched.grid[0] == ctas
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -246,9 +260,9 @@ def test_the_layer_and_its_gradients(m: int, dtype: torch.dtype) -> None:
 
     with running(), fastattn.record() as calls:
         found = layer(dtype, "cuda")
-    block = next(block for block in BLOCKS if m <= block)
-    name = f"{KERNEL}<{block}, {str(dtype).removeprefix('torch.')}>"
-    assert calls == [(OP, "cuda", name), (f"{OP} backward", "cuda", "int8_matmul_grad_input")]
+    forward, backward = calls
+    assert forward.backend == "cuda" and forward.kernel.startswith(f"{KERNEL}<")
+    assert backward == (f"{OP} backward", "cuda", "int8_matmul_grad_input")
     expected = layer(torch.float64, "torch")
     for name, actual, oracle in zip(("out", "x", "bias", "residual"), found, expected, strict=True):
         error = (actual.double() - oracle).abs().max() / oracle.abs().max()
@@ -287,13 +301,19 @@ def test_operations_are_counted() -> None:
     assert counter.get_total_flops() == 2 * 5 * 24 * 64
 
 
+@only_emulated
 @each_dtype
-@pytest.mark.parametrize("m, block", [(1, 16), (16, 16), (17, 64), (64, 64), (65, 128), (1000, 128)])
-def test_the_dispatcher_chooses_the_kernel(m: int, block: int, dtype: torch.dtype) -> None:
-    weight, x = fastattn.Int8Weight(*quantised(16, 32, "channel")), normal(m, 32, seed=1, dtype=dtype)
-    explained = fastattn.explain(fastattn.int8_linear, x, weight, activations="int8")
+@pytest.mark.parametrize("m, n, block", [(1, 16, 16), (61, 256, 64), (125, 256, 128), (300, 128, 128)])
+def test_explain_names_the_tile_that_is_launched(m: int, n: int, block: int, dtype: torch.dtype) -> None:
+    weight, x = fastattn.Int8Weight(*quantised(n, 256, "channel")), normal(m, 256, seed=1, dtype=dtype)
+    with running(num_sms=1) as found:
+        explained = fastattn.explain(fastattn.int8_linear, x, weight, activations="int8")
+        fastattn.int8_linear(x, weight, activations="int8")
     name = f"{KERNEL}<{block}, {str(dtype).removeprefix('torch.')}>"
     assert (explained.backend, explained.kernel, explained.tile["block_m"]) == ("cuda", name, block)
+    (launched,) = found
+    dealt = native.dealt_int8_matmul(KERNEL, m, n, 256, 1)
+    assert (dealt.block_m, dealt.ctas) == (block, launched.grid[0]) and f"{KERNEL}ILi{block}E" in launched.report.kernel
 
 
 @pytest.mark.parametrize("n, k", [(12, 32), (16, 24)])

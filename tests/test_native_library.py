@@ -36,7 +36,7 @@ FORWARD_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES, (False, True)))
 DECODE_INSTANCES = sorted(itertools.product((64, 128, 256), DTYPES, (False, True)))
 OPTIONS_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES, (False, True)))  # True: keys in pages
 INT8_KERNELS = ("int8_matmul_sm80", "int8_matmul_grad_input_sm80")
-INT8_INSTANCES = sorted(itertools.product(INT8_KERNELS, (16, 64, 96, 128), DTYPES))
+INT8_INSTANCES = sorted(itertools.product(INT8_KERNELS, range(16, 129, 16), DTYPES))
 S8_INSTANCES = sorted(itertools.product((16, 64, 128), DTYPES))  # of the int8 matmul with int8 activations
 KEY_VALUE_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES, (False, True)))  # True: with options
 # Template arguments of the other backward kernels.

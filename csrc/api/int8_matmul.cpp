@@ -6,7 +6,6 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
 #include <array>
 #include <optional>
 #include <string>
@@ -17,7 +16,6 @@
 #include "api/checks.h"
 #include "api/device.h"
 #include "host/dispatch.h"
-#include "host/host_device.h"
 #include "host/launch_token.h"
 #include "host/multiprocessors.h"
 #include "int8_matmul/int8_matmul.h"
@@ -150,108 +148,55 @@ void check_for_int8_activations(const char* op, const Tensor& weight, const Matm
           "rows, and of 16 columns up to ", kMaxInt8SumDepth, ", for int8 activations, got ", shape_text(weight));
 }
 
-// Picks the tile, divides the sums among CTAs, and launches.
-template <typename Kernel>
-void run(Int8MatmulParams& params, Int8MatmulTensors& kept, DataType dtype, const Kernel& kernel) {
-    const OnDeviceOf device(kept.input);
+// Picks the tile and divides the work among CTAs, with room for what they pass to each other. Returns the tile's tokens.
+template <template <int> typename Tile, typename BlockMs>
+int32_t plan_work(BlockMs block_ms, Int8MatmulParams& params, Int8MatmulTensors& kept) {
     MatmulEpilogue& epilogue = params.epilogue;
-    dispatch_value(DataTypes{}, dtype, [&](auto data_type) {
-        const int32_t block_m = std::min(params.input.rows, largest(typename Kernel::BlockMs{}));
-        dispatch_at_least(typename Kernel::BlockMs{}, block_m, [&](auto tokens) {
-            const auto [block_outputs, block_depth] = kernel.template blocks<tokens.value>();
-            const int64_t tiles =
-                int64_t{ceil_div(params.input.rows, tokens.value)} * ceil_div(epilogue.sum_columns(), block_outputs);
-            const int32_t steps = ceil_div(params.input.columns, block_depth);
-            epilogue.num_splits = num_splits(tiles, steps, num_multiprocessors());
-            if (epilogue.num_splits > 1) {
-                const int64_t part = int64_t{epilogue.out.rows} * epilogue.partial_columns();
-                const Tensor arrivals =
-                    kept.arrivals.emplace(torch::stable::new_empty(kept.input, {tiles}, ScalarType::Long));
-                const Tensor partial = kept.partial.emplace(
-                    torch::stable::new_empty(kept.input, {epilogue.num_splits, part}, ScalarType::Float));
-                epilogue.partial = static_cast<float*>(partial.data_ptr());
-                epilogue.arrivals = static_cast<uint64_t*>(arrivals.data_ptr());
-            }
-            epilogue.token = launch_token();
-            kernel.template allocate<tokens.value>(params, kept);
-            kernel.template start<tokens.value, data_type.value>(params, device.stream());
-        });
-    });
+    const auto [tile, plan] = fastest_tile<Tile>(params.input.rows, epilogue.sum_columns(), params.input.columns,
+                                                 num_multiprocessors(), block_ms);
+    epilogue.plan = plan;
+    epilogue.token = launch_token();
+    if (plan.num_ranges > 0) {
+        kept.arrivals = torch::stable::new_empty(kept.input, {plan.shared_tiles}, ScalarType::Long);
+        kept.partial =
+            torch::stable::new_empty(kept.input, {num_places(plan), tile.tokens, tile.outputs}, ScalarType::Float);
+        epilogue.partial = static_cast<float*>(kept.partial->data_ptr());
+        epilogue.arrivals = static_cast<uint64_t*>(kept.arrivals->data_ptr());
+    }
+    if (params.token_sums.out != nullptr && plan.token_tiles > 1) {
+        kept.token_arrivals = torch::stable::new_empty(kept.input, {plan.output_tiles}, ScalarType::Long);
+        kept.token_partial =
+            torch::stable::new_empty(kept.input, {plan.token_tiles, params.token_sums.columns}, ScalarType::Float);
+        params.token_sums.partial = static_cast<float*>(kept.token_partial->data_ptr());
+        params.token_sums.arrivals = static_cast<uint64_t*>(kept.token_arrivals->data_ptr());
+    }
+    return tile.tokens;
 }
 
-struct Forward {
-    using BlockMs = Int8MatmulBlockMs;
-    template <int kBlockM>
-    std::pair<int32_t, int32_t> blocks() const {
-        using Tile = Int8MatmulTileSm80<kBlockM>;
-        return {Tile::kBlockN, Tile::kBlockK};
-    }
-    template <int kBlockM>
-    void allocate(Int8MatmulParams&, Int8MatmulTensors&) const {}
-    template <int kBlockM, DataType kDataType>
-    void start(const Int8MatmulParams& params, Stream stream) const {
-        launch_int8_matmul_sm80<kBlockM, kDataType>(params, stream);
-    }
-};
+// Room for the tokens as int8 numbers, which the CTAs of a plan make and then multiply.
+void make_room_for_tokens(const char* op, Int8MatmulParams& params, Int8MatmulTensors& kept) {
+    const MatrixView<const uint16_t>& input = params.input;
+    const MatmulPlan& plan = params.epilogue.plan;
+    check(input.rows + 2 * num_ctas(plan) < int64_t{1} << kLaunchCountBits, op, "too many tokens or outputs ",
+          "for int8 activations: ", input.rows, " by ", params.weight.rows);
+    const auto empty = [&](int64_t elements, ScalarType type) {
+        return torch::stable::new_empty(kept.input, {elements}, type);
+    };
+    kept.tokens = empty(int64_t{input.rows} * input.columns, ScalarType::Char);
+    kept.token_scale = empty(input.rows, ScalarType::Float);
+    kept.counters = empty(1 + plan.token_tiles, ScalarType::Long);
+    auto* queue = static_cast<uint64_t*>(kept.counters->data_ptr());
+    params.quantized = {static_cast<int8_t*>(kept.tokens->data_ptr()),
+                        static_cast<float*>(kept.token_scale->data_ptr()), queue, queue + 1, params.epilogue.token};
+}
 
-struct ForwardS8 {
-    using BlockMs = Int8MatmulS8BlockMs;
-    template <int kBlockM>
-    std::pair<int32_t, int32_t> blocks() const {
-        using Tile = Int8MatmulS8TileSm80<kBlockM>;
-        return {Tile::kBlockN, Tile::kBlockK};
-    }
-    // For the tokens as int8 numbers, which the CTAs make and then multiply.
-    template <int kBlockM>
-    void allocate(Int8MatmulParams& params, Int8MatmulTensors& kept) const {
-        const MatrixView<const uint16_t>& input = params.input;
-        const int32_t tiles = ceil_div(input.rows, kBlockM);
-        const int64_t num_ctas = int64_t{tiles} * ceil_div(params.weight.rows, Int8MatmulS8TileSm80<kBlockM>::kBlockN) *
-                                 params.epilogue.num_splits;
-        check(input.rows + 2 * num_ctas < int64_t{1} << kLaunchCountBits, "int8_matmul", "too many tokens or outputs ",
-              "for int8 activations: ", input.rows, " by ", params.weight.rows);
-        const auto empty = [&](int64_t elements, ScalarType type) {
-            return torch::stable::new_empty(kept.input, {elements}, type);
-        };
-        const Tensor tokens = kept.tokens.emplace(empty(int64_t{input.rows} * input.columns, ScalarType::Char));
-        const Tensor scale = kept.token_scale.emplace(empty(input.rows, ScalarType::Float));
-        const Tensor counters = kept.counters.emplace(empty(1 + tiles, ScalarType::Long));
-        auto* queue = static_cast<uint64_t*>(counters.data_ptr());
-        params.quantized = {static_cast<int8_t*>(tokens.data_ptr()), static_cast<float*>(scale.data_ptr()), queue,
-                            queue + 1, params.epilogue.token};
-    }
-    template <int kBlockM, DataType kDataType>
-    void start(const Int8MatmulParams& params, Stream stream) const {
-        launch_int8_matmul_s8_sm80<kBlockM, kDataType>(params, stream);
-    }
-};
-
-struct GradInput {
-    using BlockMs = Int8MatmulBlockMs;
-    template <int kBlockM>
-    std::pair<int32_t, int32_t> blocks() const {
-        using Tile = Int8GradInputTileSm80<kBlockM>;
-        return {Tile::kBlockK, Tile::kBlockN};
-    }
-    // For the sums over the tokens, where several tiles have a part of them.
-    template <int kBlockM>
-    void allocate(Int8MatmulParams& params, Int8MatmulTensors& kept) const {
-        const int32_t token_tiles = ceil_div(params.input.rows, kBlockM);
-        TokenSumsView& sums = params.token_sums;
-        if (sums.out == nullptr || token_tiles == 1) return;
-        const int64_t columns = ceil_div(params.epilogue.out.columns, Int8GradInputTileSm80<kBlockM>::kBlockK);
-        const Tensor partial = kept.token_partial.emplace(
-            torch::stable::new_empty(kept.input, {token_tiles, sums.columns}, ScalarType::Float));
-        const Tensor arrivals =
-            kept.token_arrivals.emplace(torch::stable::new_empty(kept.input, {columns}, ScalarType::Long));
-        sums.partial = static_cast<float*>(partial.data_ptr());
-        sums.arrivals = static_cast<uint64_t*>(arrivals.data_ptr());
-    }
-    template <int kBlockM, DataType kDataType>
-    void start(const Int8MatmulParams& params, Stream stream) const {
-        launch_int8_matmul_grad_input_sm80<kBlockM, kDataType>(params, stream);
-    }
-};
+// Calls launch(tokens of the tile, data type) with both as constants.
+template <typename BlockMs, typename Launch>
+void dispatch_kernel(BlockMs block_ms, int32_t block_m, DataType dtype, Launch&& launch) {
+    dispatch_value(DataTypes{}, dtype, [&](auto data_type) {
+        dispatch_value(block_ms, block_m, [&](auto tokens) { launch(tokens, data_type); });
+    });
+}
 
 }  // namespace
 
@@ -296,10 +241,20 @@ Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> 
         kept.residual = with_contiguous_rows(as_matrix(*residual));
         epilogue.residual = matrix_view<const uint16_t>(kOp, "residual", *kept.residual);
     }
+    const OnDeviceOf device(kept.input);
     if (int8_activations) {
-        run(params, kept, dtype, ForwardS8{});
+        constexpr Int8MatmulS8BlockMs kBlockMs;
+        const int32_t block_m = plan_work<Int8MatmulS8TileSm80>(kBlockMs, params, kept);
+        make_room_for_tokens(kOp, params, kept);
+        dispatch_kernel(kBlockMs, block_m, dtype, [&](auto tokens, auto data_type) {
+            launch_int8_matmul_s8_sm80<tokens.value, data_type.value>(params, device.stream());
+        });
     } else {
-        run(params, kept, dtype, Forward{});
+        constexpr Int8MatmulBlockMs kBlockMs;
+        const int32_t block_m = plan_work<Int8MatmulTileSm80>(kBlockMs, params, kept);
+        dispatch_kernel(kBlockMs, block_m, dtype, [&](auto tokens, auto data_type) {
+            launch_int8_matmul_sm80<tokens.value, data_type.value>(params, device.stream());
+        });
     }
     return kept.out;
 }
@@ -331,7 +286,12 @@ std::tuple<Tensor, Tensor> int8_matmul_grad_input(Tensor grad_out, Tensor weight
         params.token_sums.out = static_cast<uint16_t*>(grad_bias.data_ptr());
         grad_bias = torch::stable::narrow(grad_bias, 0, 0, depth);
     }
-    run(params, kept, dtype, GradInput{});
+    const OnDeviceOf device(kept.input);
+    constexpr Int8MatmulBlockMs kBlockMs;
+    const int32_t block_m = plan_work<Int8GradInputTileSm80>(kBlockMs, params, kept);
+    dispatch_kernel(kBlockMs, block_m, dtype, [&](auto tokens, auto data_type) {
+        launch_int8_matmul_grad_input_sm80<tokens.value, data_type.value>(params, device.stream());
+    });
     return {kept.out, grad_bias};
 }
 

@@ -42,38 +42,28 @@ std::string tiles_text(const std::string& kernel, std::integer_sequence<int, kKe
     return '"' + kernel + "\": {" + text + "}";
 }
 
-// How a launch deals its steps to CTAs.
+// How a launch deals its steps to CTAs, the tile's rows among them, and how many parts of tiles pass through a workspace.
 struct Dealt {
-    int64_t ctas, longest_steps;
+    int64_t ctas, longest_steps, block_m, parts;
 };
-
-Dealt dealt_matmul(int32_t tokens, int32_t outputs, int32_t depth, int32_t block_m, int32_t block_outputs,
-                   int32_t block_depth, int32_t multiprocessors) {
-    const int64_t tiles = int64_t{ceil_div(tokens, block_m)} * ceil_div(outputs, block_outputs);
-    const int32_t steps = ceil_div(depth, block_depth), splits = num_splits(tiles, steps, multiprocessors);
-    return {tiles * splits, ceil_div(steps, splits)};
-}
 
 }  // namespace
 }  // namespace fastattn
 
 #define FASTATTN_ASKED_BY_PYTHON extern "C" __attribute__((visibility("default")))
 
-// Of int8_matmul_sm80, or int8_matmul_grad_input_sm80, with sums [tokens, outputs], each of `depth`.
-FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_int8_matmul(int32_t gradient, int32_t tokens, int32_t outputs,
+// Of the matmul, its input gradient, or the matmul with int8 activations (kernel 0, 1, 2), with sums [tokens, outputs],
+// each of `depth`.
+FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_int8_matmul(int32_t kernel, int32_t tokens, int32_t outputs,
                                                                     int32_t depth, int32_t multiprocessors) {
     using namespace fastattn;
-    Dealt found{};
-    const int32_t block_m = std::min(tokens, largest(Int8MatmulBlockMs{}));
-    dispatch_at_least(Int8MatmulBlockMs{}, block_m, [&](auto block) {
-        using Tile = Int8MatmulTileSm80<block.value>;
-        using GradTile = Int8GradInputTileSm80<block.value>;
-        found = gradient != 0 ? dealt_matmul(tokens, outputs, depth, GradTile::kBlockM, GradTile::kBlockK,
-                                             GradTile::kBlockN, multiprocessors)
-                              : dealt_matmul(tokens, outputs, depth, Tile::kBlockM, Tile::kBlockN, Tile::kBlockK,
-                                             multiprocessors);
-    });
-    return found;
+    const auto choose = [&]<template <int> typename Tile>(auto block_ms) {
+        return fastest_tile<Tile>(tokens, outputs, depth, multiprocessors, block_ms);
+    };
+    const auto [tile, plan] = kernel == 0   ? choose.template operator()<Int8MatmulTileSm80>(Int8MatmulBlockMs{})
+                              : kernel == 1 ? choose.template operator()<Int8GradInputTileSm80>(Int8MatmulBlockMs{})
+                                            : choose.template operator()<Int8MatmulS8TileSm80>(Int8MatmulS8BlockMs{});
+    return {num_ctas(plan), longest_steps(plan), tile.tokens, num_places(plan)};
 }
 
 // Of decode_split_sm80, with so many rows of queries for each KV head, and sequences that fill the capacity.
@@ -89,7 +79,8 @@ FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_decode(int32_t head_dim,
                                       /*batch_invariant=*/false, multiprocessors * Tile::kMinCtasPerSm);
     const TileUnits units = tile_units(plan, cached_sequence(shape, capacity), block_keys);
     const int64_t blocks = int64_t{batch} * plan.tiles_per_sequence * units.num_units * units.blocks_per_unit;
-    return {plan.num_ctas, units_per_cta(plan, blocks)};
+    return {plan.num_ctas, units_per_cta(plan, blocks), Tile::kBlockM,
+            can_be_cut(plan, shape, block_keys) ? num_slots(plan) : 0};
 }
 
 // {"attention_forward_sm80": {"64": {"block_m": …}, …}, …}: attention's by head dim, the matmul's by block_m.

@@ -22,4 +22,10 @@ __device__ __forceinline__ bool arrives_last(uint64_t* arrivals, uint64_t token,
     }
 }
 
+// Whether all others have arrived: then this CTA is the last, counts as arrived, and need not leave anything for others.
+__device__ __forceinline__ bool others_have_arrived(uint64_t* arrivals, uint64_t token, int32_t num_ctas) {
+    const uint64_t others = token + static_cast<uint64_t>(num_ctas - 1);
+    return ptx::atom_cas_acq_rel_b64(arrivals, others, 0) == others;
+}
+
 }  // namespace fastattn

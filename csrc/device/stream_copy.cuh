@@ -33,8 +33,14 @@ struct TileStream {
     // Starts to copy a tile whose first num_rows rows exist, and of these the first num_bytes bytes. The rest becomes
     // zero, and is not read. The next tile lies `advance` bytes further on.
     __device__ __forceinline__ void load(uint32_t stage, int num_rows, int num_bytes, int64_t advance) {
+        load_beside(stage, num_rows, num_bytes, 0);
+        global += advance;
+    }
+
+    // Likewise a tile that lies `distance` bytes from this one, which stays the one to load next.
+    __device__ __forceinline__ void load_beside(uint32_t stage, int num_rows, int num_bytes, int64_t distance) const {
         const int rows_here = column < num_bytes ? num_rows : 0, bytes_here = min(num_bytes - column, kBytes);
-        const char* source = global;
+        const char* source = global + distance;
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
             const bool exists = row + pass * kRowsPerPass < rows_here;
@@ -42,7 +48,6 @@ struct TileStream {
                                 exists ? bytes_here : 0);
             source += kRowsPerPass * row_bytes;
         }
-        global += advance;
     }
 };
 

@@ -126,12 +126,12 @@ __device__ __forceinline__ void finish(const MatmulEpilogue& epilogue, const Chu
 // Of SwiGLU, the left half of the tile's columns are gates, and the right half the ups of the same elements.
 template <int kRows, int kColumns, int kThreads, typename Function>
 __device__ __forceinline__ void for_own_chunks(const MatmulEpilogue& epilogue, const float* sSums,
-                                               const MatmulWork& work, Function&& function) {
+                                               const TilePosition& position, Function&& function) {
     constexpr int kMaxChunks = kColumns / kEpilogueColumns;
     static_assert(kThreads % kMaxChunks == 0, "a pass must take whole rows");
     const int columns = epilogue.result_columns(kColumns), chunks_per_row = columns / kEpilogueColumns;
     const int tile_column = threadIdx.x % chunks_per_row * kEpilogueColumns;
-    const int32_t first_row = work.token_tile * kRows, column = work.output_tile * columns + tile_column;
+    const int32_t first_row = position.token_tile * kRows, column = position.output_tile * columns + tile_column;
     if (column >= epilogue.out.columns) return;
     const int rows_here = min(kRows, epilogue.out.rows - first_row);
 #pragma unroll 1
@@ -143,49 +143,105 @@ __device__ __forceinline__ void for_own_chunks(const MatmulEpilogue& epilogue, c
     }
 }
 
-// Adds up what all splits have left at one place of `partial`, in their order, so that bits repeat.
-__device__ __forceinline__ float4 total(const float* partial, int64_t part_elements, int32_t num_splits) {
-    float4 sums = __ldcg(reinterpret_cast<const float4*>(partial));
-    for (int split = 1; split < num_splits; ++split) {
-        const float4 more = __ldcg(reinterpret_cast<const float4*>(partial + split * part_elements));
-        sums = {sums.x + more.x, sums.y + more.y, sums.z + more.z, sums.w + more.w};
+// The chunks of a tile of sums that a thread carries to others and back, a few rows at a pass of the CTA, as far as
+// there are rows in the result.
+template <int kRows, int kColumns, int kThreads>
+struct OwnSums {
+    static constexpr int kPerRow = kColumns / kEpilogueColumns, kRowsPerPass = kThreads / kPerRow;
+    static constexpr int kPasses = kRows / kRowsPerPass;
+    static_assert(kRows % kRowsPerPass == 0, "passes must cover the tile exactly");
+
+    float* first;   // in shared memory
+    int rows_left;  // from its row on
+
+    __device__ __forceinline__ OwnSums(float* sSums, int rows_here) {
+        const int row = threadIdx.x / kPerRow, column = threadIdx.x % kPerRow * kEpilogueColumns;
+        first = sSums + row * SumsLayout<kColumns>::kRowElements + column;
+        rows_left = rows_here - row;
     }
-    return sums;
+
+    __device__ __forceinline__ bool exists(int pass) const { return pass * kRowsPerPass < rows_left; }
+
+    __device__ __forceinline__ float4& sums(int pass) const {
+        return *reinterpret_cast<float4*>(first + pass * kRowsPerPass * SumsLayout<kColumns>::kRowElements);
+    }
+
+    // In a tile of the workspace neighbouring threads have neighbouring chunks.
+    __device__ __forceinline__ float4& part(float* place, int pass) const {
+        return reinterpret_cast<float4*>(place)[pass * kThreads + threadIdx.x];
+    }
+};
+
+// Adds up what a tile's CTAs have left, in the order of the parts, so that bits repeat; this CTA's stands in shared
+// memory, and the whole is to stand there. Several loads are on their way at a time.
+template <typename Own>
+__device__ __forceinline__ void add_parts(const Own& own, float* places, int64_t place_elements, const SumParts& parts,
+                                          int own_part) {
+    constexpr int kBatch = Own::kPasses <= 16 ? Own::kPasses : Own::kPasses / 2;  // accumulators are free now
+    static_assert(Own::kPasses % kBatch == 0, "batches must cover the tile exactly");
+#pragma unroll 1
+    for (int first_pass = 0; own.exists(first_pass); first_pass += kBatch) {
+        float4 sums[kBatch] = {};
+#pragma unroll 1
+        for (int part = 0; part < parts.count; ++part) {
+            float* place = places + parts.place(part) * place_elements;
+            float4 more[kBatch] = {};
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const int pass = first_pass + i;
+                if (own.exists(pass)) more[i] = part == own_part ? own.sums(pass) : __ldcg(&own.part(place, pass));
+            }
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                sums[i] = {sums[i].x + more[i].x, sums[i].y + more[i].y, sums[i].z + more[i].z, sums[i].w + more[i].w};
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            if (own.exists(first_pass + i)) own.sums(first_pass + i) = sums[i];
+        }
+    }
 }
 
-// A CTA's tile of sums into the result. Of the CTAs that share a tile, the last to come adds up what all have left in
-// `partial`; it alone gets true.
-template <DataType kDataType, int kRows, int kColumns, int kThreads>
-__device__ __forceinline__ bool finish_tile(const MatmulEpilogue& epilogue, const float* sSums,
-                                            const MatmulWork& work) {
-    const auto for_chunks = [&](auto&& function) {
-        for_own_chunks<kRows, kColumns, kThreads>(epilogue, sSums, work, function);
-    };
-    if (epilogue.num_splits == 1) {
-        for_chunks([&](const ChunkSums& sums, int64_t row, int32_t column) {
-            finish<kDataType>(epilogue, sums, row, column);
-        });
-        return true;
+// A CTA's part of a shared tile: true if it is the last, which then has the whole sums; the others leave theirs in the
+// workspace. If all others have been there before, as is the rule where ranges are long, it need not pass through there.
+template <int kRows, int kColumns, int kThreads>
+__device__ __forceinline__ bool collects_parts(const MatmulEpilogue& epilogue, float* sSums, int32_t tile,
+                                               int rows_here) {
+    constexpr int64_t kPlaceElements = kRows * kColumns;
+    const OwnSums<kRows, kColumns, kThreads> own(sSums, rows_here);
+    const SumParts parts = sum_parts(epilogue.plan, tile);
+    const int own_part = static_cast<int>(blockIdx.x) - parts.first_cta;
+    uint64_t* arrivals = epilogue.arrivals + tile;
+    bool is_last = threadIdx.x == 0 && others_have_arrived(arrivals, epilogue.token, parts.count);
+    if (!__syncthreads_or(is_last)) {
+        float* place = epilogue.partial + parts.place(own_part) * kPlaceElements;
+        for (int pass = 0; own.exists(pass); ++pass) own.part(place, pass) = own.sums(pass);
+        __syncthreads();  // all of this part is there
+        is_last = threadIdx.x == 0 && arrives_last(arrivals, epilogue.token, parts.count);
+        if (!__syncthreads_or(is_last)) return false;
     }
-    const int64_t row_elements = epilogue.partial_columns(), part_elements = epilogue.out.rows * row_elements;
-    for_chunks([&](const ChunkSums& sums, int64_t row, int32_t column) {
-        float* part = epilogue.partial + work.split * part_elements + row * row_elements + column;
-        *reinterpret_cast<float4*>(part) = sums.first;
-        if (epilogue.is_gated()) *reinterpret_cast<float4*>(part + row_elements / 2) = sums.up;
-    });
-    __syncthreads();  // all of this part is there
-    const bool is_last =
-        threadIdx.x == 0 && arrives_last(epilogue.arrivals + work.tile, epilogue.token, epilogue.num_splits);
-    if (!__syncthreads_or(is_last)) return false;
-    for_chunks([&](const ChunkSums&, int64_t row, int32_t column) {
-        const float* part = epilogue.partial + row * row_elements + column;
-        ChunkSums sums{total(part, part_elements, epilogue.num_splits), {}};
-        if (epilogue.is_gated()) {
-            sums.up = total(part + row_elements / 2, part_elements, epilogue.num_splits);
-        }
-        finish<kDataType>(epilogue, sums, row, column);
-    });
+    add_parts(own, epilogue.partial, kPlaceElements, parts, own_part);
+    __syncthreads();  // the whole tile is there: of SwiGLU a thread finishes what others have added up
     return true;
+}
+
+// A CTA's sums into the result, by whoever has the last of a tile's parts, which alone gets true. All threads are done
+// with sSums afterwards.
+template <DataType kDataType, int kRows, int kColumns, int kThreads>
+__device__ __forceinline__ bool finish_tile(const MatmulEpilogue& epilogue, float* sSums, const MatmulWork& work) {
+    const TilePosition position = tile_position(epilogue.plan, work.tile);
+    const int rows_here = min(kRows, epilogue.out.rows - position.token_tile * kRows);
+    const bool is_complete = is_whole(epilogue.plan, work) ||
+                             collects_parts<kRows, kColumns, kThreads>(epilogue, sSums, work.tile, rows_here);
+    if (is_complete) {
+        for_own_chunks<kRows, kColumns, kThreads>(epilogue, sSums, position,
+                                                  [&](const ChunkSums& sums, int64_t row, int32_t column) {
+                                                      finish<kDataType>(epilogue, sums, row, column);
+                                                  });
+    }
+    __syncthreads();
+    return is_complete;
 }
 
 }  // namespace fastattn

@@ -238,12 +238,11 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
     const Int8WeightView& weight = params.weight;
     const int32_t num_tokens = params.input.rows, num_outputs = weight.rows, depth = weight.columns;
     const auto own_work = [&] {  // computed where it is needed, instead of held in registers
-        return matmul_work(ptx::opaque(blockIdx.x), ceil_div(ptx::opaque(num_tokens), kBlockM),
-                           ceil_div(ptx::opaque(num_outputs), kBlockN), ceil_div(ptx::opaque(depth), kBlockK),
-                           params.epilogue.num_splits);
+        return first_work(params.epilogue.plan, ptx::opaque(blockIdx.x));
     };
     const MatmulWork work = own_work();
-    const int32_t first_token = work.token_tile * kBlockM, first_output = work.output_tile * kBlockN;
+    const TilePosition position = tile_position(params.epilogue.plan, work.tile);
+    const int32_t first_token = position.token_tile * kBlockM, first_output = position.output_tile * kBlockN;
     const int thread = threadIdx.x;
     const bool is_grouped = weight.group_shift != Int8WeightView::kOneGroup;
 
@@ -275,7 +274,7 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
     const int32_t end_of_first = std::min(work.end_step, work.begin_step + kNumStages - 1);
     for (int32_t step = work.begin_step; step < end_of_first; ++step) load_w(step);
     quantize_tokens<kDataType, kBlockM, kNumThreads>(params.input, params.quantized, shared.quantize);
-    wait_for_tokens<kBlockM, kNumThreads>(params.quantized, num_tokens, work.token_tile);
+    wait_for_tokens<kBlockM, kNumThreads>(params.quantized, num_tokens, position.token_tile);
     for (int32_t step = work.begin_step; step < work.begin_step + kNumStages - 1; ++step) {
         if (step < end_of_first) load_x(step);
         ptx::cp_async_commit_group();
@@ -327,9 +326,8 @@ void launch_int8_matmul_s8_sm80(const Int8MatmulParams& params, Stream stream) {
     using Config = Int8MatmulS8ConfigSm80<kBlockM>;
     static const std::string name =
         "int8_matmul_s8_sm80<" + std::to_string(kBlockM) + ", " + to_string(kDataType) + ">";
-    const int64_t tiles = int64_t{ceil_div(params.input.rows, kBlockM)} * ceil_div(params.weight.rows, Config::kBlockN);
-    const Launch launch{name.c_str(), /*compute_capability=*/80, tiles * params.epilogue.num_splits,
-                        Config::kNumThreads, sizeof(Int8MatmulS8StorageSm80<Config>)};
+    const Launch launch{name.c_str(), /*compute_capability=*/80, num_ctas(params.epilogue.plan), Config::kNumThreads,
+                        sizeof(Int8MatmulS8StorageSm80<Config>)};
     launch_kernel(int8_matmul_s8_sm80<kBlockM, kDataType>, launch, params, stream);
 }
 

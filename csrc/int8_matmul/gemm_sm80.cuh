@@ -16,8 +16,8 @@
 // 128, the LOP3 would go, and a second copy of all weights or a conversion at each state dict would come.
 // Scales per tensor or channel multiply the finished sums. Per group along K they multiply the sums of 32 k.
 // SwiGLU takes 64 gates and the 64 ups of the same outputs into a tile; sums meet in the epilogue, when they are whole.
-// Few tokens have too few tiles to fill the GPU: then several CTAs share one, each with a part of K (work.h), and the
-// last of them to finish adds up the parts.
+// Tiles that do not fill the GPU are shared by CTAs, each with a part of K (work.h); the last of them to finish adds up
+// the parts. So the steps above are those of one piece of a CTA's work: then it may go on to another tile.
 // Preconditions: those of Int8WeightView and MatrixView. N and K may be any: copies end with a row, to the byte.
 #pragma once
 
@@ -26,7 +26,9 @@
 
 #include "device/dequantize.cuh"
 #include "device/fragment.cuh"
+#include "device/pipeline.cuh"
 #include "device/ptx/cp_async.cuh"
+#include "device/ptx/opaque.cuh"
 #include "device/stream_copy.cuh"
 #include "device/swizzle.cuh"
 #include "host/host_device.h"
@@ -88,10 +90,12 @@ struct alignas(128) Int8MatmulStageSm80 {
 };
 
 template <typename Config>
-union alignas(128) Int8MatmulStorageSm80 {
-    Int8MatmulStageSm80<Config> stages[Config::kNumStages];
-    float sums[Config::kBlockM * SumsLayout<Config::kBlockN>::kRowElements];  // at the end
-    static_assert(sizeof(Int8MatmulStageSm80<Config>) * Config::kNumStages <= 99 << 10, "sm_86, sm_89, sm_120");
+struct alignas(128) Int8MatmulStorageSm80 {
+    union {
+        Int8MatmulStageSm80<Config> stages[Config::kNumStages];
+        float sums[Config::kBlockM * SumsLayout<Config::kBlockN>::kRowElements];  // at the end
+    };
+    MatmulWork work;  // while registers are scarce
 };
 
 // rY[kTilesN][kTilesM] += W · Xᵀ over one stage, for the warp whose outputs start at warp_n.
@@ -173,7 +177,7 @@ __device__ __forceinline__ void stage_sums(float* sSums, const float (&rY)[Confi
 }
 
 template <int kBlockM, DataType kDataType>
-__global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, 2)
+__global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, kCtasPerMultiprocessor)
     int8_matmul_sm80(const __grid_constant__ Int8MatmulParams params) {
     using Config = Int8MatmulConfigSm80<kBlockM>;
     constexpr int kBlockN = Config::kBlockN, kHalfN = Config::kHalfN, kBlockK = Config::kBlockK;
@@ -181,79 +185,76 @@ __global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, 2)
     constexpr int kNumStages = Config::kNumStages, kNumThreads = Config::kNumThreads;
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<Int8MatmulStorageSm80<Config>*>(shared_bytes);
+    static_assert(sizeof(shared) <= 99 << 10, "sm_86, sm_89, sm_120");
 
-    // Prologue: which tile, and which part of its sum.
     const Int8WeightView& weight = params.weight;
     const int32_t num_tokens = params.input.rows, num_outputs = params.epilogue.out.columns, depth = weight.columns;
-    const MatmulWork work = matmul_work(blockIdx.x, ceil_div(num_tokens, kBlockM), ceil_div(weight.rows, kBlockN),
-                                        ceil_div(depth, kBlockK), params.epilogue.num_splits);
-    const int32_t first_token = work.token_tile * kBlockM;
-    const int32_t first_output = work.output_tile * params.epilogue.result_columns(kBlockN);
-    const int32_t second_row = first_output + (params.epilogue.is_gated() ? num_outputs : kHalfN);  // SwiGLU's first up
-    const int warp_n = threadIdx.x / kWarpSize * Config::kWarpN, lane = threadIdx.x % kWarpSize;
     const bool is_grouped = weight.group_shift != Int8WeightView::kOneGroup;
-    float rY[kTilesN][kTilesM][4] = {};  // [32 outputs, kBlockM tokens]
+    MatmulWork work = first_work(params.epilogue.plan, blockIdx.x);
+    do {  // a tile, and a part of its sum
+        const TilePosition position = tile_position(params.epilogue.plan, work.tile);
+        const int32_t first_token = position.token_tile * kBlockM;
+        const int32_t first_output = position.output_tile * params.epilogue.result_columns(kBlockN);
+        const int thread = ptx::opaque(threadIdx.x);  // nothing that comes of it is kept from piece to piece
+        const int warp_n = thread / kWarpSize * Config::kWarpN, lane = thread % kWarpSize;
+        float rY[kTilesN][kTilesM][4] = {};  // [32 outputs, kBlockM tokens]
+        if (thread == 0) shared.work = work;
 
-    // Producer: every thread copies its chunks of each step, and the scales of one output.
-    const int64_t first_k = int64_t{work.begin_step} * kBlockK;
-    TileStream<WeightLayout<kBlockK>, kHalfN, kNumThreads> load_w[2] = {
-        {weight.data + first_output * weight.row_stride + first_k, weight.row_stride, static_cast<int>(threadIdx.x)},
-        {weight.data + second_row * weight.row_stride + first_k, weight.row_stride, static_cast<int>(threadIdx.x)}};
-    TileStream<TokenLayout<kBlockK>, kBlockM, kNumThreads> load_x(
-        params.input.data + first_token * params.input.row_stride + first_k, params.input.row_stride * 2, threadIdx.x);
-    const bool is_second = threadIdx.x >= kHalfN;
-    const int32_t scale_row = (is_second ? second_row : first_output) + threadIdx.x % kHalfN;
-    const bool has_output = scale_row < (is_second ? weight.rows : num_outputs);
-    const float* gScale = weight.scale + int64_t{scale_row} * weight.groups;
-    const auto load = [&](int32_t step) {
-        auto& stage = shared.stages[step % kNumStages];
-        const int32_t left = depth - step * kBlockK;
-        load_w[0].load(shared_address(stage.sW), num_outputs - first_output, left, kBlockK);
-        load_w[1].load(shared_address(stage.sW + kHalfN * kBlockK), weight.rows - second_row, left, kBlockK);
-        load_x.load(shared_address(stage.sX), num_tokens - first_token, left * 2, kBlockK * 2);
-        if (!is_grouped) return;
-        const int32_t first_group = step * Config::kBlocksK >> weight.group_shift;
-        for (int group = 0; group <= (Config::kBlocksK - 1) >> weight.group_shift; ++group) {
-            const bool exists = has_output && first_group + group < weight.groups;
-            ptx::cp_async_ca_4(shared_address(&stage.sScale[group][threadIdx.x]), gScale + first_group + group,
-                               exists ? sizeof(float) : 0);
-        }
-    };
+        // Producer: every thread copies its chunks of each step, and the scales of one output.
+        const int64_t first_k = int64_t{work.begin_step} * kBlockK;
+        TileStream<WeightLayout<kBlockK>, kHalfN, kNumThreads> load_w(
+            weight.data + first_output * weight.row_stride + first_k, weight.row_stride, thread);
+        TileStream<TokenLayout<kBlockK>, kBlockM, kNumThreads> load_x(
+            params.input.data + first_token * params.input.row_stride + first_k, params.input.row_stride * 2, thread);
+        const auto load = [&](int32_t step, int stage_idx) {
+            auto& stage = shared.stages[stage_idx];
+            const int32_t left = depth - step * kBlockK;
+            const int32_t to_second = params.epilogue.is_gated() ? num_outputs : kHalfN;  // the first up
+            const int32_t first_row = ptx::opaque(first_output), second_row = first_row + to_second;
+            load_w.load_beside(shared_address(stage.sW + kHalfN * kBlockK), weight.rows - second_row, left,
+                               to_second * weight.row_stride);
+            load_w.load(shared_address(stage.sW), num_outputs - first_row, left, kBlockK);
+            load_x.load(shared_address(stage.sX), num_tokens - first_token, left * 2, kBlockK * 2);
+            if (!is_grouped) return;
+            const bool is_second = thread >= kHalfN;
+            const int32_t scale_row = (is_second ? second_row : first_row) + thread % kHalfN;
+            const bool has_output = scale_row < (is_second ? weight.rows : num_outputs);
+            const int32_t first_group = step * Config::kBlocksK >> weight.group_shift;
+            const float* gScale = weight.scale + int64_t{scale_row} * weight.groups + first_group;
+            for (int group = 0; group <= (Config::kBlocksK - 1) >> weight.group_shift; ++group) {
+                const bool exists = has_output && first_group + group < weight.groups;
+                ptx::cp_async_ca_4(shared_address(&stage.sScale[group][thread]), gScale + group,
+                                   exists ? sizeof(float) : 0);
+            }
+        };
 
-    const auto run_steps = [&](auto grouped) {
-        for (int32_t step = work.begin_step; step < work.begin_step + kNumStages - 1; ++step) {
-            if (step < work.end_step) load(step);
-            ptx::cp_async_commit_group();
+        const auto run_steps = [&](auto grouped) {
+            pipelined_steps<kNumStages>(work.begin_step, work.end_step, load, [&](int32_t, int stage_idx) {
+                multiply_stage<kDataType, grouped.value, Config>(rY, shared.stages[stage_idx], warp_n,
+                                                                 weight.group_shift, lane);
+            });
+        };
+        if (is_grouped) {
+            run_steps(std::true_type{});
+        } else {
+            run_steps(std::false_type{});
         }
-        for (int32_t step = work.begin_step; step < work.end_step; ++step) {
-            ptx::cp_async_wait_group<kNumStages - 2>();  // this step
-            __syncthreads();  // it is there for all; all are done with the step before: it may be overwritten
-            if (step + kNumStages - 1 < work.end_step) load(step + kNumStages - 1);
-            ptx::cp_async_commit_group();
-            multiply_stage<kDataType, grouped.value, Config>(rY, shared.stages[step % kNumStages], warp_n,
-                                                             weight.group_shift, lane);
-        }
-    };
-    if (is_grouped) {
-        run_steps(std::true_type{});
-    } else {
-        run_steps(std::false_type{});
-    }
 
-    // Epilogue: the sums pass through shared memory, so that rows of the result are written by neighbouring threads.
-    __syncthreads();  // all are done with the stages
-    stage_sums<kDataType, Config>(shared.sums, rY, warp_n, lane);
-    __syncthreads();  // the tile is complete
-    finish_tile<kDataType, kBlockM, kBlockN, kNumThreads>(params.epilogue, shared.sums, work);
+        // Epilogue: the sums pass through shared memory, so that rows of the result are written by neighbouring threads.
+        __syncthreads();  // all are done with the stages
+        work = shared.work;
+        stage_sums<kDataType, Config>(shared.sums, rY, warp_n, lane);
+        __syncthreads();  // the tile is complete
+        finish_tile<kDataType, kBlockM, kBlockN, kNumThreads>(params.epilogue, shared.sums, work);
+    } while (next_work(params.epilogue.plan, work));
 }
 
 template <int kBlockM, DataType kDataType>
 void launch_int8_matmul_sm80(const Int8MatmulParams& params, Stream stream) {
     using Config = Int8MatmulConfigSm80<kBlockM>;
     static const std::string name = "int8_matmul_sm80<" + std::to_string(kBlockM) + ", " + to_string(kDataType) + ">";
-    const int64_t tiles = int64_t{ceil_div(params.input.rows, kBlockM)} * ceil_div(params.weight.rows, Config::kBlockN);
-    const Launch launch{name.c_str(), /*compute_capability=*/80, tiles * params.epilogue.num_splits,
-                        Config::kNumThreads, sizeof(Int8MatmulStorageSm80<Config>)};
+    const Launch launch{name.c_str(), /*compute_capability=*/80, num_ctas(params.epilogue.plan), Config::kNumThreads,
+                        sizeof(Int8MatmulStorageSm80<Config>)};
     launch_kernel(int8_matmul_sm80<kBlockM, kDataType>, launch, params, stream);
 }
 

@@ -17,6 +17,7 @@
 
 #include "device/dequantize.cuh"
 #include "device/fragment.cuh"
+#include "device/pipeline.cuh"
 #include "device/ptx/cp_async.cuh"
 #include "device/ptx/ldmatrix.cuh"
 #include "device/stream_copy.cuh"
@@ -172,7 +173,7 @@ __device__ __forceinline__ void stage_sums(float* sSums, const float (&rX)[Confi
 }
 
 template <int kBlockM, DataType kDataType>
-__global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads, 2)
+__global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads, kCtasPerMultiprocessor)
     int8_matmul_grad_input_sm80(const __grid_constant__ Int8MatmulParams params) {
     using Config = Int8GradInputConfigSm80<kBlockM>;
     constexpr int kBlockN = Config::kBlockN, kBlockK = Config::kBlockK, kNumStages = Config::kNumStages;
@@ -180,69 +181,65 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<Int8GradInputStorageSm80<Config>*>(shared_bytes);
 
-    // Prologue: which tile, and which part of its sum.
     const Int8WeightView& weight = params.weight;
     const int32_t num_tokens = params.input.rows, num_columns = weight.columns, depth = weight.rows;
-    const MatmulWork work = matmul_work(blockIdx.x, ceil_div(num_tokens, kBlockM), ceil_div(num_columns, kBlockK),
-                                        ceil_div(depth, kBlockN), params.epilogue.num_splits);
-    const int32_t first_token = work.token_tile * kBlockM, first_column = work.output_tile * kBlockK;
     const int warp_k = threadIdx.x / kWarpSize * Config::kWarpK, lane = threadIdx.x % kWarpSize;
     const int warp_group = warp_k / Config::kSmallestGroup >> weight.group_shift;  // of the tile's
-    FactorRange<kDataType> range;
-    float rX[kTilesK][kTilesM][4] = {};  // [32 columns, kBlockM tokens]
+    const MatmulPlan& plan = params.epilogue.plan;
+    MatmulWork work = first_work(plan, blockIdx.x);
+    do {  // a tile, and a part of its sum
+        const TilePosition position = tile_position(plan, work.tile);
+        const int32_t first_token = position.token_tile * kBlockM, first_column = position.output_tile * kBlockK;
+        FactorRange<kDataType> range;
+        float rX[kTilesK][kTilesM][4] = {};  // [32 columns, kBlockM tokens]
 
-    // Producer: every thread copies its chunks of each step, and scales of one n.
-    const int64_t first_n = int64_t{work.begin_step} * kBlockN;
-    TileStream<SwizzledLayout, kBlockN, kNumThreads> load_w(weight.data + first_n * weight.row_stride + first_column,
-                                                            weight.row_stride, threadIdx.x);
-    TileStream<SwizzledLayout, kBlockM, kNumThreads> load_g(
-        params.input.data + first_token * params.input.row_stride + first_n, params.input.row_stride * 2, threadIdx.x);
-    const int scale_n = threadIdx.x % kBlockN;
-    const int32_t first_group = first_column / Config::kSmallestGroup >> weight.group_shift;
-    const auto load = [&](int32_t step) {
-        auto& stage = shared.stages[step % kNumStages];
-        const int32_t left = depth - step * kBlockN;
-        load_w.load(shared_address(stage.sW), left, num_columns - first_column, kBlockN * weight.row_stride);
-        load_g.load(shared_address(stage.sG), num_tokens - first_token, left * 2, kBlockN * 2);
-        const float* gScale =
-            weight.scale + (int64_t{step} * kBlockN + scale_n) * weight.scale_row_stride + first_group;
-        const int last_group = (Config::kMaxGroups - 1) >> weight.group_shift;
-        for (int group = threadIdx.x / kBlockN; group <= last_group; group += kNumThreads / kBlockN) {
-            const bool exists = scale_n < left && first_group + group < weight.groups;
-            ptx::cp_async_ca_4(shared_address(&stage.sScale[group][scale_n]), gScale + group,
-                               exists ? sizeof(float) : 0);
+        // Producer: every thread copies its chunks of each step, and scales of one n.
+        const int64_t first_n = int64_t{work.begin_step} * kBlockN;
+        TileStream<SwizzledLayout, kBlockN, kNumThreads> load_w(
+            weight.data + first_n * weight.row_stride + first_column, weight.row_stride, threadIdx.x);
+        TileStream<SwizzledLayout, kBlockM, kNumThreads> load_g(
+            params.input.data + first_token * params.input.row_stride + first_n, params.input.row_stride * 2,
+            threadIdx.x);
+        const int scale_n = threadIdx.x % kBlockN;
+        const int32_t first_group = first_column / Config::kSmallestGroup >> weight.group_shift;
+        const auto load = [&](int32_t step, int stage_idx) {
+            auto& stage = shared.stages[stage_idx];
+            const int32_t left = depth - step * kBlockN;
+            load_w.load(shared_address(stage.sW), left, num_columns - first_column, kBlockN * weight.row_stride);
+            load_g.load(shared_address(stage.sG), num_tokens - first_token, left * 2, kBlockN * 2);
+            const float* gScale =
+                weight.scale + (int64_t{step} * kBlockN + scale_n) * weight.scale_row_stride + first_group;
+            const int last_group = (Config::kMaxGroups - 1) >> weight.group_shift;
+            for (int group = threadIdx.x / kBlockN; group <= last_group; group += kNumThreads / kBlockN) {
+                const bool exists = scale_n < left && first_group + group < weight.groups;
+                ptx::cp_async_ca_4(shared_address(&stage.sScale[group][scale_n]), gScale + group,
+                                   exists ? sizeof(float) : 0);
+            }
+        };
+
+        const auto run_steps = [&](auto&& sum_tokens) {
+            pipelined_steps<kNumStages>(work.begin_step, work.end_step, load, [&](int32_t step, int stage_idx) {
+                const auto& stage = shared.stages[stage_idx];
+                multiply_stage<kDataType, Config>(rX, range, stage, warp_k, warp_group, lane);
+                sum_tokens(step, stage.sG);
+            });
+        };
+        TokenSums<kDataType, Config> token_sums(params.token_sums, position, work.begin_step, plan.output_tiles);
+        if (token_sums.are_wanted()) {
+            run_steps([&](int32_t step, const uint16_t* sG) { token_sums.sum(step, sG); });
+        } else {
+            run_steps([](int32_t, const uint16_t*) {});
         }
-    };
 
-    for (int32_t step = work.begin_step; step < work.begin_step + kNumStages - 1; ++step) {
-        if (step < work.end_step) load(step);
-        ptx::cp_async_commit_group();
-    }
-    const auto main_loop = [&](auto&& sum_tokens) {
-        for (int32_t step = work.begin_step; step < work.end_step; ++step) {
-            ptx::cp_async_wait_group<kNumStages - 2>();  // this step
-            __syncthreads();  // it is there for all; all are done with the step before: it may be overwritten
-            if (step + kNumStages - 1 < work.end_step) load(step + kNumStages - 1);
-            ptx::cp_async_commit_group();
-            const auto& stage = shared.stages[step % kNumStages];
-            multiply_stage<kDataType, Config>(rX, range, stage, warp_k, warp_group, lane);
-            sum_tokens(step, stage.sG);
-        }
-    };
-    TokenSums<kDataType, Config> token_sums(params.token_sums, work, ceil_div(num_columns, kBlockK));
-    if (token_sums.are_wanted()) {
-        main_loop([&](int32_t step, const uint16_t* sG) { token_sums.sum(step, sG); });
-    } else {
-        main_loop([](int32_t, const uint16_t*) {});
-    }
-
-    // Epilogue: the sums pass through shared memory, so that rows of the result are written by neighbouring threads.
-    const float unit = range.unit * Int8Decoding<kDataType>::kUnit;
-    __syncthreads();  // all are done with the stages
-    stage_sums<Config>(shared.sums, rX, unit, warp_k, lane);
-    __syncthreads();  // the tile is complete
-    const bool is_finished = finish_tile<kDataType, kBlockM, kBlockK, kNumThreads>(params.epilogue, shared.sums, work);
-    if (is_finished) token_sums.finish_tile(params.epilogue.token, ceil_div(num_tokens, kBlockM));
+        // Epilogue: the sums pass through shared memory, so that rows of the result are written by neighbouring threads.
+        const float unit = range.unit * Int8Decoding<kDataType>::kUnit;
+        __syncthreads();  // all are done with the stages
+        stage_sums<Config>(shared.sums, rX, unit, warp_k, lane);
+        __syncthreads();  // the tile is complete
+        const bool is_complete =
+            finish_tile<kDataType, kBlockM, kBlockK, kNumThreads>(params.epilogue, shared.sums, work);
+        if (is_complete) token_sums.finish_tile(params.epilogue.token, plan.token_tiles);
+    } while (next_work(plan, work));
 }
 
 template <int kBlockM, DataType kDataType>
@@ -250,10 +247,8 @@ void launch_int8_matmul_grad_input_sm80(const Int8MatmulParams& params, Stream s
     using Config = Int8GradInputConfigSm80<kBlockM>;
     static const std::string name =
         "int8_matmul_grad_input_sm80<" + std::to_string(kBlockM) + ", " + to_string(kDataType) + ">";
-    const int64_t tiles =
-        int64_t{ceil_div(params.input.rows, kBlockM)} * ceil_div(params.weight.columns, Config::kBlockK);
-    const Launch launch{name.c_str(), /*compute_capability=*/80, tiles * params.epilogue.num_splits,
-                        Config::kNumThreads, sizeof(Int8GradInputStorageSm80<Config>)};
+    const Launch launch{name.c_str(), /*compute_capability=*/80, num_ctas(params.epilogue.plan), Config::kNumThreads,
+                        sizeof(Int8GradInputStorageSm80<Config>)};
     launch_kernel(int8_matmul_grad_input_sm80<kBlockM, kDataType>, launch, params, stream);
 }
 

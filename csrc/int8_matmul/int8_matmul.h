@@ -5,6 +5,7 @@
 
 #include "host/host_device.h"
 #include "host/params.h"
+#include "int8_matmul/work.h"
 
 namespace fastattn {
 
@@ -47,17 +48,13 @@ struct MatmulEpilogue {
     Activation activation;
     MatrixView<const uint16_t> residual;  // data is null where there is none
     MatrixView<uint16_t> out;
-    int32_t num_splits;  // CTAs that share a tile
-    float* partial;      // [num_splits, rows, partial_columns()], or null: one split
-    uint64_t* arrivals;  // [tiles], see device/arrivals.cuh
+    MatmulPlan plan;
+    float* partial;      // [num_places(plan), rows, columns of a tile], or null: no tile is shared
+    uint64_t* arrivals;  // [shared tiles], see device/arrivals.cuh
     uint64_t token;
 
     FASTATTN_HOST_DEVICE bool is_gated() const { return activation == Activation::kSwiglu; }
     FASTATTN_HOST_DEVICE int32_t sum_columns() const { return is_gated() ? 2 * out.columns : out.columns; }
-    // A row's sums, or its gates and then its ups, each in whole chunks.
-    FASTATTN_HOST_DEVICE int32_t partial_columns() const {
-        return ceil_div(out.columns, kEpilogueColumns) * kEpilogueColumns * (is_gated() ? 2 : 1);
-    }
     // How many columns of the result a tile of that many columns of sums makes.
     FASTATTN_HOST_DEVICE int32_t result_columns(int32_t tile_columns) const {
         return is_gated() ? tile_columns / 2 : tile_columns;

@@ -1,65 +1,48 @@
-// Tiles of the int8 matmul kernels for sm_80, and the list of block sizes that they exist for.
+// Tiles of the int8 matmul kernels for sm_80, the list of block sizes that they exist for, and which of
+// them is taken.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
 #include <utility>
+
+#include "int8_matmul/work.h"
 
 namespace fastattn {
 
-// Tokens of a CTA's tile: the first that is not less than M, else the last.
-using Int8MatmulBlockMs = std::integer_sequence<int, 16, 64, 96, 128>;
+// Tokens of a CTA's tile. A tile takes as long as it is wide as soon as the tensor cores bind, so there is one for every
+// 16: between neighbouring M no more is lost than that.
+using Int8MatmulBlockMs = std::integer_sequence<int, 16, 32, 48, 64, 80, 96, 112, 128>;
+
+// Shared memory for the stages of a CTA: kCtasPerMultiprocessor find room in the 164 KB of sm_80.
+inline constexpr int kInt8StageBytes = 80 << 10;
 
 // Four warps, each with 32 of the tile's 128 outputs and all of its tokens: every weight is loaded and dequantised by
-// one warp alone. A step takes kBlockK of the sum in the forward pass, and kBlockN in grad_input.
-template <int kBlockM>
-struct Int8MatmulTileSm80;
-
-// Bound by the weights' bytes: 48 KB of them are on their way to each CTA, in rows of 128 bytes.
-template <>
-struct Int8MatmulTileSm80<16> {
-    static constexpr int kBlockM = 16;
+// one warp alone. 128 accumulators a thread with 128 tokens. Per k of 32, a warp then issues 64 HMMA, which take 512
+// clocks on sm_80, and 20 loads of 16 bytes a lane or less; the CTA's loads take 288 clocks of shared memory.
+// Few tokens are bound by the weights' bytes: they are loaded in rows of 128, and 64 KB of them are on their way to a
+// multiprocessor.
+template <int kBlockM_>
+struct Int8MatmulTileSm80 {
+    static constexpr int kBlockM = kBlockM_;
     static constexpr int kBlockN = 128;
-    static constexpr int kBlockK = 128;
+    static constexpr int kBlockK = kBlockM <= 32 ? 128 : 64;
     static constexpr int kNumWarps = 4;
-    static constexpr int kNumStages = 4;
+    static constexpr int kStageBytes = kBlockN * kBlockK + kBlockM * kBlockK * 2 + kBlockK / 32 * kBlockN * 4;
+    static constexpr int kNumStages = std::min(6, kInt8StageBytes / kStageBytes);
+    static constexpr MatmulTile kMatmulTile{kBlockM, kBlockN, kBlockK};
 };
 
-template <>
-struct Int8MatmulTileSm80<64> {
-    static constexpr int kBlockM = 64;
-    static constexpr int kBlockN = 128;
-    static constexpr int kBlockK = 64;
-    static constexpr int kNumWarps = 4;
-    static constexpr int kNumStages = 4;
-};
-
-// Between 64 and 128 tokens the tensor cores bind, and a tile takes as long as it is wide.
-template <>
-struct Int8MatmulTileSm80<96> {
-    static constexpr int kBlockM = 96;
-    static constexpr int kBlockN = 128;
-    static constexpr int kBlockK = 64;
-    static constexpr int kNumWarps = 4;
-    static constexpr int kNumStages = 4;
-};
-
-// 128 accumulators a thread. Per k of 32, a warp issues 64 HMMA, which take 512 clocks on sm_80, and 20 loads of
-// 16 bytes a lane or less; the CTA's loads take 288 clocks of shared memory.
-template <>
-struct Int8MatmulTileSm80<128> {
-    static constexpr int kBlockM = 128;
-    static constexpr int kBlockN = 128;
-    static constexpr int kBlockK = 64;
-    static constexpr int kNumWarps = 4;
-    static constexpr int kNumStages = 3;
-};
-
+// The same, with columns of dX for outputs: a step takes kBlockN of the sum.
 template <int kBlockM_>
 struct Int8GradInputTileSm80 {
     static constexpr int kBlockM = kBlockM_;
     static constexpr int kBlockK = 128;
     static constexpr int kBlockN = 64;
     static constexpr int kNumWarps = 4;
-    static constexpr int kNumStages = kBlockM == 16 ? 6 : kBlockM < 128 ? 4 : 3;
+    static constexpr int kStageBytes = kBlockN * kBlockK + kBlockM * kBlockN * 2 + kBlockK / 32 * kBlockN * 4;
+    static constexpr int kNumStages = std::min(6, kInt8StageBytes / kStageBytes);
+    static constexpr MatmulTile kMatmulTile{kBlockM, kBlockK, kBlockN};
 };
 
 // The same with int8 activations. kWarpsN: how many warps lie along the outputs, where a row of weights has one scale.
@@ -84,6 +67,11 @@ struct Int8GradInputTileSm80 {
 // So large matmuls are bound by IMMA where a row has one scale, and by the scaling of sums with groups of 32.
 using Int8MatmulS8BlockMs = std::integer_sequence<int, 16, 64, 128>;
 
+// Nothing is dequantised, and a CTA has one tile: the kernel has no registers left to go on to another.
+constexpr MatmulTile s8_tile(int32_t tokens, int32_t outputs, int32_t depth) {
+    return {tokens, outputs, depth, /*multiply_adds=*/2048, /*dequantisation=*/0, /*goes_on=*/false};
+}
+
 template <int kBlockM>
 struct Int8MatmulS8TileSm80;
 
@@ -95,6 +83,7 @@ struct Int8MatmulS8TileSm80<16> {
     static constexpr int kNumWarps = 4;
     static constexpr int kWarpsN = 4;
     static constexpr int kNumStages = 4;
+    static constexpr MatmulTile kMatmulTile = s8_tile(kBlockM, kBlockN, kBlockK);
 };
 
 template <>
@@ -105,6 +94,7 @@ struct Int8MatmulS8TileSm80<64> {
     static constexpr int kNumWarps = 4;
     static constexpr int kWarpsN = 4;
     static constexpr int kNumStages = 3;
+    static constexpr MatmulTile kMatmulTile = s8_tile(kBlockM, kBlockN, kBlockK);
 };
 
 // 128 accumulators a thread: 64 outputs of 64 tokens. 32 of 128, as with groups, would take 448 clocks of shared
@@ -117,6 +107,15 @@ struct Int8MatmulS8TileSm80<128> {
     static constexpr int kNumWarps = 4;
     static constexpr int kWarpsN = 2;
     static constexpr int kNumStages = 4;
+    static constexpr MatmulTile kMatmulTile = s8_tile(kBlockM, kBlockN, kBlockK);
 };
+
+// Which of the tiles a matmul takes, and what each CTA does of it.
+template <template <int> typename Tile, int... kBlockMs>
+MatmulChoice fastest_tile(int32_t tokens, int32_t outputs, int32_t depth, int32_t multiprocessors,
+                          std::integer_sequence<int, kBlockMs...>) {
+    static constexpr MatmulTile kTiles[] = {Tile<kBlockMs>::kMatmulTile...};
+    return fastest_tile(tokens, outputs, depth, kTiles, multiprocessors);
+}
 
 }  // namespace fastattn

@@ -17,7 +17,7 @@
 
 namespace fastattn {
 
-// Of one tile of the result. Config: kBlockM tokens and kBlockN of the sum are in shared memory in a step.
+// Of one piece of work on a tile of the result. Config: kBlockM tokens and kBlockN of the sum are in shared memory in a step.
 template <DataType kDataType, typename Config>
 struct TokenSums {
     static constexpr int kBlockN = Config::kBlockN;
@@ -28,9 +28,10 @@ struct TokenSums {
     int32_t token_tile, column, tile_columns;
     int32_t next_step;  // that this CTA adds up
 
-    __device__ __forceinline__ TokenSums(const TokenSumsView& view, const MatmulWork& work, int32_t tile_columns)
-        : view(view), token_tile(work.token_tile), column(work.output_tile), tile_columns(tile_columns) {
-        const int32_t steps_before = max(work.begin_step - column, 0);
+    __device__ __forceinline__ TokenSums(const TokenSumsView& view, const TilePosition& position, int32_t begin_step,
+                                         int32_t tile_columns)
+        : view(view), token_tile(position.token_tile), column(position.output_tile), tile_columns(tile_columns) {
+        const int32_t steps_before = max(begin_step - column, 0);
         next_step = column + ceil_div(steps_before, tile_columns) * tile_columns;
     }
 

@@ -1,39 +1,239 @@
-// Which part of a matmul each CTA computes: a tile of the result over a range of the sum.
+// Which part of a matmul each CTA computes: whole tiles of the result, and stream-K (Osama et al., 2023) for those that
+// would not fill the GPU.
+//
+// A tile's sum is so many steps; the GPU holds so many CTAs at a time: its slots. The first tiles are shared:
+// their steps form a line, by tile and then by step, that is cut into ranges which differ by a step at most. Each range
+// is a CTA's; it may be the end of one tile, a whole one, and the beginning of another. The other tiles are one CTA's
+// each, without partial sums, and fill all slots so many times. With 10 tiles on 4 slots:
+//
+//   shared tiles   | 0      | 1      | 2      | 3      | 4      | 5      |   whole tiles   6, 7, 8, 9
+//   CTAs           | 0          | 1          | 2          | 3            |   CTAs          4, 5, 6, 7
+//
+// Ranges are longer than tiles here: a tile has two parts at most. Where there are fewer tiles than slots, a tile has
+// many; then parts that end with a tile are often better than as many as there are slots, as a piece of work costs a
+// start of the pipeline, and a part a way through L2.
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "host/host_device.h"
 
 namespace fastattn {
 
-// How many CTAs share a tile, at most 255. Where one for each would keep less than nine tenths of the multiprocessors
-// busy, the smallest number that does better; but each has at least kMinSteps steps, to fill its pipeline.
-inline int32_t num_splits(int64_t tiles, int32_t steps, int32_t multiprocessors) {
-    constexpr int32_t kMinSteps = 4, kMaxSplits = 255;
-    const int64_t wanted = (9 * int64_t{multiprocessors} + 10 * tiles - 1) / (10 * tiles);
-    return static_cast<int32_t>(std::max<int64_t>(1, std::min<int64_t>({steps / kMinSteps, wanted, kMaxSplits})));
-}
+// That is what launch bounds and shared memory of the kernels allow on sm_80 and sm_90: one hides the other's starts and
+// ends. Where only one fits (sm_86, sm_89), two halves of the slots come one after the other.
+inline constexpr int32_t kCtasPerMultiprocessor = 2;
 
-struct MatmulWork {
-    int32_t tile, token_tile, output_tile;
-    int32_t split, begin_step, end_step;
+struct MatmulTile {
+    int32_t tokens, outputs;  // of the result
+    int32_t depth;            // of the sum, in a step
+    // On an A100: of a multiprocessor in a clock; and what weights cost before they are multiplied, as so many tokens.
+    // To dequantise them (44 instructions of a warp per 32 k) and to wait for them counts as 16, 64 clocks: as if nothing
+    // of it were hidden.
+    int32_t multiply_adds = 1024, dequantisation = 16;
+    bool goes_on = true;  // whether a CTA may go on to another tile
 };
 
-// The part of a CTA. All tokens pass over kGroup blocks of weights, which stay in L2 meanwhile, then over the next ones. CTAs that share a
-// tile lie far apart.
-FASTATTN_HOST_DEVICE MatmulWork matmul_work(int32_t cta, int32_t token_tiles, int32_t output_tiles, int32_t steps,
-                                            int32_t splits) {
+// Tiles [0, shared_tiles) are cut into num_ranges ranges, of a step or more.
+struct MatmulPlan {
+    int32_t token_tiles, output_tiles, steps;  // steps of each tile
+    int32_t shared_tiles, num_ranges;
+};
+
+FASTATTN_HOST_DEVICE uint32_t shared_steps(const MatmulPlan& plan) {
+    return static_cast<uint32_t>(plan.shared_tiles) * plan.steps;
+}
+
+// The first step of a range, on the line. matmul_plan() sees to it that no product here passes 32 bits.
+FASTATTN_HOST_DEVICE uint32_t range_begin(const MatmulPlan& plan, uint32_t range) {
+    return range * shared_steps(plan) / plan.num_ranges;
+}
+
+FASTATTN_HOST_DEVICE int32_t range_with(const MatmulPlan& plan, uint32_t step) {
+    return static_cast<int32_t>(((step + 1) * plan.num_ranges - 1) / shared_steps(plan));
+}
+
+struct TilePosition {
+    int32_t token_tile, output_tile;
+};
+
+// All tokens pass over kGroup blocks of weights, which stay in L2 meanwhile, then over the next ones.
+FASTATTN_HOST_DEVICE TilePosition tile_position(const MatmulPlan& plan, int32_t tile) {
     constexpr int32_t kGroup = 8;  // of 128 outputs
-    const int32_t tiles = token_tiles * output_tiles, split = cta / tiles, tile = cta % tiles;
-    const int32_t first_output_tile = tile / (kGroup * token_tiles) * kGroup;
-    const int32_t left = output_tiles - first_output_tile, width = left < kGroup ? left : kGroup;
-    const int32_t in_group = tile % (kGroup * token_tiles);
-    const int32_t shortest = steps / splits, longer = steps % splits;  // the first splits have one step more
-    const int32_t begin_step = split * shortest + (split < longer ? split : longer);
-    return {tile,  in_group / width, first_output_tile + in_group % width,
-            split, begin_step,       begin_step + shortest + (split < longer)};
+    const int32_t first_output_tile = tile / (kGroup * plan.token_tiles) * kGroup;
+    const int32_t left = plan.output_tiles - first_output_tile, width = left < kGroup ? left : kGroup;
+    const int32_t in_group = tile % (kGroup * plan.token_tiles);
+    return {in_group / width, first_output_tile + in_group % width};
+}
+
+// A CTA's work on one tile.
+struct MatmulWork {
+    int32_t tile, begin_step, end_step;
+    int32_t steps_left;  // that the CTA has of the tiles that follow
+};
+
+// So many steps from begin_step on, as far as they are this tile's.
+FASTATTN_HOST_DEVICE MatmulWork work_on_tile(const MatmulPlan& plan, int32_t tile, int32_t begin_step, int32_t steps) {
+    const int32_t here = plan.steps - begin_step < steps ? plan.steps - begin_step : steps;
+    return {tile, begin_step, begin_step + here, steps - here};
+}
+
+FASTATTN_HOST_DEVICE MatmulWork first_work(const MatmulPlan& plan, int32_t cta) {
+    if (cta >= plan.num_ranges) return work_on_tile(plan, plan.shared_tiles + cta - plan.num_ranges, 0, plan.steps);
+    const uint32_t begin = range_begin(plan, cta), end = range_begin(plan, cta + 1);
+    return work_on_tile(plan, begin / plan.steps, begin % plan.steps, end - begin);
+}
+
+// Goes on to the CTA's next piece of work; false if there is none.
+FASTATTN_HOST_DEVICE bool next_work(const MatmulPlan& plan, MatmulWork& work) {
+    if (work.steps_left == 0) return false;
+    work = work_on_tile(plan, work.tile + 1, 0, work.steps_left);
+    return true;
+}
+
+FASTATTN_HOST_DEVICE bool is_whole(const MatmulPlan& plan, const MatmulWork& work) {
+    return work.end_step - work.begin_step == plan.steps;
+}
+
+// The parts of a shared tile's sum, in the order of its steps: CTA first_cta + i makes part i, and leaves it in place(i)
+// of the workspace. A CTA has two places at most: for the tile in which its range begins, and for that in which it ends.
+struct SumParts {
+    int32_t first_cta, count;
+    int32_t first_place;
+
+    FASTATTN_HOST_DEVICE int32_t place(int32_t part) const { return part == 0 ? first_place : first_cta + part; }
+};
+
+FASTATTN_HOST_DEVICE SumParts sum_parts(const MatmulPlan& plan, int32_t tile) {
+    const uint32_t begin = static_cast<uint32_t>(tile) * plan.steps;
+    const int32_t first = range_with(plan, begin), last = range_with(plan, begin + plan.steps - 1);
+    return {first, last - first + 1, range_begin(plan, first) < begin ? plan.num_ranges + first : first};
+}
+
+inline int64_t num_tiles(const MatmulPlan& plan) {
+    return int64_t{plan.token_tiles} * plan.output_tiles;
+}
+
+inline int64_t num_ctas(const MatmulPlan& plan) {
+    return num_tiles(plan) - plan.shared_tiles + plan.num_ranges;
+}
+
+// Whether every range is a part of one tile.
+inline bool ranges_end_with_tiles(const MatmulPlan& plan) {
+    return plan.num_ranges % plan.shared_tiles == 0;
+}
+
+// The most that a CTA has.
+inline int64_t longest_steps(const MatmulPlan& plan) {
+    const int64_t whole = num_tiles(plan) > plan.shared_tiles ? plan.steps : 0;
+    return plan.num_ranges == 0
+               ? whole
+               : std::max(whole, (int64_t{shared_steps(plan)} + plan.num_ranges - 1) / plan.num_ranges);
+}
+
+// Places in the workspace, each of the size of a tile.
+inline int64_t num_places(const MatmulPlan& plan) {
+    if (plan.num_ranges == 0) return 0;
+    return int64_t{plan.num_ranges} * (ranges_end_with_tiles(plan) ? 1 : 2);
+}
+
+// The most parts that a tile can have, and the most tiles of which a range can have a part.
+inline int64_t most_parts(const MatmulPlan& plan) {
+    if (ranges_end_with_tiles(plan)) return plan.num_ranges / plan.shared_tiles;
+    const int64_t shortest = shared_steps(plan) / plan.num_ranges;
+    return (plan.steps - 2) / shortest + 2;
+}
+
+inline int64_t most_pieces(const MatmulPlan& plan) {
+    if (ranges_end_with_tiles(plan)) return 1;
+    const int64_t longest = shared_steps(plan) / plan.num_ranges + 1;
+    return (longest - 2) / plan.steps + 2;
+}
+
+// How long a plan's parts take, in clocks. A prediction for choosing between plans and tiles, not a measurement: from the
+// figures of an A100, with 13 bytes of DRAM a clock and multiprocessor.
+struct MatmulClocks {
+    double step;   // of a CTA, while all slots are busy
+    double piece;  // beside its steps: the pipeline's start, the sums' way through shared memory and out
+    double part;   // that the last CTA of a tile adds: two waits for L2, and its bytes
+};
+
+// Weights come no faster from L2, for the tokens of a second tile, than from DRAM.
+inline MatmulClocks matmul_clocks(const MatmulTile& tile) {
+    const double weights = static_cast<double>(tile.outputs) * tile.depth;
+    const double products = weights * (tile.tokens + tile.dequantisation) / tile.multiply_adds;
+    return {kCtasPerMultiprocessor * std::max(products, weights / 13), 3000, 600 + 12.0 * tile.tokens};
+}
+
+inline double predicted_clocks(const MatmulPlan& plan, const MatmulClocks& clocks, int32_t slots) {
+    const int64_t whole_tiles = num_tiles(plan) - plan.shared_tiles, waves = (whole_tiles + slots - 1) / slots;
+    const double whole = static_cast<double>(waves) * (plan.steps * clocks.step + clocks.piece);
+    if (plan.num_ranges == 0) return whole;
+    return whole + clocks.step * shared_steps(plan) / plan.num_ranges +
+           clocks.piece * static_cast<double>(most_pieces(plan)) +
+           clocks.part * static_cast<double>(most_parts(plan) - 1);
+}
+
+// Whether the ranges fill their pipelines, and stay within 32 bits.
+inline bool can_share(const MatmulPlan& plan) {
+    constexpr int64_t kMinSteps = 4;
+    const int64_t steps = int64_t{plan.shared_tiles} * plan.steps;
+    return steps >= kMinSteps * plan.num_ranges && steps * plan.num_ranges <= INT64_C(0xffffffff);
+}
+
+// The plan that is predicted to be the fastest: all tiles whole; or those beyond the last full wave cut into as many
+// parts each, or into ranges, or into ranges together with a wave of tiles.
+inline MatmulPlan matmul_plan(int32_t tokens, int32_t outputs, int32_t depth, const MatmulTile& tile, int32_t slots) {
+    MatmulPlan best{ceil_div(tokens, tile.tokens), ceil_div(outputs, tile.outputs), ceil_div(depth, tile.depth), 0, 0};
+    const MatmulClocks clocks = matmul_clocks(tile);
+    const int64_t tiles = num_tiles(best);
+    const int32_t rest = static_cast<int32_t>(tiles % slots);
+    double best_clocks = predicted_clocks(best, clocks, slots);
+    const auto improves = [&](int32_t shared_tiles, int32_t num_ranges) {
+        MatmulPlan plan = best;
+        plan.shared_tiles = shared_tiles;
+        plan.num_ranges = num_ranges;
+        if (!can_share(plan)) return false;
+        const double predicted = predicted_clocks(plan, clocks, slots);
+        if (predicted >= best_clocks) return false;
+        best = plan;
+        best_clocks = predicted;
+        return true;
+    };
+    if (rest == 0 || best.steps == 0) return best;
+    for (int32_t parts = 2; parts <= slots / rest && improves(rest, rest * parts);) ++parts;
+    if (!tile.goes_on) return best;
+    improves(rest, slots);
+    if (tiles > slots) improves(rest + slots, slots);
+    return best;
+}
+
+struct MatmulChoice {
+    MatmulTile tile;
+    MatmulPlan plan;
+};
+
+// Of several tiles, by their tokens in ascending order, that with the fastest plan; of those that hold all tokens, the
+// first is enough.
+template <size_t kTiles>
+MatmulChoice fastest_tile(int32_t tokens, int32_t outputs, int32_t depth, const MatmulTile (&tiles)[kTiles],
+                          int32_t multiprocessors) {
+    const int32_t slots = kCtasPerMultiprocessor * multiprocessors;
+    MatmulChoice best{};
+    double best_clocks = std::numeric_limits<double>::infinity();
+    for (const MatmulTile& tile : tiles) {
+        const MatmulPlan plan = matmul_plan(tokens, outputs, depth, tile, slots);
+        const double predicted = predicted_clocks(plan, matmul_clocks(tile), slots);
+        if (predicted < best_clocks) {
+            best = {tile, plan};
+            best_clocks = predicted;
+        }
+        if (tile.tokens >= tokens) break;
+    }
+    return best;
 }
 
 }  // namespace fastattn

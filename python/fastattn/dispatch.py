@@ -351,9 +351,9 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
             kernel = "int8_matmul_s8_sm80" if "int8 activations" in call.features else "int8_matmul_sm80"
             if torch.compiler.is_compiling():  # nobody reads it there, and the graph would be one for a range of tokens
                 return kernel, None
-            by_tokens = native.TILES[kernel]
-            block = next((block for block in by_tokens if call.sizes[0] <= int(block)), max(by_tokens, key=int))
-            return f"{kernel}<{block}, {dtype}>", by_tokens[block]
+            tokens, outputs, depth, *_ = call.sizes
+            block = native.dealt_int8_matmul(kernel, tokens, outputs, depth, device_facts.num_sms).block_m
+            return f"{kernel}<{block}, {dtype}>", native.TILES[kernel][str(block)]
         widest = max(call.head_dim, call.value_dim)
         if call.op == "decode":
             is_int8 = "int8 cache" in call.features

@@ -21,11 +21,16 @@ LIBRARY_PATH = Path(os.environ.get("FASTATTN_LIBRARY") or Path(__file__).with_na
 
 
 class Dealt(ctypes.Structure):
-    """How a launch deals the steps of its main loop: the number of CTAs, and the steps of the longest."""
+    """How a launch deals the steps of its main loop: the number of CTAs, and the steps of the longest.
+
+    ``block_m``: rows of a tile; ``parts``: how many parts of tiles pass through a workspace, at most.
+    """
 
     ctas: int
     longest_steps: int
-    _fields_ = (("ctas", ctypes.c_int64), ("longest_steps", ctypes.c_int64))
+    block_m: int
+    parts: int
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("ctas", "longest_steps", "block_m", "parts"))
 
 
 def _load(path: Path) -> tuple[ctypes.CDLL, dict[str, Any], dict[str, Any]]:
@@ -57,9 +62,12 @@ _LIBRARY, BUILD, TILES = _load(LIBRARY_PATH)
 TAKES_CPU_TENSORS: bool = torch._C._dispatch_has_kernel_for_dispatch_key("fastattn::attention_forward", "CPU")
 
 
-def dealt_int8_matmul(gradient: bool, tokens: int, outputs: int, depth: int, num_sms: int) -> Dealt:
-    """By ``int8_matmul_sm80`` or its gradient, for sums ``[tokens, outputs]``, each of ``depth``."""
-    return _LIBRARY.fastattn_dealt_int8_matmul(gradient, tokens, outputs, depth, num_sms)
+_INT8_KERNELS = ("int8_matmul_sm80", "int8_matmul_grad_input_sm80", "int8_matmul_s8_sm80")
+
+
+def dealt_int8_matmul(kernel: str, tokens: int, outputs: int, depth: int, num_sms: int) -> Dealt:
+    """By one of ``_INT8_KERNELS``, for sums ``[tokens, outputs]``, each of ``depth``."""
+    return _LIBRARY.fastattn_dealt_int8_matmul(_INT8_KERNELS.index(kernel), tokens, outputs, depth, num_sms)
 
 
 def dealt_decode(

@@ -1,0 +1,117 @@
+// The plan of the int8 matmul as Python calls it: what every CTA of a launch does, from the functions that the kernels
+// compile, and how long that takes by a model of a GPU.
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <queue>
+#include <vector>
+
+#include "int8_matmul/tiles_sm80.h"
+#include "int8_matmul/work.h"
+
+using namespace fastattn;
+
+// The tile that the forward pass takes, or the gradient: tokens, outputs, depth.
+extern "C" void fastest_tile_of(const int32_t* sizes, int32_t is_forward, int32_t multiprocessors, int32_t* found) {
+    const auto choose = [&](auto choice) {
+        const int32_t values[] = {choice.tile.tokens, choice.tile.outputs, choice.tile.depth};
+        std::copy(std::begin(values), std::end(values), found);
+    };
+    if (is_forward) {
+        choose(fastest_tile<Int8MatmulTileSm80>(sizes[0], sizes[1], sizes[2], multiprocessors, Int8MatmulBlockMs{}));
+    } else {
+        choose(fastest_tile<Int8GradInputTileSm80>(sizes[0], sizes[1], sizes[2], multiprocessors, Int8MatmulBlockMs{}));
+    }
+}
+
+namespace {
+
+MatmulPlan plan_of(const int32_t* sizes, const int32_t* tile, int32_t slots) {
+    return matmul_plan(sizes[0], sizes[1], sizes[2], MatmulTile{tile[0], tile[1], tile[2]}, slots);
+}
+
+template <typename Function>
+void for_each_piece(const MatmulPlan& plan, int32_t cta, const Function& function) {
+    MatmulWork work = first_work(plan, cta);
+    do function(work);
+    while (next_work(plan, work));
+}
+
+}  // namespace
+
+// sizes: tokens, outputs, depth. facts: token tiles, output tiles, steps, shared tiles, ranges, CTAs, places.
+extern "C" void matmul_plan_facts(const int32_t* sizes, const int32_t* tile, int32_t slots, int64_t* facts) {
+    const MatmulPlan plan = plan_of(sizes, tile, slots);
+    const int64_t values[] = {plan.token_tiles, plan.output_tiles, plan.steps,      plan.shared_tiles,
+                              plan.num_ranges,  num_ctas(plan),    num_places(plan)};
+    std::copy(std::begin(values), std::end(values), facts);
+}
+
+// One row of 9 numbers a piece, of the CTAs [first_cta, end_cta): CTA, tile, token tile, output tile, begin step, end
+// step, and of the parts of its tile: how many, which one this is, where it goes; 1, 0, -1 of a whole tile. Returns how
+// many rows.
+extern "C" int64_t matmul_pieces(const int32_t* sizes, const int32_t* tile, int32_t slots, int32_t first_cta,
+                                 int32_t end_cta, int64_t* rows) {
+    const MatmulPlan plan = plan_of(sizes, tile, slots);
+    const int64_t* first_row = rows;
+    for (int32_t cta = first_cta; cta < end_cta; ++cta) {
+        for_each_piece(plan, cta, [&](const MatmulWork& work) {
+            const TilePosition position = tile_position(plan, work.tile);
+            int64_t count = 1, own = 0, place = -1;
+            if (!is_whole(plan, work)) {
+                const SumParts parts = sum_parts(plan, work.tile);
+                count = parts.count, own = cta - parts.first_cta, place = parts.place(static_cast<int32_t>(own));
+            }
+            const int64_t values[] = {
+                cta, work.tile, position.token_tile, position.output_tile, work.begin_step, work.end_step, count,
+                own, place};
+            rows = std::copy(std::begin(values), std::end(values), rows);
+        });
+    }
+    return (rows - first_row) / 9;
+}
+
+// Clocks until the last CTA has ended, if slots take CTAs in order as they become free. A CTA's pieces take clocks[0]
+// each and clocks[1] a step; the last part of a tile waits for the others, and takes clocks[2] for each of them.
+extern "C" double simulated_clocks(const int32_t* sizes, const int32_t* tile, int32_t slots, const double* clocks) {
+    const MatmulPlan plan = plan_of(sizes, tile, slots);
+    std::priority_queue<double, std::vector<double>, std::greater<>> free_at;
+    for (int32_t slot = 0; slot < slots; ++slot) free_at.push(0);
+    std::vector<int32_t> arrived(plan.shared_tiles);
+    double end = 0;
+    // Ranges are all in the first wave, and move in step: pieces end in the order of their ends in the range.
+    struct Piece {
+        double end;
+        int32_t cta;
+        MatmulWork work;
+    };
+    std::vector<Piece> shared;
+    std::vector<double> late(plan.num_ranges);  // that a CTA spent on adding up parts
+    for (int32_t cta = 0; cta < plan.num_ranges; ++cta) {
+        double now = free_at.top();
+        free_at.pop();
+        for_each_piece(plan, cta, [&](const MatmulWork& work) {
+            now += clocks[0] + clocks[1] * (work.end_step - work.begin_step);
+            shared.push_back({now, cta, work});
+        });
+        late[cta] = now;
+    }
+    std::sort(shared.begin(), shared.end(), [](const Piece& a, const Piece& b) { return a.end < b.end; });
+    for (const Piece& piece : shared) {
+        if (is_whole(plan, piece.work)) continue;
+        const int32_t count = sum_parts(plan, piece.work.tile).count;
+        if (++arrived[piece.work.tile] == count) late[piece.cta] += clocks[2] * (count - 1);
+    }
+    for (const double ended : late) {
+        free_at.push(ended);
+        end = std::max(end, ended);
+    }
+    const double whole = clocks[0] + clocks[1] * plan.steps;
+    for (int64_t cta = plan.num_ranges; cta < num_ctas(plan); ++cta) {
+        const double ended = free_at.top() + whole;
+        free_at.pop();
+        free_at.push(ended);
+        end = std::max(end, ended);
+    }
+    return end;
+}
