@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn import ops, reference
@@ -71,6 +72,8 @@ class _Plan(NamedTuple):
     window: tuple[int, int]
 
 
+# Queries of a sequence. More fill tiles of the attention kernel: a prediction.
+_MOST_DECODED = 64
 _NEEDED = ("query", "k_cache", "v_cache", "cache_seqlens")
 
 
@@ -101,8 +104,10 @@ def attention_with_kv_cache(
     """Appends ``k_new`` and ``v_new`` to a cache in place, then attends over it: one step of generation.
 
     Each sequence's cache is split among many CTAs, whose results are merged (Dao et al., "Flash-Decoding for
-    long-context inference", 2023). Inference only. Lengths and tables stay on the device and are not read back, so that
-    the call works in CUDA graphs; ``cache_seqlens`` is not advanced.
+    long-context inference", 2023). A prompt, of more than 64 queries over a cache that is not int8, is attended to by
+    the kernel of ``attention_varlen`` behind an append, unless ``num_splits`` is given. Inference only. Lengths and
+    tables stay on the device and are not read back, so that the call works in CUDA graphs; ``cache_seqlens`` is not
+    advanced.
 
     Args:
         query: ``[B, Hq, Sq, D]``. Query ``i`` stands at position ``total - Sq + i``, where total counts the append.
@@ -182,29 +187,72 @@ def attention_with_kv_cache(
     else:
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
             check_uncopied(name, cache, "it is written in place")
-        out, lse = ops.attention_decode(
-            choice.backend,
-            query,
-            k_cache,
-            v_cache,
-            cache_seqlens,
-            k_new,
-            v_new,
-            rotary_cos,
-            rotary_sin,
-            rotary_interleaved,
-            block_table,
-            k_scale,
-            v_scale,
-            None if alibi_slopes is None else torch.atleast_2d(alibi_slopes.float()),
-            None if sinks is None else sinks.float(),
-            plan.scale,
-            *plan.window,
-            float(softcap),
-            num_splits,
-            batch_invariant,
+        tensors = tensors._replace(
+            alibi_slopes=None if alibi_slopes is None else torch.atleast_2d(alibi_slopes.float()),
+            sinks=None if sinks is None else sinks.float(),
         )
+        run = _prefill if choice.prefills else _decode
+        out, lse = run(choice.backend, tensors, options, plan)
     return (out, lse) if return_lse else out
+
+
+def _decode(backend: str, t: _Tensors, options: _Options, plan: _Plan) -> tuple[Tensor, Tensor]:
+    return ops.attention_decode(
+        backend,
+        *t[:8],
+        options.rotary_interleaved,
+        *t[8:],
+        plan.scale,
+        *plan.window,
+        float(options.softcap),
+        options.num_splits,
+        options.batch_invariant,
+    )
+
+
+def _prefill(backend: str, t: _Tensors, options: _Options, plan: _Plan) -> tuple[Tensor, Tensor]:
+    """The same for many queries, a prompt: the append is a launch of its own, and the attention kernel follows.
+
+    The decoding kernel would read all keys once for every 16 rows of queries; the attention kernel does for every 128.
+    """
+    if t.k_new is not None:
+        _decode(backend, t._replace(query=t.query[:, :, :0]), options, plan)
+    (batch, heads, num_queries, head_dim), device = t.query.shape, t.query.device
+    table = t.block_table
+    if table is None:
+        table = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+    capacity = table.shape[1] * t.k_cache.shape[2]
+    num_new = 0 if t.k_new is None else t.k_new.shape[2]
+    total = (t.cache_seqlens.clamp(0, capacity) + num_new).clamp(max=capacity)
+    query = t.query
+    if t.rotary_cos is not None and t.rotary_sin is not None:
+        position = (total - num_queries)[:, None] + torch.arange(num_queries, device=device)
+        position = position.clamp(0, t.rotary_cos.shape[0] - 1)
+        query = reference.rotary(query, t.rotary_cos[position], t.rotary_sin[position], options.rotary_interleaved)
+    packed_out, packed_lse = ops.attention(
+        backend,
+        query.transpose(1, 2).reshape(batch * num_queries, heads, head_dim),
+        t.k_cache,
+        t.v_cache,
+        None,
+        t.alibi_slopes,
+        t.sinks,
+        None,
+        torch.arange(batch + 1, dtype=torch.int32, device=device) * num_queries,
+        F.pad(total.cumsum(0, dtype=torch.int32), (1, 0)),
+        num_queries,
+        capacity,
+        plan.scale,
+        *plan.window,
+        False,
+        float(options.softcap),
+        0.0,
+        table,
+        needs_grad=False,
+        deterministic=True,
+    )
+    out = packed_out.view(batch, num_queries, heads, -1).transpose(1, 2)
+    return out, packed_lse.view(heads, batch, num_queries).transpose(0, 1)
 
 
 def _refuse_gradients(tensors: _Tensors) -> None:
@@ -254,7 +302,9 @@ def _check_and_plan(t: _Tensors, options: _Options) -> _Plan:
     if t.sinks is not None:
         check_sinks(t.sinks, t.query.device, heads)
         features.add("sinks")
-    kv_heads = t.k_cache.shape[1]
+    kv_heads, capacity = t.k_cache.shape[1:3]
+    if t.block_table is not None:
+        capacity *= t.block_table.shape[1]
     if heads != kv_heads:
         features.add("gqa")
     if t.v_cache.shape[-1] != head_dim:
@@ -272,6 +322,7 @@ def _check_and_plan(t: _Tensors, options: _Options) -> _Plan:
             0 if t.block_table is None else t.k_cache.shape[2],
         ),
         only_torch_handles(*t),
+        may_prefill=num_queries > _MOST_DECODED and options.num_splits == 0 and 0 < batch * capacity < 2**31,
     )
     scale = default_scale(head_dim) if options.scale is None else float(options.scale)
     return _Plan(call, scale, (left, right))

@@ -26,7 +26,8 @@ class Call(NamedTuple):
     """What the choice of a backend depends on.
 
     ``sizes`` is what the operation's tile chooser needs; ``only_torch`` says why no kernel can take the arguments at
-    all; ``may_decode``: attention whose mask the decoding kernel would read alike.
+    all; ``may_decode``: attention whose mask the decoding kernel would read alike; ``may_prefill``: decoding with so
+    many queries that the attention kernel is better at it.
     """
 
     op: str
@@ -38,6 +39,7 @@ class Call(NamedTuple):
     sizes: tuple[int, ...] = ()
     only_torch: str | None = None
     may_decode: bool = True
+    may_prefill: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Choice:
 
     ``detour`` is the reason for which a call on a GPU went to PyTorch although nobody asked for that. ``padded``: the
     head dim and the value head dim to which query, key and value are to be padded, where one of them differs.
-    ``decodes``: attention that the decoding kernel computes, with keys and values as its cache.
+    ``decodes``: attention that the decoding kernel computes, with keys and values as its cache. ``prefills``: the
+    reverse, decoding whose attention the attention kernel computes, with the cache as pages.
     """
 
     backend: str
@@ -56,6 +59,7 @@ class Choice:
     detour: str | None = None
     padded: tuple[int, int] | None = None
     decodes: bool = False
+    prefills: bool = False
 
 
 class Explained(BaseException):
@@ -215,10 +219,12 @@ def _decide(call: Call, forced: str | None, torch_asked_for: bool) -> Choice:
         rejected["torch"] = "a kernel of fastattn runs this call."
         seen = _as_the_kernel_sees(call, SUPPORT[call.op][chosen])
         decoding = _as_decoding(chosen, seen, device_facts)
-        kernel, tile = _describe(chosen, decoding or seen, device_facts)
+        prefilling = _as_prefilling(chosen, seen, device_facts)
+        kernel, tile = _describe(chosen, decoding or prefilling or seen, device_facts)
         dims = seen.head_dim, seen.value_dim
         padded = dims if dims != (call.head_dim, call.value_dim) else None
-        return Choice(chosen, kernel, tile, rejected, padded=padded, decodes=decoding is not None)
+        decodes, prefills = decoding is not None, prefilling is not None
+        return Choice(chosen, kernel, tile, rejected, padded=padded, decodes=decodes, prefills=prefills)
     detour = None
     if device_facts is not None and forced is None and not torch_asked_for:
         detour = " ".join(dict.fromkeys(rejected.values()))
@@ -340,6 +346,15 @@ def _as_decoding(backend: str, call: Call, device_facts: DeviceFacts) -> Call | 
     rows = num_queries * (heads // kv_heads)
     decoding = call._replace(op="decode", sizes=(rows, call.dtype.itemsize, 0))
     return decoding if _reason_against(backend, decoding, device_facts) is None else None
+
+
+def _as_prefilling(backend: str, call: Call, device_facts: DeviceFacts) -> Call | None:
+    """Decoding with many queries as a call of the attention kernel over pages, or None where it is another case."""
+    if call.op != "decode" or not call.may_prefill or "int8 cache" in call.features:
+        return None
+    features = call.features & FEATURES["attention"].keys() | {"varlen", "paged"}
+    prefilling = call._replace(op="attention", features=features)
+    return prefilling if _reason_against(backend, prefilling, device_facts) is None else None
 
 
 def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str, Any]:

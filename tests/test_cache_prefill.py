@@ -1,0 +1,114 @@
+"""Attention over a cache with many queries, a prompt: the attention kernel runs it over the cache's pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from cuda_kernels import MARKS, checked
+from fastattn import reference
+from kernel_device import DEVICE
+from oracle import check_against_oracle
+
+pytestmark = MARKS
+each_backend = pytest.mark.parametrize("backend", ["cuda", "triton"])
+KERNELS = {"cuda": "attention_forward_options_sm80<64, float16, paged>", "triton": "attention_forward"}
+BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM, QUERIES, CAPACITY = 3, 4, 2, 40, 24, 70, 176
+
+
+def arguments(paged: bool, num_new: int = QUERIES, num_queries: int = QUERIES, **options: Any) -> dict[str, Any]:
+    """Lengths are ragged, 0 among them; the last sequence has no room for its last tokens."""
+    generator = torch.Generator().manual_seed(num_new)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE, torch.float16)
+
+    blocks, rows = (BATCH * CAPACITY // 16, 16) if paged else (BATCH, CAPACITY)
+    made: dict[str, Any] = {
+        "query": normal(BATCH, HEADS, num_queries, DIM),
+        "k_cache": normal(blocks, KV_HEADS, rows, DIM),
+        "v_cache": normal(blocks, KV_HEADS, rows, VALUE_DIM),
+        "cache_seqlens": torch.tensor([0, 61, 110], dtype=torch.int32, device=DEVICE),
+    }
+    if num_new:
+        made |= {"k_new": normal(BATCH, KV_HEADS, num_new, DIM), "v_new": normal(BATCH, KV_HEADS, num_new, VALUE_DIM)}
+    if paged:
+        order = torch.randperm(blocks, generator=generator).view(BATCH, -1)
+        made["block_table"] = order.to(DEVICE, torch.int32)
+    if options.pop("rotary", False):
+        angles = torch.arange(CAPACITY)[:, None] / 100 ** (torch.arange(8) / 8)
+        made |= {"rotary_cos": angles.cos().to(DEVICE), "rotary_sin": angles.sin().to(DEVICE)}
+    return made | {name: o.clone().to(DEVICE) if isinstance(o, Tensor) else o for name, o in options.items()}
+
+
+def exact(made: dict[str, Any], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    return {
+        name: value.to(dtype, copy=True) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in made.items()
+    }
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": False},
+    {"rotary": True, "rotary_interleaved": True},
+    {"rotary": True, "window": (30, 0), "softcap": 3.0, "scale": 0.4},
+    {"sinks": torch.tensor([0.5, -1.0, 8.0, 2.0]), "alibi_slopes": torch.tensor([0.1, 0.2, 0.0, 0.5])},
+    {"num_new": 5},
+    {"num_new": 0},
+]
+
+
+@each_backend
+@pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+def test_a_prompt(options: dict[str, Any], paged: bool, backend: str) -> None:
+    made = arguments(paged, **options)
+    expected = exact(made)
+    out, lse = reference.attention_with_kv_cache(**expected)
+    composite, composite_lse = reference.attention_with_kv_cache(
+        **exact(made, torch.float16), compute_dtype=torch.float16
+    )
+    with fastattn.record() as calls, fastattn.use_backend(backend), checked():
+        found, found_lse = fastattn.attention_with_kv_cache(**made, return_lse=True)
+    (call,) = calls
+    assert call.op == "decode" and call.kernel.startswith(KERNELS[backend])
+    assert found.shape == out.shape and found_lse.shape == lse.shape
+    check_against_oracle("out", found, out, composite)
+    check_against_oracle("lse", found_lse, lse, composite_lse)
+    for name in ("k_cache", "v_cache"):
+        torch.testing.assert_close(made[name], expected[name].to(made[name].dtype), rtol=2e-3, atol=2e-3)
+
+
+def kernel_of(made: dict[str, Any]) -> str:
+    return fastattn.explain(fastattn.attention_with_kv_cache, **made).kernel
+
+
+def test_what_stays_with_the_decoding_kernel() -> None:
+    """Few queries; where splits are asked for; a cache that the attention kernel does not read."""
+    assert kernel_of(arguments(False)) == KERNELS["cuda"]
+    assert kernel_of(arguments(False, num_queries=64)).startswith("decode_split_sm80")
+    assert kernel_of(arguments(False, num_splits=2)).startswith("decode_split_sm80")
+    made = arguments(False)
+    for name in ("k", "v"):
+        made[f"{name}_cache"], made[f"{name}_scale"] = reference.quantize_rows(made[f"{name}_cache"])
+    assert kernel_of(made).startswith("decode_split_sm80")
+
+
+def test_a_prompt_compiles() -> None:
+    made = arguments(True, rotary=True)
+    cache = {name: made.pop(name) for name in ("k_cache", "v_cache")}
+
+    def attend(query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Any:
+        return fastattn.attention_with_kv_cache(**(made | {"query": query, "k_cache": k_cache, "v_cache": v_cache}))
+
+    copies = {name: tensor.clone() for name, tensor in cache.items()}
+    with fastattn.use_backend("cuda"), checked():
+        expected = attend(made["query"], **copies)
+        got = torch.compile(attend, fullgraph=True, backend="aot_eager")(made["query"], **cache)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert all(torch.equal(cache[name], copies[name]) for name in cache)
