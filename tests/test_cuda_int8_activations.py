@@ -326,6 +326,12 @@ def test_other_weights_go_elsewhere(n: int, k: int) -> None:
         matmul(zeros(1, k), weight.data, weight.scale)
 
 
+def test_more_tokens_than_a_launch_counts_go_elsewhere() -> None:
+    weight, x = fastattn.Int8Weight(*quantised(8, 16, "channel")), zeros(1, 16).expand(2**24, 16)
+    explained = fastattn.explain(fastattn.int8_linear, x, weight, activations="int8")
+    assert explained.backend == "torch" and "16777216 tokens and 8 outputs" in explained.rejected["cuda"]
+
+
 def test_swiglu_goes_elsewhere() -> None:
     weight, x = fastattn.Int8Weight(*quantised(16, 32, "channel")), normal(3, 32, seed=1)
     explained = fastattn.explain(fastattn.int8_linear, x, weight, activation="swiglu", activations="int8")

@@ -258,6 +258,29 @@ def test_layers_of_one_weight_share_one_int8_weight(tmp_path: Any) -> None:
     assert torch.equal(bits(other)["0.weight"], state["0.weight"])
 
 
+@pytest.mark.parametrize("columns", [32, 20])
+def test_a_shared_weight_is_shared_in_state_dicts(columns: int, tmp_path: Any) -> None:
+    """Where its rows have room behind them, too: one copy goes out for all layers, and one comes back."""
+    weight = fastattn.quantize_int8(torch.randn(24, columns, generator=torch.Generator().manual_seed(1)))
+
+    def layers() -> nn.ModuleList:
+        return nn.ModuleList([Int8Linear.from_weight(weight), Int8Linear.from_weight(weight)])
+
+    def is_shared(first: Tensor, second: Tensor) -> bool:
+        return first.data_ptr() == second.data_ptr()
+
+    model, state = layers(), layers().state_dict()
+    assert is_shared(state["0.weight"], state["1.weight"]) and state["0.weight"].is_contiguous()
+    other = nn.ModuleList([Int8Linear(columns, 24, bias=False), Int8Linear(columns, 24, bias=False)])
+    other.load_state_dict(state, assign=True)
+    assert is_shared(other[0].weight, other[1].weight) and torch.equal(other[0].weight, weight.data)
+    assert other[0].weight.stride(0) % 16 == 0
+    save_model(model, str(tmp_path / "model.safetensors"))
+    assert (tmp_path / "model.safetensors").stat().st_size < 2 * 24 * columns + 24 * 4
+    model[0].weight.copy_(-weight.data)
+    assert torch.equal(model.state_dict()["1.weight"], model[0].weight)
+
+
 class TiedModel(nn.Module):
     """A language model's usual tie."""
 

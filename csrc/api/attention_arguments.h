@@ -127,13 +127,7 @@ inline PackedParams packed_params(const char* op, const Tensor& query, const Ten
 }
 
 inline PageStrides page_strides(const char* op, const char* name, const Tensor& pages) {
-    const auto chunks = [&](int64_t dim) {
-        constexpr int64_t kChunkElements = 8;
-        const int64_t stride = pages.size(dim) > 1 ? pages.stride(dim) / kChunkElements : 0;
-        check(stride <= std::numeric_limits<uint32_t>::max(), op, name, " must have strides below 64 GiB");
-        return static_cast<uint32_t>(stride);
-    };
-    return {chunks(0), chunks(2)};
+    return {stride_in_units(op, name, pages, 0, 16), stride_in_units(op, name, pages, 2, 16)};
 }
 
 // What a kernel is told of pages; the table, contiguous, is kept.

@@ -82,6 +82,15 @@ inline int32_t to_int32(const char* op, const char* name, int64_t value) {
     return static_cast<int32_t>(value);
 }
 
+// From one index of a dimension to the next, in units of so many bytes, of which it is a multiple.
+inline uint32_t stride_in_units(const char* op, const char* name, const Tensor& tensor, int64_t dim,
+                                int64_t unit_bytes) {
+    const int64_t units = tensor.size(dim) > 1 ? tensor.stride(dim) * tensor.element_size() / unit_bytes : 0;
+    check(units <= std::numeric_limits<uint32_t>::max(), op, name, " must have a stride below ", 4 * unit_bytes,
+          " GiB in dimension ", dim);
+    return static_cast<uint32_t>(units);
+}
+
 // What kernels are instantiated for.
 using DataTypes = std::integer_sequence<DataType, DataType::kFloat16, DataType::kBFloat16>;
 

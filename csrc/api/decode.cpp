@@ -7,7 +7,6 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "api/attention_arguments.h"
@@ -131,24 +130,19 @@ RotaryParams rotary_params(const Tensor& query, std::optional<Tensor>& cos, std:
             interleaved};
 }
 
-CacheView cache_view(const char* name, const Tensor& cache, const std::optional<Tensor>& scales) {
-    const auto stride = [&](const Tensor& tensor, int64_t dim, int64_t unit) {
-        const int64_t units = tensor.size(dim) > 1 ? tensor.stride(dim) / unit : 0;
-        check(units <= std::numeric_limits<uint32_t>::max(), kOp, name, " must have strides below 64 GiB");
-        return static_cast<uint32_t>(units);
-    };
-    const int64_t element_bytes = scales ? 1 : 2, chunk_elements = 16 / element_bytes;
+CacheView cache_view(const char* name, const Tensor& cache, const char* scale_name,
+                     const std::optional<Tensor>& scales) {
     CacheView view{};
     view.data = cache.data_ptr();
     view.head_dim = to_int32(kOp, name, cache.size(3));
-    view.head_bytes = cache.stride(1) * element_bytes;
-    view.block_chunks = stride(cache, 0, chunk_elements);
-    view.row_chunks = stride(cache, 2, chunk_elements);
+    view.head_bytes = cache.stride(1) * cache.element_size();
+    view.block_chunks = stride_in_units(kOp, name, cache, 0, 16);
+    view.row_chunks = stride_in_units(kOp, name, cache, 2, 16);
     if (scales) {
         view.scales = static_cast<float*>(scales->data_ptr());
         view.scale_head_stride = scales->stride(1);
-        view.scale_block_stride = stride(*scales, 0, 1);
-        view.scale_row_stride = stride(*scales, 2, 1);
+        view.scale_block_stride = stride_in_units(kOp, scale_name, *scales, 0, 4);
+        view.scale_row_stride = stride_in_units(kOp, scale_name, *scales, 2, 4);
     }
     return view;
 }
@@ -226,8 +220,8 @@ std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor
                   params.query.rows,
                   lse.stride(0),
                   lse.stride(1)};
-    params.k_cache = cache_view("k_cache", k_cache, k_scale);
-    params.v_cache = cache_view("v_cache", v_cache, v_scale);
+    params.k_cache = cache_view("k_cache", k_cache, "k_scale", k_scale);
+    params.v_cache = cache_view("v_cache", v_cache, "v_scale", v_scale);
     params.places = cache_places(k_cache, block_table);
     params.cache_seqlens = static_cast<const int32_t*>(lengths.data_ptr());
     std::optional<Tensor> aligned_k_new, aligned_v_new;

@@ -105,8 +105,11 @@ struct Int8MatmulTensors {
 
 Int8WeightView weight_view(const char* op, Int8MatmulTensors& kept) {
     constexpr int32_t kSmallestGroup = 32;
+    constexpr int64_t kMostColumns = int64_t{1} << 29;  // the kernels count bytes of rows of x in 32 bits
     const int64_t rows = kept.weight.size(0), columns = kept.weight.size(1);
     const int64_t groups = kept.scale.size(1), scale_rows = kept.scale.size(0);
+    check(rows <= kMostColumns && columns <= kMostColumns, op, "weight must have at most 2^29 rows and columns, got ",
+          shape_text(kept.weight));
     int32_t group_shift = Int8WeightView::kOneGroup;
     if (groups > 1) {
         group_shift = 0;

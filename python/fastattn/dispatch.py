@@ -252,7 +252,7 @@ def _reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) 
         takes = f"the {_NAMES[backend]} kernel takes {support.dtypes_text()}"
         return f"the dtype is {call.dtype}, and {takes}; cast or autocast."
     if backend == "cuda" and "int8 activations" in call.features:
-        reason = _reason_against_int8_activations(call)
+        reason = _reason_against_int8_activations(call, device_facts.num_sms)
         if reason is not None:
             return reason
     for name, dim in (("head dim", call.head_dim), ("value head dim", call.value_dim)):
@@ -274,11 +274,12 @@ def _reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) 
 # Of the CUDA C++ kernel that multiplies int8 numbers by int8 numbers, csrc/int8_matmul/gemm_s8_sm80.cuh.
 _INT8_ACTIVATIONS_GO_WITH = frozenset({"gradients", "group scales", "bias", "activation", "residual"})
 _MAX_INT8_SUM_DEPTH = 2**17
+_MAX_INT8_LAUNCH_COUNT = 2**24
 
 
-def _reason_against_int8_activations(call: Call) -> str | None:
+def _reason_against_int8_activations(call: Call, num_sms: int) -> str | None:
     """What that kernel does not take, and the one for 16-bit activations may."""
-    _, rows, columns, _ = call.sizes
+    tokens, rows, columns, _ = call.sizes
     others = call.features - _INT8_ACTIVATIONS_GO_WITH - {"int8 activations"}
     if others:
         words = ", ".join(words for feature, words in FEATURES[call.op].items() if feature in others)
@@ -290,6 +291,13 @@ def _reason_against_int8_activations(call: Call) -> str | None:
         )
     if columns > _MAX_INT8_SUM_DEPTH:
         return f"K is {columns}, and int32 holds sums of products of int8 numbers up to {_MAX_INT8_SUM_DEPTH}."
+    if not torch.compiler.is_compiling():  # else sizes may be symbols, and the kernel's own check has to do
+        ctas = native.dealt_int8_matmul("int8_matmul_s8_sm80", tokens, rows, columns, num_sms).ctas
+        if tokens + 2 * ctas >= _MAX_INT8_LAUNCH_COUNT:
+            return (
+                f"there are {tokens} tokens and {rows} outputs, too many for what the CUDA C++ kernel for int8 "
+                "activations counts in a launch; call it for fewer tokens at a time."
+            )
     return None
 
 

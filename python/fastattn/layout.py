@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -47,6 +51,26 @@ def with_aligned_rows(matrix: Tensor) -> Tensor:
     per_chunk = ALIGNMENT_BYTES // matrix.element_size()
     room = (columns + per_chunk - 1) // per_chunk * per_chunk
     return F.pad(matrix, (0, room - columns))[:, :columns]
+
+
+class SharedCopies:
+    """Makes one copy for all tensors that are one piece of memory, as long as somebody holds it and it is equal."""
+
+    def __init__(self, copy: Callable[[Tensor], Tensor]) -> None:
+        self._copy = copy
+        self._made: dict[Any, weakref.ref[Tensor]] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        if tensor.is_meta or type(tensor) is not Tensor:
+            return self._copy(tensor)
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.device)
+        known = self._made.get(key)
+        made = None if known is None else known()
+        if made is None or not torch.equal(made, tensor):
+            made = self._copy(tensor)
+            self._made = {key: made for key, made in self._made.items() if made() is not None}
+            self._made[key] = weakref.ref(made)
+        return made
 
 
 def padded(tensor: Tensor, head_dim: int) -> Tensor:

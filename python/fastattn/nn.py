@@ -19,7 +19,11 @@ from fastattn.int8 import (
     quantize_int8,
     scale_shape,
 )
-from fastattn.layout import with_aligned_rows
+from fastattn.layout import SharedCopies, has_aligned_rows, with_aligned_rows
+
+# Of weights on their way to state dicts and back: layers that share one weight share its copy.
+_contiguous_copies = SharedCopies(Tensor.contiguous)
+_aligned_copies = SharedCopies(with_aligned_rows)
 
 
 class Int8Linear(nn.Module):
@@ -141,12 +145,13 @@ class Int8Linear(nn.Module):
             parts = {prefix + "weight": quantized.data, prefix + "weight_scale": quantized.scale}
             state_dict = {**state_dict, **parts}
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self.weight = with_aligned_rows(self.weight)  # assign=True takes the state dict's own
+        if not has_aligned_rows(self.weight):  # assign=True takes the state dict's own
+            self.weight = _aligned_copies.of(self.weight)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not keep_vars:  # safetensors takes contiguous tensors only
-            destination[prefix + "weight"] = destination[prefix + "weight"].contiguous()
+        if not keep_vars and not self.weight.is_contiguous():  # safetensors takes contiguous tensors only
+            destination[prefix + "weight"] = _contiguous_copies.of(self.weight)
 
 
 @dataclass(frozen=True)
