@@ -117,6 +117,15 @@ def decode_paged_int8(device: torch.device) -> None:
     )
 
 
+def prompts_in_pages(device: torch.device) -> None:
+    """Two prompts, taken in part by part over the pages of one cache."""
+    cache = fastattn.PagedKVCache(1, 12, 2, 64, page_size=16, dtype=DTYPE, device=device)
+    sequences = [cache.add(), cache.add()]
+    for lengths in ((70, 5), (20, 33)):
+        query, key, value = (random(device, sum(lengths), heads, 64, seed=heads) for heads in (4, 2, 2))
+        cache.chunk(sequences, lengths).attend(0, query, key, value)
+
+
 def int8(
     device: torch.device,
     rows: int,
@@ -151,6 +160,7 @@ CASES: dict[str, Case] = {
     "every option, gradients": partial(every_option, gradients=True),
     "packed": partial(packed, gradients=False),
     "packed, gradients": partial(packed, gradients=True),
+    "prompts in pages": prompts_in_pages,
     "decode in one part": partial(decode, num_splits=1),
     "decode in 3 parts": partial(decode, num_splits=3),
     "decode paged int8": decode_paged_int8,
