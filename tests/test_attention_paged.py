@@ -274,7 +274,9 @@ def test_gradients_over_pages_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> N
     unused = torch.ones(arguments["key"].shape[0], dtype=torch.bool)
     table = arguments["block_table"]
     unused[table[(table >= 0) & (table < len(unused))].long().cpu()] = False
-    (gradient,) = torch.autograd.grad(fastattn.attention_varlen(**arguments).float().square().sum(), leaves[2:])  # type: ignore[union-attr]
+    out = fastattn.attention_varlen(**arguments)
+    assert isinstance(out, Tensor)
+    (gradient,) = torch.autograd.grad(out.float().square().sum(), leaves[2:])
     assert bool((gradient[unused.to(DEVICE)] == 0).all()) and bool(gradient.any())
 
 

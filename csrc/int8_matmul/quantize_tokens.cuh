@@ -2,10 +2,10 @@
 // largest |x| / 127 for each token, 1 where all are zero.
 //
 // A CTA takes tokens from a queue until none is left, then waits for those of its tile. That cannot block for ever: who
-// waits, waits for tokens that running CTAs have taken, and these wait for nobody before they are done. It costs one more trip of the queue than a kernel of its own
-// would, but the weights' first stages are on their way meanwhile, and no launch is waited for. With many tokens all
-// CTAs that fit on the GPU quantise first, as they would in a kernel of its own; those that come later find the work
-// done. So it is one kernel for any number of tokens.
+// waits, waits for tokens that running CTAs have taken, and these wait for nobody before they are done. It costs one more
+// trip of the queue than a kernel of its own would, but the weights' first stages are on their way meanwhile, and no
+// launch is waited for. With many tokens all CTAs that fit on the GPU quantise first, as they would in a kernel of its
+// own; those that come later find the work done. So it is one kernel for any number of tokens.
 #pragma once
 
 #include <algorithm>
@@ -73,7 +73,8 @@ struct QuantizeStorage {
     uint32_t largest[kThreads / kWarpSize];  // of a warp's part of a row
 };
 
-// One row [columns], by kGroup threads, of which this is one: all of the CTA or a warp. largest_of_all(x): of the group's.
+// One row [columns], by kGroup threads, of which this is one: all of the CTA or a warp. largest_of_all(x): of the
+// group's.
 template <DataType kDataType, int kGroup, typename LargestOfAll>
 __device__ __forceinline__ void quantize_row(const uint16_t* gX, int8_t* gQ, float* gScale, int32_t columns,
                                              int32_t thread, LargestOfAll&& largest_of_all) {
