@@ -7,15 +7,20 @@
 
 namespace fastattn {
 
-// For the steps [begin, end) of a CTA: load(step, stage) starts this thread's copies, multiply(step, stage) uses what all
-// threads have copied. Nothing is on its way after the last step, but warps may still be in it.
-template <int kNumStages, typename Load, typename Multiply>
-__device__ __forceinline__ void pipelined_steps(int32_t begin, int32_t end, Load&& load, Multiply&& multiply) {
-    constexpr int kAhead = kNumStages - 1;
-    for (int32_t step = begin; step < begin + kAhead; ++step) {
+// Loads of a CTA's first steps of [begin, end): load(step, stage) starts this thread's copies.
+template <int kNumStages, typename Load>
+__device__ __forceinline__ void start_pipeline(int32_t begin, int32_t end, Load&& load) {
+    for (int32_t step = begin; step < begin + kNumStages - 1; ++step) {
         if (step < end) load(step, step % kNumStages);
         ptx::cp_async_commit_group();
     }
+}
+
+// The steps themselves, behind start_pipeline(): multiply(step, stage) uses what all threads have copied. Nothing is on
+// its way after the last step, but warps may still be in it.
+template <int kNumStages, typename Load, typename Multiply>
+__device__ __forceinline__ void run_pipeline(int32_t begin, int32_t end, Load&& load, Multiply&& multiply) {
+    constexpr int kAhead = kNumStages - 1;
     for (int32_t step = begin; step < end; ++step) {
         ptx::cp_async_wait_group<kAhead - 1>();  // this step
         __syncthreads();  // it is there for all; all are done with the step before: it may be overwritten
@@ -23,6 +28,13 @@ __device__ __forceinline__ void pipelined_steps(int32_t begin, int32_t end, Load
         ptx::cp_async_commit_group();
         multiply(step, step % kNumStages);
     }
+}
+
+// Both.
+template <int kNumStages, typename Load, typename Multiply>
+__device__ __forceinline__ void pipelined_steps(int32_t begin, int32_t end, Load&& load, Multiply&& multiply) {
+    start_pipeline<kNumStages>(begin, end, load);
+    run_pipeline<kNumStages>(begin, end, load, multiply);
 }
 
 }  // namespace fastattn

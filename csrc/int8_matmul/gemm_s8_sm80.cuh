@@ -20,6 +20,7 @@
 #include <type_traits>
 
 #include "device/fragment.cuh"
+#include "device/pipeline.cuh"
 #include "device/ptx/cp_async.cuh"
 #include "device/ptx/ldmatrix.cuh"
 #include "device/ptx/mma.cuh"
@@ -254,8 +255,8 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
         params.quantized.data + int64_t{first_token} * depth + first_k, depth, thread);
     const bool has_output = first_output + thread < num_outputs;
     const float* gScale = weight.scale + int64_t{first_output + thread} * weight.groups;
-    const auto load_w = [&](int32_t step) {
-        auto& stage = shared.stages[step % kNumStages];
+    const auto load_w = [&](int32_t step, int stage_idx) {
+        auto& stage = shared.stages[stage_idx];
         stream_w.load(shared_address(stage.sW), num_outputs - first_output, depth - step * kBlockK, kBlockK);
         if (!is_grouped) return;
         const int32_t first_group = step * Config::kBlocksK >> weight.group_shift;
@@ -265,20 +266,22 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
                                exists ? sizeof(float) : 0);
         }
     };
-    const auto load_x = [&](int32_t step) {
-        stream_x.load(shared_address(shared.stages[step % kNumStages].sX), num_tokens - first_token,
-                      depth - step * kBlockK, kBlockK);
+    const auto load_x = [&](int32_t step, int stage_idx) {
+        stream_x.load(shared_address(shared.stages[stage_idx].sX), num_tokens - first_token, depth - step * kBlockK,
+                      kBlockK);
+    };
+
+    const auto load = [&](int32_t step, int stage_idx) {
+        load_w(step, stage_idx);
+        load_x(step, stage_idx);
     };
 
     // Prologue: the first weights are on their way while the tokens are quantised.
     const int32_t end_of_first = std::min(work.end_step, work.begin_step + kNumStages - 1);
-    for (int32_t step = work.begin_step; step < end_of_first; ++step) load_w(step);
+    for (int32_t step = work.begin_step; step < end_of_first; ++step) load_w(step, step % kNumStages);
     quantize_tokens<kDataType, kBlockM, kNumThreads>(params.input, params.quantized, shared.quantize);
     wait_for_tokens<kBlockM, kNumThreads>(params.quantized, num_tokens, position.token_tile);
-    for (int32_t step = work.begin_step; step < work.begin_step + kNumStages - 1; ++step) {
-        if (step < end_of_first) load_x(step);
-        ptx::cp_async_commit_group();
-    }
+    start_pipeline<kNumStages>(work.begin_step, work.end_step, load_x);
     if (thread < std::min(kBlockM, num_tokens - first_token)) {
         shared.sTokenScale[thread] = __ldcg(params.quantized.scale + first_token + thread);
     } else if (thread < kBlockM) {
@@ -289,16 +292,8 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
     const auto run_steps = [&](auto zero, const float* gOutputScale, auto&& multiply) {
         const S8Warp<Config, decltype(zero)> warp;
         typename S8Warp<Config, decltype(zero)>::Sums rY = {};
-        for (int32_t step = work.begin_step; step < work.end_step; ++step) {
-            ptx::cp_async_wait_group<kNumStages - 2>();  // this step
-            __syncthreads();  // it is there for all; all are done with the step before: it may be overwritten
-            if (step + kNumStages - 1 < work.end_step) {
-                load_w(step + kNumStages - 1);
-                load_x(step + kNumStages - 1);
-            }
-            ptx::cp_async_commit_group();
-            multiply(rY, shared.stages[step % kNumStages], warp);
-        }
+        run_pipeline<kNumStages>(work.begin_step, work.end_step, load,
+                                 [&](int32_t, int stage_idx) { multiply(rY, shared.stages[stage_idx], warp); });
         __syncthreads();  // all are done with the stages; the tokens' scales are there
         stage_sums<Config>(shared, rY, warp, gOutputScale, weight.scale_row_stride, num_outputs - first_output);
     };
