@@ -22,8 +22,9 @@ import torch
 
 import environment
 import fastattn
-from fastattn import device, int8
-from fastattn.device import DeviceFacts
+from fastattn.dispatch import device
+from fastattn.dispatch.device import DeviceFacts
+from fastattn.functional import int8_linear as int8
 
 H200 = DeviceFacts(arch=90, num_sms=132, shared_memory_bytes=227 * 1024, driver_cuda=13000)
 AIM_WITHOUT_GRADIENTS_US, AIM_WITH_GRADIENTS_US = 5.0, 20.0

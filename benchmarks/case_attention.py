@@ -12,8 +12,9 @@ from torch import Tensor
 
 import fastattn
 from accuracy import Expected
-from fastattn import reference, work
-from fastattn.roofline import Work
+from fastattn import reference
+from fastattn.profiler import work
+from fastattn.profiler.roofline import Work
 from implementations import Prepared
 
 TOKENS = 16 * 1024  # of a batch, all sequences together

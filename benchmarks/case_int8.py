@@ -11,8 +11,9 @@ from torch import Tensor
 
 import fastattn
 from accuracy import Expected
-from fastattn import Int8Weight, reference, work
-from fastattn.roofline import Work
+from fastattn import Int8Weight, reference
+from fastattn.profiler import work
+from fastattn.profiler.roofline import Work
 from implementations import Prepared
 
 # The linear layers of the LLaMA models, [N, K]: those that read the same input as one.

@@ -24,8 +24,8 @@ import predictions
 import results
 import table
 from accuracy import Expected, judge
-from fastattn.limits import measure_limits
-from fastattn.roofline import Limits, Work, bound
+from fastattn.profiler.limits import measure_limits
+from fastattn.profiler.roofline import Limits, Work, bound
 from implementations import Implementation, Unsupported, broken
 from results import Document, Row
 from timing import CudaTimer, Timer, Timing, num_input_sets

@@ -10,8 +10,8 @@ from case_attention import AttentionCase
 from case_decode import DecodeCase
 from case_int8 import Int8Case
 from fastattn import native
+from fastattn.profiler.work import LSE_BYTES
 from fastattn.triton_kernels import tiles
-from fastattn.work import LSE_BYTES
 from machine_model import Machine
 
 ceil_div = tiles.ceil_div

@@ -31,7 +31,7 @@ import predictions
 from case_attention import AttentionCase
 from case_decode import DecodeCase
 from emulator.device import USUAL
-from fastattn.roofline import Work
+from fastattn.profiler.roofline import Work
 from kernel_profiles import Counted, Profile
 from labels import label
 from launch_geometry import Geometry

@@ -9,7 +9,7 @@ A document is one run of one benchmark::
       "commit": "…",                           of this repository; "+changes" where files differed from it
       "complete": true,                        false: the time limit or a lost device ended the run early
       "environment": {…},                      see ENVIRONMENT
-      "limits": {                              measured in this run, see fastattn.roofline.Limits
+      "limits": {                              measured in this run, see fastattn.profiler.roofline.Limits
         "bytes_per_s": …, "flops_per_s": {"bfloat16": …}, "eager_launch_s": …, "graph_launch_s": …
       },
       "rows": [{
@@ -36,7 +36,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastattn.roofline import COMPUTE, LAUNCH, MEMORY, Limits
+from fastattn.profiler.roofline import COMPUTE, LAUNCH, MEMORY, Limits
 
 SCHEMA = 1
 BENCHMARKS = ("attention_forward", "attention_backward", "decode", "int8_matmul")

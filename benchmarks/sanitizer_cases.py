@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn.activations import result_columns
-from fastattn.support import KERNEL_BACKENDS
+from fastattn.dispatch.support import KERNEL_BACKENDS
 
 DTYPE = torch.bfloat16
 Case = Callable[[torch.device], None]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import predictions
-from fastattn.roofline import Work
+from fastattn.profiler.roofline import Work
 from labels import label
 from results import Document, Row, seconds_of
 

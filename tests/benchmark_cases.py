@@ -15,7 +15,7 @@ import results
 from case_attention import AttentionCase
 from case_decode import DecodeCase
 from case_int8 import Int8Case
-from fastattn.roofline import Limits, Work, bound
+from fastattn.profiler.roofline import Limits, Work, bound
 from implementations import CUBLAS
 from labels import label
 

@@ -33,7 +33,7 @@ import table
 from benchmark_cases import ATTENTION, ATTENTION_CASES, CPU, DECODE_CASES, INT8_CASES, LIMITS, document, name_of
 from case_attention import AttentionCase
 from fastattn import reference
-from fastattn.roofline import LAUNCH
+from fastattn.profiler.roofline import LAUNCH
 from implementations import CUBLAS, Implementation, Prepared, Unsupported, own_implementations
 from timing import Call, Timing
 

@@ -21,8 +21,8 @@ from benchmark_cases import CPU, DECODE_CASES, LIMITS, document, row_of, synthet
 from case_attention import AttentionCase
 from case_decode import DecodeCase
 from case_int8 import Int8Case
-from fastattn import work
-from fastattn.roofline import COMPUTE, LAUNCH, MEMORY, Work, bound
+from fastattn.profiler import work
+from fastattn.profiler.roofline import COMPUTE, LAUNCH, MEMORY, Work, bound
 from timing import Call, Timing
 
 # --- work ----------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_the_cuda_timer_times_single_calls_and_graphs(monkeypatch: pytest.Monkey
 
 
 def test_limits_come_from_the_work_and_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastattn import limits
+    from fastattn.profiler import limits
 
     device = FakeDevice(monkeypatch)
     assert limits.median_seconds(device.call(7e-3)) == pytest.approx(7e-3)

@@ -12,7 +12,7 @@ from torch import Tensor
 import fastattn
 from by_hand import normal
 from fastattn import InputError, reference
-from fastattn.decode import attention_with_kv_cache
+from fastattn.functional.kv_cache_attention import attention_with_kv_cache
 from kernel_device import DEVICE
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 
 import fastattn
-from fastattn import device, dispatch
-from fastattn.device import DeviceFacts
-from fastattn.dispatch import Call, Choice
-from fastattn.support import FEATURES, SUPPORT, support_table
+from fastattn.dispatch import choose as dispatch
+from fastattn.dispatch import device
+from fastattn.dispatch.choose import Call, Choice
+from fastattn.dispatch.device import DeviceFacts
+from fastattn.dispatch.support import FEATURES, SUPPORT, support_table
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 

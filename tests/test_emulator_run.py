@@ -68,7 +68,7 @@ def test_the_dispatcher_sees_the_gpu(tmp_path: Path) -> None:
     script = """
         import fastattn
         import torch
-        from fastattn.device import facts
+        from fastattn.dispatch.device import facts
 
         known = facts(torch.device("cpu"))
         assert (known.arch, known.num_sms, known.shared_memory_bytes) == (90, 7, 232448), known

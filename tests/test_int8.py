@@ -16,7 +16,7 @@ import fastattn
 from by_hand import normal
 from fastattn import InputError, reference
 from fastattn.activations import result_columns
-from fastattn.int8 import ACTIVATION_CHOICES, GRANULARITIES, Int8Weight, int8_linear, quantize_int8
+from fastattn.functional.int8_linear import ACTIVATION_CHOICES, GRANULARITIES, Int8Weight, int8_linear, quantize_int8
 from kernel_device import DEVICE
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")

@@ -12,8 +12,8 @@ from torch import Tensor
 import fastattn
 from by_hand import normal
 from fastattn import InputError, reference
+from fastattn.cache.contiguous import KVCache
 from fastattn.errors import CacheFull
-from fastattn.kv_cache import KVCache
 
 LAYERS, BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 3, 4, 2, 16, 8
 TOTAL = 12

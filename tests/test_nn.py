@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 import fastattn
 from by_hand import normal
 from fastattn import InputError
-from fastattn.int8 import GRANULARITIES, int8_linear, quantize_int8
+from fastattn.functional.int8_linear import GRANULARITIES, int8_linear, quantize_int8
 from fastattn.nn import Int8Linear, quantize_model
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 import fastattn
 from by_hand import normal
 from fastattn import InputError, reference
+from fastattn.cache.paged import PagedKVCache
 from fastattn.errors import CacheFull
-from fastattn.paged_kv_cache import PagedKVCache
 
 LAYERS, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 16, 8
 PAGES, PAGE_SIZE = 12, 4

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import kernel_work, profiling, trace, work
-from fastattn.kernel_work import OperatorCall, operator_call
-from fastattn.roofline import COMPUTE, LAUNCH, MEMORY, Limits, Work
-from fastattn.trace import KernelLaunch
+from fastattn.profiler import kernel_work, trace, work
+from fastattn.profiler import profile as profiling
+from fastattn.profiler.kernel_work import OperatorCall, operator_call
+from fastattn.profiler.roofline import COMPUTE, LAUNCH, MEMORY, Limits, Work
+from fastattn.profiler.trace import KernelLaunch
 
 ROOT = Path(__file__).parents[1]
 LIMITS = Limits(bytes_per_s=1e12, flops_per_s={"float16": 1e14}, eager_launch_s=5e-6, graph_launch_s=1e-6)

@@ -10,7 +10,7 @@ import torch
 
 import fastattn
 import sanitizer_cases
-from fastattn.support import KERNEL_BACKENDS
+from fastattn.dispatch.support import KERNEL_BACKENDS
 from kernel_device import DEVICE
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn import dispatch, ops
-from fastattn.attention import default_scale, draw_seed, torch_sdpa
-from fastattn.autocast import autocast_dtype, autocast_to
-from fastattn.device import facts
-from fastattn.dispatch import Call, choose, only_torch_handles
-from fastattn.plans import Plans
+from fastattn.dispatch import choose as dispatch
+from fastattn.dispatch.choose import Call, choose, only_torch_handles
+from fastattn.dispatch.device import facts
+from fastattn.dispatch.plans import Plans
+from fastattn.functional.attention import default_scale, draw_seed, torch_sdpa
+from fastattn.functional.autocast import autocast_dtype, autocast_to
+from fastattn.ops import operators as ops
 
 
 class _Plan(NamedTuple):

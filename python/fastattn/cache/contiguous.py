@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.cache_storage import CacheLayout, LayerStorage
+from fastattn.cache.storage import CacheLayout, LayerStorage
 from fastattn.checks import check_dtype, check_int, check_rank, check_same_device, check_shape, check_tensor, expect
-from fastattn.decode import attention_with_kv_cache
 from fastattn.errors import CacheFull
+from fastattn.functional.kv_cache_attention import attention_with_kv_cache
 
 
 class KVCache:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.layout import sum_over_tokens
+from fastattn.run.layout import sum_over_tokens
 
 
 def _fold(tensor: Tensor | None, mapped: int | None, size: int, heads_dim: int) -> Tensor | None:

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from fastattn import native, work  # noqa: F401  (native loads the schemas)
-from fastattn.roofline import Work
+from fastattn import native  # noqa: F401  (native loads the schemas)
+from fastattn.profiler import work
+from fastattn.profiler.roofline import Work
 
 NAMESPACES = ("fastattn", "fastattn_triton")
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.attention import attention_varlen
-from fastattn.cache_storage import CacheLayout, LayerStorage
+from fastattn.cache.storage import CacheLayout, LayerStorage
 from fastattn.checks import check_dtype, check_int, check_rank, check_shape, check_tensor, expect
-from fastattn.decode import attention_with_kv_cache
 from fastattn.errors import CacheFull, InputError
+from fastattn.functional.attention import attention_varlen
+from fastattn.functional.kv_cache_attention import attention_with_kv_cache
 
 NO_PAGE = -1  # what fills a block table beyond a sequence's pages: the kernels take it as absent
 

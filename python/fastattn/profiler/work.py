@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fastattn import flops
-from fastattn.roofline import Work
+from fastattn.ops import flops
+from fastattn.profiler.roofline import Work
 
 LSE_BYTES = 4  # float32
 

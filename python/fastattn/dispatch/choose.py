@@ -17,9 +17,9 @@ from torch.autograd import forward_ad
 
 from fastattn import native
 from fastattn.checks import check_choice
-from fastattn.device import DeviceFacts, facts, when_emulation_changes
+from fastattn.dispatch.device import DeviceFacts, facts, when_emulation_changes
+from fastattn.dispatch.support import BACKENDS, FEATURES, KERNEL_BACKENDS, SUPPORT, Support
 from fastattn.errors import InputError
-from fastattn.support import BACKENDS, FEATURES, KERNEL_BACKENDS, SUPPORT, Support
 
 
 class Call(NamedTuple):

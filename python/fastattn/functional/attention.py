@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fastattn import ops, reference
-from fastattn.autocast import autocast_dtype, autocast_to, without_autocast
+from fastattn import reference
 from fastattn.checks import (
     FLOATING,
     check_bool,
@@ -24,10 +23,12 @@ from fastattn.checks import (
     device_checks_are_on,
     expect,
 )
-from fastattn.dispatch import Call, choose, only_torch_handles
+from fastattn.dispatch.choose import Call, choose, only_torch_handles
+from fastattn.dispatch.plans import Plans
 from fastattn.errors import InputError
-from fastattn.layout import ALIGNMENT_BYTES, reason_to_copy
-from fastattn.plans import Plans
+from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
+from fastattn.ops import operators as ops
+from fastattn.run.layout import ALIGNMENT_BYTES, reason_to_copy
 
 # The original of what patch_sdpa() replaces.
 torch_sdpa = torch._C._nn.scaled_dot_product_attention

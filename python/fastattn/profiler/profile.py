@@ -13,10 +13,10 @@ from types import TracebackType
 import torch
 
 from fastattn.checks import expect
-from fastattn.kernel_work import is_fastattn_kernel, kernel_work, short_name
-from fastattn.limits import known_limits
-from fastattn.roofline import Limits, bound
-from fastattn.trace import (
+from fastattn.profiler.kernel_work import is_fastattn_kernel, kernel_work, short_name
+from fastattn.profiler.limits import known_limits
+from fastattn.profiler.roofline import Limits, bound
+from fastattn.profiler.trace import (
     CpuOperator,
     KernelLaunch,
     MemoryPoint,
@@ -41,7 +41,7 @@ class KernelProfile:
         operator: ``torch.ops.fastattn``'s operator that launched it; ``""`` for a kernel of fastattn in the replay of a
             CUDA graph, None for kernels that are not fastattn's.
         launches: how many there were; seconds: the time they took on the GPU; share: of the time of all kernels.
-        flops, bytes: what they had to do, see ``fastattn.work``; None where that cannot be told.
+        flops, bytes: what they had to do, see ``fastattn.profiler.work``; None where that cannot be told.
         is_upper_bound: lengths that only the device knows were taken at their largest.
         fraction: the least time that the machine's limits allow, over the time taken.
         resource: which limit that is: ``"compute"``, ``"memory"`` or ``"launch overhead"``.
@@ -71,8 +71,8 @@ def profile(trace: str | Path | None = None, *, limits: Limits | None = None) ->
 
     Args:
         trace: where to write the Chrome trace (for chrome://tracing or https://ui.perfetto.dev); by default nowhere.
-        limits: what the GPU can do, a ``fastattn.roofline.Limits``. By default measured once, after the block, which
-            takes about a second.
+        limits: what the GPU can do, a ``fastattn.profiler.roofline.Limits``. By default measured once, after the block,
+            which takes about a second.
 
     Returns:
         A ``Profile``. After the block ``str()`` of it is a table; ``kernels``, ``operators``, ``regions`` and
@@ -103,7 +103,7 @@ class Profile:
             has_folder = self._trace_path.parent.is_dir()
             expect(has_folder, "trace", "a file in a folder that exists", str(self._trace_path))
         if limits is not None and not isinstance(limits, Limits):
-            raise TypeError(f"limits: expected a fastattn.roofline.Limits, got {type(limits).__name__}")
+            raise TypeError(f"limits: expected a fastattn.profiler.roofline.Limits, got {type(limits).__name__}")
         self.limits = limits
         self.kernels: list[KernelProfile] = []
         self.operators: list[CpuOperator] = []

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from fastattn.errors import InputError
-from fastattn.roofline import Limits
+from fastattn.profiler.roofline import Limits
 
 _COPY_BYTES = 1 << 30
 _MATMUL_SIZE = 8192

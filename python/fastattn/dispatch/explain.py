@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fastattn import dispatch
-from fastattn.dispatch import RecordedCall
-from fastattn.int8 import Int8Weight
-from fastattn.layout import reason_to_copy
+from fastattn.dispatch import choose as dispatch
+from fastattn.dispatch.choose import RecordedCall
+from fastattn.functional.int8_linear import Int8Weight
+from fastattn.run.layout import reason_to_copy
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn import ops, reference
-from fastattn.attention import (
-    UNBOUNDED,
-    check_pages,
-    check_sinks,
-    check_slopes,
-    check_uncopied,
-    check_window,
-    default_scale,
-)
-from fastattn.autocast import autocast_dtype, autocast_to, without_autocast
+from fastattn import reference
 from fastattn.checks import (
     FLOATING,
     check_bool,
@@ -32,9 +22,20 @@ from fastattn.checks import (
     device_checks_are_on,
     expect,
 )
-from fastattn.dispatch import Call, choose, only_torch_handles
+from fastattn.dispatch.choose import Call, choose, only_torch_handles
+from fastattn.dispatch.plans import Plans
 from fastattn.errors import InputError
-from fastattn.plans import Plans
+from fastattn.functional.attention import (
+    UNBOUNDED,
+    check_pages,
+    check_sinks,
+    check_slopes,
+    check_uncopied,
+    check_window,
+    default_scale,
+)
+from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
+from fastattn.ops import operators as ops
 
 
 class _Tensors(NamedTuple):

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from fastattn import ops, reference
+from fastattn import reference
 from fastattn.activations import ACTIVATIONS, GATED, result_columns
-from fastattn.autocast import autocast_dtype, autocast_to, without_autocast
 from fastattn.checks import (
     FLOATING,
     check_choice,
@@ -24,9 +23,11 @@ from fastattn.checks import (
     device_checks_are_on,
     expect,
 )
-from fastattn.dispatch import Call, choose, only_torch_handles
-from fastattn.layout import has_aligned_rows, with_aligned_rows
-from fastattn.plans import Plans
+from fastattn.dispatch.choose import Call, choose, only_torch_handles
+from fastattn.dispatch.plans import Plans
+from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
+from fastattn.ops import operators as ops
+from fastattn.run.layout import has_aligned_rows, with_aligned_rows
 
 GROUP_SIZES = (32, 64, 128)
 GRANULARITIES: tuple[str | int, ...] = ("tensor", "channel", *GROUP_SIZES)

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from fastattn import dispatch, flops, native, vmap  # noqa: F401  (native loads the schemas)
+from fastattn import native  # noqa: F401  (native loads the schemas)
 from fastattn.activations import ACTIVATIONS, result_columns
-from fastattn.device import is_emulated, when_emulation_changes
-from fastattn.dispatch import RecordedCall
-from fastattn.layout import empty_like_heads, padded, readable, sum_over_tokens
+from fastattn.dispatch import choose as dispatch
+from fastattn.dispatch.choose import RecordedCall
+from fastattn.dispatch.device import is_emulated, when_emulation_changes
+from fastattn.ops import flops, vmap
+from fastattn.run.layout import empty_like_heads, padded, readable, sum_over_tokens
 
 # Operator → the module of triton_kernels whose function of the same name launches it.
 _TRITON_LAUNCHERS = {
