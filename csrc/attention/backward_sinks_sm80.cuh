@@ -83,9 +83,9 @@ __global__ void __launch_bounds__(kBackwardSinksThreads)
 }
 
 void launch_attention_backward_sinks_sm80(const AttentionBackwardParams& params, Stream stream) {
-    const Launch launch{"attention_backward_sinks_sm80", /*compute_capability=*/80, params.lse.heads,
-                        kBackwardSinksThreads, /*shared_bytes=*/0};
-    launch_kernel(attention_backward_sinks_sm80, launch, params, stream);
+    static LaunchedKernel kernel{"attention_backward_sinks_sm80", /*compute_capability=*/80};
+    const Launch launch{params.lse.heads, kBackwardSinksThreads, /*shared_bytes=*/0};
+    kernel.launch(attention_backward_sinks_sm80, launch, params, stream);
 }
 
 }  // namespace fastattn
