@@ -257,7 +257,7 @@ def native_int8_matmul(case: Int8Case, machine: Machine) -> dict[str, Geometry]:
     outputs, depth, of_outputs, of_depth = case.n, case.k, "block_n", "block_k"
     if case.gradient:
         outputs, depth, of_outputs, of_depth = depth, outputs, of_depth, of_outputs
-    dealt = native.dealt_int8_matmul(kernel, case.m, outputs, depth, machine.num_sms)
+    dealt = native.dealt_int8_matmul(kernel, case.m, outputs, depth, machine.arch, machine.num_sms)
     tile = native.TILES[kernel][str(dealt.block_m)]
     num_tiles = ceil_div(case.m, tile["block_m"]) * ceil_div(outputs, tile[of_outputs])
     mean = num_tiles * ceil_div(depth, tile[of_depth]) / dealt.ctas

@@ -16,6 +16,7 @@
 #include "attention/query_gradient.h"
 #include "attention/tile_order.h"
 #include "attention/tiles_sm80.h"
+#include "host/device_facts.h"
 #include "host/dispatch.h"
 
 namespace fastattn {
@@ -169,9 +170,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     if (bias && bias_grad) params.grad_bias = bias_gradient_view(gradients.bias);
     if (sinks) params.grad_sinks = static_cast<float*>(gradients.sinks.data_ptr());
     params.packed = packed_params(kOp, query, key, cu_seqlens_q, cu_seqlens_k);
-    params.heads_per_group = key_heads_per_group(params.query, params.key);
 
     const OnDeviceOf device(query);
+    params.heads_per_group = key_heads_per_group(params.query, params.key, device_facts().l2_bytes);
     dispatch_at_least(BackwardHeadDims{}, sizes.widest(), [&](auto head_dim) {
         const Workspace workspace = make_workspace<head_dim.value>(params, query, sizes, deterministic);
         launch<head_dim.value>(params, sizes.dtype, options.change_scores(), device.stream());

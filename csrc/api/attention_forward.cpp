@@ -15,6 +15,7 @@
 #include "attention/forward.h"
 #include "attention/tile_order.h"
 #include "attention/tiles_sm80.h"
+#include "host/device_facts.h"
 #include "host/dispatch.h"
 
 namespace fastattn {
@@ -70,13 +71,13 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     attention.value = heads_view<const uint16_t>(kOp, "value", aligned_value, key_sequences);
     attention.out = heads_view<uint16_t>(kOp, "out", out, sizes.query_sequences());
     attention.lse = rows_view(lse, attention.query);
-    attention.heads_per_group = heads_per_group(attention.query, attention.key);
     params.packed = packed_params(kOp, query, key, cu_seqlens_q, cu_seqlens_k);
     if (block_table) params.paged = paged_params(kOp, key, value, block_table);
 
     const ScoreOptions options{bias,        alibi_slopes, sinks,    dropout_seed, scale,
                                window_left, window_right, top_left, softcap,      dropout_p};
     const OnDeviceOf device(query);
+    attention.heads_per_group = heads_per_group(attention.query, attention.key, device_facts().l2_bytes);
     if (options.are_plain() && !sizes.is_packed) {
         attention.scale = static_cast<float>(scale);
         attention.causal_offset = top_left ? 0 : attention.key.rows - attention.query.rows;

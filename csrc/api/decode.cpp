@@ -16,9 +16,9 @@
 #include "decode/decode.h"
 #include "decode/split_plan.h"
 #include "decode/tiles_sm80.h"
+#include "host/device_facts.h"
 #include "host/dispatch.h"
 #include "host/launch_token.h"
-#include "host/multiprocessors.h"
 
 namespace fastattn {
 namespace {
@@ -241,7 +241,7 @@ std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor
     const OnDeviceOf device(query);
     const int32_t block_keys = decode_block_n(std::max(head_dim, value_dim), k_scale.has_value());
     params.plan = split_plan(params.sequence, params.query.batch, params.kv_heads, params.row_tiles, block_keys,
-                             num_splits, batch_invariant, num_multiprocessors() * AnyTile::kMinCtasPerSm);
+                             num_splits, batch_invariant, device_facts().num_sms * AnyTile::kMinCtasPerSm);
     std::optional<Tensor> partial_out, partial_lse, arrivals;
     if (lse.numel() > 0 && can_be_cut(params.plan, params.sequence, block_keys)) {
         const int64_t slots = num_slots(params.plan), rows = slots * AnyTile::kBlockM;

@@ -15,9 +15,10 @@
 
 #include "api/checks.h"
 #include "api/device.h"
+#include "host/device_facts.h"
 #include "host/dispatch.h"
 #include "host/launch_token.h"
-#include "host/multiprocessors.h"
+#include "host/sm_rates.h"
 #include "int8_matmul/int8_matmul.h"
 #include "int8_matmul/tiles_sm80.h"
 #include "int8_matmul/work.h"
@@ -155,8 +156,9 @@ void check_for_int8_activations(const char* op, const Tensor& weight, const Matm
 template <template <int> typename Tile, typename BlockMs>
 int32_t plan_work(BlockMs block_ms, Int8MatmulParams& params, Int8MatmulTensors& kept) {
     MatmulEpilogue& epilogue = params.epilogue;
+    const DeviceFacts facts = device_facts();
     const auto [tile, plan] = fastest_tile<Tile>(params.input.rows, epilogue.sum_columns(), params.input.columns,
-                                                 num_multiprocessors(), block_ms);
+                                                 sm_rates(facts.compute_capability), facts.num_sms, block_ms);
     epilogue.plan = plan;
     epilogue.token = launch_token();
     if (plan.num_ranges > 0) {

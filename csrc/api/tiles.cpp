@@ -55,10 +55,11 @@ struct Dealt {
 // Of the matmul, its input gradient, or the matmul with int8 activations (kernel 0, 1, 2), with sums [tokens, outputs],
 // each of `depth`.
 FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_int8_matmul(int32_t kernel, int32_t tokens, int32_t outputs,
-                                                                    int32_t depth, int32_t multiprocessors) {
+                                                                    int32_t depth, int32_t compute_capability,
+                                                                    int32_t num_sms) {
     using namespace fastattn;
     const auto choose = [&]<template <int> typename Tile>(auto block_ms) {
-        return fastest_tile<Tile>(tokens, outputs, depth, multiprocessors, block_ms);
+        return fastest_tile<Tile>(tokens, outputs, depth, sm_rates(compute_capability), num_sms, block_ms);
     };
     const auto [tile, plan] = kernel == 0   ? choose.template operator()<Int8MatmulTileSm80>(Int8MatmulBlockMs{})
                               : kernel == 1 ? choose.template operator()<Int8GradInputTileSm80>(Int8MatmulBlockMs{})
@@ -69,14 +70,14 @@ FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_int8_matmul(int32_t kern
 // Of decode_split_sm80, with so many rows of queries for each KV head, and sequences that fill the capacity.
 FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_decode(int32_t head_dim, int32_t is_int8, int32_t batch,
                                                                int32_t kv_heads, int32_t rows, int32_t capacity,
-                                                               int32_t multiprocessors) {
+                                                               int32_t num_sms) {
     using namespace fastattn;
     using Tile = DecodeTile<largest(DecodeHeadDims{})>;
     const int32_t block_keys = decode_block_n(head_dim, is_int8 != 0);
     const SequenceShape shape{capacity, 0, 1, -1};
     const int32_t row_tiles = ceil_div(rows, Tile::kBlockM);
     const SplitPlan plan = split_plan(shape, batch, kv_heads, row_tiles, block_keys, /*num_splits=*/0,
-                                      /*batch_invariant=*/false, multiprocessors * Tile::kMinCtasPerSm);
+                                      /*batch_invariant=*/false, num_sms * Tile::kMinCtasPerSm);
     const TileUnits units = tile_units(plan, cached_sequence(shape, capacity), block_keys);
     const int64_t blocks = int64_t{batch} * plan.tiles_per_sequence * units.num_units * units.blocks_per_unit;
     return {plan.num_ctas, units_per_cta(plan, blocks), Tile::kBlockM,

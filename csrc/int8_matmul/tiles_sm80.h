@@ -14,7 +14,7 @@ namespace fastattn {
 // 16: between neighbouring M no more is lost than that.
 using Int8MatmulBlockMs = std::integer_sequence<int, 16, 32, 48, 64, 80, 96, 112, 128>;
 
-// Shared memory for the stages of a CTA: kCtasPerMultiprocessor find room in the 164 KB of sm_80.
+// Shared memory for the stages of a CTA: kCtasPerSm find room in the 164 KB of sm_80.
 inline constexpr int kInt8StageBytes = 80 << 10;
 
 // Four warps, each with 32 of the tile's 128 outputs and all of its tokens: every weight is loaded and dequantised by
@@ -69,7 +69,7 @@ using Int8MatmulS8BlockMs = std::integer_sequence<int, 16, 64, 128>;
 
 // Nothing is dequantised, and a CTA has one tile: the kernel has no registers left to go on to another.
 constexpr MatmulTile s8_tile(int32_t tokens, int32_t outputs, int32_t depth) {
-    return {tokens, outputs, depth, /*multiply_adds=*/2048, /*dequantisation=*/0, /*goes_on=*/false};
+    return {tokens, outputs, depth, /*dequantises=*/false, /*goes_on=*/false};
 }
 
 template <int kBlockM>
@@ -112,10 +112,10 @@ struct Int8MatmulS8TileSm80<128> {
 
 // Which of the tiles a matmul takes, and what each CTA does of it.
 template <template <int> typename Tile, int... kBlockMs>
-MatmulChoice fastest_tile(int32_t tokens, int32_t outputs, int32_t depth, int32_t multiprocessors,
+MatmulChoice fastest_tile(int32_t tokens, int32_t outputs, int32_t depth, const SmRates& rates, int32_t num_sms,
                           std::integer_sequence<int, kBlockMs...>) {
     static constexpr MatmulTile kTiles[] = {Tile<kBlockMs>::kMatmulTile...};
-    return fastest_tile(tokens, outputs, depth, kTiles, multiprocessors);
+    return fastest_tile(tokens, outputs, depth, kTiles, rates, num_sms);
 }
 
 }  // namespace fastattn

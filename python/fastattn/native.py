@@ -65,9 +65,10 @@ TAKES_CPU_TENSORS: bool = torch._C._dispatch_has_kernel_for_dispatch_key("fastat
 _INT8_KERNELS = ("int8_matmul_sm80", "int8_matmul_grad_input_sm80", "int8_matmul_s8_sm80")
 
 
-def dealt_int8_matmul(kernel: str, tokens: int, outputs: int, depth: int, num_sms: int) -> Dealt:
-    """By one of ``_INT8_KERNELS``, for sums ``[tokens, outputs]``, each of ``depth``."""
-    return _LIBRARY.fastattn_dealt_int8_matmul(_INT8_KERNELS.index(kernel), tokens, outputs, depth, num_sms)
+def dealt_int8_matmul(kernel: str, tokens: int, outputs: int, depth: int, arch: int, num_sms: int) -> Dealt:
+    """By one of ``_INT8_KERNELS``, for sums ``[tokens, outputs]``, each of ``depth``, on a GPU of compute capability
+    ``arch`` (times ten)."""
+    return _LIBRARY.fastattn_dealt_int8_matmul(_INT8_KERNELS.index(kernel), tokens, outputs, depth, arch, num_sms)
 
 
 def dealt_decode(

@@ -252,7 +252,7 @@ def _reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) 
         takes = f"the {_NAMES[backend]} kernel takes {support.dtypes_text()}"
         return f"the dtype is {call.dtype}, and {takes}; cast or autocast."
     if backend == "cuda" and "int8 activations" in call.features:
-        reason = _reason_against_int8_activations(call, device_facts.num_sms)
+        reason = _reason_against_int8_activations(call, device_facts)
         if reason is not None:
             return reason
     for name, dim in (("head dim", call.head_dim), ("value head dim", call.value_dim)):
@@ -277,7 +277,7 @@ _MAX_INT8_SUM_DEPTH = 2**17
 _MAX_INT8_LAUNCH_COUNT = 2**24
 
 
-def _reason_against_int8_activations(call: Call, num_sms: int) -> str | None:
+def _reason_against_int8_activations(call: Call, device_facts: DeviceFacts) -> str | None:
     """What that kernel does not take, and the one for 16-bit activations may."""
     tokens, rows, columns, _ = call.sizes
     others = call.features - _INT8_ACTIVATIONS_GO_WITH - {"int8 activations"}
@@ -292,7 +292,8 @@ def _reason_against_int8_activations(call: Call, num_sms: int) -> str | None:
     if columns > _MAX_INT8_SUM_DEPTH:
         return f"K is {columns}, and int32 holds sums of products of int8 numbers up to {_MAX_INT8_SUM_DEPTH}."
     if not torch.compiler.is_compiling():  # else sizes may be symbols, and the kernel's own check has to do
-        ctas = native.dealt_int8_matmul("int8_matmul_s8_sm80", tokens, rows, columns, num_sms).ctas
+        gpu = device_facts.arch, device_facts.num_sms
+        ctas = native.dealt_int8_matmul("int8_matmul_s8_sm80", tokens, rows, columns, *gpu).ctas
         if tokens + 2 * ctas >= _MAX_INT8_LAUNCH_COUNT:
             return (
                 f"there are {tokens} tokens and {rows} outputs, too many for what the CUDA C++ kernel for int8 "
@@ -375,7 +376,8 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
             if torch.compiler.is_compiling():  # nobody reads it there, and the graph would be one for a range of tokens
                 return kernel, None
             tokens, outputs, depth, *_ = call.sizes
-            block = native.dealt_int8_matmul(kernel, tokens, outputs, depth, device_facts.num_sms).block_m
+            gpu = device_facts.arch, device_facts.num_sms
+            block = native.dealt_int8_matmul(kernel, tokens, outputs, depth, *gpu).block_m
             return f"{kernel}<{block}, {dtype}>", native.TILES[kernel][str(block)]
         widest = max(call.head_dim, call.value_dim)
         if call.op == "decode":
