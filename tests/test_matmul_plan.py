@@ -24,7 +24,7 @@ INT_MAX = 2**31 - 1
 
 
 class Gpu(NamedTuple):
-    """Multiply-adds of mma.sync and bytes of device memory are those of a multiprocessor in a clock: host/sm_rates.h."""
+    """``multiply_adds`` of mma.sync and ``dram_bytes`` are those of an SM in a clock: csrc/host/sm_rates.h."""
 
     arch: int
     num_sms: int
@@ -219,10 +219,10 @@ def test_tiles_of_a_wave_share_weights(library: Library) -> None:
 # N, K of linear layers.
 LAYERS = [(4096, 4096), (8192, 8192), (14336, 4096), (4096, 14336), (1280, 8192)]
 TOKENS = range(1, 8193)
-# A prediction, to test the partition and not speed: tiles_sm80.h counts 512 clocks of HMMA on an A100 for 128 tokens per
-# 32 k. Dequantisation counts as a clock for 64 weights; a piece of work as 3000 clocks beside its steps; a part of a sum
-# as a wait for L2 and its bytes. work.h chooses by the same figures and a formula; here the schedule is played through,
-# slot by slot.
+# A prediction, to test the partition and not speed: tiles_sm80.h counts 512 clocks of HMMA on an A100 for 128 tokens
+# per 32 k. Dequantisation counts as a clock for 64 weights; a piece of work as 3000 clocks beside its steps; a part of a
+# sum as a wait for L2 and its bytes. work.h chooses by the same figures and a formula; here the schedule is played
+# through, slot by slot.
 DEQUANTISED, PIECE, WAIT, BYTES_OF_A_TOKEN = 64, 3000, 600, 12
 
 
@@ -248,12 +248,13 @@ def test_no_cliff(library: Library, n: int, k: int, gpu: Gpu, is_forward: bool) 
     from 128 to 129 tokens, or with the short sums of a small layer; by a few percent among many tokens.
     """
     outputs, depth = (n, k) if is_forward else (k, n)
+    few = 0.21 if gpu == A100 else 0.24  # on an H200, weights that are dequantised again are a larger part of a step
     # The number of tiles decides, and all have a multiple of 16 tokens.
     of_tiles = {m: predicted_clocks(library, Sizes(m, outputs, depth), gpu, is_forward) for m in TOKENS[15::16]}
     clocks = [of_tiles[-(-m // 16) * 16] for m in TOKENS]
     for m, (before, after) in zip(TOKENS, itertools.pairwise(clocks), strict=False):
         assert after >= 0.965 * before, f"{m + 1} tokens take {after:.0f} clocks, {m} take {before:.0f}"
-        allowed = 0.21 if m < 1024 else 0.10 if m < 2048 else 0.07
+        allowed = few if m < 1024 else 0.10 if m < 2048 else 0.07
         assert (m + 1) / after >= (1 - allowed) * m / before, f"throughput falls from {m} to {m + 1} tokens"
 
 
@@ -281,7 +282,6 @@ def test_few_tokens_take_the_smallest_tile(library: Library) -> None:
 def test_the_gpu_decides_where_a_larger_tile_pays(library: Library) -> None:
     """mma.sync of an H200 is faster than an A100's, but dequantising a weight takes as many clocks: tokens share it."""
     sizes = [Sizes(m, 4096, 4096) for m in range(16, 2049, 16)]
-    a100, h200 = (
-        [library.fastest_tile(each, gpu._replace(num_sms=132)).tokens for each in sizes] for gpu in (A100, H200)
-    )
+    gpus = A100._replace(num_sms=132), H200
+    a100, h200 = ([library.fastest_tile(each, gpu).tokens for each in sizes] for gpu in gpus)
     assert a100 != h200
