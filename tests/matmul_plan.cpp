@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <queue>
+#include <utility>
 #include <vector>
 
 #include "int8_matmul/tiles_sm80.h"
@@ -15,19 +16,25 @@ struct Gpu {
     int32_t compute_capability, slots;
 };
 
-// The tile that the forward pass takes, or the gradient: tokens, outputs, depth.
+namespace {
+
+template <template <int> typename Tile, int... kBlockMs>
+MatmulTile fastest(const int32_t* sizes, int32_t compute_capability, int32_t num_sms,
+                   std::integer_sequence<int, kBlockMs...>) {
+    const std::vector<MatmulTile> tiles{Tile<kBlockMs>::kMatmulTile...};
+    return fastest_tile(sizes[0], sizes[1], sizes[2], tiles, sm_rates(compute_capability), num_sms).tile;
+}
+
+}  // namespace
+
+// The tile that the forward pass takes, or the gradient: tokens, outputs, depth. BLOCK_MS: of instances.json.
 extern "C" void fastest_tile_of(const int32_t* sizes, int32_t is_forward, int32_t compute_capability, int32_t num_sms,
                                 int32_t* found) {
-    const auto choose = [&](auto choice) {
-        const int32_t values[] = {choice.tile.tokens, choice.tile.outputs, choice.tile.depth};
-        std::copy(std::begin(values), std::end(values), found);
-    };
-    const SmRates rates = sm_rates(compute_capability);
-    if (is_forward) {
-        choose(fastest_tile<Int8MatmulTileSm80>(sizes[0], sizes[1], sizes[2], rates, num_sms, Int8MatmulBlockMs{}));
-    } else {
-        choose(fastest_tile<Int8GradInputTileSm80>(sizes[0], sizes[1], sizes[2], rates, num_sms, Int8MatmulBlockMs{}));
-    }
+    using BlockMs = std::integer_sequence<int, BLOCK_MS>;
+    const MatmulTile tile = is_forward ? fastest<Int8MatmulTileSm80>(sizes, compute_capability, num_sms, BlockMs{})
+                                       : fastest<Int8GradInputTileSm80>(sizes, compute_capability, num_sms, BlockMs{});
+    const int32_t values[] = {tile.tokens, tile.outputs, tile.depth};
+    std::copy(std::begin(values), std::end(values), found);
 }
 
 namespace {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
 import os
 import subprocess
 from collections import defaultdict
@@ -19,6 +20,7 @@ from emulator.toolkit import setup
 pytestmark = pytest.mark.quick
 
 SOURCE = Path(__file__).with_name("matmul_plan.cpp")
+CSRC = SOURCE.parents[1] / "csrc"
 CTAS_PER_SM = 2
 INT_MAX = 2**31 - 1
 
@@ -111,7 +113,17 @@ def _ints(values: tuple[int, ...]) -> ctypes.Array[ctypes.c_int32]:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     target = tmp_path_factory.mktemp("plan") / "plan.so"
-    command = [*setup.find_cxx(os.environ), "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{SOURCE.parents[1] / 'csrc'}"]
+    rows = json.loads((CSRC / "instances.json").read_text())["kernels"]
+    (block_ms,) = (row["BLOCK_M"] for row in rows if row["source"] == "int8_matmul/instances/gemm_sm80.cu")
+    command = [
+        *setup.find_cxx(os.environ),
+        f"-DBLOCK_MS={','.join(map(str, block_ms))}",
+        "-std=c++20",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        f"-I{CSRC}",
+    ]
     subprocess.run([*command, str(SOURCE), "-o", str(target)], check=True)
     return Library(target)
 
@@ -220,8 +232,8 @@ def test_tiles_of_a_wave_share_weights(library: Library) -> None:
 LAYERS = [(4096, 4096), (8192, 8192), (14336, 4096), (4096, 14336), (1280, 8192)]
 TOKENS = range(1, 8193)
 # A prediction, to test the partition and not speed: tiles_sm80.h counts 512 clocks of HMMA on an A100 for 128 tokens
-# per 32 k. Dequantisation counts as a clock for 64 weights; a piece of work as 3000 clocks beside its steps; a part of a
-# sum as a wait for L2 and its bytes. work.h chooses by the same figures and a formula; here the schedule is played
+# per 32 k. Dequantisation counts as a clock for 64 weights; a piece of work as 3000 clocks beside its steps; a part of
+# a sum as a wait for L2 and its bytes. work.h chooses by the same figures and a formula; here the schedule is played
 # through, slot by slot.
 DEQUANTISED, PIECE, WAIT, BYTES_OF_A_TOKEN = 64, 3000, 600, 12
 

@@ -265,11 +265,9 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
 }
 
 template <int kHeadDim, DataType kDataType, bool kOptions>
-void launch_attention_backward_key_value_sm80(const AttentionBackwardParams& params, Stream stream) {
+void launch_attention_backward_key_value_sm80(LaunchedKernel& kernel, const AttentionBackwardParams& params,
+                                              Stream stream) {
     using Config = BackwardConfigSm80<kHeadDim, kOptions>;
-    static LaunchedKernel kernel{"attention_backward_key_value_sm80<" + std::to_string(kHeadDim) + ", " +
-                                     to_string(kDataType) + (kOptions ? ", options>" : ", plain>"),
-                                 /*compute_capability=*/80};
     const int64_t num_ctas = int64_t{ceil_div(params.key.rows, Config::kBlockN)} * params.key.heads * params.key.batch;
     const Launch launch{num_ctas, Config::kNumThreads, sizeof(BackwardStorageSm80<Config>)};
     kernel.launch(attention_backward_key_value_sm80<kHeadDim, kDataType, kOptions>, launch, params, stream);

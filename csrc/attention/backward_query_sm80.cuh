@@ -45,11 +45,9 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, /*kOptions=*/fals
 }
 
 template <int kHeadDim, DataType kDataType>
-void launch_attention_backward_query_sm80(const AttentionBackwardParams& params, Stream stream) {
+void launch_attention_backward_query_sm80(LaunchedKernel& kernel, const AttentionBackwardParams& params,
+                                          Stream stream) {
     using Config = BackwardConfigSm80<kHeadDim, /*kOptions=*/false>;
-    static LaunchedKernel kernel{
-        "attention_backward_query_sm80<" + std::to_string(kHeadDim) + ", " + to_string(kDataType) + ">",
-        /*compute_capability=*/80};
     const int64_t num_ctas =
         int64_t{ceil_div(params.query.rows, Config::kBlockM)} * params.query.heads * params.query.batch;
     const Launch launch{num_ctas, Config::kNumThreads, 0};

@@ -181,10 +181,8 @@ __global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads
 }
 
 template <DataType kDataType>
-void launch_attention_backward_rows_sm80(const AttentionBackwardParams& params, Stream stream) {
+void launch_attention_backward_rows_sm80(LaunchedKernel& kernel, const AttentionBackwardParams& params, Stream stream) {
     using Config = BackwardRowsConfigSm80<kDataType>;
-    static LaunchedKernel kernel{std::string("attention_backward_rows_sm80<") + to_string(kDataType) + ">",
-                                 /*compute_capability=*/80};
     const int64_t num_tiles = ceil_div(params.query.rows, Config::kBlockM);
     const bool is_additive = params.log2_sum.data != nullptr;
     const Launch launch{num_tiles * params.query.heads * params.query.batch, Config::kNumThreads,

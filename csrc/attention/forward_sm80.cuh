@@ -172,12 +172,9 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
 }
 
 template <int kHeadDim, DataType kDataType, bool kCausal>
-void launch_attention_forward_sm80(const AttentionForwardParams& params, Stream stream) {
+void launch_attention_forward_sm80(LaunchedKernel& kernel, const AttentionForwardParams& params, Stream stream) {
     using Config = ForwardConfigSm80<kHeadDim>;
     const int64_t num_tiles = ceil_div(params.query.rows, Config::kBlockM);
-    static LaunchedKernel kernel{"attention_forward_sm80<" + std::to_string(kHeadDim) + ", " + to_string(kDataType) +
-                                     (kCausal ? ", causal>" : ", full>"),
-                                 /*compute_capability=*/80};
     const int64_t num_ctas = num_tiles * params.query.heads * params.query.batch;
     const Launch launch{num_ctas, Config::kNumThreads, sizeof(ForwardStorageSm80<Config>)};
     kernel.launch(attention_forward_sm80<kHeadDim, kDataType, kCausal>, launch, params, stream);

@@ -317,10 +317,8 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
 }
 
 template <int kBlockM, DataType kDataType>
-void launch_int8_matmul_s8_sm80(const Int8MatmulParams& params, Stream stream) {
+void launch_int8_matmul_s8_sm80(LaunchedKernel& kernel, const Int8MatmulParams& params, Stream stream) {
     using Config = Int8MatmulS8ConfigSm80<kBlockM>;
-    static LaunchedKernel kernel{"int8_matmul_s8_sm80<" + std::to_string(kBlockM) + ", " + to_string(kDataType) + ">",
-                                 /*compute_capability=*/80};
     const Launch launch{num_ctas(params.epilogue.plan), Config::kNumThreads, sizeof(Int8MatmulS8StorageSm80<Config>)};
     kernel.launch(int8_matmul_s8_sm80<kBlockM, kDataType>, launch, params, stream);
 }

@@ -250,10 +250,8 @@ __global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, kC
 }
 
 template <int kBlockM, DataType kDataType>
-void launch_int8_matmul_sm80(const Int8MatmulParams& params, Stream stream) {
+void launch_int8_matmul_sm80(LaunchedKernel& kernel, const Int8MatmulParams& params, Stream stream) {
     using Config = Int8MatmulConfigSm80<kBlockM>;
-    static LaunchedKernel kernel{"int8_matmul_sm80<" + std::to_string(kBlockM) + ", " + to_string(kDataType) + ">",
-                                 /*compute_capability=*/80};
     const Launch launch{num_ctas(params.epilogue.plan), Config::kNumThreads, sizeof(Int8MatmulStorageSm80<Config>)};
     kernel.launch(int8_matmul_sm80<kBlockM, kDataType>, launch, params, stream);
 }

@@ -15,7 +15,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
 #include <limits>
 
@@ -220,9 +219,9 @@ struct MatmulChoice {
 
 // Of several tiles, by their tokens in ascending order, that with the fastest plan; of those that hold all tokens, the
 // first is enough.
-template <size_t kTiles>
-MatmulChoice fastest_tile(int32_t tokens, int32_t outputs, int32_t depth, const MatmulTile (&tiles)[kTiles],
-                          const SmRates& rates, int32_t num_sms) {
+template <typename Tiles>
+MatmulChoice fastest_tile(int32_t tokens, int32_t outputs, int32_t depth, const Tiles& tiles, const SmRates& rates,
+                          int32_t num_sms) {
     const int32_t slots = kCtasPerSm * num_sms;
     MatmulChoice best{};
     double best_clocks = std::numeric_limits<double>::infinity();
