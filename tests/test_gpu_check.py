@@ -388,5 +388,5 @@ def test_the_package_of_this_tree_is_what_runs(tmp_path: Path) -> None:
     environment = gpu_check.make_environment(tmp_path, {**os.environ, "PYTHONPATH": "/nowhere"})
     package = tmp_path / "site" / "fastattn"
     assert environment["PYTHONPATH"].split(os.pathsep) == [str(package.parent), str(ROOT / "benchmarks"), "/nowhere"]
-    assert (package / "ops.py").samefile(ROOT / "python" / "fastattn" / "ops.py")
+    assert (package / "ops").samefile(ROOT / "python" / "fastattn" / "ops")
     assert (package / "triton_kernels").samefile(ROOT / "triton_kernels")

@@ -91,7 +91,8 @@ def test_wheel_is_for_every_python_3_on_the_platform_that_the_library_needs(whee
 def test_wheel_holds_the_package_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    modules = {f"fastattn/{path.name}" for path in (ROOT / "python" / "fastattn").glob("*.py")}
+    modules = {str(path.relative_to(ROOT / "python")) for path in (ROOT / "python" / "fastattn").rglob("*.py")}
+    assert "fastattn/functional/attention.py" in modules
     kernels = {f"fastattn/triton_kernels/{path.name}" for path in (ROOT / "triton_kernels").glob("*.py")}
     assert "fastattn/triton_kernels/__init__.py" in kernels
     assert names == modules | kernels | {"fastattn/py.typed", "fastattn/libfastattn.so"}
