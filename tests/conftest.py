@@ -13,7 +13,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # oracle, aot, …
-sys.path.insert(1, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(1, str(Path(__file__).parents[1]))  # benchmarks
 if not torch.cuda.is_available():
     from emulator import native_library
 
