@@ -13,7 +13,7 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parent
-sys.path[:0] = [str(TESTS), str(TESTS / "support"), str(TESTS.parent / "benchmarks")]
+sys.path[:0] = [str(TESTS), str(TESTS / "support"), str(TESTS.parent)]
 # Test modules whose functions other folders take.
 sys.path += [str(TESTS / folder) for folder in ("attention", "decode", "int8")]
 if not torch.cuda.is_available():

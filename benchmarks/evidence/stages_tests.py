@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from evidence import pytest_codes
-from evidence.machine import missing
-from evidence.processes import run_together
-from evidence.stages import FAILED, NOT_RUN, PASSED, TIMED_OUT, Result, Workplace
+from benchmarks.evidence import pytest_codes
+from benchmarks.evidence.machine import missing
+from benchmarks.evidence.processes import run_together
+from benchmarks.evidence.stages import FAILED, NOT_RUN, PASSED, TIMED_OUT, Result, Workplace
 
 # What marks a test module that runs on the GPU where there is one, as a whole or in part: support/kernel_device.py, a
 # fixture of tests/conftest.py, or a look of its own.
@@ -51,7 +51,7 @@ def _pytest(workplace: Workplace, deadline: float, name: str, arguments: list[st
     commands = [
         workplace.command(
             f"{name}_{share}",
-            *("-m", "pytest", *options, "-p", "evidence.pytest_record"),
+            *("-m", "pytest", *options, "-p", "benchmarks.evidence.pytest_record"),
             *("--record", str(record), "--share", f"{share}/{shares}", *arguments),
             restart_after=partial(pytest_codes.was_cut_off, record=record),
         )

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-import case_attention
-import case_decode
-import case_int8
-import results
-from case_attention import AttentionCase
-from case_decode import DecodeCase
-from case_int8 import Int8Case
+from benchmarks.measure import results
+from benchmarks.measure.cases import attention as case_attention
+from benchmarks.measure.cases import decode as case_decode
+from benchmarks.measure.cases import int8 as case_int8
+from benchmarks.measure.cases.attention import AttentionCase
+from benchmarks.measure.cases.decode import DecodeCase
+from benchmarks.measure.cases.int8 import Int8Case
+from benchmarks.measure.implementations import CUBLAS
+from benchmarks.measure.labels import label
 from fastattn.profiler.roofline import Limits, Work, bound
-from implementations import CUBLAS
-from labels import label
 
 CPU = torch.device("cpu")
 LIMITS = Limits(

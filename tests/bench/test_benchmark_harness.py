@@ -15,27 +15,24 @@ from typing import Any
 import pytest
 import torch
 
-import accuracy
-import bench_attention_backward
-import bench_attention_forward
-import bench_decode
-import bench_int8_matmul
-import case_attention
-import case_decode
-import case_int8
-import environment
-import harness
-import peers_attention
-import peers_decode
-import peers_int8
-import results
-import table
 from benchmark_cases import ATTENTION, ATTENTION_CASES, CPU, DECODE_CASES, INT8_CASES, LIMITS, document, name_of
-from case_attention import AttentionCase
+from benchmarks.measure import accuracy, environment, harness, results
+from benchmarks.measure import attention_backward as bench_attention_backward
+from benchmarks.measure import attention_forward as bench_attention_forward
+from benchmarks.measure import decode as bench_decode
+from benchmarks.measure import int8_matmul as bench_int8_matmul
+from benchmarks.measure import tables as table
+from benchmarks.measure.cases import attention as case_attention
+from benchmarks.measure.cases import decode as case_decode
+from benchmarks.measure.cases import int8 as case_int8
+from benchmarks.measure.cases.attention import AttentionCase
+from benchmarks.measure.implementations import CUBLAS, Implementation, Prepared, Unsupported, own_implementations
+from benchmarks.measure.peers import attention as peers_attention
+from benchmarks.measure.peers import decode as peers_decode
+from benchmarks.measure.peers import int8 as peers_int8
+from benchmarks.measure.timing import Call, Timing
 from fastattn import reference
 from fastattn.profiler.roofline import LAUNCH
-from implementations import CUBLAS, Implementation, Prepared, Unsupported, own_implementations
-from timing import Call, Timing
 
 # --- what is right -------------------------------------------------------------------------------------------------
 

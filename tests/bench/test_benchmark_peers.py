@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-import accuracy
-import case_attention
-import case_decode
-import case_int8
-import peers_attention
-import peers_decode
-import peers_int8
 from benchmark_cases import ATTENTION, ATTENTION_CASES, CPU, DECODE_CASES, INT8_CASES, name_of
-from case_attention import AttentionCase
-from case_decode import DecodeCase
-from case_int8 import Int8Case
+from benchmarks.measure import accuracy
+from benchmarks.measure.cases import attention as case_attention
+from benchmarks.measure.cases import decode as case_decode
+from benchmarks.measure.cases import int8 as case_int8
+from benchmarks.measure.cases.attention import AttentionCase
+from benchmarks.measure.cases.decode import DecodeCase
+from benchmarks.measure.cases.int8 import Int8Case
+from benchmarks.measure.implementations import Prepared, Unsupported
+from benchmarks.measure.peers import attention as peers_attention
+from benchmarks.measure.peers import decode as peers_decode
+from benchmarks.measure.peers import int8 as peers_int8
 from fastattn import reference
-from implementations import Prepared, Unsupported
 
 
 def reference_heads_last(query: Tensor, key: Tensor, value: Tensor, causal: bool, window: tuple[Any, Any]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -13,17 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-import plots
-import results
-import timing
-import write_performance_page
 from benchmark_cases import CPU, DECODE_CASES, LIMITS, document, row_of, synthetic_documents
-from case_attention import AttentionCase
-from case_decode import DecodeCase
-from case_int8 import Int8Case
+from benchmarks import __main__ as commands
+from benchmarks.measure import page as write_performance_page
+from benchmarks.measure import plots, results, timing
+from benchmarks.measure.cases.attention import AttentionCase
+from benchmarks.measure.cases.decode import DecodeCase
+from benchmarks.measure.cases.int8 import Int8Case
+from benchmarks.measure.timing import Call, Timing
 from fastattn.profiler import work
 from fastattn.profiler.roofline import COMPUTE, LAUNCH, MEMORY, Work, bound
-from timing import Call, Timing
 
 # --- work ----------------------------------------------------------------------------------------------------------
 
@@ -283,3 +283,19 @@ def test_the_page_tells_when_where_and_what_was_never_measured(tmp_path: Path) -
     assert "![decode.png](../results/synthetic-gpu/decode.png)" in page and "decode_roofline.png" not in page
     assert "- fastattn triton (synthetic), 1 case: failed, RuntimeError: broken" in page
     assert "batch 16, context 16384, 32/8 heads, d 128, pages of 64, ragged, bf16" in page
+
+
+def test_every_command_is_there_and_an_unknown_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main([]) == 0
+    listed = capsys.readouterr().out
+    for name, command in commands.COMMANDS.items():
+        assert f"  {name} " in listed and command.summary in listed
+        assert importlib.util.find_spec(f"benchmarks.{command.module}") is not None
+    assert commands.main(["deocde"]) == 2
+    assert "there is no command 'deocde'" in capsys.readouterr().err
+
+
+def test_a_command_gets_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        commands.main(["page", "--help"])
+    assert "usage: python -m benchmarks page" in capsys.readouterr().out

@@ -16,11 +16,20 @@ from typing import Any
 import pytest
 import torch
 
-import gpu_check
-from evidence import bundle, machine, pytest_codes, stages_kernels, summary
-from evidence.processes import Command, run_together
-from evidence.stages import FAILED, NOT_RUN, PASSED, TIMED_OUT, Result, Stage, Workplace, run_stages, status_of
-from evidence.stages_tests import judge, kernel_test_modules
+from benchmarks.evidence import bundle, gpu_check, machine, pytest_codes, stages_kernels, summary
+from benchmarks.evidence.processes import Command, run_together
+from benchmarks.evidence.stages import (
+    FAILED,
+    NOT_RUN,
+    PASSED,
+    TIMED_OUT,
+    Result,
+    Stage,
+    Workplace,
+    run_stages,
+    status_of,
+)
+from benchmarks.evidence.stages_tests import judge, kernel_test_modules
 
 pytestmark = pytest.mark.quick
 
@@ -123,9 +132,16 @@ def test_skipped(): pass
 def test_a_crash_and_a_hang_cost_the_test_that_had_them(workplace: Workplace, tmp_path: Path) -> None:
     (tmp_path / "test_dying.py").write_text(DYING_TESTS)
     (tmp_path / "test_no_import.py").write_text("import no_such_module")
-    workplace.environment["PYTHONPATH"] = str(ROOT / "benchmarks")
+    workplace.environment["PYTHONPATH"] = str(ROOT)
     record = workplace.logs / "record.jsonl"
-    arguments = ["-q", "-p", "no:cacheprovider", "-p", "evidence.pytest_record", "--continue-on-collection-errors"]
+    arguments = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "benchmarks.evidence.pytest_record",
+        "--continue-on-collection-errors",
+    ]
     run = Command(
         [
             *(sys.executable, "-m", "pytest", *arguments, "-c", os.devnull, "--rootdir", str(tmp_path)),
@@ -201,8 +217,8 @@ def fake_sanitizer(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def with_cases(workplace: Workplace, tmp_path: Path) -> Workplace:
     workplace.root = tmp_path
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "sanitizer_cases.py").write_text("print('ran')")
+    (tmp_path / "benchmarks" / "evidence").mkdir(parents=True)
+    (tmp_path / "benchmarks" / "evidence" / "sanitizer_cases.py").write_text("print('ran')")
     return workplace
 
 
@@ -360,8 +376,8 @@ def test_what_is_missing_is_said_in_a_line(changes: dict[str, Any], words: str) 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_and_does_nothing(tmp_path: Path) -> None:
-    script = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--out", str(tmp_path / "out")]
-    done = subprocess.run(script, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks", "gpu-check", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == gpu_check.NO_GPU and done.stdout == ""
     assert re.fullmatch(r"gpu-check: no NVIDIA GPU .*\n", done.stderr)
     assert not (tmp_path / "out").exists()
@@ -389,6 +405,6 @@ def test_a_dry_run_goes_all_the_way(
 def test_the_package_of_this_tree_is_what_runs(tmp_path: Path) -> None:
     environment = gpu_check.make_environment(tmp_path, {**os.environ, "PYTHONPATH": "/nowhere"})
     package = tmp_path / "site" / "fastattn"
-    assert environment["PYTHONPATH"].split(os.pathsep) == [str(package.parent), str(ROOT / "benchmarks"), "/nowhere"]
+    assert environment["PYTHONPATH"].split(os.pathsep) == [str(package.parent), str(ROOT), "/nowhere"]
     assert (package / "ops").samefile(ROOT / "python" / "fastattn" / "ops")
     assert (package / "triton_kernels").samefile(ROOT / "triton_kernels")

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from evidence.processes import Command, descendants, run_together
-from evidence.stages import FAILED, PASSED, TIMED_OUT, status_of
+from benchmarks.evidence.processes import Command, descendants, run_together
+from benchmarks.evidence.stages import FAILED, PASSED, TIMED_OUT, status_of
 
 pytestmark = pytest.mark.quick
 

@@ -11,22 +11,33 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-import kernel_profiles  # isort: skip  (before whatever imports fastattn)
+from benchmarks.predict import kernel_profiles  # isort: skip  (before whatever imports fastattn)
 
-import launch_geometry
-import machine_model
-import predicted_profile
-import predictions
-import table
 from benchmark_cases import synthetic_documents
-from case_attention import multi_head
-from case_decode import DecodeCase
-from case_int8 import Int8Case
+from benchmarks.measure import tables as table
+from benchmarks.measure.cases.attention import multi_head
+from benchmarks.measure.cases.decode import DecodeCase
+from benchmarks.measure.cases.int8 import Int8Case
+from benchmarks.predict import launch_geometry, machine_model, predictions
+from benchmarks.predict import profile as predicted_profile
+from benchmarks.predict.launch_geometry import Geometry
+from benchmarks.predict.machine_model import (
+    A100,
+    H200,
+    HBM,
+    ISSUE,
+    L2,
+    SHARED,
+    SPECIAL,
+    TENSOR,
+    Load,
+    Machine,
+    ctas_per_sm,
+    predict,
+)
+from benchmarks.predict.profile import BACKWARD, CUDA, DECODE, FORWARD, INT8, TRITON, Point
 from emulator.report import InstructionCounts, Report
 from fastattn.triton_kernels import tiles
-from launch_geometry import Geometry
-from machine_model import A100, H200, HBM, ISSUE, L2, SHARED, SPECIAL, TENSOR, Load, Machine, ctas_per_sm, predict
-from predicted_profile import BACKWARD, CUDA, DECODE, FORWARD, INT8, TRITON, Point
 
 # Two SMs, one clock a second.
 TOY = Machine("toy", 90, 2, 1.0, 4, 100, 200, 16, 1, 64, 1000.0, 100 * 1024)

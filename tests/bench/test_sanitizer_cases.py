@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fastattn
-import sanitizer_cases
+from benchmarks.evidence import sanitizer_cases
 from fastattn.dispatch.support import KERNEL_BACKENDS
 from kernel_device import DEVICE
 

@@ -14,8 +14,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from case_attention import AttentionCase, AttentionInputs
-from implementations import Implementation, Prepared, first, importable, require, torch_version, version_of
+from benchmarks.measure.cases.attention import AttentionCase, AttentionInputs
+from benchmarks.measure.implementations import (
+    Implementation,
+    Prepared,
+    first,
+    importable,
+    require,
+    torch_version,
+    version_of,
+)
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -17,18 +17,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import environment
 import fastattn
-import plots
-import predictions
-import results
-import table
-from accuracy import Expected, judge
+from benchmarks.measure import environment, plots, results
+from benchmarks.measure import tables as table
+from benchmarks.measure.accuracy import Expected, judge
+from benchmarks.measure.implementations import Implementation, Unsupported, broken
+from benchmarks.measure.results import Document, Row
+from benchmarks.measure.timing import CudaTimer, Timer, Timing, num_input_sets
+from benchmarks.predict import predictions
 from fastattn.profiler.limits import measure_limits
 from fastattn.profiler.roofline import Limits, Work, bound
-from implementations import Implementation, Unsupported, broken
-from results import Document, Row
-from timing import CudaTimer, Timer, Timing, num_input_sets
 
 # Where a call takes longer than this, what its launch costs can no longer be seen.
 GRAPH_BELOW_S = 500e-6
@@ -240,7 +238,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer", action="append", metavar="TEXT", help="only peers whose name contains this; 'none'")
     parser.add_argument("--minutes", type=float, help="start no case after this time; by default 1.5, with --full 60")
     parser.add_argument(
-        "--predictions", type=Path, metavar="PATH", help="JSON of predicted_profile.py, to be shown beside the figures"
+        "--predictions",
+        type=Path,
+        metavar="PATH",
+        help="JSON of `python -m benchmarks predict`, to be shown beside the figures",
     )
     parser.add_argument("--seconds-per-figure", type=float, default=0.1, help="time over which a median is taken")
 
@@ -275,4 +276,18 @@ def report(benchmark: Benchmark, options: argparse.Namespace) -> None:
         for path in plots.draw(document, folder):
             print(f"plot: {path}")
     if options.save:
-        print("benchmarks/write_performance_page.py brings them into docs/PERFORMANCE.md")
+        print("`python -m benchmarks page` brings them into docs/PERFORMANCE.md")
+
+
+def main(
+    description: str | None,
+    add_case_options: Callable[[argparse.ArgumentParser], None],
+    benchmark: Callable[[argparse.Namespace], Benchmark],
+    arguments: Sequence[str] | None,
+) -> None:
+    """The command line of a benchmark: the shared options and those of its cases."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    add_case_options(parser)
+    options = parser.parse_args(arguments)
+    report(benchmark(options), options)

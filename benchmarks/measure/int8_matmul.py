@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 
-import case_int8
-import harness
-import peers_int8
-from case_int8 import Int8Case
-from harness import Benchmark
-from implementations import own_implementations
+from benchmarks.measure import harness
+from benchmarks.measure.cases import int8 as case_int8
+from benchmarks.measure.cases.int8 import Int8Case
+from benchmarks.measure.harness import Benchmark
+from benchmarks.measure.implementations import own_implementations
+from benchmarks.measure.peers import int8 as peers_int8
 
 
 def benchmark(options: argparse.Namespace) -> Benchmark:
@@ -36,12 +36,4 @@ def benchmark(options: argparse.Namespace) -> Benchmark:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    harness.add_options(parser)
-    case_int8.add_options(parser)
-    options = parser.parse_args(arguments)
-    harness.report(benchmark(options), options)
-
-
-if __name__ == "__main__":
-    main()
+    harness.main(__doc__, case_int8.add_options, benchmark, arguments)

@@ -12,8 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from case_int8 import Int8Case, Int8Inputs, prepare_gradient
-from implementations import CUBLAS, Implementation, Prepared, importable, require, torch_version, version_of
+from benchmarks.measure.cases.int8 import Int8Case, Int8Inputs, prepare_gradient
+from benchmarks.measure.implementations import (
+    CUBLAS,
+    Implementation,
+    Prepared,
+    importable,
+    require,
+    torch_version,
+    version_of,
+)
 
 Linear = Callable[[Tensor], Tensor]
 

@@ -12,9 +12,9 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from implementations import CUBLAS
-from labels import label
-from results import Document, Row, limits_of, seconds_of
+from benchmarks.measure.implementations import CUBLAS
+from benchmarks.measure.labels import label
+from benchmarks.measure.results import Document, Row, limits_of, seconds_of
 
 Figure = Any
 _MARKERS = "osD^vP*X<>ph"

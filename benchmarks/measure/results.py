@@ -36,12 +36,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import ROOT
 from fastattn.profiler.roofline import COMPUTE, LAUNCH, MEMORY, Limits
 
 SCHEMA = 1
 BENCHMARKS = ("attention_forward", "attention_backward", "decode", "int8_matmul")
 STATUSES = ("ok", "unsupported", "failed", "wrong")
-FOLDER = Path(__file__).parent / "results"
+FOLDER = ROOT / "benchmarks" / "results"
 
 Row = dict[str, Any]
 Document = dict[str, Any]

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 import fastattn
-
-ROOT = Path(__file__).parents[1]
+from benchmarks import ROOT
 
 
 def _output(*command: str) -> str | None:

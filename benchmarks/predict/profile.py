@@ -3,7 +3,7 @@
 For each kernel in the tiles that the launchers choose on an H200 and an A100: registers, spills, shared memory, CTAs
 per SM and the instructions of the main loop, from ptxas and the disassembler; bank conflicts, sectors, bytes and
 multiply-adds against the least, from a small shape on the emulator; and from both a predicted time at points of the
-benchmarks' grids, by the model that machine_model.py states. No GPU takes part, and nothing here is a result.
+benchmarks' grids, by the model that `machine_model` states. No GPU takes part, and nothing here is a result.
 """
 
 from __future__ import annotations
@@ -16,27 +16,38 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import kernel_profiles  # isort: skip  (before whatever imports fastattn)
+from benchmarks.predict import kernel_profiles  # isort: skip  (before whatever imports fastattn)
 
 import torch
 from tqdm import tqdm
 
-import case_attention
-import case_decode
-import case_int8
-import environment
 import fastattn
-import launch_geometry
-import predictions
-from case_attention import AttentionCase
-from case_decode import DecodeCase
+from benchmarks.measure import environment
+from benchmarks.measure.cases import attention as case_attention
+from benchmarks.measure.cases import decode as case_decode
+from benchmarks.measure.cases import int8 as case_int8
+from benchmarks.measure.cases.attention import AttentionCase
+from benchmarks.measure.cases.decode import DecodeCase
+from benchmarks.measure.labels import label
+from benchmarks.measure.tables import aligned
+from benchmarks.predict import launch_geometry, predictions
+from benchmarks.predict.kernel_profiles import Counted, Profile
+from benchmarks.predict.launch_geometry import Geometry
+from benchmarks.predict.machine_model import (
+    HBM,
+    ISSUE,
+    L2,
+    MACHINES,
+    SHARED,
+    SPECIAL,
+    TENSOR,
+    Load,
+    Machine,
+    Prediction,
+    predict,
+)
 from emulator.device import USUAL
 from fastattn.profiler.roofline import Work
-from kernel_profiles import Counted, Profile
-from labels import label
-from launch_geometry import Geometry
-from machine_model import HBM, ISSUE, L2, MACHINES, SHARED, SPECIAL, TENSOR, Load, Machine, Prediction, predict
-from table import aligned
 
 TITLE = "PREDICTION, not measured"
 CPU = torch.device("cpu")
@@ -293,7 +304,7 @@ def _or_dash(value: Any) -> str:
 def static_table(rows: Iterable[dict[str, Any]]) -> str:
     """Registers to CTAs per SM, then a warp's main-loop step by class; of masked steps only how many."""
     header = ("kernel", "GPU", "tile", "registers", "spilled", "shared KB", "CTAs/SM", "step", *CLASSES, "masked step")
-    cells: list[Sequence[str]] = [(*header, "MMA share")]
+    cells: list[Sequence[str]] = []
     for row in rows:
         steps = [step["instructions"] for step in row["steps"]]
         of_classes = [str(sum(steps[0].get(each, 0) for each in group)) if steps else "–" for group in CLASSES.values()]
@@ -313,24 +324,13 @@ def static_table(rows: Iterable[dict[str, Any]]) -> str:
                 f"{row['steps'][0]['tensor_share']:.0%}" if totals else "–",
             )
         )
-    return aligned(cells)
+    return aligned((*header, "MMA share"), cells)
 
 
 def counts_table(rows: Iterable[dict[str, Any]]) -> str:
     """What the emulator counted on the small shape."""
-    cells: list[Sequence[str]] = [
-        (
-            "kernel",
-            "GPU",
-            "wavefronts",
-            "bank conflicts",
-            "sectors/request",
-            "at best",
-            "bytes",
-            "to least",
-            "MMA to least",
-        )
-    ]
+    header = ("kernel", "GPU", "wavefronts", "bank conflicts", "sectors/request", "at best", "bytes", "to least")
+    cells: list[Sequence[str]] = []
     for row in rows:
         wavefronts = row["shared_wavefronts"]
         cells.append(
@@ -346,12 +346,13 @@ def counts_table(rows: Iterable[dict[str, Any]]) -> str:
                 f"{row['mma_to_least']:.2f}" if row["steps"] else "–",
             )
         )
-    return aligned(cells)
+    return aligned((*header, "MMA to least"), cells)
 
 
 def prediction_table(predicted: dict[Point, dict[str, Prediction]]) -> str:
     """Time, rates and what binds; then how long each resource alone would take, in parts of the predicted time."""
-    cells: list[Sequence[str]] = [("case", "backend", "GPU", "predicted µs", "TFLOP/s", "GB/s", "bound by", *RESOURCES)]
+    header = ("case", "backend", "GPU", "predicted µs", "TFLOP/s", "GB/s", "bound by", *RESOURCES)
+    cells: list[Sequence[str]] = []
     for point, kernels in predicted.items():
         seconds = sum(each.seconds for each in kernels.values())
         work = point.work()
@@ -368,7 +369,7 @@ def prediction_table(predicted: dict[Point, dict[str, Prediction]]) -> str:
                 *(f"{part:.0%}" for part in parts),
             )
         )
-    return aligned(cells)
+    return aligned(header, cells)
 
 
 def binding(kernels: dict[str, Prediction]) -> str:
@@ -411,14 +412,13 @@ def show(rows: list[dict[str, Any]], predicted: dict[Point, dict[str, Prediction
     )
     for title, make in render:
         print(f"\n{title}\n")
-        body = make(rows).splitlines()
-        print(body[0])
-        lines = iter(body[1:])
+        lines = iter(make(rows).splitlines())
+        print(next(lines), next(lines), sep="\n")  # the header and its rule
         for name, group in groups.items():
             print(f"\n{name}")
             for _ in group:
                 print(next(lines))
-    print(f"\n{TITLE}: time by the model of benchmarks/machine_model.py; launches not included\n")
+    print(f"\n{TITLE}: time by the model of benchmarks/predict/machine_model.py; launches not included\n")
     print(prediction_table(predicted))
 
 
@@ -444,7 +444,3 @@ def main(arguments: list[str] | None = None) -> None:
     show(rows, complete)
     if chosen.json:
         print(f"predictions: {predictions.write(document(rows, complete), chosen.json)}")
-
-
-if __name__ == "__main__":
-    main()

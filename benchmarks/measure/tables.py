@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import predictions
+from tabulate import tabulate
+
+from benchmarks.measure.labels import label
+from benchmarks.measure.results import Document, Row, seconds_of
+from benchmarks.predict import predictions
 from fastattn.profiler.roofline import Work
-from labels import label
-from results import Document, Row, seconds_of
 
 COLUMNS = (
     "implementation",
@@ -27,7 +29,7 @@ COLUMNS = (
 )
 SUMMARY_COLUMNS = ("TFLOP/s", "GB/s", "of limit", "bound by", "peak MB", "error", "to best peer")
 PREDICTED = "PREDICTION µs"
-_TEXT_COLUMNS = ("implementation", "bound by", "case", "kernel", "GPU", "backend")
+_TEXT_COLUMNS = ("implementation", "bound by", "case", "kernel", "GPU", "backend", "best peer", "call")
 
 
 def grouped_by_case(rows: Iterable[Row]) -> list[list[Row]]:
@@ -81,14 +83,16 @@ def as_text(document: Document, predicted: predictions.Predictions | None = None
             f"{PREDICTED}: by a model, made {predicted['date']} at commit {predicted['commit']}; not measured."
         )
     for rows in grouped_by_case(document["rows"]):
-        cells: list[Sequence[str]] = [COLUMNS if predicted is None else (*COLUMNS, PREDICTED)]
-        for row in rows:
-            if row["status"] == "ok":
-                beside = () if predicted is None else (_predicted(document, row, predicted),)
-                cells.append((*figures(row).values(), *beside))
-            else:
-                cells.append((row["implementation"], f"{row['status']}: {row['reason']}"))
-        lines += ["", label(rows[0]["case"]), aligned(cells)]
+        measured = [row for row in rows if row["status"] == "ok"]
+        header: tuple[str, ...] = COLUMNS
+        cells = [tuple(figures(row).values()) for row in measured]
+        if predicted is not None:
+            header = (*header, PREDICTED)
+            cells = [(*cell, _predicted(document, row, predicted)) for cell, row in zip(cells, measured, strict=True)]
+        lines += ["", label(rows[0]["case"])]
+        if cells:
+            lines.append(aligned(header, cells))
+        lines += [f"{row['implementation']}: {row['status']}: {row['reason']}" for row in rows if row not in measured]
     return "\n".join(lines)
 
 
@@ -101,7 +105,7 @@ def _predicted(document: Document, row: Row, predicted: predictions.Predictions)
 def as_markdown(rows: Sequence[Row]) -> str:
     """One line for each case: the faster of fastattn's backends beside the best peer."""
     titles = ("case", "fastattn", "µs", *SUMMARY_COLUMNS, "best peer", "its µs")
-    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    lines = []
     for of_case in grouped_by_case(rows):
         cells = [label(of_case[0]["case"])]
         own, peer = (_fastest(row for row in of_case if row["is_peer"] is is_peer) for is_peer in (False, True))
@@ -112,8 +116,8 @@ def as_markdown(rows: Sequence[Row]) -> str:
             cells += [own["implementation"].removeprefix("fastattn "), f"{seconds_of(own) * 1e6:.1f}"]
             cells += [shown[title] for title in SUMMARY_COLUMNS]
         cells += ["–", "–"] if peer is None else [peer["implementation"], f"{seconds_of(peer) * 1e6:.1f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown(titles, lines)
 
 
 def _fastest(rows: Iterable[Row]) -> Row | None:
@@ -133,25 +137,31 @@ def without_figures(rows: Sequence[Row]) -> str:
 
 def work_table(cases: Iterable[Any], work: Callable[[Any], Work]) -> str:
     """What each case computes and moves at the least: all that is known without a GPU."""
-    rows: list[Sequence[str]] = [("case", "GFLOP", "MB", "FLOP/byte")]
+    rows: list[Sequence[str]] = []
     for case in cases:
         least = work(case)
         numbers = (f"{least.flops / 1e9:.3f}", f"{least.bytes / 1e6:.1f}", f"{least.intensity:.1f}")
         rows.append((label(dataclasses.asdict(case)), *numbers))
-    return aligned(rows)
+    return aligned(("case", "GFLOP", "MB", "FLOP/byte"), rows)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Text to the left, numbers to the right; of a row shorter than the header the last cell runs on freely."""
-    header = rows[0]
-    whole = [row for row in rows if len(row) == len(header)]
-    widths = [max(len(row[column]) for row in (whole if column else rows)) for column in range(len(header))]
-    lines = []
-    for row in rows:
-        is_whole = len(row) == len(header)
-        cells = (
-            cell.rjust(width) if is_whole and title not in _TEXT_COLUMNS else cell.ljust(width)
-            for title, cell, width in zip(header, row, widths, strict=False)
-        )
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+def overhead_table(rows: Iterable[Row], form: Callable[..., str]) -> str:
+    """What a call costs on the host; ``form``: `aligned` or `markdown`."""
+    names = ("public_us", "floor_us", "added_us")
+    cells = [(row["call"], *(f"{row[name]:.2f}" for name in names), f"{row['aim_us']:.0f}") for row in rows]
+    return form(("call", "public µs", "floor µs", "added µs", "aim µs"), cells)
+
+
+def aligned(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table for a terminal: text to the left, numbers to the right."""
+    return _table(header, rows, "simple")
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The same table in Markdown."""
+    return _table(header, rows, "pipe")
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], form: str) -> str:
+    sides = ["left" if title in _TEXT_COLUMNS else "right" for title in header]
+    return tabulate(list(rows), header, tablefmt=form, disable_numparse=True, colalign=sides)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import fastattn
-from accuracy import Expected
+from benchmarks.measure.accuracy import Expected
+from benchmarks.measure.implementations import Prepared
 from fastattn import reference
 from fastattn.profiler import work
 from fastattn.profiler.roofline import Work
-from implementations import Prepared
 
 KV_HEADS = 8
 MAX_TOKENS = 1 << 21  # of a cache, all sequences together: 8 GiB at 8 KV heads of 128

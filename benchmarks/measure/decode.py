@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 
-import case_decode
-import harness
-import peers_decode
-from case_decode import DecodeCase
-from harness import Benchmark
-from implementations import own_implementations
+from benchmarks.measure import harness
+from benchmarks.measure.cases import decode as case_decode
+from benchmarks.measure.cases.decode import DecodeCase
+from benchmarks.measure.harness import Benchmark
+from benchmarks.measure.implementations import own_implementations
+from benchmarks.measure.peers import decode as peers_decode
 
 
 def benchmark(options: argparse.Namespace) -> Benchmark:
@@ -36,12 +36,4 @@ def benchmark(options: argparse.Namespace) -> Benchmark:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    harness.add_options(parser)
-    case_decode.add_options(parser)
-    options = parser.parse_args(arguments)
-    harness.report(benchmark(options), options)
-
-
-if __name__ == "__main__":
-    main()
+    harness.main(__doc__, case_decode.add_options, benchmark, arguments)

@@ -12,9 +12,12 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from benchmarks import ROOT
+
+sys.path.insert(0, str(ROOT / "tests"))
 
 import torch
 
@@ -23,7 +26,8 @@ from emulator import Report, allocations, device, launches, native_library, opti
 HAS_NATIVE = native_library.import_fastattn()  # before anything else imports fastattn
 
 import fastattn  # noqa: E402
-from bench_overhead import machine  # noqa: E402
+from benchmarks.measure import tables  # noqa: E402
+from benchmarks.measure.overhead import machine  # noqa: E402
 
 AIM_SECONDS = 3.0  # on one core
 ROWS, HEAD_DIM = 512, 128
@@ -61,22 +65,21 @@ def measure(backend: str, workers: int, repeats: int) -> tuple[float, Report]:
     return min(seconds), found[0].report
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3, help="runs, of which the quickest counts")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    arguments = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
 
     backends = {"native, sm_80": "cuda", "Triton, sm_80": "triton"}
     if not HAS_NATIVE:
         del backends["native, sm_80"]
-    rows = []
-    print(f"{'causal forward':<16}{'workers':>9}{'seconds':>9}{'aim':>6}{'instructions':>14}{'a second':>12}")
+    rows, cells = [], []
     for name, backend in backends.items():
         for workers in (1, 2):
             with allocations.tracked(), device.emulated(arch=80):
-                seconds, report = measure(backend, workers, arguments.repeats)
+                seconds, report = measure(backend, workers, chosen.repeats)
             executed = sum(report.instructions.values())
             rows.append(
                 {
@@ -88,12 +91,16 @@ def main() -> None:
                     "warp_instructions_per_second": executed / seconds,
                 }
             )
-            print(
-                f"{name:<16}{workers:>9}{seconds:>9.3f}{AIM_SECONDS:>6.1f}{executed:>14,}{executed / seconds:>12,.0f}"
+            cells.append(
+                (
+                    name,
+                    str(workers),
+                    f"{seconds:.3f}",
+                    f"{AIM_SECONDS:.1f}",
+                    f"{executed:,}",
+                    f"{executed / seconds:,.0f}",
+                )
             )
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    print(tables.aligned(("kernel", "workers", "seconds", "aim", "instructions", "a second"), cells))
+    if chosen.json:
+        chosen.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 
-import case_attention
-import harness
-import peers_attention
-from case_attention import AttentionCase
-from harness import Benchmark
-from implementations import own_implementations
+from benchmarks.measure import harness
+from benchmarks.measure.cases import attention as case_attention
+from benchmarks.measure.cases.attention import AttentionCase
+from benchmarks.measure.harness import Benchmark
+from benchmarks.measure.implementations import own_implementations
+from benchmarks.measure.peers import attention as peers_attention
 
 
 def benchmark(options: argparse.Namespace) -> Benchmark:
@@ -36,12 +36,4 @@ def benchmark(options: argparse.Namespace) -> Benchmark:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    harness.add_options(parser)
-    case_attention.add_options(parser)
-    options = parser.parse_args(arguments)
-    harness.report(benchmark(options), options)
-
-
-if __name__ == "__main__":
-    main()
+    harness.main(__doc__, case_attention.add_options, benchmark, arguments)

@@ -10,10 +10,11 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from benchmarks import ROOT
+
+sys.path.insert(0, str(ROOT / "tests"))
 
 from emulator import device, launches, native_library, options, static_facts
 from emulator.launches import Launched
@@ -23,9 +24,9 @@ from emulator.static_facts import KernelFacts
 if "fastattn" not in sys.modules:
     native_library.import_fastattn()
 
+from benchmarks.predict.launch_geometry import Geometry
+from benchmarks.predict.machine_model import Load, Machine, ctas_per_sm, largest
 from fastattn import native
-from launch_geometry import Geometry
-from machine_model import Load, Machine, ctas_per_sm, largest
 
 # Whether the CUDA C++ kernels are those of the emulator, and not of the library that is installed.
 HAS_NATIVE = native.BUILD["version"] == "0+emulated"

@@ -38,12 +38,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from evidence import bundle, machine, summary
-from evidence.stages import FAILED, PASSED, TIMED_OUT, Result, Stage, Workplace, run_stages
-from evidence.stages_kernels import run_benchmarks, run_library, run_sanitizer
-from evidence.stages_tests import run_emulator, run_tests
+from benchmarks import ROOT
+from benchmarks.evidence import bundle, machine, summary
+from benchmarks.evidence.stages import FAILED, PASSED, TIMED_OUT, Result, Stage, Workplace, run_stages
+from benchmarks.evidence.stages_kernels import run_benchmarks, run_library, run_sanitizer
+from benchmarks.evidence.stages_tests import run_emulator, run_tests
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRATCH = ROOT / "build" / "gpu_check"
 NO_GPU = 2
 PLOTS = ("attention_forward.png", "decode.png", "int8_matmul.png")
@@ -112,7 +112,7 @@ def make_environment(scratch: Path, given: Mapping[str, str]) -> dict[str, str]:
     }
     for folder in caches.values():
         (scratch / folder).mkdir(parents=True, exist_ok=True)
-    paths = [str(package.parent), str(ROOT / "benchmarks"), *filter(None, [given.get("PYTHONPATH")])]
+    paths = [str(package.parent), str(ROOT), *filter(None, [given.get("PYTHONPATH")])]
     return {
         **given,
         **{name: str(scratch / folder) for name, folder in caches.items()},
@@ -192,7 +192,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _keep(out: Path, workplace: Workplace, results: Sequence[Result]) -> None:
     bring_out(out, workplace, results)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

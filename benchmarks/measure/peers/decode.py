@@ -8,9 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from case_decode import DecodeCase, DecodeInputs
-from implementations import Implementation, Prepared, first, importable, require, torch_version, version_of
-from peers_attention import compiled_flex_attention, flashinfer_workspace, sdpa_contexts
+from benchmarks.measure.cases.decode import DecodeCase, DecodeInputs
+from benchmarks.measure.implementations import (
+    Implementation,
+    Prepared,
+    first,
+    importable,
+    require,
+    torch_version,
+    version_of,
+)
+from benchmarks.measure.peers.attention import compiled_flex_attention, flashinfer_workspace, sdpa_contexts
 
 
 def _sdpa(case: DecodeCase, inputs: DecodeInputs) -> Prepared:

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from case_attention import AttentionCase
-from case_decode import DecodeCase
-from case_int8 import Int8Case
+from benchmarks.measure.cases.attention import AttentionCase
+from benchmarks.measure.cases.decode import DecodeCase
+from benchmarks.measure.cases.int8 import Int8Case
+from benchmarks.predict.machine_model import Machine
 from fastattn import native
 from fastattn.profiler.work import LSE_BYTES
 from fastattn.triton_kernels import tiles
-from machine_model import Machine
 
 ceil_div = tiles.ceil_div
 

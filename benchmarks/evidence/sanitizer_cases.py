@@ -1,4 +1,4 @@
-"""Every kernel of both backends, launched on small shapes: what compute-sanitizer watches in `gpu_check.py`.
+"""Every kernel of both backends, launched on small shapes: what compute-sanitizer watches in the GPU check.
 
 Lengths are no multiples of the tiles, heads are grouped, and tensors are made on the CPU, so that few kernels run that
 are not fastattn's. Prints each case, or why a backend does not take it. ``--backend`` and ``--case`` choose.

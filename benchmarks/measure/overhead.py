@@ -14,14 +14,14 @@ import argparse
 import json
 import platform
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import environment
 import fastattn
+from benchmarks.measure import environment, tables
 from fastattn.dispatch import device
 from fastattn.dispatch.device import DeviceFacts
 from fastattn.functional import int8_linear as int8
@@ -120,26 +120,21 @@ def machine() -> dict[str, str]:
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=2000, help="calls per repeat")
     parser.add_argument("--repeats", type=int, default=15, help="repeats, of which the quickest counts")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     install_stand_ins()
 
     rows = []
-    print(f"{'call':<34}{'public µs':>11}{'floor µs':>10}{'added µs':>10}{'aim µs':>8}")
     for name, (public, floor, aim) in cases().items():
-        public_us = microseconds(public, arguments.repeats, arguments.calls)
-        floor_us = microseconds(floor, arguments.repeats, arguments.calls)
+        public_us = microseconds(public, options.repeats, options.calls)
+        floor_us = microseconds(floor, options.repeats, options.calls)
         added = public_us - floor_us
         rows.append({"call": name, "public_us": public_us, "floor_us": floor_us, "added_us": added, "aim_us": aim})
-        print(f"{name:<34}{public_us:>11.2f}{floor_us:>10.2f}{added:>10.2f}{aim:>8.0f}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    print(tables.overhead_table(rows, tables.aligned))
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")
