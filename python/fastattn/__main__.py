@@ -22,11 +22,9 @@ def native_code_for(arch: int) -> str:
     code = native.code_for(arch)
     if code is None:
         return "no CUDA C++ kernels"
-    return (
-        "CUDA C++ kernels, compiled from PTX by the driver at first use"
-        if code == "PTX"
-        else (f"CUDA C++ kernels in machine code for {code}")
-    )
+    if code == "PTX":
+        return "CUDA C++ kernels, compiled from PTX by the driver at first use"
+    return f"CUDA C++ kernels in machine code for {code}"
 
 
 def triton_version() -> str:

@@ -12,6 +12,7 @@ import fastattn
 import kernel_symbols
 from cuda_kernels import DTYPES, MARKS, each_dtype, only_emulated
 from fastattn import native
+from fastattn.__main__ import native_code_for
 from kernel_device import DEVICE
 
 pytestmark = [*MARKS, only_emulated]
@@ -145,6 +146,25 @@ def test_a_gpu_without_kernels_is_an_error_that_names_it() -> None:
         ops.attention_forward(
             query, query, query, None, None, None, None, None, None, 0, 0, 1.0, -1, -1, False, 0.0, 0.0, None
         )
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ({"80": ["sm_80", "sm_90", "compute_80"]}, {75: None, 80: "sm_80", 89: "sm_80", 90: "sm_90", 120: "PTX"}),
+        ({"80": ["sm_80", "compute_80"]}, {80: "sm_80", 90: "PTX"}),
+        ({"80": ["sm_90"], "90a": ["sm_90a"]}, {80: None, 89: None, 90: "sm_90a", 100: None}),
+        ({}, {80: None, 90: None}),
+    ],
+)
+def test_the_code_that_a_gpu_runs(
+    monkeypatch: pytest.MonkeyPatch, code: dict[str, list[str]], expected: dict[int, str | None]
+) -> None:
+    monkeypatch.setitem(native.BUILD, "code", code)
+    assert {arch: native.code_for(arch) for arch in expected} == expected
+    for arch, name in expected.items():
+        described = native_code_for(arch)
+        assert described.endswith("no CUDA C++ kernels" if name is None else "first use" if name == "PTX" else name)
 
 
 # --- What is asked of a device ----------------------------------------------------------------------------------------
