@@ -321,8 +321,9 @@ def _check_and_plan(tensors: _Tensors, options: _Options) -> Plan:
     check_bool("causal", causal)
     if causal:
         right = 0
+    if right == 0:  # a window says the same
         features.add("causal")
-    if left >= 0 or right > 0 or (right == 0 and not causal):
+    if left >= 0 or right > 0:
         features.add("window")
     check_number("softcap", softcap, low=0.0)
     if softcap > 0:
