@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import fastattn
 from fastattn.dispatch import choose as dispatch
 from fastattn.dispatch import device
-from fastattn.dispatch.choose import Call, Choice
+from fastattn.dispatch.call import Call, Choice
 from fastattn.dispatch.device import DeviceFacts
 from fastattn.dispatch.support import FEATURES, SUPPORT, support_table
 

@@ -397,11 +397,13 @@ def test_triton_launches_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) 
 
     launched_on: list[int] = []
     launcher = SimpleNamespace(int8_matmul=lambda x: launched_on.append(current[-1]))
-    monkeypatch.setattr(fastattn.ops.operators.importlib, "import_module", lambda name: launcher)
+    monkeypatch.setattr(fastattn.ops.registration.importlib, "import_module", lambda name: launcher)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", enter)
     for index in (0, 1):
-        fastattn.ops.operators._triton_launcher("int8_matmul")(SimpleNamespace(device=torch.device("cuda", index)))
+        fastattn.ops.registration._triton_launcher("int8_matmul", "int8_matmul")(
+            SimpleNamespace(device=torch.device("cuda", index))
+        )
     assert launched_on == [0, 1]
 
 
@@ -429,10 +431,8 @@ def test_flops_are_counted_as_torch_counts_its_own(backend: str) -> None:
 
 def test_deterministic_follows_torch(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    original = fastattn.ops.operators.attention
-    monkeypatch.setattr(
-        fastattn.ops.operators, "attention", lambda *a, **k: seen.append(k["deterministic"]) or original(*a, **k)
-    )
+    original = fastattn.run.attention
+    monkeypatch.setattr(fastattn.run, "attention", lambda *a, **k: seen.append(k["deterministic"]) or original(*a, **k))
     query = draw(1, 1, 3, 16)
     fastattn.attention(query, query, query, causal=True)
     torch.use_deterministic_algorithms(True)

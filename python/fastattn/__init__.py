@@ -9,8 +9,9 @@ from __future__ import annotations
 from fastattn import nn
 from fastattn.cache.contiguous import KVCache
 from fastattn.cache.paged import PagedKVCache
-from fastattn.dispatch.choose import use_backend
-from fastattn.dispatch.explain import Explanation, explain, record
+from fastattn.dispatch.explain import Explanation, explain
+from fastattn.dispatch.recording import record
+from fastattn.dispatch.thread_state import use_backend
 from fastattn.errors import CacheFull, InputError
 from fastattn.functional.attention import attention, attention_varlen
 from fastattn.functional.int8_linear import Int8Weight, int8_linear, quantize_int8

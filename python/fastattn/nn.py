@@ -19,7 +19,7 @@ from fastattn.functional.int8_linear import (
     quantize_int8,
     scale_shape,
 )
-from fastattn.run.layout import SharedCopies, has_aligned_rows, with_aligned_rows
+from fastattn.layout import SharedCopies, has_aligned_rows, with_aligned_rows
 
 # Of weights on their way to state dicts and back: layers that share one weight share its copy.
 _contiguous_copies = SharedCopies(Tensor.contiguous)

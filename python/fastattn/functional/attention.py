@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fastattn import reference
+from fastattn import reference, run
 from fastattn.checks import (
     FLOATING,
     check_bool,
@@ -23,12 +23,14 @@ from fastattn.checks import (
     device_checks_are_on,
     expect,
 )
-from fastattn.dispatch.choose import Call, choose, only_torch_handles
-from fastattn.dispatch.plans import Plans
+from fastattn.dispatch.call import Call
+from fastattn.dispatch.choose import choose, only_torch_handles
+from fastattn.dispatch.recording import note
 from fastattn.errors import InputError
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
-from fastattn.ops import operators as ops
-from fastattn.run.layout import ALIGNMENT_BYTES, reason_to_copy
+from fastattn.functional.checked_once import CheckedOnce
+from fastattn.layout import ALIGNMENT_BYTES, reason_to_copy
+from fastattn.ops.attention import AttentionArguments
 
 # The original of what patch_sdpa() replaces.
 torch_sdpa = torch._C._nn.scaled_dot_product_attention
@@ -207,6 +209,7 @@ def _attend(
         if plan.torch_sdpa_can and not return_lse:
             grouped = "gqa" in plan.call.features
             result: Tensor = torch_sdpa(query, key, value, scale=plan.scale, enable_gqa=grouped)
+            note(plan.call.op, choice.backend, choice.kernel)
             return result
         with without_autocast(query.device.type):
             out, lse = _reference(tensors, plan, seed, options[:2])
@@ -214,31 +217,31 @@ def _attend(
         if block_table is not None:
             for name, pages in (("key", key), ("value", value)):
                 check_uncopied(name, pages, "pages are never copied")
-        out, lse = ops.attention(
-            choice.backend,
-            query,
-            key,
-            value,
-            bias,
-            None if alibi_slopes is None else torch.atleast_2d(alibi_slopes.detach().float()),
-            None if sinks is None else sinks.float(),
-            seed,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            options[0],
-            options[1],
-            plan.scale,
-            plan.window[0],
-            plan.window[1],
-            False,
-            plan.softcap,
-            plan.dropout_p,
-            block_table,
+        out, lse = run.attention(
+            choice,
+            AttentionArguments(
+                query,
+                key,
+                value,
+                bias,
+                None if alibi_slopes is None else torch.atleast_2d(alibi_slopes.detach().float()),
+                None if sinks is None else sinks.float(),
+                seed,
+                cu_seqlens_q,
+                cu_seqlens_k,
+                max_seqlen_q=options[0],
+                max_seqlen_k=options[1],
+                scale=plan.scale,
+                window_left=plan.window[0],
+                window_right=plan.window[1],
+                softcap=plan.softcap,
+                dropout_p=plan.dropout_p,
+                block_table=block_table,
+            ),
             needs_grad=plan.needs_grad,
             deterministic=is_deterministic(deterministic),
-            head_dims=choice.padded,
-            decodes=choice.decodes,
         )
+    note(plan.call.op, choice.backend, choice.kernel)
     return (out, lse) if return_lse else out
 
 
@@ -379,7 +382,7 @@ def _check_and_plan(tensors: _Tensors, options: _Options) -> Plan:
     )
 
 
-_plans = Plans(_check_and_plan)
+_plans = CheckedOnce(_check_and_plan)
 
 
 def default_scale(head_dim: int) -> float:

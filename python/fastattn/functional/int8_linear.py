@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from fastattn import reference
+from fastattn import quantization, reference, run
 from fastattn.activations import ACTIVATIONS, GATED, result_columns
 from fastattn.checks import (
     FLOATING,
@@ -23,11 +23,13 @@ from fastattn.checks import (
     device_checks_are_on,
     expect,
 )
-from fastattn.dispatch.choose import Call, choose, only_torch_handles
-from fastattn.dispatch.plans import Plans
+from fastattn.dispatch.call import Call
+from fastattn.dispatch.choose import choose, only_torch_handles
+from fastattn.dispatch.recording import note
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
-from fastattn.ops import operators as ops
-from fastattn.run.layout import has_aligned_rows, with_aligned_rows
+from fastattn.functional.checked_once import CheckedOnce
+from fastattn.layout import has_aligned_rows, with_aligned_rows
+from fastattn.ops.int8_matmul import Int8MatmulArguments
 
 GROUP_SIZES = (32, 64, 128)
 GRANULARITIES: tuple[str | int, ...] = ("tensor", "channel", *GROUP_SIZES)
@@ -85,7 +87,7 @@ class Int8Weight:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype: expected a torch.dtype, got {type(dtype).__name__}")
         check_choice("dtype", dtype, FLOATING)
-        return reference.dequantize_int8(self.data, self.scale, dtype)
+        return quantization.dequantize_int8(self.data, self.scale, dtype)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Int8Weight:
         """The same weight on ``device``. The dtypes stay: int8 and float32 scales are what the kernels read."""
@@ -162,7 +164,7 @@ def quantize_int8(weight: Tensor, granularity: str | int = "channel") -> Int8Wei
     check_granularity(granularity, weight.shape[1])
     if device_checks_are_on():
         expect(bool(weight.isfinite().all()), "weight", "finite values", "NaN or infinity")
-    data, scale = reference.quantize_int8(weight.detach(), granularity)
+    data, scale = quantization.quantize_int8(weight.detach(), granularity)
     return Int8Weight(with_aligned_rows(data.contiguous()), scale.contiguous(), granularity)
 
 
@@ -235,8 +237,12 @@ def linear_over(
     activation = activation or "none"
     if choice.backend == "torch":
         with without_autocast(x.device.type):
-            return reference.int8_linear(x, data, scale, bias, activation, residual, activations)
-    return ops.int8_matmul(choice.backend, x, data, scale, bias, residual, activation, activations == "int8")
+            y = reference.int8_linear(x, data, scale, bias, activation, residual, activations)
+    else:
+        arguments = Int8MatmulArguments(x, data, scale, bias, residual, activation, activations == "int8")
+        y = run.int8_linear(choice, arguments)
+    note(call.op, choice.backend, choice.kernel)
+    return y
 
 
 def _nested_linear(
@@ -253,10 +259,13 @@ def _nested_linear(
     check_choice("activation", activation, ACTIVATION_CHOICES)
     expect(activations == "16bit", "activations", "'16bit' for a nested x", repr(activations))
     _check_gated(activation, data.shape[0])
-    choose(Call("int8_matmul", x.device, x.dtype, 0, 0, frozenset(), (), only_torch_handles(x)))
-    y = F.linear(x, reference.dequantize_int8(data, scale, x.dtype), bias)
+    call = Call("int8_matmul", x.device, x.dtype, 0, 0, frozenset(), (), only_torch_handles(x))
+    choice = choose(call)
+    y = F.linear(x, quantization.dequantize_int8(data, scale, x.dtype), bias)
     y = ACTIVATIONS[activation or "none"](y)
-    return y if residual is None else y + residual
+    y = y if residual is None else y + residual
+    note(call.op, choice.backend, choice.kernel)
+    return y
 
 
 def _check_gated(activation: str | None, rows: int) -> None:
@@ -310,4 +319,4 @@ def _check_and_plan(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Call:
     )
 
 
-_plans = Plans(_check_and_plan)
+_plans = CheckedOnce(_check_and_plan)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn import reference
+from fastattn import reference, run
 from fastattn.checks import (
     FLOATING,
     check_bool,
@@ -22,8 +21,9 @@ from fastattn.checks import (
     device_checks_are_on,
     expect,
 )
-from fastattn.dispatch.choose import Call, choose, only_torch_handles
-from fastattn.dispatch.plans import Plans
+from fastattn.dispatch.call import Call
+from fastattn.dispatch.choose import choose, only_torch_handles
+from fastattn.dispatch.recording import note
 from fastattn.errors import InputError
 from fastattn.functional.attention import (
     UNBOUNDED,
@@ -35,7 +35,8 @@ from fastattn.functional.attention import (
     default_scale,
 )
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
-from fastattn.ops import operators as ops
+from fastattn.functional.checked_once import CheckedOnce
+from fastattn.ops.decode import DecodeArguments
 
 
 class _Tensors(NamedTuple):
@@ -188,72 +189,33 @@ def attention_with_kv_cache(
     else:
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
             check_uncopied(name, cache, "it is written in place")
-        tensors = tensors._replace(
-            alibi_slopes=None if alibi_slopes is None else torch.atleast_2d(alibi_slopes.float()),
-            sinks=None if sinks is None else sinks.float(),
+        out, lse = run.kv_cache_attention(
+            choice,
+            DecodeArguments(
+                query,
+                k_cache,
+                v_cache,
+                cache_seqlens,
+                k_new,
+                v_new,
+                rotary_cos,
+                rotary_sin,
+                rotary_interleaved,
+                block_table,
+                k_scale,
+                v_scale,
+                None if alibi_slopes is None else torch.atleast_2d(alibi_slopes.float()),
+                None if sinks is None else sinks.float(),
+                plan.scale,
+                window_left=plan.window[0],
+                window_right=plan.window[1],
+                softcap=float(softcap),
+                num_splits=num_splits,
+                batch_invariant=batch_invariant,
+            ),
         )
-        run = _prefill if choice.prefills else _decode
-        out, lse = run(choice.backend, tensors, options, plan)
+    note(plan.call.op, choice.backend, choice.kernel)
     return (out, lse) if return_lse else out
-
-
-def _decode(backend: str, t: _Tensors, options: _Options, plan: _Plan) -> tuple[Tensor, Tensor]:
-    return ops.attention_decode(
-        backend,
-        *t[:8],
-        options.rotary_interleaved,
-        *t[8:],
-        plan.scale,
-        *plan.window,
-        float(options.softcap),
-        options.num_splits,
-        options.batch_invariant,
-    )
-
-
-def _prefill(backend: str, t: _Tensors, options: _Options, plan: _Plan) -> tuple[Tensor, Tensor]:
-    """The same for many queries, a prompt: the append is a launch of its own, and the attention kernel follows.
-
-    The decoding kernel would read all keys once for every 16 rows of queries; the attention kernel does for every 128.
-    """
-    if t.k_new is not None:
-        _decode(backend, t._replace(query=t.query[:, :, :0]), options, plan)
-    (batch, heads, num_queries, head_dim), device = t.query.shape, t.query.device
-    table = t.block_table
-    if table is None:
-        table = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
-    capacity = table.shape[1] * t.k_cache.shape[2]
-    num_new = 0 if t.k_new is None else t.k_new.shape[2]
-    total = (t.cache_seqlens.clamp(0, capacity) + num_new).clamp(max=capacity)
-    query = t.query
-    if t.rotary_cos is not None and t.rotary_sin is not None:
-        position = (total - num_queries)[:, None] + torch.arange(num_queries, device=device)
-        position = position.clamp(0, t.rotary_cos.shape[0] - 1)
-        query = reference.rotary(query, t.rotary_cos[position], t.rotary_sin[position], options.rotary_interleaved)
-    packed_out, packed_lse = ops.attention(
-        backend,
-        query.transpose(1, 2).reshape(batch * num_queries, heads, head_dim),
-        t.k_cache,
-        t.v_cache,
-        None,
-        t.alibi_slopes,
-        t.sinks,
-        None,
-        torch.arange(batch + 1, dtype=torch.int32, device=device) * num_queries,
-        F.pad(total.cumsum(0, dtype=torch.int32), (1, 0)),
-        num_queries,
-        capacity,
-        plan.scale,
-        *plan.window,
-        False,
-        float(options.softcap),
-        0.0,
-        table,
-        needs_grad=False,
-        deterministic=True,
-    )
-    out = packed_out.view(batch, num_queries, heads, -1).transpose(1, 2)
-    return out, packed_lse.view(heads, batch, num_queries).transpose(0, 1)
 
 
 def _refuse_gradients(tensors: _Tensors) -> None:
@@ -329,7 +291,7 @@ def _check_and_plan(t: _Tensors, options: _Options) -> _Plan:
     return _Plan(call, scale, (left, right))
 
 
-_plans = Plans(_check_and_plan)
+_plans = CheckedOnce(_check_and_plan)
 
 
 def _check_caches(t: _Tensors) -> set[str]:
