@@ -432,7 +432,11 @@ def test_flops_are_counted_as_torch_counts_its_own(backend: str) -> None:
 def test_deterministic_follows_torch(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     original = fastattn.run.attention
-    monkeypatch.setattr(fastattn.run, "attention", lambda *a, **k: seen.append(k["deterministic"]) or original(*a, **k))
+    monkeypatch.setattr(
+        fastattn.run,
+        "attention",
+        lambda *a, **k: seen.append(bool(a[3] if len(a) > 3 else k["deterministic"])) or original(*a, **k),
+    )
     query = draw(1, 1, 3, 16)
     fastattn.attention(query, query, query, causal=True)
     torch.use_deterministic_algorithms(True)

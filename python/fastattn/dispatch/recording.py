@@ -44,6 +44,6 @@ def is_recording() -> bool:
 
 def note(op: str, backend: str, kernel: str) -> None:
     """Tell every ``record()`` what has run: to be called after it did."""
-    if is_recording():
+    if not torch.compiler.is_compiling():
         for recorder in _recorders:
             recorder.append(RecordedCall(op, backend, kernel))

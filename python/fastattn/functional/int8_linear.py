@@ -240,7 +240,7 @@ def linear_over(
             y = reference.int8_linear(x, data, scale, bias, activation, residual, activations)
     else:
         arguments = Int8MatmulArguments(x, data, scale, bias, residual, activation, activations == "int8")
-        y = run.int8_linear(choice, arguments)
+        y = run.int8_linear(choice, arguments, "gradients" in call.features)
     note(call.op, choice.backend, choice.kernel)
     return y
 

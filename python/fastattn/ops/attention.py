@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -83,22 +84,23 @@ class AttentionBackwardArguments(NamedTuple):
     bias_grad: bool
 
 
-# What has no gradient.
-_NO_GRADIENTS: Any = AttentionArguments(*(None,) * len(AttentionArguments._fields))  # type: ignore[arg-type]
+_FIELDS = AttentionArguments._fields
+_Gradients: Any = namedtuple("_Gradients", _FIELDS, defaults=(None,) * len(_FIELDS))  # type: ignore[misc]
+"""The gradients of AttentionArguments: None, unless one is given."""
 
 
-def attention(backend: str, arguments: AttentionArguments) -> tuple[Tensor, Tensor]:
+def attention_forward(backend: str, arguments: AttentionArguments) -> tuple[Tensor, Tensor]:
     """Output and lse, not differentiable."""
-    out, lse = call(backend, "attention_forward", arguments)
-    return out, lse
+    results: tuple[Tensor, Tensor] = call(backend, "attention_forward", arguments)
+    return results
 
 
 def differentiable_attention(backend: str, arguments: AttentionArguments, deterministic: bool) -> tuple[Tensor, Tensor]:
     """Output and lse, differentiable in query, key, value, bias, sinks and through the lse."""
     if torch.compiler.is_compiling():
         arguments = AttentionArguments(*_distinct(arguments))
-    out, lse = apply(_Attention, backend, deterministic, *arguments)
-    return out, lse
+    results: tuple[Tensor, Tensor] = apply(_Attention, backend, deterministic, *arguments)
+    return results
 
 
 def _distinct(arguments: AttentionArguments) -> list[Any]:
@@ -121,7 +123,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.backend, ctx.deterministic, *arguments = inputs
-        given = AttentionArguments(*arguments)
+        given = AttentionArguments._make(arguments)
         ctx.save_for_backward(
             given.query,
             given.key,
@@ -141,11 +143,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         query, key, value, bias, slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k, out, lse = ctx.saved_tensors
         if grad_out is None and grad_lse is None:
-            return None, None, *_NO_GRADIENTS
+            return None, None, *_Gradients()
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        _, _, *needs_grad = ctx.needs_input_grad
-        bias_grad = bias is not None and AttentionArguments(*needs_grad).bias
+        bias_grad = bias is not None and _needs_bias_grad(*ctx.needs_input_grad)
         arguments = AttentionBackwardArguments(
             grad_out,
             grad_lse,
@@ -161,21 +162,26 @@ class _Attention(torch.autograd.Function):
             cu_seqlens_q,
             cu_seqlens_k,
             *ctx.options,
-            deterministic=ctx.deterministic,
-            bias_grad=bias_grad,
+            ctx.deterministic,
+            bias_grad,
         )
         grads = call_in_backward(ctx.backend, "attention_backward", arguments)
         if is_recording():
             note("attention backward", ctx.backend, backward_kernels(ctx.backend, arguments))
         grad_query, grad_key, grad_value, grad_bias, grad_sinks = grads
-        gradients = _NO_GRADIENTS._replace(
-            query=grad_query,
-            key=grad_key,
-            value=grad_value,
+        gradients = _Gradients(
+            grad_query,
+            grad_key,
+            grad_value,
             bias=grad_bias.to(bias.dtype) if bias_grad else None,
             sinks=None if sinks is None else grad_sinks,
         )
         return None, None, *gradients
+
+
+def _needs_bias_grad(backend: bool, deterministic: bool, *needs_grad: bool) -> bool:
+    """From autograd's answer for every input of ``_Attention``."""
+    return bool(AttentionArguments._make(needs_grad).bias)
 
 
 def backward_kernels(backend: str, arguments: AttentionBackwardArguments) -> str:

@@ -47,13 +47,12 @@ def int8_matmul(backend: str, arguments: Int8MatmulArguments) -> Tensor:
     return y
 
 
-def differentiable_int8_product(
-    backend: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, int8_activations: bool
-) -> Tensor:
-    """``x @ dequantize(weight)^T + bias``, differentiable in x and bias.
+def differentiable_int8_product(backend: str, arguments: Int8MatmulArguments) -> Tensor:
+    """``x @ dequantize(weight)^T + bias``, without activation and residual, differentiable in x and bias.
 
     The gradient passes straight through the rounding of ``int8_activations``.
     """
+    x, weight, scale, bias, _, _, int8_activations = arguments
     product: Tensor = apply(_Int8Product, backend, x, weight, scale, bias, int8_activations)
     return product
 

@@ -6,44 +6,51 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn import ops
 from fastattn.dispatch.call import Choice
 from fastattn.layout import readable
-from fastattn.ops.attention import AttentionArguments
-from fastattn.ops.decode import DecodeArguments
+from fastattn.ops.attention import AttentionArguments, attention_forward, differentiable_attention
+from fastattn.ops.decode import DecodeArguments, attention_decode
 
 
 def attention(
-    choice: Choice, arguments: AttentionArguments, *, needs_grad: bool, deterministic: bool
+    choice: Choice, arguments: AttentionArguments, needs_grad: bool, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
     """Output and lse; with ``needs_grad`` differentiable in query, key, value, bias, sinks and through the lse.
 
     ``deterministic``: whether the gradients are to have the same bits every time.
     """
-    if choice.padded is None:
-        return _attend(choice, arguments, needs_grad, deterministic)
-    head_dim, value_dim = choice.padded
-    padded = arguments._replace(
-        query=_padded(arguments.query, head_dim),
-        key=_padded(arguments.key, head_dim),
-        value=_padded(arguments.value, value_dim),
-    )
-    out, lse = _attend(choice, padded, needs_grad, deterministic)
-    return out[..., : arguments.value.shape[-1]], lse
-
-
-def _attend(
-    choice: Choice, arguments: AttentionArguments, needs_grad: bool, deterministic: bool
-) -> tuple[Tensor, Tensor]:
+    value_dim = arguments.value.shape[-1]
+    if choice.padded is not None:
+        arguments = _padded(arguments, *choice.padded)
     if needs_grad:
-        return ops.attention.differentiable_attention(choice.backend, arguments, deterministic)
-    if choice.decodes:
-        return ops.decode.attention_decode(choice.backend, _as_decoding(arguments))
-    return ops.attention.attention(choice.backend, arguments)
+        out, lse = differentiable_attention(choice.backend, arguments, deterministic)
+    elif choice.decodes:
+        out, lse = attention_decode(choice.backend, _as_decoding(arguments))
+    else:
+        out, lse = attention_forward(choice.backend, arguments)
+    return (out if choice.padded is None else out[..., :value_dim]), lse
+
+
+def _padded(arguments: AttentionArguments, head_dim: int, value_dim: int) -> AttentionArguments:
+    return arguments._replace(
+        query=_pad(arguments.query, head_dim),
+        key=_pad(arguments.key, head_dim),
+        value=_pad(arguments.value, value_dim),
+    )
+
+
+def _pad(tensor: Tensor, head_dim: int) -> Tensor:
+    """``[B, H, S, D]`` or ``[total, H, D]`` with zeros behind its last dimension, in the same order in memory."""
+    padding = (0, head_dim - tensor.shape[-1])
+    if padding[1] == 0:
+        return tensor
+    if tensor.dim() == 4 and tensor.stride(1) < tensor.stride(2):
+        return F.pad(tensor.transpose(1, 2), padding).transpose(1, 2)
+    return F.pad(tensor, padding)
 
 
 def _as_decoding(arguments: AttentionArguments) -> DecodeArguments:
-    """The same, keys and values being a cache that is full."""
+    """The same over a cache that is full; the decoding kernel reads a cache where it lies, so others are copied."""
     key, value = readable(arguments.key), readable(arguments.value)
     return DecodeArguments(
         arguments.query,
@@ -57,13 +64,3 @@ def _as_decoding(arguments: AttentionArguments) -> DecodeArguments:
         window_right=arguments.window_right,
         softcap=arguments.softcap,
     )
-
-
-def _padded(tensor: Tensor, head_dim: int) -> Tensor:
-    """``[B, H, S, D]`` or ``[total, H, D]`` with zeros behind its last dimension, in the same order in memory."""
-    padding = (0, head_dim - tensor.shape[-1])
-    if padding[1] == 0:
-        return tensor
-    if tensor.dim() == 4 and tensor.stride(1) < tensor.stride(2):
-        return F.pad(tensor.transpose(1, 2), padding).transpose(1, 2)
-    return F.pad(tensor, padding)

@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn import ops
 from fastattn.dispatch.call import Choice
-from fastattn.ops.attention import AttentionArguments
-from fastattn.ops.decode import DecodeArguments
+from fastattn.ops.attention import AttentionArguments, attention_forward
+from fastattn.ops.decode import DecodeArguments, attention_decode
 from fastattn.rotary import rotary
 
 
@@ -17,7 +16,7 @@ def kv_cache_attention(choice: Choice, arguments: DecodeArguments) -> tuple[Tens
     """Appends to the caches in place, then attends over them: output and lse. Not differentiable."""
     if choice.prefills:
         return _prefill(choice.backend, arguments)
-    return ops.decode.attention_decode(choice.backend, arguments)
+    return attention_decode(choice.backend, arguments)
 
 
 def _prefill(backend: str, arguments: DecodeArguments) -> tuple[Tensor, Tensor]:
@@ -27,7 +26,7 @@ def _prefill(backend: str, arguments: DecodeArguments) -> tuple[Tensor, Tensor]:
     """
     query, k_cache = arguments.query, arguments.k_cache
     if arguments.k_new is not None:
-        ops.decode.attention_decode(backend, arguments._replace(query=query[:, :, :0]))
+        attention_decode(backend, arguments._replace(query=query[:, :, :0]))
     (batch, heads, num_queries, head_dim), device = query.shape, query.device
     table = arguments.block_table
     if table is None:
@@ -40,7 +39,7 @@ def _prefill(backend: str, arguments: DecodeArguments) -> tuple[Tensor, Tensor]:
         position = (total - num_queries)[:, None] + torch.arange(num_queries, device=device)
         position = position.clamp(0, cos.shape[0] - 1)
         query = rotary(query, cos[position], sin[position], arguments.rotary_interleaved)
-    packed_out, packed_lse = ops.attention.attention(
+    packed_out, packed_lse = attention_forward(
         backend,
         AttentionArguments(
             query.transpose(1, 2).reshape(batch * num_queries, heads, head_dim),
