@@ -23,6 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastattn
 from cuda_kernels import HAS_KERNELS, NO_KERNELS
 from fastattn import reference
+from fastattn.dispatch.call import Choice
+from fastattn.ops.attention import AttentionArguments
 from kernel_device import DEVICE
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
@@ -432,11 +434,12 @@ def test_flops_are_counted_as_torch_counts_its_own(backend: str) -> None:
 def test_deterministic_follows_torch(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     original = fastattn.run.attention
-    monkeypatch.setattr(
-        fastattn.run,
-        "attention",
-        lambda *a, **k: seen.append(bool(a[3] if len(a) > 3 else k["deterministic"])) or original(*a, **k),
-    )
+
+    def attention(choice: Choice, arguments: AttentionArguments, needs_grad: bool, deterministic: bool) -> Any:
+        seen.append(deterministic)
+        return original(choice, arguments, needs_grad, deterministic)
+
+    monkeypatch.setattr(fastattn.run, "attention", attention)
     query = draw(1, 1, 3, 16)
     fastattn.attention(query, query, query, causal=True)
     torch.use_deterministic_algorithms(True)
