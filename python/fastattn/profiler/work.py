@@ -9,11 +9,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from fastattn.ops.flops import attention_backward_flops, attention_flops, matmul_flops
-from fastattn.profiler.roofline import Work
 
 LSE_BYTES = 4  # float32
+
+
+class Work(NamedTuple):
+    """What a kernel has to do at the least: floating-point operations, and bytes to and from device memory.
+
+    ``is_upper_bound``: lengths that only the device knows were taken at their largest.
+    """
+
+    flops: int
+    bytes: int
+    is_upper_bound: bool = False
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte."""
+        return self.flops / self.bytes if self.bytes else float("inf") if self.flops else 0.0
 
 
 def visible_pairs(
