@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from fastattn.dispatch.recording import is_recording, note
 from fastattn.layout import empty_like_heads
 from fastattn.ops.flops import attention_backward_flops, attention_flops
 from fastattn.ops.registration import apply, call, call_in_backward, refuse_mapped, register
+
+_Options: TypeAlias = tuple[int, int, float, int, int, bool, float, float]
 
 
 class AttentionArguments(NamedTuple):
@@ -41,7 +43,7 @@ class AttentionArguments(NamedTuple):
     dropout_p: float = 0.0
     block_table: Tensor | None = None
 
-    def options(self) -> tuple[int, int, float, int, int, bool, float, float]:
+    def options(self) -> _Options:
         """What both operators take in a row, between the tensors and what each has of its own."""
         return (
             self.max_seqlen_q,
@@ -84,9 +86,10 @@ class AttentionBackwardArguments(NamedTuple):
     bias_grad: bool
 
 
-_FIELDS = AttentionArguments._fields
-_Gradients: Any = namedtuple("_Gradients", _FIELDS, defaults=(None,) * len(_FIELDS))  # type: ignore[misc]
-"""The gradients of AttentionArguments: None, unless one is given."""
+# The gradients of AttentionArguments, by the same names: None, unless one is given.
+_Gradients = cast("Any", namedtuple)(
+    "_Gradients", AttentionArguments._fields, defaults=(None,) * len(AttentionArguments._fields)
+)
 
 
 def attention_forward(backend: str, arguments: AttentionArguments) -> tuple[Tensor, Tensor]:
@@ -107,8 +110,9 @@ def _distinct(arguments: AttentionArguments) -> list[Any]:
     """One tensor in two places becomes two: torch.compile takes no autograd.Function with the same input twice."""
     result: list[Any] = []
     for argument in arguments:
-        is_repeated = isinstance(argument, Tensor) and any(argument is earlier for earlier in result)
-        result.append(argument.view_as(argument) if is_repeated else argument)
+        if isinstance(argument, Tensor) and any(argument is earlier for earlier in result):
+            argument = argument.view_as(argument)
+        result.append(argument)
     return result
 
 
@@ -147,6 +151,7 @@ class _Attention(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         bias_grad = bias is not None and _needs_bias_grad(*ctx.needs_input_grad)
+        options: _Options = ctx.options
         arguments = AttentionBackwardArguments(
             grad_out,
             grad_lse,
@@ -161,7 +166,7 @@ class _Attention(torch.autograd.Function):
             seed,
             cu_seqlens_q,
             cu_seqlens_k,
-            *ctx.options,
+            *options,
             ctx.deterministic,
             bias_grad,
         )
