@@ -312,7 +312,7 @@ def test_explain_names_the_tile_that_is_launched(m: int, n: int, block: int, dty
     name = f"{KERNEL}<{block}, {str(dtype).removeprefix('torch.')}>"
     assert (explained.backend, explained.kernel, explained.tile["block_m"]) == ("cuda", name, block)
     (launched,) = found
-    dealt = native.dealt_int8_matmul(KERNEL, m, n, 256, 1)
+    dealt = native.dealt_int8_matmul("int8_matmul_s8", 90, 1, m, n, 256)
     assert (dealt.block_m, dealt.ctas) == (block, launched.grid[0]) and f"{KERNEL}ILi{block}E" in launched.report.kernel
 
 

@@ -144,7 +144,7 @@ def _reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) 
         takes = f"the {_NAMES[backend]} kernel takes {support.dtypes_text()}"
         return f"the dtype is {call.dtype}, and {takes}; cast or autocast."
     if backend == "cuda" and "int8 activations" in call.features:
-        reason = _reason_against_int8_activations(call, device_facts.num_sms)
+        reason = _reason_against_int8_activations(call, device_facts)
         if reason is not None:
             return reason
     for name, dim in (("head dim", call.head_dim), ("value head dim", call.value_dim)):
@@ -169,7 +169,7 @@ _MAX_INT8_SUM_DEPTH = 2**17
 _MAX_INT8_LAUNCH_COUNT = 2**24
 
 
-def _reason_against_int8_activations(call: Call, num_sms: int) -> str | None:
+def _reason_against_int8_activations(call: Call, device_facts: DeviceFacts) -> str | None:
     """What that kernel does not take, and the one for 16-bit activations may."""
     tokens, rows, columns, _ = call.sizes
     others = call.features - _INT8_ACTIVATIONS_GO_WITH - {"int8 activations"}
@@ -184,7 +184,8 @@ def _reason_against_int8_activations(call: Call, num_sms: int) -> str | None:
     if columns > _MAX_INT8_SUM_DEPTH:
         return f"K is {columns}, and int32 holds sums of products of int8 numbers up to {_MAX_INT8_SUM_DEPTH}."
     if not torch.compiler.is_compiling():  # else sizes may be symbols, and the kernel's own check has to do
-        ctas = native.dealt_int8_matmul("int8_matmul_s8_sm80", tokens, rows, columns, num_sms).ctas
+        gpu = device_facts.arch, device_facts.num_sms
+        ctas = native.dealt_int8_matmul("int8_matmul_s8", *gpu, tokens, rows, columns).ctas
         if tokens + 2 * ctas >= _MAX_INT8_LAUNCH_COUNT:
             return (
                 f"there are {tokens} tokens and {rows} outputs, too many for what the CUDA C++ kernel for int8 "
@@ -209,6 +210,8 @@ def _unavailable(backend: str, device: torch.device, device_facts: DeviceFacts) 
             return (
                 "the library was built without CUDA C++ kernels for sm_80; `python -m fastattn` says how to get them."
             )
+        if device_facts.arch >= 80 and native.code_for(device_facts.arch) is None:
+            return "the library was built for other GPUs; build fastattn with FASTATTN_ARCHS=native, or without it."
         major, minor = (int(part) for part in native.BUILD["cuda"].split("."))
         if device_facts.driver_cuda < 1000 * major + 10 * minor:
             supported = f"{device_facts.driver_cuda // 1000}.{device_facts.driver_cuda % 1000 // 10}"
@@ -261,29 +264,10 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
     """The kernel's name and its tile, for ``explain``."""
     tile: Any
     if backend == "cuda":
-        dtype = str(call.dtype).removeprefix("torch.")
-        if call.op == "int8_matmul":
-            kernel = "int8_matmul_s8_sm80" if "int8 activations" in call.features else "int8_matmul_sm80"
-            if torch.compiler.is_compiling():  # nobody reads it there, and the graph would be one for a range of tokens
-                return kernel, None
-            tokens, outputs, depth, *_ = call.sizes
-            block = native.dealt_int8_matmul(kernel, tokens, outputs, depth, device_facts.num_sms).block_m
-            return f"{kernel}<{block}, {dtype}>", native.TILES[kernel][str(block)]
-        widest = max(call.head_dim, call.value_dim)
-        if call.op == "decode":
-            is_int8 = "int8 cache" in call.features
-            known = native.TILES["decode_split_int8_sm80" if is_int8 else "decode_split_sm80"]
-            dim = next(dim for dim in known if int(dim) >= widest)
-            cache = ", int8" if is_int8 else ""
-            return f"decode_split_sm80<{dim}, {dtype}{cache}>", known[dim]
-        # A tracer's head dim may be a symbol: compared with the kernels' own, it is guarded on and none of the text.
-        is_plain = call.features <= _PLAIN
-        kernel = "attention_forward_sm80" if is_plain else "attention_forward_options_sm80"
-        mask = ", paged" if "paged" in call.features else ""
-        if is_plain:
-            mask = ", causal" if "causal" in call.features else ", full"
-        dim, tile = next((dim, tile) for dim, tile in native.TILES[kernel].items() if int(dim) >= widest)
-        return f"{kernel}<{dim}, {dtype}{mask}>", tile
+        if torch.compiler.is_compiling():  # nobody reads it there, and the graph would be one for a range of sizes
+            return call.op, None
+        kernel = _native_kernel(call, device_facts)
+        return kernel, native.KERNELS.get(kernel)
     from fastattn.triton_kernels import tiles
 
     if call.op == "attention":
@@ -305,8 +289,33 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
     return "int8_matmul.forward_kernel", tile
 
 
-# What the kernel without options does; padding may have made equal what "value dim" says was not.
-_PLAIN = frozenset({"causal", "gqa", "gradients", "value dim"})
+def _native_kernel(call: Call, device_facts: DeviceFacts) -> str:
+    """The name of the CUDA C++ kernel that the library chooses."""
+    features, arch, dtype = call.features, device_facts.arch, call.dtype
+    widest = int(max(call.head_dim, call.value_dim))  # a tracer's may be a symbol, and becomes a number
+    if call.op == "int8_matmul":
+        op = "int8_matmul_s8" if "int8 activations" in features else "int8_matmul"
+        tokens, outputs, depth = map(int, call.sizes[:3])
+        name = native.int8_matmul_kernel(op, arch, device_facts.num_sms, dtype, tokens, outputs, depth)
+    elif call.op == "decode":
+        name = native.decode_kernel(arch, widest, dtype, "int8 cache" in features)
+    else:
+        name = native.attention_forward_kernel(
+            arch,
+            widest,
+            dtype,
+            causal="causal" in features,
+            window="window" in features,
+            changes_scores=not features.isdisjoint(_CHANGES_SCORES),
+            sinks="sinks" in features,
+            packed="varlen" in features,
+            paged="paged" in features,
+        )
+    assert name is not None, f"the library has no kernel for {call}"
+    return name
+
+
+_CHANGES_SCORES = frozenset({"softcap", "alibi", "mask", "bias", "dropout"})
 
 
 def only_torch_handles(*tensors: Tensor | None) -> str | None:
