@@ -24,6 +24,7 @@ from fastattn.checks import (
 )
 from fastattn.dispatch import choose
 from fastattn.dispatch.choose import Explained, explaining
+from fastattn.errors import InputError
 from fastattn.functional.attention import attention_varlen
 from fastattn.functional.autocast import autocast_dtype, autocast_to
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
@@ -236,10 +237,11 @@ class PagedChunk(_NewTokens):
         check_bool("rotary_interleaved", interleaved)
         if cos is None and sin is None:
             return query, k_new
-        check_tensor("rotary_cos", cos)
-        check_tensor("rotary_sin", sin)
-        assert cos is not None
-        assert sin is not None
+        check_tensor("rotary_cos", cos, optional=True)
+        check_tensor("rotary_sin", sin, optional=True)
+        if cos is None or sin is None:
+            missing, other = ("rotary_cos", "rotary_sin") if cos is None else ("rotary_sin", "rotary_cos")
+            raise InputError(f"{missing}: expected a tensor, as {other} is one, got None")
         check_rank("rotary_cos", cos, "[positions, rotary_dim / 2]")
         check_dtype("rotary_cos", cos, FLOATING)
         check_dtype("rotary_sin", sin, (cos.dtype,))
