@@ -297,7 +297,7 @@ def test_a_chunk_takes_one_query_for_each_of_its_tokens() -> None:
     assert not cache.pools(0)[0].any()
 
 
-def test_compiled_steps_are_one_graph_for_all_lengths_and_pages() -> None:
+def test_compiled_steps_share_a_graph_whatever_their_lengths_and_pages() -> None:
     torch._dynamo.reset()
     cache, expected = cache_of(page_size=2), cache_of(page_size=2)
     sequences = [[each.add(), each.add()] for each in (cache, expected)]
@@ -307,11 +307,11 @@ def test_compiled_steps_are_one_graph_for_all_lengths_and_pages() -> None:
     def layers(step: PagedStep, query: Tensor, k_new: Tensor, v_new: Tensor) -> list[Tensor]:
         return [step.attend(layer, query, k_new, v_new) for layer in range(LAYERS)]
 
-    for i in range(6):
+    for i in range(8):
         new = new_tokens("step", 2, 1, seed=10 * i)
         outs = layers(cache.step(sequences[0], 1), **new)
         step = expected.step(sequences[1], 1)
         for layer, out in enumerate(outs):
             torch.testing.assert_close(out, step.attend(layer, **new))
         assert cache.length(sequences[0][1]) == i + 1
-    assert graphs.frame_count <= 2  # the second has a table of any width
+    assert graphs.frame_count <= 3  # for tables of 1 page, of 2, and of any number
