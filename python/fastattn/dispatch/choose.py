@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import os
 import threading
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from fastattn import native
 from fastattn.checks import check_choice
 from fastattn.dispatch.device import DeviceFacts, facts, when_emulation_changes
 from fastattn.dispatch.support import BACKENDS, FEATURES, KERNEL_BACKENDS, SUPPORT, Support
+from fastattn.dispatch.users_line import warn_at_users_line
 from fastattn.errors import InputError
 
 
@@ -193,7 +193,7 @@ def _announce(reason: str) -> None:
         raise InputError(_forbidden(reason))
     if mode == "warn" and reason not in _warned:
         _warned.add(reason)
-        warnings.warn(f"fastattn runs this call in PyTorch: {reason}", RuntimeWarning, stacklevel=4)
+        warn_at_users_line(f"fastattn runs this call in PyTorch: {reason}", RuntimeWarning)
 
 
 def _decide(call: Call, forced: str | None, torch_asked_for: bool) -> Choice:

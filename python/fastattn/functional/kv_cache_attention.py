@@ -25,7 +25,7 @@ from fastattn.checks import (
 from fastattn.dispatch.choose import Call, choose, only_torch_handles
 from fastattn.dispatch.plans import Plans
 from fastattn.errors import InputError
-from fastattn.functional.attention import (
+from fastattn.functional.attention_checks import (
     UNBOUNDED,
     check_pages,
     check_sinks,

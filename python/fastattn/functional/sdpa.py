@@ -21,8 +21,10 @@ from fastattn.dispatch import choose as dispatch
 from fastattn.dispatch.choose import Call, choose, only_torch_handles
 from fastattn.dispatch.device import facts
 from fastattn.dispatch.plans import Plans
-from fastattn.functional.attention import default_scale, draw_seed, torch_sdpa
+from fastattn.functional.attention import draw_seed
+from fastattn.functional.attention_checks import default_scale
 from fastattn.functional.autocast import autocast_dtype, autocast_to
+from fastattn.functional.torch_sdpa import torch_sdpa
 from fastattn.ops import operators as ops
 
 
