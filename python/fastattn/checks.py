@@ -79,13 +79,13 @@ def refuse_wrapped(name: str, tensor: Tensor | None, but_distributed: bool = Fal
     if tensor.is_nested:
         kind = "jagged" if tensor.layout == torch.jagged else "strided"
         raise InputError(
-            f"{name}: expected a dense tensor, got a nested one ({kind}); fastattn.attention takes query, key and value "
-            "that are all jagged, attention_varlen takes values() and offsets() of jagged tensors"
+            f"{name}: expected a dense tensor, got a nested one ({kind}); fastattn.attention takes query, key and "
+            "value that are all jagged, attention_varlen takes values() and offsets() of jagged tensors"
         )
     if not but_distributed and is_distributed(tensor):
         raise InputError(
-            f"{name}: expected a plain tensor, got a DTensor; pass its to_local(), whose batch entries and heads can be "
-            "attended to alone, and make a DTensor of the result"
+            f"{name}: expected a plain tensor, got a DTensor; pass its to_local(), whose batch entries and heads can "
+            "be attended to alone, and make a DTensor of the result"
         )
 
 

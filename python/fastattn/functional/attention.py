@@ -275,9 +275,10 @@ def _in_pytorch(
     query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
     max_seqlens = plan.max_seqlens
     if plan.torch_can and not return_lse and can_express_now(plan.call, deterministic):
+        common = plan.window, plan.scale, "gqa" in plan.call.features
         if cu_seqlens_q is None:
-            return attend(query, key, value, bias, plan.window, plan.scale), None
-        out = attend_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlens, plan.window, plan.scale)
+            return attend(query, key, value, bias, *common), None
+        out = attend_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlens, *common)
         if out is not None:
             return out, None
     options: dict[str, Any] = {

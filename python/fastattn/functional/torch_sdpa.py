@@ -17,7 +17,8 @@ The reference stays, since PyTorch's function does not do what `attention` promi
 - no keys at all: not every version of it takes that;
 - a mask beside a scale that is not positive: its CPU kernel makes NaN of that;
 - a bias of another dtype than the query's: it may be rounded to that dtype;
-- a bias on a GPU: the memory-efficient kernel multiplies scores by log2(e), which turns ``finfo.min`` into -inf;
+- a bias with gradients: beside scores of ``finfo.min`` the lse loses the number of keys, and with it the gradients;
+- a bias on a GPU: its memory-efficient kernel multiplies scores by log2(e), which makes -inf of ``finfo.min``;
 - packed sequences on a GPU: their lengths are not read back; on a CPU those with offsets that are out of order or out
   of range, of which `attention_varlen` promises more;
 - ``deterministic=True`` where ``torch.use_deterministic_algorithms`` does not say so: it has no such argument;
@@ -55,8 +56,10 @@ def can_express(call: Call, num_keys: int, scale: float, bias: Tensor | None) ->
         return True
     if scale <= 0 or call.only_torch is not None:
         return False
-    if "bias" in call.features and (bias is None or bias.dtype != call.dtype or call.device.type != "cpu"):
-        return False
+    if "bias" in call.features:
+        is_exact = bias is not None and bias.dtype == call.dtype and call.device.type == "cpu"
+        if not is_exact or "gradients" in call.features:
+            return False
     return "varlen" not in call.features or call.device.type == "cpu"
 
 
@@ -70,12 +73,17 @@ def can_express_now(call: Call, deterministic: bool | None) -> bool:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, window: tuple[int, int], scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    window: tuple[int, int],
+    scale: float,
+    is_grouped: bool,
 ) -> Tensor:
-    """``[B, Hq, Sq, Dv]``, as ``attention``. ``window`` says what is causal, too."""
+    """``[B, Hq, Sq, Dv]``, as ``attention``. ``window`` says what is causal, too; ``is_grouped``: fewer KV heads."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     left, right = window
-    is_grouped = query.shape[1] != key.shape[1]
     sees_all_before = left < 0
     if bias is None and sees_all_before and (right < 0 or right >= num_queries - 1):
         return torch_sdpa(query, key, value, scale=scale, enable_gqa=is_grouped)
@@ -119,6 +127,7 @@ def attend_packed(
     max_seqlens: tuple[int, int],
     window: tuple[int, int],
     scale: float,
+    is_grouped: bool,
 ) -> Tensor | None:
     """``[total_q, Hq, Dv]``, as ``attention_varlen``; None where the offsets are not those of sequences in a row.
 
@@ -150,7 +159,7 @@ def attend_packed(
             part.unflatten(0, (-1, length)).transpose(1, 2)
             for part, length in zip(parts, (length_q, length_k, length_k), strict=True)
         )
-        pieces.append(attend(q, k, v, None, window, scale).transpose(1, 2).flatten(0, 1))
+        pieces.append(attend(q, k, v, None, window, scale, is_grouped).transpose(1, 2).flatten(0, 1))
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
     return out.index_copy(0, torch.cat(rows_q), torch.cat(pieces))
 
