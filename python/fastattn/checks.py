@@ -71,9 +71,8 @@ def _advice_on_swapped(query: Tensor, key: Tensor, key_name: str) -> str:
     return f": {shapes} look as if heads came after rows; if they do, pass {swaps}"
 
 
-def refuse_wrapped(name: str, tensor: Tensor | None, but_distributed: bool = False) -> None:
-    """Nested tensors and DTensor, of which PyTorch's internals would say something else; ``but_distributed``: take the
-    latter."""
+def refuse_wrapped(name: str, tensor: Tensor | None) -> None:
+    """Nested tensors and DTensor, of which PyTorch's internals would say something else."""
     if tensor is None or not isinstance(tensor, Tensor):
         return
     if tensor.is_nested:
@@ -82,10 +81,10 @@ def refuse_wrapped(name: str, tensor: Tensor | None, but_distributed: bool = Fal
             f"{name}: expected a dense tensor, got a nested one ({kind}); fastattn.attention takes query, key and "
             "value that are all jagged, attention_varlen takes values() and offsets() of jagged tensors"
         )
-    if not but_distributed and is_distributed(tensor):
+    if is_distributed(tensor):
         raise InputError(
-            f"{name}: expected a plain tensor, got a DTensor; pass its to_local(), whose batch entries and heads can "
-            "be attended to alone, and make a DTensor of the result"
+            f"{name}: expected a plain tensor, got a DTensor; fastattn.attention takes query, key and value "
+            "that are all DTensor, other functions what to_local() returns"
         )
 
 
@@ -100,7 +99,7 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
 
 def check_int(name: str, value: Any, minimum: int | None = None) -> int:
     """``value`` as a Python int (or the ``SymInt`` that it is); numpy's integers are taken too."""
-    value = _without_numpy(value)
+    value = without_numpy(value)
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         advice = " (.item() makes an int of it; on a GPU that waits for the device)" if _is_number(value) else ""
         raise TypeError(f"{name}: expected an int, got {type_name(value)}{advice}")
@@ -111,7 +110,7 @@ def check_int(name: str, value: Any, minimum: int | None = None) -> int:
 
 def check_number(name: str, value: Any, low: float | None = None, high: float | None = None) -> float:
     """A finite int or float within ``[low, high]``, as Python's; numpy's are taken too."""
-    value = _without_numpy(value)
+    value = without_numpy(value)
     if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) or isinstance(value, bool):
         advice = " (.item() makes a number of it; on a GPU that waits for the device)" if _is_number(value) else ""
         raise TypeError(f"{name}: expected a number, got {type_name(value)}{advice}")
@@ -124,7 +123,7 @@ def check_number(name: str, value: Any, low: float | None = None, high: float | 
 
 def check_bool(name: str, value: Any) -> bool:
     """``value`` as a Python bool; numpy's is taken too."""
-    value = _without_numpy(value)
+    value = without_numpy(value)
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected a bool, got {type_name(value)}")
     return value
@@ -137,9 +136,9 @@ def type_name(value: Any) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _without_numpy(value: Any) -> Any:
+def without_numpy(value: Any) -> Any:
     """A scalar of numpy (bool, integer or floating) as Python's; everything else as it is."""
-    if type(value) in (bool, int, float) or isinstance(value, (torch.SymInt, torch.SymFloat)):
+    if value is None or type(value) in (bool, int, float) or isinstance(value, (torch.SymInt, torch.SymFloat)):
         return value
     numpy = sys.modules.get("numpy")  # fastattn does not need it; nobody has such a scalar without having imported it
     if numpy is None or isinstance(value, numpy.timedelta64):  # a duration counts as an integer there

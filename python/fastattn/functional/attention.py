@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -10,9 +10,6 @@ from torch import Tensor
 from fastattn import reference
 from fastattn.checks import (
     check_bool,
-    check_dtype,
-    check_int,
-    check_same_device,
     check_tensor,
     device_checks_are_on,
     expect,
@@ -34,8 +31,69 @@ from fastattn.functional.attention_checks import (
 )
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
 from fastattn.functional.distributed_tensors import attend_locally
+from fastattn.functional.dropout_seed import draw_seed, seed_tensor
 from fastattn.functional.torch_sdpa import attend, attend_packed, can_express_now
 from fastattn.ops import operators as ops
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    softcap: float = ...,
+    bias: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    deterministic: bool | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    softcap: float = ...,
+    bias: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    deterministic: bool | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    softcap: float = ...,
+    bias: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: bool = ...,
+    deterministic: bool | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -86,6 +144,78 @@ def attention(
     if type(query) is Tensor and not query.is_nested:
         return _attend(tensors, options, dropout_seed, deterministic, return_lse)
     return _attend_over_wrapped(tensors, options, dropout_seed, deterministic, return_lse)
+
+
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    block_table: Tensor | None = ...,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    deterministic: bool | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    block_table: Tensor | None = ...,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    deterministic: bool | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    block_table: Tensor | None = ...,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: bool = ...,
+    deterministic: bool | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention_varlen(
@@ -295,23 +425,6 @@ def _in_pytorch(
     return reference.attention_varlen(
         query, key, value, cu_seqlens_q, cu_seqlens_k, *max_seqlens, block_table=block_table, **options
     )
-
-
-def seed_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
-    """A dropout seed as an int64 tensor of one element on the device, without a synchronisation."""
-    if isinstance(seed, Tensor):
-        check_dtype("dropout_seed", seed, (torch.int64,))
-        check_same_device("dropout_seed", seed, device)
-        expect(seed.numel() == 1, "dropout_seed", "one element", list(seed.shape))
-        return seed
-    seed = check_int("dropout_seed", seed)
-    expect(-(2**63) <= seed < 2**64, "dropout_seed", "a 64-bit integer", seed)
-    return torch.full((), seed if seed < 2**63 else seed - 2**64, dtype=torch.int64, device=device)
-
-
-def draw_seed(device: torch.device) -> Tensor:
-    """A seed from torch's generator of the device, so that ``torch.manual_seed`` and CUDA graphs govern it."""
-    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
 
 
 def is_deterministic(deterministic: bool | None) -> bool:

@@ -67,7 +67,7 @@ def check_and_plan(tensors: Tensors, options: Options) -> Plan:
     max_seqlen_q, max_seqlen_k, causal, window, softcap, dropout_p, scale = options
     packed = cu_seqlens_q is not None
     for name, tensor in zip(names, tensors, strict=True):
-        refuse_wrapped(name, tensor, but_distributed=not packed)
+        refuse_wrapped(name, tensor)
     layouts = ("[total_q, Hq, D]", "[total_k, Hkv, D]", "[total_k, Hkv, Dv]")
     if not packed:
         layouts = ("[B, Hq, Sq, D]", "[B, Hkv, Sk, D]", "[B, Hkv, Sk, Dv]")

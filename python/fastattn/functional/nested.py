@@ -32,31 +32,44 @@ class Packed(NamedTuple):
         return torch.nested.nested_tensor_from_jagged(rows, self.offsets, **self.seqlen_bounds).transpose(1, 2)
 
 
-def unpack(query: Any, key: Any, value: Any, bias: Any) -> Packed:
+def unpack(query: Any, key: Any, value: Any, bias: Tensor | None) -> Packed:
     """The sequences of jagged tensors ``[B, H, j, D]``, without a copy. Raises ``InputError`` where they are none."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.jagged:
+    tensors: dict[str, Any] = {"query": query, "key": key, "value": value}
+    for name, tensor in tensors.items():
+        if not (isinstance(tensor, Tensor) and tensor.layout == torch.jagged):
             raise InputError(f"{name}: expected {_JAGGED} like the query, got {_kind(tensor)}")
-        if tensor.dim() != 4 or tensor._ragged_idx != 2:  # type: ignore[attr-defined]
+    for name, tensor in tensors.items():
+        if tensor.dim() != 4 or tensor._ragged_idx != 2:
             layout = ["B", "*", "*", "*", "*"][: tensor.dim()]
-            layout[tensor._ragged_idx] = "j"  # type: ignore[attr-defined]
+            layout[tensor._ragged_idx] = "j"
             raise InputError(f"{name}: expected {_JAGGED}, got one of layout [{', '.join(layout)}]")
         if tensor.lengths() is not None:
-            raise InputError(f"{name}: expected a jagged tensor without holes (.contiguous() makes one), got lengths")
+            raise InputError(
+                f"{name}: expected a jagged tensor without holes (.contiguous() before the transpose makes one), "
+                "got one with lengths"
+            )
         if tensor.shape[0] != query.shape[0]:
             raise InputError(f"{name}: expected the query's batch size {query.shape[0]}, got {tensor.shape[0]}")
     if bias is not None:
         raise InputError("bias: expected None beside jagged tensors, whose sequences have no common shape, got a bias")
-    rows = [tensor.transpose(1, 2).values() for tensor in (query, key, value)]
-    if key.offsets() is not value.offsets() and rows[1].shape[0] != rows[2].shape[0]:
-        raise InputError(
-            f"value: expected the key's sequences, {rows[1].shape[0]} rows in all, got {rows[2].shape[0]} rows"
-        )
+    query_rows, key_rows, value_rows = (tensor.transpose(1, 2).values() for tensor in (query, key, value))
+    if key.offsets() is not value.offsets():
+        is_known = key.device.type == "cpu" and not torch.compiler.is_compiling()
+        if key_rows.shape[0] != value_rows.shape[0] or (is_known and not torch.equal(key.offsets(), value.offsets())):
+            raise InputError("value: expected sequences as long as the key's, got others")
     cu_seqlens_q = query.offsets().to(torch.int32)
     cu_seqlens_k = cu_seqlens_q if key.offsets() is query.offsets() else key.offsets().to(torch.int32)
-    bounds = {"min_seqlen": query._maybe_min_seqlen, "max_seqlen": query._maybe_max_seqlen}
-    longest = _longest(query, rows[0]), _longest(key, rows[1])
-    return Packed(*rows, cu_seqlens_q, cu_seqlens_k, *longest, query.offsets(), bounds)
+    return Packed(
+        query_rows,
+        key_rows,
+        value_rows,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        _longest(query, query_rows),
+        _longest(key, key_rows),
+        query.offsets(),
+        {"min_seqlen": query._maybe_min_seqlen, "max_seqlen": query._maybe_max_seqlen},
+    )
 
 
 def attend_strided(query: Tensor, key: Any, value: Any, only_scale_is_given: bool, scale: float | None) -> Tensor:

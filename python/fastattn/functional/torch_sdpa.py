@@ -100,9 +100,8 @@ def attend(
 
     # [B or 1, Hq or 1, Sq or 1, Sk or 1] all
     band = _band(num_queries, num_keys, left, right, query.device)
-    visible = band if bias is None else bias if bias.dtype == torch.bool else bias != -math.inf
-    if bias is not None and band is not None:
-        visible = visible & band
+    visible = None if bias is None else bias if bias.dtype == torch.bool else bias != -math.inf
+    visible = band if visible is None else visible if band is None else visible & band
     assert visible is not None
     sees_nothing = ~visible.any(-1, keepdim=True)
     if bias is None or bias.dtype == torch.bool:
