@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import warnings
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from fastattn.dispatch.device import DeviceFacts, facts, when_emulation_changes
 from fastattn.dispatch.recording import is_recording
 from fastattn.dispatch.support import FEATURES, KERNEL_BACKENDS, SUPPORT, Support
 from fastattn.dispatch.thread_state import Explained, thread
+from fastattn.dispatch.users_line import warn_at_users_line
 from fastattn.errors import InputError
 
 _choices: dict[Any, Choice] = {}
@@ -85,7 +85,7 @@ def _announce(reason: str) -> None:
         raise InputError(_forbidden(reason))
     if mode == "warn" and reason not in _warned:
         _warned.add(reason)
-        warnings.warn(f"fastattn runs this call in PyTorch: {reason}", RuntimeWarning, stacklevel=4)
+        warn_at_users_line(f"fastattn runs this call in PyTorch: {reason}", RuntimeWarning)
 
 
 def _decide(call: Call, forced: str | None, torch_asked_for: bool) -> Choice:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastattn.dispatch.call import Choice
@@ -55,6 +56,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     if choice.backend != "torch":
         for name, value in _named_arguments(function, args, kwargs).items():
             tensor = value.data if isinstance(value, Int8Weight) else value
+            if isinstance(tensor, Tensor) and tensor.layout == torch.jagged:
+                tensor = tensor.transpose(1, 2).values()
             if not isinstance(tensor, Tensor) or tensor.dim() < 2:
                 continue
             # Of the int8 matmul; its CUDA C++ kernels copy 16 bytes at a time of x and the weight.

@@ -18,13 +18,16 @@ import torch
 from torch import Tensor
 
 from fastattn import run
+from fastattn.checks import without_numpy
 from fastattn.dispatch.call import Call
 from fastattn.dispatch.choose import choose, is_watched, only_torch_handles
 from fastattn.dispatch.device import facts
 from fastattn.dispatch.recording import note
-from fastattn.functional.attention import default_scale, draw_seed, torch_sdpa
+from fastattn.functional.attention_checks import default_scale
 from fastattn.functional.autocast import autocast_dtype, autocast_to
 from fastattn.functional.checked_once import CheckedOnce
+from fastattn.functional.dropout_seed import draw_seed
+from fastattn.functional.torch_sdpa import torch_sdpa
 from fastattn.ops.attention import AttentionArguments
 
 
@@ -78,11 +81,12 @@ def scaled_dot_product_attention(
     if cast is not None:
         query, key, value = (autocast_to(cast, t) for t in (query, key, value))
         attn_mask = None if attn_mask is None else autocast_to(cast, attn_mask)
+    dropout_p, is_causal, scale, enable_gqa = map(without_numpy, (dropout_p, is_causal, scale, enable_gqa))
     options = (dropout_p, is_causal, scale, enable_gqa)
     plan = _plans.get((query, key, value, attn_mask), options)
     choice = choose(plan.call)
     if choice.backend == "torch":
-        result = torch_sdpa(*original, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        result: Tensor = torch_sdpa(*original, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         note(plan.call.op, choice.backend, choice.kernel)
         return result
     out, _ = run.attention(
@@ -98,8 +102,8 @@ def scaled_dot_product_attention(
             top_left=is_causal,
             dropout_p=float(dropout_p),
         ),
-        needs_grad=plan.needs_grad,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        plan.needs_grad,
+        torch.are_deterministic_algorithms_enabled(),
     )
     note(plan.call.op, choice.backend, choice.kernel)
     if query.dim() == 4 and len(plan.batch) == 1:
