@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fastattn.dispatch import choose as dispatch
 from fastattn.dispatch.choose import RecordedCall
-from fastattn.functional.int8_linear import Int8Weight
+from fastattn.functional.int8_tensor import Int8Tensor
+from fastattn.functional.int8_weight import Int8Weight
 from fastattn.run.layout import reason_to_copy
 
 
@@ -55,7 +56,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     copied = {}
     if choice.backend != "torch":
         for name, value in _named_arguments(function, args, kwargs).items():
-            tensor = value.data if isinstance(value, Int8Weight) else value
+            tensor = value.int8_data if isinstance(value, Int8Tensor) else value
+            tensor = value.data if isinstance(value, Int8Weight) else tensor
             if not isinstance(tensor, Tensor) or tensor.dim() < 2:
                 continue
             # Of the int8 matmul; its CUDA C++ kernels copy 16 bytes at a time of x and the weight.

@@ -399,3 +399,9 @@ def int8_matmul(
         return product if residual is None else product + residual
     y: Tensor = _call(backend, "int8_matmul", x, weight, scale, bias, residual, activation, int8_activations)
     return y
+
+
+def int8_matmul_grad_input(backend: str, grad_out: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """``grad_out @ dequantize(weight)``. Not differentiable."""
+    grad_x: Tensor = _call(backend, "int8_matmul_grad_input", grad_out, weight, scale, False)[0]
+    return grad_x
