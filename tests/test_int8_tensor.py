@@ -68,7 +68,7 @@ def test_other_parts_and_wholes_are_refused() -> None:
         grouped[:, 32:]
     with pytest.raises(InputError, match="slice: expected a step of 1"):
         weight[::2]
-    with pytest.raises(InputError, match="cat: expected int8 weights of one granularity, got .*64.*channel"):
+    with pytest.raises(InputError, match=r"cat: expected int8 weights of one granularity, got .*64.*channel"):
         torch.cat([weight, grouped])
     with pytest.raises(InputError, match="cat: expected int8 weights that share their 'channel' scales"):
         torch.cat([weight, weight_of(seed=5)], 1)
@@ -119,7 +119,7 @@ def test_copies_between_int8_and_floating_tensors_convert() -> None:
     assert torch.equal(torch.empty(N, K).copy_(weight), weight.dequantize())
     weight.copy_(dense)
     assert torch.equal(weight.dequantize(), quantize_int8(dense, 64).dequantize())
-    with pytest.raises(InputError, match="copy_: expected scales of 64, got .*channel"):
+    with pytest.raises(InputError, match=r"copy_: expected scales of 64, got .*channel"):
         weight.copy_(weight_of())
     with pytest.raises(InputError, match="copy_"):
         weight.copy_(torch.zeros(N, K, dtype=torch.int8))
@@ -147,7 +147,7 @@ def test_everything_else_is_refused_by_name() -> None:
     for operation in (lambda: weight * 2, lambda: weight.abs(), lambda: weight.add_(1), lambda: weight @ weight.t()):
         with pytest.raises(InputError, match=r"dequantize\(\) gives a floating tensor"):
             operation()
-    with pytest.raises(InputError, match="F.linear: expected an int8 weight as weight only"):
+    with pytest.raises(InputError, match=r"F\.linear: expected an int8 weight as weight only"):
         F.linear(weight, torch.zeros(3, K))
     with pytest.raises(InputError, match="int8 weights: expected a reader that knows them"):
         weight.data_ptr()

@@ -139,7 +139,7 @@ def test_a_float_state_dict_is_quantised_as_it_is_loaded() -> None:
             layer.load_state_dict(plain_state_dict(Int8Linear(64, 48, granularity=64).state_dict()), assign=assign)
         with pytest.raises(RuntimeError, match="weight_scale: expected the scales of the int8 weight, got none"):
             layer.load_state_dict({"weight": layer.weight.int8_data}, strict=False, assign=assign)
-        with pytest.raises(RuntimeError, match="weight: expected torch.float16 or .*, got torch.uint8"):
+        with pytest.raises(RuntimeError, match=r"weight: expected torch\.float16 or .*, got torch\.uint8"):
             layer.load_state_dict({"weight": layer.weight.int8_data.view(torch.uint8)}, strict=False, assign=assign)
         assert torch.equal(layer.weight, before["weight"])
 
@@ -234,7 +234,7 @@ def test_a_quantised_transformers_model_never_comes_back_as_garbage(tmp_path: An
         model.save_pretrained(tmp_path / "refused")
     for words in ("int8 weights", "save_pretrained", "torch.save(model.state_dict()", "plain_state_dict"):
         assert words in str(caught.value)
-    with pytest.raises(OSError, match="no file named model.safetensors"):
+    with pytest.raises(OSError, match="no file named model"):
         LlamaForCausalLM.from_pretrained(tmp_path / "refused")
     plain = plain_state_dict(model.state_dict())
     model.save_pretrained(tmp_path / "plain", state_dict=plain)
@@ -462,7 +462,7 @@ def test_a_group_that_does_not_fit_leaves_the_model_alone() -> None:
 TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "model type": (quantize_model, {"model": "bert"}, TypeError, ("model", "nn.Module", "str")),
     "model is the layer": (quantize_model, {"model": nn.Linear(4, 4)}, InputError, ("model", "Linear", "from_linear")),
-    "model is int8": (quantize_model, {"model": Int8Linear(4, 4)}, InputError, ("model", "got a Int8Linear")),
+    "model is int8": (quantize_model, {"model": Int8Linear(4, 4)}, InputError, ("model", "got one: Int8Linear")),
     "linear is int8": (Int8Linear.from_linear, {"linear": Int8Linear(4, 4)}, TypeError, ("linear", "Int8Linear")),
     "weight type": (
         Int8Linear.from_weight,

@@ -26,8 +26,8 @@ class Int8Linear(nn.Linear):
 
     The weight is a parameter that is not trained; gradients flow to the input and the bias. It stays int8 with float32
     scales whatever ``.half()`` or ``.to(dtype)`` do to the module. Loading a state dict whose ``weight`` is floating,
-    as that of an ``nn.Linear`` is, quantises it. The other way round, an ``nn.Linear`` that loads the state dict of this
-    layer has the dequantised weight (with ``assign=True``: the int8 weight).
+    as that of an ``nn.Linear`` is, quantises it. The other way round, an ``nn.Linear`` that loads the state dict of
+    this layer has the dequantised weight (with ``assign=True``: the int8 weight).
 
     Args:
         in_features, out_features, bias, device, dtype: as of ``nn.Linear``; ``dtype`` is that of the bias, and the one
@@ -37,8 +37,8 @@ class Int8Linear(nn.Linear):
 
     Attributes:
         weight: ``Int8Tensor [out_features, in_features]``, a parameter; zeros until something is loaded. Where
-            ``in_features`` is not a multiple of 16 its int8 rows have room behind them. ``torch.export.save`` loses that
-            room on a GPU: such a model has to be exported on the CPU.
+            ``in_features`` is not a multiple of 16 its int8 rows have room behind them. ``torch.export.save`` loses
+            that room on a GPU: such a model has to be exported on the CPU.
         bias: ``[out_features]``, a parameter, or None.
     """
 

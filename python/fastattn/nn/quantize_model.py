@@ -84,8 +84,8 @@ def quantize_model(
     - A layer that the model uses in several places stays one layer; layers that share one weight share one int8 weight.
     - A layer whose weight is also something else's (an embedding's, say) stays as it is, and the report says so;
       ``include_tied=True`` quantises it all the same, and the other keeps its floating weight.
-    - Other subclasses of ``nn.Linear`` stay, since their owners use them in their own ways (``nn.MultiheadAttention`` reads
-      the weight of its ``out_proj``). So do layers with hooks, which a new module would not have.
+    - Other subclasses of ``nn.Linear`` stay, since their owners use them in their own ways (``nn.MultiheadAttention``
+      reads the weight of its ``out_proj``). So do layers with hooks, which a new module would not have.
     - What looks like a linear layer without being an ``nn.Linear`` (GPT-2's ``Conv1D``) stays, and the report says so.
     - A warning says when nothing was replaced.
 
@@ -102,7 +102,9 @@ def quantize_model(
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     if isinstance(model, nn.Linear):
         advice = "" if isinstance(model, Int8Linear) else "; use Int8Linear.from_linear"
-        raise InputError(f"model: expected a module that holds nn.Linear layers, got a {type(model).__name__}{advice}")
+        raise InputError(
+            f"model: expected a module that holds nn.Linear layers, got one: {type(model).__name__}{advice}"
+        )
     if filter is not None and not callable(filter):
         raise TypeError(f"filter: expected a callable or None, got {type(filter).__name__}")
     check_choice("input_precision", input_precision, INPUT_PRECISIONS)
