@@ -14,7 +14,8 @@ from fastattn.dispatch.recording import record
 from fastattn.dispatch.thread_state import use_backend
 from fastattn.errors import CacheFull, InputError
 from fastattn.functional.attention import attention, attention_varlen
-from fastattn.functional.int8_linear import Int8Weight, int8_linear, quantize_int8
+from fastattn.functional.int8_linear import int8_linear
+from fastattn.functional.int8_weight import Int8Weight, quantize_int8
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
 from fastattn.functional.sdpa import scaled_dot_product_attention
 from fastattn.patch import install, patch_sdpa, uninstall

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastattn
 from by_hand import normal
 from fastattn import reference
-from fastattn.dispatch.choose import Call
+from fastattn.dispatch.call import Call
 from fastattn.functional import torch_sdpa
 from oracle import check_against_oracle
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastattn import reference
 from fastattn.cache.pages import Reservation
 from fastattn.cache.protocol import AttendOptions, StepCache
 from fastattn.checks import (
@@ -22,12 +21,12 @@ from fastattn.checks import (
     check_tensor,
     expect,
 )
-from fastattn.dispatch import choose
-from fastattn.dispatch.choose import Explained, explaining
+from fastattn.dispatch.thread_state import Explained, explaining, is_explaining
 from fastattn.errors import InputError
 from fastattn.functional.attention import attention_varlen
 from fastattn.functional.autocast import autocast_dtype, autocast_to
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
+from fastattn.rotary import rotary
 
 if TYPE_CHECKING:
     from fastattn.cache.paged import PagedKVCache
@@ -253,7 +252,7 @@ class PagedChunk(_NewTokens):
         angles = cos[position][None], sin[position][None]
 
         def turned(x: Tensor) -> Tensor:
-            return reference.rotary(x.transpose(0, 1)[None], *angles, interleaved)[0].transpose(0, 1)
+            return rotary(x.transpose(0, 1)[None], *angles, interleaved)[0].transpose(0, 1)
 
         return turned(query), turned(k_new)
 
@@ -265,7 +264,7 @@ def _check_call(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, 
     """Raise what ``attention_varlen`` would raise, or the explanation that is asked for, before anything is stored."""
     if torch.compiler.is_compiling():
         return  # what raises then has run nothing
-    is_asked_for = choose._thread.explaining
+    is_asked_for = is_explaining()
     try:
         with explaining():
             attention_varlen(query, key, value, **arguments)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fastattn.dispatch.call import Choice
 from fastattn.dispatch.thread_state import Explained, explaining
-from fastattn.functional.int8_linear import Int8Weight
+from fastattn.functional.int8_tensor import Int8Tensor
+from fastattn.functional.int8_weight import Int8Weight
 from fastattn.layout import reason_to_copy
 
 
@@ -55,7 +56,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     copied = {}
     if choice.backend != "torch":
         for name, value in _named_arguments(function, args, kwargs).items():
-            tensor = value.data if isinstance(value, Int8Weight) else value
+            tensor = value.int8_data if isinstance(value, Int8Tensor) else value
+            tensor = value.data if isinstance(value, Int8Weight) else tensor
             if isinstance(tensor, Tensor) and tensor.layout == torch.jagged:
                 tensor = tensor.transpose(1, 2).values()
             if not isinstance(tensor, Tensor) or tensor.dim() < 2:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from fastattn import native
+from fastattn.dispatch.device import kernel_facts
 from fastattn.dispatch.recording import is_recording, note
 from fastattn.layout import empty_like_heads
 from fastattn.ops.flops import attention_backward_flops, attention_flops
@@ -194,8 +196,17 @@ def backward_kernels(backend: str, arguments: AttentionBackwardArguments) -> str
     if backend == "triton":
         names = ["rows", "query", "key_value", *(["bias"] if arguments.bias_grad else [])]
         return ", ".join(f"attention_backward_{name}.attention_backward_{name}_kernel" for name in names)
-    names = ["rows", "key_value", "query", *(["sinks"] if arguments.sinks is not None else [])]
-    return ", ".join(f"attention_backward_{name}_sm80" for name in names)
+    query, value = arguments.query, arguments.value
+    has_scores_changed = arguments.bias is not None or arguments.alibi_slopes is not None
+    names = native.attention_backward_kernels(
+        kernel_facts(query.device).arch,
+        max(query.shape[-1], value.shape[-1]),
+        query.dtype,
+        changes_scores=has_scores_changed or arguments.softcap > 0 or arguments.dropout_p > 0,
+        bias_gradient=arguments.bias_grad,
+        sinks=arguments.sinks is not None,
+    )
+    return ", ".join(names)
 
 
 # --- shapes ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastattn import native
 from fastattn.activations import result_columns
+from fastattn.dispatch.device import kernel_facts
 from fastattn.dispatch.recording import is_recording, note
 from fastattn.layout import sum_over_tokens
 from fastattn.ops.flops import matmul_flops
@@ -45,6 +47,14 @@ def int8_matmul(backend: str, arguments: Int8MatmulArguments) -> Tensor:
     """``[..., N]``, or half as many columns with a gated activation; not differentiable."""
     y: Tensor = call(backend, "int8_matmul", arguments)
     return y
+
+
+def int8_matmul_grad_input(backend: str, arguments: GradInputArguments) -> tuple[Tensor, Tensor]:
+    """The gradients of ``x`` and of the bias, ``[0]`` unless that is wanted; not differentiable."""
+    gradients: tuple[Tensor, Tensor] = call(backend, "int8_matmul_grad_input", arguments)
+    if is_recording():
+        note("int8_matmul backward", backend, backward_kernel(backend, arguments))
+    return gradients
 
 
 def differentiable_int8_product(backend: str, arguments: Int8MatmulArguments) -> Tensor:
@@ -88,7 +98,12 @@ class _Int8Product(torch.autograd.Function):
 
 def backward_kernel(backend: str, arguments: GradInputArguments) -> str:
     """The kernel that ``int8_matmul_grad_input`` launches."""
-    return "int8_matmul.grad_input_kernel" if backend == "triton" else "int8_matmul_grad_input_sm80"
+    if backend == "triton":
+        return "int8_matmul.grad_input_kernel"
+    grad_out, (outputs, depth), gpu = arguments.grad_out, arguments.weight.shape, kernel_facts(arguments.weight.device)
+    sizes = math.prod(grad_out.shape[:-1]), depth, outputs
+    name = native.int8_matmul_kernel("int8_matmul_grad_input", gpu.arch, gpu.num_sms, grad_out.dtype, *sizes)
+    return name or "no kernel"
 
 
 def _fake_matmul(*args: Any) -> Tensor:

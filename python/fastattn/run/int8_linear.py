@@ -6,7 +6,13 @@ from torch import Tensor
 
 from fastattn.activations import ACTIVATIONS
 from fastattn.dispatch.call import Choice
-from fastattn.ops.int8_matmul import Int8MatmulArguments, differentiable_int8_product, int8_matmul
+from fastattn.ops.int8_matmul import (
+    GradInputArguments,
+    Int8MatmulArguments,
+    differentiable_int8_product,
+    int8_matmul,
+    int8_matmul_grad_input,
+)
 
 
 def int8_linear(choice: Choice, arguments: Int8MatmulArguments, needs_grad: bool) -> Tensor:
@@ -18,3 +24,9 @@ def int8_linear(choice: Choice, arguments: Int8MatmulArguments, needs_grad: bool
         return int8_matmul(choice.backend, arguments)
     y = ACTIVATIONS[arguments.activation](differentiable_int8_product(choice.backend, arguments))
     return y if arguments.residual is None else y + arguments.residual
+
+
+def int8_grad_input(choice: Choice, arguments: GradInputArguments) -> Tensor:
+    """``grad_out @ dequantize(weight)``, where somebody else differentiates: a tensor subclass, a DTensor."""
+    grad_input, _ = int8_matmul_grad_input(choice.backend, arguments)
+    return grad_input
