@@ -3,7 +3,8 @@
 C++ sources (op schemas and argument checks) need a C++ compiler alone. CUDA kernels also need nvcc; without one,
 the package is built without them. Environment variables:
 
-    FASTATTN_ARCHS   GPU architectures of the CUDA kernels, default "80;90a"; "none" builds without CUDA kernels
+    FASTATTN_ARCHS   GPU architectures to embed machine code for, default "80;90a"; "native" asks for those of this
+                     machine's GPUs; "none" builds without CUDA kernels
     CUDA_HOME        CUDA toolkit whose nvcc is used first
     CXX              C++ compiler, also nvcc's host compiler
     MAX_JOBS         how many compilers run at once, by default one per core and 2 GiB of memory
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -25,7 +27,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -50,57 +52,133 @@ class BuildError(SystemExit):
         super().__init__(f"\nfastattn: {message}\n")
 
 
-# --- Architectures ----------------------------------------------------------------------------------------------------
+# --- What is compiled -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """A value of FASTATTN_ARCHS: the instance files that it compiles, and what nvcc embeds for it."""
+class Target:
+    """What FASTATTN_ARCHS can name: GPUs, and the code to embed for them as far as a kernel has it."""
 
     name: str
-    instance_suffix: str
-    gencode: str
-
-    @property
-    def ptx_gencode(self) -> str:
-        """PTX alone."""
-        return f"arch=compute_{self.name},code=compute_{self.name}"
+    code: tuple[str, ...]
 
 
-ARCHITECTURES = (
-    # PTX beside the machine code: GPUs without kernels of their own run it, compiled by the driver.
-    Architecture("80", "_sm80.cu", "arch=compute_80,code=[sm_80,compute_80]"),
+TARGETS = (
+    # PTX beside the machine code: GPUs without machine code of their own run it, compiled by the driver.
+    Target("80", ("sm_80", "compute_80")),
     # Instructions of "a" targets exist on that GPU alone, so PTX would help no other.
-    Architecture("90a", "_sm90.cu", "arch=compute_90a,code=sm_90a"),
+    Target("90a", ("sm_90", "sm_90a")),
 )
 
 
-def parse_architectures(text: str) -> list[Architecture]:
-    """The architectures that ``text`` (a value of FASTATTN_ARCHS) names, in the order of ``ARCHITECTURES``."""
+def compute_capabilities(environ: Mapping[str, str]) -> list[int]:
+    """Those of this machine's GPUs, times ten, as nvidia-smi tells."""
+    tool = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if tool is None:
+        raise BuildError("FASTATTN_ARCHS=native: there is no nvidia-smi here to ask for this machine's GPUs.")
+    asked = subprocess.run([tool, "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True)
+    found = re.findall(r"^(\d+)\.(\d)\s*$", asked.stdout, re.MULTILINE)
+    if asked.returncode or not found:
+        said = (asked.stderr or asked.stdout).strip() or "nothing"
+        raise BuildError(f"FASTATTN_ARCHS=native: nvidia-smi names no GPU; it says: {said}")
+    return sorted({10 * int(major) + int(minor) for major, minor in found})
+
+
+def native_target(environ: Mapping[str, str]) -> Target:
+    """The code that this machine's GPUs run, and no more: PTX only where a GPU has no machine code here."""
+    code: list[str] = []
+    for gpu in compute_capabilities(environ):
+        if gpu < 80:
+            raise BuildError(
+                f"FASTATTN_ARCHS=native: a GPU here has compute capability {gpu / 10}, and the kernels need 8.0 or "
+                f"later; {WITHOUT_CUDA}."
+            )
+        code += ["sm_90", "sm_90a"] if gpu == 90 else ["sm_80"] if gpu < 90 else ["compute_80"]
+    return Target("native", tuple(dict.fromkeys(code)))
+
+
+def parse_targets(text: str, environ: Mapping[str, str] = os.environ) -> list[Target]:
+    """The targets that ``text`` (a value of FASTATTN_ARCHS) names, in the order of ``TARGETS``."""
     names = [name for name in re.split(r"[;,\s]+", text) if name]
     if names == ["none"]:
         return []
-    known = [architecture.name for architecture in ARCHITECTURES]
+    if names == ["native"]:
+        return [native_target(environ)]
+    known = [target.name for target in TARGETS]
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         raise BuildError(
-            f"FASTATTN_ARCHS={text!r}: expected one or more of {', '.join(known)}, separated by semicolons, or none; "
-            f"got {', '.join(unknown) or 'nothing'}. Code for 80 also runs on every later GPU."
+            f"FASTATTN_ARCHS={text!r}: expected one or more of {', '.join(known)}, separated by semicolons, or native, "
+            f"or none; got {', '.join(unknown) or 'nothing'}. Code for 80 also runs on every later GPU."
         )
-    return [architecture for architecture in ARCHITECTURES if architecture.name in names]
+    return [target for target in TARGETS if target.name in names]
 
 
-def instance_files(csrc: Path, architectures: Sequence[Architecture]) -> dict[Path, Architecture]:
-    """The kernel files ``csrc/*/instances/*.cu`` to compile, each with the one architecture that it is written for."""
-    instances = {}
-    for path in sorted(csrc.glob("*/instances/*.cu")):
-        owner = [architecture for architecture in ARCHITECTURES if path.name.endswith(architecture.instance_suffix)]
-        if not owner:
-            suffixes = " or ".join(architecture.instance_suffix for architecture in ARCHITECTURES)
-            raise BuildError(f"{path} must end in {suffixes}, which tells the architecture that it is compiled for.")
-        if owner[0] in architectures:
-            instances[path] = owner[0]
+@dataclass(frozen=True)
+class Instance:
+    """One compilation of a kernel's source: what csrc/instances.json says of it, and one choice of the values."""
+
+    source: str  # in csrc
+    architecture: str
+    code: tuple[str, ...]
+    values: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def object_path(self) -> Path:
+        """In the build folder, unlike that of any other instance."""
+        path = Path(self.source)
+        return path.with_name(".".join([path.stem, *(f"{name}_{value}" for name, value in self.values), "o"]))
+
+    @property
+    def defines(self) -> list[str]:
+        return [f"-DFASTATTN_{name}={value}" for name, value in self.values]
+
+    def gencode(self, code: Sequence[str] | None = None) -> str:
+        """nvcc's -gencode for ``code``, by default the instance's own."""
+        return f"arch=compute_{self.architecture},code=[{','.join(code or self.code)}]"
+
+
+def macro_text(value: object) -> str:
+    """A value of the instance table as C++ has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def all_instances(csrc: Path) -> list[Instance]:
+    """Every instance in csrc/instances.json with all of its code, in the order of the table."""
+    table = json.loads((csrc / "instances.json").read_text())
+    instances: list[Instance] = []
+    for row in table["kernels"]:
+        source, architecture = row["source"], row["architecture"]
+        axes = {name: values for name, values in row.items() if name not in ("source", "architecture", "code")}
+        if unknown := [name for name in axes if not re.fullmatch("[A-Z][A-Z0-9_]*", name)]:
+            raise BuildError(f"instances.json: {source} has an unknown key, {unknown[0]!r}.")
+        if architecture not in table["architectures"]:
+            raise BuildError(f"instances.json: {source} is for an unknown architecture, {architecture!r}.")
+        if not (csrc / source).exists():
+            raise BuildError(f"instances.json: {source} does not exist.")
+        code = tuple(row.get("code", table["architectures"][architecture]["code"]))
+        if unknown := [name for name in code if not any(name in target.code for target in TARGETS)]:
+            raise BuildError(f"instances.json: {source} has unknown code, {unknown[0]!r}.")
+        for values in itertools.product(*axes.values()):
+            pairs = tuple(zip(axes, map(macro_text, values), strict=True))
+            instances.append(Instance(source, architecture, code, pairs))
+    paths = [instance.object_path for instance in instances]
+    if repeated := [path for path in paths if paths.count(path) > 1]:
+        raise BuildError(f"instances.json: {repeated[0].with_suffix('')} is there twice.")
+    sources = {instance.source for instance in instances}
+    if left_out := {str(path.relative_to(csrc)) for path in csrc.glob("*/instances/*.cu")} - sources:
+        raise BuildError(f"instances.json: there is no row for {sorted(left_out)[0]}.")
     return instances
+
+
+def instances_for(csrc: Path, targets: Sequence[Target]) -> list[Instance]:
+    """The instances that have code for one of the targets, with that code alone."""
+    wanted = {name for target in targets for name in target.code}
+    chosen = [
+        replace(instance, code=tuple(name for name in instance.code if name in wanted))
+        for instance in all_instances(csrc)
+    ]
+    return [instance for instance in chosen if instance.code]
 
 
 # --- Tools ------------------------------------------------------------------------------------------------------------
@@ -201,19 +279,19 @@ def find_torch() -> Path:
     return root
 
 
-def check_host_compiler(toolkit: CudaToolkit, cxx: str, architectures: Sequence[Architecture]) -> None:
+def check_host_compiler(toolkit: CudaToolkit, cxx: str, instances: Sequence[Instance]) -> None:
     """Compiles an empty kernel: an nvcc supports a certain range of C++ compilers and of architectures."""
+    gencodes = list(dict.fromkeys(instance.gencode() for instance in instances))
     with tempfile.TemporaryDirectory() as folder:
         probe = Path(folder) / "probe.cu"
         probe.write_text("__global__ void probe() {}\n")
-        gencodes = [argument for architecture in architectures for argument in ("-gencode", architecture.gencode)]
-        command = [str(toolkit.nvcc), "-ccbin", cxx, *gencodes, "-c", str(probe), "-o", str(probe.with_suffix(".o"))]
+        arguments = [argument for gencode in gencodes for argument in ("-gencode", gencode)]
+        command = [str(toolkit.nvcc), "-ccbin", cxx, *arguments, "-c", str(probe), "-o", str(probe.with_suffix(".o"))]
         result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise BuildError(
-            f"nvcc {toolkit.version} ({toolkit.nvcc}) does not compile for "
-            f"{', '.join(architecture.name for architecture in architectures)} with the C++ compiler {cxx}:\n\n"
-            f"{(result.stderr or result.stdout).strip()}\n\n"
+            f"nvcc {toolkit.version} ({toolkit.nvcc}) does not compile for {' and '.join(gencodes)} "
+            f"with the C++ compiler {cxx}:\n\n{(result.stderr or result.stdout).strip()}\n\n"
             "Set CXX to a compiler that this nvcc accepts, or CUDA_HOME to a toolkit that accepts this compiler, or "
             f"{WITHOUT_CUDA}."
         )
@@ -252,13 +330,21 @@ class NativeBuild:
     cxx: Sequence[str]
     torch: Path
     toolkit: CudaToolkit | None
-    instances: Mapping[Path, Architecture]
+    instances: Sequence[Instance]
     emulated_runtime: Path | None = None
 
     @property
     def architectures(self) -> list[str]:
-        """Names of the architectures that have kernels in the library."""
-        return [architecture.name for architecture in ARCHITECTURES if architecture in self.instances.values()]
+        """Those that kernels in the library are written for."""
+        return list(self.code)
+
+    @property
+    def code(self) -> dict[str, list[str]]:
+        """Architecture → what is embedded for its kernels: for every one of them, or some."""
+        found: dict[str, dict[str, None]] = {}
+        for instance in self.instances:
+            found.setdefault(instance.architecture, {}).update(dict.fromkeys(instance.code))
+        return {architecture: list(code) for architecture, code in found.items()}
 
     def description(self) -> dict[str, object]:
         """What ``fastattn_build_info()`` of the library returns, as JSON."""
@@ -266,6 +352,7 @@ class NativeBuild:
         return {
             "version": self.version,
             "archs": self.architectures,
+            "code": self.code,
             "cuda": ".".join(nvcc.split(".")[:2]) if nvcc else None,
             "nvcc": nvcc,
             "torch": importlib.metadata.version("torch"),
@@ -328,21 +415,23 @@ class NativeBuild:
                 nvcc_flags += ["--no-compress", "-lineinfo"]
             lines += [
                 "rule cuda",
-                f"  command = {shell(nvcc_flags)} -gencode $gencode -MD -MF $out.d -c $in -o $out",
+                f"  command = {shell(nvcc_flags)} $defines -gencode $gencode -MD -MF $out.d -c $in -o $out",
                 "  depfile = $out.d",
                 "  deps = gcc",
-                "  description = CUDA $in",
+                "  description = CUDA $out",
             ]
         objects = []
-        for path in [self.source / "bindings.cpp", *sorted(self.source.glob("api/*.cpp")), *self.instances]:
-            target = self.output / path.relative_to(self.source).with_suffix(".o")
-            objects.append(ninja_path(target))
-            if path in self.instances:
-                architecture = self.instances[path]
-                gencode = shell([architecture.ptx_gencode if self.emulated_runtime else architecture.gencode])
-                lines += [f"build {objects[-1]}: cuda {ninja_path(path)}", f"  gencode = {gencode}"]
-            else:
-                lines += [f"build {objects[-1]}: cxx {ninja_path(path)}"]
+        for path in [self.source / "bindings.cpp", *sorted(self.source.glob("api/*.cpp"))]:
+            objects.append(ninja_path(self.output / path.relative_to(self.source).with_suffix(".o")))
+            lines += [f"build {objects[-1]}: cxx {ninja_path(path)}"]
+        for instance in self.instances:
+            objects.append(ninja_path(self.output / instance.object_path))
+            ptx = [f"compute_{instance.architecture}"] if self.emulated_runtime else None
+            lines += [
+                f"build {objects[-1]}: cuda {ninja_path(self.source / instance.source)}",
+                f"  gencode = {shell([instance.gencode(ptx)])}",
+                f"  defines = {shell(instance.defines)}",
+            ]
         library, exports = ninja_path(self.output / LIBRARY_NAME), ninja_path(self.output / "exports.map")
         return "\n".join([*lines, f"build {library}: link {' '.join(objects)} | {exports}", ""])
 
@@ -352,8 +441,7 @@ class NativeBuild:
         ``quiet``: what the compilers say is shown only where they fail.
         """
         self.output.mkdir(parents=True, exist_ok=True)
-        exported = ("fastattn_build_info", "fastattn_tiles", "fastattn_dealt_int8_matmul", "fastattn_dealt_decode")
-        write_if_changed(self.output / "exports.map", f"{{ global: {'; '.join(exported)}; local: *; }};\n")
+        write_if_changed(self.output / "exports.map", "{ global: fastattn_*; local: *; };\n")
         write_if_changed(self.output / "build.ninja", self.ninja_file())
         command = [find_ninja(), "-C", str(self.output), "-j", num_jobs(os.environ)]
         result = subprocess.run(command, capture_output=quiet, text=True)
@@ -365,14 +453,14 @@ class NativeBuild:
 
 def configure(version: str, environ: Mapping[str, str]) -> NativeBuild:
     """Finds the tools and decides what to compile."""
-    architectures = parse_architectures(environ.get("FASTATTN_ARCHS", "80;90a"))
+    targets = parse_targets(environ.get("FASTATTN_ARCHS", "80;90a"), environ)
     torch = find_torch()
     cxx = find_cxx(environ)
-    instances = instance_files(ROOT / "csrc", architectures)
+    instances = instances_for(ROOT / "csrc", targets)
     nvcc = find_nvcc(environ) if instances else None
     toolkit = CudaToolkit.of(nvcc) if nvcc else None
     if toolkit:
-        check_host_compiler(toolkit, host_compiler(cxx), architectures)
+        check_host_compiler(toolkit, host_compiler(cxx), instances)
     return NativeBuild(
         source=ROOT / "csrc",
         output=ROOT / "build" / "native",
@@ -380,7 +468,7 @@ def configure(version: str, environ: Mapping[str, str]) -> NativeBuild:
         cxx=cxx,
         torch=torch,
         toolkit=toolkit,
-        instances=instances if toolkit else {},
+        instances=instances if toolkit else [],
     )
 
 
@@ -441,7 +529,8 @@ class BuildNative(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(build.run(), target)
         if build.toolkit:
-            print(f"fastattn: CUDA C++ kernels for {', '.join(build.architectures)}, by nvcc {build.toolkit.version}")
+            code = ", ".join(dict.fromkeys(itertools.chain.from_iterable(build.code.values())))
+            print(f"fastattn: CUDA C++ kernels ({code}), by nvcc {build.toolkit.version}")
         else:
             print("fastattn: built WITHOUT CUDA C++ kernels; `python -m fastattn` says what to do", file=sys.stderr)
 

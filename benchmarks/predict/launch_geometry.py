@@ -197,7 +197,9 @@ def native_decode(case: DecodeCase, machine: Machine) -> dict[str, Geometry]:
     width = next(int(dim) for dim in by_dim if int(dim) >= case.head_dim)
     tile, rows = by_dim[str(width)], case.heads // case.kv_heads
     capacity = case.pages_per_sequence * case.page_size if case.page_size else case.context
-    dealt = native.dealt_decode(case.head_dim, False, case.batch, case.kv_heads, rows, capacity, machine.num_sms)
+    dealt = native.dealt_decode(
+        machine.arch, machine.num_sms, case.head_dim, False, case.batch, case.kv_heads, rows, capacity
+    )
     row_tiles = ceil_div(rows, tile["block_m"])
     blocks = case.kv_heads * row_tiles * sum(ceil_div(length, tile["block_n"]) for length in case.lengths)
     is_shared = dealt.ctas > case.batch * case.kv_heads * row_tiles
@@ -257,7 +259,8 @@ def native_int8_matmul(case: Int8Case, machine: Machine) -> dict[str, Geometry]:
     outputs, depth, of_outputs, of_depth = case.n, case.k, "block_n", "block_k"
     if case.gradient:
         outputs, depth, of_outputs, of_depth = depth, outputs, of_depth, of_outputs
-    dealt = native.dealt_int8_matmul(kernel, case.m, outputs, depth, machine.num_sms)
+    op = kernel.removesuffix("_sm80")
+    dealt = native.dealt_int8_matmul(op, machine.arch, machine.num_sms, case.m, outputs, depth)
     tile = native.TILES[kernel][str(dealt.block_m)]
     num_tiles = ceil_div(case.m, tile["block_m"]) * ceil_div(outputs, tile[of_outputs])
     mean = num_tiles * ceil_div(depth, tile[of_depth]) / dealt.ctas

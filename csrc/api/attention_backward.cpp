@@ -11,12 +11,12 @@
 
 #include "api/attention_arguments.h"
 #include "api/device.h"
+#include "api/kernel_choice.h"
 #include "api/scores.h"
 #include "attention/backward.h"
 #include "attention/query_gradient.h"
 #include "attention/tile_order.h"
-#include "attention/tiles_sm80.h"
-#include "host/dispatch.h"
+#include "host/device_facts.h"
 
 namespace fastattn {
 namespace {
@@ -83,17 +83,16 @@ struct Workspace {
     std::optional<Tensor> log2_sum, turns;
 };
 
-// O(tokens): up to three numbers for each row, and dQ in fp32, in tiles of kBlockM rows of the kernel's head dim.
-template <int kHeadDim>
+// O(tokens): up to three numbers for each row, and dQ in fp32, in tiles of as many rows as the kernel takes, of its head dim.
 Workspace make_workspace(AttentionBackwardParams& params, const Tensor& query, const AttentionSizes& sizes,
-                         bool deterministic) {
-    constexpr int kBlockM = BackwardTileSm80<kHeadDim, /*kOptions=*/false>::kBlockM;
+                         const BackwardKernels::Row& kernel, bool deterministic) {
+    const int32_t block_m = kernel.tile.block_m;
     const int64_t num_tiles =
-        sizes.heads * num_query_tiles(sizes.batch, params.query.rows, sizes.is_packed, query.size(0), kBlockM);
+        sizes.heads * num_query_tiles(sizes.batch, params.query.rows, sizes.is_packed, query.size(0), block_m);
     Workspace workspace;
     workspace.shift = empty_rows(query);
     workspace.delta = empty_rows(query);
-    workspace.query_sums = torch::stable::new_zeros(query, {num_tiles * kBlockM * kHeadDim}, ScalarType::Float);
+    workspace.query_sums = torch::stable::new_zeros(query, {num_tiles * block_m * kernel.key.size}, ScalarType::Float);
     params.shift = rows_view(workspace.shift, params.query);
     params.delta = rows_view(workspace.delta, params.query);
     params.query_sums = static_cast<float*>(workspace.query_sums.data_ptr());
@@ -108,19 +107,6 @@ Workspace make_workspace(AttentionBackwardParams& params, const Tensor& query, c
     return workspace;
 }
 
-template <int kHeadDim>
-void launch(const AttentionBackwardParams& params, DataType dtype, bool changes_scores, Stream stream) {
-    dispatch_value(DataTypes{}, dtype, [&](auto data_type) {
-        launch_attention_backward_rows_sm80<data_type.value>(params, stream);
-        dispatch_bool(changes_scores, [&](auto has_options) {
-            launch_attention_backward_key_value_sm80<kHeadDim, data_type.value, has_options.value>(params, stream);
-        });
-        launch_attention_backward_query_sm80<kHeadDim, data_type.value>(params, stream);
-        if (params.grad_bias.data != nullptr) launch_attention_backward_bias_sm80<data_type.value>(params, stream);
-    });
-    if (params.grad_sinks != nullptr) launch_attention_backward_sinks_sm80(params, stream);
-}
-
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
@@ -130,7 +116,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, int64_t window_left, int64_t window_right, bool top_left,
     double softcap, double dropout_p, bool deterministic, bool bias_grad) {
     const AttentionSizes sizes = check_attention(kOp, query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-                                                 max_seqlen_k, largest(BackwardHeadDims{}));
+                                                 max_seqlen_k, attention_backward_key_value_kernels().largest_size());
     check_like_query("grad_out", grad_out, query, sizes.value_dim);
     check_like_query("out", out, query, sizes.value_dim);
     lse = checked_rows("lse", lse, query);
@@ -169,13 +155,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     if (bias && bias_grad) params.grad_bias = bias_gradient_view(gradients.bias);
     if (sinks) params.grad_sinks = static_cast<float*>(gradients.sinks.data_ptr());
     params.packed = packed_params(kOp, query, key, cu_seqlens_q, cu_seqlens_k);
-    params.heads_per_group = key_heads_per_group(params.query, params.key);
 
     const OnDeviceOf device(query);
-    dispatch_at_least(BackwardHeadDims{}, sizes.widest(), [&](auto head_dim) {
-        const Workspace workspace = make_workspace<head_dim.value>(params, query, sizes, deterministic);
-        launch<head_dim.value>(params, sizes.dtype, options.change_scores(), device.stream());
-    });
+    const DeviceFacts facts = device_facts();
+    params.heads_per_group = key_heads_per_group(params.query, params.key, facts.l2_bytes);
+    const BackwardKernels kernels =
+        backward_kernels(facts.compute_capability, sizes.widest(), sizes.dtype, options.change_scores(),
+                         params.grad_bias.data != nullptr, params.grad_sinks != nullptr);
+    const Workspace workspace = make_workspace(params, query, sizes, *kernels.key_value, deterministic);
+    for (BackwardKernels::Row* kernel : kernels.in_order()) {
+        if (kernel != nullptr) kernel->launch(params, device.stream());
+    }
     return {gradients.query, gradients.key, gradients.value, gradients.bias, gradients.sinks};
 }
 

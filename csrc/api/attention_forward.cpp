@@ -11,35 +11,24 @@
 
 #include "api/attention_arguments.h"
 #include "api/device.h"
+#include "api/kernel_choice.h"
 #include "api/scores.h"
 #include "attention/forward.h"
 #include "attention/tile_order.h"
-#include "attention/tiles_sm80.h"
-#include "host/dispatch.h"
+#include "host/device_facts.h"
 
 namespace fastattn {
 namespace {
 
 constexpr const char* kOp = "attention_forward";
 
-void launch_plain(const AttentionForwardParams& params, const AttentionSizes& sizes, bool causal, Stream stream) {
-    dispatch_at_least(ForwardHeadDims{}, sizes.widest(), [&](auto head_dim) {
-        dispatch_value(DataTypes{}, sizes.dtype, [&](auto data_type) {
-            dispatch_bool(causal, [&](auto is_causal) {
-                launch_attention_forward_sm80<head_dim.value, data_type.value, is_causal.value>(params, stream);
-            });
-        });
-    });
-}
-
-void launch_with_options(const AttentionOptionsParams& params, const AttentionSizes& sizes, bool paged, Stream stream) {
-    dispatch_at_least(ForwardOptionsHeadDims{}, sizes.widest(), [&](auto head_dim) {
-        dispatch_value(DataTypes{}, sizes.dtype, [&](auto data_type) {
-            dispatch_bool(paged, [&](auto is_paged) {
-                launch_attention_forward_options_sm80<head_dim.value, data_type.value, is_paged.value>(params, stream);
-            });
-        });
-    });
+ForwardTraits traits_of(const ScoreOptions& options, bool is_packed, bool is_paged) {
+    return {options.window_right == 0,
+            options.window_left >= 0 || options.window_right > 0,
+            options.change_scores(),
+            options.sinks.has_value(),
+            is_packed,
+            is_paged};
 }
 
 }  // namespace
@@ -51,8 +40,9 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
                                              int64_t max_seqlen_k, double scale, int64_t window_left,
                                              int64_t window_right, bool top_left, double softcap, double dropout_p,
                                              std::optional<Tensor> block_table) {
-    const AttentionSizes sizes = check_attention(kOp, query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-                                                 max_seqlen_k, largest(ForwardOptionsHeadDims{}), block_table);
+    const AttentionSizes sizes =
+        check_attention(kOp, query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                        attention_forward_options_kernels().largest_size(), block_table);
     Tensor out = empty_like_heads(query, sizes.value_dim), lse = empty_rows(query);
     if (sizes.is_packed) {  // rows that belong to no sequence
         torch::stable::zero_(out);
@@ -70,21 +60,25 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     attention.value = heads_view<const uint16_t>(kOp, "value", aligned_value, key_sequences);
     attention.out = heads_view<uint16_t>(kOp, "out", out, sizes.query_sequences());
     attention.lse = rows_view(lse, attention.query);
-    attention.heads_per_group = heads_per_group(attention.query, attention.key);
     params.packed = packed_params(kOp, query, key, cu_seqlens_q, cu_seqlens_k);
     if (block_table) params.paged = paged_params(kOp, key, value, block_table);
 
     const ScoreOptions options{bias,        alibi_slopes, sinks,    dropout_seed, scale,
                                window_left, window_right, top_left, softcap,      dropout_p};
     const OnDeviceOf device(query);
-    if (options.are_plain() && !sizes.is_packed) {
+    const DeviceFacts facts = device_facts();
+    attention.heads_per_group = heads_per_group(attention.query, attention.key, facts.l2_bytes);
+    const ForwardTraits traits = traits_of(options, sizes.is_packed, block_table.has_value());
+    if (is_plain(traits)) {
         attention.scale = static_cast<float>(scale);
         attention.causal_offset = top_left ? 0 : attention.key.rows - attention.query.rows;
-        launch_plain(attention, sizes, window_right == 0, device.stream());
+        plain_forward_kernel(facts.compute_capability, sizes.widest(), sizes.dtype, traits)
+            .launch(attention, device.stream());
     } else {
         ScoreTensors kept;
         params.scores = score_params(kOp, options, query, sizes, kept);
-        launch_with_options(params, sizes, block_table.has_value(), device.stream());
+        options_forward_kernel(facts.compute_capability, sizes.widest(), sizes.dtype, traits)
+            .launch(params, device.stream());
     }
     return {out, lse};
 }

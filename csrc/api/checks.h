@@ -91,9 +91,6 @@ inline uint32_t stride_in_units(const char* op, const char* name, const Tensor& 
     return static_cast<uint32_t>(units);
 }
 
-// What kernels are instantiated for.
-using DataTypes = std::integer_sequence<DataType, DataType::kFloat16, DataType::kBFloat16>;
-
 inline DataType data_type(const char* op, const char* name, const Tensor& tensor) {
     const ScalarType dtype = tensor.scalar_type();
     check(dtype == ScalarType::Half || dtype == ScalarType::BFloat16, op, name,

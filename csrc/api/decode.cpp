@@ -15,10 +15,8 @@
 #include "api/scores.h"
 #include "decode/decode.h"
 #include "decode/split_plan.h"
-#include "decode/tiles_sm80.h"
-#include "host/dispatch.h"
+#include "host/device_facts.h"
 #include "host/launch_token.h"
-#include "host/multiprocessors.h"
 
 namespace fastattn {
 namespace {
@@ -26,18 +24,16 @@ namespace {
 constexpr const char* kOp = "attention_decode";
 constexpr int64_t kMostTokens = int64_t{1} << 30;  // sums of positions stay within 32 bits
 
-using AnyTile = DecodeTileSm80<largest(DecodeHeadDims{}), /*kInt8=*/false>;  // rows and CTAs are alike for all
-
 void check_int32(const char* name, const Tensor& tensor, const Tensor& query) {
     check(tensor.scalar_type() == ScalarType::Int, kOp, name, " must be int32, got ", dtype_text(tensor));
     check_device(kOp, name, tensor, query);
 }
 
 void check_head_dim(const char* name, const Tensor& tensor) {
-    constexpr int kMost = largest(DecodeHeadDims{});
+    const int32_t most = decode_split_kernels().largest_size();
     const int64_t head_dim = tensor.size(3);
-    check(head_dim > 0 && head_dim % 8 == 0 && head_dim <= kMost, kOp, name,
-          " must have a head dim that is a multiple of 8 up to ", kMost, ", got ", head_dim);
+    check(head_dim > 0 && head_dim % 8 == 0 && head_dim <= most, kOp, name,
+          " must have a head dim that is a multiple of 8 up to ", most, ", got ", head_dim);
 }
 
 void check_caches(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache,
@@ -160,17 +156,6 @@ CachePlaces cache_places(const Tensor& k_cache, const std::optional<Tensor>& blo
     return places;
 }
 
-void launch(const DecodeParams& params, DataType dtype, Stream stream) {
-    const int32_t widest = std::max(params.k_cache.head_dim, params.v_cache.head_dim);
-    dispatch_value(DataTypes{}, dtype, [&](auto data_type) {
-        dispatch_at_least(DecodeHeadDims{}, widest, [&](auto head_dim) {
-            dispatch_bool(params.k_cache.scales != nullptr, [&](auto is_int8) {
-                launch_decode_split_sm80<head_dim.value, data_type.value, is_int8.value>(params, stream);
-            });
-        });
-    });
-}
-
 }  // namespace
 
 std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens,
@@ -232,19 +217,21 @@ std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor
         params.k_new = heads_view<const uint16_t>(kOp, "k_new", *aligned_k_new, new_sequences);
         params.v_new = heads_view<const uint16_t>(kOp, "v_new", *aligned_v_new, new_sequences);
     }
+    const OnDeviceOf device(query);
+    const DeviceFacts facts = device_facts();
+    auto& kernel = decode_split_kernels().find(facts.compute_capability, sizes.widest(), dtype, k_scale.has_value());
     params.kv_heads = to_int32(kOp, "k_cache", kv_heads);
     params.group = kv_heads > 0 ? params.query.heads / params.kv_heads : 0;
-    params.row_tiles = std::max(1, ceil_div(to_int32(kOp, "query", num_queries * params.group), AnyTile::kBlockM));
+    params.row_tiles = std::max(1, ceil_div(to_int32(kOp, "query", num_queries * params.group), kernel.tile.block_m));
     params.sequence = {static_cast<int32_t>(capacity), appends ? params.k_new.rows : 0, params.query.rows,
                        params.scores.window_left};
 
-    const OnDeviceOf device(query);
-    const int32_t block_keys = decode_block_n(std::max(head_dim, value_dim), k_scale.has_value());
+    const int32_t block_keys = kernel.tile.block_n;
     params.plan = split_plan(params.sequence, params.query.batch, params.kv_heads, params.row_tiles, block_keys,
-                             num_splits, batch_invariant, num_multiprocessors() * AnyTile::kMinCtasPerSm);
+                             num_splits, batch_invariant, facts.num_sms * kernel.tile.ctas_per_sm);
     std::optional<Tensor> partial_out, partial_lse, arrivals;
     if (lse.numel() > 0 && can_be_cut(params.plan, params.sequence, block_keys)) {
-        const int64_t slots = num_slots(params.plan), rows = slots * AnyTile::kBlockM;
+        const int64_t slots = num_slots(params.plan), rows = slots * kernel.tile.block_m;
         partial_out = torch::stable::new_empty(query, {rows, value_dim}, ScalarType::Float);
         partial_lse = torch::stable::new_empty(query, {rows}, ScalarType::Float);
         params.partial_out = static_cast<float*>(partial_out->data_ptr());
@@ -253,7 +240,7 @@ std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor
         params.arrivals = static_cast<uint64_t*>(arrivals->data_ptr());
         params.token = launch_token();
     }
-    launch(params, dtype, device.stream());
+    kernel.launch(params, device.stream());
     return {out, lse};
 }
 

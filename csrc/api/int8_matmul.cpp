@@ -15,11 +15,10 @@
 
 #include "api/checks.h"
 #include "api/device.h"
-#include "host/dispatch.h"
+#include "api/kernel_choice.h"
+#include "host/device_facts.h"
 #include "host/launch_token.h"
-#include "host/multiprocessors.h"
 #include "int8_matmul/int8_matmul.h"
-#include "int8_matmul/tiles_sm80.h"
 #include "int8_matmul/work.h"
 
 namespace fastattn {
@@ -151,12 +150,14 @@ void check_for_int8_activations(const char* op, const Tensor& weight, const Matm
           "rows, and of 16 columns up to ", kMaxInt8SumDepth, ", for int8 activations, got ", shape_text(weight));
 }
 
-// Picks the tile and divides the work among CTAs, with room for what they pass to each other. Returns the tile's tokens.
-template <template <int> typename Tile, typename BlockMs>
-int32_t plan_work(BlockMs block_ms, Int8MatmulParams& params, Int8MatmulTensors& kept) {
+// Picks the kernel and divides the work among its CTAs, with room for what they pass to each other.
+Int8KernelTable::Row& plan_work(Int8KernelTable& kernels, DataType dtype, Int8MatmulParams& params,
+                                Int8MatmulTensors& kept) {
     MatmulEpilogue& epilogue = params.epilogue;
-    const auto [tile, plan] = fastest_tile<Tile>(params.input.rows, epilogue.sum_columns(), params.input.columns,
-                                                 num_multiprocessors(), block_ms);
+    const DeviceFacts facts = device_facts();
+    const auto [kernel, choice] = int8_kernel(kernels, facts.compute_capability, facts.num_sms, dtype,
+                                              params.input.rows, epilogue.sum_columns(), params.input.columns);
+    const auto& [tile, plan] = choice;
     epilogue.plan = plan;
     epilogue.token = launch_token();
     if (plan.num_ranges > 0) {
@@ -173,7 +174,7 @@ int32_t plan_work(BlockMs block_ms, Int8MatmulParams& params, Int8MatmulTensors&
         params.token_sums.partial = static_cast<float*>(kept.token_partial->data_ptr());
         params.token_sums.arrivals = static_cast<uint64_t*>(kept.token_arrivals->data_ptr());
     }
-    return tile.tokens;
+    return *kernel;
 }
 
 // Room for the tokens as int8 numbers, which the CTAs of a plan make and then multiply.
@@ -191,14 +192,6 @@ void make_room_for_tokens(const char* op, Int8MatmulParams& params, Int8MatmulTe
     auto* queue = static_cast<uint64_t*>(kept.counters->data_ptr());
     params.quantized = {static_cast<int8_t*>(kept.tokens->data_ptr()),
                         static_cast<float*>(kept.token_scale->data_ptr()), queue, queue + 1, params.epilogue.token};
-}
-
-// Calls launch(tokens of the tile, data type) with both as constants.
-template <typename BlockMs, typename Launch>
-void dispatch_kernel(BlockMs block_ms, int32_t block_m, DataType dtype, Launch&& launch) {
-    dispatch_value(DataTypes{}, dtype, [&](auto data_type) {
-        dispatch_value(block_ms, block_m, [&](auto tokens) { launch(tokens, data_type); });
-    });
 }
 
 }  // namespace
@@ -245,20 +238,9 @@ Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> 
         epilogue.residual = matrix_view<const uint16_t>(kOp, "residual", *kept.residual);
     }
     const OnDeviceOf device(kept.input);
-    if (int8_activations) {
-        constexpr Int8MatmulS8BlockMs kBlockMs;
-        const int32_t block_m = plan_work<Int8MatmulS8TileSm80>(kBlockMs, params, kept);
-        make_room_for_tokens(kOp, params, kept);
-        dispatch_kernel(kBlockMs, block_m, dtype, [&](auto tokens, auto data_type) {
-            launch_int8_matmul_s8_sm80<tokens.value, data_type.value>(params, device.stream());
-        });
-    } else {
-        constexpr Int8MatmulBlockMs kBlockMs;
-        const int32_t block_m = plan_work<Int8MatmulTileSm80>(kBlockMs, params, kept);
-        dispatch_kernel(kBlockMs, block_m, dtype, [&](auto tokens, auto data_type) {
-            launch_int8_matmul_sm80<tokens.value, data_type.value>(params, device.stream());
-        });
-    }
+    auto& kernel = plan_work(int8_activations ? int8_matmul_s8_kernels() : int8_matmul_kernels(), dtype, params, kept);
+    if (int8_activations) make_room_for_tokens(kOp, params, kept);
+    kernel.launch(params, device.stream());
     return kept.out;
 }
 
@@ -290,11 +272,7 @@ std::tuple<Tensor, Tensor> int8_matmul_grad_input(Tensor grad_out, Tensor weight
         grad_bias = torch::stable::narrow(grad_bias, 0, 0, depth);
     }
     const OnDeviceOf device(kept.input);
-    constexpr Int8MatmulBlockMs kBlockMs;
-    const int32_t block_m = plan_work<Int8GradInputTileSm80>(kBlockMs, params, kept);
-    dispatch_kernel(kBlockMs, block_m, dtype, [&](auto tokens, auto data_type) {
-        launch_int8_matmul_grad_input_sm80<tokens.value, data_type.value>(params, device.stream());
-    });
+    plan_work(int8_matmul_grad_input_kernels(), dtype, params, kept).launch(params, device.stream());
     return {kept.out, grad_bias};
 }
 

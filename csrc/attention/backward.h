@@ -1,30 +1,42 @@
-// The native backward kernels, as the host sees them: each is instantiated in files under instances/.
+// The native backward kernels, as the host sees them, in the order in which they run.
 #pragma once
 
+#include "host/kernel_table.h"
 #include "host/params.h"
 
 namespace fastattn {
 
-// Each starts one kernel on `stream` of the current device. Throws std::runtime_error, naming the kernel, where it
-// cannot.
+using BackwardKernelTable = KernelTable<AttentionBackwardParams>;
 
-// delta, shift and log2_sum of every query row.
-template <DataType kDataType>
-void launch_attention_backward_rows_sm80(const AttentionBackwardParams& params, Stream stream);
+// delta, shift and log2_sum of every query row. Any head dims.
+inline BackwardKernelTable& attention_backward_rows_kernels() {
+    static auto& table = *new BackwardKernelTable("attention_backward, rows");
+    return table;
+}
 
-// dK and dV, and dQ into query_sums. Without kOptions scores are only scaled, and masked by a window.
-template <int kHeadDim, DataType kDataType, bool kOptions>
-void launch_attention_backward_key_value_sm80(const AttentionBackwardParams& params, Stream stream);
+// dK and dV, and dQ into query_sums; by head dim. variant: with options; without them scores are only scaled, and masked
+// by a window.
+inline BackwardKernelTable& attention_backward_key_value_kernels() {
+    static auto& table = *new BackwardKernelTable("attention_backward, keys and values");
+    return table;
+}
 
-// dQ out of query_sums.
-template <int kHeadDim, DataType kDataType>
-void launch_attention_backward_query_sm80(const AttentionBackwardParams& params, Stream stream);
+// dQ out of query_sums, for the head dim and the architecture of the kernel that wrote them.
+inline BackwardKernelTable& attention_backward_query_kernels() {
+    static auto& table = *new BackwardKernelTable("attention_backward, query");
+    return table;
+}
 
 // grad_bias. Any head dims.
-template <DataType kDataType>
-void launch_attention_backward_bias_sm80(const AttentionBackwardParams& params, Stream stream);
+inline BackwardKernelTable& attention_backward_bias_kernels() {
+    static auto& table = *new BackwardKernelTable("attention_backward, bias");
+    return table;
+}
 
-// grad_sinks, from lse and delta.
-void launch_attention_backward_sinks_sm80(const AttentionBackwardParams& params, Stream stream);
+// grad_sinks, from lse and delta. Any head dims and dtype.
+inline BackwardKernelTable& attention_backward_sinks_kernels() {
+    static auto& table = *new BackwardKernelTable("attention_backward, sinks");
+    return table;
+}
 
 }  // namespace fastattn

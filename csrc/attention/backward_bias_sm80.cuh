@@ -266,15 +266,13 @@ __global__ void __launch_bounds__(BackwardBiasConfigSm80<kDataType>::kNumThreads
 }
 
 template <DataType kDataType>
-void launch_attention_backward_bias_sm80(const AttentionBackwardParams& params, Stream stream) {
+void launch_attention_backward_bias_sm80(LaunchedKernel& kernel, const AttentionBackwardParams& params, Stream stream) {
     using Config = BackwardBiasConfigSm80<kDataType>;
-    static const std::string name = std::string("attention_backward_bias_sm80<") + to_string(kDataType) + ">";
     const BiasGradientView& bias = params.grad_bias;
     const int64_t num_ctas =
         int64_t{bias.batch} * bias.heads * ceil_div(bias.rows, Config::kBlockM) * ceil_div(bias.keys, Config::kBlockN);
-    const Launch launch{name.c_str(), /*compute_capability=*/80, num_ctas, Config::kNumThreads,
-                        sizeof(BackwardBiasStorageSm80<Config>)};
-    launch_kernel(attention_backward_bias_sm80<kDataType>, launch, params, stream);
+    const Launch launch{num_ctas, Config::kNumThreads, sizeof(BackwardBiasStorageSm80<Config>)};
+    kernel.launch(attention_backward_bias_sm80<kDataType>, launch, params, stream);
 }
 
 }  // namespace fastattn

@@ -265,14 +265,12 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
 }
 
 template <int kHeadDim, DataType kDataType, bool kOptions>
-void launch_attention_backward_key_value_sm80(const AttentionBackwardParams& params, Stream stream) {
+void launch_attention_backward_key_value_sm80(LaunchedKernel& kernel, const AttentionBackwardParams& params,
+                                              Stream stream) {
     using Config = BackwardConfigSm80<kHeadDim, kOptions>;
-    static const std::string name = "attention_backward_key_value_sm80<" + std::to_string(kHeadDim) + ", " +
-                                    to_string(kDataType) + (kOptions ? ", options>" : ", plain>");
     const int64_t num_ctas = int64_t{ceil_div(params.key.rows, Config::kBlockN)} * params.key.heads * params.key.batch;
-    const Launch launch{name.c_str(), /*compute_capability=*/80, num_ctas, Config::kNumThreads,
-                        sizeof(BackwardStorageSm80<Config>)};
-    launch_kernel(attention_backward_key_value_sm80<kHeadDim, kDataType, kOptions>, launch, params, stream);
+    const Launch launch{num_ctas, Config::kNumThreads, sizeof(BackwardStorageSm80<Config>)};
+    kernel.launch(attention_backward_key_value_sm80<kHeadDim, kDataType, kOptions>, launch, params, stream);
 }
 
 }  // namespace fastattn

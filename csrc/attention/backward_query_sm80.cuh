@@ -45,14 +45,13 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, /*kOptions=*/fals
 }
 
 template <int kHeadDim, DataType kDataType>
-void launch_attention_backward_query_sm80(const AttentionBackwardParams& params, Stream stream) {
+void launch_attention_backward_query_sm80(LaunchedKernel& kernel, const AttentionBackwardParams& params,
+                                          Stream stream) {
     using Config = BackwardConfigSm80<kHeadDim, /*kOptions=*/false>;
-    static const std::string name =
-        "attention_backward_query_sm80<" + std::to_string(kHeadDim) + ", " + to_string(kDataType) + ">";
     const int64_t num_ctas =
         int64_t{ceil_div(params.query.rows, Config::kBlockM)} * params.query.heads * params.query.batch;
-    const Launch launch{name.c_str(), /*compute_capability=*/80, num_ctas, Config::kNumThreads, 0};
-    launch_kernel(attention_backward_query_sm80<kHeadDim, kDataType>, launch, params, stream);
+    const Launch launch{num_ctas, Config::kNumThreads, 0};
+    kernel.launch(attention_backward_query_sm80<kHeadDim, kDataType>, launch, params, stream);
 }
 
 }  // namespace fastattn

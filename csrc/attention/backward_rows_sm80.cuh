@@ -181,14 +181,13 @@ __global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads
 }
 
 template <DataType kDataType>
-void launch_attention_backward_rows_sm80(const AttentionBackwardParams& params, Stream stream) {
+void launch_attention_backward_rows_sm80(LaunchedKernel& kernel, const AttentionBackwardParams& params, Stream stream) {
     using Config = BackwardRowsConfigSm80<kDataType>;
-    static const std::string name = std::string("attention_backward_rows_sm80<") + to_string(kDataType) + ">";
     const int64_t num_tiles = ceil_div(params.query.rows, Config::kBlockM);
     const bool is_additive = params.log2_sum.data != nullptr;
-    const Launch launch{name.c_str(), /*compute_capability=*/80, num_tiles * params.query.heads * params.query.batch,
-                        Config::kNumThreads, is_additive ? sizeof(typename Config::Gemm::Storage) : 0};
-    launch_kernel(attention_backward_rows_sm80<kDataType>, launch, params, stream);
+    const Launch launch{num_tiles * params.query.heads * params.query.batch, Config::kNumThreads,
+                        is_additive ? sizeof(typename Config::Gemm::Storage) : 0};
+    kernel.launch(attention_backward_rows_sm80<kDataType>, launch, params, stream);
 }
 
 }  // namespace fastattn

@@ -1,15 +1,21 @@
-// The native forward kernels, as the host sees them: each is instantiated in one file under instances/.
+// The native forward kernels, as the host sees them.
 #pragma once
 
+#include "host/kernel_table.h"
 #include "host/params.h"
 
 namespace fastattn {
 
-// Starts attention on `stream` of the current device. Throws std::runtime_error, naming the kernel, where it cannot.
-template <int kHeadDim, DataType kDataType, bool kCausal>
-void launch_attention_forward_sm80(const AttentionForwardParams& params, Stream stream);
+// By head dim; variant: causal.
+inline KernelTable<AttentionForwardParams>& attention_forward_kernels() {
+    static auto& table = *new KernelTable<AttentionForwardParams>("attention_forward");
+    return table;
+}
 
-template <int kHeadDim, DataType kDataType, bool kPaged>
-void launch_attention_forward_options_sm80(const AttentionOptionsParams& params, Stream stream);
+// By head dim; variant: keys in pages.
+inline KernelTable<AttentionOptionsParams>& attention_forward_options_kernels() {
+    static auto& table = *new KernelTable<AttentionOptionsParams>("attention_forward with options");
+    return table;
+}
 
 }  // namespace fastattn

@@ -194,16 +194,14 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
 }
 
 template <int kHeadDim, DataType kDataType, bool kPaged>
-void launch_attention_forward_options_sm80(const AttentionOptionsParams& params, Stream stream) {
+void launch_attention_forward_options_sm80(LaunchedKernel& kernel, const AttentionOptionsParams& params,
+                                           Stream stream) {
     using Config = ForwardOptionsConfigSm80<kHeadDim>;
     const HeadsView<const uint16_t>& query = params.attention.query;
     const int64_t num_tiles = ceil_div(query.rows, Config::kBlockM);
-    static const std::string name = "attention_forward_options_sm80<" + std::to_string(kHeadDim) + ", " +
-                                    to_string(kDataType) + (kPaged ? ", paged>" : ">");
     const int64_t num_ctas = num_tiles * query.heads * query.batch;
-    const Launch launch{name.c_str(), /*compute_capability=*/80, num_ctas, Config::kNumThreads,
-                        sizeof(ForwardOptionsStorageSm80<Config>)};
-    launch_kernel(attention_forward_options_sm80<kHeadDim, kDataType, kPaged>, launch, params, stream);
+    const Launch launch{num_ctas, Config::kNumThreads, sizeof(ForwardOptionsStorageSm80<Config>)};
+    kernel.launch(attention_forward_options_sm80<kHeadDim, kDataType, kPaged>, launch, params, stream);
 }
 
 }  // namespace fastattn

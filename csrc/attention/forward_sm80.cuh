@@ -172,15 +172,12 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
 }
 
 template <int kHeadDim, DataType kDataType, bool kCausal>
-void launch_attention_forward_sm80(const AttentionForwardParams& params, Stream stream) {
+void launch_attention_forward_sm80(LaunchedKernel& kernel, const AttentionForwardParams& params, Stream stream) {
     using Config = ForwardConfigSm80<kHeadDim>;
     const int64_t num_tiles = ceil_div(params.query.rows, Config::kBlockM);
-    static const std::string name = "attention_forward_sm80<" + std::to_string(kHeadDim) + ", " + to_string(kDataType) +
-                                    (kCausal ? ", causal>" : ", full>");
     const int64_t num_ctas = num_tiles * params.query.heads * params.query.batch;
-    const Launch launch{name.c_str(), /*compute_capability=*/80, num_ctas, Config::kNumThreads,
-                        sizeof(ForwardStorageSm80<Config>)};
-    launch_kernel(attention_forward_sm80<kHeadDim, kDataType, kCausal>, launch, params, stream);
+    const Launch launch{num_ctas, Config::kNumThreads, sizeof(ForwardStorageSm80<Config>)};
+    kernel.launch(attention_forward_sm80<kHeadDim, kDataType, kCausal>, launch, params, stream);
 }
 
 }  // namespace fastattn

@@ -38,22 +38,29 @@ FASTATTN_HOST_DEVICE QueryTile query_tile(uint32_t cta, const AttentionForwardPa
     return {tile.batch, tile.head, num_tiles - 1 - tile.position};
 }
 
-constexpr int64_t kCacheBytes = 16 << 20;  // fits in one of the two 20 MB partitions of an A100's L2
+// What a group may read again and again. The L2 of an A100 and of an H100 has two partitions, each of which holds what its
+// SMs read, so that only half of the bytes can differ; a fifth of that is left for what passes through: 16 MB of 40.
+inline int64_t kept_in_l2(int64_t l2_bytes) {
+    return l2_bytes * 2 / 5;
+}
 
 // How many query heads, counted over batch and heads, may run side by side.
-inline int32_t heads_per_group(const HeadsView<const uint16_t>& query, const HeadsView<const uint16_t>& key) {
+inline int32_t heads_per_group(const HeadsView<const uint16_t>& query, const HeadsView<const uint16_t>& key,
+                               int64_t l2_bytes) {
     const int64_t key_value_bytes = std::max<int64_t>(1, int64_t{4} * key.rows * key.head_dim);
-    const int64_t key_heads = std::max<int64_t>(1, kCacheBytes / key_value_bytes);
+    const int64_t key_heads = std::max<int64_t>(1, kept_in_l2(l2_bytes) / key_value_bytes);
     const int64_t all_heads = int64_t{query.batch} * query.heads;
     return static_cast<int32_t>(std::min(all_heads, key_heads * (query.heads / key.heads)));
 }
 
 // How many key heads may run side by side in the backward pass, where a tile of keys walks over Q, dO and dQ's sums.
-inline int32_t key_heads_per_group(const HeadsView<const uint16_t>& query, const HeadsView<const uint16_t>& key) {
+inline int32_t key_heads_per_group(const HeadsView<const uint16_t>& query, const HeadsView<const uint16_t>& key,
+                                   int64_t l2_bytes) {
     const int64_t group_size = query.heads / std::max(key.heads, 1);
     const int64_t walked_bytes = std::max<int64_t>(1, int64_t{8} * query.rows * query.head_dim * group_size);
     const int64_t all_heads = int64_t{key.batch} * key.heads;
-    return static_cast<int32_t>(std::clamp<int64_t>(kCacheBytes / walked_bytes, 1, std::max<int64_t>(1, all_heads)));
+    return static_cast<int32_t>(
+        std::clamp<int64_t>(kept_in_l2(l2_bytes) / walked_bytes, 1, std::max<int64_t>(1, all_heads)));
 }
 
 }  // namespace fastattn

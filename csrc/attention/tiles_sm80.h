@@ -1,12 +1,7 @@
-// Tiles of the attention kernels for sm_80, and the list of head dims that they exist for.
+// Tiles of the attention kernels for sm_80. Adding a head dim: a row here, and its number in instances.json.
 #pragma once
 
-#include <utility>
-
 namespace fastattn {
-
-// Adding a head dim: this list, a row below, and its instance files.
-using ForwardHeadDims = std::integer_sequence<int, 32, 64, 96, 128, 192, 256>;
 
 // A warp owns 32 query rows where O fits in registers, so that each ldmatrix of K or V feeds two rows of MMA tiles:
 // with 16 rows, shared memory has to deliver 128 bytes a clock, all it has on sm_80, to keep the tensor cores busy. Q
@@ -99,8 +94,6 @@ struct ForwardTileSm80<256> {
 // registers that are not there. A step then has so many instructions more, at 32, 64, 96, 128, 192 and 256 dims: 48, 68,
 // 51, 59, 51, 55 (sm_80, nvcc 13.0). At 128 dims that is 118 issue slots of the 2048 clocks that the tensor cores need
 // for a step of 128 rows by 64 keys.
-using ForwardOptionsHeadDims = std::integer_sequence<int, 32, 64, 96, 128, 192, 256>;
-
 template <int kHeadDim>
 struct ForwardOptionsTileSm80 {
     static constexpr int kBlockM = 128;
@@ -126,8 +119,6 @@ struct ForwardOptionsTileSm80 {
 //                128          1870   320        64   160        255         81         2560   2560
 //                192           961   120        16    86        240         53         3840   5504
 //                256          1126   160        16   104        255         69         5120   6656
-
-using BackwardHeadDims = std::integer_sequence<int, 32, 64, 96, 128, 192, 256>;
 
 template <int kHeadDim, bool kOptions>
 struct BackwardTileSm80 {

@@ -1,12 +1,15 @@
-// The native kernels of flash-decoding, as the host sees them: each is instantiated in one file under instances/.
+// The native kernels of flash-decoding, as the host sees them.
 #pragma once
 
 #include "host/decode_params.h"
+#include "host/kernel_table.h"
 
 namespace fastattn {
 
-// Starts a kernel on `stream` of the current device. Throws std::runtime_error, naming the kernel, where it cannot.
-template <int kHeadDim, DataType kDataType, bool kInt8>
-void launch_decode_split_sm80(const DecodeParams& params, Stream stream);
+// By head dim: those in between run in the next larger one, and nothing of what they lack is loaded. variant: int8 caches.
+inline KernelTable<DecodeParams>& decode_split_kernels() {
+    static auto& table = *new KernelTable<DecodeParams>("attention_decode");
+    return table;
+}
 
 }  // namespace fastattn

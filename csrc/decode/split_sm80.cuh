@@ -279,13 +279,10 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
 }
 
 template <int kHeadDim, DataType kDataType, bool kInt8>
-void launch_decode_split_sm80(const DecodeParams& params, Stream stream) {
+void launch_decode_split_sm80(LaunchedKernel& kernel, const DecodeParams& params, Stream stream) {
     using Config = DecodeConfigSm80<kHeadDim, kInt8>;
-    static const std::string name =
-        "decode_split_sm80<" + std::to_string(kHeadDim) + ", " + to_string(kDataType) + (kInt8 ? ", int8>" : ">");
-    const Launch launch{name.c_str(), /*compute_capability=*/80, params.plan.num_ctas, Config::kNumThreads,
-                        sizeof(DecodeStorageSm80<Config>)};
-    launch_kernel(decode_split_sm80<kHeadDim, kDataType, kInt8>, launch, params, stream);
+    const Launch launch{params.plan.num_ctas, Config::kNumThreads, sizeof(DecodeStorageSm80<Config>)};
+    kernel.launch(decode_split_sm80<kHeadDim, kDataType, kInt8>, launch, params, stream);
 }
 
 }  // namespace fastattn

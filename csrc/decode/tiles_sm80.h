@@ -1,15 +1,7 @@
-// Tiles of flash-decoding for sm_80, and the list of head dims that it exists for.
+// Tiles of flash-decoding for sm_80.
 #pragma once
 
-#include <cstdint>
-#include <utility>
-
-#include "host/dispatch.h"
-
 namespace fastattn {
-
-// Head dims in between run in the next larger one: nothing of what they lack is loaded.
-using DecodeHeadDims = std::integer_sequence<int, 64, 128, 256>;
 
 // A warp takes 16 keys at a time, all rows and all dims: nobody waits for another warp in the loop. Its ring of keys
 // and values is 16 KB, of which at least half is on its way at any time: with two CTAs, 64 KB an SM. An H200 (4.8 TB/s,
@@ -36,14 +28,5 @@ struct DecodeTileSm80 {
     static constexpr int kRingBytes = 16 << 10;
     static constexpr int kMinCtasPerSm = 2;
 };
-
-// The keys of a step of the kernel for these dims.
-inline int32_t decode_block_n(int32_t widest_dim, bool is_int8) {
-    int32_t found = 0;
-    dispatch_at_least(DecodeHeadDims{}, widest_dim, [&](auto head_dim) {
-        dispatch_bool(is_int8, [&](auto int8) { found = DecodeTileSm80<head_dim.value, int8.value>::kBlockN; });
-    });
-    return found;
-}
 
 }  // namespace fastattn

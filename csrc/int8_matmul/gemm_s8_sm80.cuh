@@ -317,13 +317,10 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
 }
 
 template <int kBlockM, DataType kDataType>
-void launch_int8_matmul_s8_sm80(const Int8MatmulParams& params, Stream stream) {
+void launch_int8_matmul_s8_sm80(LaunchedKernel& kernel, const Int8MatmulParams& params, Stream stream) {
     using Config = Int8MatmulS8ConfigSm80<kBlockM>;
-    static const std::string name =
-        "int8_matmul_s8_sm80<" + std::to_string(kBlockM) + ", " + to_string(kDataType) + ">";
-    const Launch launch{name.c_str(), /*compute_capability=*/80, num_ctas(params.epilogue.plan), Config::kNumThreads,
-                        sizeof(Int8MatmulS8StorageSm80<Config>)};
-    launch_kernel(int8_matmul_s8_sm80<kBlockM, kDataType>, launch, params, stream);
+    const Launch launch{num_ctas(params.epilogue.plan), Config::kNumThreads, sizeof(Int8MatmulS8StorageSm80<Config>)};
+    kernel.launch(int8_matmul_s8_sm80<kBlockM, kDataType>, launch, params, stream);
 }
 
 }  // namespace fastattn

@@ -177,7 +177,7 @@ __device__ __forceinline__ void stage_sums(float* sSums, const float (&rY)[Confi
 }
 
 template <int kBlockM, DataType kDataType>
-__global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, kCtasPerMultiprocessor)
+__global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, kCtasPerSm)
     int8_matmul_sm80(const __grid_constant__ Int8MatmulParams params) {
     using Config = Int8MatmulConfigSm80<kBlockM>;
     constexpr int kBlockN = Config::kBlockN, kHalfN = Config::kHalfN, kBlockK = Config::kBlockK;
@@ -250,12 +250,10 @@ __global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, kC
 }
 
 template <int kBlockM, DataType kDataType>
-void launch_int8_matmul_sm80(const Int8MatmulParams& params, Stream stream) {
+void launch_int8_matmul_sm80(LaunchedKernel& kernel, const Int8MatmulParams& params, Stream stream) {
     using Config = Int8MatmulConfigSm80<kBlockM>;
-    static const std::string name = "int8_matmul_sm80<" + std::to_string(kBlockM) + ", " + to_string(kDataType) + ">";
-    const Launch launch{name.c_str(), /*compute_capability=*/80, num_ctas(params.epilogue.plan), Config::kNumThreads,
-                        sizeof(Int8MatmulStorageSm80<Config>)};
-    launch_kernel(int8_matmul_sm80<kBlockM, kDataType>, launch, params, stream);
+    const Launch launch{num_ctas(params.epilogue.plan), Config::kNumThreads, sizeof(Int8MatmulStorageSm80<Config>)};
+    kernel.launch(int8_matmul_sm80<kBlockM, kDataType>, launch, params, stream);
 }
 
 }  // namespace fastattn

@@ -1,9 +1,10 @@
-// The native int8 matmul kernels, as the host sees them: each is instantiated in one file under instances/.
+// The native int8 matmul kernels, as the host sees them.
 #pragma once
 
 #include <cstdint>
 
 #include "host/host_device.h"
+#include "host/kernel_table.h"
 #include "host/params.h"
 #include "int8_matmul/work.h"
 
@@ -86,17 +87,33 @@ struct Int8MatmulParams {
     QuantizedTokens quantized;
 };
 
-// Each starts a kernel on `stream` of the current device. Throws std::runtime_error, naming the kernel, where it
-// cannot.
+// `matmul`: the tile as the planner sees it, with whatever are the outputs and the depth of the kernel's sums.
+struct Int8TileFacts : TileFacts {
+    MatmulTile matmul;
+};
 
-template <int kBlockM, DataType kDataType>
-void launch_int8_matmul_sm80(const Int8MatmulParams& params, Stream stream);
+template <typename Tile>
+constexpr Int8TileFacts int8_tile_facts() {
+    return {{Tile::kBlockM, Tile::kBlockN, Tile::kBlockK, Tile::kNumWarps, kCtasPerSm}, Tile::kMatmulTile};
+}
 
-template <int kBlockM, DataType kDataType>
-void launch_int8_matmul_grad_input_sm80(const Int8MatmulParams& params, Stream stream);
+// By rows of a tile.
+using Int8KernelTable = KernelTable<Int8MatmulParams, Int8TileFacts>;
+
+inline Int8KernelTable& int8_matmul_kernels() {
+    static auto& table = *new Int8KernelTable("int8_matmul");
+    return table;
+}
+
+inline Int8KernelTable& int8_matmul_grad_input_kernels() {
+    static auto& table = *new Int8KernelTable("int8_matmul_grad_input");
+    return table;
+}
 
 // With int8 activations; epilogue.scale is null, since all scales have to be multiplied in one place.
-template <int kBlockM, DataType kDataType>
-void launch_int8_matmul_s8_sm80(const Int8MatmulParams& params, Stream stream);
+inline Int8KernelTable& int8_matmul_s8_kernels() {
+    static auto& table = *new Int8KernelTable("int8_matmul with int8 activations");
+    return table;
+}
 
 }  // namespace fastattn

@@ -1,20 +1,14 @@
-// Tiles of the int8 matmul kernels for sm_80, the list of block sizes that they exist for, and which of
-// them is taken.
+// Tiles of the int8 matmul kernels for sm_80. instances.json lists the rows for which they exist.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <utility>
 
 #include "int8_matmul/work.h"
 
 namespace fastattn {
 
-// Tokens of a CTA's tile. A tile takes as long as it is wide as soon as the tensor cores bind, so there is one for every
-// 16: between neighbouring M no more is lost than that.
-using Int8MatmulBlockMs = std::integer_sequence<int, 16, 32, 48, 64, 80, 96, 112, 128>;
-
-// Shared memory for the stages of a CTA: kCtasPerMultiprocessor find room in the 164 KB of sm_80.
+// Shared memory for the stages of a CTA: kCtasPerSm find room in the 164 KB of sm_80.
 inline constexpr int kInt8StageBytes = 80 << 10;
 
 // Four warps, each with 32 of the tile's 128 outputs and all of its tokens: every weight is loaded and dequantised by
@@ -22,6 +16,8 @@ inline constexpr int kInt8StageBytes = 80 << 10;
 // clocks on sm_80, and 20 loads of 16 bytes a lane or less; the CTA's loads take 288 clocks of shared memory.
 // Few tokens are bound by the weights' bytes: they are loaded in rows of 128, and 64 KB of them are on their way to a
 // multiprocessor.
+// kBlockM: tokens of a CTA's tile. A tile takes as long as it is wide as soon as the tensor cores bind, so there is one for
+// every 16: between neighbouring M no more is lost than that.
 template <int kBlockM_>
 struct Int8MatmulTileSm80 {
     static constexpr int kBlockM = kBlockM_;
@@ -65,11 +61,9 @@ struct Int8GradInputTileSm80 {
 //      128   64   32         757         512   410        1024   512     448      445
 //
 // So large matmuls are bound by IMMA where a row has one scale, and by the scaling of sums with groups of 32.
-using Int8MatmulS8BlockMs = std::integer_sequence<int, 16, 64, 128>;
-
 // Nothing is dequantised, and a CTA has one tile: the kernel has no registers left to go on to another.
 constexpr MatmulTile s8_tile(int32_t tokens, int32_t outputs, int32_t depth) {
-    return {tokens, outputs, depth, /*multiply_adds=*/2048, /*dequantisation=*/0, /*goes_on=*/false};
+    return {tokens, outputs, depth, /*dequantises=*/false, /*goes_on=*/false};
 }
 
 template <int kBlockM>
@@ -109,13 +103,5 @@ struct Int8MatmulS8TileSm80<128> {
     static constexpr int kNumStages = 4;
     static constexpr MatmulTile kMatmulTile = s8_tile(kBlockM, kBlockN, kBlockK);
 };
-
-// Which of the tiles a matmul takes, and what each CTA does of it.
-template <template <int> typename Tile, int... kBlockMs>
-MatmulChoice fastest_tile(int32_t tokens, int32_t outputs, int32_t depth, int32_t multiprocessors,
-                          std::integer_sequence<int, kBlockMs...>) {
-    static constexpr MatmulTile kTiles[] = {Tile<kBlockMs>::kMatmulTile...};
-    return fastest_tile(tokens, outputs, depth, kTiles, multiprocessors);
-}
 
 }  // namespace fastattn

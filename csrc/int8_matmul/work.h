@@ -15,26 +15,23 @@
 #pragma once
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
 #include <limits>
 
 #include "host/host_device.h"
+#include "host/sm_rates.h"
 
 namespace fastattn {
 
 // That is what launch bounds and shared memory of the kernels allow on sm_80 and sm_90: one hides the other's starts and
 // ends. Where only one fits (sm_86, sm_89), two halves of the slots come one after the other.
-inline constexpr int32_t kCtasPerMultiprocessor = 2;
+inline constexpr int32_t kCtasPerSm = 2;
 
 struct MatmulTile {
     int32_t tokens, outputs;  // of the result
     int32_t depth;            // of the sum, in a step
-    // On an A100: of a multiprocessor in a clock; and what weights cost before they are multiplied, as so many tokens.
-    // To dequantise them (44 instructions of a warp per 32 k) and to wait for them counts as 16, 64 clocks: as if nothing
-    // of it were hidden.
-    int32_t multiply_adds = 1024, dequantisation = 16;
-    bool goes_on = true;  // whether a CTA may go on to another tile
+    bool dequantises = true;  // false: int8 numbers are multiplied as they are
+    bool goes_on = true;      // whether a CTA may go on to another tile
 };
 
 // Tiles [0, shared_tiles) are cut into num_ranges ranges, of a step or more.
@@ -153,8 +150,8 @@ inline int64_t most_pieces(const MatmulPlan& plan) {
     return (longest - 2) / plan.steps + 2;
 }
 
-// How long a plan's parts take, in clocks. A prediction for choosing between plans and tiles, not a measurement: from the
-// figures of an A100, with 13 bytes of DRAM a clock and multiprocessor.
+// How long a plan's parts take, in clocks. A prediction for choosing between plans and tiles, not a measurement. L2 takes as
+// long on an A100 as on an H100 (262 and 263 clocks: Luo et al., arXiv 2402.13499).
 struct MatmulClocks {
     double step;   // of a CTA, while all slots are busy
     double piece;  // beside its steps: the pipeline's start, the sums' way through shared memory and out
@@ -162,10 +159,13 @@ struct MatmulClocks {
 };
 
 // Weights come no faster from L2, for the tokens of a second tile, than from DRAM.
-inline MatmulClocks matmul_clocks(const MatmulTile& tile) {
+inline MatmulClocks matmul_clocks(const MatmulTile& tile, const SmRates& rates) {
+    // 44 instructions of a warp per 32 k of 32 outputs, and a wait for them: 64 clocks, as if nothing of it were hidden.
+    constexpr double kDequantisedInAClock = 64;
     const double weights = static_cast<double>(tile.outputs) * tile.depth;
-    const double products = weights * (tile.tokens + tile.dequantisation) / tile.multiply_adds;
-    return {kCtasPerMultiprocessor * std::max(products, weights / 13), 3000, 600 + 12.0 * tile.tokens};
+    const double products = weights * tile.tokens / (tile.dequantises ? rates.macs_16bit : rates.macs_int8);
+    const double computed = products + (tile.dequantises ? weights / kDequantisedInAClock : 0);
+    return {kCtasPerSm * std::max(computed, weights / rates.dram_bytes), 3000, 600 + 12.0 * tile.tokens};
 }
 
 inline double predicted_clocks(const MatmulPlan& plan, const MatmulClocks& clocks, int32_t slots) {
@@ -186,9 +186,10 @@ inline bool can_share(const MatmulPlan& plan) {
 
 // The plan that is predicted to be the fastest: all tiles whole; or those beyond the last full wave cut into as many
 // parts each, or into ranges, or into ranges together with a wave of tiles.
-inline MatmulPlan matmul_plan(int32_t tokens, int32_t outputs, int32_t depth, const MatmulTile& tile, int32_t slots) {
+inline MatmulPlan matmul_plan(int32_t tokens, int32_t outputs, int32_t depth, const MatmulTile& tile,
+                              const SmRates& rates, int32_t slots) {
     MatmulPlan best{ceil_div(tokens, tile.tokens), ceil_div(outputs, tile.outputs), ceil_div(depth, tile.depth), 0, 0};
-    const MatmulClocks clocks = matmul_clocks(tile);
+    const MatmulClocks clocks = matmul_clocks(tile, rates);
     const int64_t tiles = num_tiles(best);
     const int32_t rest = static_cast<int32_t>(tiles % slots);
     double best_clocks = predicted_clocks(best, clocks, slots);
@@ -218,15 +219,15 @@ struct MatmulChoice {
 
 // Of several tiles, by their tokens in ascending order, that with the fastest plan; of those that hold all tokens, the
 // first is enough.
-template <size_t kTiles>
-MatmulChoice fastest_tile(int32_t tokens, int32_t outputs, int32_t depth, const MatmulTile (&tiles)[kTiles],
-                          int32_t multiprocessors) {
-    const int32_t slots = kCtasPerMultiprocessor * multiprocessors;
+template <typename Tiles>
+MatmulChoice fastest_tile(int32_t tokens, int32_t outputs, int32_t depth, const Tiles& tiles, const SmRates& rates,
+                          int32_t num_sms) {
+    const int32_t slots = kCtasPerSm * num_sms;
     MatmulChoice best{};
     double best_clocks = std::numeric_limits<double>::infinity();
     for (const MatmulTile& tile : tiles) {
-        const MatmulPlan plan = matmul_plan(tokens, outputs, depth, tile, slots);
-        const double predicted = predicted_clocks(plan, matmul_clocks(tile), slots);
+        const MatmulPlan plan = matmul_plan(tokens, outputs, depth, tile, rates, slots);
+        const double predicted = predicted_clocks(plan, matmul_clocks(tile, rates), slots);
         if (predicted < best_clocks) {
             best = {tile, plan};
             best_clocks = predicted;

@@ -17,16 +17,14 @@ To add them: install a CUDA toolkit, set CUDA_HOME to it and install fastattn ag
 `make install` in a clone where the package registry can be reached: it brings a compiler."""
 
 
-def native_code_for(compute_capability: int) -> str:
-    """Which of the library's machine codes a GPU of that compute capability (times ten) runs."""
-    major = compute_capability // 10
-    if "90a" in native.BUILD["archs"] and compute_capability == 90:
-        return "CUDA C++ kernels for sm_90a"
-    if "80" in native.BUILD["archs"] and major == 8:
-        return "CUDA C++ kernels for sm_80"
-    if "80" in native.BUILD["archs"] and major > 8:
-        return "CUDA C++ kernels for sm_80, compiled from PTX by the driver at first use"
-    return "no CUDA C++ kernels"
+def native_code_for(arch: int) -> str:
+    """Which of the library's code a GPU of compute capability ``arch`` (times ten) runs."""
+    code = native.code_for(arch)
+    if code is None:
+        return "no CUDA C++ kernels"
+    if code == "PTX":
+        return "CUDA C++ kernels, compiled from PTX by the driver at first use"
+    return f"CUDA C++ kernels in machine code for {code}"
 
 
 def triton_version() -> str:
@@ -57,8 +55,9 @@ def report() -> str:
     build = native.BUILD
     kernels = WITHOUT_CUDA_KERNELS
     if build["archs"]:
-        names = ", ".join(f"sm_{name}" for name in build["archs"])
-        kernels = f"{names}, compiled by nvcc {build['nvcc']}"
+        code = dict.fromkeys(name for names in build["code"].values() for name in names)
+        names = ", ".join("PTX" if name.startswith("compute") else name for name in code)
+        kernels = f"{len(native.KERNELS)}, as {names}, compiled by nvcc {build['nvcc']}"
     gpus = [describe_gpu(index) for index in range(torch.cuda.device_count())] or ["none: PyTorch's own kernels run"]
     facts = [
         ("fastattn", build["version"]),

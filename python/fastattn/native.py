@@ -1,10 +1,15 @@
-"""Loads the native library, which defines ``torch.ops.fastattn``, and says what it was built from.
+"""Loads the native library, which defines ``torch.ops.fastattn``, and asks it about its kernels.
 
 ``LIBRARY_PATH``  the library that was loaded: the one beside this file, or the one that FASTATTN_LIBRARY names
-``TILES``         the tiles of its kernels: kernel → head dim, or block_m → {"block_m", "block_n", "num_warps", …}
-``BUILD``         how it was built: "version", "archs" (the GPU architectures of its CUDA C++ kernels; empty if it has
-                  none), "cuda" and "nvcc" (versions, or None), "torch" (the one whose headers it was compiled with)
+``BUILD``         how it was built: "version", "archs" (the GPU architectures that its CUDA C++ kernels are written for;
+                  empty if it has none), "code" (architecture → what is embedded for its kernels, as nvcc names it),
+                  "cuda" and "nvcc" (versions, or None), "torch" (the one whose headers it was compiled with)
+``KERNELS``       the name of every kernel → its tile, {"block_m", "block_n", "num_warps", …}, or None
+``TILES``         the same tiles: kernel → head dim, or block_m → tile
 ``TAKES_CPU_TENSORS``  whether it is a build for an emulator, whose kernels run in the host's memory
+
+Which kernel runs a call is the library's choice: ``*_kernel`` give the name that a launch would have, None where no
+kernel runs. ``arch`` is a compute capability times ten, and ``widest`` the larger one of two head dims.
 """
 
 from __future__ import annotations
@@ -33,8 +38,45 @@ class Dealt(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int64) for name in ("ctas", "longest_steps", "block_m", "parts"))
 
 
+class NativeDeviceFacts(ctypes.Structure):
+    """DeviceFacts of csrc/host/device_facts.h; ``arch`` is a compute capability times ten."""
+
+    arch: int
+    num_sms: int
+    l2_bytes: int
+    shared_bytes_per_cta: int
+    _fields_ = (
+        ("arch", ctypes.c_int32),
+        ("num_sms", ctypes.c_int32),
+        ("l2_bytes", ctypes.c_int64),
+        ("shared_bytes_per_cta", ctypes.c_int32),
+    )
+
+
+class _ForwardTraits(ctypes.Structure):
+    """ForwardTraits of csrc/api/kernel_choice.h."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_bool)
+        for name in ("is_causal", "has_window", "changes_scores", "has_sinks", "is_packed", "is_paged")
+    )
+
+
+# What the library exports, where it has kernels: its result.
+_QUERIES = {
+    "fastattn_device_facts": NativeDeviceFacts,
+    "fastattn_kernels": ctypes.c_char_p,
+    "fastattn_attention_forward_kernel": ctypes.c_char_p,
+    "fastattn_attention_backward_kernels": ctypes.c_int32,
+    "fastattn_decode_kernel": ctypes.c_char_p,
+    "fastattn_int8_matmul_kernel": ctypes.c_char_p,
+    "fastattn_dealt_int8_matmul": Dealt,
+    "fastattn_dealt_decode": Dealt,
+}
+
+
 def _load(path: Path) -> tuple[ctypes.CDLL, dict[str, Any], dict[str, Any]]:
-    """Loads the library at ``path`` into torch and returns it, BUILD and TILES. Raises ImportError."""
+    """Loads the library at ``path`` into torch and returns it, BUILD and KERNELS. Raises ImportError."""
     if not path.exists():
         raise ImportError(
             f"fastattn's native library is missing: {path} does not exist. In a clone, run `make install`; elsewhere "
@@ -43,35 +85,123 @@ def _load(path: Path) -> tuple[ctypes.CDLL, dict[str, Any], dict[str, Any]]:
     try:
         torch.ops.load_library(path)
         library = ctypes.CDLL(str(path))
-        texts = library.fastattn_build_info, library.fastattn_tiles
-        dealt = library.fastattn_dealt_int8_matmul, library.fastattn_dealt_decode
+        library.fastattn_build_info.restype = ctypes.c_char_p
+        build = json.loads(library.fastattn_build_info())
+        if not build["archs"]:
+            return library, build, {}
+        for name, result in _QUERIES.items():
+            getattr(library, name).restype = result
+        return library, build, json.loads(library.fastattn_kernels())
     except (OSError, AttributeError) as error:
         raise ImportError(
             f"fastattn's native library {path} does not load into torch {torch.__version__} (2.10 or later is needed): "
             f"{error}. Build it again: in a clone, run `make install`."
         ) from error
-    for function in texts:
-        function.restype = ctypes.c_char_p
-    for function in dealt:
-        function.restype = Dealt
-    build, tiles = (json.loads(function()) for function in texts)
-    return library, build, tiles
 
 
-_LIBRARY, BUILD, TILES = _load(LIBRARY_PATH)
+_LIBRARY, BUILD, KERNELS = _load(LIBRARY_PATH)
 TAKES_CPU_TENSORS: bool = torch._C._dispatch_has_kernel_for_dispatch_key("fastattn::attention_forward", "CPU")
 
 
-_INT8_KERNELS = ("int8_matmul_sm80", "int8_matmul_grad_input_sm80", "int8_matmul_s8_sm80")
+def _tiles_by_size() -> dict[str, dict[str, Any]]:
+    tiles: dict[str, dict[str, Any]] = {}
+    for name, tile in KERNELS.items():
+        kernel, _, arguments = name.rstrip(">").partition("<")
+        size, *others = arguments.split(", ")
+        for variant in {"options", "int8"} & set(others):
+            kernel = kernel.replace("_sm", f"_{variant}_sm")
+        if tile is not None:
+            tiles.setdefault(kernel, {})[size] = tile
+    return tiles
 
 
-def dealt_int8_matmul(kernel: str, tokens: int, outputs: int, depth: int, num_sms: int) -> Dealt:
-    """By one of ``_INT8_KERNELS``, for sums ``[tokens, outputs]``, each of ``depth``."""
-    return _LIBRARY.fastattn_dealt_int8_matmul(_INT8_KERNELS.index(kernel), tokens, outputs, depth, num_sms)
+TILES = _tiles_by_size()
+
+
+def code_for(arch: int) -> str | None:
+    """What a GPU runs of the library: the best of its machine codes ("sm_90a", "sm_90", "sm_80"), "PTX" that the driver
+    compiles, or None."""
+    code = {name for names in BUILD["code"].values() for name in names}
+    own = [f"sm_{arch}a", *(f"sm_{each}" for each in range(arch, arch // 10 * 10 - 1, -1))]  # of the same major version
+    best = next((name for name in own if name in code), None)
+    if best is not None:
+        return best
+    return "PTX" if arch >= 80 and "compute_80" in code else None
+
+
+def device_facts() -> NativeDeviceFacts:
+    """Of the current CUDA device, as launches deal their work by them; zeros where there is none."""
+    return _LIBRARY.fastattn_device_facts()
+
+
+def _text(name: bytes | None) -> str | None:
+    return None if name is None else name.decode()
+
+
+def attention_forward_kernel(
+    arch: int,
+    widest: int,
+    dtype: torch.dtype,
+    *,
+    causal: bool = False,
+    window: bool = False,
+    changes_scores: bool = False,
+    sinks: bool = False,
+    packed: bool = False,
+    paged: bool = False,
+) -> str | None:
+    """``causal``: no key to the right; ``window``: the keys that a row sees have another bound; ``changes_scores``: by
+    a bias or mask, ALiBi, dropout or softcap."""
+    traits = _ForwardTraits(causal, window, changes_scores, sinks, packed, paged)
+    is_bfloat16 = dtype == torch.bfloat16
+    return _text(_LIBRARY.fastattn_attention_forward_kernel(arch, widest, is_bfloat16, ctypes.byref(traits)))
+
+
+def attention_backward_kernels(
+    arch: int,
+    widest: int,
+    dtype: torch.dtype,
+    *,
+    changes_scores: bool = False,
+    bias_gradient: bool = False,
+    sinks: bool = False,
+) -> tuple[str, ...]:
+    """In the order in which they run."""
+    names = (ctypes.c_char_p * 5)()
+    is_bfloat16 = dtype == torch.bfloat16
+    count = _LIBRARY.fastattn_attention_backward_kernels(
+        arch, widest, is_bfloat16, changes_scores, bias_gradient, sinks, names
+    )
+    return tuple(name.decode() for name in names[:count] if name is not None)
+
+
+def decode_kernel(arch: int, widest: int, dtype: torch.dtype, is_int8: bool) -> str | None:
+    """``is_int8``: of the caches."""
+    return _text(_LIBRARY.fastattn_decode_kernel(arch, widest, dtype == torch.bfloat16, is_int8))
+
+
+# In the order of the library's numbers for them.
+_INT8_OPS = ("int8_matmul", "int8_matmul_grad_input", "int8_matmul_s8")
+
+
+def int8_matmul_kernel(
+    op: str, arch: int, num_sms: int, dtype: torch.dtype, tokens: int, outputs: int, depth: int
+) -> str | None:
+    """Of one of ``_INT8_OPS``, for sums ``[tokens, outputs]``, each of ``depth``; ``int8_matmul_s8`` is the matmul with
+    int8 activations."""
+    is_bfloat16 = dtype == torch.bfloat16
+    return _text(
+        _LIBRARY.fastattn_int8_matmul_kernel(_INT8_OPS.index(op), arch, num_sms, is_bfloat16, tokens, outputs, depth)
+    )
+
+
+def dealt_int8_matmul(op: str, arch: int, num_sms: int, tokens: int, outputs: int, depth: int) -> Dealt:
+    """By the kernel that `int8_matmul_kernel` names."""
+    return _LIBRARY.fastattn_dealt_int8_matmul(_INT8_OPS.index(op), arch, num_sms, tokens, outputs, depth)
 
 
 def dealt_decode(
-    head_dim: int, is_int8: bool, batch: int, kv_heads: int, rows: int, capacity: int, num_sms: int
+    arch: int, num_sms: int, widest: int, is_int8: bool, batch: int, kv_heads: int, rows: int, capacity: int
 ) -> Dealt:
-    """By ``decode_split_sm80``, for ``rows`` of queries a KV head, and sequences of ``capacity`` tokens."""
-    return _LIBRARY.fastattn_dealt_decode(head_dim, is_int8, batch, kv_heads, rows, capacity, num_sms)
+    """By the kernel that `decode_kernel` names: ``rows`` of queries a KV head, and ``capacity`` tokens a sequence."""
+    return _LIBRARY.fastattn_dealt_decode(arch, num_sms, widest, is_int8, batch, kv_heads, rows, capacity)

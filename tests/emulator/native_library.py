@@ -32,7 +32,7 @@ def configure() -> setup.NativeBuild | None:
         cxx=setup.find_cxx(os.environ),
         torch=setup.find_torch(),
         toolkit=found,
-        instances=setup.instance_files(ROOT / "csrc", setup.ARCHITECTURES),
+        instances=setup.all_instances(ROOT / "csrc"),
         emulated_runtime=build_emulator()[0],
     )
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <queue>
+#include <utility>
 #include <vector>
 
 #include "int8_matmul/tiles_sm80.h"
@@ -11,23 +12,36 @@
 
 using namespace fastattn;
 
-// The tile that the forward pass takes, or the gradient: tokens, outputs, depth.
-extern "C" void fastest_tile_of(const int32_t* sizes, int32_t is_forward, int32_t multiprocessors, int32_t* found) {
-    const auto choose = [&](auto choice) {
-        const int32_t values[] = {choice.tile.tokens, choice.tile.outputs, choice.tile.depth};
-        std::copy(std::begin(values), std::end(values), found);
-    };
-    if (is_forward) {
-        choose(fastest_tile<Int8MatmulTileSm80>(sizes[0], sizes[1], sizes[2], multiprocessors, Int8MatmulBlockMs{}));
-    } else {
-        choose(fastest_tile<Int8GradInputTileSm80>(sizes[0], sizes[1], sizes[2], multiprocessors, Int8MatmulBlockMs{}));
-    }
+struct Gpu {
+    int32_t compute_capability, slots;
+};
+
+namespace {
+
+template <template <int> typename Tile, int... kBlockMs>
+MatmulTile fastest(const int32_t* sizes, int32_t compute_capability, int32_t num_sms,
+                   std::integer_sequence<int, kBlockMs...>) {
+    const std::vector<MatmulTile> tiles{Tile<kBlockMs>::kMatmulTile...};
+    return fastest_tile(sizes[0], sizes[1], sizes[2], tiles, sm_rates(compute_capability), num_sms).tile;
+}
+
+}  // namespace
+
+// The tile that the forward pass takes, or the gradient: tokens, outputs, depth. BLOCK_MS: of instances.json.
+extern "C" void fastest_tile_of(const int32_t* sizes, int32_t is_forward, int32_t compute_capability, int32_t num_sms,
+                                int32_t* found) {
+    using BlockMs = std::integer_sequence<int, BLOCK_MS>;
+    const MatmulTile tile = is_forward ? fastest<Int8MatmulTileSm80>(sizes, compute_capability, num_sms, BlockMs{})
+                                       : fastest<Int8GradInputTileSm80>(sizes, compute_capability, num_sms, BlockMs{});
+    const int32_t values[] = {tile.tokens, tile.outputs, tile.depth};
+    std::copy(std::begin(values), std::end(values), found);
 }
 
 namespace {
 
-MatmulPlan plan_of(const int32_t* sizes, const int32_t* tile, int32_t slots) {
-    return matmul_plan(sizes[0], sizes[1], sizes[2], MatmulTile{tile[0], tile[1], tile[2]}, slots);
+MatmulPlan plan_of(const int32_t* sizes, const int32_t* tile, const Gpu& gpu) {
+    return matmul_plan(sizes[0], sizes[1], sizes[2], MatmulTile{tile[0], tile[1], tile[2]},
+                       sm_rates(gpu.compute_capability), gpu.slots);
 }
 
 template <typename Function>
@@ -40,8 +54,8 @@ void for_each_piece(const MatmulPlan& plan, int32_t cta, const Function& functio
 }  // namespace
 
 // sizes: tokens, outputs, depth. facts: token tiles, output tiles, steps, shared tiles, ranges, CTAs, places.
-extern "C" void matmul_plan_facts(const int32_t* sizes, const int32_t* tile, int32_t slots, int64_t* facts) {
-    const MatmulPlan plan = plan_of(sizes, tile, slots);
+extern "C" void matmul_plan_facts(const int32_t* sizes, const int32_t* tile, const Gpu& gpu, int64_t* facts) {
+    const MatmulPlan plan = plan_of(sizes, tile, gpu);
     const int64_t values[] = {plan.token_tiles, plan.output_tiles, plan.steps,      plan.shared_tiles,
                               plan.num_ranges,  num_ctas(plan),    num_places(plan)};
     std::copy(std::begin(values), std::end(values), facts);
@@ -50,9 +64,9 @@ extern "C" void matmul_plan_facts(const int32_t* sizes, const int32_t* tile, int
 // One row of 9 numbers a piece, of the CTAs [first_cta, end_cta): CTA, tile, token tile, output tile, begin step, end
 // step, and of the parts of its tile: how many, which one this is, where it goes; 1, 0, -1 of a whole tile. Returns how
 // many rows.
-extern "C" int64_t matmul_pieces(const int32_t* sizes, const int32_t* tile, int32_t slots, int32_t first_cta,
+extern "C" int64_t matmul_pieces(const int32_t* sizes, const int32_t* tile, const Gpu& gpu, int32_t first_cta,
                                  int32_t end_cta, int64_t* rows) {
-    const MatmulPlan plan = plan_of(sizes, tile, slots);
+    const MatmulPlan plan = plan_of(sizes, tile, gpu);
     const int64_t* first_row = rows;
     for (int32_t cta = first_cta; cta < end_cta; ++cta) {
         for_each_piece(plan, cta, [&](const MatmulWork& work) {
@@ -73,10 +87,10 @@ extern "C" int64_t matmul_pieces(const int32_t* sizes, const int32_t* tile, int3
 
 // Clocks until the last CTA has ended, if slots take CTAs in order as they become free. A CTA's pieces take clocks[0]
 // each and clocks[1] a step; the last part of a tile waits for the others, and takes clocks[2] for each of them.
-extern "C" double simulated_clocks(const int32_t* sizes, const int32_t* tile, int32_t slots, const double* clocks) {
-    const MatmulPlan plan = plan_of(sizes, tile, slots);
+extern "C" double simulated_clocks(const int32_t* sizes, const int32_t* tile, const Gpu& gpu, const double* clocks) {
+    const MatmulPlan plan = plan_of(sizes, tile, gpu);
     std::priority_queue<double, std::vector<double>, std::greater<>> free_at;
-    for (int32_t slot = 0; slot < slots; ++slot) free_at.push(0);
+    for (int32_t slot = 0; slot < gpu.slots; ++slot) free_at.push(0);
     std::vector<int32_t> arrived(plan.shared_tiles);
     double end = 0;
     // Ranges are all in the first wave, and move in step: pieces end in the order of their ends in the range.

@@ -285,8 +285,8 @@ def test_launches_are_dealt_as_the_library_tells(m: int, n: int, k: int, num_sms
         for activation in ("none", "swiglu"):
             int8_matmul(normal(m, k, seed=1), weight, scale, None, None, activation)
         grads(normal(m, n, seed=2), weight, scale, True)
-    sums = ((f"{OP}_sm80", m, n, k), (f"{GRAD_OP}_sm80", m, k, n))
-    dealt = [native.dealt_int8_matmul(*of_kernel, num_sms) for of_kernel in sums]
+    sums = ((OP, m, n, k), (GRAD_OP, m, k, n))
+    dealt = [native.dealt_int8_matmul(op, 90, num_sms, *sizes) for op, *sizes in sums]
     assert [launched.grid[0] for launched in found] == [dealt[0].ctas, dealt[0].ctas, dealt[1].ctas]
     assert blocks_of(found) == [dealt[0].block_m, dealt[0].block_m, dealt[1].block_m]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
 import os
 import subprocess
 from collections import defaultdict
@@ -19,9 +20,25 @@ from emulator.toolkit import setup
 pytestmark = pytest.mark.quick
 
 SOURCE = Path(__file__).with_name("matmul_plan.cpp")
-A100_SMS, H200_SMS = 108, 132
+CSRC = SOURCE.parents[2] / "csrc"
 CTAS_PER_SM = 2
 INT_MAX = 2**31 - 1
+
+
+class Gpu(NamedTuple):
+    """``multiply_adds`` of mma.sync and ``dram_bytes`` are those of an SM in a clock: csrc/host/sm_rates.h."""
+
+    arch: int
+    num_sms: int
+    multiply_adds: float
+    dram_bytes: float
+
+    @property
+    def slots(self) -> int:
+        return CTAS_PER_SM * self.num_sms
+
+
+A100, H200 = Gpu(80, 108, 1024, 13), Gpu(90, 132, 1280, 18.4)
 
 
 class Tile(NamedTuple):
@@ -64,26 +81,28 @@ class Library:
         self.loaded.matmul_pieces.restype = ctypes.c_int64
         self.loaded.simulated_clocks.restype = ctypes.c_double
 
-    def fastest_tile(self, sizes: Sizes, num_sms: int, is_forward: bool = True) -> Tile:
+    def fastest_tile(self, sizes: Sizes, gpu: Gpu, is_forward: bool = True) -> Tile:
         found = (ctypes.c_int32 * 3)()
-        self.loaded.fastest_tile_of(_ints(sizes), int(is_forward), num_sms, found)
+        self.loaded.fastest_tile_of(_ints(sizes), int(is_forward), gpu.arch, gpu.num_sms, found)
         return Tile(*found)
 
     def plan(self, sizes: Sizes, tile: Tile, slots: int) -> Plan:
+        """On a GPU with the rates of an A100, as in `pieces`."""
         facts = (ctypes.c_int64 * 7)()
-        self.loaded.matmul_plan_facts(_ints(sizes), _ints(tile), slots, facts)
+        self.loaded.matmul_plan_facts(_ints(sizes), _ints(tile), _ints((A100.arch, slots)), facts)
         return Plan(*facts)
 
     def pieces(self, sizes: Sizes, tile: Tile, slots: int, first_cta: int, end_cta: int) -> list[Piece]:
         most = (end_cta - first_cta) * (4 + 2 * (slots + 1))
         rows = np.zeros((min(most, 200_000), 9), dtype=np.int64)
         found = self.loaded.matmul_pieces(
-            _ints(sizes), _ints(tile), slots, first_cta, end_cta, ctypes.c_void_p(rows.ctypes.data)
+            _ints(sizes), _ints(tile), _ints((A100.arch, slots)), first_cta, end_cta, ctypes.c_void_p(rows.ctypes.data)
         )
         return [Piece(*row) for row in rows[:found].tolist()]
 
-    def clocks(self, sizes: Sizes, tile: Tile, slots: int, clocks: tuple[float, float, float]) -> float:
-        found: float = self.loaded.simulated_clocks(_ints(sizes), _ints(tile), slots, (ctypes.c_double * 3)(*clocks))
+    def clocks(self, sizes: Sizes, tile: Tile, gpu: Gpu, clocks: tuple[float, float, float]) -> float:
+        slots, c_clocks = _ints((gpu.arch, gpu.slots)), (ctypes.c_double * 3)(*clocks)
+        found: float = self.loaded.simulated_clocks(_ints(sizes), _ints(tile), slots, c_clocks)
         return found
 
 
@@ -94,7 +113,17 @@ def _ints(values: tuple[int, ...]) -> ctypes.Array[ctypes.c_int32]:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     target = tmp_path_factory.mktemp("plan") / "plan.so"
-    command = [*setup.find_cxx(os.environ), "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{SOURCE.parents[2] / 'csrc'}"]
+    rows = json.loads((CSRC / "instances.json").read_text())["kernels"]
+    (block_ms,) = (row["BLOCK_M"] for row in rows if row["source"] == "int8_matmul/instances/gemm_sm80.cu")
+    command = [
+        *setup.find_cxx(os.environ),
+        f"-DBLOCK_MS={','.join(map(str, block_ms))}",
+        "-std=c++20",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        f"-I{CSRC}",
+    ]
     subprocess.run([*command, str(SOURCE), "-o", str(target)], check=True)
     return Library(target)
 
@@ -173,9 +202,10 @@ def test_large_matmuls_share_little(library: Library) -> None:
     ids=str,
 )
 def test_hostile_sizes(library: Library, sizes: Sizes) -> None:
-    for is_forward, num_sms in itertools.product((True, False), (1, A100_SMS, 1000)):
-        tile = library.fastest_tile(sizes, num_sms, is_forward)
-        slots = CTAS_PER_SM * num_sms
+    for is_forward, num_sms in itertools.product((True, False), (1, A100.num_sms, 1000)):
+        gpu = A100._replace(num_sms=num_sms)
+        tile = library.fastest_tile(sizes, gpu, is_forward)
+        slots = gpu.slots
         plan = library.plan(sizes, tile, slots)
         token_tiles, output_tiles = -(-sizes.tokens // tile.tokens), -(-sizes.outputs // tile.outputs)
         assert plan.num_ctas == token_tiles * output_tiles - plan.shared_tiles + plan.num_ranges
@@ -201,57 +231,69 @@ def test_tiles_of_a_wave_share_weights(library: Library) -> None:
 # N, K of linear layers.
 LAYERS = [(4096, 4096), (8192, 8192), (14336, 4096), (4096, 14336), (1280, 8192)]
 TOKENS = range(1, 8193)
-# A prediction, to test the partition and not speed. Of an A100's multiprocessors, which make 1024 multiply-adds and
-# have 13 bytes of DRAM a clock (2 TB/s at 1.41 GHz): tiles_sm80.h counts 512 clocks of HMMA for 128 tokens per 32 k.
-# Dequantisation counts as 16 tokens; a piece of work as 3000 clocks beside its steps; a part of a sum as a wait for L2
-# and its bytes. work.h chooses by the same figures and a formula; here the schedule is played through, slot by slot.
-MULTIPLY_ADDS, DRAM_BYTES, DEQUANTISATION, PIECE, WAIT, BYTES_OF_A_TOKEN = 1024, 13, 16, 3000, 600, 12
+# A prediction, to test the partition and not speed: tiles_sm80.h counts 512 clocks of HMMA on an A100 for 128 tokens
+# per 32 k. Dequantisation counts as a clock for 64 weights; a piece of work as 3000 clocks beside its steps; a part of
+# a sum as a wait for L2 and its bytes. work.h chooses by the same figures and a formula; here the schedule is played
+# through, slot by slot.
+DEQUANTISED, PIECE, WAIT, BYTES_OF_A_TOKEN = 64, 3000, 600, 12
 
 
-def predicted_clocks(library: Library, sizes: Sizes, num_sms: int, is_forward: bool) -> float:
-    tile = library.fastest_tile(sizes, num_sms, is_forward)
+def clocks_of_step(tile: Tile, gpu: Gpu) -> float:
     weights = tile.outputs * tile.depth
-    step = CTAS_PER_SM * max(weights * (tile.tokens + DEQUANTISATION) / MULTIPLY_ADDS, weights / DRAM_BYTES)
+    computed = weights * tile.tokens / gpu.multiply_adds + weights / DEQUANTISED
+    return CTAS_PER_SM * max(computed, weights / gpu.dram_bytes)
+
+
+def predicted_clocks(library: Library, sizes: Sizes, gpu: Gpu, is_forward: bool) -> float:
+    tile = library.fastest_tile(sizes, gpu, is_forward)
     part = WAIT + BYTES_OF_A_TOKEN * tile.tokens
-    return library.clocks(sizes, tile, CTAS_PER_SM * num_sms, (PIECE, step, part))
+    return library.clocks(sizes, tile, gpu, (PIECE, clocks_of_step(tile, gpu), part))
 
 
 @pytest.mark.parametrize("is_forward", [True, False], ids=["forward", "gradient"])
-@pytest.mark.parametrize("num_sms", [A100_SMS, H200_SMS])
+@pytest.mark.parametrize("gpu", [A100, H200], ids=["A100", "H200"])
 @pytest.mark.parametrize("n, k", LAYERS)
-def test_no_cliff(library: Library, n: int, k: int, num_sms: int, is_forward: bool) -> None:
+def test_no_cliff(library: Library, n: int, k: int, gpu: Gpu, is_forward: bool) -> None:
     """More tokens do not take less time, but for 3.5 %, which one plan loses and another does not.
 
     Throughput falls where tiles need 16 tokens more, or a row of tiles comes, whose weights are dequantised again: most
     from 128 to 129 tokens, or with the short sums of a small layer; by a few percent among many tokens.
     """
     outputs, depth = (n, k) if is_forward else (k, n)
+    few = 0.21 if gpu == A100 else 0.24  # on an H200, weights that are dequantised again are a larger part of a step
     # The number of tiles decides, and all have a multiple of 16 tokens.
-    of_tiles = {m: predicted_clocks(library, Sizes(m, outputs, depth), num_sms, is_forward) for m in TOKENS[15::16]}
+    of_tiles = {m: predicted_clocks(library, Sizes(m, outputs, depth), gpu, is_forward) for m in TOKENS[15::16]}
     clocks = [of_tiles[-(-m // 16) * 16] for m in TOKENS]
     for m, (before, after) in zip(TOKENS, itertools.pairwise(clocks), strict=False):
         assert after >= 0.965 * before, f"{m + 1} tokens take {after:.0f} clocks, {m} take {before:.0f}"
-        allowed = 0.21 if m < 1024 else 0.10 if m < 2048 else 0.07
+        allowed = few if m < 1024 else 0.10 if m < 2048 else 0.07
         assert (m + 1) / after >= (1 - allowed) * m / before, f"throughput falls from {m} to {m + 1} tokens"
 
 
-@pytest.mark.parametrize("num_sms", [A100_SMS, H200_SMS])
+@pytest.mark.parametrize("gpu", [A100, H200], ids=["A100", "H200"])
 @pytest.mark.parametrize("n, k", LAYERS)
-def test_large_matmuls_keep_the_multiprocessors_busy(library: Library, n: int, k: int, num_sms: int) -> None:
+def test_large_matmuls_keep_the_multiprocessors_busy(library: Library, n: int, k: int, gpu: Gpu) -> None:
     """From 1024 tokens on, however many: within 5 % of what the steps of all tiles need, were they spread evenly, and
     the start and end of each wave."""
     for m in range(1024, 8193, 16):
         sizes = Sizes(m, n, k)
-        tile = library.fastest_tile(sizes, num_sms)
+        tile = library.fastest_tile(sizes, gpu)
         tiles = -(-m // tile.tokens) * -(-n // tile.outputs)
-        steps = -(-k // tile.depth) * tiles / (CTAS_PER_SM * num_sms)
-        step = CTAS_PER_SM * tile.outputs * tile.depth * (tile.tokens + DEQUANTISATION) / MULTIPLY_ADDS
-        clocks = predicted_clocks(library, sizes, num_sms, is_forward=True)
-        assert clocks <= 1.05 * steps * step + 5 * PIECE + tiles / (CTAS_PER_SM * num_sms) * PIECE
+        steps = -(-k // tile.depth) * tiles / gpu.slots
+        clocks = predicted_clocks(library, sizes, gpu, is_forward=True)
+        assert clocks <= 1.05 * steps * clocks_of_step(tile, gpu) + 5 * PIECE + tiles / gpu.slots * PIECE
 
 
 def test_few_tokens_take_the_smallest_tile(library: Library) -> None:
     for n, k in LAYERS:
         for m in range(1, 17):
-            assert library.fastest_tile(Sizes(m, n, k), H200_SMS).tokens == 16
-        assert library.fastest_tile(Sizes(8192, n, k), H200_SMS).tokens == 128
+            assert library.fastest_tile(Sizes(m, n, k), H200).tokens == 16
+        assert library.fastest_tile(Sizes(8192, n, k), H200).tokens == 128
+
+
+def test_the_gpu_decides_where_a_larger_tile_pays(library: Library) -> None:
+    """mma.sync of an H200 is faster than an A100's, but dequantising a weight takes as many clocks: tokens share it."""
+    sizes = [Sizes(m, 4096, 4096) for m in range(16, 2049, 16)]
+    gpus = A100._replace(num_sms=132), H200
+    a100, h200 = ([library.fastest_tile(each, gpu).tokens for each in sizes] for gpu in gpus)
+    assert a100 != h200

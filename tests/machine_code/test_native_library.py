@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+import kernel_symbols
 from emulator import static_facts
 from emulator.static_facts import KernelFacts
+from emulator.toolkit import setup
 from fastattn import native
 from installed_library import BUILD, LIBRARY_PATH
 
@@ -30,33 +32,53 @@ SCHEMA_ARGUMENTS = {
     "int8_matmul_grad_input": 4,
 }
 
-HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
-FORWARD_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES, (False, True)))
-DECODE_INSTANCES = sorted(itertools.product((64, 128, 256), DTYPES, (False, True)))
-OPTIONS_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES, (False, True)))  # True: keys in pages
-INT8_KERNELS = ("int8_matmul_sm80", "int8_matmul_grad_input_sm80")
-INT8_INSTANCES = sorted(itertools.product(INT8_KERNELS, range(16, 129, 16), DTYPES))
-S8_INSTANCES = sorted(itertools.product((16, 64, 128), DTYPES))  # of the int8 matmul with int8 activations
-KEY_VALUE_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES, (False, True)))  # True: with options
+ALL_INSTANCES = setup.all_instances(CSRC)
+_MEANINGS: dict[str, Any] = {"kFloat16": "float16", "kBFloat16": "bfloat16", "false": False, "true": True}
+
+
+def rows_of(source: str) -> list[tuple[Any, ...]]:
+    """The values of each instance of ``csrc/source`` in the instance table."""
+    instances = [instance for instance in ALL_INSTANCES if instance.source == source]
+    assert instances, source
+    return [tuple(_meaning(text) for _, text in instance.values) for instance in instances]
+
+
+def _meaning(text: str) -> Any:
+    return int(text) if text.isdigit() else _MEANINGS[text]
+
+
+FORWARD_INSTANCES = sorted(rows_of("attention/instances/forward_sm80.cu"))
+DECODE_INSTANCES = sorted(rows_of("decode/instances/split_sm80.cu"))
+OPTIONS_INSTANCES = sorted(rows_of("attention/instances/forward_options_sm80.cu"))  # True: keys in pages
+INT8_INSTANCES = sorted(
+    (kernel, *values)
+    for kernel, file in (("int8_matmul_sm80", "gemm"), ("int8_matmul_grad_input_sm80", "grad_input"))
+    for values in rows_of(f"int8_matmul/instances/{file}_sm80.cu")
+)
+S8_INSTANCES = sorted(rows_of("int8_matmul/instances/gemm_s8_sm80.cu"))  # of the matmul with int8 activations
+KEY_VALUE_INSTANCES = sorted(rows_of("attention/instances/backward_key_value_sm80.cu"))  # True: with options
 # Template arguments of the other backward kernels.
 BACKWARD_INSTANCES = sorted(
-    [
-        *(("query", head_dim, dtype) for head_dim, dtype in itertools.product(HEAD_DIMS, DTYPES)),
-        *(("rows", dtype) for dtype in DTYPES),
-        *(("bias", dtype) for dtype in DTYPES),
-        ("sinks",),
-    ],
+    (
+        (kernel, *values)
+        for kernel in ("query", "rows", "bias", "sinks")
+        for values in rows_of(f"attention/instances/backward_{kernel}_sm80.cu")
+    ),
     key=str,
 )
 
 MAX_REGISTERS = 255  # of a thread: two CTAs of 128 threads, or one of 256, share the 65536 of an SM
 MAX_SPILLED_BYTES = 16  # of a thread, outside of loops
-# What ptxas spills where it assembles the PTX for sm_90, by kernel and template arguments; nothing elsewhere.
+# Bytes of the stack frame on sm_90, for what does not fit in registers, by kernel and template arguments; nothing
+# elsewhere.
 SPILLED_BYTES_SM90 = {
     ("forward", 256, "bfloat16", True): 8,  # needed by the loop of masked tiles alone, at most two loads a step
+    ("forward", 256, "float16", True): 8,
     ("decode", 256, "bfloat16", True): 36,  # outside of the loop of steps
+    ("decode", 256, "float16", True): 36,
 }
+LOCAL_IN_LOOPS_SM90 = {("forward", 256, dtype, True) for dtype in DTYPES}
 MAX_SHARED_BYTES = 99 * 1024  # of one CTA on sm_86, sm_89 and sm_120
 
 
@@ -105,10 +127,18 @@ def test_torch_headers_are_included_by_the_api_alone() -> None:
     assert [path for path in including if path.parent != CSRC / "api" and path != CSRC / "bindings.cpp"] == []
 
 
-def test_instances_are_at_most_ten_lines() -> None:
+def test_an_instance_file_only_registers_its_kernel() -> None:
     instances = sorted(CSRC.glob("*/instances/*.cu"))
     assert instances
-    assert [path for path in instances if len(path.read_text().splitlines()) > 10] == []
+    for path in instances:
+        text = path.read_text()
+        assert len(text.splitlines()) <= 20 and text.count("static const Registration") == 1, path
+        assert "__global__" not in text, path
+
+
+def test_every_instance_file_is_for_the_architecture_in_its_name() -> None:
+    suffixes = {"80": "_sm80.cu", "90a": "_sm90.cu"}
+    assert [each for each in ALL_INSTANCES if not each.source.endswith(suffixes[each.architecture])] == []
 
 
 # --- The machine code -------------------------------------------------------------------------------------------------
@@ -157,9 +187,9 @@ def backward_instance(symbol: str) -> tuple[Any, ...] | None:
 
 
 @functools.cache
-def machine_code() -> dict[str, KernelFacts]:
-    """Of the library for sm_80, by mangled name."""
-    return static_facts.of_library(LIBRARY_PATH, "sm_80")
+def machine_code(code: str = "sm_80") -> dict[str, KernelFacts]:
+    """Of the library for such a GPU, by mangled name."""
+    return static_facts.of_library(LIBRARY_PATH, code)
 
 
 @functools.cache
@@ -476,18 +506,26 @@ def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
     assert sorted(filter(None, map(backward_instance, entries)), key=str) == BACKWARD_INSTANCES
 
 
-# On sm_90 the driver assembles the PTX. Kernels for float16 differ from those for bfloat16 in the types of a few
-# instructions: to save time they are left out.
+@with_sm80_kernels
+def test_every_kernel_goes_by_the_name_that_the_library_gives_it() -> None:
+    if native.TAKES_CPU_TENSORS or native.LIBRARY_PATH == LIBRARY_PATH:
+        assert sorted(map(kernel_symbols.name_of, machine_code())) == sorted(native.KERNELS)
 
 
-@functools.cache
-def assembled_for_sm90() -> dict[str, KernelFacts]:
-    """What ptxas makes of the library's PTX, by mangled name; without the kernels for float16."""
-    kernels: dict[str, KernelFacts] = {}
-    for ptx in static_facts.ptx_of_library(LIBRARY_PATH):
-        if not re.search(r"\.entry \w*8DataTypeE0", ptx):
-            kernels |= static_facts.of_ptx(ptx, "sm_90")
-    return kernels
+# --- On sm_90 ---------------------------------------------------------------------------------------------------------
+
+has_sm90_code = pytest.mark.skipif(
+    "sm_90" not in BUILD["code"].get("80", []), reason="the native library was built without machine code for sm_90"
+)
+
+
+@has_sm90_code
+def test_sm80_kernels_have_machine_code_for_sm90() -> None:
+    """All but those whose rows in the table leave it out, for a kernel of sm_90 takes their place."""
+    names = {kernel_symbols.name_of(symbol) for symbol in machine_code("sm_90")}
+    without = {instance.source for instance in ALL_INSTANCES if "sm_90" not in instance.code}
+    assert without == set()
+    assert names == {kernel_symbols.name_of(symbol) for symbol in machine_code("sm_80")}
 
 
 def sm90_instance(symbol: str) -> tuple[Any, ...]:
@@ -498,18 +536,11 @@ def sm90_instance(symbol: str) -> tuple[Any, ...]:
     return (symbol,)
 
 
-@with_sm80_kernels
-def test_assembled_for_sm90_nothing_spills_but_what_is_listed() -> None:
-    kernels = assembled_for_sm90()
-    num_float16 = sum(re.search(r"8DataTypeE0", name) is not None for name in machine_code())
-    assert len(kernels) == len(machine_code()) - num_float16
-    spilled = {sm90_instance(name): kernel for name, kernel in kernels.items() if kernel.stack_bytes > 0}
-    excess = {
-        instance: (kernel.spill_store_bytes, kernel.spill_load_bytes)
-        for instance, kernel in spilled.items()
-        if max(kernel.spill_store_bytes or 0, kernel.spill_load_bytes or 0) > SPILLED_BYTES_SM90.get(instance, 0)
-    }
-    assert excess == {}
-    in_loops = {sm90_instance(name): kernel.local_in_loops for name, kernel in kernels.items() if kernel.local_in_loops}
-    assert set(in_loops) <= {("forward", 256, "bfloat16", True)}
+@has_sm90_code
+def test_on_sm90_nothing_spills_but_what_is_listed() -> None:
+    kernels = {sm90_instance(name): kernel for name, kernel in machine_code("sm_90").items()}
+    spilled = {instance: kernel.stack_bytes for instance, kernel in kernels.items() if kernel.stack_bytes > 0}
+    assert {each: size for each, size in spilled.items() if size > SPILLED_BYTES_SM90.get(each, 0)} == {}
+    in_loops = {instance: kernel.local_in_loops for instance, kernel in kernels.items() if kernel.local_in_loops}
+    assert set(in_loops) <= LOCAL_IN_LOOPS_SM90
     assert all(accesses <= 2 for accesses in in_loops.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -16,10 +17,12 @@ import pytest
 import torch
 
 import installed_library
+from fastattn import native
 from fastattn.dispatch.support import support_table
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_LIBRARY_BYTES = 20 * 2**20
+CSRC = ROOT / "csrc"
+MAX_LIBRARY_BYTES = 48 * 2**20
 
 
 def _load_setup():
@@ -178,9 +181,9 @@ def test_library_names_only_libraries_that_every_torch_and_every_system_has(libr
     assert "RUNPATH" not in dynamic
 
 
-def test_library_exports_its_description_alone(library):
-    dealt = {"fastattn_dealt_int8_matmul", "fastattn_dealt_decode"}
-    assert _symbols(library, "--defined-only") == {"fastattn_build_info", "fastattn_tiles", *dealt}
+def test_library_exports_what_python_asks_and_nothing_else(library):
+    queries = set(native._QUERIES) if installed_library.BUILD["archs"] else set()
+    assert _symbols(library, "--defined-only") == {"fastattn_build_info", *queries}
 
 
 def test_library_carries_no_path_of_the_machine_that_built_it(library):
@@ -194,14 +197,21 @@ def test_library_holds_machine_code_for_each_architecture_and_ptx_for_later_gpus
         pytest.skip("the library was built without CUDA C++ kernels")
     triton = Path(importlib.util.find_spec("triton").origin).parent
     listing = run(triton / "backends" / "nvidia" / "bin" / "cuobjdump", "--list-elf", "--list-ptx", library)
-    code = {f"sm_{name}" for name in installed_library.BUILD["archs"]}
-    assert set(re.findall(r"\.(sm_\w+)\.cubin", listing)) == code
-    assert set(re.findall(r"\.(sm_\w+)\.ptx", listing)) == code & {"sm_80"}
+    code = set().union(*installed_library.BUILD["code"].values())
+    assert {f"sm_{name}" for name in re.findall(r"\.sm_(\w+)\.cubin", listing)} == {
+        name for name in code if name.startswith("sm_")
+    }
+    assert set(re.findall(r"\.sm_(\w+)\.ptx", listing)) == {
+        name.removeprefix("compute_") for name in code if name.startswith("compute_")
+    }
 
 
 def test_build_description_is_that_of_the_installed_release(unpacked):
     assert installed_library.BUILD["version"] == _metadata(unpacked, "METADATA")["Version"]
-    assert set(installed_library.BUILD["archs"]) <= {architecture.name for architecture in setup.ARCHITECTURES}
+    every = setup.all_instances(ROOT / "csrc")
+    for architecture, code in installed_library.BUILD["code"].items():
+        assert set(code) <= {name for each in every if each.architecture == architecture for name in each.code}
+    assert list(installed_library.BUILD["code"]) == installed_library.BUILD["archs"]
     assert (installed_library.BUILD["nvcc"] is None) == (installed_library.BUILD["archs"] == [])
 
 
@@ -215,7 +225,7 @@ def plain_library(tmp_path_factory):
         cxx=setup.find_cxx(os.environ),
         torch=setup.find_torch(),
         toolkit=None,
-        instances={},
+        instances=[],
     )
     path = build.run()
     first = path.stat().st_mtime_ns
@@ -262,13 +272,53 @@ def test_a_missing_library_is_an_import_error_that_says_what_to_run(tmp_path):
     [("80;90a", ["80", "90a"]), ("90a, 80", ["80", "90a"]), ("80", ["80"]), ("90a;", ["90a"]), ("none", [])],
 )
 def test_architectures_are_read_in_any_order_and_with_any_separator(text, names):
-    assert [architecture.name for architecture in setup.parse_architectures(text)] == names
+    assert [target.name for target in setup.parse_targets(text)] == names
 
 
-@pytest.mark.parametrize("text", ["", "90", "75", "80;sm_90", "none;80"])
+@pytest.mark.parametrize("text", ["", "90", "75", "80;sm_90", "none;80", "native;80"])
 def test_a_wrong_architecture_is_an_error_that_names_the_variable_and_the_choices(text):
     with pytest.raises(setup.BuildError, match=f"FASTATTN_ARCHS={text!r}: expected one or more of 80, 90a"):
-        setup.parse_architectures(text)
+        setup.parse_targets(text)
+
+
+def _nvidia_smi(folder, script):
+    """An environment in which that shell script is nvidia-smi."""
+    tool = folder / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    return {"PATH": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "code"),
+    [
+        (["9.0", "9.0"], {"sm_90", "sm_90a"}),
+        (["8.0"], {"sm_80"}),
+        (["8.9", "9.0"], {"sm_80", "sm_90", "sm_90a"}),
+        (["12.0"], {"compute_80"}),
+    ],
+)
+def test_native_means_the_code_that_the_gpus_here_run(tmp_path, gpus, code):
+    environ = _nvidia_smi(tmp_path, "\n".join(f"echo {gpu}" for gpu in gpus))
+    (target,) = setup.parse_targets("native", environ)
+    assert set(target.code) == code
+    instances = setup.instances_for(ROOT / "csrc", [target])
+    assert {name for instance in instances for name in instance.code} <= code
+    assert len({instance.source for instance in instances}) == len({each.source for each in setup.all_instances(CSRC)})
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (None, "there is no nvidia-smi"),
+        ("echo 'No devices were found'; exit 6", "names no GPU; it says: No devices were found"),
+        ("echo 7.5", "compute capability 7.5, and the kernels need 8.0"),
+    ],
+)
+def test_native_without_a_gpu_that_the_kernels_run_on_is_an_error_that_says_so(tmp_path, script, words):
+    environ = {"PATH": str(tmp_path)} if script is None else _nvidia_smi(tmp_path, script)
+    with pytest.raises(setup.BuildError, match=f"FASTATTN_ARCHS=native: .*{words}"):
+        setup.parse_targets("native", environ)
 
 
 def test_a_wrong_architecture_stops_the_build(tmp_path):
@@ -284,20 +334,85 @@ def test_a_wrong_architecture_stops_the_build(tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def test_an_instance_is_compiled_for_the_architecture_in_its_name_alone(tmp_path):
-    folder = tmp_path / "attention" / "instances"
-    folder.mkdir(parents=True)
-    for name in ("forward_sm80.cu", "forward_sm90.cu"):
-        (folder / name).touch()
-    sm80, sm90 = setup.ARCHITECTURES
-    assert setup.instance_files(tmp_path, [sm80, sm90]) == {
-        folder / "forward_sm80.cu": sm80,
-        folder / "forward_sm90.cu": sm90,
-    }
-    assert setup.instance_files(tmp_path, [sm90]) == {folder / "forward_sm90.cu": sm90}
-    (folder / "forward.cu").touch()
-    with pytest.raises(setup.BuildError, match=r"forward\.cu must end in _sm80\.cu or _sm90\.cu"):
-        setup.instance_files(tmp_path, [sm80])
+# --- The instance table -----------------------------------------------------------------------------------------------
+
+
+def _table(folder, rows, files=("forward_sm80.cu",)):
+    """A csrc of empty kernels, with a table of these rows; each gets what it must have unless it has it."""
+    (folder / "attention" / "instances").mkdir(parents=True)
+    for name in files:
+        (folder / "attention" / "instances" / name).touch()
+    usual = {"source": "attention/instances/forward_sm80.cu", "architecture": "80"}
+    architectures = {"80": {"code": ["sm_80", "sm_90", "compute_80"]}, "90a": {"code": ["sm_90a"]}}
+    table = {"architectures": architectures, "kernels": [{**usual, **row} for row in rows]}
+    (folder / "instances.json").write_text(json.dumps(table))
+    return folder
+
+
+def test_a_row_is_compiled_for_every_combination_of_its_values_into_objects_of_their_own(tmp_path):
+    csrc = _table(tmp_path, [{"HEAD_DIM": [64, 128], "CAUSAL": [False, True]}])
+    instances = setup.all_instances(csrc)
+    assert [instance.defines for instance in instances] == [
+        [f"-DFASTATTN_HEAD_DIM={dim}", f"-DFASTATTN_CAUSAL={causal}"]
+        for dim in (64, 128)
+        for causal in ("false", "true")
+    ]
+    assert len({instance.object_path for instance in instances}) == 4
+    assert {instance.gencode() for instance in instances} == {"arch=compute_80,code=[sm_80,sm_90,compute_80]"}
+
+
+def test_an_instance_has_the_code_of_its_architecture_or_of_its_row_as_far_as_the_targets_want_it(tmp_path):
+    rows = [
+        {"HEAD_DIM": [64]},
+        {"HEAD_DIM": [128], "code": ["sm_80", "compute_80"]},  # sm_90 has a kernel of its own for it
+        {"source": "attention/instances/forward_sm90.cu", "architecture": "90a", "HEAD_DIM": [128]},
+    ]
+    csrc = _table(tmp_path, rows, ("forward_sm80.cu", "forward_sm90.cu"))
+    sm80, sm90 = setup.TARGETS
+
+    def code(*targets):
+        return [instance.code for instance in setup.instances_for(csrc, targets)]
+
+    assert code(sm80, sm90) == [("sm_80", "sm_90", "compute_80"), ("sm_80", "compute_80"), ("sm_90a",)]
+    assert code(sm80) == [("sm_80", "compute_80"), ("sm_80", "compute_80")]
+    assert code(sm90) == [("sm_90",), ("sm_90a",)]
+    assert code() == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"source": "attention/instances/other_sm80.cu"}], "other_sm80.cu does not exist"),
+        ([{"architecture": "75"}], "unknown architecture, '75'"),
+        ([{"code": ["sm_80", "sm_999"]}], "unknown code, 'sm_999'"),
+        ([{"head_dim": [64]}], "unknown key, 'head_dim'"),
+        ([{"HEAD_DIM": [64]}, {"HEAD_DIM": [128, 64]}], "HEAD_DIM_64 is there twice"),
+        ([], "no row for attention/instances/forward_sm80.cu"),
+    ],
+)
+def test_a_wrong_table_is_an_error_that_says_what_is_wrong(tmp_path, rows, words):
+    with pytest.raises(setup.BuildError, match=words):
+        setup.all_instances(_table(tmp_path, rows))
+
+
+def test_the_build_has_an_edge_for_each_instance_of_the_table():
+    instances = setup.all_instances(CSRC)
+    build = setup.NativeBuild(
+        source=CSRC,
+        output=Path("out"),
+        version="1.2.3",
+        cxx=["c++"],
+        torch=setup.find_torch(),
+        toolkit=setup.CudaToolkit(Path("nvcc"), "13.0.88", Path("include"), Path("lib64")),
+        instances=instances,
+    )
+    lines = build.ninja_file().splitlines()
+    edges = [line.split()[1].rstrip(":") for line in lines if " cuda " in line]
+    assert edges == [str(Path("out") / instance.object_path) for instance in instances]
+    assert len(set(edges)) == len(edges) > 100
+    assert sum(line == "  gencode = 'arch=compute_80,code=[sm_80,sm_90,compute_80]'" for line in lines) == len(edges)
+    (link,) = [line for line in lines if line.startswith("build ") and ": link " in line]
+    assert set(edges) <= set(link.split())
 
 
 NVCC = """#!/bin/sh
@@ -359,7 +474,7 @@ def test_an_incomplete_toolkit_is_an_error_that_says_what_is_missing(tmp_path):
 def test_a_compiler_that_nvcc_rejects_is_an_error_with_nvccs_reason_and_the_ways_out(tmp_path):
     toolkit = setup.CudaToolkit.of(_make_toolkit(tmp_path))
     with pytest.raises(setup.BuildError) as caught:
-        setup.check_host_compiler(toolkit, "/usr/bin/g++", setup.ARCHITECTURES)
+        setup.check_host_compiler(toolkit, "/usr/bin/g++", setup.all_instances(CSRC))
     message = str(caught.value)
     assert "unsupported GNU version" in message
     assert "/usr/bin/g++" in message

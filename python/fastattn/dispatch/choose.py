@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
-import threading
-import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,117 +12,22 @@ from torch.autograd import forward_ad
 
 from fastattn import native
 from fastattn.checks import check_choice
+from fastattn.dispatch.call import Call, Choice
 from fastattn.dispatch.device import DeviceFacts, facts, when_emulation_changes
-from fastattn.dispatch.support import BACKENDS, FEATURES, KERNEL_BACKENDS, SUPPORT, Support
+from fastattn.dispatch.recording import is_recording
+from fastattn.dispatch.support import FEATURES, KERNEL_BACKENDS, SUPPORT, Support
+from fastattn.dispatch.thread_state import Explained, thread
+from fastattn.dispatch.users_line import warn_at_users_line
 from fastattn.errors import InputError
 
-
-class Call(NamedTuple):
-    """What the choice of a backend depends on.
-
-    ``sizes`` is what the operation's tile chooser needs; ``only_torch`` says why no kernel can take the arguments at
-    all; ``may_decode``: attention whose mask the decoding kernel would read alike; ``may_prefill``: decoding with so
-    many queries that the attention kernel is better at it.
-    """
-
-    op: str
-    device: torch.device
-    dtype: torch.dtype
-    head_dim: int
-    value_dim: int
-    features: frozenset[str]
-    sizes: tuple[int, ...] = ()
-    only_torch: str | None = None
-    may_decode: bool = True
-    may_prefill: bool = False
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which backend runs a call, its kernel and tile, and why each of the others does not.
-
-    ``detour`` is the reason for which a call on a GPU went to PyTorch although nobody asked for that. ``padded``: the
-    head dim and the value head dim to which query, key and value are to be padded, where one of them differs.
-    ``decodes``: attention that the decoding kernel computes, with keys and values as its cache. ``prefills``: the
-    reverse, decoding whose attention the attention kernel computes, with the cache as pages.
-    """
-
-    backend: str
-    kernel: str
-    tile: Any = None
-    rejected: dict[str, str] = field(default_factory=dict)
-    detour: str | None = None
-    padded: tuple[int, int] | None = None
-    decodes: bool = False
-    prefills: bool = False
-
-
-class Explained(BaseException):
-    """Carries the choice out of a call that only was to be explained."""
-
-    def __init__(self, choice: Choice) -> None:
-        self.choice = choice
-
-
-class _ThreadState(threading.local):
-    forced: str | None = None
-    explaining: bool = False
-
-
-_thread = _ThreadState()
 _choices: dict[Any, Choice] = {}
-_CHOICES_KEPT = 4096
-_recorders: list[list[Any]] = []
+_MOST_CHOICES_KEPT = 4096
 _warned: set[str] = set()
 
 
 @when_emulation_changes
 def _forget_choices() -> None:
     _choices.clear()
-
-
-@contextlib.contextmanager
-def use_backend(backend: str) -> Iterator[None]:
-    """Force ``"cuda"``, ``"triton"`` or ``"torch"`` for the calls of this thread inside the block.
-
-    A call which that backend cannot run raises ``InputError`` with the reason. A backward pass uses what its forward
-    chose, wherever it runs.
-    """
-    check_choice("backend", backend, BACKENDS)
-    before = _thread.forced
-    _thread.forced = backend
-    try:
-        yield
-    finally:
-        _thread.forced = before
-
-
-@contextlib.contextmanager
-def explaining() -> Iterator[None]:
-    """Inside, ``choose`` raises ``Explained`` instead of returning."""
-    before = _thread.explaining
-    _thread.explaining = True
-    try:
-        yield
-    finally:
-        _thread.explaining = before
-
-
-@contextlib.contextmanager
-def recording(calls: list[Any]) -> Iterator[None]:
-    """Inside, ``note`` appends to ``calls``, from every thread (autograd runs backward in threads of its own)."""
-    _recorders.append(calls)
-    try:
-        yield
-    finally:
-        # By identity: two recordings that hold equal lists are still two.
-        _recorders[:] = [recorder for recorder in _recorders if recorder is not calls]
-
-
-def note(entry: Any) -> None:
-    """Tell every ``recording`` what ran."""
-    for recorder in _recorders:
-        recorder.append(entry)
 
 
 def torch_is_asked_for() -> bool:
@@ -138,7 +38,7 @@ def torch_is_asked_for() -> bool:
 
 def choose(call: Call) -> Choice:
     """The backend for ``call``. Raises ``InputError`` where a forced backend cannot run it."""
-    forced = _thread.forced
+    forced = thread.forced
     if forward_ad._current_level >= 0 and call.only_torch is None:  # a kernel would drop the tangents silently
         call = call._replace(only_torch=_FORWARD_MODE)
     is_compiling = torch.compiler.is_compiling()
@@ -151,30 +51,22 @@ def choose(call: Call) -> Choice:
             raise InputError(_forbidden(decided.detour))
         return decided
     key = (call, forced, torch_is_asked_for())
+    is_hashable = True
     try:
         choice = _choices.get(key)
     except TypeError:  # a tracer's symbolic sizes cannot be hashed
-        return _decide(*key)
+        choice, is_hashable = None, False
     if choice is None:
         choice = _decide(*key)
-        if len(_choices) >= _CHOICES_KEPT:
+        if len(_choices) >= _MOST_CHOICES_KEPT:
             _choices.clear()
-        _choices[key] = choice
-    if _thread.explaining:
+        if is_hashable:
+            _choices[key] = choice
+    if thread.explaining:
         raise Explained(choice)
     if choice.detour is not None:
         _announce(choice.detour)
-    if _recorders:
-        note(RecordedCall(call.op, choice.backend, choice.kernel))
     return choice
-
-
-class RecordedCall(NamedTuple):
-    """One entry of ``fastattn.record()``."""
-
-    op: str
-    backend: str
-    kernel: str
 
 
 def _fallback_mode() -> str:
@@ -193,7 +85,7 @@ def _announce(reason: str) -> None:
         raise InputError(_forbidden(reason))
     if mode == "warn" and reason not in _warned:
         _warned.add(reason)
-        warnings.warn(f"fastattn runs this call in PyTorch: {reason}", RuntimeWarning, stacklevel=4)
+        warn_at_users_line(f"fastattn runs this call in PyTorch: {reason}", RuntimeWarning)
 
 
 def _decide(call: Call, forced: str | None, torch_asked_for: bool) -> Choice:
@@ -252,7 +144,7 @@ def _reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) 
         takes = f"the {_NAMES[backend]} kernel takes {support.dtypes_text()}"
         return f"the dtype is {call.dtype}, and {takes}; cast or autocast."
     if backend == "cuda" and "int8 activations" in call.features:
-        reason = _reason_against_int8_activations(call, device_facts.num_sms)
+        reason = _reason_against_int8_activations(call, device_facts)
         if reason is not None:
             return reason
     for name, dim in (("head dim", call.head_dim), ("value head dim", call.value_dim)):
@@ -277,7 +169,7 @@ _MAX_INT8_SUM_DEPTH = 2**17
 _MAX_INT8_LAUNCH_COUNT = 2**24
 
 
-def _reason_against_int8_activations(call: Call, num_sms: int) -> str | None:
+def _reason_against_int8_activations(call: Call, device_facts: DeviceFacts) -> str | None:
     """What that kernel does not take, and the one for 16-bit activations may."""
     tokens, rows, columns, _ = call.sizes
     others = call.features - _INT8_ACTIVATIONS_GO_WITH - {"int8 activations"}
@@ -292,7 +184,8 @@ def _reason_against_int8_activations(call: Call, num_sms: int) -> str | None:
     if columns > _MAX_INT8_SUM_DEPTH:
         return f"K is {columns}, and int32 holds sums of products of int8 numbers up to {_MAX_INT8_SUM_DEPTH}."
     if not torch.compiler.is_compiling():  # else sizes may be symbols, and the kernel's own check has to do
-        ctas = native.dealt_int8_matmul("int8_matmul_s8_sm80", tokens, rows, columns, num_sms).ctas
+        gpu = device_facts.arch, device_facts.num_sms
+        ctas = native.dealt_int8_matmul("int8_matmul_s8", *gpu, tokens, rows, columns).ctas
         if tokens + 2 * ctas >= _MAX_INT8_LAUNCH_COUNT:
             return (
                 f"there are {tokens} tokens and {rows} outputs, too many for what the CUDA C++ kernel for int8 "
@@ -317,6 +210,8 @@ def _unavailable(backend: str, device: torch.device, device_facts: DeviceFacts) 
             return (
                 "the library was built without CUDA C++ kernels for sm_80; `python -m fastattn` says how to get them."
             )
+        if device_facts.arch >= 80 and native.code_for(device_facts.arch) is None:
+            return "the library was built for other GPUs; build fastattn with FASTATTN_ARCHS=native, or without it."
         major, minor = (int(part) for part in native.BUILD["cuda"].split("."))
         if device_facts.driver_cuda < 1000 * major + 10 * minor:
             supported = f"{device_facts.driver_cuda // 1000}.{device_facts.driver_cuda % 1000 // 10}"
@@ -369,29 +264,10 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
     """The kernel's name and its tile, for ``explain``."""
     tile: Any
     if backend == "cuda":
-        dtype = str(call.dtype).removeprefix("torch.")
-        if call.op == "int8_matmul":
-            kernel = "int8_matmul_s8_sm80" if "int8 activations" in call.features else "int8_matmul_sm80"
-            if torch.compiler.is_compiling():  # nobody reads it there, and the graph would be one for a range of tokens
-                return kernel, None
-            tokens, outputs, depth, *_ = call.sizes
-            block = native.dealt_int8_matmul(kernel, tokens, outputs, depth, device_facts.num_sms).block_m
-            return f"{kernel}<{block}, {dtype}>", native.TILES[kernel][str(block)]
-        widest = max(call.head_dim, call.value_dim)
-        if call.op == "decode":
-            is_int8 = "int8 cache" in call.features
-            known = native.TILES["decode_split_int8_sm80" if is_int8 else "decode_split_sm80"]
-            dim = next(dim for dim in known if int(dim) >= widest)
-            cache = ", int8" if is_int8 else ""
-            return f"decode_split_sm80<{dim}, {dtype}{cache}>", known[dim]
-        # A tracer's head dim may be a symbol: compared with the kernels' own, it is guarded on and none of the text.
-        is_plain = call.features <= _PLAIN
-        kernel = "attention_forward_sm80" if is_plain else "attention_forward_options_sm80"
-        mask = ", paged" if "paged" in call.features else ""
-        if is_plain:
-            mask = ", causal" if "causal" in call.features else ", full"
-        dim, tile = next((dim, tile) for dim, tile in native.TILES[kernel].items() if int(dim) >= widest)
-        return f"{kernel}<{dim}, {dtype}{mask}>", tile
+        if torch.compiler.is_compiling():  # nobody reads it there, and the graph would be one for a range of sizes
+            return call.op, None
+        kernel = _native_kernel(call, device_facts)
+        return kernel, native.KERNELS.get(kernel)
     from fastattn.triton_kernels import tiles
 
     if call.op == "attention":
@@ -413,8 +289,33 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
     return "int8_matmul.forward_kernel", tile
 
 
-# What the kernel without options does; padding may have made equal what "value dim" says was not.
-_PLAIN = frozenset({"causal", "gqa", "gradients", "value dim"})
+def _native_kernel(call: Call, device_facts: DeviceFacts) -> str:
+    """The name of the CUDA C++ kernel that the library chooses."""
+    features, arch, dtype = call.features, device_facts.arch, call.dtype
+    widest = int(max(call.head_dim, call.value_dim))  # a tracer's may be a symbol, and becomes a number
+    if call.op == "int8_matmul":
+        op = "int8_matmul_s8" if "int8 activations" in features else "int8_matmul"
+        tokens, outputs, depth = map(int, call.sizes[:3])
+        name = native.int8_matmul_kernel(op, arch, device_facts.num_sms, dtype, tokens, outputs, depth)
+    elif call.op == "decode":
+        name = native.decode_kernel(arch, widest, dtype, "int8 cache" in features)
+    else:
+        name = native.attention_forward_kernel(
+            arch,
+            widest,
+            dtype,
+            causal="causal" in features,
+            window="window" in features,
+            changes_scores=not features.isdisjoint(_CHANGES_SCORES),
+            sinks="sinks" in features,
+            packed="varlen" in features,
+            paged="paged" in features,
+        )
+    assert name is not None, f"the library has no kernel for {call}"
+    return name
+
+
+_CHANGES_SCORES = frozenset({"softcap", "alibi", "mask", "bias", "dropout"})
 
 
 def only_torch_handles(*tensors: Tensor | None) -> str | None:
@@ -432,7 +333,7 @@ def only_torch_handles(*tensors: Tensor | None) -> str | None:
 
 def is_watched() -> bool:
     """Whether this thread forces a backend, or somebody wants to know what runs: then every call must come by here."""
-    return _thread.forced is not None or _thread.explaining or bool(_recorders)
+    return thread.forced is not None or thread.explaining or is_recording()
 
 
 # What torch's own tracers hand to the functions they trace; the ops have shape functions for them.

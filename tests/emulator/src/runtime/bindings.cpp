@@ -69,6 +69,7 @@ void bind_runtime(py::module_& m) {
     part.def("pretend", [](int arch, int num_sms, int64_t most_shared_bytes) {
         pretend({arch / 10, arch % 10, num_sms, most_shared_bytes});
     });
+    part.def("attribute_calls", [] { return attribute_calls.load(); });
     part.def("set_options", &set_options_of);
     part.def("listen", &listen);
     part.def("replace_in_ptx", &replace_in_ptx);

@@ -1,14 +1,17 @@
 #include "device.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <mutex>
+#include <vector>
 
 namespace emulator::runtime {
 namespace {
 
 std::mutex mutex;
-Device current;
+std::vector<Device> devices{Device{}};
+int current = 0;
 
 // Compute capability 8.0 to 9.0 alike (CUDA C++ programming guide, technical specifications per compute capability).
 constexpr int kMostThreads = 1024, kWarpThreads = 32, kRegisters = 65536, kConstantBytes = 65536;
@@ -21,14 +24,39 @@ int cache_bytes(const Device& device) {
 
 }  // namespace
 
-Device device() {
+int device_index() {
     const std::lock_guard lock(mutex);
     return current;
 }
 
+int device_count() {
+    const std::lock_guard lock(mutex);
+    return static_cast<int>(devices.size());
+}
+
+Device device() {
+    const std::lock_guard lock(mutex);
+    return devices[current];
+}
+
+std::optional<Device> device(int index) {
+    const std::lock_guard lock(mutex);
+    if (index < 0 || index >= static_cast<int>(devices.size())) return std::nullopt;
+    return devices[index];
+}
+
+bool make_current(int index) {
+    const std::lock_guard lock(mutex);
+    if (index < 0 || index >= static_cast<int>(devices.size())) return false;
+    current = index;
+    return true;
+}
+
 void pretend(const Device& device) {
     const std::lock_guard lock(mutex);
-    current = device;
+    const auto found = std::find(devices.begin(), devices.end(), device);
+    current = static_cast<int>(found - devices.begin());
+    if (found == devices.end()) devices.push_back(device);
 }
 
 std::optional<int> attribute_of(const Device& device, cudaDeviceAttr attribute) {

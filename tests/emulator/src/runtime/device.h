@@ -1,8 +1,10 @@
-// The GPU that the emulated CUDA runtime says it has: device 0, the only one.
+// The GPUs that the emulated CUDA runtime says it has. Each one that was ever pretended keeps its number, so that what
+// host code remembers of a device stays true.
 #pragma once
 
 #include <cstdint>
 #include <optional>
+#include <tuple>
 
 #include "exports.h"
 
@@ -12,13 +14,22 @@ struct Device {
     int major = 8, minor = 0;  // compute capability
     int num_sms = 108;
     int64_t most_shared_bytes = 163 << 10;  // of a CTA, by opting in
+
+    bool operator==(const Device& other) const {
+        return std::tie(major, minor, num_sms, most_shared_bytes) ==
+               std::tie(other.major, other.minor, other.num_sms, other.most_shared_bytes);
+    }
 };
 
 constexpr int64_t kSharedBytesByDefault = 48 << 10;  // of a CTA that has not opted in
 constexpr int kCudaVersion = CUDART_VERSION;         // of the runtime and of the driver
 
-// Process-wide, from any thread.
+// Process-wide, from any thread. Without an index, the current one.
+int device_index();
+int device_count();
 Device device();
+std::optional<Device> device(int index);
+bool make_current(int index);  // false: there is no such device
 void pretend(const Device& device);
 
 // nullopt: the emulator has no answer.

@@ -55,22 +55,23 @@ int encode_tensor_map(void* map, int data_type, uint32_t rank, void* address, co
 }  // namespace
 
 cudaError_t cudaGetDeviceCount(int* count) {
-    *count = 1;
+    *count = device_count();
     return cudaSuccess;
 }
 
 cudaError_t cudaGetDevice(int* device) {
-    *device = 0;
+    *device = device_index();
     return cudaSuccess;
 }
 
 cudaError_t cudaSetDevice(int device) {
-    return device == 0 ? cudaSuccess : fail(cudaErrorInvalidDevice);
+    return make_current(device) ? cudaSuccess : fail(cudaErrorInvalidDevice);
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
-    if (device != 0) return fail(cudaErrorInvalidDevice);
-    const std::optional<int> known = attribute_of(runtime::device(), attribute);
+    const std::optional<Device> asked = runtime::device(device);
+    if (!asked) return fail(cudaErrorInvalidDevice);
+    const std::optional<int> known = attribute_of(*asked, attribute);
     if (!known) {
         return fail(cudaErrorNotSupported, "the emulator does not know device attribute " + std::to_string(attribute));
     }
@@ -79,8 +80,9 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 }
 
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
-    if (device != 0) return fail(cudaErrorInvalidDevice);
-    *properties = properties_of(runtime::device());
+    const std::optional<Device> asked = runtime::device(device);
+    if (!asked) return fail(cudaErrorInvalidDevice);
+    *properties = properties_of(*asked);
     return cudaSuccess;
 }
 

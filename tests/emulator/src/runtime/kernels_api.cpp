@@ -132,6 +132,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
 }
 
 cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
+    ++attribute_calls;
     return with_code(function, [&](Kernel& kernel, const Code& code) {
         switch (attribute) {
             case cudaFuncAttributeMaxDynamicSharedMemorySize:
@@ -140,7 +141,7 @@ cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribu
                                                            " bytes of dynamic shared memory on a device that has " +
                                                            std::to_string(device().most_shared_bytes) + " for a CTA");
                 }
-                kernel.most_dynamic_bytes = value;
+                kernel.allow_dynamic_bytes(device_index(), value);
                 return cudaSuccess;
             case cudaFuncAttributeNonPortableClusterSizeAllowed:
                 kernel.may_have_large_clusters = value != 0;

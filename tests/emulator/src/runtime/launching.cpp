@@ -51,9 +51,10 @@ cudaError_t check(const Kernel& kernel, const Program& program, const Request& r
     if (!fits_grid(request.grid) || !fits_block(request.block)) return fail(cudaErrorInvalidConfiguration);
     const int64_t most = most_dynamic_bytes(kernel, program), shared_bytes = request.shared_bytes;
     if (shared_bytes > most) {
-        return fail(cudaErrorInvalidValue, "invalid argument: " + std::to_string(shared_bytes) +
-                                               " bytes of dynamic shared memory, of at most " + std::to_string(most) +
-                                               (kernel.most_dynamic_bytes < 0 ? " without cudaFuncSetAttribute" : ""));
+        return fail(cudaErrorInvalidValue,
+                    "invalid argument: " + std::to_string(shared_bytes) +
+                        " bytes of dynamic shared memory, of at most " + std::to_string(most) +
+                        (kernel.allowed_dynamic_bytes(device_index()) ? "" : " without cudaFuncSetAttribute"));
     }
     constexpr uint32_t kPortableCtas = 8;
     const auto& cluster = request.cluster;
@@ -67,6 +68,8 @@ cudaError_t check(const Kernel& kernel, const Program& program, const Request& r
 }
 
 }  // namespace
+
+std::atomic<int64_t> attribute_calls{0};
 
 Options options() {
     const std::lock_guard lock(mutex);
@@ -90,7 +93,8 @@ std::optional<Code> code_of(const Kernel& kernel) {
 }
 
 int64_t most_dynamic_bytes(const Kernel& kernel, const Program& program) {
-    if (kernel.most_dynamic_bytes >= 0) return kernel.most_dynamic_bytes;
+    const std::optional<int64_t> allowed = kernel.allowed_dynamic_bytes(device_index());
+    if (allowed) return *allowed;
     return std::max<int64_t>(0, kSharedBytesByDefault - program.static_shared_bytes);
 }
 

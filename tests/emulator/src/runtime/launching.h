@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <functional>
 
 #include "registry.h"
@@ -44,6 +45,9 @@ struct Code {
     const LoadedModule& module;
 };
 std::optional<Code> code_of(const Kernel& kernel);
+
+// How often cudaFuncSetAttribute was called, in this process.
+extern std::atomic<int64_t> attribute_calls;
 
 // What one CTA may have of dynamic shared memory, by default or by cudaFuncSetAttribute.
 int64_t most_dynamic_bytes(const Kernel& kernel, const Program& program);

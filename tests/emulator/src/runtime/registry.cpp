@@ -4,6 +4,17 @@
 
 namespace emulator::runtime {
 
+void Kernel::allow_dynamic_bytes(int device, int64_t bytes) {
+    const std::lock_guard lock(mutex_);
+    dynamic_bytes_[device] = bytes;
+}
+
+std::optional<int64_t> Kernel::allowed_dynamic_bytes(int device) const {
+    const std::lock_guard lock(mutex_);
+    const auto found = dynamic_bytes_.find(device);
+    return found == dynamic_bytes_.end() ? std::nullopt : std::optional(found->second);
+}
+
 Registry& Registry::instance() {
     static Registry* const registry = new Registry;
     return *registry;

@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "fat_binary.h"
@@ -18,8 +19,13 @@ struct Kernel {
     FatBinary* const binary;
     const std::string name;
     // Of cudaFuncSetAttribute, from any thread.
-    std::atomic<int64_t> most_dynamic_bytes{-1};  // of shared memory; -1: not set
     std::atomic<bool> may_have_large_clusters{false};
+    void allow_dynamic_bytes(int device, int64_t bytes);
+    std::optional<int64_t> allowed_dynamic_bytes(int device) const;  // of shared memory; nullopt: not set on the device
+
+  private:
+    mutable std::mutex mutex_;
+    std::map<int, int64_t> dynamic_bytes_;
 };
 
 // A __device__ or __constant__ variable.

@@ -136,13 +136,17 @@ cudaError_t run_with_attribute(int* out, int attribute) {
 }
 
 cudaError_t device_attribute(int* out, int attribute) {
-    return cudaDeviceGetAttribute(out, static_cast<cudaDeviceAttr>(attribute), 0);
+    int device = 0;
+    const cudaError_t error = cudaGetDevice(&device);
+    return error != cudaSuccess ? error : cudaDeviceGetAttribute(out, static_cast<cudaDeviceAttr>(attribute), device);
 }
 
 // Compute capability, SMs, opt-in shared memory, of the device's properties.
 cudaError_t properties(int* out) {
     cudaDeviceProp found;
-    const cudaError_t error = cudaGetDeviceProperties(&found, 0);
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaGetDeviceProperties(&found, device);
     out[0] = 10 * found.major + found.minor;
     out[1] = found.multiProcessorCount;
     out[2] = static_cast<int>(found.sharedMemPerBlockOptin);

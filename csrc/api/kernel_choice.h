@@ -1,0 +1,80 @@
+// Which kernel runs a call on a GPU. The ops launch what these functions choose, and Python asks them for its name.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "attention/backward.h"
+#include "attention/forward.h"
+#include "decode/decode.h"
+#include "host/sm_rates.h"
+#include "int8_matmul/int8_matmul.h"
+#include "int8_matmul/work.h"
+
+namespace fastattn {
+
+// What decides which forward kernel runs, beside head dims and dtype.
+struct ForwardTraits {
+    bool is_causal;       // no key to the right of a row's position
+    bool has_window;      // any other bound of the keys that a row sees
+    bool changes_scores;  // which are more than scaled and masked by a window
+    bool has_sinks, is_packed, is_paged;
+};
+
+// Whether attention/forward_sm80.cuh computes it: no mask but a causal one, and scores that are only scaled.
+inline bool is_plain(const ForwardTraits& traits) {
+    return !traits.changes_scores && !traits.has_sinks && !traits.has_window && !traits.is_packed;
+}
+
+// The kernel for plain calls, and the one for others. `widest`: the larger one of the two head dims.
+inline KernelTable<AttentionForwardParams>::Row& plain_forward_kernel(int32_t compute_capability, int32_t widest,
+                                                                      DataType dtype, const ForwardTraits& traits) {
+    return attention_forward_kernels().find(compute_capability, widest, dtype, traits.is_causal);
+}
+
+inline KernelTable<AttentionOptionsParams>::Row& options_forward_kernel(int32_t compute_capability, int32_t widest,
+                                                                        DataType dtype, const ForwardTraits& traits) {
+    return attention_forward_options_kernels().find(compute_capability, widest, dtype, traits.is_paged);
+}
+
+// Of one backward pass. Null: not for this call.
+struct BackwardKernels {
+    using Row = BackwardKernelTable::Row;
+    Row *rows, *key_value, *query, *bias, *sinks;
+
+    std::array<Row*, 5> in_order() const { return {rows, key_value, query, bias, sinks}; }
+};
+
+inline BackwardKernels backward_kernels(int32_t compute_capability, int32_t widest, DataType dtype, bool changes_scores,
+                                        bool has_bias_gradient, bool has_sinks) {
+    BackwardKernels kernels{};
+    kernels.rows = &attention_backward_rows_kernels().find(compute_capability, 0, dtype, false);
+    kernels.key_value = &attention_backward_key_value_kernels().find(compute_capability, widest, dtype, changes_scores);
+    // It reads what that one has written: sums in the order of its threads.
+    const KernelKey& key = kernels.key_value->key;
+    kernels.query = &attention_backward_query_kernels().find(key.architecture, key.size, dtype, false);
+    if (has_bias_gradient) kernels.bias = &attention_backward_bias_kernels().find(compute_capability, 0, dtype, false);
+    if (has_sinks) {
+        kernels.sinks = &attention_backward_sinks_kernels().find(compute_capability, 0, std::nullopt, false);
+    }
+    return kernels;
+}
+
+// What of a matmul with int8 weights a table of kernels computes best, and how: sums [tokens, outputs], each of `depth`.
+struct Int8Choice {
+    Int8KernelTable::Row* kernel;
+    MatmulChoice choice;
+};
+
+inline Int8Choice int8_kernel(Int8KernelTable& table, int32_t compute_capability, int32_t num_sms, DataType dtype,
+                              int32_t tokens, int32_t outputs, int32_t depth) {
+    std::vector<MatmulTile> tiles;
+    tiles.reserve(8);
+    table.for_each_tile(compute_capability, dtype, [&](const Int8TileFacts& tile) { tiles.push_back(tile.matmul); });
+    const MatmulChoice choice = fastest_tile(tokens, outputs, depth, tiles, sm_rates(compute_capability), num_sms);
+    return {&table.find(compute_capability, choice.tile.tokens, dtype, false), choice};
+}
+
+}  // namespace fastattn

@@ -1,0 +1,165 @@
+// What Python asks about the native kernels, with ctypes: the functions of kernel_choice.h, which the ops launch by.
+
+#ifdef FASTATTN_ARCH_80
+
+#include <algorithm>
+#include <cstdint>
+#include <exception>
+#include <string>
+
+#include "api/kernel_choice.h"
+#include "decode/split_plan.h"
+#include "host/device_facts.h"
+#include "host/kernel_table.h"
+
+namespace fastattn {
+namespace {
+
+std::string tile_text(const TileFacts& tile) {
+    if (tile.block_m == 0) return "null";
+    const std::string depth = tile.block_k > 0 ? ", \"block_k\": " + std::to_string(tile.block_k) : "";
+    return "{\"block_m\": " + std::to_string(tile.block_m) + ", \"block_n\": " + std::to_string(tile.block_n) + depth +
+           ", \"num_warps\": " + std::to_string(tile.num_warps) + "}";
+}
+
+DataType dtype_of(int32_t is_bfloat16) {
+    return is_bfloat16 != 0 ? DataType::kBFloat16 : DataType::kFloat16;
+}
+
+// nullptr: there is none.
+template <typename Function>
+const char* name_or_null(Function&& row_of) {
+    try {
+        return row_of().name().c_str();
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
+
+// By the numbers that Python knows them by.
+Int8KernelTable& int8_kernels(int32_t which) {
+    return which == 0   ? int8_matmul_kernels()
+           : which == 1 ? int8_matmul_grad_input_kernels()
+                        : int8_matmul_s8_kernels();
+}
+
+// How a launch deals its steps to CTAs, and how many parts of tiles pass through a workspace.
+struct Dealt {
+    int64_t ctas, longest_steps, block_m, parts;
+};
+
+}  // namespace
+}  // namespace fastattn
+
+#define FASTATTN_ASKED_BY_PYTHON extern "C" __attribute__((visibility("default")))
+
+// Of the current CUDA device; zeros where there is none.
+FASTATTN_ASKED_BY_PYTHON fastattn::DeviceFacts fastattn_device_facts() {
+    try {
+        return fastattn::device_facts();
+    } catch (const std::exception&) {
+        return {};
+    }
+}
+
+// Every kernel's tile, {"attention_forward_sm80<64, bfloat16, causal>": {"block_m": …}, …}; null where it has none.
+FASTATTN_ASKED_BY_PYTHON const char* fastattn_kernels() {
+    using namespace fastattn;
+    static const std::string text = [] {
+        std::string all;
+        for (const ListedKernel& kernel : listed_kernels()) {
+            all += (all.empty() ? "\"" : ", \"") + kernel.name + "\": " + tile_text(kernel.tile);
+        }
+        return '{' + all + '}';
+    }();
+    return text.c_str();
+}
+
+// Names of the kernels that run a call. `widest`: the larger one of its two head dims.
+FASTATTN_ASKED_BY_PYTHON const char* fastattn_attention_forward_kernel(int32_t compute_capability, int32_t widest,
+                                                                       int32_t is_bfloat16,
+                                                                       const fastattn::ForwardTraits* traits) {
+    using namespace fastattn;
+    const DataType dtype = dtype_of(is_bfloat16);
+    return is_plain(*traits) ? name_or_null([&]() -> auto& {
+        return plain_forward_kernel(compute_capability, widest, dtype, *traits);
+    })
+                             : name_or_null([&]() -> auto& {
+                                   return options_forward_kernel(compute_capability, widest, dtype, *traits);
+                               });
+}
+
+// In the order in which they run; returns how many there are, at most 5.
+FASTATTN_ASKED_BY_PYTHON int32_t fastattn_attention_backward_kernels(int32_t compute_capability, int32_t widest,
+                                                                     int32_t is_bfloat16, int32_t changes_scores,
+                                                                     int32_t has_bias_gradient, int32_t has_sinks,
+                                                                     const char** names) {
+    using namespace fastattn;
+    try {
+        const BackwardKernels kernels = backward_kernels(compute_capability, widest, dtype_of(is_bfloat16),
+                                                         changes_scores != 0, has_bias_gradient != 0, has_sinks != 0);
+        int32_t count = 0;
+        for (const BackwardKernels::Row* kernel : kernels.in_order()) {
+            if (kernel != nullptr) names[count++] = kernel->name().c_str();
+        }
+        return count;
+    } catch (const std::exception&) {
+        return 0;
+    }
+}
+
+FASTATTN_ASKED_BY_PYTHON const char* fastattn_decode_kernel(int32_t compute_capability, int32_t widest,
+                                                            int32_t is_bfloat16, int32_t is_int8) {
+    using namespace fastattn;
+    return name_or_null([&]() -> auto& {
+        return decode_split_kernels().find(compute_capability, widest, dtype_of(is_bfloat16), is_int8 != 0);
+    });
+}
+
+// Of the matmul, its input gradient, or the matmul with int8 activations (`which` is 0, 1, 2), with sums [tokens, outputs],
+// each of `depth`.
+FASTATTN_ASKED_BY_PYTHON const char* fastattn_int8_matmul_kernel(int32_t which, int32_t compute_capability,
+                                                                 int32_t num_sms, int32_t is_bfloat16, int32_t tokens,
+                                                                 int32_t outputs, int32_t depth) {
+    using namespace fastattn;
+    return name_or_null([&]() -> auto& {
+        return *int8_kernel(int8_kernels(which), compute_capability, num_sms, dtype_of(is_bfloat16), tokens, outputs,
+                            depth)
+                    .kernel;
+    });
+}
+
+// Likewise. No CTAs: no kernel runs there.
+FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_int8_matmul(int32_t which, int32_t compute_capability,
+                                                                    int32_t num_sms, int32_t tokens, int32_t outputs,
+                                                                    int32_t depth) {
+    using namespace fastattn;
+    try {
+        const auto [tile, plan] =
+            int8_kernel(int8_kernels(which), compute_capability, num_sms, DataType::kBFloat16, tokens, outputs, depth)
+                .choice;
+        return {num_ctas(plan), longest_steps(plan), tile.tokens, num_places(plan)};
+    } catch (const std::exception&) {
+        return {};
+    }
+}
+
+// With so many rows of queries for each KV head, and sequences that fill the capacity.
+FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_decode(int32_t compute_capability, int32_t num_sms,
+                                                               int32_t widest, int32_t is_int8, int32_t batch,
+                                                               int32_t kv_heads, int32_t rows, int32_t capacity) {
+    using namespace fastattn;
+    const auto* kernel =
+        decode_split_kernels().find_or_null(compute_capability, widest, DataType::kBFloat16, is_int8 != 0);
+    if (kernel == nullptr) return {};
+    const TileFacts& tile = kernel->tile;
+    const SequenceShape shape{capacity, 0, 1, -1};
+    const SplitPlan plan = split_plan(shape, batch, kv_heads, ceil_div(rows, tile.block_m), tile.block_n,
+                                      /*num_splits=*/0, /*batch_invariant=*/false, num_sms * tile.ctas_per_sm);
+    const TileUnits units = tile_units(plan, cached_sequence(shape, capacity), tile.block_n);
+    const int64_t blocks = int64_t{batch} * plan.tiles_per_sequence * units.num_units * units.blocks_per_unit;
+    return {plan.num_ctas, units_per_cta(plan, blocks), tile.block_m,
+            can_be_cut(plan, shape, tile.block_n) ? num_slots(plan) : 0};
+}
+
+#endif  // FASTATTN_ARCH_80

@@ -1,8 +1,0 @@
-#include "attention/backward_key_value_sm80.cuh"
-
-namespace fastattn {
-
-template void launch_attention_backward_key_value_sm80<32, DataType::kFloat16, true>(const AttentionBackwardParams&,
-                                                                                     Stream);
-
-}  // namespace fastattn

@@ -1,7 +1,0 @@
-#include "attention/backward_query_sm80.cuh"
-
-namespace fastattn {
-
-template void launch_attention_backward_query_sm80<192, DataType::kBFloat16>(const AttentionBackwardParams&, Stream);
-
-}  // namespace fastattn

@@ -1,7 +1,0 @@
-#include "attention/forward_sm80.cuh"
-
-namespace fastattn {
-
-template void launch_attention_forward_sm80<128, DataType::kFloat16, false>(const AttentionForwardParams&, Stream);
-
-}  // namespace fastattn

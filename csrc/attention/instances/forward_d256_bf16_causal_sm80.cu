@@ -1,7 +1,0 @@
-#include "attention/forward_sm80.cuh"
-
-namespace fastattn {
-
-template void launch_attention_forward_sm80<256, DataType::kBFloat16, true>(const AttentionForwardParams&, Stream);
-
-}  // namespace fastattn

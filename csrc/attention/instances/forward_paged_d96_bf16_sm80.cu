@@ -1,8 +1,0 @@
-#include "attention/forward_options_sm80.cuh"
-
-namespace fastattn {
-
-template void launch_attention_forward_options_sm80<96, DataType::kBFloat16, /*kPaged=*/true>(
-    const AttentionOptionsParams&, Stream);
-
-}  // namespace fastattn

@@ -1,0 +1,143 @@
+// The kernels of this library, as the host finds and starts them. Every instance file adds a row to its kernel's table when
+// the library is loaded: see instances.json.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <list>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "host/launch.h"
+#include "host/params.h"
+
+namespace fastattn {
+
+// Of one step of a CTA, and how many CTAs an SM is to hold. What a kernel does not have is 0.
+struct TileFacts {
+    int32_t block_m, block_n, block_k, num_warps, ctas_per_sm;
+};
+
+template <typename Tile>
+constexpr TileFacts tile_facts() {
+    return {Tile::kBlockM, Tile::kBlockN, 0, Tile::kNumWarps, Tile::kMinCtasPerSm};
+}
+
+// For what one instance is compiled.
+struct KernelKey {
+    int32_t architecture;           // that it is written for
+    int32_t size;                   // head dim, or rows of a tile; 0: any
+    std::optional<DataType> dtype;  // none: any
+    bool variant;                   // each table says what is meant
+};
+
+// A kernel of sm_80 runs on all later GPUs; sm_90a has instructions that no other GPU has.
+inline bool runs_on(int32_t architecture, int32_t compute_capability) {
+    return architecture == 90 ? compute_capability == 90 : compute_capability >= architecture;
+}
+
+// "kernel<64, bfloat16>"; empty arguments are left out.
+inline std::string kernel_name(const std::string& kernel, std::initializer_list<std::string> arguments) {
+    std::string list;
+    for (const std::string& argument : arguments) {
+        if (!argument.empty()) list += (list.empty() ? "" : ", ") + argument;
+    }
+    return list.empty() ? kernel : kernel + '<' + list + '>';
+}
+
+// Names and tiles of all kernels, in the order in which they were added.
+struct ListedKernel {
+    std::string name;
+    TileFacts tile;
+};
+
+inline std::vector<ListedKernel>& listed_kernels() {
+    static auto& list = *new std::vector<ListedKernel>;
+    return list;
+}
+
+template <typename Params, typename Tile = TileFacts>
+class KernelTable {
+  public:
+    using Launcher = void (*)(LaunchedKernel&, const Params&, Stream);
+
+    struct Row {
+        Row(const KernelKey& key, std::string name, const Tile& tile, Launcher launcher)
+            : key(key), tile(tile), kernel(std::move(name), key.architecture), launcher(launcher) {}
+
+        const std::string& name() const { return kernel.name(); }
+        void launch(const Params& params, Stream stream) { launcher(kernel, params, stream); }
+
+        const KernelKey key;
+        const Tile tile;
+        LaunchedKernel kernel;
+        const Launcher launcher;
+    };
+
+    // `operation`: what errors call what these kernels do.
+    explicit KernelTable(const char* operation) : operation_(operation) {}
+
+    void add(const KernelKey& key, std::string name, const Tile& tile, Launcher launcher) {
+        listed_kernels().push_back({name, tile});
+        const auto place = std::find_if(rows_.begin(), rows_.end(), [&](const Row& row) {
+            return std::pair(-key.architecture, key.size) < std::pair(-row.key.architecture, row.key.size);
+        });
+        rows_.emplace(place, key, std::move(name), tile, launcher);
+    }
+
+    // The row for a GPU: of the newest architecture that has one for it, the smallest whose size is not less. Null where
+    // there is none.
+    Row* find_or_null(int32_t compute_capability, int32_t size, std::optional<DataType> dtype, bool variant) {
+        for (Row& row : rows_) {
+            if (row.key.size >= size && row.key.dtype == dtype && row.key.variant == variant &&
+                runs_on(row.key.architecture, compute_capability)) {
+                return &row;
+            }
+        }
+        return nullptr;
+    }
+
+    // The same. Throws std::runtime_error where there is none.
+    Row& find(int32_t compute_capability, int32_t size, std::optional<DataType> dtype, bool variant) {
+        if (Row* row = find_or_null(compute_capability, size, dtype, variant)) return *row;
+        throw std::runtime_error("fastattn: no kernel of " + std::string(operation_) + " for size " +
+                                 std::to_string(size) + (dtype ? std::string(" and ") + to_string(*dtype) : "") +
+                                 " runs on a GPU of compute capability " + std::to_string(compute_capability / 10) +
+                                 '.' + std::to_string(compute_capability % 10));
+    }
+
+    // Calls function(tile) with the tiles among which a planner chooses for a GPU, by size.
+    template <typename Function>
+    void for_each_tile(int32_t compute_capability, DataType dtype, Function&& function) const {
+        int32_t newest = 0;
+        for (const Row& row : rows_) {
+            if (row.key.dtype != dtype || !runs_on(row.key.architecture, compute_capability)) continue;
+            if (newest == 0) newest = row.key.architecture;
+            if (row.key.architecture == newest) function(row.tile);
+        }
+    }
+
+    int32_t largest_size() const {
+        int32_t largest = 0;
+        for (const Row& row : rows_) largest = std::max(largest, row.key.size);
+        return largest;
+    }
+
+  private:
+    const char* operation_;
+    std::list<Row> rows_;  // by architecture, the newest first, and then by size; addresses stay
+};
+
+// Adds a row while the library is being loaded.
+struct Registration {
+    template <typename Table, typename... Row>
+    Registration(Table& table, const Row&... row) {
+        table.add(row...);
+    }
+};
+
+}  // namespace fastattn

@@ -1,7 +1,0 @@
-#include "int8_matmul/gemm_sm80.cuh"
-
-namespace fastattn {
-
-template void launch_int8_matmul_sm80<112, DataType::kFloat16>(const Int8MatmulParams&, Stream);
-
-}  // namespace fastattn

@@ -1,0 +1,13 @@
+// The int8 matmul with int8 activations; compiled with FASTATTN_BLOCK_M and FASTATTN_DTYPE.
+#include "int8_matmul/gemm_s8_sm80.cuh"
+
+namespace fastattn {
+
+static const Registration registration(int8_matmul_s8_kernels(),
+                                       KernelKey{80, FASTATTN_BLOCK_M, DataType::FASTATTN_DTYPE, false},
+                                       kernel_name("int8_matmul_s8_sm80", {std::to_string(FASTATTN_BLOCK_M),
+                                                                           to_string(DataType::FASTATTN_DTYPE)}),
+                                       int8_tile_facts<Int8MatmulS8TileSm80<FASTATTN_BLOCK_M>>(),
+                                       launch_int8_matmul_s8_sm80<FASTATTN_BLOCK_M, DataType::FASTATTN_DTYPE>);
+
+}  // namespace fastattn

@@ -1,0 +1,93 @@
+"""How the kernels want tensors to lie in memory, and how their results lie."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ALIGNMENT_BYTES = 16  # one vector load of a thread
+
+
+def reason_to_copy(tensor: Tensor, rows_anywhere: bool = False) -> str | None:
+    """Why a kernel cannot read ``tensor`` where it lies, or None; ``rows_anywhere``: it takes rows of any alignment."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        return "its last dimension is not contiguous"
+    if rows_anywhere:
+        return None
+    if tensor.data_ptr() % ALIGNMENT_BYTES:
+        return f"its first element is not {ALIGNMENT_BYTES}-byte aligned"
+    for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+        if size > 1 and stride * tensor.element_size() % ALIGNMENT_BYTES:
+            return f"its strides are not multiples of {ALIGNMENT_BYTES} bytes"
+    return None
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """``tensor`` itself, or a contiguous copy where a kernel cannot read it."""
+    return tensor if reason_to_copy(tensor) is None else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def has_aligned_rows(matrix: Tensor) -> bool:
+    """Whether the rows of ``matrix [N, K]`` start at multiples of the alignment from its first element, and are
+    contiguous."""
+    rows, columns = matrix.shape
+    if matrix.numel() == 0:
+        return True
+    if columns > 1 and matrix.stride(1) != 1:
+        return False
+    return rows <= 1 or matrix.stride(0) * matrix.element_size() % ALIGNMENT_BYTES == 0
+
+
+def with_aligned_rows(matrix: Tensor) -> Tensor:
+    """``matrix [N, K]`` itself where its rows are aligned, else a copy that is a view of longer rows, zeros behind."""
+    if has_aligned_rows(matrix):
+        return matrix
+    columns = matrix.shape[1]
+    per_chunk = ALIGNMENT_BYTES // matrix.element_size()
+    room = (columns + per_chunk - 1) // per_chunk * per_chunk
+    return F.pad(matrix, (0, room - columns))[:, :columns]
+
+
+class SharedCopies:
+    """Makes one copy for all tensors that are one piece of memory, as long as somebody holds it and it is equal."""
+
+    def __init__(self, copy: Callable[[Tensor], Tensor]) -> None:
+        self._copy = copy
+        self._made: dict[Any, weakref.ref[Tensor]] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        if tensor.is_meta or type(tensor) is not Tensor:
+            return self._copy(tensor)
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.device)
+        known = self._made.get(key)
+        made = None if known is None else known()
+        if made is None or not torch.equal(made, tensor):
+            made = self._copy(tensor)
+            self._made = {key: made for key, made in self._made.items() if made() is not None}
+            self._made[key] = weakref.ref(made)
+        return made
+
+
+def empty_like_heads(like: Tensor, last_dim: int) -> Tensor:
+    """An empty ``[B, H, S, last_dim]`` in the dimension order of ``like [B, H, S, D]``.
+
+    That is ``[B, S, H, D]`` in memory if a head of ``like`` lies closer to the next than a row does, else contiguous.
+    """
+    batch, heads, rows, _ = like.shape
+    if like.stride(1) < like.stride(2):
+        return like.new_empty((batch, rows, heads, last_dim)).transpose(1, 2)
+    return like.new_empty((batch, heads, rows, last_dim))
+
+
+def sum_over_tokens(rows: Tensor, samples: int = 0) -> Tensor:
+    """``[..., N]`` to ``[N]``, added up in float32 and rounded once; the first ``samples`` dimensions stay.
+
+    The gradient of a bias, where no kernel adds it up.
+    """
+    rows = rows.unsqueeze(samples).flatten(samples, -2)  # a row by itself has no other dimension
+    return rows.sum(samples, dtype=torch.float32).to(rows.dtype)

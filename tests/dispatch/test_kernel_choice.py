@@ -1,0 +1,196 @@
+"""Which CUDA C++ kernel runs a call: what the library says is what it launches. And what it asks CUDA for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import attention_cases
+import fastattn
+import kernel_symbols
+from cuda_kernels import DTYPES, MARKS, each_dtype, only_emulated
+from fastattn import native
+from fastattn.__main__ import native_code_for
+from kernel_device import DEVICE
+
+pytestmark = [*MARKS, only_emulated]
+
+if DEVICE == "cpu":
+    from emulator import cuda_runtime, device, launches
+    from emulator.native import native as emulator_native
+
+ops = torch.ops.fastattn
+KIB = 1024
+
+
+def heads(rows: int, head_dim: int = 64, num: int = 2, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(1, num, rows, head_dim, generator=torch.Generator().manual_seed(rows)).to(dtype)
+
+
+def launched_names(found: list[Any]) -> list[str]:
+    return [kernel_symbols.name_of(launched.report.kernel) for launched in found]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (3, 0)},
+    "softcap": {"softcap": 5.0},
+    "sinks": {"sinks": torch.zeros(2)},
+    "bias": {"bias": torch.zeros(1, 1, 9, 33, dtype=torch.bfloat16)},
+    "alibi": {"alibi_slopes": torch.ones(2)},
+    "causal and softcap": {"causal": True, "softcap": 5.0},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 192])
+def test_forward_launches_what_the_library_names(name: str, head_dim: int) -> None:
+    query, key = heads(9, head_dim), heads(33, head_dim)
+    with fastattn.use_backend("cuda"), launches.recorded() as found, fastattn.record() as calls:
+        fastattn.attention(query, key, key, **OPTIONS[name])
+    assert launched_names(found) == [call.kernel for call in calls]
+    assert calls[0].kernel in native.KERNELS
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+def test_packed_forward_launches_what_the_library_names(paged: bool) -> None:
+    query, offsets = heads(9)[0].transpose(0, 1), torch.tensor([0, 4, 9], dtype=torch.int32)
+    key = heads(32).expand(2, -1, -1, -1).contiguous() if paged else query
+    table = torch.arange(2, dtype=torch.int32).view(2, 1) if paged else None
+    with fastattn.use_backend("cuda"), launches.recorded() as found, fastattn.record() as calls:
+        fastattn.attention_varlen(query, key, key, offsets, offsets, 9, 9, block_table=table)
+    assert launched_names(found) == [call.kernel for call in calls]
+    assert calls[0].kernel in native.KERNELS and calls[0].kernel.endswith("paged>") is paged
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"window": (4, 2)},
+        {"softcap": 3.0},
+        {"sinks": True},
+        {"mask": "float"},
+        {"mask": "bool"},
+        {"alibi": "head"},
+        {"head_dims": (96, 40)},
+        {"mask": "float", "sinks": True, "head_dims": (136, 8)},
+    ],
+    ids=str,
+)
+def test_backward_launches_what_the_library_names(changes: dict[str, Any], dtype: torch.dtype) -> None:
+    case = attention_cases.Case(dtype=dtype, **changes)
+    problem = attention_cases.make_problem(case)
+    with launches.recorded() as found:
+        attention_cases.run_ops(ops, case, problem)
+    _, *backward = launched_names(found)
+    named = native.attention_backward_kernels(
+        80,
+        max(case.head_dims),
+        dtype,
+        changes_scores=bool(case.softcap or case.mask or case.alibi),
+        bias_gradient=case.mask == "float",
+        sinks=case.sinks,
+    )
+    assert tuple(backward) == named and set(named) <= set(native.KERNELS)
+
+
+@each_dtype
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 200])
+@pytest.mark.parametrize("is_int8", [False, True], ids=["16-bit", "int8"])
+def test_decode_launches_what_the_library_names(head_dim: int, is_int8: bool, dtype: torch.dtype) -> None:
+    query, cache = heads(1, head_dim, dtype=dtype), heads(40, head_dim, dtype=dtype)
+    scales = {"k_scale": torch.ones(1, 2, 40), "v_scale": torch.ones(1, 2, 40)} if is_int8 else {}
+    cache = cache.to(torch.int8) if is_int8 else cache
+    lengths = torch.tensor([40], dtype=torch.int32)
+    with fastattn.use_backend("cuda"), launches.recorded() as found, fastattn.record() as calls:
+        fastattn.attention_with_kv_cache(query, cache, cache.clone(), lengths, **scales)
+    assert launched_names(found) == [native.decode_kernel(80, head_dim, dtype, is_int8)]
+    assert launched_names(found) == [call.kernel for call in calls]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("tokens", [1, 40, 200])
+def test_int8_matmul_launches_what_the_library_names(tokens: int, arch: int) -> None:
+    weight = fastattn.quantize_int8(torch.randn(256, 128))
+    x = torch.randn(tokens, 128).half()
+    with device.emulated(arch, num_sms=2), fastattn.use_backend("cuda"), launches.recorded() as found:
+        with fastattn.record() as calls:
+            fastattn.int8_linear(x, weight)
+        ops.int8_matmul_grad_input(torch.randn(tokens, 256).half(), weight.data, weight.scale, False)
+        ops.int8_matmul(x, weight.data, weight.scale, None, None, "none", True)
+    sums = (("int8_matmul", 256, 128), ("int8_matmul_grad_input", 128, 256), ("int8_matmul_s8", 256, 128))
+    named = [native.int8_matmul_kernel(op, arch, 2, torch.float16, tokens, *sizes) for op, *sizes in sums]
+    assert launched_names(found) == named
+    assert [call.kernel for call in calls] == named[:1]
+
+
+def test_the_library_names_no_kernel_for_a_gpu_that_has_none() -> None:
+    for dtype in DTYPES:
+        assert native.attention_forward_kernel(75, 64, dtype) is None
+        assert native.attention_forward_kernel(80, 264, dtype) is None
+        assert native.attention_backward_kernels(75, 64, dtype) == ()
+        assert native.decode_kernel(75, 64, dtype, False) is None
+        assert native.int8_matmul_kernel("int8_matmul", 75, 40, dtype, 1, 64, 64) is None
+    assert native.dealt_int8_matmul("int8_matmul", 75, 40, 1, 64, 64).ctas == 0
+    assert native.dealt_decode(75, 40, 64, False, 1, 1, 1, 64).ctas == 0
+
+
+def test_a_gpu_without_kernels_is_an_error_that_names_it() -> None:
+    query = heads(9)
+    with cuda_runtime.pretend(75, 40, 64 * KIB), pytest.raises(RuntimeError, match=r"compute capability 7\.5"):
+        ops.attention_forward(
+            query, query, query, None, None, None, None, None, None, 0, 0, 1.0, -1, -1, False, 0.0, 0.0, None
+        )
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ({"80": ["sm_80", "sm_90", "compute_80"]}, {75: None, 80: "sm_80", 89: "sm_80", 90: "sm_90", 120: "PTX"}),
+        ({"80": ["sm_80", "compute_80"]}, {80: "sm_80", 90: "PTX"}),
+        ({"80": ["sm_90"], "90a": ["sm_90a"]}, {80: None, 89: None, 90: "sm_90a", 100: None}),
+        ({}, {80: None, 90: None}),
+    ],
+)
+def test_the_code_that_a_gpu_runs(
+    monkeypatch: pytest.MonkeyPatch, code: dict[str, list[str]], expected: dict[int, str | None]
+) -> None:
+    monkeypatch.setitem(native.BUILD, "code", code)
+    assert {arch: native.code_for(arch) for arch in expected} == expected
+    for arch, name in expected.items():
+        described = native_code_for(arch)
+        assert described.endswith("no CUDA C++ kernels" if name is None else "first use" if name == "PTX" else name)
+
+
+# --- What is asked of a device ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arch", "expected"), [(80, (80, 108, 40 << 20, 163 * KIB)), (90, (90, 132, 50 << 20, 227 * KIB))]
+)
+def test_device_facts_are_those_of_the_gpu_at_hand(arch: int, expected: tuple[int, ...]) -> None:
+    with device.emulated(arch):
+        facts = native.device_facts()
+    assert (facts.arch, facts.num_sms, facts.l2_bytes, facts.shared_bytes_per_cta) == expected
+    assert native.device_facts().arch == 80  # outside, another GPU is at hand again
+
+
+def test_shared_memory_is_asked_for_once_per_kernel_and_gpu() -> None:
+    """A kernel with more than 48 KB. Each GPU that was ever pretended is a device of its own; the A100 is the first."""
+    query = heads(9, 128)
+
+    def calls_of_launch(num_sms: int) -> int:
+        before = emulator_native.runtime.attribute_calls()
+        with device.emulated(80, num_sms=num_sms), launches.recorded() as found, fastattn.use_backend("cuda"):
+            fastattn.attention(query, query, query)
+        assert launched_names(found) == ["attention_forward_sm80<128, bfloat16, full>"]
+        asked: int = emulator_native.runtime.attribute_calls() - before
+        return asked
+
+    calls_of_launch(108)
+    assert [calls_of_launch(num_sms) for num_sms in (108, 1007, 108)] == [0, 1, 0]

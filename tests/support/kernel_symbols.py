@@ -1,0 +1,29 @@
+"""The names of the CUDA C++ kernels: as the compiler mangles them, and as the library calls them. Not a test module."""
+
+from __future__ import annotations
+
+import re
+
+DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
+# What a kernel's bool stands for: where it is false, and where it is true.
+FLAGS = {
+    "attention_forward_sm80": ("full", "causal"),
+    "attention_forward_options_sm80": ("", "paged"),
+    "attention_backward_key_value_sm80": ("plain", "options"),
+    "decode_split_sm80": ("", "int8"),
+}
+
+
+def name_of(symbol: str) -> str:
+    """``attention_forward_sm80<64, bfloat16, causal>`` of the mangled name of that kernel."""
+    arguments = r"(?:Li(\d+)E)?(?:LN\w*?8DataTypeE(\d)E)?(?:Lb([01])E)?"
+    match = re.match(rf"_ZN8fastattn\d+(\w+?_sm\d+)(?:I{arguments}E)?E", symbol)
+    assert match is not None, symbol
+    kernel, size, dtype, flag = match.groups()
+    texts = (
+        size or "",
+        DTYPES[int(dtype)] if dtype is not None else "",
+        FLAGS[kernel][int(flag)] if flag is not None else "",
+    )
+    listed = ", ".join(filter(None, texts))
+    return f"{kernel}<{listed}>" if listed else kernel
