@@ -89,22 +89,22 @@ class Machine:
         self.change(name)
         del self.contents[name]
 
-    def step(self, names: list[int], num_new: list[int], fails_at: str | None) -> None:
-        """``fails_at``: the device runs out of memory where pages are copied, or behind that."""
+    def step(self, names: list[int], num_new: list[int], fails_at: str | None) -> bool:
+        """Whether there is one now. ``fails_at``: the device runs out of memory before or after pages are copied."""
         try:
             plan = self.pool.plan(names, num_new)
         except CacheFull:
-            return
+            return False
         if plan.copies_take_reserved:
             self.pool.end_superseded(plan)
             for step in self.steps:
                 if any(step.reservation is ended for ended in plan.superseded):
                     step.is_good = False
         if fails_at == "plan":
-            return
+            return False
         self.copy(plan)
         if fails_at == "copies":
-            return
+            return False
         tables = plan.tables()
         reservation = self.pool.reserve(plan, LAYERS)
         for name in names:
@@ -122,6 +122,7 @@ class Machine:
         )
         reservation.holder = lambda: step.holder
         self.steps.append(step)
+        return True
 
     def copy(self, plan: Plan) -> None:
         for _, source, target in plan.copies:
@@ -175,26 +176,43 @@ class Machine:
                     assert found == f"{token} of layer {layer}"
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+OPERATIONS = [
+    *["whole step"] * 6,
+    *["step"] * 3,
+    *["attend"] * 4,
+    *["fork"] * 3,
+    "add",
+    "truncate",
+    "free",
+    "cancel",
+    "drop",
+]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_operations_in_any_order(data: st.DataObject) -> None:
     """Layers in any order and again, steps interleaved, abandoned, cancelled and overtaken, and devices that fail."""
     machine = Machine()
-    for _ in range(data.draw(st.integers(1, 40))):
+    machine.add()
+    for _ in range(data.draw(st.integers(10, 40))):
         alive = list(machine.contents)
-        operation = data.draw(
-            st.sampled_from(["add", "fork", "truncate", "free"] + ["step"] * 4 + ["attend"] * 8 + ["cancel", "drop"])
-        )
+        operation = data.draw(st.sampled_from(OPERATIONS))
         if operation == "add" and len(alive) < 5:
             machine.add()
         elif operation in ("fork", "truncate") and alive and len(alive) < 6:
-            getattr(machine, operation)(data.draw(st.sampled_from(alive)), data.draw(st.integers(0, 8)))
-        elif operation == "free" and alive:
+            name = data.draw(st.sampled_from(alive))
+            getattr(machine, operation)(name, data.draw(st.integers(0, len(machine.contents[name]) + 1)))
+        elif operation == "free" and len(alive) > 1:
             machine.free(data.draw(st.sampled_from(alive)))
-        elif operation == "step" and alive:
+        elif operation in ("step", "whole step") and alive:
             names = data.draw(st.lists(st.sampled_from(alive), unique=True, min_size=1))
-            num_new = data.draw(st.lists(st.integers(0, 5), min_size=len(names), max_size=len(names)))
-            machine.step(names, num_new, data.draw(st.sampled_from([None, None, None, "plan", "copies"])))
+            num_new = data.draw(st.lists(st.integers(0, 4), min_size=len(names), max_size=len(names)))
+            if operation == "step":
+                machine.step(names, num_new, data.draw(st.sampled_from([None, None, None, "plan", "copies"])))
+            elif machine.step(names, num_new, None):
+                for layer in (1, 0):
+                    machine.attend(machine.steps[-1], layer)
         elif operation in ("attend", "cancel", "drop") and machine.steps:
             step = machine.steps[-data.draw(st.integers(1, min(4, len(machine.steps))))]
             if operation == "attend":

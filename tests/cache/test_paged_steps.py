@@ -82,7 +82,7 @@ CHANGES: dict[str, tuple[Callable[[PagedKVCache, int], object], str]] = {
 @each_form
 @pytest.mark.parametrize("has_begun", ["not begun", "half done", "done"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_step_is_refused_once_a_sequence_of_its_has_changed(change: str, has_begun: str, form: str) -> None:
+def test_a_step_is_refused_once_one_of_its_sequences_has_changed(change: str, has_begun: str, form: str) -> None:
     """Else it would write to the pages of the sequence that came after."""
     cache = cache_of()
     a, b = cache.add(), cache.add()
