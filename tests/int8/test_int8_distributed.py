@@ -6,6 +6,7 @@ import socket
 import warnings
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from fastattn import InputError
 from fastattn.nn import Int8Tensor, quantize_model
 
 # hidden and outer features, granularity: aligned and not, and rows that two ranks do not share evenly
@@ -82,6 +84,9 @@ def check_tensor_parallel(rank: int, mesh: DeviceMesh) -> None:
         for actual, wanted in zip(model.parameters(), expected.parameters(), strict=True):
             assert isinstance(actual, DTensor)
             assert torch.equal(actual.full_tensor(), wanted)
+        model[2].input_precision = "int8"
+        with pytest.raises(InputError, match="input_precision: expected '16bit' for a weight that is sharded"):
+            model(torch.ones(1, outer))
 
 
 def _run(rank: int, port: int, checks: tuple[Callable[[int, DeviceMesh], None], ...]) -> None:

@@ -137,6 +137,11 @@ def test_linear_layers_run_int8_linear(granularity: str | int) -> None:
         torch.testing.assert_close(y, expected)
         torch.testing.assert_close(torch.autograd.grad(y, x, grad_out)[0], expected_grad)
     torch.testing.assert_close(x @ weight.t() + bias, expected)
+    explained = fastattn.explain(int8_linear, x, weight)
+    assert (explained.backend, explained.kernel) == (
+        "torch",
+        fastattn.explain(int8_linear, x, weight.int8_weight).kernel,
+    )
     with fastattn.record() as calls:
         F.linear(x.detach(), weight, bias)
     assert [call.op for call in calls] == ["int8_matmul"]

@@ -28,14 +28,16 @@ class FlatTensors(Tensor):
 
     @staticmethod
     def __new__(cls, parts: list[Tensor]) -> FlatTensors:
-        self: FlatTensors = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: FlatTensors = torch.Tensor._make_wrapper_subclass(
             cls, (sum(part.numel() for part in parts),), dtype=parts[0].dtype, device=parts[0].device
         )
         self.parts = parts
         return self
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is _c10d.broadcast_.default:
             return _broadcast_(func, *args, **(kwargs or {}))
         if func is torch.ops.aten.slice.Tensor:
@@ -59,7 +61,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _wait(work: Any) -> None:
-    dist.Work.unbox(work).wait()  # type: ignore[attr-defined]
+    dist.Work.unbox(work).wait()
 
 
 @replaces_operator(_c10d.broadcast_.default)

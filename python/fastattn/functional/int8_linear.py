@@ -134,11 +134,11 @@ def _mm(op: Any, x: Tensor, weight: Tensor) -> Tensor:
 
 @replaces_operator(torch.ops.aten.addmm.default)
 def _addmm(op: Any, bias: Tensor | None, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    is_plain = isinstance(weight, Int8Tensor) and not isinstance(x, Int8Tensor) and not isinstance(bias, Int8Tensor)
-    if not is_plain or weight.form == "flat" or (beta, alpha) != (1, 1):
+    is_plain = not isinstance(x, Int8Tensor) and not isinstance(bias, Int8Tensor) and (beta, alpha) == (1, 1)
+    if not is_plain or not isinstance(weight, Int8Tensor) or weight.form == "flat":
         raise InputError(f"{op}: expected an int8 weight as the last factor only; dequantize() gives a floating tensor")
     if weight.form == "transposed":
-        return int8_linear(x, weight.t(), bias)
+        return linear_over(x, weight.int8_data, weight.int8_scale, bias)
     return _grad_input(x, weight.int8_data, weight.int8_scale)
 
 

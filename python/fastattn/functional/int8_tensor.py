@@ -82,7 +82,7 @@ class Int8Tensor(Tensor):
         stride = columns if row_stride is None else row_stride
         shapes = {"matrix": (rows, columns), "transposed": (columns, rows), "flat": (rows * columns,)}
         strides = {"matrix": (stride, 1), "transposed": (1, stride), "flat": (1,)}
-        self: Int8Tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: Int8Tensor = torch.Tensor._make_wrapper_subclass(
             cls, shapes[form], strides=strides[form], dtype=dtype, device=data.device, requires_grad=False
         )
         self.int8_data, self.int8_scale, self.granularity, self.form = data, scale, granularity, form
@@ -105,7 +105,7 @@ class Int8Tensor(Tensor):
         """What the int8 data and the scales take, in bytes, without room behind rows."""
         return self.int8_data.nbytes + self.int8_scale.nbytes
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """A plain tensor of the same shape, in ``dtype`` or else in that of this one."""
         weight = Int8Weight(self.int8_data, self.int8_scale, self.granularity).dequantize(dtype or self.dtype)
         return {"matrix": weight, "transposed": weight.t(), "flat": weight.flatten()}[self.form]
@@ -122,7 +122,7 @@ class Int8Tensor(Tensor):
     def is_shared(self) -> bool:
         return self.int8_data.is_shared()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"Int8Tensor({list(self.shape)}, granularity={self.granularity!r}, dtype={self.dtype}, "
             f"device={str(self.device)!r})"
@@ -147,7 +147,9 @@ class Int8Tensor(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         replacement = _OPERATORS.get(func)
         if replacement is None and func.namespace in ("c10d", "_c10d_functional"):
             from fastattn.functional import int8_collectives  # noqa: F401  (registers them)
@@ -174,6 +176,7 @@ class Int8Tensor(Tensor):
         return weight_from_gathered(gathered, metadata, param_dtype, out)
 
 
+Int8Tensor.__module__ = "fastattn.nn"  # the public name, which saved files contain
 torch.serialization.add_safe_globals([Int8Tensor])  # torch.load takes saved weights without being told to trust them
 
 
@@ -305,7 +308,8 @@ def _new(op: Any, weight: Int8Tensor, size: Any, *, dtype: Any = None, device: A
     dtype, device, group = dtype or weight.dtype, device or weight.device, weight.granularity
     if len(size) != 2 or (isinstance(group, int) and size[1] % group):
         return torch.zeros(size, dtype=dtype, device=device)
-    return new_weight(*size, group, dtype, device)
+    rows, columns = size
+    return new_weight(rows, columns, group, dtype, device)
 
 
 # --- parts and wholes ------------------------------------------------------------------------------------------------

@@ -116,6 +116,7 @@ pytree.register_pytree_node(
         weight.granularity,
     ),
 )
+Int8Weight.__module__ = "fastattn"  # the public name, which saved files contain
 torch.serialization.add_safe_globals([Int8Weight])  # torch.load takes saved weights without being told to trust them
 
 

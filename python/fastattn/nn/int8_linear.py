@@ -79,7 +79,7 @@ class Int8Linear(nn.Linear):
     @classmethod
     def from_weight(
         cls,
-        weight: Int8Weight | Int8Tensor,
+        weight: Int8Weight | Tensor,
         bias: nn.Parameter | None = None,
         *,
         input_precision: str = "16bit",
@@ -97,7 +97,7 @@ class Int8Linear(nn.Linear):
         rows, columns = weight.shape
         layer = cls(columns, rows, False, weight.granularity, input_precision=input_precision, device="meta")
         layer.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
-        layer.bias = bias
+        layer.register_parameter("bias", bias)
         return layer.train(training)
 
     @property
@@ -142,19 +142,23 @@ class Int8Linear(nn.Linear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
         """As of any module, but for the weight after ``torch.compile``, where torch cannot swap tensor subclasses."""
-        weight = self._parameters.pop("weight")
-        super()._apply(fn, recurse)
-        if weight is not None:
+        weight = self._parameters.get("weight")
+        if not isinstance(weight, Int8Tensor):
+            return super()._apply(fn, recurse)
+        self._parameters["weight"] = None
+        try:
+            super()._apply(fn, recurse)
             with torch.no_grad():
                 weight = _changed_in_place(weight, fn(weight))
-        self._parameters.update({"weight": weight, "bias": self._parameters.pop("bias")})
+        finally:
+            self._parameters["weight"] = weight
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         errors: list[str] = args[-1]
         weight_key, scale_key = prefix + "weight", prefix + "weight_scale"
         found = state_dict.get(weight_key)
-        if type(found) in (Tensor, nn.Parameter, Int8Tensor):
+        if found is not None and type(found) in (Tensor, nn.Parameter, Int8Tensor):
             state_dict = dict(state_dict)
             try:
                 state_dict[weight_key] = self._as_own_weight(found, state_dict.pop(scale_key, None))
@@ -171,7 +175,8 @@ class Int8Linear(nn.Linear):
             )
             return found
         if found.dtype == torch.int8:
-            expect(scale is not None, "weight_scale", "the scales of the int8 weight", "none: Missing key")
+            if scale is None:
+                raise InputError("weight_scale: expected the scales of the int8 weight, got none: Missing key")
             data = found[0] if found.dim() == 3 else found
             weight = Int8Weight(_aligned_copies.of(data), scale, self.granularity)
             return Int8Tensor.from_weight(weight, self.weight.dtype)
@@ -181,7 +186,7 @@ class Int8Linear(nn.Linear):
         return Int8Tensor.from_weight(quantize_int8(found, self.granularity), found.dtype)
 
 
-def _changed_in_place(parameter: nn.Parameter, changed: Tensor) -> nn.Parameter:
+def _changed_in_place(parameter: Any, changed: Tensor) -> Any:
     """``parameter``, become ``changed``: the same object, so that layers which share it stay together."""
     if changed is parameter:
         return parameter

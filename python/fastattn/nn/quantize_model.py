@@ -188,7 +188,7 @@ def _quantize(
 ) -> tuple[list[QuantizedLayer], dict[nn.Linear, Int8Linear]]:
     layers: list[QuantizedLayer] = []
     replacements: dict[nn.Linear, Int8Linear] = {}
-    done: dict[Tensor, tuple[Int8Tensor, float]] = {}
+    done: dict[Tensor, tuple[nn.Parameter, float]] = {}
     for linear, name in chosen.items():
         parameter = linear.weight
         is_first = parameter not in done
