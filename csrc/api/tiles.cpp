@@ -77,9 +77,9 @@ FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_decode(int32_t head_dim,
     const int32_t row_tiles = ceil_div(rows, Tile::kBlockM);
     const SplitPlan plan = split_plan(shape, batch, kv_heads, row_tiles, block_keys, /*num_splits=*/0,
                                       /*batch_invariant=*/false, multiprocessors * Tile::kMinCtasPerSm);
-    const TileUnits units = tile_units(plan, cached_sequence(shape, capacity), block_keys);
-    const int64_t blocks = int64_t{batch} * plan.tiles_per_sequence * units.num_units * units.blocks_per_unit;
-    return {plan.num_ctas, units_per_cta(plan, blocks), Tile::kBlockM,
+    const TileSpans spans = tile_spans(plan, cached_sequence(shape, capacity), block_keys);
+    const int64_t blocks = int64_t{batch} * plan.tiles_per_sequence * spans.num_spans * spans.blocks_per_span;
+    return {plan.num_ctas, spans_per_cta(plan, blocks), Tile::kBlockM,
             can_be_cut(plan, shape, block_keys) ? num_slots(plan) : 0};
 }
 
