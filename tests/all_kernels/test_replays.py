@@ -57,7 +57,7 @@ CALLS: dict[str, tuple[Callable[[], Results], int]] = {
 
 
 def stored(launched: Any) -> int:
-    """Bytes that a run has stored of its results: 8 at a time, where parts are stored 16 at a time, by chance or not."""
+    """Bytes that a run has stored of its results: 8 at a time. Parts are stored 16 at a time, some by chance."""
     return sum(row.global_bytes for row in launched.report.rows if row.opcode == "st.global.v2.u32")
 
 
