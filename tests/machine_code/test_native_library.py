@@ -75,8 +75,8 @@ MAX_SPILLED_BYTES = 16  # of a thread, outside of loops
 SPILLED_BYTES_SM90 = {
     ("forward", 256, "bfloat16", True): 8,  # needed by the loop of masked tiles alone, at most two loads a step
     ("forward", 256, "float16", True): 8,
-    ("decode", 256, "bfloat16", True): 36,  # outside of the loop of steps
-    ("decode", 256, "float16", True): 36,
+    ("decode", 256, "bfloat16", True): 4,  # outside of the loop of steps
+    ("decode", 256, "float16", True): 4,
 }
 LOCAL_IN_LOOPS_SM90 = {("forward", 256, dtype, True) for dtype in DTYPES}
 MAX_SHARED_BYTES = 99 * 1024  # of one CTA on sm_86, sm_89 and sm_120
