@@ -49,8 +49,8 @@ install: $(TOOLS) ## make .venv with everything in it and build fastattn there; 
 	@echo "Building fastattn ..."
 	@$(build)
 
-test: $(BUILT) ## run the tests; PYTEST_ARGS="-m quick" narrows them
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(BUILT) ## run the tests, a process for each core; PYTEST_ARGS="-m quick" narrows them
+	$(BIN)/python -m pytest -n auto --dist loadgroup $(PYTEST_ARGS)
 
 demo: $(BUILT) ## a sentence model and a small decoder, plain and with fastattn
 	$(BIN)/python examples/demo.py

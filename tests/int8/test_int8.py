@@ -19,7 +19,7 @@ from fastattn.activations import result_columns
 from fastattn.functional.int8_linear import ACTIVATION_CHOICES, GRANULARITIES, Int8Weight, int8_linear, quantize_int8
 from kernel_device import DEVICE
 
-pytestmark = pytest.mark.usefixtures("emulated_gpu")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("emulated_gpu")]
 
 N, K = 48, 128
 

@@ -16,7 +16,7 @@ import pytest
 
 from emulator.toolkit import setup
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.xdist_group("matmul_plan")
 
 SOURCE = Path(__file__).with_name("matmul_plan.cpp")
 A100_SMS, H200_SMS = 108, 132

@@ -17,6 +17,8 @@ import torch
 
 import installed_library
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("packaging")]  # one wheel
+
 ROOT = Path(__file__).resolve().parents[2]
 MAX_LIBRARY_BYTES = 20 * 2**20
 
