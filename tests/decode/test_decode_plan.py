@@ -15,7 +15,7 @@ import torch
 
 from emulator.toolkit import setup
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.xdist_group("decode_plan")
 
 SOURCE = Path(__file__).with_name("decode_plan.cpp")
 BLOCK_KEYS = 64

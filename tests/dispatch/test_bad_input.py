@@ -19,7 +19,7 @@ import fastattn
 from fastattn import InputError
 from kernel_device import DEVICE
 
-pytestmark = pytest.mark.usefixtures("emulated_gpu")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("emulated_gpu")]
 
 
 def dense(**changes: Any) -> dict[str, Any]:

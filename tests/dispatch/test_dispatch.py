@@ -18,7 +18,7 @@ from fastattn.dispatch.device import DeviceFacts
 from fastattn.dispatch.support import FEATURES, SUPPORT, support_table
 from fastattn.ops import registration
 
-pytestmark = pytest.mark.usefixtures("emulated_gpu")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("emulated_gpu")]
 
 H200 = DeviceFacts(arch=90, num_sms=132, shared_memory_bytes=227 * 1024, driver_cuda=13000)
 TURING = DeviceFacts(arch=75, num_sms=68, shared_memory_bytes=64 * 1024, driver_cuda=13000)

@@ -20,7 +20,7 @@ from fastattn.functional.int8_linear import ACTIVATION_CHOICES, int8_linear
 from fastattn.functional.int8_weight import GRANULARITIES, Int8Weight, quantize_int8
 from kernel_device import DEVICE
 
-pytestmark = pytest.mark.usefixtures("emulated_gpu")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("emulated_gpu")]
 
 N, K = 48, 128
 
