@@ -99,7 +99,7 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
 
 def check_int(name: str, value: Any, minimum: int | None = None) -> int:
     """``value`` as a Python int (or the ``SymInt`` that it is); numpy's integers are taken too."""
-    value = without_numpy(value)
+    value = _without_numpy(value)
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         advice = " (.item() makes an int of it; on a GPU that waits for the device)" if _is_number(value) else ""
         raise TypeError(f"{name}: expected an int, got {type_name(value)}{advice}")
@@ -110,7 +110,7 @@ def check_int(name: str, value: Any, minimum: int | None = None) -> int:
 
 def check_number(name: str, value: Any, low: float | None = None, high: float | None = None) -> float:
     """A finite int or float within ``[low, high]``, as Python's; numpy's are taken too."""
-    value = without_numpy(value)
+    value = _without_numpy(value)
     if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) or isinstance(value, bool):
         advice = " (.item() makes a number of it; on a GPU that waits for the device)" if _is_number(value) else ""
         raise TypeError(f"{name}: expected a number, got {type_name(value)}{advice}")
@@ -123,7 +123,7 @@ def check_number(name: str, value: Any, low: float | None = None, high: float | 
 
 def check_bool(name: str, value: Any) -> bool:
     """``value`` as a Python bool; numpy's is taken too."""
-    value = without_numpy(value)
+    value = _without_numpy(value)
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected a bool, got {type_name(value)}")
     return value
@@ -136,9 +136,9 @@ def type_name(value: Any) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def without_numpy(value: Any) -> Any:
+def _without_numpy(value: Any) -> Any:
     """A scalar of numpy (bool, integer or floating) as Python's; everything else as it is."""
-    if value is None or type(value) in (bool, int, float) or isinstance(value, (torch.SymInt, torch.SymFloat)):
+    if type(value) in (bool, int, float) or isinstance(value, (torch.SymInt, torch.SymFloat)):
         return value
     numpy = sys.modules.get("numpy")  # fastattn does not need it; nobody has such a scalar without having imported it
     if numpy is None or isinstance(value, numpy.timedelta64):  # a duration counts as an integer there

@@ -231,7 +231,6 @@ STAYS: dict[str, tuple[Callable[[], list[Tensor]], dict[str, Any]]] = {
         lambda: inputs(dtype=torch.float16),
         {"bias": torch.full((1, 1, ROWS, ROWS), torch.finfo(torch.float32).min)},
     ),
-    "the same bits every time": (inputs, {"causal": True, "deterministic": True}),
 }
 
 
@@ -240,7 +239,7 @@ def test_the_reference_keeps_what_torch_would_break(name: str, monkeypatch: pyte
     make, options = STAYS[name]
     without(monkeypatch, "torch")
     tensors = make()
-    given = {key: value for key, value in options.items() if key not in ("return_lse", "deterministic")}
+    given = {key: value for key, value in options.items() if key != "return_lse"}
     out, lse = reference.attention(*tensors, **given)
     got = fastattn.attention(*tensors, **options)
     if name == "the lse":
@@ -257,6 +256,15 @@ def test_on_a_gpu_the_reference_keeps_biases_and_packed_sequences(feature: str) 
     for device, expected in (("cpu", True), ("cuda", False)):
         call = Call("attention", torch.device(device), torch.float32, DIM, DIM, frozenset({feature}))
         assert torch_sdpa.can_express(call, ROWS, 0.25, bias) is expected
+
+
+def test_on_a_gpu_the_reference_keeps_the_same_bits_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless PyTorch itself is told to have them."""
+    call = Call("attention", torch.device("cuda"), torch.float32, DIM, DIM, frozenset({"causal", "gradients"}))
+    assert torch_sdpa.can_express_now(call, None) and not torch_sdpa.can_express_now(call, True)
+    assert torch_sdpa.can_express_now(call._replace(features=frozenset({"causal"})), True)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert torch_sdpa.can_express_now(call, True)
 
 
 def test_forward_mode_has_tangents(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,11 +210,6 @@ NUMPY: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
         packed(max_seqlen_q=numpy.int64(6), max_seqlen_k=numpy.uint16(6), causal=TRUE),
         packed(causal=True),
     ),
-    "scaled_dot_product_attention": (
-        fastattn.scaled_dot_product_attention,
-        dense(is_causal=TRUE, enable_gqa=TRUE, scale=numpy.float32(0.5), dropout_p=numpy.float32(0)),
-        dense(is_causal=True, enable_gqa=True, scale=0.5),
-    ),
     "attention_with_kv_cache": (
         fastattn.attention_with_kv_cache,
         cached(causal=FALSE, num_splits=TWO, batch_invariant=FALSE, return_lse=TRUE, softcap=numpy.float32(2)),

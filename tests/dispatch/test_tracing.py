@@ -100,9 +100,12 @@ def outputs_and_gradients(function: Callable[..., Any], inputs: list[Tensor]) ->
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_compiles_without_graph_breaks(name: str) -> None:
+def test_compiles_without_graph_breaks(name: str, backend: str) -> None:
     function, make = CALLS[name]
     inputs = make()
+    if backend == "torch" and name == "attention_varlen":
+        # Uncompiled it reads the lengths and goes through PyTorch's own attention, which rounds in 16 bit elsewhere.
+        inputs = [t.detach().float().requires_grad_() if t.is_floating_point() else t for t in inputs]
     expected = outputs_and_gradients(function, inputs)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for got, want in zip(outputs_and_gradients(compiled, inputs), expected, strict=True):

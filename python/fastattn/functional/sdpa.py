@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.checks import without_numpy
 from fastattn.dispatch import choose as dispatch
 from fastattn.dispatch.choose import Call, choose, only_torch_handles
 from fastattn.dispatch.device import facts
@@ -79,7 +78,6 @@ def scaled_dot_product_attention(
     if cast is not None:
         query, key, value = (autocast_to(cast, t) for t in (query, key, value))
         attn_mask = None if attn_mask is None else autocast_to(cast, attn_mask)
-    dropout_p, is_causal, scale, enable_gqa = map(without_numpy, (dropout_p, is_causal, scale, enable_gqa))
     options = (dropout_p, is_causal, scale, enable_gqa)
     plan = _plans.get((query, key, value, attn_mask), options)
     choice = choose(plan.call)

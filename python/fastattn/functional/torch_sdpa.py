@@ -21,7 +21,7 @@ The reference stays, since PyTorch's function does not do what `attention` promi
 - a bias on a GPU: its memory-efficient kernel multiplies scores by log2(e), which makes -inf of ``finfo.min``;
 - packed sequences on a GPU: their lengths are not read back; on a CPU those with offsets that are out of order or out
   of range, of which `attention_varlen` promises more;
-- ``deterministic=True`` where ``torch.use_deterministic_algorithms`` does not say so: it has no such argument;
+- ``deterministic=True`` on a GPU where ``torch.use_deterministic_algorithms`` does not say so: it has no such argument;
 - masks under ``torch.func``, and all calls under forward-mode differentiation: its kernels have first derivatives only,
   backward;
 - masks over other tensor subclasses than PyTorch's own: they may lack the operators that put things right.
@@ -67,7 +67,8 @@ def can_express_now(call: Call, deterministic: bool | None) -> bool:
     """The same from the state that PyTorch is in."""
     if forward_ad._current_level >= 0:
         return False
-    if "gradients" in call.features and deterministic and not torch.are_deterministic_algorithms_enabled():
+    is_unordered = "gradients" in call.features and call.device.type != "cpu"
+    if is_unordered and deterministic and not torch.are_deterministic_algorithms_enabled():
         return False
     return not (call.features & _MASKING and torch._C._are_functorch_transforms_active())
 
@@ -196,7 +197,11 @@ def _is_readable(*tensors: Tensor) -> bool:
 
 
 def _is_known_finite(key: Tensor, value: Tensor) -> bool:
-    return _is_readable(key, value) and bool(key.isfinite().all()) and bool(value.isfinite().all())
+    """By their sums, which read them once; one that overflows says no more than that it is not known."""
+    if not _is_readable(key, value):
+        return False
+    wide = torch.promote_types(key.dtype, torch.float32)
+    return all(math.isfinite(tensor.detach().sum(dtype=wide).item()) for tensor in (key, value))
 
 
 def _are_in_a_row(offsets: list[int], total: int, max_seqlen: int) -> bool:
