@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn import InputError
+from fastattn.functional.nested import unpack
 from kernel_device import DEVICE
 
 pytestmark = [
@@ -63,25 +64,15 @@ def test_jagged_queries_may_see_other_sequences() -> None:
         torch.testing.assert_close(out[index], part[0])
 
 
-def test_the_longest_sequence_is_known_without_reading_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_sequence_is_known_without_reading_the_gpu() -> None:
     """From what the tensor knows of itself, or else bounded by the number of rows."""
-    seen: list[tuple[int, int]] = []
-    original = fastattn.functional.attention.check_and_plan
-
-    def look(tensors: Any, options: Any) -> Any:
-        seen.append((options.max_seqlen_q, options.max_seqlen_k))
-        return original(tensors, options)
-
-    monkeypatch.setattr(fastattn.functional.attention._plans, "_make", look)
-    monkeypatch.setattr(fastattn.functional.attention._plans, "_kept", {})
     rows = torch.zeros(8, 2, 16, dtype=torch.float16, device=DEVICE)
     offsets = torch.tensor([0, 3, 8], device=DEVICE)
     known = torch.nested.nested_tensor_from_jagged(rows, offsets, min_seqlen=3, max_seqlen=6).transpose(1, 2)
     unknown = torch.nested.nested_tensor_from_jagged(rows, offsets).transpose(1, 2)
-    with fastattn.use_backend("torch"):
-        fastattn.attention(known, known, known)
-        fastattn.attention(unknown, unknown, unknown)
-    assert seen == [(6, 6), (5, 5) if DEVICE == "cpu" else (8, 8)]
+    for tensor, longest in ((known, 6), (unknown, 5 if DEVICE == "cpu" else 8)):
+        packed = unpack(tensor, tensor, tensor, None)
+        assert (packed.max_seqlen_q, packed.max_seqlen_k) == (longest, longest)
     assert unknown._maybe_max_seqlen is None  # type: ignore[attr-defined]
 
 
