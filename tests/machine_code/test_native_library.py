@@ -55,7 +55,8 @@ MAX_SPILLED_BYTES = 16  # of a thread, outside of loops
 # What ptxas spills where it assembles the PTX for sm_90, by kernel and template arguments; nothing elsewhere.
 SPILLED_BYTES_SM90 = {
     ("forward", 256, "bfloat16", True): 8,  # needed by the loop of masked tiles alone, at most two loads a step
-    ("decode", 256, "bfloat16", True): 4,  # outside of the loop of steps
+    ("decode", 256, "float16", True): 4,  # one number, stored and loaded once
+    ("decode", 256, "bfloat16", True): 4,  # likewise
 }
 MAX_SHARED_BYTES = 99 * 1024  # of one CTA on sm_86, sm_89 and sm_120
 
