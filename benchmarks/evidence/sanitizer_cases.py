@@ -49,9 +49,9 @@ def every_option(device: torch.device, gradients: bool) -> None:
     leaves = [tensor.requires_grad_(gradients) for tensor in query_key_value(device, 64)]
     bias = random(device, 1, 2, 70, 150).requires_grad_(gradients)
     sinks = random(device, 2).requires_grad_(gradients)
-    options = {"window": (40, 3), "softcap": 20.0, "dropout_p": 0.2, "dropout_seed": 5, "sinks": sinks}
-    out = fastattn.attention(*leaves, bias=bias, **options)  # type: ignore[arg-type]
-    assert isinstance(out, Tensor)
+    out = fastattn.attention(
+        *leaves, bias=bias, window=(40, 3), softcap=20.0, dropout_p=0.2, dropout_seed=5, sinks=sinks
+    )
     if gradients:
         out.backward(random(device, *out.shape, seed=9))
 

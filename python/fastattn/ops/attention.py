@@ -194,8 +194,8 @@ def _needs_bias_grad(backend: bool, deterministic: bool, *needs_grad: bool) -> b
 def backward_kernels(backend: str, arguments: AttentionBackwardArguments) -> str:
     """The kernels that ``attention_backward`` launches, in their order."""
     if backend == "triton":
-        names = ["rows", "query", "key_value", *(["bias"] if arguments.bias_grad else [])]
-        return ", ".join(f"attention_backward_{name}.attention_backward_{name}_kernel" for name in names)
+        launched = ["rows", "query", "key_value", *(["bias"] if arguments.bias_grad else [])]
+        return ", ".join(f"attention_backward_{name}.attention_backward_{name}_kernel" for name in launched)
     query, value = arguments.query, arguments.value
     has_scores_changed = arguments.bias is not None or arguments.alibi_slopes is not None
     names = native.attention_backward_kernels(
