@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
-from fastattn.cache.protocol import StepCache
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class PagedBatch:
         self.cache = cache
         self.sequences = [cache.add() for _ in range(batch)]
 
-    def step(self, num_new: int) -> StepCache:
+    def step(self, num_new: int) -> fastattn.StepCache:
         """Pages for so many new tokens of every row."""
         return self.cache.step(self.sequences, num_new)
 
@@ -137,7 +136,7 @@ class CachedAttention:
     steps; of a ``PagedKVCache``, ``step`` and ``chunk`` make such a cache for one.
     """
 
-    cache: StepCache
+    cache: fastattn.StepCache
 
     def __call__(self, depth: int, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
         def dense(x: Tensor) -> Tensor:  # [total, H, D] to [B, H, new, D]

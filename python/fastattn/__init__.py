@@ -9,6 +9,7 @@ from __future__ import annotations
 from fastattn import nn
 from fastattn.cache.contiguous import KVCache
 from fastattn.cache.paged import PagedKVCache
+from fastattn.cache.protocol import StepCache
 from fastattn.dispatch.explain import Explanation, explain
 from fastattn.dispatch.recording import record
 from fastattn.dispatch.thread_state import use_backend
@@ -28,6 +29,7 @@ __all__ = [
     "Int8Weight",
     "KVCache",
     "PagedKVCache",
+    "StepCache",
     "attention",
     "attention_varlen",
     "attention_with_kv_cache",
