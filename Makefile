@@ -49,8 +49,8 @@ install: $(TOOLS) ## make .venv with everything in it and build fastattn there; 
 	@echo "Building fastattn ..."
 	@$(build)
 
-test: $(BUILT) ## run the tests; PYTEST_ARGS="-m quick" narrows them
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(BUILT) ## run the tests, a process for each core; PYTEST_ARGS="-m quick" narrows them
+	$(BIN)/python -m pytest -n auto --dist loadgroup $(PYTEST_ARGS)
 
 demo: $(BUILT) ## a sentence model and a small decoder, plain and with fastattn
 	$(BIN)/python examples/demo.py
@@ -81,7 +81,7 @@ lint: $(TOOLS) ## ruff, mypy and clang-format; changes nothing
 	@rm -rf build/typed && mkdir -p $(TYPED)
 	@ln -s $(CURDIR)/python/fastattn/* $(CURDIR)/triton_kernels $(TYPED)/
 	MYPYPATH=build/typed:examples $(BIN)/mypy setup.py $(TYPED) $(wildcard benchmarks/*.py benchmarks/*/*.py benchmarks/*/*/*.py examples/*.py)
-	find csrc tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' | xargs -r $(BIN)/clang-format --dry-run -Werror
+	find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' | xargs -r $(BIN)/clang-format --dry-run -Werror
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info python/fastattn/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis $(BUILT)

@@ -12,7 +12,7 @@ Sources: Touvron et al., "LLaMA" (2023); Ainslie et al., "GQA" (2023); sharing o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -112,17 +112,15 @@ class PaddedAttention:
 
 
 class PagedBatch:
-    """A ``PagedKVCache`` of which each row of a batch has one sequence, with the methods of a ``KVCache``."""
+    """A ``PagedKVCache`` of which each row of a batch has one sequence."""
 
     def __init__(self, cache: fastattn.PagedKVCache, batch: int) -> None:
-        self.cache, self.batch = cache, batch
+        self.cache = cache
         self.sequences = [cache.add() for _ in range(batch)]
 
-    def attend(self, depth: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        """The first layer takes the pages for the new tokens of all layers."""
-        if depth == 0:
-            self.step = self.cache.step(self.sequences, key.shape[2])
-        return self.step.attend(depth, query, key, value, **options)
+    def step(self, num_new: int) -> fastattn.StepCache:
+        """Pages for so many new tokens of every row."""
+        return self.cache.step(self.sequences, num_new)
 
     def truncate(self, lengths: Tensor) -> None:
         """Forget what row ``b`` has beyond ``lengths[b]``: its pages are free again."""
@@ -132,12 +130,13 @@ class PagedBatch:
 
 @dataclass(frozen=True)
 class CachedAttention:
-    """``cache.batch`` sequences go on: new tokens, as many for each, join the cache and attend to all that it holds.
+    """``cache.batch`` rows go on: new tokens, as many for each, join the cache and attend to all that it holds.
 
-    The cache knows the positions, and the kernel rotates the new queries and keys by them.
+    The cache knows the positions, and the kernel rotates the new queries and keys by them. A ``KVCache`` serves for all
+    steps; of a ``PagedKVCache``, ``step`` and ``chunk`` make such a cache for one.
     """
 
-    cache: fastattn.KVCache | PagedBatch
+    cache: fastattn.StepCache
 
     def __call__(self, depth: int, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
         def dense(x: Tensor) -> Tensor:  # [total, H, D] to [B, H, new, D]
@@ -146,7 +145,6 @@ class CachedAttention:
         out = self.cache.attend(
             depth, dense(query), dense(key), dense(value), rotary_cos=rotary.cos, rotary_sin=rotary.sin
         )
-        assert isinstance(out, Tensor)  # with return_lse=True it would be a pair
         return out.transpose(1, 2).flatten(0, 1)
 
 

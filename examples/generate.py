@@ -88,16 +88,18 @@ def generate_cached(
     rows = [torch.tensor([BOUNDARY, *prompt], device=device) for prompt in prompts]
     lengths = torch.tensor([len(row) for row in rows], device=device)
     cache = make_cache(model, len(prompts), max(map(len, rows)) + num_tokens, dtype, options)
-    attend = CachedAttention(cache)
+
+    def attend(num_new: int) -> CachedAttention:
+        return CachedAttention(cache.step(num_new) if isinstance(cache, PagedBatch) else cache)
 
     padded = pad_sequence(rows, batch_first=True, padding_value=BOUNDARY)
     positions = torch.arange(padded.shape[1], device=device).repeat(len(prompts))
-    prompt_logits = model(padded.flatten(), positions, attend).unflatten(0, padded.shape)
+    prompt_logits = model(padded.flatten(), positions, attend(padded.shape[1])).unflatten(0, padded.shape)
     cache.truncate(lengths)  # forget the padding
     logits = [prompt_logits[torch.arange(len(prompts), device=device), lengths - 1]]
     tokens = [logits[-1].argmax(-1)]
     for step in range(num_tokens - 1):
-        logits.append(model(tokens[-1], lengths + step, attend))
+        logits.append(model(tokens[-1], lengths + step, attend(1)))
         tokens.append(logits[-1].argmax(-1))
     return Generated(torch.stack(tokens, dim=1), torch.stack(logits, dim=1))
 

@@ -44,7 +44,7 @@ SENTENCES = (
 )
 
 
-def load_model(device: torch.device, dtype: torch.dtype) -> tuple[Any, nn.Module]:
+def load_model(device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
     """The tokenizer and the model, whose attention is ``F.scaled_dot_product_attention``."""
     tokenizer = AutoTokenizer.from_pretrained(get_model_path())
     model = AutoModel.from_pretrained(get_model_path(), attn_implementation="sdpa", dtype=dtype)

@@ -1,10 +1,18 @@
-"""Without a GPU, kernels run as compiled PTX on the emulator, on CPU tensors: see the fixture ``emulated_gpu``."""
+"""How the tests get their kernels, and what all of them share.
+
+On a machine with a GPU, kernels run there. Without one they run as compiled PTX on the emulator, on CPU tensors (see
+the fixture ``emulated_gpu``), and the package then needs its native library as it is built for the emulator. A process
+has that library or the installed one, never both, and the first import of fastattn decides. So the decision is made
+before the first test module is imported: if any module that is about to be collected names one of ``_KERNELS``, the
+process builds and takes the emulator's library. Otherwise it takes the installed one, and no emulator is built. A
+module that runs kernels without saying so fails: it imports `kernel_device` too late.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import os
-import subprocess
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,51 +22,57 @@ import torch
 
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS), str(TESTS / "support"), str(TESTS.parent)]
-# Test modules whose functions other folders take.
-sys.path += [str(TESTS / folder) for folder in ("attention", "decode", "int8")]
-if not torch.cuda.is_available():
-    from emulator import native_library
 
-    # Read when Triton compiles first. Later runs find there what this one compiled.
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    # Read when Triton compiles first. Other processes, and later runs, find there what this one compiled.
     os.environ.setdefault("TRITON_CACHE_DIR", str(TESTS.parent / "build" / "emulator" / "triton"))
-    # The native library of this process is the one that takes CPU tensors, where there is an nvcc to build it. What
-    # tests say about the one that is installed, they say without loading it.
-    native_library.import_fastattn()
 
-import compile_ahead  # noqa: E402
-
-_compiling: list[subprocess.Popen[bytes]] = []
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        compile_ahead.OPTION, action="store_true", help="launch no kernel: see tests/support/compile_ahead.py"
-    )
+# What a test module imports, or the fixture that it uses, if it runs fastattn's kernels.
+_KERNELS = re.compile(
+    r"^(from|import) .*\b(kernel_device|cuda_kernels|attention_cases|decode_cases|int8_cases|kernel_profiles)\b"
+    r"|\bemulated_gpu\b",
+    re.MULTILINE,
+)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption(compile_ahead.OPTION):
-        compile_ahead.launch_nothing()
-        items.reverse()
+def pytest_configure() -> None:
+    # Sums that torch computes on the CPU depend on the number of its threads. With one they are the same on every
+    # machine, and test processes that run side by side leave each other their cores.
+    torch.set_num_threads(1)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    is_needed = not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
-    is_asked = session.config.getoption(compile_ahead.OPTION) or session.config.option.collectonly
-    if is_needed and not is_asked:
-        _compiling.extend(compile_ahead.start(session))
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    only_deals_tests = session.config.pluginmanager.hasplugin(
+        "dsession"
+    )  # pytest-xdist's first process collects nothing
+    if not HAS_GPU and not only_deals_tests and any(_runs_kernels(path) for path in _modules(session.config)):
+        import kernel_device  # noqa: F401
 
 
-def pytest_unconfigure() -> None:
-    for process in _compiling:
-        process.kill()
-        process.wait()
+def _modules(config: pytest.Config) -> Iterator[Path]:
+    for argument in config.args:
+        path = config.invocation_params.dir / argument.split("::")[0]
+        yield from path.rglob("test_*.py") if path.is_dir() else [path]
+
+
+@functools.cache
+def _runs_kernels(module: Path) -> bool:
+    return module.is_file() and _KERNELS.search(module.read_text()) is not None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not _runs_kernels(item.path) and item.get_closest_marker("slow") is None:
+            item.add_marker("quick")
 
 
 @pytest.fixture(scope="module")
 def emulated_gpu() -> Iterator[None]:
     """Where there is no GPU: for the tests of a module, CPU tensors are on an emulated one."""
-    if torch.cuda.is_available():
+    if HAS_GPU:
         yield
         return
     from emulator import device
@@ -71,7 +85,7 @@ def emulated_gpu() -> Iterator[None]:
 def tracked_tensors() -> Iterator[None]:
     """On the emulated GPU: what torch allocates within the tests lies between red zones, and launches with ``tracked``
     may touch nothing else."""
-    if torch.cuda.is_available():
+    if HAS_GPU:
         yield
         return
     from emulator import allocations

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastattn.dispatch.device import kernel_facts
-from fastattn.run.layout import empty_like_heads, readable
+from fastattn.layout import empty_like_heads, readable
 from fastattn.triton_kernels.attention_backward_bias import attention_backward_bias_kernel
 from fastattn.triton_kernels.attention_backward_key_value import attention_backward_key_value_kernel
 from fastattn.triton_kernels.attention_backward_query import attention_backward_query_kernel

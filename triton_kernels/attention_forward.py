@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.dispatch.device import kernel_facts
-from fastattn.run.layout import empty_like_heads, readable
+from fastattn.layout import empty_like_heads, readable
 from fastattn.triton_kernels.attention_common import (
     ADDITIVE_BIAS,
     INF,

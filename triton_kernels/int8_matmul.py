@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fastattn.activations import result_columns
 from fastattn.dispatch.device import kernel_facts
-from fastattn.run.layout import sum_over_tokens
+from fastattn.layout import sum_over_tokens
 
 from .device_math import tanh
 from .tiles import Int8MatmulTile, ceil_div, int8_matmul_tile

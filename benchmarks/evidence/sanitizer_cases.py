@@ -49,9 +49,9 @@ def every_option(device: torch.device, gradients: bool) -> None:
     leaves = [tensor.requires_grad_(gradients) for tensor in query_key_value(device, 64)]
     bias = random(device, 1, 2, 70, 150).requires_grad_(gradients)
     sinks = random(device, 2).requires_grad_(gradients)
-    options = {"window": (40, 3), "softcap": 20.0, "dropout_p": 0.2, "dropout_seed": 5, "sinks": sinks}
-    out = fastattn.attention(*leaves, bias=bias, **options)  # type: ignore[arg-type]
-    assert isinstance(out, Tensor)
+    out = fastattn.attention(
+        *leaves, bias=bias, window=(40, 3), softcap=20.0, dropout_p=0.2, dropout_seed=5, sinks=sinks
+    )
     if gradients:
         out.backward(random(device, *out.shape, seed=9))
 
@@ -131,17 +131,19 @@ def int8(
     rows: int,
     granularity: str | int,
     activation: str | None = None,
-    activations: str = "16bit",
+    input_precision: str = "16bit",
 ) -> None:
     """One row splits along K, and is merged; gradients go to the input."""
     weight = fastattn.quantize_int8(random(torch.device("cpu"), 96, 1024), granularity).to(device)
     x = random(device, rows, 1024).requires_grad_()
     columns = result_columns(activation, 96)
     bias, residual = random(device, 96, seed=1), random(device, rows, columns, seed=2)
-    out = fastattn.int8_linear(x, weight, bias, activation=activation, residual=residual, activations=activations)
+    out = fastattn.int8_linear(
+        x, weight, bias, activation=activation, residual=residual, input_precision=input_precision
+    )
     out.backward(random(device, rows, columns, seed=3))
     with torch.no_grad():  # the activation is the kernel's
-        fastattn.int8_linear(x, weight, bias, activation=activation, residual=residual, activations=activations)
+        fastattn.int8_linear(x, weight, bias, activation=activation, residual=residual, input_precision=input_precision)
 
 
 CASES: dict[str, Case] = {
@@ -168,8 +170,8 @@ CASES: dict[str, Case] = {
     "int8 40 rows in groups": partial(int8, rows=40, granularity=128, activation="gelu"),
     "int8 one row, SwiGLU": partial(int8, rows=1, granularity="channel", activation="swiglu"),
     "int8 130 rows": partial(int8, rows=130, granularity="channel", activation="silu"),
-    "int8 activations in groups": partial(int8, rows=20, granularity=32, activations="int8"),
-    "int8 activations, 520 rows": partial(int8, rows=520, granularity="channel", activations="int8"),
+    "int8 activations in groups": partial(int8, rows=20, granularity=32, input_precision="int8"),
+    "int8 activations, 520 rows": partial(int8, rows=520, granularity="channel", input_precision="int8"),
 }
 
 

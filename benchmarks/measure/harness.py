@@ -26,7 +26,8 @@ from benchmarks.measure.results import Document, Row
 from benchmarks.measure.timing import CudaTimer, Timer, Timing, num_input_sets
 from benchmarks.predict import predictions
 from fastattn.profiler.limits import measure_limits
-from fastattn.profiler.roofline import Limits, Work, bound
+from fastattn.profiler.roofline import Limits, bound
+from fastattn.profiler.work import Work
 
 # Where a call takes longer than this, what its launch costs can no longer be seen.
 GRAPH_BELOW_S = 500e-6

@@ -24,7 +24,6 @@ import fastattn
 from benchmarks.measure import environment, tables
 from fastattn.dispatch import device
 from fastattn.dispatch.device import DeviceFacts
-from fastattn.functional import int8_linear as int8
 
 H200 = DeviceFacts(arch=90, num_sms=132, shared_memory_bytes=227 * 1024, driver_cuda=13000)
 AIM_WITHOUT_GRADIENTS_US, AIM_WITH_GRADIENTS_US = 5.0, 20.0
@@ -68,7 +67,7 @@ def cases() -> dict[str, tuple[Callable[[], Any], Callable[[], Any], float]]:
     native_op = torch.ops.fastattn.attention_forward.default
     backward_op = torch.ops.fastattn_triton.attention_backward.default
     out, lse = torch.zeros(SHAPE, dtype=torch.bfloat16), torch.zeros(SHAPE[:3])
-    x, weight = torch.randn(16, 64, dtype=torch.bfloat16), int8.quantize_int8(torch.randn(64, 64))
+    x, weight = torch.randn(16, 64, dtype=torch.bfloat16), fastattn.quantize_int8(torch.randn(64, 64))
     matmul_op = torch.ops.fastattn_triton.int8_matmul.default
 
     def bare(op: Any, *args: Any) -> Any:

@@ -12,7 +12,7 @@ from tabulate import tabulate
 from benchmarks.measure.labels import label
 from benchmarks.measure.results import Document, Row, seconds_of
 from benchmarks.predict import predictions
-from fastattn.profiler.roofline import Work
+from fastattn.profiler.work import Work
 
 COLUMNS = (
     "implementation",

@@ -47,7 +47,7 @@ from benchmarks.predict.machine_model import (
     predict,
 )
 from emulator.device import USUAL
-from fastattn.profiler.roofline import Work
+from fastattn.profiler.work import Work
 
 TITLE = "PREDICTION, not measured"
 CPU = torch.device("cpu")

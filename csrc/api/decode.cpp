@@ -229,14 +229,14 @@ std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor
     const int32_t block_keys = kernel.tile.block_n;
     params.plan = split_plan(params.sequence, params.query.batch, params.kv_heads, params.row_tiles, block_keys,
                              num_splits, batch_invariant, facts.num_sms * kernel.tile.ctas_per_sm);
-    std::optional<Tensor> partial_out, partial_lse, arrivals;
+    std::optional<Tensor> partial_out, partial_sums, arrivals;
     if (lse.numel() > 0 && can_be_cut(params.plan, params.sequence, block_keys)) {
-        const int64_t slots = num_slots(params.plan), rows = slots * kernel.tile.block_m;
+        const int64_t rows = num_slots(params.plan) * kernel.tile.block_m;
         partial_out = torch::stable::new_empty(query, {rows, value_dim}, ScalarType::Float);
-        partial_lse = torch::stable::new_empty(query, {rows}, ScalarType::Float);
+        partial_sums = torch::stable::new_empty(query, {rows, 2}, ScalarType::Float);
         params.partial_out = static_cast<float*>(partial_out->data_ptr());
-        params.partial_lse = static_cast<float*>(partial_lse->data_ptr());
-        arrivals = torch::stable::new_empty(query, {slots}, ScalarType::Long);
+        params.partial_sums = static_cast<float*>(partial_sums->data_ptr());
+        arrivals = torch::stable::new_empty(query, {num_counters(params.plan)}, ScalarType::Long);
         params.arrivals = static_cast<uint64_t*>(arrivals->data_ptr());
         params.token = launch_token();
     }

@@ -168,6 +168,8 @@ Int8KernelTable::Row& plan_work(Int8KernelTable& kernels, DataType dtype, Int8Ma
         epilogue.arrivals = static_cast<uint64_t*>(kept.arrivals->data_ptr());
     }
     if (params.token_sums.out != nullptr && plan.token_tiles > 1) {
+        check(plan.token_tiles <= int64_t{1} << kLaunchCountBits, "int8_matmul_grad_input",
+              "too many tokens for the gradient of a bias: ", params.input.rows);
         kept.token_arrivals = torch::stable::new_empty(kept.input, {plan.output_tiles}, ScalarType::Long);
         kept.token_partial =
             torch::stable::new_empty(kept.input, {plan.token_tiles, params.token_sums.columns}, ScalarType::Float);

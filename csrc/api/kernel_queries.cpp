@@ -156,9 +156,9 @@ FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_decode(int32_t compute_c
     const SequenceShape shape{capacity, 0, 1, -1};
     const SplitPlan plan = split_plan(shape, batch, kv_heads, ceil_div(rows, tile.block_m), tile.block_n,
                                       /*num_splits=*/0, /*batch_invariant=*/false, num_sms * tile.ctas_per_sm);
-    const TileUnits units = tile_units(plan, cached_sequence(shape, capacity), tile.block_n);
-    const int64_t blocks = int64_t{batch} * plan.tiles_per_sequence * units.num_units * units.blocks_per_unit;
-    return {plan.num_ctas, units_per_cta(plan, blocks), tile.block_m,
+    const TileSpans spans = tile_spans(plan, cached_sequence(shape, capacity), tile.block_n);
+    const int64_t blocks = int64_t{batch} * plan.tiles_per_sequence * spans.num_spans * spans.blocks_per_span;
+    return {plan.num_ctas, spans_per_cta(plan, blocks), tile.block_m,
             can_be_cut(plan, shape, tile.block_n) ? num_slots(plan) : 0};
 }
 

@@ -22,6 +22,7 @@
 #include "device/fragment.cuh"
 #include "device/reduce.cuh"
 #include "device/scores.cuh"
+#include "device/shared_memory.h"
 #include "device/softmax.cuh"
 #include "device/tile_copy.cuh"
 #include "host/launch.h"
@@ -43,8 +44,7 @@ struct BackwardBiasConfigSm80 {
 template <typename Config>
 union BackwardBiasStorageSm80 {
     typename Config::Gemm::Storage gemm;
-    float sG[Config::kBlockM][Config::kGradPitch];  // the sums of all warps, at the end
-    static_assert(sizeof(typename Config::Gemm::Storage) * Config::kMinCtasPerSm <= 98 << 10, "sm_86, sm_89, sm_120");
+    float sSums[Config::kBlockM][Config::kGradPitch];  // the sums of all warps, at the end
 };
 
 struct BiasTile {
@@ -170,23 +170,23 @@ __device__ __forceinline__ void add_gradients(float (&rG)[kTilesM][kTilesN][4], 
 // Sums along the dims that the bias does not have, and stores what is left. All threads of the CTA take part.
 template <typename Config>
 __device__ __forceinline__ void store_gradients(const BiasGradientView& view, const BiasTile& owned,
-                                                float (&sG)[Config::kBlockM][Config::kGradPitch]) {
+                                                float (&sSums)[Config::kBlockM][Config::kGradPitch]) {
     constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kNumThreads = Config::kNumThreads;
     const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize;
     const bool sums_rows = view.rows == 1, sums_keys = view.keys == 1;
     if (sums_keys) {
         static_assert(kBlockN == 2 * kWarpSize, "two for each lane");
         for (int row = warp; row < kBlockM; row += kNumThreads / kWarpSize) {
-            const float sum = warp_reduce_sum(sG[row][lane] + sG[row][lane + kWarpSize]);
-            if (lane == 0) sG[row][0] = sum;
+            const float sum = warp_reduce_sum(sSums[row][lane] + sSums[row][lane + kWarpSize]);
+            if (lane == 0) sSums[row][0] = sum;
         }
         __syncthreads();  // the sums are complete
     }
     const int num_columns = sums_keys ? 1 : kBlockN, num_rows = sums_rows ? 1 : kBlockM;
     if (sums_rows) {
         float sum = 0.0f;
-        for (int row = 0; row < kBlockM && thread < num_columns; ++row) sum += sG[row][thread];
-        if (thread < num_columns) sG[0][thread] = sum;
+        for (int row = 0; row < kBlockM && thread < num_columns; ++row) sum += sSums[row][thread];
+        if (thread < num_columns) sSums[0][thread] = sum;
         __syncthreads();  // the sums are complete
     }
     float* gHead = view.data + owned.batch * view.batch_stride + owned.head * view.head_stride;
@@ -195,7 +195,7 @@ __device__ __forceinline__ void store_gradients(const BiasGradientView& view, co
         const int32_t row = owned.row_tile * kBlockM + row_in_tile;
         const int32_t key = owned.key_tile * kBlockN + column;
         if (row >= view.rows || key >= view.keys) continue;
-        gHead[row * view.row_stride + key * view.key_stride] = sG[row_in_tile][column];
+        gHead[row * view.row_stride + key * view.key_stride] = sSums[row_in_tile][column];
     }
 }
 
@@ -208,6 +208,8 @@ __global__ void __launch_bounds__(BackwardBiasConfigSm80<kDataType>::kNumThreads
     constexpr int kTilesM = Config::kTilesM, kTilesN = Config::kTilesN;
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<BackwardBiasStorageSm80<Config>*>(shared_bytes);
+    static_assert(ctas_with_room(sizeof(shared), kSharedBytesSm86) >= Config::kMinCtasPerSm,
+                  "also where it is smallest");
 
     // Prologue: which tiles, and where their operands are.
     const ScoreParams& options = params.scores;
@@ -253,16 +255,16 @@ __global__ void __launch_bounds__(BackwardBiasConfigSm80<kDataType>::kNumThreads
     }
 
     // Epilogue: the sums of all warps, in shared memory.
-    __syncthreads();  // all are done with the operands, whose place the sums take
+    __syncthreads();  // waits until every warp has read the operands, whose place the sums take
     for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {
-            float* sum = &shared.sG[gemm.warp_row + row][gemm.warp_column + n * kMmaN + accumulator_column(lane)];
+            float* sum = &shared.sSums[gemm.warp_row + row][gemm.warp_column + n * kMmaN + accumulator_column(lane)];
             *reinterpret_cast<float2*>(sum) = {rG[m][n][2 * half], rG[m][n][2 * half + 1]};
         }
     });
-    __syncthreads();  // the sums are there for all
-    store_gradients<Config>(params.grad_bias, tiles.owned, shared.sG);
+    __syncthreads();  // waits until every warp's sums are in shared memory
+    store_gradients<Config>(params.grad_bias, tiles.owned, shared.sSums);
 }
 
 template <DataType kDataType>

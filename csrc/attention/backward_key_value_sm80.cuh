@@ -27,17 +27,19 @@
 #include "device/dropout.cuh"
 #include "device/nonfinite.cuh"
 #include "device/ptx/cp_async.cuh"
+#include "device/ptx/ld_acquire.cuh"
 #include "device/ptx/opaque.cuh"
 #include "device/ptx/red.cuh"
 #include "device/score_gradients.cuh"
 #include "device/scores.cuh"
+#include "device/shared_memory.h"
 #include "device/tile_copy.cuh"
 #include "device/warp_gemm.cuh"
 #include "host/launch.h"
 
 namespace fastattn {
 
-// The keys of a CTA. They are looked up in shared memory, for want of registers, where they are seldom needed.
+// The keys of a CTA. Where they are seldom needed they are looked up in shared memory, as registers are scarce.
 struct KeyTile {
     int32_t batch, head;          // of K and V
     int32_t first_row, num_keys;  // in K and V
@@ -46,30 +48,23 @@ struct KeyTile {
 
 template <typename Config>
 struct alignas(128) BackwardStorageSm80 {
-    uint16_t sK[Config::kBlockN * Config::kRowElements];    // swizzled; holds dK at the end
-    uint16_t sV[Config::kBlockN * Config::kRowElements];    // swizzled; holds dV at the end
-    uint16_t sQ[Config::kBlockM * Config::kRowElements];    // swizzled
-    uint16_t sG[Config::kBlockM * Config::kRowElements];    // dO, swizzled
-    uint16_t sP[Config::kBlockM * Config::kScoreElements];  // swizzled
-    uint16_t sS[Config::kBlockM * Config::kScoreElements];  // dS, swizzled
+    uint16_t sK[Config::kBlockN * Config::kRowElements];     // swizzled; holds dK at the end
+    uint16_t sV[Config::kBlockN * Config::kRowElements];     // swizzled; holds dV at the end
+    uint16_t sQ[Config::kBlockM * Config::kRowElements];     // swizzled
+    uint16_t sdO[Config::kBlockM * Config::kRowElements];    // dO, swizzled
+    uint16_t sP[Config::kBlockM * Config::kScoreElements];   // swizzled
+    uint16_t sdS[Config::kBlockM * Config::kScoreElements];  // dS, swizzled
     RowTerms<Config::kBlockM> terms;
     KeyTile keys;
     uint32_t cta;         // place in the order of turns
     bool some_nonfinite;  // in K
-    static_assert(2 *
-                              ((Config::kBlockM + Config::kBlockN) * Config::kRowElements +
-                               Config::kBlockM * Config::kScoreElements) *
-                              2 +
-                          128 <=
-                      99 << 10,
-                  "sm_86, sm_89, sm_120");
 };
 
 // One CTA's turn to add to a tile of sums; without an address, any time is right.
 struct Turn {
     int32_t* address;
 
-    // Until so many have had theirs, or more: sequences that overlap share tiles.
+    // Waits until so many CTAs have had theirs, or more: sequences that overlap share tiles.
     __device__ __forceinline__ void wait(int32_t num_before) const {
         if (address == nullptr) return;
         if (threadIdx.x == 0) {
@@ -81,7 +76,7 @@ struct Turn {
 
     __device__ __forceinline__ void pass_on() const {
         if (address == nullptr) return;
-        __syncthreads();  // all have added
+        __syncthreads();  // waits until every thread has added
         if (threadIdx.x == 0) ptx::red_release_add_s32(address, 1);
     }
 };
@@ -97,6 +92,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     constexpr int kTilesM = Config::kTilesM, kTilesN = Config::kTilesN, kRowElements = Config::kRowElements;
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<BackwardStorageSm80<Config>*>(shared_bytes);
+    static_assert(has_room_for(Config::kMinCtasPerSm, sizeof(shared)));
 
     // Prologue: which keys of which sequence, and which rows see them.
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -118,7 +114,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     const RowRange sees_first = window.rows_of(first_key, rows.length);
     const RowRange sees_last = window.rows_of(first_key + num_keys - 1, rows.length);
     const int32_t begin_tile = sees_first.begin / kBlockM, end_tile = ceil_div(sees_last.end, kBlockM);
-    // Tiles whose rows, as far as there are any, see all of the keys.
+    // Tiles whose existing rows all see all of the keys.
     const int32_t begin_full = ceil_div(sees_last.begin, kBlockM);
     const int32_t end_full = num_keys < kBlockN              ? 0
                              : sees_first.end == rows.length ? end_tile
@@ -142,7 +138,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         return TileLoader<kBlockM, kHeadDim, kNumThreads, /*kDirection=*/1>(sTile, gTile, view.row_stride, threadIdx.x,
                                                                             view.head_dim);
     };
-    auto load_q = rows_of(params.query, shared.sQ), load_g = rows_of(params.grad_out, shared.sG);
+    auto load_q = rows_of(params.query, shared.sQ), load_do = rows_of(params.grad_out, shared.sdO);
     const auto to_next_head = [&](const HeadsView<const uint16_t>& view) {
         return view.head_stride - (ptx::opaque(end_tile) - begin_tile) * kBlockM * view.row_stride;
     };
@@ -152,7 +148,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
             params, ptx::opaque(batch) * params.shift.batch_stride + head * params.shift.head_stride + first,
             rows.length - row_tile * kBlockM);
         load_q.template load<true>(rows.length - row_tile * kBlockM);
-        load_g.template load<true>(rows.length - row_tile * kBlockM);
+        load_do.template load<true>(rows.length - row_tile * kBlockM);
         ptx::cp_async_commit_group();
     };
 
@@ -160,15 +156,15 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     const int warp_m = warp % Config::kRowWarpsOfS * Config::kWarpM,
               warp_n = warp / Config::kRowWarpsOfS * Config::kWarpN;
     const SwizzledBlocks<kHeadDim> sQ(shared.sQ + warp_m * kRowElements, ldmatrix_lane(lane));
-    const SwizzledBlocks<kHeadDim> sG(shared.sG + warp_m * kRowElements, ldmatrix_lane(lane));
+    const SwizzledBlocks<kHeadDim> sdO(shared.sdO + warp_m * kRowElements, ldmatrix_lane(lane));
     const SwizzledBlocks<kHeadDim> sK(shared.sK + warp_n * kRowElements, ldmatrix_lane_b(lane));
     const SwizzledBlocks<kHeadDim> sV(shared.sV + warp_n * kRowElements, ldmatrix_lane_b(lane));
     const LdmatrixLane key_columns = at_column(ldmatrix_lane_b(lane), KeyGrid::first_row(warp));
-    const SwizzledBlocks<kBlockN> sPt(shared.sP, key_columns), sSt(shared.sS, key_columns);
+    const SwizzledBlocks<kBlockN> sPt(shared.sP, key_columns), sdSt(shared.sdS, key_columns);
     const LdmatrixLane dims_of_key = at_column(ldmatrix_lane(lane), KeyGrid::first_column(warp));
-    const SwizzledBlocks<kHeadDim> sGd(shared.sG, dims_of_key), sQd(shared.sQ, dims_of_key);
-    const SwizzledBlocks<kBlockN> sS(shared.sS + QueryGrid::first_row(warp) * Config::kScoreElements,
-                                     ldmatrix_lane(lane));
+    const SwizzledBlocks<kHeadDim> sdOd(shared.sdO, dims_of_key), sQd(shared.sQ, dims_of_key);
+    const SwizzledBlocks<kBlockN> sdS(shared.sdS + QueryGrid::first_row(warp) * Config::kScoreElements,
+                                      ldmatrix_lane(lane));
     const SwizzledBlocks<kHeadDim> sKd(shared.sK, at_column(ldmatrix_lane(lane), QueryGrid::first_column(warp)));
 
     // One tile of rows of one head. is_full: scores are only scaled, and every row sees every key.
@@ -181,26 +177,28 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         float rS[kTilesM][kTilesN][4];  // [kWarpM, kWarpN]
 
         ptx::cp_async_wait_group<0>();  // Q, dO and terms
-        __syncthreads();                // they are there for all; all are done with the P and dS before
+        __syncthreads();  // waits for every thread's copies, and until every warp has read the last P and dS
         gemm_qk<kDataType>(rS, sQ, sK);
         gradients.template probabilities<kDataType>(shared.sP, rS, dropout);
-        for_constant<kTilesN / 2>([&](auto pair) {  // dP of 16 keys at a time, for want of registers
+        for_constant<kTilesN / 2>([&](auto pair) {  // dP of 16 keys at a time: more would spill
             float rdP[kTilesM][2][4];
-            gemm_qk<kDataType>(rdP, sG, sV.at_row(pair.value * kMmaK));
-            gradients.template of_scores<kDataType, 2 * pair.value>(shared.sS, rS, rdP);
+            gemm_qk<kDataType>(rdP, sdO, sV.at_row(pair.value * kMmaK));
+            gradients.template of_scores<kDataType, 2 * pair.value>(shared.sdS, rS, rdP);
         });
 
-        __syncthreads();  // P and dS are there for all
-        gemm_accumulate<kDataType, /*kTransposeA=*/true, kBlockM, KeyGrid::kColumnStep>(rV, sPt, sGd);
-        gemm_accumulate<kDataType, /*kTransposeA=*/true, kBlockM, KeyGrid::kColumnStep>(rK, sSt, sQd);
+        __syncthreads();  // waits until every warp has stored its P and dS
+        gemm_accumulate<kDataType, /*kTransposeA=*/true, kBlockM, KeyGrid::kColumnStep>(rV, sPt, sdOd);
+        gemm_accumulate<kDataType, /*kTransposeA=*/true, kBlockM, KeyGrid::kColumnStep>(rK, sdSt, sQd);
 
-        const bool clean = !is_full && shared.some_nonfinite;  // 0 in dS does not silence NaN in K
+        // 0 in dS does not silence NaN in K, so that these are zeros meanwhile. A row that sees such a key has a score, and
+        // so a dS, that is not finite: its dQ stays so.
+        const bool clean = !is_full && shared.some_nonfinite;
         KeyLoader load_k = keys_of(params.key, shared.sK, shared.keys, ptx::opaque(threadIdx.x));
         if (clean) load_k.for_own_pairs([](uint32_t& pair) { pair &= ~nonfinite_mask<kDataType>(pair); });
-        __syncthreads();  // all are done with Q, dO and terms: they may be overwritten
+        __syncthreads();  // waits until every warp has read Q, dO and terms: they may be overwritten
         if (is_last) {
             load_q.skip(to_next_head(params.query));
-            load_g.skip(to_next_head(params.grad_out));
+            load_do.skip(to_next_head(params.grad_out));
         }
         const int32_t next_head = head + is_last;
         if (next_head < end_head) load_rows(next_head, is_last ? begin_tile : row_tile + 1);
@@ -209,16 +207,16 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         const Turn turn{in_turn ? params.turns + 1 + sums_tile : nullptr};
         turn.wait(key_tile - scores.window.keys_of(row_tile * kBlockM).begin / kBlockN);
         constexpr int kTilesAtOnce = QueryGrid::kTilesD % 4 == 0 ? 4 : 2;
-        for_constant<QueryGrid::kTilesD / kTilesAtOnce>([&](auto part) {  // dQ, for want of registers not at once
+        for_constant<QueryGrid::kTilesD / kTilesAtOnce>([&](auto part) {  // dQ in parts: at once it would spill
             constexpr int kFirst = part.value * kTilesAtOnce;
             float rQ[QueryGrid::kTilesM][kTilesAtOnce][4] = {};
             gemm_accumulate<kDataType, /*kTransposeA=*/false, kBlockN, QueryGrid::kColumnStep,
-                            kFirst / 2 * QueryGrid::kColumnStep>(rQ, sS, sKd);
+                            kFirst / 2 * QueryGrid::kColumnStep>(rQ, sdS, sKd);
             QueryGrid::template for_each_sum<kFirst>(sums, rQ, warp, ptx::opaque(lane), ptx::red_add_f32);
         });
         turn.pass_on();
         if (clean) {
-            __syncthreads();  // all are done with this K
+            __syncthreads();  // waits until every warp has read this K
             load_k.template load<true>(shared.keys.num_keys);
             ptx::cp_async_commit_group();
         }
@@ -246,12 +244,12 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
 
     // Epilogue: dK and dV become rows where K and V were.
     ptx::cp_async_wait_group<0>();  // K may have been on its way once more
-    __syncthreads();                // all are done with K and V
+    __syncthreads();                // waits until every warp has read K and V
     const int thread = ptx::opaque(threadIdx.x), own_warp = thread / kWarpSize, own_lane = thread % kWarpSize;
     KeyGrid::template stage<kDataType>(shared.sK, rK, params.scores.scale, own_warp, own_lane);
     KeyGrid::template stage<kDataType>(
         shared.sV, rV, params.scores.dropout_seed != nullptr ? params.scores.dropout_factor : 1.0f, own_warp, own_lane);
-    __syncthreads();  // both tiles are complete
+    __syncthreads();  // waits until every warp has stored its rows of both tiles
     constexpr int kStoredRows = kBlockN / Config::kNumWarps;
     const int32_t stored_row = own_warp * kStoredRows;
     const auto store = [&](const HeadsView<uint16_t>& view, const uint16_t* sTile) {

@@ -17,6 +17,7 @@
 #include "device/chunked_gemm.cuh"
 #include "device/fragment.cuh"
 #include "device/scores.cuh"
+#include "device/shared_memory.h"
 #include "device/softmax.cuh"
 #include "device/swizzle.cuh"
 #include "device/tile_copy.cuh"
@@ -36,7 +37,7 @@ struct BackwardRowsConfigSm80 {
     static constexpr int kMostLanesPerRow = 8;
     static_assert(kBlockM * kMostLanesPerRow == kRowsPerThread * kNumThreads, "all rows at once");
     static_assert(kBlockM <= kNumThreads, "a thread for each row");
-    static_assert(sizeof(typename Gemm::Storage) <= 48 << 10, "several CTAs on an SM");
+    static_assert(has_room_for(kMinCtasPerSm, sizeof(typename Gemm::Storage) + kBlockM * sizeof(float)));
 
     // Half an ulp of an lse of 1024 is 6e-5, an eighth of fp16's rounding of P.
     static constexpr float kLargeLse = 1024.0f;

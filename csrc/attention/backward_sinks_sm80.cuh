@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kBackwardSinksThreads)
 
     sum = warp_reduce_sum(sum);
     if (threadIdx.x % kWarpSize == 0) sSums[threadIdx.x / kWarpSize] = sum;
-    __syncthreads();  // the sums of all warps are there
+    __syncthreads();  // waits until every warp's sum is in shared memory
     if (threadIdx.x >= kWarpSize) return;
     sum = warp_reduce_sum(sSums[threadIdx.x]);
     if (threadIdx.x == 0) params.grad_sinks[head] = sum;

@@ -56,7 +56,7 @@ struct CacheHead {
 };
 
 // Starts to copy the scales of a tile's kKeys tokens: lane l passes where that of token l is, null if it is absent. A
-// scale that is `skipped` (one bit each) is written by somebody else.
+// scale that is `skipped` (one bit each) is written elsewhere.
 template <int kKeys>
 __device__ __forceinline__ void load_scales(float* sScales, const float* gScale, uint32_t skipped, int lane) {
     if (lane >= kKeys || (skipped >> lane & 1) != 0) return;
@@ -90,8 +90,8 @@ struct WarpTile {
     }
 
     // Starts to copy rows of row_bytes bytes, which lie row_chunks chunks apart from gTile on. Zeros take the place of
-    // those that are not `present` (one bit each), as they do beyond row_bytes. `skipped`: rows that somebody else
-    // writes.
+    // those that are not `present` (one bit each), as they do beyond row_bytes. `skipped`: rows that are
+    // written elsewhere.
     __device__ __forceinline__ void load_line(const char* gTile, uint32_t row_chunks, int row_bytes, uint32_t present,
                                               uint32_t skipped) const {
         const uint32_t tile = shared_address(sTile);

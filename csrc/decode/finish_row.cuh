@@ -1,4 +1,4 @@
-// From parts of a row, and from the maximum and the sum of its exponentials, to its result.
+// A row of a tile on its way to the result: maximum and sum of its exponentials, and the sums of P·V that go with them.
 #pragma once
 
 #include <cstdint>
@@ -18,21 +18,29 @@ __device__ __forceinline__ float weight_of(float value, float reference) {
     return exp_of(value - (reference == -kInfinity ? 0.0f : reference));
 }
 
-__device__ __forceinline__ void add_weighted(float4& sum, float weight, float4 part) {
-    sum.x += weight * part.x;
-    sum.y += weight * part.y;
-    sum.z += weight * part.z;
-    sum.w += weight * part.w;
+__device__ __forceinline__ void add_weighted(float4& sum, float weight, float4 values) {
+    sum.x += weight * values.x;
+    sum.y += weight * values.y;
+    sum.z += weight * values.z;
+    sum.w += weight * values.w;
 }
 
-__device__ __forceinline__ float4 scaled(float4 values, float factor) {
-    return {values.x * factor, values.y * factor, values.z * factor, values.w * factor};
-}
+// Four columns of a row, over some keys: the sum of exp(score - max), and of that times the values.
+struct RowPart {
+    float max, sum;
+    float4 values;
+};
 
-template <DataType kDataType>
-__device__ __forceinline__ void store_rounded(uint16_t* gOut, float4 values, float factor) {
-    const float4 out = scaled(values, factor);
-    *reinterpret_cast<uint2*>(gOut) = {pack<kDataType>(out.x, out.y), pack<kDataType>(out.z, out.w)};
+// Two neighbouring parts as one. Where a product and a sum become one operation is said here, not left to the compiler:
+// every place that merges, and the machine code for every GPU, has to round alike (part_tree.h).
+__device__ __forceinline__ RowPart merged(const RowPart& left, const RowPart& right) {
+    const float max = fmaxf(left.max, right.max);
+    const float of_left = weight_of(left.max, max), of_right = weight_of(right.max, max);
+    const auto add = [&](float a, float b) { return __fmaf_rn(of_right, b, __fmul_rn(of_left, a)); };
+    return {max,
+            add(left.sum, right.sum),
+            {add(left.values.x, right.values.x), add(left.values.y, right.values.y), add(left.values.z, right.values.z),
+             add(left.values.w, right.values.w)}};
 }
 
 // `factor` turns sums of P·V, relative to `max`, into the output. A sink is one more logit, -inf if there is none. A
@@ -44,9 +52,15 @@ struct RowResult {
 __device__ __forceinline__ RowResult finish_row(float max, float sum, float sink) {
     const float peak = fmaxf(max, sink);
     const float rescale = weight_of(max, peak);
-    const float total = sum * rescale + weight_of(sink, peak);
+    const float total = __fmaf_rn(sum, rescale, weight_of(sink, peak));  // rounds as everywhere: see merged()
     if (total == 0.0f) return {0.0f, -kInfinity};
     return {rescale / total, peak == -kInfinity ? total : peak + logf(total)};
+}
+
+template <DataType kDataType>
+__device__ __forceinline__ void store_rounded(uint16_t* gOut, float4 values, float factor) {
+    *reinterpret_cast<uint2*>(gOut) = {pack<kDataType>(values.x * factor, values.y * factor),
+                                       pack<kDataType>(values.z * factor, values.w * factor)};
 }
 
 }  // namespace fastattn

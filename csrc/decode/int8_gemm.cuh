@@ -1,7 +1,7 @@
 // The two products of attention on int8 keys and values, which become 16-bit floats in registers, exactly
-// (device/dequantize.cuh): both products lack a factor of Int8Decoding<kDataType>::kUnit.
+// (device/dequantize.cuh): both products lack a factor of Int8Decoding<kDataType>::kFactor.
 //
-// A row of int8 is a row of half as many 16-bit units for copies, swizzles and ldmatrix. A lane then receives four
+// A row of int8 is a row of half as many pairs, of 16 bits each, for copies, swizzles and ldmatrix. A lane then receives four
 // neighbouring dims where a matrix of 16-bit elements would give it two. Which dims stand where is free as long as both
 // operands of a product agree:
 //   Q·Kᵀ  of each 16 dims, lane l % 4 holds dims 4 * (l % 4) + 0 … 3 as its k; queries are staged in that order.
@@ -29,14 +29,14 @@ __device__ __forceinline__ void gemm_qk_int8(float (&rS)[1][kTilesN][4], const S
         for (int e = 0; e < 4; ++e) rS[0][n][e] = 0.0f;
     }
 #pragma unroll
-    for (int unit = 0; unit < kHeadDim / 2; unit += kMmaK) {
+    for (int pair = 0; pair < kHeadDim / 2; pair += kMmaK) {
         uint32_t rK[kTilesN / 2][4];
 #pragma unroll
-        for (int n = 0; n < kTilesN; n += 2) ptx::ldmatrix_m8n8_x4(rK[n / 2], sK.address(n * kMmaN, unit));
+        for (int n = 0; n < kTilesN; n += 2) ptx::ldmatrix_m8n8_x4(rK[n / 2], sK.address(n * kMmaN, pair));
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             uint32_t rQ[4];
-            ptx::ldmatrix_m8n8_x4(rQ, sQ.address(0, 2 * unit + half * kMmaK));
+            ptx::ldmatrix_m8n8_x4(rQ, sQ.address(0, 2 * pair + half * kMmaK));
 #pragma unroll
             for (int n = 0; n < kTilesN; ++n) {
                 const uint32_t four = biased(rK[n / 2][n % 2 * 2 + half]);
@@ -57,14 +57,14 @@ __device__ __forceinline__ void gemm_pv_int8(float (&rO)[1][kHeadDim / kMmaN][4]
         uint32_t rA[4];
         accumulators_to_a<kDataType>(rA, rP[0][n], rP[0][n + 1]);
 #pragma unroll
-        for (int unit = 0; unit < kHeadDim / 2; unit += kMmaK) {
+        for (int pair = 0; pair < kHeadDim / 2; pair += kMmaK) {
             uint32_t rV[4];
-            ptx::ldmatrix_m8n8_x4_trans(rV, sV.address(n * kMmaN, unit));
+            ptx::ldmatrix_m8n8_x4_trans(rV, sV.address(n * kMmaN, pair));
 #pragma unroll
             for (int right = 0; right < 2; ++right) {
                 const uint32_t upper = biased(rV[2 * right]), lower = biased(rV[2 * right + 1]);
-                float (&rEven)[4] = rO[0][unit / 4 + 2 * right];
-                float (&rOdd)[4] = rO[0][unit / 4 + 2 * right + 1];
+                float (&rEven)[4] = rO[0][pair / 4 + 2 * right];
+                float (&rOdd)[4] = rO[0][pair / 4 + 2 * right + 1];
                 mma_m16n8k16<kDataType>(rEven, rA, decode_pair<kDataType, 0, 2>(upper),
                                         decode_pair<kDataType, 0, 2>(lower));
                 mma_m16n8k16<kDataType>(rOdd, rA, decode_pair<kDataType, 1, 3>(upper),

@@ -69,8 +69,8 @@ struct PackedRows {
 
     // Turns Q·Kᵀ into scores in nats, -inf where a row does not see a key.
     template <int kTilesN>
-    __device__ __forceinline__ void apply(float (&rS)[1][kTilesN][4], uint32_t present, int32_t first_key,
-                                          int lane) const {
+    __device__ __forceinline__ void to_scores(float (&rS)[1][kTilesN][4], uint32_t present, int32_t first_key,
+                                              int lane) const {
         const float scale = params.scale, softcap = params.softcap;
         if (softcap > 0) {
             for_each(rS, [&](int, int, float s) { return softcap * tanhf(s * params.scale_over_softcap); });

@@ -1,19 +1,26 @@
 // Which keys each CTA of flash-decoding takes: a pure function of lengths, heads and the size of the GPU, that CTAs
 // compute for themselves from the lengths in device memory.
 //
-// A tile is the rows of a KV head of a sequence, 16 at most. Its keys are cut into units of whole blocks, and the units
-// of all tiles form a line: by sequence, then by tile, then by key. CTA c takes units [c * share, (c + 1) * share),
-// which may be the end of one tile, whole tiles, and the beginning of another. So the work of CTAs differs by a unit at
+// A tile is the rows of a KV head of a sequence, 16 at most. Its keys are cut into spans of whole blocks, and the spans
+// of all tiles form a line: by sequence, then by tile, then by key. CTA c takes spans [c * share, (c + 1) * share),
+// which may be the end of one tile, whole tiles, and the beginning of another. So the work of CTAs differs by a span at
 // most, however ragged the lengths are, and whatever they become in the replay of a CUDA graph.
-//   balanced        a unit is a block, and shares are as large as the line needs.
-//   num_splits      a tile has at most so many units of equal size, each a CTA's share.
-//   batch_invariant a unit is 1024 keys, counted from the first, and a CTA's share: no other sequence has an influence.
+//   balanced        a span is a block, and shares are as large as the line needs.
+//   num_splits      a tile has at most so many spans of equal size, each a CTA's share.
+//   batch_invariant a span is 1024 keys, counted from the first; shares are as large as the line needs.
+//
+// What a CTA makes of a tile that it shares with others is a part, merged with the others' in the order of part_tree.h.
+// As a rule all that a CTA has of a tile is one part. With batch_invariant each span is one: then the cut of a sequence's
+// keys into parts, and the tree that merges them, depend on this sequence alone. The batch, the capacity and the size of
+// the GPU only decide which CTA does which of these steps. A CTA merges its own parts while it goes through them, so that
+// few of them ever lie in memory: see slots_per_cta().
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
 #include "attention/tile_order.h"
+#include "decode/part_tree.h"
 #include "host/decode_params.h"
 
 namespace fastattn {
@@ -36,78 +43,86 @@ FASTATTN_HOST_DEVICE CachedSequence cached_sequence(const SequenceShape& shape, 
     return sequence;
 }
 
-// The units of one tile: unit i is blocks [first_block + i * blocks_per_unit, …), the last one may be shorter.
-struct TileUnits {
-    int32_t first_block, blocks_per_unit, num_units;
+// The spans of one tile: span i is blocks [first_block + i * blocks_per_span, …), the last one may be shorter.
+struct TileSpans {
+    int32_t first_block, blocks_per_span, num_spans;
 };
 
-FASTATTN_HOST_DEVICE TileUnits tile_units(const SplitPlan& plan, const CachedSequence& sequence, int32_t block_keys) {
-    TileUnits units;
-    units.first_block = sequence.first_key / block_keys;
-    const int32_t num_blocks = ceil_div(sequence.total, block_keys) - units.first_block;
-    units.blocks_per_unit =
-        plan.splits_per_tile > 0 ? ceil_div(num_blocks, plan.splits_per_tile) : plan.blocks_per_unit;
-    if (units.blocks_per_unit < 1) units.blocks_per_unit = 1;
-    units.num_units = ceil_div(num_blocks, units.blocks_per_unit);
-    if (units.num_units < 1) units.num_units = 1;  // somebody has to say that there are no keys
-    return units;
+FASTATTN_HOST_DEVICE TileSpans tile_spans(const SplitPlan& plan, const CachedSequence& sequence, int32_t block_keys) {
+    TileSpans spans;
+    spans.first_block = sequence.first_key / block_keys;
+    const int32_t num_blocks = ceil_div(sequence.total, block_keys) - spans.first_block;
+    spans.blocks_per_span =
+        plan.splits_per_tile > 0 ? ceil_div(num_blocks, plan.splits_per_tile) : plan.blocks_per_span;
+    if (spans.blocks_per_span < 1) spans.blocks_per_span = 1;
+    spans.num_spans = ceil_div(num_blocks, spans.blocks_per_span);
+    if (spans.num_spans < 1) spans.num_spans = 1;  // some CTA has to say that there are no keys
+    return spans;
 }
 
-FASTATTN_HOST_DEVICE int64_t units_per_cta(const SplitPlan& plan, int64_t total_units) {
-    const int64_t share = (total_units + plan.num_ctas - 1) / plan.num_ctas;
-    return share > plan.min_units_per_cta ? share : plan.min_units_per_cta;
+FASTATTN_HOST_DEVICE int64_t spans_per_cta(const SplitPlan& plan, int64_t total_spans) {
+    const int64_t share = (total_spans + plan.num_ctas - 1) / plan.num_ctas;
+    return share > plan.min_spans_per_cta ? share : plan.min_spans_per_cta;
 }
 
-// What a CTA has of one tile, from `unit` on: its units [first, first + count), and their keys as far as there are any.
+// What a CTA takes of one tile at once, from `span` on: the tile's spans [first, first + count), and the keys of these
+// that exist.
 struct TileShare {
     int32_t tile_idx, first, count;
     int32_t begin_key, end_key;
-    bool is_whole;
 };
 
-// The tiles of the sequence start at first_unit on the line; the CTA's share ends at end_unit.
-FASTATTN_HOST_DEVICE TileShare tile_share(const TileUnits& units, const CachedSequence& sequence, int32_t block_keys,
-                                          int64_t first_unit, int64_t unit, int64_t end_unit) {
+// The tiles of the sequence start at first_span on the line; the CTA's share ends at end_span.
+FASTATTN_HOST_DEVICE TileShare tile_share(const SplitPlan& plan, const TileSpans& spans, const CachedSequence& sequence,
+                                          int32_t block_keys, int64_t first_span, int64_t span, int64_t end_span) {
     TileShare share;
-    share.tile_idx = static_cast<int32_t>((unit - first_unit) / units.num_units);
-    share.first = static_cast<int32_t>(unit - first_unit - int64_t{share.tile_idx} * units.num_units);
-    const int64_t left_of_tile = units.num_units - share.first, left_of_share = end_unit - unit;
+    share.tile_idx = static_cast<int32_t>((span - first_span) / spans.num_spans);
+    share.first = static_cast<int32_t>(span - first_span - int64_t{share.tile_idx} * spans.num_spans);
+    const int64_t left_of_tile = spans.num_spans - share.first, left_of_share = end_span - span;
     share.count = static_cast<int32_t>(left_of_tile < left_of_share ? left_of_tile : left_of_share);
-    share.is_whole = share.count == units.num_units;
-    const int32_t begin = (units.first_block + share.first * units.blocks_per_unit) * block_keys;
-    const int32_t end = (units.first_block + (share.first + share.count) * units.blocks_per_unit) * block_keys;
+    if (plan.spans_are_parts) share.count = 1;
+    const int32_t begin = (spans.first_block + share.first * spans.blocks_per_span) * block_keys;
+    const int32_t end = (spans.first_block + (share.first + share.count) * spans.blocks_per_span) * block_keys;
     share.begin_key = begin > sequence.first_key ? begin : sequence.first_key;
     share.end_key = end < sequence.total ? end : sequence.total;
     return share;
 }
 
-inline constexpr int32_t kMergedParts = 16;  // at a time: see decode/merge_parts.cuh
-
-// The parts of a tile, one of each CTA from `first_cta` on.
+// The parts of a tile. Part 0 has number `first` on the line of all parts, and CTA c makes numbers
+// [c * per_cta, (c + 1) * per_cta).
 struct TileParts {
-    int32_t first_cta, count, num_ctas;
-    int64_t first_unit, units_per_cta;
+    int32_t count;
+    int64_t first, per_cta;
 
-    // Where a part is left. A CTA has two tiles at most of which others have parts: that in which its share begins, and
-    // that in which it ends.
-    FASTATTN_HOST_DEVICE int32_t slot(int32_t part) const {
-        const int32_t cta = first_cta + part;
-        const bool begins_share = cta * units_per_cta >= first_unit;
-        return begins_share ? cta : cta + num_ctas;
+    FASTATTN_HOST_DEVICE int32_t cta_of(int32_t part) const { return static_cast<int32_t>((first + part) / per_cta); }
+
+    FASTATTN_HOST_DEVICE PartRange of_cta(int32_t cta) const {
+        const int64_t begin = cta * per_cta - first, end = begin + per_cta;
+        return {static_cast<int32_t>(begin > 0 ? begin : 0), static_cast<int32_t>(end < count ? end : count)};
     }
 };
 
-// The tiles of the sequence start at first_unit on the line.
-FASTATTN_HOST_DEVICE TileParts tile_parts(const SplitPlan& plan, const TileUnits& units, int64_t first_unit,
-                                          int32_t tile_idx, int64_t units_per_cta) {
-    TileParts parts;
-    parts.num_ctas = plan.num_ctas;
-    parts.units_per_cta = units_per_cta;
-    parts.first_unit = first_unit + int64_t{tile_idx} * units.num_units;
-    parts.first_cta = static_cast<int32_t>(parts.first_unit / units_per_cta);
-    const int64_t last_cta = (parts.first_unit + units.num_units - 1) / units_per_cta;
-    parts.count = static_cast<int32_t>(last_cta) - parts.first_cta + 1;
-    return parts;
+// The tiles of the sequence start at first_span on the line.
+FASTATTN_HOST_DEVICE TileParts tile_parts(const SplitPlan& plan, const TileSpans& spans, int64_t first_span,
+                                          int32_t tile_idx, int64_t spans_per_cta) {
+    const int64_t first = first_span + int64_t{tile_idx} * spans.num_spans;
+    if (plan.spans_are_parts) return {spans.num_spans, first, spans_per_cta};
+    const int64_t first_cta = first / spans_per_cta, last_cta = (first + spans.num_spans - 1) / spans_per_cta;
+    return {static_cast<int32_t>(last_cta - first_cta) + 1, first_cta, 1};
+}
+
+// The slot of the workspace where a CTA leaves a node that holds its own parts alone, until that is merged.
+//
+// A CTA shares two tiles with others at most: one in which its share begins, and one in which it ends. Of the tree of the
+// first, the nodes that it leaves to others are right children: with a left child it would have the right one too, or
+// that has no part. Of the second they are left children, for it has the tile from its beginning on; and so are the
+// nodes that wait for the CTA itself to make their right siblings, in any tile. In a tile that it shares at both ends,
+// it leaves children of both kinds. No two nodes of one level and kind ever wait at the same time: so two slots for each
+// level are enough, and what a CTA goes on to never touches what others still have to read. Where the CTA has one part
+// of each tile only, these are two nodes at most: the left child of level 0, and any other.
+FASTATTN_HOST_DEVICE int64_t slot_of(const SplitPlan& plan, int32_t cta, PartNode node) {
+    const int32_t own = 2 * node.level + node.index % 2, last = plan.slots_per_cta - 1;
+    return int64_t{cta} * plan.slots_per_cta + (own < last ? own : last);
 }
 
 // The most blocks of keys that a tile of any length can have.
@@ -119,34 +134,50 @@ inline int32_t most_blocks(const SequenceShape& shape, int32_t block_keys) {
     return static_cast<int32_t>(std::min<int64_t>(all, (keys + block_keys - 2) / block_keys + 1));
 }
 
-inline int32_t num_slots(const SplitPlan& plan) {
-    return plan.min_units_per_cta > 1 ? 2 * plan.num_ctas : plan.num_ctas;
+// Two for each level of a tree of so many parts below its root.
+inline int32_t slots_for_parts(int32_t most_parts) {
+    int32_t levels = 1;
+    while (int64_t{1} << levels < most_parts) ++levels;
+    return 2 * levels;
 }
 
-// cta_slots: how many CTAs run on the GPU at a time. num_splits = 0 leaves the choice to the plan.
+inline int64_t num_slots(const SplitPlan& plan) {
+    return int64_t{plan.num_ctas} * plan.slots_per_cta;
+}
+
+// Counters of the CTAs that bring a node to be merged: kMergeSteps for each CTA.
+inline int64_t num_counters(const SplitPlan& plan) {
+    return int64_t{plan.num_ctas} * kMergeSteps;
+}
+
+// resident_ctas: how many CTAs run on the GPU at a time. num_splits = 0 leaves the choice to the plan.
 inline SplitPlan split_plan(const SequenceShape& shape, int32_t batch, int32_t kv_heads, int32_t row_tiles,
-                            int32_t block_keys, int64_t num_splits, bool batch_invariant, int32_t cta_slots) {
+                            int32_t block_keys, int64_t num_splits, bool batch_invariant, int32_t resident_ctas) {
     constexpr int32_t kInvariantKeys = 1024;  // 512 KB of 128 + 128 dims; 16 rows written and read are 3 % of that
-    constexpr int32_t kMostInvariantUnits = 256;
     // Both blocks of a CTA are on their way before the first is used: with one block each, CTAs would take as long, and
     // leave twice as many results to merge.
-    constexpr int32_t kMinUnits = 2;
+    constexpr int32_t kMinBlocks = 2;
     const int32_t blocks = std::max(1, most_blocks(shape, block_keys));
     SplitPlan plan{};
     plan.tiles_per_sequence = kv_heads * row_tiles;
-    plan.blocks_per_unit = 1;
-    plan.min_units_per_cta = 1;
+    plan.blocks_per_span = 1;
+    plan.min_spans_per_cta = 1;
     const int64_t tiles = int64_t{batch} * plan.tiles_per_sequence;
     int64_t num_ctas;
     if (num_splits > 0) {
         plan.splits_per_tile = static_cast<int32_t>(std::min<int64_t>(num_splits, blocks));
+        plan.slots_per_cta = 1;
         num_ctas = tiles * plan.splits_per_tile;
     } else if (batch_invariant) {
-        plan.blocks_per_unit = std::max(kInvariantKeys / block_keys, ceil_div(blocks, kMostInvariantUnits));
-        num_ctas = tiles * ceil_div(blocks, plan.blocks_per_unit);
+        plan.spans_are_parts = true;
+        plan.blocks_per_span = kInvariantKeys / block_keys;
+        const int32_t spans = ceil_div(blocks, plan.blocks_per_span);
+        plan.slots_per_cta = slots_for_parts(spans);
+        num_ctas = std::min<int64_t>(resident_ctas, tiles * spans);
     } else {
-        plan.min_units_per_cta = kMinUnits;
-        num_ctas = std::min<int64_t>(cta_slots, (tiles * blocks + kMinUnits - 1) / kMinUnits);
+        plan.min_spans_per_cta = kMinBlocks;
+        plan.slots_per_cta = 2;
+        num_ctas = std::min<int64_t>(resident_ctas, (tiles * blocks + kMinBlocks - 1) / kMinBlocks);
     }
     plan.num_ctas = static_cast<int32_t>(std::min<int64_t>(num_ctas, 0x3fffffff));
     return plan;
@@ -155,7 +186,7 @@ inline SplitPlan split_plan(const SequenceShape& shape, int32_t batch, int32_t k
 // Whether a tile can be cut at all: else nothing is left to merge.
 inline bool can_be_cut(const SplitPlan& plan, const SequenceShape& shape, int32_t block_keys) {
     const int32_t blocks = most_blocks(shape, block_keys);
-    return plan.splits_per_tile > 0 ? plan.splits_per_tile > 1 : blocks > plan.blocks_per_unit;
+    return plan.splits_per_tile > 0 ? plan.splits_per_tile > 1 : blocks > plan.blocks_per_span;
 }
 
 }  // namespace fastattn

@@ -4,13 +4,13 @@
 //
 // A CTA has a share of the keys of all sequences (split_plan.h), and goes through it tile by tile: the rows of a tile
 // are all query heads of a KV head times the queries, so that each key is loaded once for all of them. Its warps take
-// a few keys at a time, in turn, each with a softmax, a sum and a pipeline of its own; nobody waits for another before the
-// end of the tile, where the warps' results are merged. Of a tile that CTAs share each leaves a part (merge_parts.cuh).
+// a few keys at a time, in turn, each with a softmax, a sum and a pipeline of its own; no warp waits for another before
+// the end of the tile, where the warps' results are merged. Of a tile that CTAs share each leaves a part (merge_parts.cuh).
 //
 //   ring of a warp   K0 V0 K1 V1 …   kStages of each; what a product has read is loaded anew at once
 //   step             wait K → Q·Kᵀ → load K → softmax → wait V → P·V → load V
 //
-// New tokens are never read from the cache: whoever needs one takes it from k_new and v_new, and the last tile of rows
+// New tokens are never read from the cache: a CTA that needs one takes it from k_new and v_new, and the last tile of rows
 // stores it. So one launch does both; RoPE is applied to queries by every CTA for itself. An int8 cache has a scale for
 // each token and head: keys' scales multiply scores, values' scales go into P.
 // Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim, a capacity below 2^30.
@@ -30,6 +30,7 @@
 #include "decode/query_tile.cuh"
 #include "decode/tiles_sm80.h"
 #include "decode/value_rows.cuh"
+#include "device/shared_memory.h"
 #include "device/warp_gemm.cuh"
 #include "host/launch.h"
 
@@ -41,15 +42,22 @@ struct DecodeConfigSm80 : DecodeTileSm80<kHeadDim_, kInt8_> {
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr bool kInt8 = kInt8_;  // the cache, with a scale for each token and head
     static constexpr int kElementBytes = kInt8 ? 1 : 2;
-    static constexpr int kCacheDim = kHeadDim * kElementBytes / 2;  // a row of the cache, in units of 16 bits
+    static constexpr int kCacheDim = kHeadDim * kElementBytes / 2;  // a row of the cache, in pieces of 16 bits
     static constexpr int kNumThreads = Tile::kNumWarps * kWarpSize;
     static constexpr int kTilesN = Tile::kWarpN / kMmaN;
     static constexpr int kTilesD = kHeadDim / kMmaN;
-    static constexpr int kSlotBytes = Tile::kWarpN * Swizzle<kCacheDim>::kRowBytes;
-    static constexpr int kStages = std::min(4, Tile::kRingBytes / (2 * kSlotBytes));
+    static constexpr int kStageBytes = Tile::kWarpN * Swizzle<kCacheDim>::kRowBytes;
+    static constexpr int kStages = std::min(4, Tile::kRingBytes / (2 * kStageBytes));
     static_assert(Tile::kBlockM == kMmaM, "a warp's tile is one MMA of rows");
     static_assert(kStages >= 1 && Tile::kWarpN <= kWarpSize, "one bit of a mask, and one lane, for each key");
     static_assert(Tile::kBlockM * kHeadDim * 4 <= Tile::kRingBytes, "a warp's output takes the place of its ring");
+};
+
+// What the loop of steps does not need of the tile that a CTA is at: it waits in shared memory, where registers are scarce.
+struct TileInHand {
+    TileSpans spans;
+    int64_t first_span;  // of its sequence, on the line
+    int32_t tile_idx, num_taken;
 };
 
 template <typename Config>
@@ -59,6 +67,8 @@ struct alignas(128) DecodeStorageSm80 {
     uint32_t present[Config::kNumWarps][Config::kStages];  // keys in the ring, one bit each
     float scales[Config::kNumWarps][Config::kInt8 ? Config::kStages : 1][2][Config::kWarpN];  // of K and of V
     float row_max[Config::kNumWarps][Config::kBlockM], row_sum[Config::kNumWarps][Config::kBlockM];
+    PlannedLine line;
+    TileInHand tile;
 };
 
 // Where a warp's output stands: [kBlockM, kHeadDim] fp32. Lanes write eight columns of four rows at a time, of an int8
@@ -69,46 +79,57 @@ __device__ __forceinline__ int output_index(int row, int column) {
 }
 
 template <typename Config>
-__device__ __forceinline__ void store_output_row(float* sO, const float (&rO)[Config::kTilesD][4], float unit, int row,
-                                                 int half, int lane) {
+__device__ __forceinline__ void store_output_row(float* sO, const float (&rO)[Config::kTilesD][4], float factor,
+                                                 int row, int half, int lane) {
 #pragma unroll
     for (int d = 0; d < Config::kTilesD; ++d) {
-        const float first = rO[d][2 * half] * unit, second = rO[d][2 * half + 1] * unit;
+        const float first = rO[d][2 * half] * factor, second = rO[d][2 * half + 1] * factor;
         if constexpr (!Config::kInt8) {
             const int column = d * kMmaN + accumulator_column(lane);
             *reinterpret_cast<float2*>(sO + output_index<Config>(row, column)) = {first, second};
         } else if (d % 2 == 0) {  // even dims, and the odd ones between them
             const int column = d * kMmaN + 2 * accumulator_column(lane);
-            const float between = rO[d + 1][2 * half] * unit, last = rO[d + 1][2 * half + 1] * unit;
+            const float between = rO[d + 1][2 * half] * factor, last = rO[d + 1][2 * half + 1] * factor;
             reinterpret_cast<float4*>(sO)[output_index<Config>(row, column) / 4] = {first, between, second, last};
         }
     }
 }
 
-// Merges what the warps have of a tile: into the result where this is all of the tile, else into slot `slot` of the
-// partial results.
-template <typename Config, DataType kDataType>
-__device__ __forceinline__ void store_tile(const DecodeParams& params, const DecodeStorageSm80<Config>& shared,
-                                           int32_t batch, int32_t kv_head, int32_t first_row, bool is_whole,
-                                           int64_t slot) {
+// Merges what the warps have of a part of a tile, then that with the parts to its left that only wait for it: into the
+// result where this makes the tile complete, else into the slot of the largest node that the CTA can make so far.
+template <typename Config, typename Rows>
+__device__ __forceinline__ void store_part(const Rows& rows, const DecodeStorageSm80<Config>& shared,
+                                           const TileParts& parts, PartRange own, int32_t part) {
     constexpr int kQuads = Config::kHeadDim / 4;
-    const int num_rows = min(params.sequence.num_queries * params.group - first_row, Config::kBlockM);
-    for (int item = threadIdx.x; item < num_rows * kQuads; item += Config::kNumThreads) {
+    const auto cta = static_cast<int32_t>(blockIdx.x);
+    const SplitPlan& plan = rows.params.plan;
+    const PartNode node = largest_node(part, {own.begin, part + 1}, parts.count);
+    const bool is_result = node.holds_all(parts.count);
+    for (int item = threadIdx.x; item < rows.num_rows() * kQuads; item += Config::kNumThreads) {
         const int row = item / kQuads, column = item % kQuads * 4;
-        float max = -kInfinity, sum = 0.0f;
+        RowPart result = {-kInfinity, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
 #pragma unroll
-        for (int warp = 0; warp < Config::kNumWarps; ++warp) max = fmaxf(max, shared.row_max[warp][row]);
-        float4 merged = {0.0f, 0.0f, 0.0f, 0.0f};
+        for (int warp = 0; warp < Config::kNumWarps; ++warp) result.max = fmaxf(result.max, shared.row_max[warp][row]);
 #pragma unroll
         for (int warp = 0; warp < Config::kNumWarps; ++warp) {
-            const float weight = weight_of(shared.row_max[warp][row], max);
+            const float weight = weight_of(shared.row_max[warp][row], result.max);
             const auto* sO = reinterpret_cast<const float*>(shared.ring[warp]);
-            const float4 part = *reinterpret_cast<const float4*>(sO + output_index<Config>(row, column));
-            sum += weight * shared.row_sum[warp][row];
-            add_weighted(merged, weight, part);
+            result.sum += weight * shared.row_sum[warp][row];
+            add_weighted(result.values, weight,
+                         *reinterpret_cast<const float4*>(sO + output_index<Config>(row, column)));
         }
-        store_row<Config::kBlockM, kDataType>(params, batch, kv_head, first_row, row, column, max, sum, merged,
-                                              is_whole, slot);
+#pragma unroll 1
+        for (int level = 0; level < node.level; ++level) {
+            const int32_t index = part >> level;
+            if (index % 2 == 0) continue;  // nothing is to the right of it: it is its parent
+            const int64_t slot = slot_of(plan, cta, {level, index - 1});
+            result = merged(rows.load(slot, row, column), result);
+        }
+        if (is_result) {
+            rows.store_result(row, column, result);
+        } else {
+            rows.store(slot_of(plan, cta, node), row, column, result);
+        }
     }
 }
 
@@ -121,21 +142,20 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
     constexpr int kStages = Config::kStages;
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<DecodeStorageSm80<Config>*>(shared_bytes);
-    static_assert(sizeof(shared) <= 99 << 10, "sm_86, sm_89, sm_120");
+    static_assert(has_room_for(Config::kMinCtasPerSm, sizeof(shared)));
 
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const PlannedWork<kBlockN> work(params, lane);
-    const int64_t begin_unit = blockIdx.x * work.share();
-    const int64_t end_unit = min(begin_unit + work.share(), work.num_units());
+    const PlannedWork<kBlockN> work(params, shared.line, lane);
     const SwizzledBlocks<kHeadDim> sQ(shared.sQ, ldmatrix_lane(lane));
     // Whether a warp's keys always lie in one block.
     const bool in_line = params.places.block_table == nullptr || params.places.block_rows % kWarpN == 0;
 
-    for (int64_t unit = begin_unit; unit < end_unit;) {
+    for (int64_t span = work.begin_span(); span < work.end_span();) {
         // Prologue: which tile, and which of its keys.
-        const PlannedSequence sequence = work.sequence_with(unit);
+        const PlannedSequence sequence = work.sequence_with(span);
         const CachedSequence& tokens = sequence.tokens;
-        const TileShare share = tile_share(sequence.units, tokens, kBlockN, sequence.first_unit, unit, end_unit);
+        const TileShare share =
+            tile_share(params.plan, sequence.spans, tokens, kBlockN, sequence.first_span, span, work.end_span());
         const int32_t batch = sequence.batch, kv_head = share.tile_idx / params.row_tiles;
         const int32_t row_tile = share.tile_idx % params.row_tiles, first_row = row_tile * Config::kBlockM;
         const PackedRows rows(params, tokens, batch, kv_head, first_row, lane);
@@ -149,8 +169,8 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
         uint32_t present = 0, is_new = 0;  // of the tile that is loaded; new tokens come from k_new and v_new
         TokenPlace place{-1, 0};           // of its first key where its keys are in line, else of key lane % kWarpN
         const auto load_tile = [&](const CacheHead& head, const HeadsView<const uint16_t>& new_tokens,
-                                   const RotaryParams& rotary, char* slot, float* sScales, int32_t first_key) {
-            const WarpTile<kCacheDim, kWarpN> tile(slot, lane);
+                                   const RotaryParams& rotary, char* sTile, float* sScales, int32_t first_key) {
+            const WarpTile<kCacheDim, kWarpN> tile(sTile, lane);
             const CacheView& cache = head.cache;
             const int row_bytes = cache.head_dim * Config::kElementBytes;
             const bool is_present = (present >> lane % kWarpN & 1) != 0;
@@ -169,7 +189,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
             const uint16_t* gNew = row_pointer(new_tokens, batch, kv_head, first_key - tokens.before);
             char* gRow = stores_new && is_present ? head.row(own) : nullptr;
             if constexpr (kInt8) {
-                quantise_new_tokens<kDataType, kHeadDim, kWarpN>(slot, sScales, gNew, new_tokens.row_stride,
+                quantise_new_tokens<kDataType, kHeadDim, kWarpN>(sTile, sScales, gNew, new_tokens.row_stride,
                                                                  cache.head_dim, is_new, rotary, first_key, gRow,
                                                                  gScale, lane);
             } else {
@@ -178,8 +198,8 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
             }
         };
         char* ring = shared.ring[warp];
-        const auto slot_k = [&](int stage) { return ring + 2 * stage * Config::kSlotBytes; };
-        const auto slot_v = [&](int stage) { return ring + (2 * stage + 1) * Config::kSlotBytes; };
+        const auto ring_k = [&](int stage) { return ring + 2 * stage * Config::kStageBytes; };
+        const auto ring_v = [&](int stage) { return ring + (2 * stage + 1) * Config::kStageBytes; };
         const auto scales = [&](int stage, int of_values) { return shared.scales[warp][kInt8 ? stage : 0][of_values]; };
         const auto load_k = [&](int stage, int32_t first_key) {
             if (first_key < end_key) {
@@ -193,13 +213,13 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
                 }
                 is_new = present & keys_between<kWarpN>(tokens.before - first_key, kWarpN);
                 if (lane == 0) shared.present[warp][stage] = present;
-                load_tile(k_head, params.k_new, params.rotary, slot_k(stage), scales(stage, 0), first_key);
+                load_tile(k_head, params.k_new, params.rotary, ring_k(stage), scales(stage, 0), first_key);
             }
             ptx::cp_async_commit_group();
         };
         const auto load_v = [&](int stage, int32_t first_key) {
             if (first_key < end_key) {
-                load_tile(v_head, params.v_new, RotaryParams{}, slot_v(stage), scales(stage, 1), first_key);
+                load_tile(v_head, params.v_new, RotaryParams{}, ring_v(stage), scales(stage, 1), first_key);
             }
             ptx::cp_async_commit_group();
         };
@@ -212,69 +232,74 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
         }
         stage_queries<kHeadDim, kDataType, kInt8, Config::kNumThreads>(shared.sQ, params, tokens, batch, kv_head,
                                                                        first_row);
-        __syncthreads();  // the queries are there for all
+        if (threadIdx.x == 0) shared.tile = {sequence.spans, sequence.first_span, share.tile_idx, share.count};
+        __syncthreads();  // waits until the queries are in shared memory
 
         OnlineSoftmax<1, /*kInNats=*/true, /*kFewKeys=*/true> softmax(kLog2E);
         float rO[1][Config::kTilesD][4] = {};  // [kBlockM, kHeadDim], of this warp's keys
-        ValueUnit unit_of_values;              // of an int8 cache: what rO is in
+        OutputScale output_scale;              // of an int8 cache: rO is divided by it
         for (int stage = 0; first_key < end_key; first_key += kBlockN) {
             float rS[1][Config::kTilesN][4];  // [kBlockM, kWarpN]: scores, then probabilities
             const int32_t next_key = first_key + kStages * kBlockN;
 
             ptx::cp_async_wait_group<2 * kStages - 1>();
-            __syncwarp();  // K is there for all lanes
+            __syncwarp();  // waits until the copies of every lane have landed: all of K is there
             const uint32_t present_now = shared.present[warp][stage];
-            const SwizzledBlocks<kCacheDim> sK(reinterpret_cast<uint16_t*>(slot_k(stage)), ldmatrix_lane_b(lane));
+            const SwizzledBlocks<kCacheDim> sK(reinterpret_cast<uint16_t*>(ring_k(stage)), ldmatrix_lane_b(lane));
             if constexpr (kInt8) {
                 gemm_qk_int8<kDataType>(rS, sQ, sK);
-                multiply_columns(rS, scales(stage, 0), Int8Decoding<kDataType>::kUnit, lane);
+                multiply_columns(rS, scales(stage, 0), Int8Decoding<kDataType>::kFactor, lane);
             } else {
                 gemm_qk<kDataType>(rS, sQ, sK);
             }
-            __syncwarp();  // all lanes are done with K: it may be overwritten
+            __syncwarp();  // waits until every lane has read K: it may be overwritten
             load_k(stage, next_key);
 
-            rows.apply(rS, present_now, first_key, lane);
+            rows.to_scores(rS, present_now, first_key, lane);
             softmax.template update<true>(rS, rO);
 
             ptx::cp_async_wait_group<2 * kStages - 1>();
-            __syncwarp();  // V is there for all lanes
-            const SwizzledBlocks<kCacheDim> sV(reinterpret_cast<uint16_t*>(slot_v(stage)), ldmatrix_lane(lane));
+            __syncwarp();  // waits until the copies of every lane have landed: all of V is there
+            const SwizzledBlocks<kCacheDim> sV(reinterpret_cast<uint16_t*>(ring_v(stage)), ldmatrix_lane(lane));
             if constexpr (kInt8) {
-                unit_of_values.follow<kWarpN>(rO, scales(stage, 1), lane);
-                unit_of_values.weigh(rS, scales(stage, 1), rows, present_now, first_key, lane);
+                output_scale.follow<kWarpN>(rO, scales(stage, 1), lane);
+                output_scale.weigh(rS, scales(stage, 1), rows, present_now, first_key, lane);
                 gemm_pv_int8<kDataType, kHeadDim>(rO, rS, sV);
             } else {
                 if (rows.differ(first_key, min(first_key + kWarpN, tokens.total))) {
-                    silence_unseen<kDataType>(rO, slot_v(stage), rows, present_now, first_key, lane);
+                    silence_unseen<kDataType>(rO, ring_v(stage), rows, present_now, first_key, lane);
                 }
                 gemm_pv<kDataType>(rO, rS, sV);
             }
-            __syncwarp();  // all lanes are done with V: it may be overwritten
+            __syncwarp();  // waits until every lane has read V: it may be overwritten
             load_v(stage, next_key);
             stage = stage + 1 == kStages ? 0 : stage + 1;
         }
 
         // Epilogue: the warps' results, merged.
         auto* sO = reinterpret_cast<float*>(ring);
-        const float unit_of_output = kInt8 ? unit_of_values.value() * Int8Decoding<kDataType>::kUnit : 1.0f;
+        const float output_factor = kInt8 ? output_scale.value() * Int8Decoding<kDataType>::kFactor : 1.0f;
         for_own_rows<1>(lane, [&](int m, int half, int row) {
             shared.row_max[warp][row] = softmax.row_max[m][half];  // the lanes of a row hold the same
             shared.row_sum[warp][row] = row_reduce_sum(softmax.row_sum[m][half]);
-            store_output_row<Config>(sO, rO[m], unit_of_output, row, half, lane);
+            store_output_row<Config>(sO, rO[m], output_factor, row, half, lane);
         });
-        __syncthreads();  // all results are there
+        __syncthreads();  // waits until the results of every warp are in shared memory
+        const TileRows<Config::kBlockM, kDataType> tile_rows{params, batch, kv_head, first_row};
+        const TileInHand& in_hand = shared.tile;
         const TileParts parts =
-            tile_parts(params.plan, sequence.units, sequence.first_unit, share.tile_idx, work.share());
-        const auto part = static_cast<int32_t>(blockIdx.x) - parts.first_cta;
-        store_tile<Config, kDataType>(params, shared, batch, kv_head, first_row, share.is_whole, parts.slot(part));
-        __syncthreads();  // all are done with the results: the rings and queries may be overwritten
-        if (!share.is_whole && params.arrivals != nullptr) {
+            tile_parts(params.plan, in_hand.spans, in_hand.first_span, in_hand.tile_idx, work.spans_per_cta());
+        const PartRange own = parts.of_cta(static_cast<int32_t>(blockIdx.x));
+        const int32_t part = params.plan.spans_are_parts ? static_cast<int32_t>(span - parts.first) : own.begin;
+        span += in_hand.num_taken;
+        store_part<Config>(tile_rows, shared, parts, own, part);
+        __syncthreads();  // waits until every thread has read the results: rings and queries may be overwritten
+        const bool shares_tile = own.end - own.begin < parts.count;
+        if (shares_tile && part + 1 == own.end && params.arrivals != nullptr) {
             auto& merge_storage = *reinterpret_cast<MergeStorage<Config::kBlockM>*>(shared.ring);
-            merge_parts<Config, kDataType>(params, merge_storage, parts, part, batch, kv_head, first_row);
-            __syncthreads();  // all are done with that
+            PartMerger<Config, kDataType>{tile_rows, merge_storage, parts, own}.run();
+            __syncthreads();  // waits until every thread is done with the merge, which uses the rings
         }
-        unit += share.count;
     }
 }
 

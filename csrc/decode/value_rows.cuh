@@ -19,26 +19,27 @@ __device__ __forceinline__ void silence_unseen(float (&rO)[1][kTilesD][4], char*
     separate_nonfinite<kDataType>(rO, reinterpret_cast<const uint16_t*>(sV), tile, sees, lane, [] { __syncwarp(); });
 }
 
-// Scores of int8 keys, times the keys' scales and `unit`.
+// Scores of int8 keys, times the keys' scales and `factor`.
 template <int kTilesN>
-__device__ __forceinline__ void multiply_columns(float (&rS)[1][kTilesN][4], const float* sScales, float unit,
+__device__ __forceinline__ void multiply_columns(float (&rS)[1][kTilesN][4], const float* sScales, float factor,
                                                  int lane) {
 #pragma unroll
     for (int n = 0; n < kTilesN; ++n) {
         const float2 scale = *reinterpret_cast<const float2*>(sScales + n * kMmaN + accumulator_column(lane));
 #pragma unroll
-        for (int e = 0; e < 4; ++e) rS[0][n][e] *= (e % 2 == 0 ? scale.x : scale.y) * unit;
+        for (int e = 0; e < 4; ++e) rS[0][n][e] *= (e % 2 == 0 ? scale.x : scale.y) * factor;
     }
 }
 
-// The scales of int8 values go into P, in a unit that a warp's output is kept in: alone they may lie below what 16 bits
-// hold. The unit is a power of two, at most twice the largest scale of the last tile and seldom another than before.
-struct ValueUnit {
+// The scales of int8 values go into P, divided by a scale of the output's own: alone they may lie below what 16 bits hold.
+// rO is then the output divided by it. It is a power of two, at most twice the largest scale of the last tile of values,
+// and seldom another than before.
+struct OutputScale {
     float inverse = 1.0f;
 
     __device__ __forceinline__ float value() const { return inverse_of(inverse); }
 
-    // Has the unit follow the scales of kKeys keys, and rO the unit.
+    // Adapts this scale to those of kKeys keys, and rO to this scale.
     template <int kKeys, int kTilesD>
     __device__ __forceinline__ void follow(float (&rO)[1][kTilesD][4], const float* sScales, int lane) {
         const float own = fabsf(sScales[lane % kKeys]);

@@ -75,7 +75,7 @@ class ChunkedGemm {
 #pragma unroll 1
         for (int32_t dim = 0; dim < operands.head_dim; dim += kChunkDims) {
             ptx::cp_async_wait_group<0>();  // this chunk
-            __syncthreads();  // it is there for all; all are done with the one before, whose place is free
+            __syncthreads();  // waits for every thread's copies, and until every warp has read the chunk before
             const int stage = stage_;
             stage_ ^= 1;
             if (dim + kChunkDims < operands.head_dim) {

@@ -26,7 +26,7 @@ struct Int8Decoding<DataType::kFloat16> {
     static constexpr uint32_t kHighBytes = 0x64646464;
     static constexpr uint32_t kMultiplier = 0x3c003c00;  // 1
     static constexpr uint32_t kOffset = 0xe480e480;      // -1152
-    static constexpr float kUnit = 1.0f;                 // a decoded number times this is the int8 one
+    static constexpr float kFactor = 1.0f;               // a decoded number times this is the int8 one
 };
 
 template <>
@@ -34,7 +34,7 @@ struct Int8Decoding<DataType::kBFloat16> {
     static constexpr uint32_t kHighBytes = 0;
     static constexpr uint32_t kMultiplier = 0x7f007f00;  // 2^127
     static constexpr uint32_t kOffset = 0xc000c000;      // -2
-    static constexpr float kUnit = 64.0f;
+    static constexpr float kFactor = 64.0f;
 };
 
 template <DataType kDataType>

@@ -1,26 +1,30 @@
 // Counters of one launch, in memory that nobody has to zero, as in arrivals.cuh; for many CTAs that count at once. Each
 // adds in one round trip, where all that compare and swap would make each other repeat it.
+//
+// What arrivals.cuh says of tokens, replays and streams holds here too; beyond that:
+// - Who resets. The count alone does not say that it is complete: its users have to agree on a last one, that has seen
+//   all others count for the last time (see leave_queue() in int8_matmul/quantize_tokens.cuh), and that leaves 0. No
+//   thread is within count() then, so that none can put the launch's number back.
+// - Old contents. An addition to them is lost when they are replaced, so whoever added to them counts again, unless it is
+//   itself the one that replaces them. If additions carry the old number up into this launch's, they have left a count
+//   of 0 or of those that found the launch's number: also then, each one that did not find it counts again.
 #pragma once
 
 #include <cstdint>
 
 #include "device/ptx/atom.cuh"
-#include "device/ptx/red.cuh"
+#include "device/ptx/ld_acquire.cuh"
 #include "host/launch_token.h"
 
 namespace fastattn {
 
-// A counter is of this launch where its upper bits are those of the launch's token (host/launch_token.h), and what else
-// stands there counts as none. A CUDA graph replays the token: the launch has to leave another value behind, as zero.
 struct LaunchCounter {
-    static constexpr uint64_t kCountMask = (uint64_t{1} << kLaunchCountBits) - 1;
-
     uint64_t* value;
     uint64_t token;
 
     __device__ __forceinline__ LaunchCounter(uint64_t* value, uint64_t token) : value(value), token(token) {}
 
-    __device__ __forceinline__ bool is_ours(uint64_t found) const { return (found & ~kCountMask) == token; }
+    __device__ __forceinline__ bool is_ours(uint64_t found) const { return (found & ~kLaunchCountMask) == token; }
 
     // Counts one more, and returns how many there were before. kOrdered: what this thread has done, or has seen done,
     // before is seen by whoever counts so or waits later. Otherwise it only gets a number that nobody else gets.
@@ -28,8 +32,7 @@ struct LaunchCounter {
     __device__ __forceinline__ uint32_t count() const {
         for (;;) {
             const uint64_t found = kOrdered ? ptx::atom_add_acq_rel_b64(value, 1) : ptx::atom_add_relaxed_b64(value, 1);
-            if (is_ours(found)) return static_cast<uint32_t>(found & kCountMask);
-            // Who replaces what is not ours has counted the first; the others, who also added to it, count once more.
+            if (is_ours(found)) return static_cast<uint32_t>(found & kLaunchCountMask);
             for (uint64_t expected = found + 1; !is_ours(expected);) {
                 const uint64_t now = kOrdered ? ptx::atom_cas_acq_rel_b64(value, expected, token + 1)
                                               : ptx::atom_cas_relaxed_b64(value, expected, token + 1);
@@ -39,6 +42,7 @@ struct LaunchCounter {
         }
     }
 
+    // Waits until so many have counted, and no more ever will.
     __device__ __forceinline__ void wait(uint32_t expected) const {
         while (ptx::ld_acquire_b64(value) != token + expected) {
         }

@@ -1,5 +1,16 @@
 // NaN and infinity in values that only some rows of a tile see. The product P·V multiplies masked values by P = 0,
 // which does not silence them: so they are taken out of the tile, and added to the rows that see them.
+//
+// Why this is right:
+// - Finding them. Each thread looks at the chunks that it has copied itself, after its own wait for these copies: no
+//   barrier is needed before that. All chunks together are the tile, and one vote tells all threads that share it.
+// - Rows that do not see a key get 0 * (a finite number) from it: nothing.
+// - Rows that see it. With weights P >= 0, the sum of a column is NaN or infinite as the numbers not finite in it decide,
+//   whatever the weights are and whatever finite numbers there are beside them. Adding each of them with the weight 1
+//   gives the same, except that an infinity whose weight is 0 in 16 bits stays an infinity, and is no NaN.
+// - Later tiles. A number in rO that is not finite never becomes finite again, whatever it is multiplied by and whatever
+//   is added to it.
+// - Where nobody has to look: in tiles of which every row sees every key, P·V itself gives the right result.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +38,8 @@ __device__ __forceinline__ bool has_nonfinite(const TileLoader& tile) {
 }
 
 // Moves what is not finite out of sV [kNumRows, kHeadDim] and into the rows of rO that see its key: sees(m, half, n)
-// says whether row [m][half] of this lane sees the tile's key n. Weights are positive, so that they change neither NaN
-// nor an infinity. All threads that share the tile take part, and wait for each other in barrier().
+// says whether row [m][half] of this lane sees the tile's key n. All threads that share the tile take part, and wait for
+// each other in barrier().
 struct CtaBarrier {
     __device__ __forceinline__ void operator()() const { __syncthreads(); }
 };
@@ -56,9 +67,9 @@ __device__ __forceinline__ void separate_nonfinite(float (&rO)[kTilesM][kTilesD]
             }
         }
     }
-    barrier();  // nobody needs V as it was any more
+    barrier();  // waits until every thread has read V as it was
     tile.for_own_pairs([&](uint32_t& pair) { pair &= ~nonfinite_mask<kDataType>(pair); });
-    barrier();  // V is finite for all
+    barrier();  // waits until V is finite in all of the tile
 }
 
 }  // namespace fastattn

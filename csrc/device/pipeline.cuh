@@ -23,7 +23,7 @@ __device__ __forceinline__ void run_pipeline(int32_t begin, int32_t end, Load&& 
     constexpr int kAhead = kNumStages - 1;
     for (int32_t step = begin; step < end; ++step) {
         ptx::cp_async_wait_group<kAhead - 1>();  // this step
-        __syncthreads();  // it is there for all; all are done with the step before: it may be overwritten
+        __syncthreads();  // waits for every thread's copies, and until every warp has read the step before
         if (step + kAhead < end) load(step + kAhead, (step + kAhead) % kNumStages);
         ptx::cp_async_commit_group();
         multiply(step, step % kNumStages);

@@ -101,10 +101,10 @@ struct ScoreGradients {
         for (int m = 0; m < kTilesM && kOptions; ++m) kept[m] = ptx::opaque(kept[m]);
     }
 
-    // rS as probabilities() leaves it -> sS [kBlockM, kBlockN]: dS in 16 bits; kTiles * 8 keys of it from tile kFirst on.
+    // rS as probabilities() leaves it -> sdS [kBlockM, kBlockN]: dS in 16 bits; kTiles * 8 keys of it from tile kFirst on.
     // rdP = dO·Vᵀ, which may be NaN where a row does not see a key.
     template <DataType kDataType, int kFirst, int kTiles>
-    __device__ __forceinline__ void of_scores(uint16_t* sS, const Accumulators& rS,
+    __device__ __forceinline__ void of_scores(uint16_t* sdS, const Accumulators& rS,
                                               float (&rdP)[kTilesM][kTiles][4]) const {
         float delta[kTilesM][2];
         for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) { delta[m][half] = terms.delta[row + own_row]; });
@@ -120,7 +120,7 @@ struct ScoreGradients {
             for_each<kTiles>(
                 [&](int m, int n, int e) { rdP[m][n][e] = has(seen[m], kFirst + n, e) ? plain(m, n, e) : 0.0f; });
         }
-        stage_scores<kDataType, kBlockN>(sS, rdP, row, column, kFirst, lane);
+        stage_scores<kDataType, kBlockN>(sdS, rdP, row, column, kFirst, lane);
     }
 
   private:

@@ -146,7 +146,7 @@ __device__ __forceinline__ void stage_scores(uint16_t* sTile, const float (&rS)[
     }
 }
 
-// Copies a warp's own [kRows, kHeadDim] rows from shared memory to global memory, as far as they exist.
+// Copies a warp's own [kRows, kHeadDim] rows from shared memory to global memory; those that exist.
 template <int kRows, int kHeadDim>
 __device__ __forceinline__ void store_rows(uint16_t* gRows, int64_t row_stride, int num_rows, const uint16_t* sRows,
                                            int lane, int head_dim = kHeadDim) {

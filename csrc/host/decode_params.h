@@ -41,9 +41,11 @@ struct SequenceShape {
 struct SplitPlan {
     int32_t num_ctas;
     int32_t tiles_per_sequence;  // KV heads times tiles of rows
-    int32_t splits_per_tile;     // > 0: a tile has at most so many units
-    int32_t blocks_per_unit;     // else a unit has so many blocks of keys
-    int32_t min_units_per_cta;
+    int32_t splits_per_tile;     // > 0: a tile has at most so many spans
+    int32_t blocks_per_span;     // else a span has so many blocks of keys
+    int32_t min_spans_per_cta;
+    bool spans_are_parts;   // each span becomes a part of its own; else all that a CTA has of a tile is one part
+    int32_t slots_per_cta;  // of the workspace
 };
 
 // cos and sin of RoPE: [num_positions, half_dim]; the first 2 * half_dim dims of a row turn.
@@ -69,9 +71,10 @@ struct DecodeParams {
     int32_t kv_heads, group, row_tiles;  // group: query heads of a KV head
     ScoreParams scores;                  // without bias and dropout
     SplitPlan plan;
-    // Results of tiles that several CTAs share: [slots, rows of a tile, Dv] and [slots, rows of a tile]. arrivals: [slots],
-    // see device/arrivals.cuh. All are null where no tile can be shared, or has rows.
-    float *partial_out, *partial_lse;
+    // Parts of tiles that several CTAs share, in slots: [slots, rows of a tile, Dv], and maximum and sum of each row
+    // [slots, rows of a tile, 2]. arrivals: counters, see device/arrivals.cuh. How many: num_slots() and num_counters()
+    // of decode/split_plan.h. All are null where no tile can be shared, or has rows.
+    float *partial_out, *partial_sums;
     uint64_t* arrivals;
     uint64_t token;
 };

@@ -1,4 +1,5 @@
-// Numbers by which a launch knows what it has itself left in memory: see device/arrivals.cuh.
+// Numbers by which a launch knows what it has itself left in memory. device/arrivals.cuh and device/launch_counter.cuh
+// say why no other launch takes it for its own.
 #pragma once
 
 #include <atomic>
@@ -7,10 +8,13 @@
 
 namespace fastattn {
 
+// Of a token these lowest bits are zero: there CTAs and tokens of text are counted.
 inline constexpr int kLaunchCountBits = 24;
+inline constexpr uint64_t kLaunchCountMask = (uint64_t{1} << kLaunchCountBits) - 1;
 
-// Another one for each launch, from a random start, so that no memory holds it by accident. Its lowest three bytes
-// are zero: there CTAs and tokens are counted.
+// Another one for each launch of this process, never zero, from a random start: so memory that another program or kernel
+// left behind holds one by an accident of 1 in 2^40. After 2^40 launches tokens come again, which is harmless: a launch
+// that is over leaves its token nowhere.
 inline uint64_t launch_token() {
     static std::atomic<uint64_t> next = [] {
         std::random_device random;

@@ -102,7 +102,7 @@ __device__ __forceinline__ void scale_and_add_bias(const MatmulEpilogue& epilogu
     if (epilogue.bias != nullptr) add_elements<kDataType>(values, epilogue.bias + column, count);
 }
 
-// Four neighbouring elements of the result, of which `column` is the first, as far as they exist.
+// Four neighbouring elements of the result, of which `column` is the first; those that exist.
 template <DataType kDataType>
 __device__ __forceinline__ void finish(const MatmulEpilogue& epilogue, const ChunkSums& sums, int64_t row,
                                        int32_t column) {
@@ -122,7 +122,7 @@ __device__ __forceinline__ void finish(const MatmulEpilogue& epilogue, const Chu
     store_elements<kDataType>(epilogue.out.data + row * epilogue.out.row_stride + column, values, count);
 }
 
-// Calls function(sums, row, column) for the chunks of a tile that a thread finishes, as far as they are in the result.
+// Calls function(sums, row, column) for those chunks of a tile that a thread finishes and that the result has.
 // Of SwiGLU, the left half of the tile's columns are gates, and the right half the ups of the same elements.
 template <int kRows, int kColumns, int kThreads, typename Function>
 __device__ __forceinline__ void for_own_chunks(const MatmulEpilogue& epilogue, const float* sSums,
@@ -217,16 +217,16 @@ __device__ __forceinline__ bool collects_parts(const MatmulEpilogue& epilogue, f
     if (!__syncthreads_or(is_last)) {
         float* place = epilogue.partial + parts.place(own_part) * kPlaceElements;
         for (int pass = 0; own.exists(pass); ++pass) own.part(place, pass) = own.sums(pass);
-        __syncthreads();  // all of this part is there
+        __syncthreads();  // waits until every thread has stored its share of this part
         is_last = threadIdx.x == 0 && arrives_last(arrivals, epilogue.token, parts.count);
         if (!__syncthreads_or(is_last)) return false;
     }
     add_parts(own, epilogue.partial, kPlaceElements, parts, own_part);
-    __syncthreads();  // the whole tile is there: of SwiGLU a thread finishes what others have added up
+    __syncthreads();  // waits for the whole tile: of SwiGLU a thread finishes what others have added up
     return true;
 }
 
-// A CTA's sums into the result, by whoever has the last of a tile's parts, which alone gets true. All threads are done
+// A CTA's sums into the result, by the CTA that has the last of a tile's parts, and alone gets true. All threads are done
 // with sSums afterwards.
 template <DataType kDataType, int kRows, int kColumns, int kThreads>
 __device__ __forceinline__ bool finish_tile(const MatmulEpilogue& epilogue, float* sSums, const MatmulWork& work) {

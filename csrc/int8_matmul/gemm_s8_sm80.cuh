@@ -25,6 +25,7 @@
 #include "device/ptx/ldmatrix.cuh"
 #include "device/ptx/mma.cuh"
 #include "device/ptx/opaque.cuh"
+#include "device/shared_memory.h"
 #include "device/stream_copy.cuh"
 #include "device/swizzle.cuh"
 #include "host/host_device.h"
@@ -231,7 +232,7 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
     using Config = Int8MatmulS8ConfigSm80<kBlockM>;
     constexpr int kBlockN = Config::kBlockN, kBlockK = Config::kBlockK, kNumThreads = Config::kNumThreads;
     constexpr int kNumStages = Config::kNumStages;
-    static_assert(sizeof(Int8MatmulS8StorageSm80<Config>) <= 99 << 10, "sm_86, sm_89, sm_120");
+    static_assert(has_room_for(kCtasPerMultiprocessor, sizeof(Int8MatmulS8StorageSm80<Config>)));
 
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<Int8MatmulS8StorageSm80<Config>*>(shared_bytes);
@@ -294,7 +295,7 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
         typename S8Warp<Config, decltype(zero)>::Sums rY = {};
         run_pipeline<kNumStages>(work.begin_step, work.end_step, load,
                                  [&](int32_t, int stage_idx) { multiply(rY, shared.stages[stage_idx], warp); });
-        __syncthreads();  // all are done with the stages; the tokens' scales are there
+        __syncthreads();  // waits until every warp has read the last stages, and for the tokens' scales
         stage_sums<Config>(shared, rY, warp, gOutputScale, weight.scale_row_stride, num_outputs - first_output);
     };
     if (!is_grouped) {
@@ -312,7 +313,7 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
     }
 
     // Epilogue: the sums pass through shared memory, so that rows of the result are written by neighbouring threads.
-    __syncthreads();  // the tile is complete
+    __syncthreads();  // waits until every warp's sums are in the tile
     finish_tile<kDataType, kBlockM, kBlockN, kNumThreads>(params.epilogue, shared.sums, own_work());
 }
 

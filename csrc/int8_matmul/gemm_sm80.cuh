@@ -29,6 +29,7 @@
 #include "device/pipeline.cuh"
 #include "device/ptx/cp_async.cuh"
 #include "device/ptx/opaque.cuh"
+#include "device/shared_memory.h"
 #include "device/stream_copy.cuh"
 #include "device/swizzle.cuh"
 #include "host/host_device.h"
@@ -170,7 +171,7 @@ __device__ __forceinline__ void stage_sums(float* sSums, const float (&rY)[Confi
                 const int output = warp_n + n * kMmaM + accumulator_row(lane) + 8 * (e / 2);
                 const int token = m * kMmaN + accumulator_column(lane) + e % 2;
                 sSums[token * SumsLayout<Config::kBlockN>::kRowElements + output] =
-                    rY[n][m][e] * Int8Decoding<kDataType>::kUnit;
+                    rY[n][m][e] * Int8Decoding<kDataType>::kFactor;
             }
         }
     }
@@ -185,7 +186,7 @@ __global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, kC
     constexpr int kNumStages = Config::kNumStages, kNumThreads = Config::kNumThreads;
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<Int8MatmulStorageSm80<Config>*>(shared_bytes);
-    static_assert(sizeof(shared) <= 99 << 10, "sm_86, sm_89, sm_120");
+    static_assert(has_room_for(kCtasPerMultiprocessor, sizeof(shared)));
 
     const Int8WeightView& weight = params.weight;
     const int32_t num_tokens = params.input.rows, num_outputs = params.epilogue.out.columns, depth = weight.columns;
@@ -241,10 +242,10 @@ __global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, kC
         }
 
         // Epilogue: the sums pass through shared memory, so that rows of the result are written by neighbouring threads.
-        __syncthreads();  // all are done with the stages
+        __syncthreads();  // waits until every warp has read the last stages
         work = shared.work;
         stage_sums<kDataType, Config>(shared.sums, rY, warp_n, lane);
-        __syncthreads();  // the tile is complete
+        __syncthreads();  // waits until every warp's sums are in the tile
         finish_tile<kDataType, kBlockM, kBlockN, kNumThreads>(params.epilogue, shared.sums, work);
     } while (next_work(params.epilogue.plan, work));
 }

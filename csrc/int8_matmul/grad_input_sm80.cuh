@@ -20,6 +20,7 @@
 #include "device/pipeline.cuh"
 #include "device/ptx/cp_async.cuh"
 #include "device/ptx/ldmatrix.cuh"
+#include "device/shared_memory.h"
 #include "device/stream_copy.cuh"
 #include "device/swizzle.cuh"
 #include "host/host_device.h"
@@ -58,9 +59,9 @@ struct SwizzledLayout {
 
 template <typename Config>
 struct alignas(128) Int8GradInputStageSm80 {
-    uint16_t sW[Config::kBlockN * SwizzledLayout::kRowElements];  // [kBlockN, kBlockK] int8
-    uint16_t sG[Config::kBlockM * SwizzledLayout::kRowElements];  // [kBlockM, kBlockN]: dY
-    float sScale[Config::kMaxGroups][Config::kBlockN];            // of the groups of these columns
+    uint16_t sW[Config::kBlockN * SwizzledLayout::kRowElements];   // [kBlockN, kBlockK] int8
+    uint16_t sdY[Config::kBlockM * SwizzledLayout::kRowElements];  // [kBlockM, kBlockN]: dY
+    float sScale[Config::kMaxGroups][Config::kBlockN];             // of the groups of these columns
     static_assert(Config::kBlockK == SwizzledLayout::kRowBytes && Config::kBlockN == SwizzledLayout::kRowElements);
 };
 
@@ -68,18 +69,17 @@ template <typename Config>
 union alignas(128) Int8GradInputStorageSm80 {
     Int8GradInputStageSm80<Config> stages[Config::kNumStages];
     float sums[Config::kBlockM * SumsLayout<Config::kBlockK>::kRowElements];  // at the end
-    static_assert(sizeof(Int8GradInputStageSm80<Config>) * Config::kNumStages <= 99 << 10, "sm_86, sm_89, sm_120");
 };
 
-// The range of a warp's 16-bit factors: scales divided by `unit`, in which its sums then are. bf16 needs none.
+// The range of a warp's 16-bit factors: scales divided by `divisor`, as its sums then are. bf16 needs none.
 template <DataType kDataType>
 struct FactorRange {
     static constexpr float kEnd = 512.0f;  // 127 times as much still is in fp16's range
     static constexpr bool kIsNarrow = kDataType == DataType::kFloat16;
 
-    float unit = kIsNarrow ? 0x1p-108f : 1.0f;  // a power of two. Scales below 2^-99 need no larger one
+    float divisor = kIsNarrow ? 0x1p-108f : 1.0f;  // a power of two. Scales below 2^-99 need no larger one
 
-    __device__ __forceinline__ float to_factor() const { return inverse(unit); }
+    __device__ __forceinline__ float to_factor() const { return inverse(divisor); }
 
     // Makes room for 2 * kWarpSize scales of a step: the largest so far becomes a factor from kEnd / 2 to kEnd.
     template <int kTilesK, int kTilesM>
@@ -87,11 +87,11 @@ struct FactorRange {
         if constexpr (!kIsNarrow) return;
         const float2 own = reinterpret_cast<const float2*>(sScale)[lane];
         const float largest = fmaxf(fabsf(own.x), fabsf(own.y));
-        if (!__any_sync(0xffffffff, largest >= kEnd * unit)) return;
+        if (!__any_sync(0xffffffff, largest >= kEnd * divisor)) return;
         const uint32_t bits = __reduce_max_sync(0xffffffff, __float_as_uint(largest));  // in the order of the floats
-        const float larger_unit = __uint_as_float(bits & 0x7f800000) * (2 / kEnd);
-        const float change = unit * inverse(larger_unit);
-        unit = larger_unit;
+        const float larger_divisor = __uint_as_float(bits & 0x7f800000) * (2 / kEnd);
+        const float change = divisor * inverse(larger_divisor);
+        divisor = larger_divisor;
 #pragma unroll
         for (int k = 0; k < kTilesK; ++k) {
 #pragma unroll
@@ -119,7 +119,7 @@ __device__ __forceinline__ void multiply_stage(float (&rX)[Config::kTilesK][Conf
     range.follow(stage.sScale[group], rX, lane);
     const float to_factor = range.to_factor();
     const SwizzledBlocks<SwizzledLayout::kRowElements> sW(stage.sW, ldmatrix_lane(lane));
-    const SwizzledBlocks<SwizzledLayout::kRowElements> sG(stage.sG, ldmatrix_lane_b(lane));
+    const SwizzledBlocks<SwizzledLayout::kRowElements> sdY(stage.sdY, ldmatrix_lane_b(lane));
     const float* sScale = stage.sScale[group] + accumulator_column(lane);
 #pragma unroll
     for (int n = 0; n < Config::kBlockN; n += kMmaK) {
@@ -139,12 +139,12 @@ __device__ __forceinline__ void multiply_stage(float (&rX)[Config::kTilesK][Conf
         }
 #pragma unroll
         for (int m = 0; m < kTilesM; m += 2) {
-            uint32_t rG[4];  // operands B of two tiles of tokens
-            ptx::ldmatrix_m8n8_x4(rG, sG.address(m * kMmaN, n));
+            uint32_t rdY[4];  // operands B of two tiles of tokens
+            ptx::ldmatrix_m8n8_x4(rdY, sdY.address(m * kMmaN, n));
 #pragma unroll
             for (int k = 0; k < kTilesK; ++k) {
-                mma_m16n8k16<kDataType>(rX[k][m], rW[k], rG[0], rG[1]);
-                mma_m16n8k16<kDataType>(rX[k][m + 1], rW[k], rG[2], rG[3]);
+                mma_m16n8k16<kDataType>(rX[k][m], rW[k], rdY[0], rdY[1]);
+                mma_m16n8k16<kDataType>(rX[k][m + 1], rW[k], rdY[2], rdY[3]);
             }
         }
     }
@@ -154,7 +154,7 @@ __device__ __forceinline__ void multiply_stage(float (&rX)[Config::kTilesK][Conf
 // of an MMA tile's rows.
 template <typename Config>
 __device__ __forceinline__ void stage_sums(float* sSums, const float (&rX)[Config::kTilesK][Config::kTilesM][4],
-                                           float unit, int warp_k, int lane) {
+                                           float factor, int warp_k, int lane) {
 #pragma unroll
     for (int k = 0; k < Config::kTilesK; ++k) {
 #pragma unroll
@@ -163,8 +163,8 @@ __device__ __forceinline__ void stage_sums(float* sSums, const float (&rX)[Confi
             for (int e = 0; e < 2; ++e) {
                 const int column = warp_k + k * kMmaM + 2 * accumulator_row(lane);
                 const int token = m * kMmaN + accumulator_column(lane) + e;
-                const uint64_t left = __float_as_uint(rX[k][m][e] * unit);
-                const uint64_t right = __float_as_uint(rX[k][m][e + 2] * unit);
+                const uint64_t left = __float_as_uint(rX[k][m][e] * factor);
+                const uint64_t right = __float_as_uint(rX[k][m][e + 2] * factor);
                 float* pair = sSums + token * SumsLayout<Config::kBlockK>::kRowElements + column;
                 *reinterpret_cast<uint64_t*>(pair) = right << 32 | left;  // one store; of a float2, nvcc may make two
             }
@@ -180,6 +180,7 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
     constexpr int kTilesK = Config::kTilesK, kTilesM = Config::kTilesM, kNumThreads = Config::kNumThreads;
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<Int8GradInputStorageSm80<Config>*>(shared_bytes);
+    static_assert(has_room_for(kCtasPerMultiprocessor, sizeof(shared)));
 
     const Int8WeightView& weight = params.weight;
     const int32_t num_tokens = params.input.rows, num_columns = weight.columns, depth = weight.rows;
@@ -197,7 +198,7 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
         const int64_t first_n = int64_t{work.begin_step} * kBlockN;
         TileStream<SwizzledLayout, kBlockN, kNumThreads> load_w(
             weight.data + first_n * weight.row_stride + first_column, weight.row_stride, threadIdx.x);
-        TileStream<SwizzledLayout, kBlockM, kNumThreads> load_g(
+        TileStream<SwizzledLayout, kBlockM, kNumThreads> load_dy(
             params.input.data + first_token * params.input.row_stride + first_n, params.input.row_stride * 2,
             threadIdx.x);
         const int scale_n = threadIdx.x % kBlockN;
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
             auto& stage = shared.stages[stage_idx];
             const int32_t left = depth - step * kBlockN;
             load_w.load(shared_address(stage.sW), left, num_columns - first_column, kBlockN * weight.row_stride);
-            load_g.load(shared_address(stage.sG), num_tokens - first_token, left * 2, kBlockN * 2);
+            load_dy.load(shared_address(stage.sdY), num_tokens - first_token, left * 2, kBlockN * 2);
             const float* gScale =
                 weight.scale + (int64_t{step} * kBlockN + scale_n) * weight.scale_row_stride + first_group;
             const int last_group = (Config::kMaxGroups - 1) >> weight.group_shift;
@@ -221,21 +222,21 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
             pipelined_steps<kNumStages>(work.begin_step, work.end_step, load, [&](int32_t step, int stage_idx) {
                 const auto& stage = shared.stages[stage_idx];
                 multiply_stage<kDataType, Config>(rX, range, stage, warp_k, warp_group, lane);
-                sum_tokens(step, stage.sG);
+                sum_tokens(step, stage.sdY);
             });
         };
         TokenSums<kDataType, Config> token_sums(params.token_sums, position, work.begin_step, plan.output_tiles);
         if (token_sums.are_wanted()) {
-            run_steps([&](int32_t step, const uint16_t* sG) { token_sums.sum(step, sG); });
+            run_steps([&](int32_t step, const uint16_t* sdY) { token_sums.sum(step, sdY); });
         } else {
             run_steps([](int32_t, const uint16_t*) {});
         }
 
         // Epilogue: the sums pass through shared memory, so that rows of the result are written by neighbouring threads.
-        const float unit = range.unit * Int8Decoding<kDataType>::kUnit;
-        __syncthreads();  // all are done with the stages
-        stage_sums<Config>(shared.sums, rX, unit, warp_k, lane);
-        __syncthreads();  // the tile is complete
+        const float factor = range.divisor * Int8Decoding<kDataType>::kFactor;
+        __syncthreads();  // waits until every warp has read the last stages
+        stage_sums<Config>(shared.sums, rX, factor, warp_k, lane);
+        __syncthreads();  // waits until every warp's sums are in the tile
         const bool is_complete =
             finish_tile<kDataType, kBlockM, kBlockK, kNumThreads>(params.epilogue, shared.sums, work);
         if (is_complete) token_sums.finish_tile(params.epilogue.token, plan.token_tiles);

@@ -2,7 +2,7 @@
 // largest |x| / 127 for each token, 1 where all are zero.
 //
 // A CTA takes tokens from a queue until none is left, then waits for those of its tile. That cannot block for ever: who
-// waits, waits for tokens that running CTAs have taken, and these wait for nobody before they are done. It costs one more
+// waits, waits for tokens that running CTAs have taken, and these wait for no one before they are done. It costs one more
 // trip of the queue than a kernel of its own would, but the weights' first stages are on their way meanwhile, and no
 // launch is waited for. With many tokens all CTAs that fit on the GPU quantise first, as they would in a kernel of its
 // own; those that come later find the work done. So it is one kernel for any number of tokens.
@@ -55,8 +55,8 @@ __device__ __forceinline__ float token_scale(float largest) {
 
 // The bits of round(quotient), whose lowest byte is an int8 number for quotients from -127.5 to 127.5.
 __device__ __forceinline__ uint32_t rounded_bits(float quotient) {
-    constexpr float kUnitSteps = 0x1.8p23f;  // around it floats are the integers
-    return __float_as_uint(quotient + kUnitSteps);
+    constexpr float kAmongIntegers = 0x1.8p23f;  // around it floats are the integers
+    return __float_as_uint(quotient + kAmongIntegers);
 }
 
 // A pair of elements as two int8 numbers in the lower half.
@@ -113,7 +113,7 @@ template <int kThreads>
 __device__ __forceinline__ uint32_t largest_of_cta(uint32_t number, QuantizeStorage<kThreads>& shared) {
     const uint32_t of_warp = __reduce_max_sync(0xffffffff, number);
     if (threadIdx.x % kWarpSize == 0) shared.largest[threadIdx.x / kWarpSize] = of_warp;
-    __syncthreads();  // every warp's part is there
+    __syncthreads();  // waits until every warp's part is in shared memory
     uint32_t largest = 0;
 #pragma unroll
     for (int warp = 0; warp < kThreads / kWarpSize; ++warp) largest = std::max(largest, shared.largest[warp]);
@@ -140,7 +140,7 @@ __device__ __forceinline__ void quantize_tokens(const MatrixView<const uint16_t>
     };
     for (;;) {
         if (thread == 0) shared.ticket = LaunchCounter(out.queue, out.launch_token).count</*kOrdered=*/false>();
-        __syncthreads();  // all know it
+        __syncthreads();  // waits until the ticket is in shared memory
         const int64_t token = int64_t{shared.ticket} * at_a_time;
         if (token >= input.rows) return;
         if (at_a_time == 1) {
@@ -150,12 +150,12 @@ __device__ __forceinline__ void quantize_tokens(const MatrixView<const uint16_t>
             quantize(std::integral_constant<int, kWarpSize>{}, token + thread / kWarpSize, thread % kWarpSize,
                      [](uint32_t number) { return __reduce_max_sync(0xffffffff, number); });
         }
-        __syncthreads();  // the rows are complete; nobody needs what is shared any more
+        __syncthreads();  // waits until every thread has stored its numbers and read what is shared
         if (thread == 0) LaunchCounter(out.finished + token / kBlockM, out.launch_token).count();
     }
 }
 
-// Until a tile's tokens are there for all threads of the CTA.
+// Waits until all threads of the CTA may read a tile's tokens.
 template <int kBlockM, int kThreads>
 __device__ __forceinline__ void wait_for_tokens(const QuantizedTokens& tokens, int32_t num_tokens, int32_t tile) {
     if (threadIdx.x == 0) {

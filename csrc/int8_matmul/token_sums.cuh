@@ -37,21 +37,21 @@ struct TokenSums {
 
     __device__ __forceinline__ bool are_wanted() const { return view.out != nullptr; }
 
-    // sG: [kBlockM, kBlockN], dY in this step.
-    __device__ __forceinline__ void sum(int32_t step, const uint16_t* sG) {
+    // sdY: [kBlockM, kBlockN], dY in this step.
+    __device__ __forceinline__ void sum(int32_t step, const uint16_t* sdY) {
         if (step != next_step) return;
         next_step += tile_columns;
         constexpr uint32_t kOnes = kDataType == DataType::kFloat16 ? 0x3c003c00 : 0x3f803f80;
         constexpr uint32_t rOnes[4] = {kOnes, kOnes, kOnes, kOnes};
         const int warp_n = threadIdx.x / kWarpSize * kWarpN, lane = threadIdx.x % kWarpSize;
-        const SwizzledBlocks<kBlockN> blocks(sG, ldmatrix_lane(lane));
+        const SwizzledBlocks<kBlockN> blocks(sdY, ldmatrix_lane(lane));
         float rSums[kWarpN / kMmaN][4] = {};  // all rows are alike
 #pragma unroll
         for (int m = 0; m < Config::kBlockM; m += kMmaK) {
-            uint32_t rG[4];
-            ptx::ldmatrix_m8n8_x4_trans(rG, blocks.address(m, warp_n));
-            mma_m16n8k16<kDataType>(rSums[0], rOnes, rG[0], rG[1]);
-            mma_m16n8k16<kDataType>(rSums[1], rOnes, rG[2], rG[3]);
+            uint32_t rdY[4];
+            ptx::ldmatrix_m8n8_x4_trans(rdY, blocks.address(m, warp_n));
+            mma_m16n8k16<kDataType>(rSums[0], rOnes, rdY[0], rdY[1]);
+            mma_m16n8k16<kDataType>(rSums[1], rOnes, rdY[2], rdY[3]);
         }
         if (accumulator_row(lane) != 0) return;
 #pragma unroll

@@ -9,11 +9,14 @@ from __future__ import annotations
 from fastattn import nn
 from fastattn.cache.contiguous import KVCache
 from fastattn.cache.paged import PagedKVCache
-from fastattn.dispatch.choose import use_backend
-from fastattn.dispatch.explain import Explanation, explain, record
+from fastattn.cache.protocol import StepCache
+from fastattn.dispatch.explain import Explanation, explain
+from fastattn.dispatch.recording import record
+from fastattn.dispatch.thread_state import use_backend
 from fastattn.errors import CacheFull, InputError
 from fastattn.functional.attention import attention, attention_varlen
-from fastattn.functional.int8_linear import Int8Weight, int8_linear, quantize_int8
+from fastattn.functional.int8_linear import int8_linear
+from fastattn.functional.int8_weight import Int8Weight, quantize_int8
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
 from fastattn.functional.sdpa import scaled_dot_product_attention
 from fastattn.patch import install, patch_sdpa, uninstall
@@ -26,6 +29,7 @@ __all__ = [
     "Int8Weight",
     "KVCache",
     "PagedKVCache",
+    "StepCache",
     "attention",
     "attention_varlen",
     "attention_with_kv_cache",

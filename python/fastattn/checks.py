@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ def check_tensor(name: str, value: Any, optional: bool = False) -> None:
     if value is None and optional:
         return
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor{' or None' if optional else ''}, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected a torch.Tensor{' or None' if optional else ''}, got {type_name(value)}")
 
 
 def check_rank(name: str, tensor: Tensor, layout: str) -> None:
@@ -46,30 +47,110 @@ def check_same_device(name: str, tensor: Tensor, device: torch.device) -> None:
     expect(tensor.device == device, name, f"a tensor on {device} like the first argument", f"one on {tensor.device}")
 
 
+def check_head_counts(query: Tensor, key: Tensor, key_name: str, layouts: Sequence[str]) -> None:
+    """The query's heads are a multiple of the key's; both are dimension 1. ``layouts``: the query's and the key's."""
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if kv_heads == 0:
+        expect(heads == 0, key_name, f"at least one KV head for {heads} query heads", 0)
+    elif heads % kv_heads:
+        expected = f"a multiple of the {kv_heads} KV heads (query {layouts[0]}, {key_name} {layouts[1]})"
+        expect(False, "query", expected, f"{heads} heads{_advice_on_swapped(query, key, key_name)}")
+
+
+def _advice_on_swapped(query: Tensor, key: Tensor, key_name: str) -> str:
+    """Where head counts would divide if heads and rows changed places, say so."""
+    dims = [(0, 1) if tensor.dim() == 3 else (1, 2) for tensor in (query, key)]
+    (q, k) = (tensor.shape[swapped[0] + swapped[1] - 1] for tensor, swapped in zip((query, key), dims, strict=True))
+    shapes = f"query {list(query.shape)}, {key_name} {list(key.shape)}"
+    if k and q % k == 0:
+        swaps = f"query.transpose{dims[0]}, {key_name}.transpose{dims[1]} and so on"
+    elif k and query.shape[1] % k == 0:
+        swaps = f"{key_name}.transpose{dims[1]} and so on"
+    else:
+        return f": {shapes}"
+    return f": {shapes} look as if heads came after rows; if they do, pass {swaps}"
+
+
+def refuse_wrapped(name: str, tensor: Tensor | None) -> None:
+    """Nested tensors and DTensor, of which PyTorch's internals would say something else."""
+    if tensor is None or not isinstance(tensor, Tensor):
+        return
+    if tensor.is_nested:
+        kind = "jagged" if tensor.layout == torch.jagged else "strided"
+        raise InputError(
+            f"{name}: expected a dense tensor, got a nested one ({kind}); fastattn.attention takes query, key and "
+            "value that are all jagged, attention_varlen takes values() and offsets() of jagged tensors"
+        )
+    if is_distributed(tensor):
+        raise InputError(
+            f"{name}: expected a plain tensor, got a DTensor; fastattn.attention takes query, key and value "
+            "that are all DTensor, other functions what to_local() returns"
+        )
+
+
+def is_distributed(tensor: Any) -> bool:
+    """Whether it is a DTensor; asked by name, since importing the class costs a second."""
+    return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)
+
+
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     expect(value in choices, name, "one of " + ", ".join(repr(choice) for choice in choices), repr(value))
 
 
-def check_int(name: str, value: Any, minimum: int | None = None) -> None:
+def check_int(name: str, value: Any, minimum: int | None = None) -> int:
+    """``value`` as a Python int (or the ``SymInt`` that it is); numpy's integers are taken too."""
+    value = _without_numpy(value)
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+        advice = " (.item() makes an int of it; on a GPU that waits for the device)" if _is_number(value) else ""
+        raise TypeError(f"{name}: expected an int, got {type_name(value)}{advice}")
     if minimum is not None:
         expect(value >= minimum, name, f"at least {minimum}", value)
+    return value  # type: ignore[return-value]  # a SymInt counts as an int
 
 
-def check_number(name: str, value: Any, low: float | None = None, high: float | None = None) -> None:
-    """A finite int or float within ``[low, high]``."""
+def check_number(name: str, value: Any, low: float | None = None, high: float | None = None) -> float:
+    """A finite int or float within ``[low, high]``, as Python's; numpy's are taken too."""
+    value = _without_numpy(value)
     if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+        advice = " (.item() makes a number of it; on a GPU that waits for the device)" if _is_number(value) else ""
+        raise TypeError(f"{name}: expected a number, got {type_name(value)}{advice}")
     in_range = (low is None or value >= low) and (high is None or value <= high)
     finite = -float("inf") < value < float("inf")
     bounds = f" from {low} to {high}" if high is not None else f" of at least {low}" if low is not None else ""
     expect(finite and in_range, name, f"a finite number{bounds}", value)
+    return value  # type: ignore[return-value]  # a SymFloat counts as a float
 
 
-def check_bool(name: str, value: Any) -> None:
+def check_bool(name: str, value: Any) -> bool:
+    """``value`` as a Python bool; numpy's is taken too."""
+    value = _without_numpy(value)
     if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected a bool, got {type_name(value)}")
+    return value
+
+
+def type_name(value: Any) -> str:
+    """What an error calls the type of ``value``: with its module unless it is Python's own, since numpy has a bool
+    too."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _without_numpy(value: Any) -> Any:
+    """A scalar of numpy (bool, integer or floating) as Python's; everything else as it is."""
+    if type(value) in (bool, int, float) or isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return value
+    numpy = sys.modules.get("numpy")  # fastattn does not need it; nobody has such a scalar without having imported it
+    if numpy is None or isinstance(value, numpy.timedelta64):  # a duration counts as an integer there
+        return value
+    for kind, python_kind in ((numpy.bool_, bool), (numpy.integer, int), (numpy.floating, float)):
+        if isinstance(value, kind):
+            return python_kind(value)
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
 
 
 def device_checks_are_on() -> bool:

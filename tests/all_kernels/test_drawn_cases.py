@@ -20,19 +20,17 @@ from torch import Tensor
 import attention_cases
 import decode_cases
 import int8_cases
-import test_cuda_attention as native
-import test_cuda_int8 as native_int8
-import test_triton_decode as decode
-import test_triton_int8 as int8
 from attention_cases import Case
-from emulator import options
-from emulator.toolkit import nvcc
+from cuda_kernels import EMULATED, HAS_KERNELS, NO_KERNELS, checked
 from oracle import check_against_oracle
+
+if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+    from emulator import device, options
 
 pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.usefixtures("emulated_gpu"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU, not on the emulator"),
+    pytest.mark.skipif(not EMULATED, reason="kernels run on the GPU, not on the emulator"),
 ]
 
 # FASTATTN_EXAMPLES=1000 looks further, at other examples each time.
@@ -53,7 +51,7 @@ def drawing(examples: int) -> Any:
 @pytest.fixture(autouse=True)
 def allowance(monkeypatch: pytest.MonkeyPatch) -> None:
     """See `check_against_oracle`."""
-    for module in (attention_cases, decode_cases, int8_cases, native):
+    for module in (attention_cases, decode_cases, int8_cases):
         monkeypatch.setattr(module, "check_against_oracle", functools.partial(check_against_oracle, allowance=4.0))
 
 
@@ -75,17 +73,28 @@ def strided(draw: st.DrawFn, tensor: Tensor) -> Tensor:
     return view.copy_(tensor)
 
 
-@pytest.mark.skipif(nvcc() is None, reason="needs nvcc")
+@pytest.mark.skipif(not HAS_KERNELS, reason=NO_KERNELS)
 @pytest.mark.usefixtures("tracked_tensors")
 @drawing(30)
 @given(data=st.data(), dtype=DTYPES, heads=HEADS, head_dim=st.sampled_from([64, 128]), seed=SEEDS)
 def test_native_forward(data: Any, dtype: torch.dtype, heads: tuple[int, int], head_dim: int, seed: int) -> None:
     rows, keys, batch = data.draw(st.integers(1, 200)), data.draw(st.integers(0, 260)), data.draw(st.integers(1, 2))
-    tensors = native.inputs(head_dim, dtype, rows, keys, heads, batch)
-    query, key, value = (data.draw(strided(tensor)) for tensor in tensors)
-    scale = data.draw(st.sampled_from([0.02, 0.125, 1.0, -0.3]))
     causal, top_left = data.draw(st.booleans()), data.draw(st.booleans())
-    native.check(query, key, value, causal, {"seed": seed}, scale=scale, top_left=top_left and causal)
+    case = Case(
+        shape=(batch, heads[0], heads[0] // heads[1], rows, keys),
+        head_dims=(head_dim, head_dim),
+        dtype=dtype,
+        window=(-1, 0 if causal else -1),
+        top_left=top_left and causal,
+        scale=data.draw(st.sampled_from([0.02, 0.125, 1.0, -0.3])),
+    )
+    problem = attention_cases.make_problem(case)
+    for name in ("query", "key", "value"):
+        setattr(problem, name, data.draw(strided(getattr(problem, name))))
+    with checked(seed=seed):
+        out, lse = torch.ops.fastattn.attention_forward(*attention_cases.forward_arguments(case, problem))
+    found = {"out": out, "lse": lse}
+    attention_cases.compare(case, problem, found, names=found)
 
 
 # Of a structure, one kernel is compiled: odd sizes beyond 1 are not specialised, and strides are multiples of 16.
@@ -116,7 +125,7 @@ def test_triton_attention(
 def test_triton_decode(data: Any, page_size: int, dtype: torch.dtype, seed: int) -> None:
     lengths = data.draw(st.lists(st.integers(-5, 170), min_size=1, max_size=4))
     new, splits = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 5))
-    case = decode.Case(
+    case = decode_cases.Case(
         "drawn",
         tuple(lengths),
         page_size=page_size,
@@ -126,8 +135,17 @@ def test_triton_decode(data: Any, page_size: int, dtype: torch.dtype, seed: int)
         dtype=dtype,
         seed=seed % 1000,
     )
+
+    def run(case: decode_cases.Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        return torch.ops.fastattn_triton.attention_decode(**decode_cases.op_arguments(case, arguments))
+
     with options.launching(seed=seed):
-        decode.check(case)
+        decode_cases.check(case, run)
+
+
+def check_int8(ops: Any, x: Tensor, grad_out: Tensor, weight: Tensor, scale: Tensor) -> None:
+    int8_cases.check_forward(ops.int8_matmul, x, weight, scale)
+    int8_cases.check_grad_input(ops.int8_matmul_grad_input, grad_out, weight, scale)
 
 
 @drawing(8)
@@ -135,12 +153,12 @@ def test_triton_decode(data: Any, page_size: int, dtype: torch.dtype, seed: int)
 def test_triton_int8_matmul(m: int, n: int, groups: int, dtype: torch.dtype, seed: int) -> None:
     k = 32 * groups
     weight, scale = int8_cases.quantised(n, k, 32, seed=seed % 1000)
+    x, grad_out = int8_cases.normal(m, k, seed=m, dtype=dtype), int8_cases.normal(m, n, seed=n, dtype=dtype)
     with options.launching(seed=seed):
-        int8.check_forward(int8_cases.normal(m, k, seed=m, dtype=dtype), weight, scale)
-        int8.check_grad_input(int8_cases.normal(m, n, seed=n, dtype=dtype), weight, scale)
+        check_int8(torch.ops.fastattn_triton, x, grad_out, weight, scale)
 
 
-@pytest.mark.skipif(nvcc() is None, reason="needs nvcc")
+@pytest.mark.skipif(not HAS_KERNELS, reason=NO_KERNELS)
 @pytest.mark.usefixtures("tracked_tensors")
 @drawing(30)
 @given(data=st.data(), m=st.integers(1, 140), dtype=DTYPES, num_sms=st.integers(1, 20), seed=SEEDS)
@@ -151,6 +169,5 @@ def test_native_int8_matmul(data: Any, m: int, dtype: torch.dtype, num_sms: int,
     weight, scale = int8_cases.quantised(n, k, granularity, seed=seed % 1000)
     x = data.draw(strided(int8_cases.normal(2, m, k, seed=m, dtype=dtype)))
     grad_out = data.draw(strided(int8_cases.normal(2, m, n, seed=n, dtype=dtype)))
-    launching = {"seed": seed, "num_sms": num_sms}
-    native_int8.check_forward(x, weight, scale, launching=launching)
-    native_int8.check_grad_input(grad_out, weight, scale, launching=launching)
+    with device.emulated(90, num_sms=num_sms), checked(seed=seed):
+        check_int8(torch.ops.fastattn, x, grad_out, weight, scale)

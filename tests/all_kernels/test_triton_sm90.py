@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import attention_cases
-import test_triton_decode as decode
-import test_triton_int8 as int8
+import decode_cases
+import int8_cases
 from attention_cases import Case
 
 pytest.importorskip("triton")
@@ -63,8 +65,12 @@ def test_attention_forward_and_backward(
 @pytest.mark.parametrize("name", ["many-row-tiles", "page-64", "int8-page-64", "everything", "everything-16-bit"])
 def test_decode(name: str, dtype: torch.dtype, launched: list[launches.Launched]) -> None:
     """With fewer rows than a wgmma has."""
-    case = next(case for case in decode.CASES if case.name == name)
-    decode.check(replace(case, dtype=dtype))
+
+    def run(case: decode_cases.Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        return torch.ops.fastattn_triton.attention_decode(**decode_cases.op_arguments(case, arguments))
+
+    case = next(case for case in decode_cases.CASES if case.name == name)
+    decode_cases.check(replace(case, dtype=dtype), run)
     assert used(launched, "mma.sync")
 
 
@@ -72,8 +78,11 @@ def test_decode(name: str, dtype: torch.dtype, launched: list[launches.Launched]
 @pytest.mark.parametrize("granularity", ["channel", 32])
 @pytest.mark.parametrize("m", [65, 130])
 def test_int8_matmul(m: int, granularity: str | int, dtype: torch.dtype, launched: list[launches.Launched]) -> None:
-    weight, scale = int8.quantised(80, 256, granularity, seed=m)
-    x, bias, residual = (int8.normal(*shape, seed=m, dtype=dtype) for shape in ((m, 256), (80,), (m, 80)))
-    int8.check_forward(x, weight, scale, bias, residual, "gelu")
-    int8.check_grad_input(int8.normal(m, 80, seed=m, dtype=dtype), weight, scale)
+    ops = torch.ops.fastattn_triton
+    weight, scale = int8_cases.quantised(80, 256, granularity, seed=m)
+    x, bias, residual = (int8_cases.normal(*shape, seed=m, dtype=dtype) for shape in ((m, 256), (80,), (m, 80)))
+    int8_cases.check_forward(ops.int8_matmul, x, weight, scale, bias, residual, "gelu")
+    int8_cases.check_grad_input(
+        ops.int8_matmul_grad_input, int8_cases.normal(m, 80, seed=m, dtype=dtype), weight, scale
+    )
     assert used(launched, "wgmma.mma_async")

@@ -14,6 +14,7 @@ import fastattn
 from attention_cases import check_closely, offsets
 from cuda_kernels import MARKS, checked, each_dtype, only_emulated
 from fastattn import reference
+from fastattn.reference.pages import gather_pages
 from kernel_device import DEVICE
 from oracle import check_against_oracle
 
@@ -138,7 +139,7 @@ def test_pytorch_gathers() -> None:
     lengths = arguments["cu_seqlens_k"].diff().tolist()
     packed = dict(arguments, block_table=None, cu_seqlens_k=offsets(tuple(lengths)))
     for name in ("key", "value"):
-        rows = reference._gather_pages(arguments[name], arguments["block_table"].clamp(0, len(arguments[name]) - 1))
+        rows = gather_pages(arguments[name], arguments["block_table"].clamp(0, len(arguments[name]) - 1))
         packed[name] = torch.cat([rows[b, :, :length] for b, length in enumerate(lengths)], dim=1).transpose(0, 1)
     expected = reference.attention_varlen(**packed)
     with fastattn.use_backend("torch"):

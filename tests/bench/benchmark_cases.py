@@ -17,7 +17,8 @@ from benchmarks.measure.cases.decode import DecodeCase
 from benchmarks.measure.cases.int8 import Int8Case
 from benchmarks.measure.implementations import CUBLAS
 from benchmarks.measure.labels import label
-from fastattn.profiler.roofline import Limits, Work, bound
+from fastattn.profiler.roofline import Limits, bound
+from fastattn.profiler.work import Work
 
 CPU = torch.device("cpu")
 LIMITS = Limits(

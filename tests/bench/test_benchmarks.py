@@ -23,7 +23,8 @@ from benchmarks.measure.cases.decode import DecodeCase
 from benchmarks.measure.cases.int8 import Int8Case
 from benchmarks.measure.timing import Call, Timing
 from fastattn.profiler import work
-from fastattn.profiler.roofline import COMPUTE, LAUNCH, MEMORY, Work, bound
+from fastattn.profiler.roofline import COMPUTE, LAUNCH, MEMORY, bound
+from fastattn.profiler.work import Work
 
 # --- work ----------------------------------------------------------------------------------------------------------
 

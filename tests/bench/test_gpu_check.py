@@ -31,8 +31,6 @@ from benchmarks.evidence.stages import (
 )
 from benchmarks.evidence.stages_tests import judge, kernel_test_modules
 
-pytestmark = pytest.mark.quick
-
 ROOT = Path(__file__).parents[2]
 FACTS: machine.Facts = {
     "executable": "python3",

@@ -10,12 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from benchmarks.evidence.processes import Command, descendants, run_together
 from benchmarks.evidence.stages import FAILED, PASSED, TIMED_OUT, status_of
-
-pytestmark = pytest.mark.quick
 
 
 def command(folder: Path, code: str, log: str = "log", **options: Any) -> Command:

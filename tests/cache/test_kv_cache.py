@@ -13,6 +13,7 @@ import fastattn
 from by_hand import normal
 from fastattn import InputError, reference
 from fastattn.cache.contiguous import KVCache
+from fastattn.cache.storage import LayerStorage
 from fastattn.errors import CacheFull
 
 LAYERS, BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 3, 4, 2, 16, 8
@@ -127,18 +128,65 @@ def test_growth_ends_at_the_maximum_and_leaves_the_cache_as_it_was() -> None:
     torch.testing.assert_close(feed(cache, 4, 5)[0], whole(0, 5)[:, :, 4:])
 
 
-def test_a_refused_append_leaves_the_cache_as_it_was() -> None:
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception]]] = {
+    "v_new's dtype": ({"v_new": torch.zeros(BATCH, KV_HEADS, 1, VALUE_DIM)}, InputError),
+    "query's head dim": ({"query": normal(1, BATCH, HEADS, 1, 8)}, InputError),
+    "softcap": ({"softcap": -1.0}, InputError),
+    "rotary_sin is missing": ({"rotary_cos": torch.ones(TOTAL, 2)}, InputError),
+    "gradients": ({"k_new": normal(1, BATCH, KV_HEADS, 1, DIM).requires_grad_()}, InputError),
+    "block_table": ({"block_table": torch.zeros(BATCH, 1).int()}, TypeError),
+    "num_splits' type": ({"num_splits": "2"}, TypeError),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+@pytest.mark.parametrize("quantized", [False, True], ids=["dense", "int8"])
+def test_a_refused_append_leaves_the_cache_as_it_was(quantized: bool, wrong: str) -> None:
+    """Also where it would have had to grow."""
+    cache = cache_of(quantized=quantized)
+    feed(cache, 0, 4)
+    before, nbytes = state(cache), cache.nbytes
+    query, key, value = (t[:, :, 4:5] for t in tokens(0))
+    arguments, kind = REFUSED[wrong]
+    with pytest.raises(kind):
+        cache.attend(0, **{"query": query, "k_new": key, "v_new": value, **arguments})
+    assert_same(state(cache), before)
+    assert (cache.capacity, cache.nbytes, cache.lengths()) == (4, nbytes, [4] * BATCH)
+    out = feed(cache, 4, 5)[0]
+    if not quantized:
+        torch.testing.assert_close(out, whole(0, 5)[:, :, 4:])
+
+
+def test_an_explanation_changes_nothing() -> None:
     cache = cache_of()
     feed(cache, 0, 4)
-    before = state(cache)
+    before, nbytes = state(cache), cache.nbytes
     query, key, value = (t[:, :, 4:5] for t in tokens(0))
-    wrongs: list[dict[str, Any]] = [{"v_new": value.float()}, {"query": query[..., :8]}, {"softcap": -1.0}]
-    for wrong in wrongs:
-        with pytest.raises(InputError):
-            cache.attend(0, **{"query": query, "k_new": key, "v_new": value, **wrong})
-    after = state(cache)
-    assert_same([t[:, :, :4] if t.dim() == 4 else t for t in after], before)
+    assert fastattn.explain(cache.attend, 0, query, key, value).backend == "torch"
+    assert fastattn.explain(cache.append, 0, key, value).backend == "torch"
+    assert_same(state(cache), before)
+    assert (cache.capacity, cache.nbytes) == (4, nbytes)
     torch.testing.assert_close(feed(cache, 4, 5)[0], whole(0, 5)[:, :, 4:])
+
+
+@pytest.mark.parametrize("fails_at", range(LAYERS))
+def test_growth_that_runs_out_of_memory_changes_nothing(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = cache_of()
+    feed(cache, 0, 4)
+    before, nbytes = state(cache), cache.nbytes
+    allocate, calls = LayerStorage.allocate, iter(range(LAYERS))
+
+    def failing(*arguments: Any) -> LayerStorage:
+        if next(calls) == fails_at:
+            raise torch.OutOfMemoryError("no memory")
+        return allocate(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerStorage, "allocate", failing)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.reserve(64)
+    assert_same(state(cache), before)
+    assert (cache.capacity, cache.nbytes) == (4, nbytes)
 
 
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["ints", "tensor"])
@@ -170,6 +218,15 @@ def test_truncation_never_lengthens_and_makes_room() -> None:
     assert cache.capacity == 8
     cache.truncate([0, 3, 8])
     assert cache.lengths() == [0, 3, 8]
+
+
+@pytest.mark.parametrize("length", [2**31, 2**32 + 1, 2**40])
+def test_truncation_to_more_than_int32_holds_keeps_everything(length: int) -> None:
+    cache = cache_of(capacity=8)
+    feed(cache, 0, 8)
+    cache.truncate(length)
+    cache.truncate(torch.full((BATCH,), length))
+    assert cache.lengths() == [8] * BATCH
 
 
 def test_reset_forgets_everything() -> None:

@@ -109,8 +109,8 @@ class Model:
         cache = self.cache
         assert cache.sequences == list(self.contents)
         users = Counter(page for sequence in cache.sequences for page in cache.pages(sequence))
-        assert [users[page] for page in range(PAGES)] == cache._references
-        assert sorted(cache._free) == [page for page in range(PAGES) if not users[page]]
+        assert [users[page] for page in range(PAGES)] == cache._pool.references
+        assert sorted(cache._pool.free_pages) == [page for page in range(PAGES) if not users[page]]
         assert cache.num_free_pages == PAGES - len(users)
         for sequence, numbers in self.contents.items():
             pages = cache.pages(sequence)
@@ -124,7 +124,7 @@ class Model:
     def snapshot(self) -> Any:
         cache = self.cache
         tables = {s: (cache.length(s), cache.pages(s)) for s in cache.sequences}
-        return tables, cache._references[:], cache._free[:]
+        return tables, cache._pool.references[:], cache._pool.free_pages[:]
 
 
 @pytest.mark.parametrize("seed", range(1, 12))
@@ -233,8 +233,9 @@ def test_chunks_of_different_lengths_attend_to_all_that_their_sequences_have() -
     def take_in(sequences: list[int], counts: list[int]) -> None:
         query, new = (torch.randn(sum(counts), n, d) for n, d in ((HEADS, DIM), (KV_HEADS, DIM + VALUE_DIM)))
         query, new = query.to(cache.layout.dtype), new.to(cache.layout.dtype)
-        out = cache.chunk(sequences, counts).attend(1, query, new[..., :DIM], new[..., DIM:])
-        assert isinstance(out, Tensor)
+        chunk = cache.chunk(sequences, counts)
+        out = chunk.attend(1, query, new[..., :DIM], new[..., DIM:])
+        chunk.commit()  # without the other layer
         parts = (each.split(counts) for each in (query, new, out))
         for sequence, rows, tokens, got in zip(sequences, *parts, strict=True):
             written[sequence].append(tokens)
@@ -293,11 +294,14 @@ def test_numbers_are_never_used_again() -> None:
 def test_the_step_has_a_table_and_the_lengths_before_it() -> None:
     cache = cache_of()
     a, b = cache.add(), cache.add()
-    cache.step([a], 5)
+    cache.step([a], 5).commit()
     step = cache.step([b, a], 2)
     assert step.cache_seqlens.tolist() == [0, 5]
+    assert step.positions(2).tolist() == [[0, 1], [5, 6]]
     assert step.block_table.dtype == step.cache_seqlens.dtype == torch.int32
-    assert step.block_table.tolist() == [[*cache.pages(b), -1], cache.pages(a)]
+    table = step.block_table.tolist()
+    step.commit()
+    assert table == [[*cache.pages(b), -1], cache.pages(a)]
     empty = cache.step([], 1)
     assert empty.block_table.shape == (0, 1)
 
@@ -305,9 +309,12 @@ def test_the_step_has_a_table_and_the_lengths_before_it() -> None:
 def test_the_other_sequences_stay_untouched() -> None:
     cache = cache_of()
     a, b = cache.add(), cache.add()
-    cache.step([a], PAGE_SIZE).attend(0, queries(1, 1), keys(0, [1, 2, 3, 4]), values(0, [1, 2, 3, 4]))
+    full = cache.step([a], PAGE_SIZE)
+    full.attend(0, queries(1, 1), keys(0, [1, 2, 3, 4]), values(0, [1, 2, 3, 4]))
     before = cache.arguments(0)["k_cache"].clone()
-    cache.step([b], 2).attend(0, queries(1, 1), keys(0, [5, 6]), values(0, [5, 6]))
+    step = cache.step([b], 2)
+    step.attend(0, queries(1, 1), keys(0, [5, 6]), values(0, [5, 6]))
+    step.commit()
     changed = (cache.arguments(0)["k_cache"] != before).any(-1).any(1)  # [page, row]
     assert changed.nonzero().tolist() == [[cache.pages(b)[0], 0], [cache.pages(b)[0], 1]]
 
@@ -347,6 +354,7 @@ def attend(**changes: Any) -> dict[str, Any]:
 C = cache_of()
 S = C.add()
 STEP = C.step([S], 1)
+STEP.commit()
 QUANTIZED = cache_of(quantized=True)
 # what is wrong: function, arguments, error type, words of the message (argument, expected, came)
 TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tuple[str, ...]]] = {
@@ -374,7 +382,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
     "layer": (STEP.attend, attend(layer=2), InputError, ("layer", "0 to 1", "2")),
     "k_new type": (STEP.attend, attend(k_new=None), TypeError, ("k_new", "torch.Tensor", "NoneType")),
     "k_new count": (STEP.attend, attend(k_new=keys(0, [1, 2])), InputError, ("k_new", "1 new tokens", "2")),
-    "query batch": (STEP.attend, attend(query=queries(2, 1)), InputError, ("cache_seqlens", "[2]", "[1]")),
+    "query batch": (STEP.attend, attend(query=queries(2, 1)), InputError, ("query", "[1, 4, 1, 16]", "[2, 4, 1, 16]")),
 }
 
 

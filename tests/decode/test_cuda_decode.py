@@ -25,6 +25,8 @@ each_cache = pytest.mark.parametrize("int8", (False, True), ids=["16-bit", "int8
 
 KERNEL = "decode_split_sm80"
 HEAD_DIMS = (64, 128, 256)  # of the instances
+CACHES = ("k_cache", "v_cache")
+SEQUENCES = ("query", *CACHES, "k_scale", "v_scale", "cache_seqlens")  # arguments with a batch
 
 
 def run_kernel(case: Case, arguments: dict[str, Any], **launching: Any) -> tuple[Tensor, Tensor]:
@@ -176,6 +178,28 @@ def test_batch_invariant_bits(window: tuple[int, int], int8: bool) -> None:
     case = Case("invariant", (2100, 5, 1024, 1500), (2, 1), capacity=2200, window=window, batch_invariant=True)
     assert max(lengths) > 2 * 1024  # several parts
     decode_cases.same_bits_alone(replace(case, int8=int8), run_kernel)
+
+
+@only_emulated
+@each_cache
+def test_batch_invariant_bits_on_any_gpu(int8: bool) -> None:
+    """The same alone, among 64 sequences and in a larger cache, however many CTAs share a sequence's 1024 keys."""
+    lengths = (5000, *(1 + i % 5 for i in range(62)), 3100)
+    case = Case("gpus", lengths, (2, 1), dims=(16, 16), capacity=5200, sinks=True, batch_invariant=True, int8=int8)
+    arguments = make_arguments(case)
+    first = {name: value[:1] if name in SEQUENCES and value is not None else value for name, value in arguments.items()}
+    larger = {name: torch.cat([value] * 2, dim=2) if name in CACHES else value for name, value in first.items()}
+    if int8:
+        for name in ("k_scale", "v_scale"):
+            larger[name] = torch.cat([first[name]] * 2, dim=2)
+    found = []
+    for call, num_sms in ((arguments, 132), (arguments, 2), (first, 1), (first, 132), (larger, 3)):
+        with device.emulated(num_sms=num_sms), launches.recorded() as launched:
+            out, lse = run_kernel(case, decode_cases.clone(call))
+        assert launched[0].grid[0] <= 2 * num_sms
+        found.append((out[0], lse[0]))
+    assert all(torch.equal(out, found[0][0]) and torch.equal(lse, found[0][1]) for out, lse in found)
+    check(replace(case, lengths=(5000,)), decode_cases.clone(first))
 
 
 @each_cache

@@ -15,7 +15,7 @@ from fastattn import InputError, reference
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
 from kernel_device import DEVICE
 
-pytestmark = pytest.mark.usefixtures("emulated_gpu")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("emulated_gpu")]
 
 BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 16, 8
 CAPACITY, PAGE_SIZE = 16, 4

@@ -8,40 +8,40 @@ import os
 import subprocess
 from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from emulator.toolkit import setup
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.xdist_group("decode_plan")
 
 SOURCE = Path(__file__).with_name("decode_plan.cpp")
 BLOCK_KEYS = 64
-H200_SLOTS = 2 * 132
+H200_CTAS = 2 * 132
 
 
-class Part(NamedTuple):
-    """What a CTA takes of a tile."""
+class Share(NamedTuple):
+    """What a CTA takes of a tile at once."""
 
     cta: int
     sequence: int
     tile: int
     first_key: int
     end_key: int
-    slot: int
-    is_whole: bool
-    units: int
-    index: int
-    count: int
+    spans: int
+    part: int  # of the tile's, that it goes into
+    num_parts: int
+    own_parts: int  # of these are the CTA's
 
 
 class Plan(NamedTuple):
     num_ctas: int
     num_slots: int
+    num_counters: int
     share: int
-    parts: list[Part]
+    shares: list[Share]
 
 
 @pytest.fixture(scope="module")
@@ -51,40 +51,57 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     subprocess.run([*command, str(SOURCE), "-o", str(target)], check=True)
     library = ctypes.CDLL(str(target))
     library.decode_plan.restype = ctypes.c_int64
+    library.decode_merges.restype = ctypes.c_bool
     return library
 
 
-def plan_of(
-    library: ctypes.CDLL,
-    lengths: list[int],
-    *,
-    capacity: int = 1 << 17,
-    new: int = 0,
-    queries: int = 1,
-    left: int = -1,
-    heads: int = 8,
-    row_tiles: int = 1,
-    splits: int = 0,
-    invariant: bool = False,
-    slots: int = H200_SLOTS,
-) -> Plan:
-    facts = (ctypes.c_int64 * 3)()
-    most = 4 * (len(lengths) * heads * row_tiles * max(1, min(capacity, 1 << 17) // BLOCK_KEYS + 2))
-    rows = torch.zeros(max(most, 1), 10, dtype=torch.int64)
-    found = library.decode_plan(
-        (ctypes.c_int32 * len(lengths))(*lengths),
-        len(lengths),
-        (ctypes.c_int32 * 4)(capacity, new, queries, left),
-        heads,
-        row_tiles,
-        ctypes.c_int64(splits),
-        int(invariant),
-        slots,
-        facts,
-        ctypes.c_void_p(rows.data_ptr()),
-    )
-    parts = [Part(*row[:6], bool(row[6]), *row[7:]) for row in rows[:found].tolist()]
-    return Plan(*facts, parts)
+class Call(NamedTuple):
+    """What a plan is made of. ``resident``: how many CTAs run at a time."""
+
+    lengths: list[int]
+    capacity: int = 1 << 17
+    new: int = 0
+    queries: int = 1
+    left: int = -1
+    heads: int = 8
+    row_tiles: int = 1
+    splits: int = 0
+    invariant: bool = False
+    resident: int = H200_CTAS
+
+    def arguments(self) -> list[Any]:
+        return [
+            (ctypes.c_int32 * len(self.lengths))(*self.lengths),
+            len(self.lengths),
+            (ctypes.c_int32 * 4)(self.capacity, self.new, self.queries, self.left),
+            self.heads,
+            self.row_tiles,
+            ctypes.c_int64(self.splits),
+            int(self.invariant),
+            self.resident,
+        ]
+
+    @property
+    def tiles(self) -> int:
+        return len(self.lengths) * self.heads * self.row_tiles
+
+
+def plan_of(library: ctypes.CDLL, lengths: list[int], **changes: Any) -> Plan:
+    call = Call(lengths, **changes)
+    facts = (ctypes.c_int64 * 4)()
+    most = 4 * (call.tiles * max(1, min(call.capacity, 1 << 17) // BLOCK_KEYS + 2))
+    rows = torch.zeros(max(most, 1), 9, dtype=torch.int64)
+    found = library.decode_plan(*call.arguments(), facts, ctypes.c_void_p(rows.data_ptr()))
+    return Plan(*facts, [Share(*row) for row in rows[:found].tolist()])
+
+
+def merges_of(library: ctypes.CDLL, lengths: list[int], *, seed: int = 0, **changes: Any) -> list[list[int]]:
+    """By sequence, for each tile a hash of the order in which its parts are merged."""
+    call = Call(lengths, **changes)
+    results = (ctypes.c_uint64 * max(call.tiles, 1))()
+    assert library.decode_merges(*call.arguments(), seed, results)
+    per_sequence = call.heads * call.row_tiles
+    return [list(results[i * per_sequence : (i + 1) * per_sequence]) for i in range(len(lengths))]
 
 
 RAGGED = [[0], [1], [64], [65], [1000], [5, 0, 131072], [100] * 7, [17, 4000, 17, 90000, 0, 3], [8192] * 33]
@@ -96,21 +113,30 @@ CHOICES = [{}, {"splits": 1}, {"splits": 5}, {"splits": 10**6}, {"invariant": Tr
 def test_every_key_is_taken_once(library: ctypes.CDLL, lengths: list[int], choice: dict[str, int]) -> None:
     for left, new, tiles in ((-1, 0, 1), (300, 3, 1), (0, 40, 2)):
         plan = plan_of(library, lengths, left=left, new=new, queries=2, heads=2, row_tiles=tiles, **choice)
-        taken: dict[tuple[int, int], list[Part]] = defaultdict(list)
-        for part in plan.parts:
-            taken[part.sequence, part.tile].append(part)
+        taken: dict[tuple[int, int], list[Share]] = defaultdict(list)
+        for share in plan.shares:
+            taken[share.sequence, share.tile].append(share)
         assert set(taken) == set(itertools.product(range(len(lengths)), range(2 * tiles)))
-        for (sequence, _), parts in taken.items():
+        for (sequence, _), shares in taken.items():
             total = min(lengths[sequence] + new, 1 << 17)
             first = max(total - 2 - left, 0) if left >= 0 else 0
             first = min(first, min(lengths[sequence], 1 << 17)) if new else first
-            edges = [first, *(key for part in parts for key in (part.first_key, part.end_key)), total]
+            edges = [first, *(key for share in shares for key in (share.first_key, share.end_key)), total]
             assert edges[::2] == edges[1::2]  # each begins where the one before ends
-            assert all(part.is_whole == (len(parts) == 1) for part in parts)
-            assert all(part.end_key % BLOCK_KEYS == 0 for part in parts[:-1])
-            assert [(part.index, part.count) for part in parts] == [(i, len(parts)) for i in range(len(parts))]
-        shared = [part.slot for part in plan.parts if not part.is_whole]
-        assert len(set(shared)) == len(shared) and all(0 <= slot < plan.num_slots for slot in shared)
+            assert all(share.end_key % BLOCK_KEYS == 0 for share in shares[:-1])
+            assert [(share.part, share.num_parts) for share in shares] == [(i, len(shares)) for i in range(len(shares))]
+
+
+@pytest.mark.parametrize("lengths", RAGGED, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_parts_are_merged_whichever_cta_comes_last(
+    library: ctypes.CDLL, lengths: list[int], choice: dict[str, int]
+) -> None:
+    """Each CTA finds in its slots what belongs there, and a tile's parts are merged in one order."""
+    for resident, tiles in ((1, 1), (7, 2), (64, 1), (264, 1), (264, 2)):
+        call = {"heads": 2, "row_tiles": tiles, "resident": resident, **choice}
+        orders = [merges_of(library, lengths, seed=seed, **call) for seed in range(5)]
+        assert all(order == orders[0] for order in orders)
 
 
 def test_shares_differ_by_a_block_at_most(library: ctypes.CDLL) -> None:
@@ -118,46 +144,73 @@ def test_shares_differ_by_a_block_at_most(library: ctypes.CDLL) -> None:
     for lengths in ([131072], [50, 131072], [1000, 2000, 30000, 70000], [4096] * 32, list(range(1, 9000, 97))):
         plan = plan_of(library, lengths)
         blocks: dict[int, int] = defaultdict(int)
-        for part in plan.parts:
-            blocks[part.cta] += part.units
+        for share in plan.shares:
+            blocks[share.cta] += share.spans
         total = sum(blocks.values())
-        assert plan.num_ctas == H200_SLOTS and plan.share == max(2, -(-total // H200_SLOTS))
+        assert plan.num_ctas == H200_CTAS and plan.share == max(2, -(-total // H200_CTAS))
         assert all(count == plan.share for cta, count in blocks.items() if cta < max(blocks))
-        assert plan.num_slots <= 2 * H200_SLOTS
+        assert plan.num_slots <= 2 * H200_CTAS
 
 
 def test_shapes_alone_decide_the_launch(library: ctypes.CDLL) -> None:
     """Of a CUDA graph: other lengths need neither another grid nor more memory."""
     for choice in CHOICES:
         plans = [plan_of(library, lengths, capacity=4096, **choice) for lengths in ([0, 0], [4096, 1], [77, 4000])]
-        assert len({(plan.num_ctas, plan.num_slots) for plan in plans}) == 1
-        assert all(part.cta < plan.num_ctas for plan in plans for part in plan.parts)
+        assert len({plan[:3] for plan in plans}) == 1
+        assert all(share.cta < plan.num_ctas for plan in plans for share in plan.shares)
 
 
 def test_little_work_is_not_spread_thin(library: ctypes.CDLL) -> None:
-    assert max(part.cta for part in plan_of(library, [1024]).parts) + 1 == 8 * 8  # 128 keys each
-    assert all(part.is_whole for part in plan_of(library, [100] * 4).parts)
+    assert max(share.cta for share in plan_of(library, [1024]).shares) + 1 == 8 * 8  # 128 keys each
+    assert all(share.num_parts == 1 for share in plan_of(library, [100] * 4).shares)
 
 
-def test_batch_invariant_cuts_ignore_the_batch_and_the_gpu(library: ctypes.CDLL) -> None:
-    def cuts(lengths: list[int], sequence: int, slots: int) -> list[tuple[int, int, int]]:
-        parts = plan_of(library, lengths, invariant=True, slots=slots).parts
-        return [(part.tile, part.first_key, part.end_key) for part in parts if part.sequence == sequence]
+def test_batch_invariant_sequences_are_alone(library: ctypes.CDLL) -> None:
+    """Neither the batch nor the GPU nor the capacity changes the cut of a sequence's keys, or the order of merging."""
 
-    alone = cuts([5000], 0, 16)
-    assert alone == cuts([3, 5000, 70000], 1, 264) and len(alone) == 8 * 5
+    def cuts(lengths: list[int], sequence: int, **call: int) -> list[tuple[int, int, int]]:
+        shares = plan_of(library, lengths, invariant=True, **call).shares
+        return [(share.tile, share.first_key, share.end_key) for share in shares if share.sequence == sequence]
+
+    for length in (1, 1024, 5000, 20000, 70000, 131072):
+        alone = cuts([length], 0, resident=16)
+        assert len(alone) == 8 * -(-length // 1024)
+        assert alone == cuts([3, length, 70000], 1) == cuts([length], 0, capacity=1 << 20)
+        (order,) = merges_of(library, [length], invariant=True, resident=16)
+        assert len(set(order)) == 1  # one tile's as another's
+        for resident, seed in itertools.product((1, 2, 5, 37, 216, 264, 1000), range(2)):
+            call = {"invariant": True, "resident": resident, "seed": seed}
+            assert merges_of(library, [length], **call) == [order]
+            assert merges_of(library, [3, length, 70000, 4100], **call)[1] == order
+            assert merges_of(library, [9000, length], capacity=1 << 20, **call)[1] == order
+        assert merges_of(library, [length] * 64, invariant=True) == [order] * 64
+
+
+def test_batch_invariant_fits_the_machine(library: ctypes.CDLL) -> None:
+    """Its CTAs are as many as run at a time; each has two slots more where a capacity doubles."""
+    for batch, capacity, heads in ((64, 1 << 17, 8), (1, 1 << 17, 8), (3000, 4096, 8), (64, 1 << 24, 64)):
+        plan = plan_of(library, [0] * batch, capacity=capacity, heads=heads, invariant=True)
+        levels = (capacity // 1024 - 1).bit_length()
+        assert plan.num_ctas == H200_CTAS
+        assert plan.num_slots == H200_CTAS * 2 * levels and plan.num_counters == 6 * H200_CTAS
+    slots = plan_of(library, [0] * 64, capacity=1 << 17, invariant=True).num_slots
+    assert (
+        slots * 16 * (128 + 2) * 4 < 32 << 20
+    )  # bytes of 16 rows of 128 values: 537 MB with a slot for each 1024 keys
+    few = plan_of(library, [0], capacity=4096, heads=2, invariant=True)
+    assert few.num_ctas == 8  # not more than there are spans
 
 
 @pytest.mark.parametrize("splits", (1, 2, 7, 300))
 def test_requested_splits_are_met(library: ctypes.CDLL, splits: int) -> None:
     """As far as there are blocks, and blocks divide."""
     for length in (1, 1000, 20000):
-        parts = plan_of(library, [length], splits=splits, heads=1).parts
+        shares = plan_of(library, [length], splits=splits, heads=1).shares
         blocks = -(-length // BLOCK_KEYS)
-        assert len(parts) == -(-blocks // -(-blocks // splits)) <= splits
+        assert len(shares) == -(-blocks // -(-blocks // splits)) <= splits
 
 
 def test_lengths_out_of_range(library: ctypes.CDLL) -> None:
     for length in (-1, -(2**31), 2**31 - 1):
-        (part,) = plan_of(library, [length], capacity=64, heads=1, new=3, left=2**30, queries=2**30 - 1).parts
-        assert 0 <= part.first_key <= part.end_key <= 64
+        (share,) = plan_of(library, [length], capacity=64, heads=1, new=3, left=2**30, queries=2**30 - 1).shares
+        assert 0 <= share.first_key <= share.end_key <= 64

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ import fastattn
 from fastattn import InputError
 from kernel_device import DEVICE
 
-pytestmark = pytest.mark.usefixtures("emulated_gpu")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("emulated_gpu")]
 
 
 def dense(**changes: Any) -> dict[str, Any]:
@@ -36,6 +37,16 @@ def packed(**changes: Any) -> dict[str, Any]:
         "cu_seqlens_k": offsets,
         "max_seqlen_q": 6,
         "max_seqlen_k": 6,
+    }
+    return {**usual, **changes}
+
+
+def cached(**changes: Any) -> dict[str, Any]:
+    usual = {
+        "query": torch.ones(2, 4, 1, 16),
+        "k_cache": torch.ones(2, 2, 8, 16),
+        "v_cache": torch.ones(2, 2, 8, 16),
+        "cache_seqlens": torch.tensor([3, 8], dtype=torch.int32),
     }
     return {**usual, **changes}
 
@@ -62,7 +73,30 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
         A,
         dense(key=torch.zeros(2, 3, 7, 16), value=torch.zeros(2, 3, 7, 24)),
         InputError,
-        ("query", "multiple of the 3 KV heads", "4 heads"),
+        ("query", "multiple of the 3 KV heads", "[B, Hq, Sq, D]", "[B, Hkv, Sk, D]", "4 heads"),
+    ),
+    "heads after rows": (
+        A,
+        dense(query=torch.zeros(2, 5, 4, 16), key=torch.zeros(2, 7, 2, 16), value=torch.zeros(2, 7, 2, 16)),
+        InputError,
+        ("query", "[2, 5, 4, 16]", "query.transpose(1, 2), key.transpose(1, 2)"),
+    ),
+    "packed heads before rows": (
+        V,
+        packed(query=torch.zeros(4, 9, 16), key=torch.zeros(2, 8, 16), value=torch.zeros(2, 8, 16)),
+        InputError,
+        ("query", "[total_q, Hq, D]", "query.transpose(0, 1), key.transpose(0, 1)"),
+    ),
+    "cache with heads after rows": (
+        fastattn.attention_with_kv_cache,
+        {
+            "query": torch.zeros(2, 4, 1, 16),
+            "k_cache": torch.zeros(2, 33, 2, 16),
+            "v_cache": torch.zeros(2, 33, 2, 16),
+            "cache_seqlens": torch.zeros(2, dtype=torch.int32),
+        },
+        InputError,
+        ("query", "[B, Hkv, capacity, D]", "pass k_cache.transpose(1, 2)"),
     ),
     "no KV heads": (
         A,
@@ -133,7 +167,15 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
         ("cu_seqlens_k", "[B + 1] = [3]", "[2]"),
     ),
     "max length negative": (V, packed(max_seqlen_q=-1), InputError, ("max_seqlen_q", "at least 0", "-1")),
-    "max length type": (V, packed(max_seqlen_k=torch.tensor(6)), TypeError, ("max_seqlen_k", "int", "Tensor")),
+    "max length type": (
+        V,
+        packed(max_seqlen_k=torch.tensor(6)),
+        TypeError,
+        ("max_seqlen_k", "int", "torch.Tensor", ".item()"),
+    ),
+    "numpy array": (A, dense(causal=numpy.array([True])), TypeError, ("causal", "a bool, got numpy.ndarray")),
+    "numpy bool as a number": (A, dense(softcap=numpy.bool_(True)), TypeError, ("softcap", "a number, got")),
+    "numpy float as an int": (A, dense(window=(numpy.float32(1), 0)), TypeError, ("window", "an int, got")),
     "packed value length": (V, packed(value=torch.zeros(8, 2, 16)), InputError, ("value", "[9, 2]", "[8, 2]")),
 }
 
@@ -147,6 +189,56 @@ def test_misuse_is_named(what: str) -> None:
         assert word in str(raised.value), f"{word!r} is missing in: {raised.value}"
     if error is InputError:
         assert isinstance(raised.value, ValueError) and isinstance(raised.value, RuntimeError)
+
+
+TRUE, FALSE, TWO = numpy.bool_(True), numpy.bool_(False), numpy.int64(2)
+# with numpy's scalars: function, arguments, the same in Python's
+NUMPY: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
+    "attention": (
+        A,
+        dense(causal=TRUE, window=(TWO, numpy.int32(-1)), softcap=numpy.float32(3), scale=numpy.float16(0.5)),
+        dense(causal=True, window=(2, -1), softcap=3.0, scale=0.5),
+    ),
+    "dropout": (
+        A,
+        dense(dropout_p=numpy.float64(0.5), dropout_seed=numpy.uint8(7), deterministic=FALSE),
+        dense(dropout_p=0.5, dropout_seed=7, deterministic=False),
+    ),
+    "return_lse": (A, dense(return_lse=TRUE), dense(return_lse=True)),
+    "attention_varlen": (
+        V,
+        packed(max_seqlen_q=numpy.int64(6), max_seqlen_k=numpy.uint16(6), causal=TRUE),
+        packed(causal=True),
+    ),
+    "attention_with_kv_cache": (
+        fastattn.attention_with_kv_cache,
+        cached(causal=FALSE, num_splits=TWO, batch_invariant=FALSE, return_lse=TRUE, softcap=numpy.float32(2)),
+        cached(causal=False, num_splits=2, return_lse=True, softcap=2.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("name", NUMPY)
+def test_numpy_scalars_are_taken(name: str, backend: str) -> None:
+    function, given, same = NUMPY[name]
+    with fastattn.use_backend(backend):
+        torch.testing.assert_close(function(**halved(given)), function(**halved(same)))
+
+
+def halved(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: part.half() if isinstance(part, Tensor) and part.is_floating_point() else part
+        for name, part in arguments.items()
+    }
+
+
+def test_types_are_named_in_full() -> None:
+    class bool_:
+        pass
+
+    with pytest.raises(TypeError, match=r"causal: expected a bool, got test_bad_input\..*bool_"):
+        A(**dense(causal=bool_()))
 
 
 @pytest.mark.parametrize("function", [A, V, fastattn.scaled_dot_product_attention])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ import torch.nn.functional as F
 import fastattn
 from fastattn.dispatch import choose as dispatch
 from fastattn.dispatch import device
-from fastattn.dispatch.choose import Call, Choice
+from fastattn.dispatch.call import Call, Choice
 from fastattn.dispatch.device import DeviceFacts
 from fastattn.dispatch.support import FEATURES, SUPPORT, support_table
+from fastattn.ops import registration
 
-pytestmark = pytest.mark.usefixtures("emulated_gpu")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("emulated_gpu")]
 
 H200 = DeviceFacts(arch=90, num_sms=132, shared_memory_bytes=227 * 1024, driver_cuda=13000)
 TURING = DeviceFacts(arch=75, num_sms=68, shared_memory_bytes=64 * 1024, driver_cuda=13000)
@@ -234,6 +236,64 @@ def test_record_lists_forward_and_backward_and_nests() -> None:
         out.sum().backward()
     assert [entry.op for entry in inner] == ["attention"]
     assert [(entry.op, entry.backend) for entry in outer] == [("attention", "triton"), ("attention backward", "triton")]
+
+
+def test_record_names_the_kernels_of_the_backward_pass() -> None:
+    query = torch.randn(1, 1, 4, 16, dtype=torch.float16, requires_grad=True)
+    bias = torch.zeros(1, 1, 4, 4, dtype=torch.float16, requires_grad=True)
+    weight = fastattn.quantize_int8(torch.randn(16, 16))
+    with fastattn.use_backend("triton"):
+        out = fastattn.attention(query, query, query)
+        biased = fastattn.attention(query, query, query, bias=bias)
+        y = fastattn.int8_linear(query, weight)
+        kernels = []
+        for result in (out, biased, y):
+            with fastattn.record() as calls:
+                result.sum().backward()
+            kernels += [(call.op, call.kernel.split(", ")) for call in calls]
+    parts = ["rows", "query", "key_value"]
+    names = [f"attention_backward_{part}.attention_backward_{part}_kernel" for part in [*parts, "bias"]]
+    assert kernels == [
+        ("attention backward", names[:-1]),
+        ("attention backward", names),
+        ("int8_matmul backward", ["int8_matmul.grad_input_kernel"]),
+    ]
+
+
+def refused_calls() -> list[Callable[[], object]]:
+    """A bad argument; an impossible choice; a kernel that refuses; PyTorch's attention, which does."""
+    query = torch.randn(1, 1, 4, 16, dtype=torch.float16)
+    three_dims = torch.randn(1, 1, 2, 4, 16)
+    return [
+        lambda: fastattn.attention(query, query[..., :8], query),
+        lambda: fastattn.attention(query.float(), query.float(), query.float()),
+        lambda: fastattn.scaled_dot_product_attention(query, query[..., :8], query),
+        lambda: fastattn.scaled_dot_product_attention(query, three_dims, query, enable_gqa=True),
+    ]
+
+
+@pytest.mark.parametrize("index", range(len(refused_calls())))
+def test_record_lists_no_call_that_was_refused(index: int) -> None:
+    backend = "triton" if index == 1 else "torch"
+    with fastattn.record() as calls, fastattn.use_backend(backend), pytest.raises((RuntimeError, TypeError)):
+        refused_calls()[index]()
+    assert calls == []
+
+
+def test_record_lists_no_call_whose_kernel_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("out of shared memory")
+
+    query = torch.randn(1, 1, 4, 16, dtype=torch.float16, requires_grad=True)
+    with fastattn.use_backend("triton"), fastattn.record() as calls:
+        out = fastattn.attention(query, query, query)
+        for name in ("attention_forward", "attention_backward"):
+            monkeypatch.setitem(registration._overloads, ("triton", name), fail)
+        with pytest.raises(RuntimeError, match="out of shared memory"):
+            fastattn.attention(query.detach(), query.detach(), query.detach())
+        with pytest.raises(RuntimeError, match="out of shared memory"):
+            out.sum().backward()
+    assert [entry.op for entry in calls] == ["attention"]
 
 
 def test_choices_are_immutable() -> None:

@@ -60,6 +60,18 @@ def replaced(text: str, instead: str) -> Iterator[None]:
         native.runtime.replace_in_ptx("", "")
 
 
+@contextlib.contextmanager
+def replaying(runs: int) -> Iterator[None]:
+    """Within, each launch runs so often, with the same arguments and in the same memory, as in a CUDA graph that is
+    replayed. `launches.recorded` lists every run. Not nestable.
+    """
+    native.runtime.set_runs_of_a_launch(runs)
+    try:
+        yield
+    finally:
+        native.runtime.set_runs_of_a_launch(1)
+
+
 def _follow(changed: options.LaunchOptions) -> None:
     native.runtime.set_options({**asdict(changed), "races": changed.checks if changed.races is None else changed.races})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ def compiled(source: Path, suffix: str, flags: Sequence[str | Path], include: Se
     target = BUILD / suffix / f"{source.stem}-{digest.hexdigest()[:24]}.{suffix}"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_suffix(f".{id(digest)}.part")
+        part = target.with_suffix(f".{os.getpid()}-{id(digest)}.part")
         command = [compiler, "-std=c++17", "-lineinfo", *(f"-I{folder}" for folder in include), *flags]
         done = subprocess.run([*command, source, "-o", part], capture_output=True, text=True)
         if done.returncode != 0:

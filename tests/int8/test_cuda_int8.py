@@ -495,6 +495,18 @@ def test_gradients_through_the_layer(m: int, activation: str, dtype: torch.dtype
         assert error <= 4 * torch.finfo(dtype).eps, name
 
 
+def test_the_two_matmuls_that_dtensor_makes_of_a_layer_run_the_kernels() -> None:
+    weight = fastattn.quantize_int8(normal(50, 96, seed=1, dtype=torch.float32, std=0.1), 32)
+    parameter = fastattn.nn.Int8Tensor.from_weight(weight, torch.float16)
+    x, bias, grad_out = normal(5, 96, seed=2).requires_grad_(), normal(50, seed=3), normal(5, 50, seed=4)
+    with running() as found, fastattn.use_backend("cuda"):
+        out, expected = torch.addmm(bias, x, parameter.t()), fastattn.int8_linear(x, weight, bias)
+        gradients = [torch.autograd.grad(y, x, grad_out)[0] for y in (out, expected)]
+    assert torch.equal(out, expected)
+    assert torch.equal(*gradients)
+    assert not EMULATED or len(found) == 4
+
+
 @pytest.mark.parametrize("wanted", ["both", "x", "bias"])
 def test_gradients_that_are_wanted(wanted: str) -> None:
     """Twice, so that the second adds to the first, and under autocast: a bias in float32 has its gradient there."""

@@ -254,7 +254,7 @@ def test_the_layer_and_its_gradients(m: int, dtype: torch.dtype) -> None:
     def layer(dtype: torch.dtype, backend: str) -> list[Tensor]:
         leaves = [tensor.detach().to(dtype, copy=True).requires_grad_() for tensor in tensors]
         with fastattn.use_backend(backend):
-            out = fastattn.int8_linear(leaves[0], weight, leaves[1], residual=leaves[2], activations="int8")
+            out = fastattn.int8_linear(leaves[0], weight, leaves[1], residual=leaves[2], input_precision="int8")
             out.backward(grad_out.to(dtype))
         return [out, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
@@ -273,7 +273,7 @@ def test_the_bias_alone_wants_a_gradient() -> None:
     weight, x = fastattn.Int8Weight(*quantised(24, 64, "channel")), normal(5, 64, seed=1)
     bias, grad_out = normal(24, seed=2).requires_grad_(), normal(5, 24, seed=3)
     with running():
-        fastattn.int8_linear(x, weight, bias, activations="int8").backward(grad_out)
+        fastattn.int8_linear(x, weight, bias, input_precision="int8").backward(grad_out)
     assert torch.equal(bias.grad, grad_out.float().sum(0).to(bias.dtype))
 
 
@@ -282,7 +282,7 @@ def test_a_model_under_autocast(granularity: str | int) -> None:
     """Its layers run in the kernel, whose results are those of int8_linear on the cast inputs; parameters are fp32."""
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16, bias=False)).to(DEVICE)
     weights = [fastattn.quantize_int8(layer.weight, granularity) for layer in (model[0], model[2])]
-    fastattn.nn.quantize_model(model, granularity=granularity, activations="int8")
+    fastattn.nn.quantize_model(model, granularity=granularity, input_precision="int8")
     x = normal(5, 64, seed=1, dtype=torch.float32)
     with running(), torch.autocast(x.device.type, torch.bfloat16), fastattn.record() as calls:
         found = model(x)
@@ -290,14 +290,14 @@ def test_a_model_under_autocast(granularity: str | int) -> None:
     assert calls == [(OP, "cuda", name), (OP, "cuda", name)]
     with running(), torch.no_grad():
         bias = model[0].bias.bfloat16()
-        inner = fastattn.int8_linear(x.bfloat16(), weights[0], bias, activations="int8").relu()
-        assert torch.equal(found, fastattn.int8_linear(inner, weights[1], activations="int8"))
+        inner = fastattn.int8_linear(x.bfloat16(), weights[0], bias, input_precision="int8").relu()
+        assert torch.equal(found, fastattn.int8_linear(inner, weights[1], input_precision="int8"))
 
 
 def test_operations_are_counted() -> None:
     weight, x = fastattn.Int8Weight(*quantised(24, 64, "channel")), normal(5, 64, seed=1)
     with running(), FlopCounterMode(display=False) as counter:
-        fastattn.int8_linear(x, weight, activations="int8")
+        fastattn.int8_linear(x, weight, input_precision="int8")
     assert counter.get_total_flops() == 2 * 5 * 24 * 64
 
 
@@ -307,8 +307,8 @@ def test_operations_are_counted() -> None:
 def test_explain_names_the_tile_that_is_launched(m: int, n: int, block: int, dtype: torch.dtype) -> None:
     weight, x = fastattn.Int8Weight(*quantised(n, 256, "channel")), normal(m, 256, seed=1, dtype=dtype)
     with running(num_sms=1) as found:
-        explained = fastattn.explain(fastattn.int8_linear, x, weight, activations="int8")
-        fastattn.int8_linear(x, weight, activations="int8")
+        explained = fastattn.explain(fastattn.int8_linear, x, weight, input_precision="int8")
+        fastattn.int8_linear(x, weight, input_precision="int8")
     name = f"{KERNEL}<{block}, {str(dtype).removeprefix('torch.')}>"
     assert (explained.backend, explained.kernel, explained.tile["block_m"]) == ("cuda", name, block)
     (launched,) = found
@@ -319,7 +319,7 @@ def test_explain_names_the_tile_that_is_launched(m: int, n: int, block: int, dty
 @pytest.mark.parametrize("n, k", [(12, 32), (16, 24)])
 def test_other_weights_go_elsewhere(n: int, k: int) -> None:
     weight = fastattn.Int8Weight(int8(n, k), fp32(n, 1))
-    explained = fastattn.explain(fastattn.int8_linear, zeros(1, k), weight, activations="int8")
+    explained = fastattn.explain(fastattn.int8_linear, zeros(1, k), weight, input_precision="int8")
     assert explained.backend == "torch" and "int8 activations takes N and K that" in explained.rejected["cuda"]
     assert explained.rejected["triton"] == "the Triton kernel does not have: int8 activations."
     with pytest.raises(RuntimeError, match="8 rows, and of 16 columns up to 131072, for int8 activations"):
@@ -328,13 +328,13 @@ def test_other_weights_go_elsewhere(n: int, k: int) -> None:
 
 def test_more_tokens_than_a_launch_counts_go_elsewhere() -> None:
     weight, x = fastattn.Int8Weight(*quantised(8, 16, "channel")), zeros(1, 16).expand(2**24, 16)
-    explained = fastattn.explain(fastattn.int8_linear, x, weight, activations="int8")
+    explained = fastattn.explain(fastattn.int8_linear, x, weight, input_precision="int8")
     assert explained.backend == "torch" and "16777216 tokens and 8 outputs" in explained.rejected["cuda"]
 
 
 def test_swiglu_goes_elsewhere() -> None:
     weight, x = fastattn.Int8Weight(*quantised(16, 32, "channel")), normal(3, 32, seed=1)
-    explained = fastattn.explain(fastattn.int8_linear, x, weight, activation="swiglu", activations="int8")
+    explained = fastattn.explain(fastattn.int8_linear, x, weight, activation="swiglu", input_precision="int8")
     assert explained.backend == "torch"
     missing = "the CUDA C++ kernel for int8 activations does not have: SwiGLU over a fused gate-up weight."
     assert explained.rejected["cuda"] == missing
@@ -352,7 +352,7 @@ def test_rows_of_a_weight_with_room_behind_them() -> None:
 def test_longer_sums_go_elsewhere() -> None:
     k = 2**17 + 16
     weight = fastattn.Int8Weight(int8(8, k), fp32(8, 1))
-    explained = fastattn.explain(fastattn.int8_linear, zeros(1, k), weight, activations="int8")
+    explained = fastattn.explain(fastattn.int8_linear, zeros(1, k), weight, input_precision="int8")
     assert explained.backend == "torch" and "int32 holds sums" in explained.rejected["cuda"]
     with pytest.raises(RuntimeError, match="columns up to 131072, for int8 activations"):
         matmul(zeros(1, k), weight.data, weight.scale)
@@ -362,7 +362,7 @@ def test_one_graph_for_any_number_of_tokens() -> None:
     weight, bias = fastattn.Int8Weight(*quantised(24, 64, 32), 32), normal(24, seed=1)
 
     def layer(x: Tensor) -> Tensor:
-        return fastattn.int8_linear(x, weight, bias, activation="gelu", activations="int8")
+        return fastattn.int8_linear(x, weight, bias, activation="gelu", input_precision="int8")
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -378,7 +378,7 @@ def test_opcheck_and_vmap() -> None:
     with running():
         torch.library.opcheck(torch.ops.fastattn.int8_matmul.default, (), arguments(int8_activations=True))
         x, weight = normal(3, 5, 64, seed=1), fastattn.Int8Weight(*quantised(24, 64, "channel"))
-        mapped = torch.vmap(lambda each: fastattn.int8_linear(each, weight, activations="int8"))(x)
+        mapped = torch.vmap(lambda each: fastattn.int8_linear(each, weight, input_precision="int8"))(x)
         assert torch.equal(mapped, matmul(x, weight.data, weight.scale))
 
 

@@ -16,10 +16,11 @@ import fastattn
 from by_hand import normal
 from fastattn import InputError, reference
 from fastattn.activations import result_columns
-from fastattn.functional.int8_linear import ACTIVATION_CHOICES, GRANULARITIES, Int8Weight, int8_linear, quantize_int8
+from fastattn.functional.int8_linear import ACTIVATION_CHOICES, int8_linear
+from fastattn.functional.int8_weight import GRANULARITIES, Int8Weight, quantize_int8
 from kernel_device import DEVICE
 
-pytestmark = pytest.mark.usefixtures("emulated_gpu")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("emulated_gpu")]
 
 N, K = 48, 128
 
@@ -129,19 +130,21 @@ def test_nested_inputs(layout: torch.layout) -> None:
     gated = int8_linear(nested, weight, bias, activation="swiglu")
     for actual, part in zip(gated.unbind(), parts, strict=True):
         torch.testing.assert_close(actual, int8_linear(part, weight, bias, activation="swiglu"))
-    with pytest.raises(InputError, match="activations: expected '16bit' for a nested x, got 'int8'"):
-        int8_linear(nested, weight, activations="int8")
+    with pytest.raises(InputError, match="input_precision: expected '16bit' for a nested x, got 'int8'"):
+        int8_linear(nested, weight, input_precision="int8")
 
 
-@pytest.mark.parametrize("activations", ["16bit", "int8"])
-def test_gradients_are_those_of_the_float_layer(activations: str) -> None:
+@pytest.mark.parametrize("input_precision", ["16bit", "int8"])
+def test_gradients_are_those_of_the_float_layer(input_precision: str) -> None:
     weight = weight_of(32)
     leaves = inputs(torch.float64, grad=True)
     grad = normal(5, 2, 3, N)
-    y = int8_linear(leaves[0], weight, leaves[1], activation="silu", residual=leaves[2], activations=activations)
+    y = int8_linear(
+        leaves[0], weight, leaves[1], activation="silu", residual=leaves[2], input_precision=input_precision
+    )
     actual = torch.autograd.grad(y, leaves, grad)
     x = leaves[0]
-    if activations == "int8":
+    if input_precision == "int8":
         quantized, scale = reference.quantize_rows(x)
         x = x + (quantized * scale[..., None] - x).detach()
     expected_y = F.silu(F.linear(x, weight.dequantize(torch.float64), leaves[1])) + leaves[2]
@@ -150,16 +153,16 @@ def test_gradients_are_those_of_the_float_layer(activations: str) -> None:
         torch.testing.assert_close(a, e)
 
 
-@pytest.mark.parametrize("activations", ["16bit", "int8"])
-def test_gradients_of_swiglu_are_those_of_the_float_layers(activations: str) -> None:
+@pytest.mark.parametrize("input_precision", ["16bit", "int8"])
+def test_gradients_of_swiglu_are_those_of_the_float_layers(input_precision: str) -> None:
     """Gate rows first, as ``gate_up_proj`` has them."""
     weight = weight_of(32)
     x, bias, residual = (t.detach().requires_grad_() for t in (*inputs(torch.float64)[:2], normal(6, 2, 3, N // 2)))
     grad = normal(5, 2, 3, N // 2)
-    y = int8_linear(x, weight, bias, activation="swiglu", residual=residual, activations=activations)
+    y = int8_linear(x, weight, bias, activation="swiglu", residual=residual, input_precision=input_precision)
     actual = torch.autograd.grad(y, (x, bias, residual), grad)
     z = x
-    if activations == "int8":
+    if input_precision == "int8":
         quantized, scale = reference.quantize_rows(x)
         z = x + (quantized * scale[..., None] - x).detach()
     (gate, up), (gate_bias, up_bias) = weight.dequantize(torch.float64).chunk(2), bias.chunk(2)
@@ -180,7 +183,7 @@ def test_any_subset_may_need_gradients() -> None:
 def test_int8_activations_lose_what_int8_loses() -> None:
     x, weight = inputs(torch.float64)[0], weight_of()
     exact = int8_linear(x, weight)
-    rounded = int8_linear(x, weight, activations="int8")
+    rounded = int8_linear(x, weight, input_precision="int8")
     step = x.abs().amax(-1, keepdim=True) / 127
     bound = step / 2 * weight.dequantize(torch.float64).abs().sum(1)
     assert not torch.equal(rounded, exact)
@@ -240,7 +243,7 @@ def test_checkpointing_gives_the_same_gradients() -> None:
 
 
 def test_explain_names_the_path() -> None:
-    explanation = fastattn.explain(int8_linear, inputs()[0], weight_of(), activations="int8")
+    explanation = fastattn.explain(int8_linear, inputs()[0], weight_of(), input_precision="int8")
     assert explanation.backend == "torch"
     assert set(explanation.rejected) == {"cuda", "triton"}
 
@@ -248,7 +251,7 @@ def test_explain_names_the_path() -> None:
 def test_kernels_refuse_int8_activations_and_say_so() -> None:
     x, weight = inputs(torch.float16)[0].to(DEVICE), weight_of().to(DEVICE)
     with fastattn.use_backend("triton"), pytest.raises(InputError, match="does not have: int8 activations"):
-        int8_linear(x, weight, activations="int8")
+        int8_linear(x, weight, input_precision="int8")
 
 
 def q(**changes: Any) -> dict[str, Any]:
@@ -331,8 +334,13 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
     ),
     "activation name": (int8_linear, linear(activation="tanh"), InputError, ("activation", "'silu'", "'tanh'")),
     "activation type": (int8_linear, linear(activation=F.relu), TypeError, ("activation", "str", "function")),
-    "activations name": (int8_linear, linear(activations="8bit"), InputError, ("activations", "'int8'", "'8bit'")),
-    "activations type": (int8_linear, linear(activations=8), TypeError, ("activations", "str", "int")),
+    "input precision name": (
+        int8_linear,
+        linear(input_precision="8bit"),
+        InputError,
+        ("input_precision", "'int8'", "'8bit'"),
+    ),
+    "input precision type": (int8_linear, linear(input_precision=8), TypeError, ("input_precision", "str", "int")),
     "dequantize dtype": (weight_of().dequantize, {"dtype": torch.int32}, InputError, ("dtype", "float32", "int32")),
     "dequantize type": (weight_of().dequantize, {"dtype": "half"}, TypeError, ("dtype", "torch.dtype", "str")),
     "to a dtype": (weight_of().to, {"device": torch.float16}, TypeError, ("device", "float16", "dequantize")),

@@ -17,7 +17,7 @@ import pytest
 
 from emulator.toolkit import setup
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.xdist_group("matmul_plan")
 
 SOURCE = Path(__file__).with_name("matmul_plan.cpp")
 CSRC = SOURCE.parents[2] / "csrc"

@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, load_model, save_file, save_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import fastattn
 from by_hand import normal
 from fastattn import InputError
-from fastattn.functional.int8_linear import GRANULARITIES, int8_linear, quantize_int8
-from fastattn.nn import Int8Linear, quantize_model
+from fastattn.functional.int8_linear import int8_linear
+from fastattn.functional.int8_weight import GRANULARITIES, quantize_int8
+from fastattn.nn import Int8Linear, plain_state_dict, quantize_model
 
 
 @pytest.fixture(autouse=True)
@@ -66,8 +68,9 @@ def test_from_linear_is_int8_linear(granularity: str | int, bias: bool) -> None:
     assert layer.bias is linear.bias
     assert (layer.in_features, layer.out_features, layer.granularity) == (128, 48, granularity)
     assert torch.equal(layer.int8_weight.dequantize(), weight.dequantize())
-    assert [name for name, _ in layer.named_parameters()] == (["bias"] if bias else [])
-    assert [name for name, _ in layer.named_buffers()] == ["weight", "weight_scale"]
+    assert [name for name, _ in layer.named_parameters()] == (["weight", "bias"] if bias else ["weight"])
+    assert list(layer.named_buffers()) == []
+    assert sum(parameter.numel() for parameter in layer.parameters()) == sum(p.numel() for p in linear.parameters())
     assert repr(layer) == (f"Int8Linear(in_features=128, out_features=48, bias={bias}, granularity={granularity!r})")
 
 
@@ -75,9 +78,10 @@ def test_from_linear_is_int8_linear(granularity: str | int, bias: bool) -> None:
 def test_state_dict_round_trips(granularity: str | int, tmp_path: Any) -> None:
     layer = Int8Linear.from_linear(nn.Linear(64, 48), granularity)
     x, state = rows(3, 64), bits(layer)
-    save_file(layer.state_dict(), tmp_path / "layer.safetensors")
+    save_file(plain_state_dict(layer.state_dict()), tmp_path / "layer.safetensors")
     torch.save(layer.state_dict(), tmp_path / "layer.pt")
-    for loaded in (load_file(tmp_path / "layer.safetensors"), torch.load(tmp_path / "layer.pt")):
+    before = {"weight": layer.weight.int8_data.contiguous(), "weight_scale": layer.weight_scale, "bias": layer.bias}
+    for loaded in (load_file(tmp_path / "layer.safetensors"), torch.load(tmp_path / "layer.pt"), before):
         for assign in (False, True):
             other = Int8Linear(64, 48, granularity=granularity)
             other.load_state_dict(loaded, assign=assign)
@@ -92,18 +96,22 @@ def test_rows_stay_aligned_and_state_dicts_contiguous(features: int, tmp_path: A
     x, state = rows(3, features), bits(layer)
 
     def check(other: Int8Linear, is_loaded: bool = True) -> None:
-        assert other.weight.stride() == (-(-features // 16) * 16, 1)
+        assert other.weight.int8_data.stride() == (-(-features // 16) * 16, 1)
         if is_loaded:
             assert_same_state(other, state)
             assert torch.equal(other(x), layer(x))
 
-    assert all(tensor.is_contiguous() for tensor in layer.state_dict().values())
+    assert all(tensor.is_contiguous() for tensor in plain_state_dict(layer.state_dict()).values())
     assert layer.state_dict(keep_vars=True)["weight"] is layer.weight
-    save_file(layer.state_dict(), tmp_path / "layer.safetensors")
+    save_file(plain_state_dict(layer.state_dict()), tmp_path / "layer.safetensors")
+    torch.save(layer.state_dict(), tmp_path / "layer.pt")
     for assign in (False, True):
         other = Int8Linear(features, 5)
         check(other, is_loaded=False)
         other.load_state_dict(load_file(tmp_path / "layer.safetensors"), assign=assign)
+        check(other)
+        other = Int8Linear(features, 5)
+        other.load_state_dict(torch.load(tmp_path / "layer.pt"), assign=assign)
         check(other)
     check(layer)
     check(copy.deepcopy(layer))
@@ -124,23 +132,33 @@ def test_a_float_state_dict_is_quantised_as_it_is_loaded() -> None:
     before = bits(layer)
     with pytest.raises(RuntimeError, match="size mismatch"):
         layer.load_state_dict(nn.Linear(32, 48).state_dict())
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        layer.load_state_dict(Int8Linear(64, 48, granularity=64).state_dict())
-    with pytest.raises(RuntimeError, match="Missing key"):
-        layer.load_state_dict({"weight": before["weight"], "bias": before["bias"]})
+    for assign in (False, True):
+        with pytest.raises(RuntimeError, match="granularity: expected 32, got 64"):
+            layer.load_state_dict(Int8Linear(64, 48, granularity=64).state_dict(), assign=assign)
+        with pytest.raises(RuntimeError, match=r"scale: expected shape for 32 = \[48, 2\], got \[48, 1\]"):
+            layer.load_state_dict(plain_state_dict(Int8Linear(64, 48, granularity=64).state_dict()), assign=assign)
+        with pytest.raises(RuntimeError, match="weight_scale: expected the scales of the int8 weight, got none"):
+            layer.load_state_dict({"weight": layer.weight.int8_data}, strict=False, assign=assign)
+        with pytest.raises(RuntimeError, match=r"weight: expected torch\.float16 or .*, got torch\.uint8"):
+            layer.load_state_dict({"weight": layer.weight.int8_data.view(torch.uint8)}, strict=False, assign=assign)
+        assert torch.equal(layer.weight, before["weight"])
 
 
 def test_casts_and_moves_leave_the_weight_int8_with_float32_scales() -> None:
     layer = Int8Linear.from_linear(nn.Linear(64, 48))
-    weight, scale = layer.weight.clone(), layer.weight_scale.clone()
+    weight, scale = layer.weight.int8_data.clone(), layer.weight_scale.clone()
     x = rows(3, 64)
     for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.float32):
         layer.to(dtype)
-        assert torch.equal(layer.weight, weight)
+        assert torch.equal(layer.weight.int8_data, weight)
+        assert layer.weight.dtype == dtype
         assert layer.weight_scale.dtype == torch.float32
         assert torch.equal(layer.weight_scale, scale)
         assert layer(x.to(dtype)).dtype == dtype
     layer.requires_grad_(True)
+    assert (layer.weight.requires_grad, layer.bias.requires_grad) == (False, True)
+    layer.share_memory()
+    assert layer.weight.is_shared() and layer.bias.is_shared()
     assert layer.to("meta").weight.is_meta
     assert layer.to_empty(device="cpu").weight.device.type == "cpu"
 
@@ -177,13 +195,56 @@ def test_gradients_reach_inputs_and_biases_through_checkpoints() -> None:
         torch.testing.assert_close(other, gradients[0])
 
 
-def test_it_compiles() -> None:
+def test_it_compiles_and_exports() -> None:
     model = Block()
     quantize_model(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     x = rows(5, 64).requires_grad_()
     torch.testing.assert_close(compiled(x), model(x))
     torch.testing.assert_close(torch.autograd.grad(compiled(x).sum(), x), torch.autograd.grad(model(x).sum(), x))
+    exported = torch.export.export(model, (x.detach(),))
+    torch.testing.assert_close(exported.module()(x.detach()), model(x.detach()))
+    for changed in (model.to("cpu"), model._apply(torch.clone), model.double()):  # while the graph watches the weights
+        y = x.detach().to(next(changed.up.parameters()).dtype)
+        torch.testing.assert_close(compiled(y), changed(y))
+
+
+def test_a_linear_layer_that_loads_an_int8_weight_computes_with_it() -> None:
+    """Never with its int8 values as if they were the weight's."""
+    layer = Int8Linear.from_linear(nn.Linear(64, 48))
+    x = rows(3, 64)
+    for strict in (False, True):
+        linear = nn.Linear(64, 48)
+        linear.load_state_dict(layer.state_dict(), strict=strict)
+        assert torch.equal(linear.weight, layer.weight.dequantize())
+        assert linear.weight.requires_grad
+        linear.load_state_dict(layer.state_dict(), strict=strict, assign=True)
+        assert torch.equal(linear(x), layer(x))
+        with pytest.raises(RuntimeError, match=r"size mismatch for weight.*\[1, 48, 64\]"):
+            linear.load_state_dict(plain_state_dict(layer.state_dict()), strict=strict)
+
+
+def test_a_quantised_transformers_model_never_comes_back_as_garbage(tmp_path: Any) -> None:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    model = LlamaForCausalLM(config)
+    quantize_model(model)
+    with pytest.raises(InputError) as caught:
+        model.save_pretrained(tmp_path / "refused")
+    for words in ("int8 weights", "save_pretrained", "torch.save(model.state_dict()", "plain_state_dict"):
+        assert words in str(caught.value)
+    with pytest.raises(OSError, match="no file named model"):
+        LlamaForCausalLM.from_pretrained(tmp_path / "refused")
+    plain = plain_state_dict(model.state_dict())
+    model.save_pretrained(tmp_path / "plain", state_dict=plain)
+    with pytest.raises(RuntimeError, match="mismatch"):
+        LlamaForCausalLM.from_pretrained(tmp_path / "plain")
+
+    other = LlamaForCausalLM(config)
+    quantize_model(other)
+    other.load_state_dict(load_file(tmp_path / "plain" / "model.safetensors"))
+    assert_same_state(other, model.state_dict())
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", 64])
@@ -191,7 +252,9 @@ def test_quantize_model_replaces_and_reports(granularity: str | int) -> None:
     model = nn.Sequential(Block(), nn.LayerNorm(64), Block()).eval()
     x = rows(5, 64)
     before, size = model(x), sum(p.nbytes for p in model.parameters())
+    parameters = sum(p.numel() for p in model.parameters())
     report = quantize_model(model, granularity)
+    assert sum(p.numel() for p in model.parameters()) == parameters
     assert {type(module) for module in model.modules()} == {nn.Sequential, nn.LayerNorm, Block, Int8Linear}
     assert not any(module.training for module in model.modules())
     assert [layer.name for layer in report.layers] == ["0.up", "0.down", "2.up", "2.down"]
@@ -242,7 +305,7 @@ def test_layers_of_one_weight_share_one_int8_weight(tmp_path: Any) -> None:
     assert [layer.bytes_before for layer in report.layers] == [4 * 64 * 64, 0]
 
     def is_shared(model: Any) -> bool:
-        return model[0].weight is model[1].weight and model[0].weight_scale is model[1].weight_scale
+        return model[0].weight is model[1].weight
 
     assert is_shared(model)
     assert is_shared(model.half())
@@ -251,11 +314,12 @@ def test_layers_of_one_weight_share_one_int8_weight(tmp_path: Any) -> None:
     assert is_shared(copy.deepcopy(model))
     assert model[0].bias is not model[1].bias
     state = bits(model)
-    save_model(model, str(tmp_path / "model.safetensors"))
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    assert (tmp_path / "model.pt").stat().st_size < 2 * 64 * 64
     other = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
     quantize_model(other)
-    load_model(other, str(tmp_path / "model.safetensors"), strict=False)
-    assert torch.equal(bits(other)["0.weight"], state["0.weight"])
+    other.load_state_dict(torch.load(tmp_path / "model.pt"))
+    assert_same_state(other, state)
 
 
 @pytest.mark.parametrize("columns", [32, 20])
@@ -269,15 +333,17 @@ def test_a_shared_weight_is_shared_in_state_dicts(columns: int, tmp_path: Any) -
     def is_shared(first: Tensor, second: Tensor) -> bool:
         return first.data_ptr() == second.data_ptr()
 
-    model, state = layers(), layers().state_dict()
-    assert is_shared(state["0.weight"], state["1.weight"]) and state["0.weight"].is_contiguous()
-    other = nn.ModuleList([Int8Linear(columns, 24, bias=False), Int8Linear(columns, 24, bias=False)])
-    other.load_state_dict(state, assign=True)
-    assert is_shared(other[0].weight, other[1].weight) and torch.equal(other[0].weight, weight.data)
-    assert other[0].weight.stride(0) % 16 == 0
-    save_model(model, str(tmp_path / "model.safetensors"))
-    assert (tmp_path / "model.safetensors").stat().st_size < 2 * 24 * columns + 24 * 4
-    model[0].weight.copy_(-weight.data)
+    model = layers()
+    plain = plain_state_dict(model.state_dict())
+    assert is_shared(plain["0.weight"], plain["1.weight"]) and plain["0.weight"].is_contiguous()
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    for state in (plain, model.state_dict(), torch.load(tmp_path / "model.pt")):
+        other = nn.ModuleList([Int8Linear(columns, 24, bias=False), Int8Linear(columns, 24, bias=False)])
+        other.load_state_dict(state, assign=True)
+        assert is_shared(other[0].weight.int8_data, other[1].weight.int8_data)
+        assert torch.equal(other[0].weight.int8_data, weight.data)
+        assert other[0].weight.int8_data.stride(0) % 16 == 0
+    model[0].weight.int8_data.copy_(-weight.data)
     assert torch.equal(model.state_dict()["1.weight"], model[0].weight)
 
 
@@ -326,12 +392,32 @@ def test_what_others_reach_into_stays() -> None:
         {"attention": nn.MultiheadAttention(64, 4), "gpt": Conv1D(64, 64), "hooked": hooked, "normed": normed}
     )
     types = {name: type(module) for name, module in model.named_modules()}
-    report = quantize_model(model)
+    with pytest.warns(UserWarning, match="quantize_model: No layer was replaced"):
+        report = quantize_model(model)
     assert {name: type(module) for name, module in model.named_modules()} == types
     assert report.layers == []
-    assert set(report.skipped) == {"attention.out_proj", "hooked", "normed"}
+    assert set(report.skipped) == {"attention.out_proj", "gpt", "hooked", "normed"}
     assert "hooks" in report.skipped["hooked"]
     assert "NonDynamicallyQuantizableLinear" in report.skipped["attention.out_proj"]
+
+
+def test_what_looks_like_a_linear_layer_is_reported() -> None:
+    class Dense(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.in_features, self.out_features = 32, 16
+            self.weight = nn.Parameter(torch.zeros(16, 32))
+
+    model = nn.ModuleDict({"gpt": Conv1D(48, 64), "own": Dense(), "embedding": nn.Embedding(16, 32)})
+    model["linear"] = nn.Linear(32, 32)
+    report = quantize_model(model)
+    assert [layer.name for layer in report.layers] == ["linear"]
+    assert set(report.skipped) == {"gpt", "own"}
+    assert "gpt stays: it is a Conv1D, whose weight is [in, out]" in str(report)
+    assert "own stays: it is a Dense, which is not an nn.Linear" in str(report)
+    del model["linear"]
+    with pytest.warns(UserWarning, match="No layer was replaced"):
+        assert str(quantize_model(model)).startswith("No layer was replaced.\ngpt stays")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -376,9 +462,17 @@ def test_a_group_that_does_not_fit_leaves_the_model_alone() -> None:
 TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "model type": (quantize_model, {"model": "bert"}, TypeError, ("model", "nn.Module", "str")),
     "model is the layer": (quantize_model, {"model": nn.Linear(4, 4)}, InputError, ("model", "Linear", "from_linear")),
+    "model is int8": (quantize_model, {"model": Int8Linear(4, 4)}, InputError, ("model", "got one: Int8Linear")),
+    "linear is int8": (Int8Linear.from_linear, {"linear": Int8Linear(4, 4)}, TypeError, ("linear", "Int8Linear")),
+    "weight type": (
+        Int8Linear.from_weight,
+        {"weight": torch.zeros(4, 4)},
+        TypeError,
+        ("weight", "Int8Weight", "Tensor"),
+    ),
     "granularity": (quantize_model, {"model": Block(), "granularity": 16}, InputError, ("granularity", "32", "16")),
     "filter": (quantize_model, {"model": Block(), "filter": "up"}, TypeError, ("filter", "callable", "str")),
-    "activations": (quantize_model, {"model": Block(), "activations": 8}, InputError, ("activations", "'int8'", "8")),
+    "input_precision": (quantize_model, {"model": Block(), "input_precision": 8}, InputError, ("input_precision", "8")),
     "include_tied": (quantize_model, {"model": Block(), "include_tied": 1}, TypeError, ("include_tied", "bool", "int")),
     "linear type": (Int8Linear.from_linear, {"linear": Block()}, TypeError, ("linear", "nn.Linear", "Block")),
     "linear group": (

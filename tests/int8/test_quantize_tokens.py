@@ -16,7 +16,7 @@ from emulator import EmulatorError, Module, Report
 from emulator.nvcc_compile import compiled, nvcc
 from fastattn import reference
 
-pytestmark = [pytest.mark.quick, pytest.mark.skipif(nvcc() is None, reason="no nvcc: see setup.py")]
+pytestmark = pytest.mark.skipif(nvcc() is None, reason="no nvcc: see setup.py")
 
 BLOCK_M, THREADS = 16, 64
 TOKEN = 0x123456789A000000

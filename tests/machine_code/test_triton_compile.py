@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).parent
 MODULES = [name for name in ("aot_attention", "aot_decode", "aot_int8_matmul") if importlib.util.find_spec(name)]
 
 
-@pytest.fixture(scope="module", params=MODULES)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in MODULES])
 def reports(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Compiled in a process of its own, with Triton's usual backend."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

@@ -20,6 +20,8 @@ import installed_library
 from fastattn import native
 from fastattn.dispatch.support import support_table
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("packaging")]  # one wheel
+
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 MAX_LIBRARY_BYTES = 48 * 2**20

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.profiler import kernel_work, trace, work
-from fastattn.profiler import profile as profiling
-from fastattn.profiler.kernel_work import OperatorCall, operator_call
-from fastattn.profiler.roofline import COMPUTE, LAUNCH, MEMORY, Limits, Work
+from fastattn.profiler import kernel_names, kernel_work, trace, work
+from fastattn.profiler.kernels import profile_kernels
+from fastattn.profiler.operator_calls import OperatorCall, operator_call
+from fastattn.profiler.roofline import COMPUTE, LAUNCH, MEMORY, Limits
+from fastattn.profiler.tables import kernel_table
 from fastattn.profiler.trace import KernelLaunch
+from fastattn.profiler.work import Work
 
 ROOT = Path(__file__).parents[2]
 LIMITS = Limits(bytes_per_s=1e12, flops_per_s={"float16": 1e14}, eager_launch_s=5e-6, graph_launch_s=1e-6)
@@ -85,7 +87,7 @@ def test_every_kernel_in_the_sources_is_known() -> None:
         if kernel == "grad_input_kernel":
             operator = "int8_matmul_grad_input"
         assert any(part in kernel for part in kernel_work._WORK[operator]), f"{kernel}: kernel_work does not know it"
-        assert kernel_work.is_fastattn_kernel(kernel), f"{kernel}: not recognised in a CUDA graph"
+        assert kernel_names.is_fastattn_kernel(kernel), f"{kernel}: not recognised in a CUDA graph"
     sources = "\n".join(path.read_text() for path in (ROOT / "csrc").rglob("*.cuh"))
     compiled = re.findall(r"__global__[^(]*(?:__launch_bounds__\([^)]*\))?\s*(\w+)\(const", sources)
     assert len(compiled) == sources.count("__global__") > 0
@@ -95,13 +97,13 @@ def test_every_kernel_in_the_sources_is_known() -> None:
 
 def test_names_of_compiled_kernels() -> None:
     name = "void fastattn::attention_forward_sm80<64, (fastattn::DataType)1, true>(fastattn::AttentionForwardParams)"
-    assert kernel_work.base_name(name) == "attention_forward_sm80"
-    assert kernel_work.short_name(name) == "attention_forward_sm80<64, 1, true>"
-    assert kernel_work.is_fastattn_kernel(name)
-    assert kernel_work.short_name("split_kernel") == "split_kernel"
+    assert kernel_names.base_name(name) == "attention_forward_sm80"
+    assert kernel_names.short_name(name) == "attention_forward_sm80<64, 1, true>"
+    assert kernel_names.is_fastattn_kernel(name)
+    assert kernel_names.short_name("split_kernel") == "split_kernel"
     other = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int, float)"
-    assert not kernel_work.is_fastattn_kernel(other)
-    assert not kernel_work.is_fastattn_kernel("sm90_xmma_gemm_bf16_split_kernel")
+    assert not kernel_names.is_fastattn_kernel(other)
+    assert not kernel_names.is_fastattn_kernel("sm90_xmma_gemm_bf16_split_kernel")
 
 
 def test_forward_work_is_that_of_the_shapes() -> None:
@@ -216,7 +218,7 @@ def test_shares_fractions_and_resources() -> None:
         KernelLaunch("void at::native::copy<float>(int)", 2e-3, None),
         KernelLaunch("attention_forward_kernel", 1e-9, attention_call(query=(1, 1, 1, 32))),
     ]
-    rows = profiling.profile_kernels(launches, LIMITS)
+    rows = profile_kernels(launches, LIMITS)
     assert sum(row.share for row in rows) == pytest.approx(1.0)
     assert [row.seconds for row in rows] == sorted((row.seconds for row in rows), reverse=True)
     forward, copied, *splits = rows
@@ -227,17 +229,17 @@ def test_shares_fractions_and_resources() -> None:
     known = next(row for row in splits if row.operator == "attention_decode")
     graph = next(row for row in splits if row.operator == "")
     assert known.resource == MEMORY and known.is_upper_bound and graph.bytes is None
-    text = profiling.kernel_table(rows)
+    text = kernel_table(rows)
     assert "(not fastattn)" in text and "(CUDA graph)" in text and "≤" in text and "60.0%" in text
-    (tiny,) = profiling.profile_kernels(launches[-1:], LIMITS)
+    (tiny,) = profile_kernels(launches[-1:], LIMITS)
     assert tiny.resource == LAUNCH
-    (without,) = profiling.profile_kernels(launches[:2], None)
+    (without,) = profile_kernels(launches[:2], None)
     assert without.flops == 2 * least.flops and without.fraction is None
 
 
 def test_a_long_list_is_cut_and_says_so() -> None:
     launches = [KernelLaunch(f"kernel_{index}", 1e-3, None) for index in range(30)]
-    text = profiling.kernel_table(profiling.profile_kernels(launches, None))
+    text = kernel_table(profile_kernels(launches, None))
     assert "… and 10 more kernels, 33.3% of the time" in text
 
 

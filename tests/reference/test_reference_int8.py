@@ -12,7 +12,7 @@ from torch import Tensor
 
 from by_hand import normal, quantized_by_hand
 from fastattn import reference
-from fastattn.activations import result_columns
+from fastattn.activations import ACTIVATIONS, result_columns
 
 GRANULARITIES = ("tensor", "channel", 32, 64)
 
@@ -62,7 +62,7 @@ def test_empty_weights(shape: tuple[int, int], granularity: str | int) -> None:
     assert torch.equal(y, torch.full((2, shape[0]), 0.5))
 
 
-@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("activations", ["16bit", "int8"])
 @pytest.mark.parametrize("granularity", ["tensor", "channel", 32])
 def test_int8_linear_is_the_plain_loop(granularity: str | int, activations: str, activation: str) -> None:
@@ -96,7 +96,7 @@ def test_int8_linear_is_the_plain_loop(granularity: str | int, activations: str,
         torch.testing.assert_close(y[m, n].item(), expected + residual[m, n].item())
 
 
-@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients_of_int8_linear(activation: str) -> None:
     quantized, scale = reference.quantize_int8(normal(2, 4, 32), 32)
     columns = result_columns(activation, 4)

@@ -25,7 +25,6 @@ NO_KERNELS = "needs kernels: no nvcc"
 
 # A module's `pytestmark`.
 MARKS = [
-    pytest.mark.quick,
     pytest.mark.usefixtures("emulated_gpu", "tracked_tensors"),
     pytest.mark.skipif(not HAS_KERNELS, reason=NO_KERNELS),
 ]

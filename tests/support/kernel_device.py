@@ -1,7 +1,15 @@
-"""Where the tests run kernels: on the GPU if there is one, else on CPU tensors, on the emulator (conftest.py)."""
+"""Where the tests run kernels: on the GPU if there is one, else on CPU tensors, on the emulator (conftest.py).
+
+Without a GPU, importing this module imports fastattn with the library that takes CPU tensors, where there is an nvcc to
+build it. Raises RuntimeError if fastattn was imported before with the library that is installed.
+"""
 
 from __future__ import annotations
 
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    from emulator import native_library
+
+    native_library.import_fastattn()

@@ -15,7 +15,7 @@ from benchmarks.measure.accuracy import Expected
 from benchmarks.measure.implementations import Prepared
 from fastattn import reference
 from fastattn.profiler import work
-from fastattn.profiler.roofline import Work
+from fastattn.profiler.work import Work
 
 TOKENS = 16 * 1024  # of a batch, all sequences together
 MAX_CHUNK_ELEMENTS = 1 << 25  # scores in float64 that the check holds at a time

@@ -15,7 +15,7 @@ from benchmarks.measure.accuracy import Expected
 from benchmarks.measure.implementations import Prepared
 from fastattn import reference
 from fastattn.profiler import work
-from fastattn.profiler.roofline import Work
+from fastattn.profiler.work import Work
 
 KV_HEADS = 8
 MAX_TOKENS = 1 << 21  # of a cache, all sequences together: 8 GiB at 8 KV heads of 128

@@ -14,7 +14,7 @@ from benchmarks.measure.accuracy import Expected
 from benchmarks.measure.implementations import Prepared
 from fastattn import Int8Weight, reference
 from fastattn.profiler import work
-from fastattn.profiler.roofline import Work
+from fastattn.profiler.work import Work
 
 # The linear layers of the LLaMA models, [N, K]: those that read the same input as one.
 LAYERS: dict[str, tuple[int, int]] = {

@@ -7,7 +7,7 @@
 namespace fastattn::ptx {
 
 // Stores `desired` where `expected` stands, and returns what stood there. What this thread has done, or has seen done,
-// before is seen by whoever finds `desired`.
+// before is seen by the thread that finds `desired`.
 __device__ __forceinline__ uint64_t atom_cas_acq_rel_b64(uint64_t* global, uint64_t expected, uint64_t desired) {
     uint64_t found;
     asm volatile("atom.acq_rel.gpu.global.cas.b64 %0, [%1], %2, %3;"

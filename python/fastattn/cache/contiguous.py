@@ -8,17 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.cache.protocol import AttendOptions, StepCache
 from fastattn.cache.storage import CacheLayout, LayerStorage
 from fastattn.checks import check_dtype, check_int, check_rank, check_same_device, check_shape, check_tensor, expect
 from fastattn.errors import CacheFull
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
 
+_MOST_TOKENS = 2**31 - 1  # lengths are int32
 
-class KVCache:
+
+class KVCache(StepCache):
     """Keys and values of every layer for a batch of sequences, each with room for ``capacity`` tokens.
 
     In a decoder's layer, ``cache.attend(layer, query, k, v)`` takes the place of attention: it appends the new tokens
-    and attends over all of them. Nothing else is to be done between steps::
+    and attends over all of them. Nothing else is to be done between steps: the cache is itself the ``StepCache`` that
+    ``PagedKVCache.step`` makes anew for each of them::
 
         cache = KVCache(num_layers, batch, kv_heads, head_dim, dtype=torch.bfloat16, device="cuda")
         logits = model(prompt, cache)       # each layer calls cache.attend(layer, ...) once
@@ -63,12 +67,18 @@ class KVCache:
         if max_capacity is not None:
             check_int("max_capacity", max_capacity, minimum=capacity)
         self.layout = CacheLayout.checked(kv_heads, head_dim, value_dim, dtype, device, quantized)
-        self.num_layers, self.batch, self.max_capacity = num_layers, batch, max_capacity
+        self.num_layers, self.max_capacity = num_layers, max_capacity
+        self._batch = batch
         self._layers = [LayerStorage.allocate(self.layout, batch, capacity) for _ in range(num_layers)]
         with torch.inference_mode(False):  # as LayerStorage's memory
             self._lengths = torch.zeros(num_layers, batch, dtype=torch.int32, device=self.layout.device)
         # How many tokens any sequence can have, by layer: what the host knows without reading the lengths back.
         self._longest = [0] * num_layers
+
+    @property
+    def batch(self) -> int:
+        """The number of sequences."""
+        return self._batch
 
     @property
     def capacity(self) -> int:
@@ -90,24 +100,14 @@ class KVCache:
         lengths: list[int] = self.cache_seqlens.tolist()
         return lengths
 
-    def attend(
-        self, layer: int, query: Tensor, k_new: Tensor, v_new: Tensor, **options: Any
+    def positions(self, num_new: int) -> Tensor:
+        """int64 ``[batch, num_new]``: where the next new tokens stand in their sequences. Ask before the last layer."""
+        check_int("num_new", num_new, minimum=0)
+        return self.cache_seqlens.long()[:, None] + torch.arange(num_new, device=self.cache_seqlens.device)
+
+    def _attend(
+        self, layer: int, query: Tensor, k_new: Tensor, v_new: Tensor, return_lse: bool, options: AttendOptions
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Append ``k_new``, ``v_new`` to a layer, then attend over its tokens.
-
-        Args:
-            layer: from 0.
-            query: ``[batch, Hq, Sq, head_dim]``; k_new: ``[batch, kv_heads, S_new, head_dim]``; v_new:
-                ``[batch, kv_heads, S_new, value_dim]``.
-            options: those of ``attention_with_kv_cache`` (``rotary_cos``, ``window``, ``return_lse``, …).
-
-        Returns:
-            What ``attention_with_kv_cache`` returns.
-
-        Raises:
-            CacheFull: no room, and growing is not possible. InputError, TypeError: an argument is wrong. The cache then
-                holds what it held.
-        """
         self._check_layer(layer)
         check_tensor("query", query)
         check_tensor("k_new", k_new)
@@ -115,19 +115,41 @@ class KVCache:
         check_rank("k_new", k_new, "[B, Hkv, S_new, D]")
         check_shape("query", query, (self.batch, *query.shape[1:]), "[batch, Hq, Sq, D]")
         num_new = k_new.shape[2]
-        self._make_room(layer, self._longest[layer] + num_new)
-        lengths = self._lengths[layer]
+        storage, lengths = self._storage_for(layer, self._longest[layer] + num_new), self._lengths[layer]
         result = attention_with_kv_cache(
-            query, cache_seqlens=lengths, k_new=k_new, v_new=v_new, **self._layers[layer].arguments(), **options
+            query,
+            cache_seqlens=lengths,
+            k_new=k_new,
+            v_new=v_new,
+            return_lse=return_lse,
+            **storage.arguments(),
+            **options,
         )
+        # Up to here a call may be refused, or only have been explained, so that nothing of the cache has changed.
+        if storage is not self._layers[layer]:
+            self._layers[layer] = storage
         lengths.add_(num_new)
         self._longest[layer] += num_new
         return result
 
-    def append(self, layer: int, k_new: Tensor, v_new: Tensor, **options: Any) -> None:
-        """``attend`` without a query: tokens that nobody asks about yet. Options: ``rotary_cos`` and its like."""
+    def append(
+        self,
+        layer: int,
+        k_new: Tensor,
+        v_new: Tensor,
+        *,
+        rotary_cos: Tensor | None = None,
+        rotary_sin: Tensor | None = None,
+        rotary_interleaved: bool = False,
+    ) -> None:
+        """``attend`` without a query: tokens that nobody asks about yet."""
         check_tensor("k_new", k_new)
         no_query = k_new.new_empty(self.batch, self.layout.kv_heads, 0, self.layout.head_dim)
+        options: AttendOptions = {
+            "rotary_cos": rotary_cos,
+            "rotary_sin": rotary_sin,
+            "rotary_interleaved": rotary_interleaved,
+        }
         self.attend(layer, no_query, k_new, v_new, **options)
 
     def arguments(self, layer: int) -> dict[str, Any]:
@@ -145,7 +167,8 @@ class KVCache:
             check_shape("lengths", lengths, (self.batch,), "[batch]")
             check_dtype("lengths", lengths, (torch.int32, torch.int64))
             check_same_device("lengths", lengths, self._lengths.device)
-            bounds = lengths.clamp(min=0)
+            bounds = lengths.clamp(0, _MOST_TOKENS)
+            longest = _MOST_TOKENS
         else:
             if not isinstance(lengths, (int, list, tuple)):
                 raise TypeError(f"lengths: expected an int, a list of ints or a tensor, got {type(lengths).__name__}")
@@ -153,9 +176,11 @@ class KVCache:
             for length in per_sequence:
                 check_int("lengths", length, minimum=0)
             expect(len(per_sequence) == self.batch, "lengths", f"{self.batch} lengths", len(per_sequence))
-            bounds = torch.tensor(per_sequence, dtype=torch.int32).to(self._lengths.device)
-            self._longest = [min(longest, max(per_sequence, default=0)) for longest in self._longest]
+            in_range = [min(length, _MOST_TOKENS) for length in per_sequence]
+            bounds = torch.tensor(in_range, dtype=torch.int32).to(self._lengths.device)
+            longest = max(in_range, default=0)
         torch.minimum(self._lengths, bounds.to(torch.int32), out=self._lengths)
+        self._longest = [min(longest, of_layer) for of_layer in self._longest]
 
     def reset(self) -> None:
         """Forget every token; the memory stays."""
@@ -163,10 +188,12 @@ class KVCache:
         self._longest = [0] * self.num_layers
 
     def reserve(self, capacity: int) -> None:
-        """Grow now, so that ``capacity`` tokens per sequence fit: before a CUDA graph is captured, for example."""
+        """Grow now, so that ``capacity`` tokens per sequence fit: before a CUDA graph is captured, for example.
+
+        While it copies what is there, the memory of before is taken too, so that nothing has changed if that runs out.
+        """
         check_int("capacity", capacity, minimum=0)
-        for layer in range(self.num_layers):
-            self._make_room(layer, capacity, exactly=True)
+        self._layers[:] = [self._storage_for(layer, capacity, exactly=True) for layer in range(self.num_layers)]
 
     def note_replayed(self, num_new: int) -> None:
         """Tell the host that a replayed CUDA graph appended ``num_new`` tokens to every layer."""
@@ -182,21 +209,29 @@ class KVCache:
         check_dtype("sequences", sequences, (torch.int32, torch.int64))
         check_same_device("sequences", sequences, self._lengths.device)
         sequences = sequences.clamp(0, max(self.batch - 1, 0))  # nothing outside is read, whatever the device holds
-        for layer in self._layers:
-            for tensor in layer.tensors():
-                tensor.copy_(tensor.index_select(0, sequences))
-        self._lengths.copy_(self._lengths.index_select(1, sequences))
+        lengths = self._lengths.index_select(1, sequences)
+        tensors = [tensor for layer in self._layers for tensor in layer.tensors()]
+        # All memory that it takes, first: if that ran out half-way, some layers would be reordered and others not.
+        reordered = {(tensor.shape, tensor.dtype): torch.empty_like(tensor) for tensor in tensors}
+        for tensor in tensors:
+            selected = reordered[tensor.shape, tensor.dtype]
+            torch.index_select(tensor, 0, sequences, out=selected)
+            tensor.copy_(selected)
+        self._lengths.copy_(lengths)
 
     def _check_layer(self, layer: int) -> None:
         check_int("layer", layer)
         expect(0 <= layer < self.num_layers, "layer", f"a number from 0 to {self.num_layers - 1}", layer)
 
-    def _make_room(self, layer: int, tokens: int, exactly: bool = False) -> None:
-        """Let ``tokens`` tokens per sequence fit. Raises CacheFull before anything has changed."""
+    def _storage_for(self, layer: int, tokens: int, exactly: bool = False) -> LayerStorage:
+        """The layer's memory if ``tokens`` tokens per sequence fit, else larger memory that holds the same.
+
+        Nothing has changed: who asks puts it in its place once all has gone well. Raises CacheFull.
+        """
         storage = self._layers[layer]
         capacity = storage.k.shape[2]
         if tokens <= capacity:
-            return
+            return storage
         if self.max_capacity is not None and tokens > self.max_capacity:
             raise CacheFull(f"KVCache: no room for {tokens} tokens per sequence; max_capacity is {self.max_capacity}")
         if self._lengths.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -207,7 +242,7 @@ class KVCache:
         wanted = tokens if exactly else max(tokens, 2 * capacity)
         grown = LayerStorage.allocate(self.layout, self.batch, min(wanted, self.max_capacity or wanted))
         grown.copy_rows(storage, self._longest[layer])
-        self._layers[layer] = grown
+        return grown
 
     def __repr__(self) -> str:
         sizes = f"num_layers={self.num_layers}, batch={self.batch}, capacity={self.capacity}"

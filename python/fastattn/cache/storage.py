@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn.checks import FLOATING, check_bool, check_choice, check_int
-from fastattn.run.layout import ALIGNMENT_BYTES
+from fastattn.layout import ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)

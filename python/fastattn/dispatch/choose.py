@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
-import threading
-import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,117 +12,22 @@ from torch.autograd import forward_ad
 
 from fastattn import native
 from fastattn.checks import check_choice
+from fastattn.dispatch.call import Call, Choice
 from fastattn.dispatch.device import DeviceFacts, facts, when_emulation_changes
-from fastattn.dispatch.support import BACKENDS, FEATURES, KERNEL_BACKENDS, SUPPORT, Support
+from fastattn.dispatch.recording import is_recording
+from fastattn.dispatch.support import FEATURES, KERNEL_BACKENDS, SUPPORT, Support
+from fastattn.dispatch.thread_state import Explained, thread
+from fastattn.dispatch.users_line import warn_at_users_line
 from fastattn.errors import InputError
 
-
-class Call(NamedTuple):
-    """What the choice of a backend depends on.
-
-    ``sizes`` is what the operation's tile chooser needs; ``only_torch`` says why no kernel can take the arguments at
-    all; ``may_decode``: attention whose mask the decoding kernel would read alike; ``may_prefill``: decoding with so
-    many queries that the attention kernel is better at it.
-    """
-
-    op: str
-    device: torch.device
-    dtype: torch.dtype
-    head_dim: int
-    value_dim: int
-    features: frozenset[str]
-    sizes: tuple[int, ...] = ()
-    only_torch: str | None = None
-    may_decode: bool = True
-    may_prefill: bool = False
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which backend runs a call, its kernel and tile, and why each of the others does not.
-
-    ``detour`` is the reason for which a call on a GPU went to PyTorch although nobody asked for that. ``padded``: the
-    head dim and the value head dim to which query, key and value are to be padded, where one of them differs.
-    ``decodes``: attention that the decoding kernel computes, with keys and values as its cache. ``prefills``: the
-    reverse, decoding whose attention the attention kernel computes, with the cache as pages.
-    """
-
-    backend: str
-    kernel: str
-    tile: Any = None
-    rejected: dict[str, str] = field(default_factory=dict)
-    detour: str | None = None
-    padded: tuple[int, int] | None = None
-    decodes: bool = False
-    prefills: bool = False
-
-
-class Explained(BaseException):
-    """Carries the choice out of a call that only was to be explained."""
-
-    def __init__(self, choice: Choice) -> None:
-        self.choice = choice
-
-
-class _ThreadState(threading.local):
-    forced: str | None = None
-    explaining: bool = False
-
-
-_thread = _ThreadState()
 _choices: dict[Any, Choice] = {}
-_CHOICES_KEPT = 4096
-_recorders: list[list[Any]] = []
+_MOST_CHOICES_KEPT = 4096
 _warned: set[str] = set()
 
 
 @when_emulation_changes
 def _forget_choices() -> None:
     _choices.clear()
-
-
-@contextlib.contextmanager
-def use_backend(backend: str) -> Iterator[None]:
-    """Force ``"cuda"``, ``"triton"`` or ``"torch"`` for the calls of this thread inside the block.
-
-    A call which that backend cannot run raises ``InputError`` with the reason. A backward pass uses what its forward
-    chose, wherever it runs.
-    """
-    check_choice("backend", backend, BACKENDS)
-    before = _thread.forced
-    _thread.forced = backend
-    try:
-        yield
-    finally:
-        _thread.forced = before
-
-
-@contextlib.contextmanager
-def explaining() -> Iterator[None]:
-    """Inside, ``choose`` raises ``Explained`` instead of returning."""
-    before = _thread.explaining
-    _thread.explaining = True
-    try:
-        yield
-    finally:
-        _thread.explaining = before
-
-
-@contextlib.contextmanager
-def recording(calls: list[Any]) -> Iterator[None]:
-    """Inside, ``note`` appends to ``calls``, from every thread (autograd runs backward in threads of its own)."""
-    _recorders.append(calls)
-    try:
-        yield
-    finally:
-        # By identity: two recordings that hold equal lists are still two.
-        _recorders[:] = [recorder for recorder in _recorders if recorder is not calls]
-
-
-def note(entry: Any) -> None:
-    """Tell every ``recording`` what ran."""
-    for recorder in _recorders:
-        recorder.append(entry)
 
 
 def torch_is_asked_for() -> bool:
@@ -138,7 +38,7 @@ def torch_is_asked_for() -> bool:
 
 def choose(call: Call) -> Choice:
     """The backend for ``call``. Raises ``InputError`` where a forced backend cannot run it."""
-    forced = _thread.forced
+    forced = thread.forced
     if forward_ad._current_level >= 0 and call.only_torch is None:  # a kernel would drop the tangents silently
         call = call._replace(only_torch=_FORWARD_MODE)
     is_compiling = torch.compiler.is_compiling()
@@ -151,30 +51,22 @@ def choose(call: Call) -> Choice:
             raise InputError(_forbidden(decided.detour))
         return decided
     key = (call, forced, torch_is_asked_for())
+    is_hashable = True
     try:
         choice = _choices.get(key)
     except TypeError:  # a tracer's symbolic sizes cannot be hashed
-        return _decide(*key)
+        choice, is_hashable = None, False
     if choice is None:
         choice = _decide(*key)
-        if len(_choices) >= _CHOICES_KEPT:
+        if len(_choices) >= _MOST_CHOICES_KEPT:
             _choices.clear()
-        _choices[key] = choice
-    if _thread.explaining:
+        if is_hashable:
+            _choices[key] = choice
+    if thread.explaining:
         raise Explained(choice)
     if choice.detour is not None:
         _announce(choice.detour)
-    if _recorders:
-        note(RecordedCall(call.op, choice.backend, choice.kernel))
     return choice
-
-
-class RecordedCall(NamedTuple):
-    """One entry of ``fastattn.record()``."""
-
-    op: str
-    backend: str
-    kernel: str
 
 
 def _fallback_mode() -> str:
@@ -193,7 +85,7 @@ def _announce(reason: str) -> None:
         raise InputError(_forbidden(reason))
     if mode == "warn" and reason not in _warned:
         _warned.add(reason)
-        warnings.warn(f"fastattn runs this call in PyTorch: {reason}", RuntimeWarning, stacklevel=4)
+        warn_at_users_line(f"fastattn runs this call in PyTorch: {reason}", RuntimeWarning)
 
 
 def _decide(call: Call, forced: str | None, torch_asked_for: bool) -> Choice:
@@ -441,7 +333,7 @@ def only_torch_handles(*tensors: Tensor | None) -> str | None:
 
 def is_watched() -> bool:
     """Whether this thread forces a backend, or somebody wants to know what runs: then every call must come by here."""
-    return _thread.forced is not None or _thread.explaining or bool(_recorders)
+    return thread.forced is not None or thread.explaining or is_recording()
 
 
 # What torch's own tracers hand to the functions they trace; the ops have shape functions for them.

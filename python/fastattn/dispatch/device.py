@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from fastattn.after_import import after_import
+
 
 class DeviceFacts(NamedTuple):
     """``arch`` is the compute capability times ten (80, 90, 100); shared memory is the opt-in limit of one block.
@@ -38,7 +40,6 @@ def facts(device: torch.device) -> DeviceFacts | None:
     return _known[device]
 
 
-@torch.compiler.assume_constant_result  # what it calls cannot be traced, and numbers can be kept in a graph
 def _look_up(device: torch.device) -> tuple[int, int, int, int] | None:
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(device)
@@ -49,6 +50,17 @@ def _look_up(device: torch.device) -> tuple[int, int, int, int] | None:
             torch._C._cuda_getDriverVersion(),  # type: ignore[attr-defined]
         )
     return _emulated if device.type == "cpu" else None
+
+
+def _keep_in_graphs() -> None:
+    """What ``_look_up`` calls cannot be traced, and numbers can be kept in a graph.
+
+    The decorator imports torch._dynamo, a second's work: it has to wait for whoever compiles.
+    """
+    torch.compiler.assume_constant_result(_look_up)
+
+
+after_import("torch._dynamo", _keep_in_graphs)
 
 
 _emulated: DeviceFacts | None = None

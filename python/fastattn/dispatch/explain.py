@@ -1,19 +1,20 @@
-"""Which kernel a call would run and why, and which ones really ran."""
+"""Which kernel a call would run, and why."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fastattn.dispatch import choose as dispatch
-from fastattn.dispatch.choose import RecordedCall
-from fastattn.functional.int8_linear import Int8Weight
-from fastattn.run.layout import reason_to_copy
+from fastattn.dispatch.call import Choice
+from fastattn.dispatch.thread_state import Explained, explaining
+from fastattn.functional.int8_tensor import Int8Tensor
+from fastattn.functional.int8_weight import Int8Weight
+from fastattn.layout import reason_to_copy
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,15 @@ class Explanation:
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Say which kernel ``function(*args, **kwargs)`` would run, without running it.
+    """Say which kernel ``function(*args, **kwargs)`` would run, without running it or changing anything.
 
     ``function`` is one of fastattn's (or anything that calls one: the first call is explained). Bad arguments raise
     what the call itself would raise; a function that never reaches fastattn raises ``TypeError``.
     """
     try:
-        with dispatch.explaining():
+        with explaining():
             function(*args, **kwargs)
-    except dispatch.Explained as explained:
+    except Explained as explained:
         choice = explained.choice
     else:
         name = getattr(function, "__name__", repr(function))
@@ -55,7 +56,10 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     copied = {}
     if choice.backend != "torch":
         for name, value in _named_arguments(function, args, kwargs).items():
-            tensor = value.data if isinstance(value, Int8Weight) else value
+            tensor = value.int8_data if isinstance(value, Int8Tensor) else value
+            tensor = value.data if isinstance(value, Int8Weight) else tensor
+            if isinstance(tensor, Tensor) and tensor.layout == torch.jagged:
+                tensor = tensor.transpose(1, 2).values()
             if not isinstance(tensor, Tensor) or tensor.dim() < 2:
                 continue
             # Of the int8 matmul; its CUDA C++ kernels copy 16 bytes at a time of x and the weight.
@@ -66,7 +70,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     return Explanation(choice.backend, choice.kernel, choice.tile, dict(choice.rejected), copied)
 
 
-def _reason_to_pad(tensor: Tensor, name: str, choice: dispatch.Choice) -> str | None:
+def _reason_to_pad(tensor: Tensor, name: str, choice: Choice) -> str | None:
     """Why query, key or value is padded, or None."""
     if choice.padded is None:
         return None
@@ -83,15 +87,3 @@ def _named_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     pages = () if named.get("block_table") is None else ("key", "value")  # never copied
     read = [name for name in ("query", "key", "value", "x", "weight", "residual") if name not in pages]
     return {name: named[name] for name in read if name in named}
-
-
-@contextlib.contextmanager
-def record() -> Iterator[list[RecordedCall]]:
-    """Collect ``(op, backend, kernel)`` of every fastattn call in the block, backward passes included, from all
-    threads.
-
-    Calls inside a compiled graph do not pass through Python and are not seen.
-    """
-    calls: list[RecordedCall] = []
-    with dispatch.recording(calls):
-        yield calls

@@ -2,56 +2,99 @@
 
 from __future__ import annotations
 
-import math
-from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from fastattn import reference
+from fastattn import reference, run
 from fastattn.checks import (
-    FLOATING,
     check_bool,
-    check_dtype,
-    check_int,
-    check_number,
-    check_rank,
-    check_same_device,
-    check_shape,
     check_tensor,
     device_checks_are_on,
     expect,
+    is_distributed,
 )
-from fastattn.dispatch.choose import Call, choose, only_torch_handles
-from fastattn.dispatch.plans import Plans
+from fastattn.dispatch.choose import choose
+from fastattn.dispatch.recording import note
 from fastattn.errors import InputError
+from fastattn.functional import nested
+from fastattn.functional.attention_checks import (
+    UNBOUNDED,
+    Options,
+    Plan,
+    Tensors,
+    check_and_plan,
+    check_offsets,
+    check_pages,
+    check_uncopied,
+)
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
-from fastattn.ops import operators as ops
-from fastattn.run.layout import ALIGNMENT_BYTES, reason_to_copy
-
-# The original of what patch_sdpa() replaces.
-torch_sdpa = torch._C._nn.scaled_dot_product_attention
-
-UNBOUNDED = -1
+from fastattn.functional.checked_once import CheckedOnce
+from fastattn.functional.distributed_tensors import attend_locally
+from fastattn.functional.dropout_seed import draw_seed, seed_tensor
+from fastattn.functional.torch_sdpa import attend, attend_packed, can_express_now
+from fastattn.ops.attention import AttentionArguments
 
 
-# query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table
-_Tensors: TypeAlias = tuple[Any, Any, Any, Any, Any, Any, Any, Any, Any]
-# max_seqlen_q, max_seqlen_k, causal, window, softcap, dropout_p, scale
-_Options: TypeAlias = tuple[int, int, bool, Any, float, float, float | None]
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    softcap: float = ...,
+    bias: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    deterministic: bool | None = ...,
+) -> Tensor: ...
 
 
-class Plan(NamedTuple):
-    """What one signature of arguments comes to: checked once, then kept."""
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    softcap: float = ...,
+    bias: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    deterministic: bool | None = ...,
+) -> tuple[Tensor, Tensor]: ...
 
-    call: Call
-    scale: float
-    window: tuple[int, int]
-    softcap: float
-    dropout_p: float
-    needs_grad: bool
-    torch_sdpa_can: bool
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    softcap: float = ...,
+    bias: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: bool = ...,
+    deterministic: bool | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -97,13 +140,83 @@ def attention(
     Raises:
         InputError, TypeError: an argument that the host can see is wrong.
     """
-    return _attend(
-        (query, key, value, bias, alibi_slopes, sinks, None, None, None),
-        (0, 0, causal, window, softcap, dropout_p, scale),
-        dropout_seed,
-        deterministic,
-        return_lse,
-    )
+    tensors = (query, key, value, bias, alibi_slopes, sinks, None, None, None)
+    options = Options(0, 0, causal, window, softcap, dropout_p, scale)
+    if type(query) is Tensor and not query.is_nested:
+        return _attend(tensors, options, dropout_seed, deterministic, return_lse)
+    return _attend_over_wrapped(tensors, options, dropout_seed, deterministic, return_lse)
+
+
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    block_table: Tensor | None = ...,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    deterministic: bool | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    block_table: Tensor | None = ...,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    deterministic: bool | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    block_table: Tensor | None = ...,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: bool = ...,
+    deterministic: bool | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention_varlen(
@@ -157,16 +270,56 @@ def attention_varlen(
     check_tensor("block_table", block_table, optional=True)
     return _attend(
         (query, key, value, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table),
-        (max_seqlen_q, max_seqlen_k, causal, window, softcap, dropout_p, scale),
+        Options(max_seqlen_q, max_seqlen_k, causal, window, softcap, dropout_p, scale),
         dropout_seed,
         deterministic,
         return_lse,
     )
 
 
+def _attend_over_wrapped(
+    tensors: Tensors,
+    options: Options,
+    dropout_seed: int | Tensor | None,
+    deterministic: bool | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A query that may be nested, or a DTensor."""
+    query, key, value, bias, alibi_slopes, sinks, *_ = tensors
+    check_tensor("query", query)
+    if is_distributed(query):
+        if options.dropout_p and dropout_seed is None:
+            raise InputError(
+                "dropout_seed: expected a seed beside DTensors, which has to be the same on each rank, got None"
+            )
+        return attend_locally(
+            tensors,
+            options.dropout_p == 0 and bias is None and alibi_slopes is None and sinks is None,
+            lambda local: _attend(local, options, dropout_seed, deterministic, return_lse),
+        )
+    if not query.is_nested:
+        return _attend(tensors, options, dropout_seed, deterministic, return_lse)
+    if query.layout != torch.jagged:
+        without_options = Options(0, 0, False, (UNBOUNDED, UNBOUNDED), 0.0, 0.0, options.scale)
+        is_plain = tensors[3:6] == (None, None, None) and options == without_options and not return_lse
+        return nested.attend_strided(query, key, value, is_plain, options.scale)
+    packed = nested.unpack(query, key, value, bias)
+    result = _attend(
+        (*packed[:3], None, alibi_slopes, sinks, packed.cu_seqlens_q, packed.cu_seqlens_k, None),
+        options._replace(max_seqlen_q=packed.max_seqlen_q, max_seqlen_k=packed.max_seqlen_k),
+        dropout_seed,
+        deterministic,
+        return_lse,
+    )
+    if isinstance(result, Tensor):
+        return packed.like_query(result)
+    out, lse = result
+    return packed.like_query(out), packed.like_query(lse.transpose(0, 1))
+
+
 def _attend(
-    tensors: _Tensors,
-    options: _Options,
+    tensors: Tensors,
+    options: Options,
     dropout_seed: int | Tensor | None,
     deterministic: bool | None,
     return_lse: bool,
@@ -174,9 +327,9 @@ def _attend(
     query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
-    check_bool("return_lse", return_lse)
+    return_lse = check_bool("return_lse", return_lse)
     if deterministic is not None:
-        check_bool("deterministic", deterministic)
+        deterministic = check_bool("deterministic", deterministic)
     cast = autocast_dtype(query.device.type)
     if cast is not None:
         query = autocast_to(cast, query)
@@ -189,8 +342,10 @@ def _attend(
     plan = _plans.get(tensors, options)
     if cu_seqlens_q is not None and device_checks_are_on():
         assert cu_seqlens_k is not None
-        _check_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], options[0])
-        _check_offsets("cu_seqlens_k", cu_seqlens_k, None if block_table is not None else key.shape[0], options[1])
+        check_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], plan.max_seqlens[0])
+        check_offsets(
+            "cu_seqlens_k", cu_seqlens_k, None if block_table is not None else key.shape[0], plan.max_seqlens[1]
+        )
         if block_table is not None:
             lengths, capacity = cu_seqlens_k.diff(), block_table.shape[1] * key.shape[2]
             longest = max(lengths.tolist(), default=0)
@@ -204,48 +359,59 @@ def _attend(
     if plan.dropout_p > 0 and seed is None:  # after the choice: explain must leave the generator alone
         seed = draw_seed(query.device)
     if choice.backend == "torch":
-        if plan.torch_sdpa_can and not return_lse:
-            grouped = "gqa" in plan.call.features
-            result: Tensor = torch_sdpa(query, key, value, scale=plan.scale, enable_gqa=grouped)
-            return result
         with without_autocast(query.device.type):
-            out, lse = _reference(tensors, plan, seed, options[:2])
+            out, lse = _in_pytorch(tensors, plan, seed, return_lse, deterministic)
     else:
         if block_table is not None:
             for name, pages in (("key", key), ("value", value)):
                 check_uncopied(name, pages, "pages are never copied")
-        out, lse = ops.attention(
-            choice.backend,
-            query,
-            key,
-            value,
-            bias,
-            None if alibi_slopes is None else torch.atleast_2d(alibi_slopes.detach().float()),
-            None if sinks is None else sinks.float(),
-            seed,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            options[0],
-            options[1],
-            plan.scale,
-            plan.window[0],
-            plan.window[1],
-            False,
-            plan.softcap,
-            plan.dropout_p,
-            block_table,
-            needs_grad=plan.needs_grad,
-            deterministic=is_deterministic(deterministic),
-            head_dims=choice.padded,
-            decodes=choice.decodes,
+        out, lse = run.attention(
+            choice,
+            AttentionArguments(
+                query,
+                key,
+                value,
+                bias,
+                None if alibi_slopes is None else torch.atleast_2d(alibi_slopes.detach().float()),
+                None if sinks is None else sinks.float(),
+                seed,
+                cu_seqlens_q,
+                cu_seqlens_k,
+                *plan.max_seqlens,
+                plan.scale,
+                *plan.window,
+                False,
+                plan.softcap,
+                plan.dropout_p,
+                block_table,
+            ),
+            plan.needs_grad,
+            is_deterministic(deterministic),
         )
-    return (out, lse) if return_lse else out
+    note(plan.call.op, choice.backend, choice.kernel)
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
 
 
-def _reference(
-    tensors: _Tensors, plan: Plan, seed: Tensor | None, max_seqlens: tuple[int, int]
-) -> tuple[Tensor, Tensor]:
+_plans = CheckedOnce(check_and_plan)
+
+
+def _in_pytorch(
+    tensors: Tensors, plan: Plan, seed: Tensor | None, return_lse: bool, deterministic: bool | None
+) -> tuple[Tensor, Tensor | None]:
+    """Through PyTorch's own attention where that can express the call, else the reference; without lse from the
+    former."""
     query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
+    max_seqlens = plan.max_seqlens
+    if plan.torch_can and not return_lse and can_express_now(plan.call, deterministic):
+        common = plan.window, plan.scale, "gqa" in plan.call.features
+        if cu_seqlens_q is None:
+            return attend(query, key, value, bias, *common), None
+        out = attend_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlens, *common)
+        if out is not None:
+            return out, None
     options: dict[str, Any] = {
         "window": plan.window,
         "softcap": plan.softcap,
@@ -255,224 +421,11 @@ def _reference(
         "dropout_seed": seed,
         "scale": plan.scale,
     }
-    if cu_seqlens_q is None or cu_seqlens_k is None:
+    if cu_seqlens_q is None:
         return reference.attention(query, key, value, bias=bias, **options)
     return reference.attention_varlen(
         query, key, value, cu_seqlens_q, cu_seqlens_k, *max_seqlens, block_table=block_table, **options
     )
-
-
-def _check_and_plan(tensors: _Tensors, options: _Options) -> Plan:
-    query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
-    max_seqlen_q, max_seqlen_k, causal, window, softcap, dropout_p, scale = options
-    packed = cu_seqlens_q is not None
-    layouts = ("[total_q, Hq, D]", "[total_k, Hkv, D]", "[total_k, Hkv, Dv]")
-    if not packed:
-        layouts = ("[B, Hq, Sq, D]", "[B, Hkv, Sk, D]", "[B, Hkv, Sk, Dv]")
-    elif block_table is not None:
-        layouts = (layouts[0], "[num_pages, Hkv, page_size, D]", "[num_pages, Hkv, page_size, Dv]")
-        if torch.int8 in (key.dtype, value.dtype):
-            raise InputError(
-                f"key: expected pages of the query's dtype, {query.dtype}, got int8 ones; attention_with_kv_cache "
-                "takes those, with their scales"
-            )
-    check_dtype("query", query, FLOATING)
-    for name, tensor, layout in (("query", query, layouts[0]), ("key", key, layouts[1]), ("value", value, layouts[2])):
-        check_rank(name, tensor, layout)
-        check_dtype(name, tensor, (query.dtype,))
-        check_same_device(name, tensor, query.device)
-    heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[-1]
-    expect(key.shape[-1] == head_dim, "key", f"the query's head dim {head_dim}", key.shape[-1])
-    expect(
-        value.shape[:-1] == key.shape[:-1],
-        "value",
-        f"the key's shape but for Dv, {list(key.shape[:-1])}",
-        list(value.shape[:-1]),
-    )
-    if kv_heads == 0:
-        expect(heads == 0, "key", f"at least one KV head for {heads} query heads", 0)
-    else:
-        expect(heads % kv_heads == 0, "query", f"a multiple of the {kv_heads} KV heads", f"{heads} heads")
-    if packed:
-        assert cu_seqlens_k is not None
-        check_rank("cu_seqlens_q", cu_seqlens_q, "[B + 1]")
-        batch = cu_seqlens_q.shape[0] - 1
-        for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-            check_dtype(name, offsets, (torch.int32,))
-            check_same_device(name, offsets, query.device)
-            expect(offsets.shape[0] >= 1, name, "at least one offset", 0)
-            check_shape(name, offsets, (batch + 1,), "[B + 1]")
-        check_int("max_seqlen_q", max_seqlen_q, minimum=0)
-        check_int("max_seqlen_k", max_seqlen_k, minimum=0)
-        if block_table is not None:
-            check_rank("block_table", block_table, "[B, max_pages]")
-            check_dtype("block_table", block_table, (torch.int32,))
-            check_same_device("block_table", block_table, query.device)
-            rows = list(block_table.shape)
-            expect(block_table.shape[0] == batch, "block_table", f"{batch} rows [B, max_pages]", rows)
-        sizes = (batch, heads, kv_heads, max_seqlen_q, max_seqlen_k)
-    else:
-        batch = query.shape[0]
-        expect(key.shape[0] == batch, "key", f"the query's batch size {batch}", key.shape[0])
-        sizes = (batch, heads, kv_heads, query.shape[2], key.shape[2])
-
-    features = set()
-    left, right = check_window(window)
-    check_bool("causal", causal)
-    if causal:
-        right = 0
-    if right == 0:  # a window says the same
-        features.add("causal")
-    if left >= 0 or right > 0:
-        features.add("window")
-    check_number("softcap", softcap, low=0.0)
-    if softcap > 0:
-        features.add("softcap")
-    check_number("dropout_p", dropout_p, low=0.0, high=1.0)
-    if dropout_p > 0:
-        features.add("dropout")
-    if scale is not None:
-        check_number("scale", scale)
-    if bias is not None:
-        check_bias(bias, query, (batch, heads, query.shape[2], key.shape[2]))
-        features.add("mask" if bias.dtype == torch.bool else "bias")
-    if alibi_slopes is not None:
-        check_slopes(alibi_slopes, query.device, batch, heads)
-        features.add("alibi")
-    if sinks is not None:
-        check_sinks(sinks, query.device, heads)
-        features.add("sinks")
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:6])
-    if needs_grad:
-        features.add("gradients")
-        if bias is not None and bias.requires_grad:
-            features.add("bias gradients")
-        if alibi_slopes is not None and alibi_slopes.requires_grad:
-            features.add("slope gradients")
-    if heads != kv_heads:
-        features.add("gqa")
-    if value.shape[-1] != head_dim:
-        features.add("value dim")
-    if packed:
-        features.add("varlen")
-    if block_table is not None:
-        features.update(("paged", "paged gradients") if needs_grad else ("paged",))
-    call = Call(
-        "attention",
-        query.device,
-        query.dtype,
-        head_dim,
-        value.shape[-1],
-        frozenset(features),
-        sizes,
-        only_torch_handles(*tensors),
-    )
-    # torch's attention means the same where nothing is masked and every option is off; it also wants a key to look at.
-    plain = not features - {"gqa", "value dim", "gradients"} and key.shape[-2] != 0
-    return Plan(
-        call,
-        default_scale(head_dim) if scale is None else float(scale),
-        (left, right),
-        float(softcap),
-        float(dropout_p),
-        needs_grad,
-        plain,
-    )
-
-
-_plans = Plans(_check_and_plan)
-
-
-def default_scale(head_dim: int) -> float:
-    return 1 / math.sqrt(head_dim) if head_dim else 1.0
-
-
-def check_window(window: Any) -> tuple[int, int]:
-    """``(left, right)``, each at least -1."""
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise InputError(f"window: expected (left, right), got {window!r}")
-    for side in window:
-        check_int("window", side, minimum=UNBOUNDED)
-    return window[0], window[1]
-
-
-def check_bias(bias: Any, query: Tensor, full: tuple[int, ...]) -> None:
-    """Bool or floating ``[B or 1, Hq or 1, Sq or 1, Sk or 1]`` beside the query."""
-    check_tensor("bias", bias, optional=True)
-    check_rank("bias", bias, "[B or 1, Hq or 1, Sq or 1, Sk or 1]")
-    check_same_device("bias", bias, query.device)
-    check_dtype("bias", bias, (torch.bool, *dict.fromkeys((query.dtype, torch.float32))))
-    fits = all(size in (1, whole) for size, whole in zip(bias.shape, full, strict=True))
-    expect(fits, "bias", f"each dimension 1 or that of [B, Hq, Sq, Sk] = {list(full)}", list(bias.shape))
-
-
-def check_slopes(slopes: Any, device: torch.device, batch: int, heads: int) -> None:
-    """Floating ``[Hq]`` or ``[B, Hq]``."""
-    check_tensor("alibi_slopes", slopes, optional=True)
-    check_same_device("alibi_slopes", slopes, device)
-    check_dtype("alibi_slopes", slopes, FLOATING)
-    fits = tuple(slopes.shape) in ((heads,), (batch, heads))
-    expect(fits, "alibi_slopes", f"shape [Hq] = [{heads}] or [B, Hq] = [{batch}, {heads}]", list(slopes.shape))
-
-
-def check_sinks(sinks: Any, device: torch.device, heads: int) -> None:
-    """Floating ``[Hq]``."""
-    check_tensor("sinks", sinks, optional=True)
-    check_same_device("sinks", sinks, device)
-    check_dtype("sinks", sinks, FLOATING)
-    check_shape("sinks", sinks, (heads,), "[Hq]")
-
-
-def check_uncopied(name: str, cache: Tensor, why: str) -> None:
-    """Raises where a kernel cannot read a cache where it lies; ``why`` it is not copied then."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return  # such a tensor has no address
-    reason = reason_to_copy(cache)
-    if reason is not None:
-        wanted = f"a contiguous last dimension, and base and strides that are multiples of {ALIGNMENT_BYTES} bytes"
-        raise InputError(f"{name}: expected {wanted}, since {why}, got strides {cache.stride()}: {reason}")
-
-
-def check_pages(block_table: Tensor, lengths: Tensor, num_pages: int, page_size: int) -> None:
-    """Reads the pages of tokens back: only with ``FASTATTN_CHECK=1``."""
-    first_token = torch.arange(block_table.shape[1], device=block_table.device) * page_size
-    is_used = first_token < lengths[:, None]
-    wrong = is_used & ((block_table < 0) | (block_table >= num_pages))
-    if bool(wrong.any()):
-        sequence, page = wrong.nonzero()[0].tolist()
-        came = f"{int(block_table[sequence, page])} as page {page} of sequence {sequence}"
-        expect(False, "block_table", f"pages from 0 to {num_pages - 1}", came)
-
-
-def _check_offsets(name: str, offsets: Tensor, total: int | None, max_seqlen: int) -> None:
-    """Reads the offsets back: only with ``FASTATTN_CHECK=1``. ``total``: of packed rows; None: of no tensor's."""
-    values = offsets.tolist()
-    lengths = [end - begin for begin, end in pairwise(values)]
-    expect(min(lengths, default=0) >= 0, name, "offsets that do not decrease", values)
-    if total is not None:
-        expect(values[0] == 0, name, "0 as the first offset", values[0])
-        expect(values[-1] == total, name, f"{total} (the number of rows) as the last offset", values[-1])
-    longest = max(lengths, default=0)
-    expect(
-        longest <= max_seqlen, name.replace("cu", "max").replace("seqlens", "seqlen"), f"at least {longest}", max_seqlen
-    )
-
-
-def seed_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
-    """A dropout seed as an int64 tensor of one element on the device, without a synchronisation."""
-    if isinstance(seed, Tensor):
-        check_dtype("dropout_seed", seed, (torch.int64,))
-        check_same_device("dropout_seed", seed, device)
-        expect(seed.numel() == 1, "dropout_seed", "one element", list(seed.shape))
-        return seed
-    check_int("dropout_seed", seed)
-    expect(-(2**63) <= seed < 2**64, "dropout_seed", "a 64-bit integer", seed)
-    return torch.full((), seed if seed < 2**63 else seed - 2**64, dtype=torch.int64, device=device)
-
-
-def draw_seed(device: torch.device) -> Tensor:
-    """A seed from torch's generator of the device, so that ``torch.manual_seed`` and CUDA graphs govern it."""
-    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
 
 
 def is_deterministic(deterministic: bool | None) -> bool:

@@ -2,178 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from torch import Tensor
 
-from fastattn import reference
+from fastattn import quantization, reference, run
 from fastattn.activations import ACTIVATIONS, GATED, result_columns
 from fastattn.checks import (
     FLOATING,
     check_choice,
     check_dtype,
-    check_rank,
     check_same_device,
     check_shape,
     check_tensor,
     device_checks_are_on,
     expect,
 )
-from fastattn.dispatch.choose import Call, choose, only_torch_handles
-from fastattn.dispatch.plans import Plans
+from fastattn.dispatch.call import Call
+from fastattn.dispatch.choose import choose, only_torch_handles
+from fastattn.dispatch.recording import note
+from fastattn.errors import InputError
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
-from fastattn.ops import operators as ops
-from fastattn.run.layout import has_aligned_rows, with_aligned_rows
+from fastattn.functional.checked_once import CheckedOnce
+from fastattn.functional.int8_tensor import Int8Tensor, replaces_function, replaces_operator
+from fastattn.functional.int8_weight import Int8Weight
+from fastattn.ops.int8_matmul import GradInputArguments, Int8MatmulArguments
 
-GROUP_SIZES = (32, 64, 128)
-GRANULARITIES: tuple[str | int, ...] = ("tensor", "channel", *GROUP_SIZES)
 ACTIVATION_CHOICES = (None, *(name for name in ACTIVATIONS if name != "none"))
-ACTIVATION_PRECISIONS = ("16bit", "int8")
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Int8Weight:
-    """A weight ``[N, K]`` as int8 and scales: element ``(n, k)`` is ``data[n, k] * scale[n or 0, k // group or 0]``.
-
-    Args:
-        data: int8 ``[N, K]``, rows contiguous, from -127 to 127. Those of ``quantize_int8`` start at multiples of 16
-            bytes, with room behind each; other data is copied so at each call of a CUDA C++ kernel.
-        scale: float32: ``[1, 1]`` for granularity ``"tensor"``, ``[N, 1]`` for ``"channel"``, ``[N, K / group]`` for a
-            group.
-        granularity: ``"tensor"``, ``"channel"`` or the size of a group along K: 32, 64 or 128.
-
-    Raises:
-        InputError, TypeError: the three do not fit together.
-    """
-
-    data: Tensor
-    scale: Tensor
-    granularity: str | int = "channel"
-
-    def __post_init__(self) -> None:
-        check_tensor("data", self.data)
-        check_rank("data", self.data, "[N, K]")
-        check_dtype("data", self.data, (torch.int8,))
-        has_rows = self.data.stride(1) == 1 or self.data.shape[1] <= 1
-        expect(has_rows, "data", "contiguous rows", f"strides {self.data.stride()}")
-        check_granularity(self.granularity, self.data.shape[1])
-        check_tensor("scale", self.scale)
-        check_dtype("scale", self.scale, (torch.float32,))
-        check_same_device("scale", self.scale, self.data.device)
-        check_shape("scale", self.scale, scale_shape(self.data.shape, self.granularity), f"for {self.granularity!r}")
-
-    @property
-    def shape(self) -> torch.Size:
-        """``[N, K]``, as ``nn.Linear.weight.shape``."""
-        return self.data.shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    @property
-    def nbytes(self) -> int:
-        """What the int8 data and the scales take, in bytes, without room behind rows."""
-        return self.data.nbytes + self.scale.nbytes
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight ``[N, K]`` in ``dtype``."""
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype: expected a torch.dtype, got {type(dtype).__name__}")
-        check_choice("dtype", dtype, FLOATING)
-        return reference.dequantize_int8(self.data, self.scale, dtype)
-
-    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Int8Weight:
-        """The same weight on ``device``. The dtypes stay: int8 and float32 scales are what the kernels read."""
-        if isinstance(device, (torch.dtype, Tensor)):
-            raise TypeError(f"device: expected a device, got {device!r}; dequantize(dtype) gives a floating weight")
-        data, scale = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.data, self.scale))
-        return self if data is self.data else Int8Weight(_laid_out_like(self.data, data), scale, self.granularity)
-
-    def __repr__(self) -> str:
-        return f"Int8Weight({list(self.shape)}, granularity={self.granularity!r}, device={str(self.device)!r})"
-
-
-def _laid_out_like(old: Tensor, new: Tensor) -> Tensor:
-    """``new``, a copy of ``old``, with aligned rows if ``old`` has them: torch leaves no room behind rows of a copy."""
-    return with_aligned_rows(new) if has_aligned_rows(old) else new
-
-
-def _unflatten(leaves: Any, granularity: Any) -> Int8Weight:
-    """Without the checks: the leaves of a tree may be anything for a while."""
-    weight = object.__new__(Int8Weight)
-    for name, leaf in zip(("data", "scale", "granularity"), (*leaves, granularity), strict=True):
-        object.__setattr__(weight, name, leaf)
-    return weight
-
-
-# torch.compile, torch.export and torch.func see through a weight that is an argument.
-pytree.register_pytree_node(
-    Int8Weight,
-    lambda weight: ([weight.data, weight.scale], weight.granularity),
-    _unflatten,
-    serialized_type_name="fastattn.Int8Weight",
-    to_dumpable_context=lambda granularity: granularity,
-    from_dumpable_context=lambda granularity: granularity,
-    flatten_with_keys_fn=lambda weight: (
-        [(pytree.GetAttrKey("data"), weight.data), (pytree.GetAttrKey("scale"), weight.scale)],
-        weight.granularity,
-    ),
-)
-torch.serialization.add_safe_globals([Int8Weight])  # torch.load takes saved weights without being told to trust them
-
-
-def check_granularity(granularity: Any, columns: int | torch.SymInt) -> None:
-    """``"tensor"``, ``"channel"`` or a group that divides ``columns``."""
-    known = isinstance(granularity, (str, int)) and not isinstance(granularity, bool) and granularity in GRANULARITIES
-    choices = ", ".join(map(repr, GRANULARITIES))
-    expect(known, "granularity", f"one of {choices}", repr(granularity))
-    if isinstance(granularity, int):
-        expect(columns % granularity == 0, "granularity", f"a group that divides K = {columns}", granularity)
-
-
-def scale_shape(shape: torch.Size, granularity: str | int) -> tuple[int, int]:
-    """The shape of the scales of a weight of ``shape [N, K]``."""
-    rows, columns = shape
-    if isinstance(granularity, str):
-        return (1, 1) if granularity == "tensor" else (rows, 1)
-    return rows, columns // granularity
-
-
-def quantize_int8(weight: Tensor, granularity: str | int = "channel") -> Int8Weight:
-    """Symmetric int8: ``round(weight / scale)`` with ``scale = absmax / 127``, to nearest, ties to even.
-
-    Args:
-        weight: floating ``[N, K]``, as ``nn.Linear.weight``. Gradients do not flow through.
-        granularity: what shares one scale: the whole ``"tensor"``, each row (``"channel"``), or each group of 32, 64 or
-            128 along K. What is all zeros has scale 1.
-
-    Raises:
-        InputError, TypeError: an argument that the host can see is wrong; with ``FASTATTN_CHECK=1`` also a weight that
-            is not finite.
-    """
-    check_tensor("weight", weight)
-    check_dtype("weight", weight, FLOATING)
-    check_rank("weight", weight, "[N, K]")
-    check_granularity(granularity, weight.shape[1])
-    if device_checks_are_on():
-        expect(bool(weight.isfinite().all()), "weight", "finite values", "NaN or infinity")
-    data, scale = reference.quantize_int8(weight.detach(), granularity)
-    return Int8Weight(with_aligned_rows(data.contiguous()), scale.contiguous(), granularity)
+INPUT_PRECISIONS = ("16bit", "int8")
 
 
 def int8_linear(
     x: Tensor,
-    weight: Int8Weight,
+    weight: Int8Weight | Int8Tensor,
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
     residual: Tensor | None = None,
-    activations: str = "16bit",
+    input_precision: str = "16bit",
 ) -> Tensor:
     """``activation(x @ weight^T + bias) + residual``, the int8 weight being dequantised on the fly.
 
@@ -182,14 +50,14 @@ def int8_linear(
 
     Args:
         x: floating ``[..., K]``.
-        weight: from ``quantize_int8``, ``[N, K]``.
+        weight: from ``quantize_int8``, ``[N, K]``, or the ``weight`` of an ``fastattn.nn.Int8Linear``.
         bias: ``[N]`` in the dtype of ``x``.
         activation: None, ``"relu"``, ``"gelu"`` (exact), ``"gelu_tanh"``, ``"silu"`` or ``"swiglu"``. The last is gated
             and takes a fused weight, whose first N / 2 rows are the gate's and the others the up projection's (as
             ``gate_up_proj`` of Hugging Face's models): ``silu(x @ gate^T + …) * (x @ up^T + …)``, N / 2 columns.
         residual: ``[..., N]`` (``[..., N / 2]`` with ``"swiglu"``) in the dtype of ``x``, added last.
-        activations: ``"16bit"`` computes with ``x`` as it is; ``"int8"`` first rounds each row of it to symmetric int8
-            (the gradient passes straight through).
+        input_precision: ``"16bit"`` computes with ``x`` as it is; ``"int8"`` first rounds each row of it to symmetric
+            int8 (the gradient passes straight through).
 
     Returns:
         ``[..., N]`` (``[..., N / 2]`` with ``"swiglu"``) in the dtype of ``x``, differentiable in ``x``, ``bias`` and
@@ -199,9 +67,11 @@ def int8_linear(
         InputError, TypeError: an argument that the host can see is wrong; with ``FASTATTN_CHECK=1`` also scales that
             are not finite.
     """
+    if isinstance(weight, Int8Tensor):
+        weight = weight.int8_weight
     if not isinstance(weight, Int8Weight):
         raise TypeError(f"weight: expected an Int8Weight (see quantize_int8), got {type(weight).__name__}")
-    return linear_over(x, weight.data, weight.scale, bias, activation, residual, activations)
+    return linear_over(x, weight.data, weight.scale, bias, activation, residual, input_precision)
 
 
 def linear_over(
@@ -211,14 +81,14 @@ def linear_over(
     bias: Tensor | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
-    activations: str = "16bit",
+    input_precision: str = "16bit",
 ) -> Tensor:
     """``int8_linear`` over the parts of a weight that is known to be sound."""
     check_tensor("x", x)
     check_tensor("bias", bias, optional=True)
     check_tensor("residual", residual, optional=True)
-    for name, option in (("activation", activation), ("activations", activations)):
-        if not isinstance(option, str) and (option is not None or name == "activations"):
+    for name, option in (("activation", activation), ("input_precision", input_precision)):
+        if not isinstance(option, str) and (option is not None or name == "input_precision"):
             raise TypeError(f"{name}: expected a str, got {type(option).__name__}")
     cast = autocast_dtype(x.device.type)
     if cast is not None:
@@ -226,8 +96,8 @@ def linear_over(
         bias = None if bias is None else autocast_to(cast, bias)
         residual = None if residual is None else autocast_to(cast, residual)
     if x.is_nested:
-        return _nested_linear(x, data, scale, bias, activation, residual, activations)
-    call = _plans.get((x, data, scale, bias, residual), (activation, activations))
+        return _nested_linear(x, data, scale, bias, activation, residual, input_precision)
+    call = _plans.get((x, data, scale, bias, residual), (activation, input_precision))
     if device_checks_are_on():
         expect(bool(scale.isfinite().all()), "weight.scale", "finite scales", "NaN or infinity")
 
@@ -235,8 +105,53 @@ def linear_over(
     activation = activation or "none"
     if choice.backend == "torch":
         with without_autocast(x.device.type):
-            return reference.int8_linear(x, data, scale, bias, activation, residual, activations)
-    return ops.int8_matmul(choice.backend, x, data, scale, bias, residual, activation, activations == "int8")
+            y = reference.int8_linear(x, data, scale, bias, activation, residual, input_precision)
+    else:
+        arguments = Int8MatmulArguments(x, data, scale, bias, residual, activation, input_precision == "int8")
+        y = run.int8_linear(choice, arguments, "gradients" in call.features)
+    note(call.op, choice.backend, choice.kernel)
+    return y
+
+
+@replaces_function(F.linear)
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` over an ``Int8Tensor``."""
+    if not isinstance(weight, Int8Tensor):
+        raise InputError("F.linear: expected an int8 weight as weight only, got one as input or bias")
+    return int8_linear(input, weight, bias)
+
+
+@replaces_operator(torch.ops.aten.linear.default)
+def _linear_operator(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _linear(input, weight, bias)
+
+
+@replaces_operator(torch.ops.aten.mm.default)
+def _mm(op: Any, x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.t()``, as DTensor spells a linear layer, and ``grad @ weight`` in its backward pass."""
+    return _addmm(op, None, x, weight)
+
+
+@replaces_operator(torch.ops.aten.addmm.default)
+def _addmm(op: Any, bias: Tensor | None, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    is_plain = not isinstance(x, Int8Tensor) and not isinstance(bias, Int8Tensor) and (beta, alpha) == (1, 1)
+    if not is_plain or not isinstance(weight, Int8Tensor) or weight.form == "flat":
+        raise InputError(f"{op}: expected an int8 weight as the last factor only; dequantize() gives a floating tensor")
+    if weight.form == "transposed":
+        return linear_over(x, weight.int8_data, weight.int8_scale, bias)
+    return _grad_input(x, weight.int8_data, weight.int8_scale)
+
+
+def _grad_input(grad_out: Tensor, data: Tensor, scale: Tensor) -> Tensor:
+    """``grad_out [M, N] @ dequantize(weight [N, K])``."""
+    (rows, columns), groups = data.shape, scale.shape[1]
+    features = frozenset({"gradients", "group scales"} if groups > 1 else {"gradients"})
+    sizes = (grad_out.shape[0], rows, columns, columns // groups if groups > 1 else 0)
+    only_torch = only_torch_handles(grad_out, data, scale)
+    choice = choose(Call("int8_matmul", grad_out.device, grad_out.dtype, 0, 0, features, sizes, only_torch))
+    if choice.backend == "torch":
+        return grad_out @ quantization.dequantize_int8(data, scale, grad_out.dtype)
+    return run.int8_grad_input(choice, GradInputArguments(grad_out, data, scale, bias_grad=False))
 
 
 def _nested_linear(
@@ -246,17 +161,20 @@ def _nested_linear(
     bias: Tensor | None,
     activation: str | None,
     residual: Tensor | None,
-    activations: str,
+    input_precision: str,
 ) -> Tensor:
     """Nested tensors have neither shapes nor most operators: PyTorch's linear layer takes them, and judges them."""
     check_dtype("x", x, FLOATING)
     check_choice("activation", activation, ACTIVATION_CHOICES)
-    expect(activations == "16bit", "activations", "'16bit' for a nested x", repr(activations))
+    expect(input_precision == "16bit", "input_precision", "'16bit' for a nested x", repr(input_precision))
     _check_gated(activation, data.shape[0])
-    choose(Call("int8_matmul", x.device, x.dtype, 0, 0, frozenset(), (), only_torch_handles(x)))
-    y = F.linear(x, reference.dequantize_int8(data, scale, x.dtype), bias)
+    call = Call("int8_matmul", x.device, x.dtype, 0, 0, frozenset(), (), only_torch_handles(x))
+    choice = choose(call)
+    y = F.linear(x, quantization.dequantize_int8(data, scale, x.dtype), bias)
     y = ACTIVATIONS[activation or "none"](y)
-    return y if residual is None else y + residual
+    y = y if residual is None else y + residual
+    note(call.op, choice.backend, choice.kernel)
+    return y
 
 
 def _check_gated(activation: str | None, rows: int) -> None:
@@ -268,7 +186,7 @@ def _check_gated(activation: str | None, rows: int) -> None:
 
 def _check_and_plan(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Call:
     x, data, scale, bias, residual = tensors
-    activation, activations = options
+    activation, input_precision = options
     rows, columns = data.shape
     check_dtype("x", x, FLOATING)
     expect(x.dim() >= 1 and x.shape[-1] == columns, "x", f"shape [..., K] with K = {columns}", list(x.shape))
@@ -290,8 +208,8 @@ def _check_and_plan(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Call:
         features.add("residual")
     if activation is not None:
         features.add(activation if activation in GATED else "activation")
-    check_choice("activations", activations, ACTIVATION_PRECISIONS)
-    if activations == "int8":
+    check_choice("input_precision", input_precision, INPUT_PRECISIONS)
+    if input_precision == "int8":
         features.add("int8 activations")
     if scale.shape[1] > 1:
         features.add("group scales")
@@ -310,4 +228,4 @@ def _check_and_plan(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Call:
     )
 
 
-_plans = Plans(_check_and_plan)
+_plans = CheckedOnce(_check_and_plan)

@@ -17,13 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.dispatch import choose as dispatch
-from fastattn.dispatch.choose import Call, choose, only_torch_handles
+from fastattn import run
+from fastattn.dispatch.call import Call
+from fastattn.dispatch.choose import choose, is_watched, only_torch_handles
 from fastattn.dispatch.device import facts
-from fastattn.dispatch.plans import Plans
-from fastattn.functional.attention import default_scale, draw_seed, torch_sdpa
+from fastattn.dispatch.recording import note
+from fastattn.functional.attention_checks import default_scale
 from fastattn.functional.autocast import autocast_dtype, autocast_to
-from fastattn.ops import operators as ops
+from fastattn.functional.checked_once import CheckedOnce
+from fastattn.functional.dropout_seed import draw_seed
+from fastattn.functional.torch_sdpa import torch_sdpa
+from fastattn.ops.attention import AttentionArguments
 
 
 class _Plan(NamedTuple):
@@ -69,7 +73,7 @@ def scaled_dot_product_attention(
     if not isinstance(query, Tensor):  # torch.fx traces it, or torch says what is wrong with it
         return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     device = query.device
-    if facts(device) is None and not dispatch.is_watched():
+    if facts(device) is None and not is_watched():
         return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     original = (query, key, value, attn_mask)
     cast = autocast_dtype(device.type)
@@ -80,31 +84,26 @@ def scaled_dot_product_attention(
     plan = _plans.get((query, key, value, attn_mask), options)
     choice = choose(plan.call)
     if choice.backend == "torch":
-        return torch_sdpa(*original, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    out, _ = ops.attention(
-        choice.backend,
-        _to_heads(query, plan.batch, plan.heads),
-        _to_heads(key, plan.batch, plan.kv_heads),
-        _to_heads(value, plan.batch, plan.kv_heads),
-        None if attn_mask is None else _mask_to_heads(attn_mask, plan.batch),
-        None,
-        None,
-        draw_seed(device) if dropout_p > 0 else None,
-        None,
-        None,
-        0,
-        0,
-        plan.scale,
-        -1,
-        0 if is_causal else -1,
-        is_causal,
-        0.0,
-        float(dropout_p),
-        needs_grad=plan.needs_grad,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        head_dims=choice.padded,
-        decodes=choice.decodes,
+        result: Tensor = torch_sdpa(*original, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        note(plan.call.op, choice.backend, choice.kernel)
+        return result
+    out, _ = run.attention(
+        choice,
+        AttentionArguments(
+            _to_heads(query, plan.batch, plan.heads),
+            _to_heads(key, plan.batch, plan.kv_heads),
+            _to_heads(value, plan.batch, plan.kv_heads),
+            None if attn_mask is None else _mask_to_heads(attn_mask, plan.batch),
+            dropout_seed=draw_seed(device) if dropout_p > 0 else None,
+            scale=plan.scale,
+            window_right=0 if is_causal else -1,
+            top_left=is_causal,
+            dropout_p=float(dropout_p),
+        ),
+        plan.needs_grad,
+        torch.are_deterministic_algorithms_enabled(),
     )
+    note(plan.call.op, choice.backend, choice.kernel)
     if query.dim() == 4 and len(plan.batch) == 1:
         return out
     rank = max(query.dim(), key.dim(), value.dim())
@@ -149,7 +148,7 @@ def _make_plan(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _Plan:
     return _Plan(call, batch, heads, kv_heads, resolved_scale, needs_grad)
 
 
-_plans = Plans(_make_plan)
+_plans = CheckedOnce(_make_plan)
 
 
 def _reason_for_torch(

@@ -7,86 +7,12 @@ counts as its work, so that it is held against what it really executes.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
-import torch
-
-from fastattn import native  # noqa: F401  (native loads the schemas)
 from fastattn.profiler import work
-from fastattn.profiler.roofline import Work
-
-NAMESPACES = ("fastattn", "fastattn_triton")
-
-# The profiler's word for a dtype → torch's name and the bytes of an element.
-_DTYPES = {
-    "c10::BFloat16": ("bfloat16", 2),
-    "c10::Half": ("float16", 2),
-    "float": ("float32", 4),
-    "double": ("float64", 8),
-    "signed char": ("int8", 1),
-}
-
-
-class Argument(NamedTuple):
-    """One argument of an operator as the profiler saw it: a tensor's shape and dtype, or a scalar's text."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    text: str
-
-    @property
-    def is_tensor(self) -> bool:
-        return self.dtype not in ("", "Scalar")
-
-    @property
-    def itemsize(self) -> int:
-        return _DTYPES[self.dtype][1] if self.dtype in _DTYPES else 0
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize if self.is_tensor else 0
-
-
-@dataclass(frozen=True)
-class OperatorCall:
-    """A call of ``torch.ops.fastattn.<name>`` or ``torch.ops.fastattn_triton.<name>``."""
-
-    name: str
-    arguments: Mapping[str, Argument]
-
-    def __getitem__(self, name: str) -> Argument:
-        return self.arguments[name]
-
-    def number(self, name: str) -> int:
-        return int(self.arguments[name].text)
-
-    @property
-    def dtype(self) -> str:
-        """In which the products are taken."""
-        if "int8_activations" in self.arguments and self["int8_activations"].text == "True":
-            return "int8"
-        for name in ("query", "x", "grad_out"):
-            if name in self.arguments:
-                return _DTYPES.get(self.arguments[name].dtype, (self.arguments[name].dtype, 0))[0]
-        return ""
-
-
-def operator_call(
-    qualified_name: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[str], texts: Sequence[str]
-) -> OperatorCall | None:
-    """The call from the lists that the profiler keeps, one entry an argument; None if it is no operator of fastattn."""
-    namespace, _, name = qualified_name.partition("::")
-    if namespace not in NAMESPACES or name not in _WORK:
-        return None
-    schema = getattr(torch.ops.fastattn, name).default._schema
-    names = [argument.name for argument in schema.arguments]
-    if not len(names) == len(shapes) == len(dtypes) == len(texts):
-        return OperatorCall(name, {})
-    seen = zip(names, shapes, dtypes, texts, strict=True)
-    return OperatorCall(name, {each: Argument(tuple(shape), dtype, text) for each, shape, dtype, text in seen})
+from fastattn.profiler.kernel_names import base_name
+from fastattn.profiler.operator_calls import OperatorCall
+from fastattn.profiler.work import Work
 
 
 def _pairs(call: OperatorCall) -> tuple[int, bool]:
@@ -248,27 +174,3 @@ def kernel_work(kernel: str, call: OperatorCall) -> Work | None:
         if part in base_name(kernel):
             return work_of(call)
     return None
-
-
-# Names that are fastattn's wherever they appear: in the replay of a CUDA graph no operator tells whose a kernel is.
-_TRITON_KERNEL = re.compile(r"(attention_(forward|backward_\w+)|split|append|combine|forward|grad_input|merge)_kernel")
-
-
-def is_fastattn_kernel(kernel: str) -> bool:
-    """Whether a kernel's name alone says that it is one of this package."""
-    return "fastattn::" in kernel or _TRITON_KERNEL.fullmatch(kernel) is not None
-
-
-def base_name(kernel: str) -> str:
-    """``attention_forward_sm80`` of ``void fastattn::attention_forward_sm80<64, …>(…)``."""
-    before_template = re.split(r"[<(]", kernel.removeprefix("void "), maxsplit=1)[0]
-    return before_template.rpartition("::")[2]
-
-
-def short_name(kernel: str) -> str:
-    """A C++ name without its namespace, return type and parameters, but with its template arguments."""
-    match = re.match(r"(?:void )?[\w:]*?(\w+)(<.*>)?(?:\(.*\))?$", kernel)
-    if match is None:
-        return kernel
-    template = re.sub(r"\([\w:]+\)", "", match[2] or "")
-    return match[1] + template

@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
 from fastattn.checks import expect
-from fastattn.profiler.kernel_work import is_fastattn_kernel, kernel_work, short_name
+from fastattn.profiler.kernels import KernelProfile, profile_kernels
 from fastattn.profiler.limits import known_limits
-from fastattn.profiler.roofline import Limits, bound
+from fastattn.profiler.roofline import Limits
+from fastattn.profiler.tables import kernel_table, operator_table, region_table
 from fastattn.profiler.trace import (
     CpuOperator,
-    KernelLaunch,
     MemoryPoint,
     Region,
     cpu_operators,
@@ -29,34 +28,6 @@ from fastattn.profiler.trace import (
 
 _REGION = "fastattn.region: "
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
-_ROWS_SHOWN = 20
-
-
-@dataclass(frozen=True)
-class KernelProfile:
-    """All launches of one kernel by one operator.
-
-    Args:
-        name: the kernel, with its template arguments.
-        operator: ``torch.ops.fastattn``'s operator that launched it; ``""`` for a kernel of fastattn in the replay of a
-            CUDA graph, None for kernels that are not fastattn's.
-        launches: how many there were; seconds: the time they took on the GPU; share: of the time of all kernels.
-        flops, bytes: what they had to do, see ``fastattn.profiler.work``; None where that cannot be told.
-        is_upper_bound: lengths that only the device knows were taken at their largest.
-        fraction: the least time that the machine's limits allow, over the time taken.
-        resource: which limit that is: ``"compute"``, ``"memory"`` or ``"launch overhead"``.
-    """
-
-    name: str
-    operator: str | None
-    launches: int
-    seconds: float
-    share: float
-    flops: int | None = None
-    bytes: int | None = None
-    is_upper_bound: bool = False
-    fraction: float | None = None
-    resource: str | None = None
 
 
 def profile(trace: str | Path | None = None, *, limits: Limits | None = None) -> Profile:
@@ -154,115 +125,3 @@ class Profile:
         if self.regions:
             parts.append(region_table(self.regions))
         return "\n\n".join(parts)
-
-
-def profile_kernels(launches: Sequence[KernelLaunch], limits: Limits | None) -> list[KernelProfile]:
-    """One entry for each kernel and operator, longest first."""
-    groups: dict[tuple[str, str | None], list[KernelLaunch]] = {}
-    for launch in launches:
-        operator = launch.call.name if launch.call else "" if is_fastattn_kernel(launch.name) else None
-        groups.setdefault((short_name(launch.name), operator), []).append(launch)
-    total = sum(launch.seconds for launch in launches)
-    found = [_kernel_profile(name, operator, group, total, limits) for (name, operator), group in groups.items()]
-    return sorted(found, key=lambda each: -each.seconds)
-
-
-def _kernel_profile(
-    name: str, operator: str | None, launches: Sequence[KernelLaunch], total_s: float, limits: Limits | None
-) -> KernelProfile:
-    seconds = sum(launch.seconds for launch in launches)
-    share = seconds / total_s if total_s else 0.0
-    works = [None if launch.call is None else kernel_work(launch.name, launch.call) for launch in launches]
-    known = [work for work in works if work is not None]
-    if not known or len(known) < len(works):
-        return KernelProfile(name, operator, len(launches), seconds, share)
-    fraction = resource = None
-    dtypes = [launch.call.dtype for launch in launches if launch.call is not None]
-    if limits is not None and all(dtype in limits.flops_per_s for dtype in dtypes):
-        # The kernel's own time has no launch in it: what is short is held against the least that a kernel takes.
-        bounds = [bound(work, limits, dtype, limits.graph_launch_s) for work, dtype in zip(known, dtypes, strict=True)]
-        fraction = sum(each.least_s for each in bounds) / seconds if seconds else None
-        resource = max(bounds, key=lambda each: each.least_s).resource
-    return KernelProfile(
-        name,
-        operator,
-        len(launches),
-        seconds,
-        share,
-        sum(work.flops for work in known),
-        sum(work.bytes for work in known),
-        any(work.is_upper_bound for work in known),
-        fraction,
-        resource,
-    )
-
-
-def kernel_table(kernels: Sequence[KernelProfile]) -> str:
-    """The kernels as text; ``≤`` marks work that is an upper bound, ``–`` what cannot be told."""
-    rows = [("kernel", "operator", "launches", "ms", "share", "GFLOP", "MB", "TFLOP/s", "GB/s", "of limit", "bound by")]
-    for each in kernels[:_ROWS_SHOWN]:
-        rows.append(
-            (
-                _shortened(each.name),
-                {None: "(not fastattn)", "": "(CUDA graph)"}.get(each.operator, each.operator or ""),
-                str(each.launches),
-                f"{each.seconds * 1e3:.3f}",
-                f"{each.share:.1%}",
-                _number(each.flops, 1e9, each.is_upper_bound),
-                _number(each.bytes, 1e6, each.is_upper_bound),
-                _number(each.flops, 1e12 * each.seconds, each.is_upper_bound),
-                _number(each.bytes, 1e9 * each.seconds, each.is_upper_bound),
-                _number(each.fraction, 0.01, each.is_upper_bound, "%"),
-                each.resource or "–",
-            )
-        )
-    rest = kernels[_ROWS_SHOWN:]
-    table = _aligned(rows)
-    if rest:
-        table += f"\n… and {len(rest)} more kernels, {sum(each.share for each in rest):.1%} of the time"
-    return table
-
-
-def operator_table(operators: Sequence[CpuOperator]) -> str:
-    """Operators on the CPU as text."""
-    total = sum(each.self_seconds for each in operators) or 1.0
-    rows = [("operator", "calls", "own CPU ms", "share")]
-    for each in operators[:_ROWS_SHOWN]:
-        share = f"{each.self_seconds / total:.1%}"
-        rows.append((_shortened(each.name), str(each.calls), f"{each.self_seconds * 1e3:.3f}", share))
-    return "No kernel ran on a GPU; operators on the CPU:\n" + _aligned(rows)
-
-
-def region_table(regions: Sequence[Region]) -> str:
-    """The regions' memory as text, in MB (10^6 bytes)."""
-    rows = [("region", "device", "allocated MB", "peak MB", "delta MB")]
-    for each in regions:
-        numbers = (f"{each.allocated / 1e6:.3f}", f"{each.peak / 1e6:.3f}", f"{each.delta / 1e6:+.3f}")
-        rows.append((each.name, each.device, *numbers))
-    return _aligned(rows)
-
-
-def _number(value: float | None, unit: float, is_upper_bound: bool, suffix: str = "") -> str:
-    if value is None or not unit:
-        return "–"
-    return f"{'≤' if is_upper_bound else ''}{value / unit:.1f}{suffix}"
-
-
-def _shortened(name: str, width: int = 60) -> str:
-    return name if len(name) <= width else name[: width - 1] + "…"
-
-
-_TEXT_COLUMNS = ("kernel", "operator", "region", "device", "bound by")
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Text to the left, numbers to the right; the first row is the header."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = (
-            cell.ljust(width) if title in _TEXT_COLUMNS else cell.rjust(width)
-            for title, cell, width in zip(rows[0], row, widths, strict=True)
-        )
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

@@ -9,23 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fastattn.profiler.work import Work
+
 COMPUTE, MEMORY, LAUNCH = "compute", "memory", "launch overhead"
-
-
-class Work(NamedTuple):
-    """What a kernel has to do at the least: floating-point operations, and bytes to and from device memory.
-
-    ``is_upper_bound``: lengths that only the device knows were taken at their largest.
-    """
-
-    flops: int
-    bytes: int
-    is_upper_bound: bool = False
-
-    @property
-    def intensity(self) -> float:
-        """FLOPs per byte."""
-        return self.flops / self.bytes if self.bytes else float("inf") if self.flops else 0.0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fastattn.profiler.kernel_work import OperatorCall, operator_call
+from fastattn.profiler.operator_calls import OperatorCall, operator_call
 
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -9,11 +9,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from fastattn.ops import flops
-from fastattn.profiler.roofline import Work
+from fastattn.ops.flops import attention_backward_flops, attention_flops, matmul_flops
 
 LSE_BYTES = 4  # float32
+
+
+class Work(NamedTuple):
+    """What a kernel has to do at the least: floating-point operations, and bytes to and from device memory.
+
+    ``is_upper_bound``: lengths that only the device knows were taken at their largest.
+    """
+
+    flops: int
+    bytes: int
+    is_upper_bound: bool = False
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte."""
+        return self.flops / self.bytes if self.bytes else float("inf") if self.flops else 0.0
 
 
 def visible_pairs(
@@ -50,7 +66,7 @@ def attention_forward(
     """``query [.., Hq, .., D]``, ``key`` and ``value`` dense or packed; ``pairs`` over all batches and query heads."""
     out = math.prod(query[:-1])
     return Work(
-        flops.forward_matmul_flops(pairs, key[-1], value[-1]),
+        attention_flops(pairs, key[-1], value[-1]),
         (_elements(query, key, value) + out * value[-1]) * itemsize + out * LSE_BYTES + bias_bytes,
     )
 
@@ -62,7 +78,7 @@ def attention_backward(
     rows = math.prod(query[:-1])
     read_and_written = 2 * _elements(query, key, value) + 2 * rows * value[-1]
     return Work(
-        flops.backward_matmul_flops(pairs, key[-1], value[-1]),
+        attention_backward_flops(pairs, key[-1], value[-1]),
         read_and_written * itemsize + rows * LSE_BYTES + bias_bytes,
     )
 
@@ -81,7 +97,7 @@ def attention_decode(
     rows = batch * heads * num_queries
     token_bytes = kv_heads * ((head_dim + value_dim) * cache_itemsize + (8 if scales else 0))
     return Work(
-        flops.forward_matmul_flops(heads * num_queries * total_tokens, head_dim, value_dim),
+        attention_flops(heads * num_queries * total_tokens, head_dim, value_dim),
         total_tokens * token_bytes + rows * (head_dim + value_dim) * itemsize + rows * LSE_BYTES,
     )
 
@@ -94,7 +110,7 @@ def int8_matmul(
     ``columns``: of the result, where they are not ``n`` (or ``k``) but half of them, as with SwiGLU.
     """
     elements = m * (k + (n if columns is None else columns)) + extra_elements
-    return Work(2 * m * n * k, elements * itemsize + n * k + 4 * num_scales)
+    return Work(matmul_flops(m, n, k), elements * itemsize + n * k + 4 * num_scales)
 
 
 def _elements(*shapes: Sequence[int]) -> int:

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from emulator import EmulatorError, Module, allocations
 
-pytestmark = pytest.mark.quick
-
 PTX = """.version 8.0
 .target sm_80
 .address_size 64

@@ -12,8 +12,6 @@ from torch import Tensor
 from emulator import EmulatorError, TensorMap
 from emulator_tma import WAIT, build, copy_in, copy_out
 
-pytestmark = pytest.mark.quick
-
 CLUSTER_BARRIER = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
 INIT = "mbarrier.init.shared::cta.b64 [%r2], 1; fence.mbarrier_init.release.cluster;"
 

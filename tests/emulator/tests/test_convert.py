@@ -12,8 +12,6 @@ from torch import Tensor
 
 from ptx_body import evaluate, same
 
-pytestmark = pytest.mark.quick
-
 INTEGERS = {
     "u8": torch.uint8, "s8": torch.int8, "u16": torch.uint16, "s16": torch.int16,
     "u32": torch.uint32, "s32": torch.int32, "u64": torch.uint64, "s64": torch.int64,

@@ -17,7 +17,7 @@ from emulator import EmulatorError, TensorMap, cuda_runtime, launches, options
 from emulator.nvcc_compile import compile_library
 from emulator.toolkit import ROOT, nvcc, setup
 
-pytestmark = [pytest.mark.quick, pytest.mark.skipif(nvcc() is None, reason="needs nvcc")]
+pytestmark = pytest.mark.skipif(nvcc() is None, reason="needs nvcc")
 
 KIB = 1024
 SUCCESS, INVALID_VALUE, INVALID_CONFIGURATION, NO_IMAGE = 0, 1, 9, 209

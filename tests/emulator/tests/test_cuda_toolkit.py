@@ -9,7 +9,7 @@ from torch import Tensor
 from cuda_sources import ARCHS, load, needs_nvcc
 from emulator import EmulatorError
 
-pytestmark = [needs_nvcc, pytest.mark.parametrize("arch", ARCHS)]
+pytestmark = [pytest.mark.slow, needs_nvcc, pytest.mark.parametrize("arch", ARCHS)]
 
 
 def integers(*shape: int, low: int = 0, high: int = 10, seed: int = 0) -> Tensor:

@@ -40,7 +40,6 @@ def fails(module: Module, kind: str, text: str, threads: int = 64, **options: ob
 STORE = "mul.wide.u32 %rd1, %r0, {scale}; add.s64 %rd1, %rd0, %rd1;\n st.global.u32 [%rd1+{offset}], %r0;"
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("offset", "thread"), [(4, 63), (-4, 0)])
 def test_global_memory_out_of_bounds(offset: int, thread: int) -> None:
     error = fails(kernel(STORE.format(scale=4, offset=offset)), "out-of-bounds", "argument 0, float32 [64]")
@@ -49,7 +48,6 @@ def test_global_memory_out_of_bounds(offset: int, thread: int) -> None:
     kernel(STORE.format(scale=4, offset=0)).launch("k", (1,), (64,), [torch.zeros(64)])
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("instruction", ["st{}.u32 [%rd1-4], %r0;", "ld{}.u64 %rd2, [%rd1-8];"])
 @pytest.mark.parametrize("space", [".global", "", ".local", ".shared", ".param"])
 def test_just_below_address_zero(space: str, instruction: str) -> None:
@@ -62,13 +60,11 @@ def test_just_below_address_zero(space: str, instruction: str) -> None:
     assert caught.value.kind == "out-of-bounds" and "which is in" not in caught.value.message, caught.value
 
 
-@pytest.mark.quick
 def test_misaligned() -> None:
     error = fails(kernel(STORE.format(scale=2, offset=0)), "misaligned", "no multiple of its size")
     assert error.thread in ((1, 0, 0), (33, 0, 0))  # of whichever warp came first
 
 
-@pytest.mark.quick
 def test_a_copy_that_reaches_into_the_neighbour() -> None:
     """Its first byte is in one argument and its last in the other, which lies right behind."""
     body = "ld.param.u64 %rd0, [one]; mov.u32 %r1, buffer; cp.async.ca.shared.global [%r1], [%rd0], 16, {};"
@@ -86,20 +82,17 @@ def test_a_copy_that_reaches_into_the_neighbour() -> None:
 SHARED = "mov.u32 %r1, buffer; shl.b32 %r2, %r0, 2; add.s32 %r1, %r1, %r2; st.shared.u32 [%r1+{offset}], %r0;"
 
 
-@pytest.mark.quick
 def test_shared_memory_out_of_bounds() -> None:
     assert fails(kernel(SHARED.format(offset=4), shared=256), "out-of-bounds", "shared").thread == (63, 0, 0)
     kernel(SHARED.format(offset=0), shared=256).launch("k", (1,), (64,), [torch.zeros(1)])
 
 
-@pytest.mark.quick
 def test_local_memory_out_of_bounds() -> None:
     body = ".local .align 4 .b8 frame[16]; mov.u64 %rd1, frame; st.local.u32 [%rd1+{}], %r0;"
     fails(kernel(body.format(16)), "out-of-bounds", "local")
     kernel(body.format(12)).launch("k", (1,), (64,), [torch.zeros(1)])
 
 
-@pytest.mark.quick
 def test_uninitialised_shared_memory() -> None:
     """Poisoned with NaN always, and an error on request."""
     body = (
@@ -114,7 +107,6 @@ def test_uninitialised_shared_memory() -> None:
     assert out.item() == 0
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("count", "text"), [(48, "a multiple of 32"), (128, "a multiple of 32"), (0, "a multiple of 32")]
 )
@@ -123,28 +115,24 @@ def test_barrier_with_a_count_that_cannot_be(count: int, text: str) -> None:
     kernel("bar.sync 1, 64;").launch("k", (1,), (64,), [torch.zeros(1)])
 
 
-@pytest.mark.quick
 def test_barrier_with_counts_that_differ() -> None:
     body = "setp.lt.u32 %p1, %r0, 32; mov.u32 %r1, {}; mov.u32 %r2, 96; selp.b32 %r1, %r1, %r2, %p1; bar.sync 1, %r1;"
     fails(kernel(body.format(64)), "barrier", "where others have arrived", threads=96)
     kernel(body.format(96)).launch("k", (1,), (96,), [torch.zeros(1)])
 
 
-@pytest.mark.quick
 def test_barrier_that_nobody_waits_for() -> None:
     with pytest.raises(EmulatorError, match="nobody waited for"):
         kernel("setp.lt.u32 %p1, %r0, 32; @%p1 bar.arrive 2, 64;").launch("k", (1,), (64,), [torch.zeros(1)])
     kernel("bar.arrive 2, 64;").launch("k", (1,), (64,), [torch.zeros(1)])
 
 
-@pytest.mark.quick
 def test_divergent_barrier() -> None:
     body = "setp.lt.u32 %p1, %r0, {}; @%p1 bra HERE; bra.uni DONE; HERE: bar.sync 0; DONE:"
     fails(kernel(body.format(40)), "divergence", "0xff of the warp's 0xffffffff")
     kernel("bar.sync 0;").launch("k", (1,), (64,), [torch.zeros(1)])
 
 
-@pytest.mark.quick
 def test_deadlock_says_where_every_warp_is() -> None:
     body = "setp.lt.u32 %p1, %r0, 32;\n @%p1 bra HERE;\n bar.sync 1;\n bra.uni DONE;\n HERE: bar.sync 2;\n DONE:"
     error = fails(kernel(body), "deadlock", "no warp can go on")
@@ -152,7 +140,6 @@ def test_deadlock_says_where_every_warp_is() -> None:
     assert "barrier 1: 32 threads have arrived" in error.message
 
 
-@pytest.mark.quick
 def test_shuffle_that_waits_for_lanes_that_never_come() -> None:
     body = "setp.lt.u32 %p1, %r0, 8; {} shfl.sync.bfly.b32 %r1, %r0, 1, 31, 0xffffffff;"
     error = fails(kernel(body.format("@%p1")), "deadlock", "member mask", threads=32)
@@ -160,12 +147,10 @@ def test_shuffle_that_waits_for_lanes_that_never_come() -> None:
     kernel(body.format("")).launch("k", (1,), (32,), [torch.zeros(1)])
 
 
-@pytest.mark.quick
 def test_a_loop_without_an_end() -> None:
     fails(kernel("AGAIN: bra.uni AGAIN;"), "limit", "has not ended", instruction_limit=10000)
 
 
-@pytest.mark.quick
 def test_trap() -> None:
     fails(kernel("setp.eq.u32 %p1, %r0, 5; @%p1 trap;"), "trap", "thread (5, 0, 0)")
 
@@ -177,7 +162,6 @@ COPY = """cvta.to.global.u64 %rd1, %rd0; mov.u32 %r1, buffer; shl.b32 %r2, %r0, 
     ld.shared.f32 %f1, [%r1]; add.f32 %f1, %f1, 0f3F800000; st.global.f32 [%rd1], %f1;"""
 
 
-@pytest.mark.quick
 def test_a_missing_wait_shows_at_some_seed() -> None:
     expected = torch.arange(32) + 1.0
 
@@ -191,7 +175,6 @@ def test_a_missing_wait_shows_at_some_seed() -> None:
     assert all(right("cp.async.wait_group 0;", seed) for seed in range(8))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("body", "text"),
     [
@@ -210,14 +193,12 @@ def test_what_is_not_known_is_an_error(body: str, text: str) -> None:
     assert error.text == body
 
 
-@pytest.mark.quick
 def test_syntax_error_names_its_line() -> None:
     with pytest.raises(EmulatorError, match="expected ';'") as caught:
         Module(f"{HEAD}.visible .entry k()\n{{\n .reg .b32 %r<2>;\n mov.u32 %r0 %r1;\n ret;\n}}")
     assert caught.value.kind == "syntax" and caught.value.line == 7
 
 
-@pytest.mark.quick
 def test_arguments() -> None:
     module = kernel("")
     for arguments in ([], [1.5], [b"1234"]):

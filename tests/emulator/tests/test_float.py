@@ -17,8 +17,6 @@ from torch import Tensor
 
 from ptx_body import evaluate, same
 
-pytestmark = pytest.mark.quick
-
 TINY = 2.0**-126
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 from emulator import EmulatorError, Module
 from test_instructions import operand
 
-pytestmark = pytest.mark.quick
-
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 

@@ -194,21 +194,18 @@ def test_the_emulated_half_of_the_native_kernel_is_attention(tmp_path: Path) -> 
         torch.testing.assert_close(found, right, rtol=2**-6, atol=2**-7)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_each_instruction_runs_on_the_emulator(case: Case) -> None:
     results = launched(case, emulated)
     assert len(results.nan_to_num().unique() if results.dtype.is_floating_point else results.unique()) > 1
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("case", ATOMICS, ids=str)
 def test_atomics_leave_the_same_in_any_order(case: AtomicCase) -> None:
     first = cells_after(case, emulated)
     assert all(torch.equal(cells_after(case, functools.partial(emulated, seed=seed)), first) for seed in range(1, 4))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("case", MATRIX_CASES, ids=str)
 def test_products_run_on_the_emulator(case: MatrixCase) -> None:
     result = product(case, emulated).double()
@@ -229,7 +226,6 @@ def test_ptxas_takes_all_of_it(tmp_path: Path) -> None:
         static_facts.run("ptxas", f"-arch={target}", source, "-o", tmp_path / "cubin")
 
 
-@pytest.mark.quick
 def test_the_comparison_sees_differences() -> None:
     exact = torch.tensor([1.0, -2.0, torch.nan, torch.inf, 1e-40])
     check("same", exact, exact.clone(), None)
@@ -248,7 +244,6 @@ def test_the_comparison_sees_differences() -> None:
         check_sums("far", numbers + 0.2, numbers, torch.tensor([10.0, 1000.0]), 2**-7)
 
 
-@pytest.mark.quick
 def test_launches_through_the_drivers_functions(fake: tuple[Driver, FakeDriver]) -> None:
     driver, library = fake
     for case in (CASES[0], next(case for case in CASES if case.name.startswith("ldmatrix"))):
@@ -266,7 +261,6 @@ STRUCT = """.version 8.0\n.target sm_80\n.address_size 64
 }"""
 
 
-@pytest.mark.quick
 def test_structs_and_strides(fake: tuple[Driver, FakeDriver]) -> None:
     """Pointers in structs become those of the copies, and a copy has the gaps of its tensor."""
     driver, _ = fake
@@ -276,7 +270,6 @@ def test_structs_and_strides(fake: tuple[Driver, FakeDriver]) -> None:
     assert out.tolist() == [43] * 8
 
 
-@pytest.mark.quick
 def test_errors_say_what_the_driver_says(fake: tuple[Driver, FakeDriver]) -> None:
     with pytest.raises(
         RuntimeError, match=r"cuModuleLoadDataEx: a PTX JIT compilation failed \(218\)\nline 1: nonsense"

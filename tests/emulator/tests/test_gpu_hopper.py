@@ -106,7 +106,6 @@ def test_tensor_copies(dtype: torch.dtype, swizzle: str, at: tuple[int, int]) ->
 # --- What can be known of these tests without a GPU -------------------------------------------------------------------
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("dtype", "swizzle", "at"), COPIES[::5])
 def test_maps_through_the_drivers_function(
     dtype: torch.dtype, swizzle: str, at: tuple[int, int], fake: tuple[Driver, FakeDriver]
@@ -116,7 +115,6 @@ def test_maps_through_the_drivers_function(
     assert len(got.unique()) > 16
 
 
-@pytest.mark.quick
 def test_products_through_the_drivers_functions(
     fake: tuple[Driver, FakeDriver], monkeypatch: pytest.MonkeyPatch
 ) -> None:

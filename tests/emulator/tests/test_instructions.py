@@ -10,8 +10,6 @@ from torch import Tensor
 
 from ptx_body import run
 
-pytestmark = pytest.mark.quick
-
 
 def unary(instruction: str, source: Tensor) -> Tensor:
     """``instruction`` has %r2 or %f2 as its result and %r1 or %f1 as its source, 4 bytes each."""

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ptx_body import evaluate
 
-pytestmark = pytest.mark.quick
-
 DTYPES = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 

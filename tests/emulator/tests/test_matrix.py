@@ -14,8 +14,6 @@ from torch import Tensor
 from emulator import EmulatorError
 from ptx_body import run
 
-pytestmark = pytest.mark.quick
-
 Place = Callable[[int, int], tuple[int, int]]  # (lane, element) to (row, column)
 BITS = {"f16": 16, "f32": 32, "f64": 64, "s32": 32, "s8": 8, "u8": 8, "s4": 4, "u4": 4, "b1": 1}
 DTYPES = {"f16": torch.float16, "f32": torch.float32, "f64": torch.float64}

@@ -7,7 +7,6 @@ import torch
 
 from emulator import EmulatorError, Module
 
-pytestmark = pytest.mark.quick
 SEEDS = range(8)
 
 

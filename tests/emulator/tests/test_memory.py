@@ -10,8 +10,6 @@ from torch import Tensor
 from emulator import EmulatorError, Module
 from ptx_body import evaluate, run
 
-pytestmark = pytest.mark.quick
-
 LOADS = [
     "ld.volatile.global.b32", "ld.relaxed.cta.global.b32", "ld.relaxed.gpu.global.b32", "ld.acquire.sys.global.b32",
     "ld.relaxed.sys.b32", "ld.mmio.relaxed.sys.global.b32", "ld.weak.global.cv.b32", "ld.global.nc.b32",

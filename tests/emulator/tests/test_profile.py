@@ -12,8 +12,6 @@ import pytest
 
 from emulator import nvcc_compile, static_facts
 
-pytestmark = pytest.mark.quick
-
 with_tools = pytest.mark.skipif(not static_facts.has_tools(), reason="needs ptxas, cuobjdump and nvdisasm")
 
 PTX = """.version 8.0

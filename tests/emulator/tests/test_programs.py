@@ -11,14 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from emulator import Module
-
-pytestmark = pytest.mark.quick
 
 REGISTERS = 6  # of each kind
 U32, S32 = np.uint32, np.int32

@@ -98,19 +98,16 @@ CASES = {
 }
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("case", "filling"), fillings(CASES, "wrong"))
 def test_a_missing_edge_is_found_at_every_seed(case: Case, filling: tuple[str, ...]) -> None:
     case.check_wrong(filling, "race", "is not ordered with")
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("case", "filling"), fillings(CASES, "unfenced"))
 def test_a_missing_fence_between_proxies_is_found_at_every_seed(case: Case, filling: tuple[str, ...]) -> None:
     case.check_wrong(filling, "proxy", r"without a fence\.proxy\.async between")
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("case", "filling"), fillings(CASES, "right"))
 def test_an_edge_orders_accesses(case: Case, filling: tuple[str, ...]) -> None:
     case.check(filling)
@@ -130,7 +127,6 @@ LEFT_UNDER_WAY = {
 }
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", LEFT_UNDER_WAY)
 def test_nothing_outlasts_the_cta_whose_memory_it_touches(name: str) -> None:
     """Found at every seed, whether it is over by chance or not."""
@@ -179,7 +175,6 @@ WGMMA = """
 WAIT_ALL = "wgmma.wait_group.sync.aligned 0; bar.sync 0;"
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("before", "after", "kind"),
     [
@@ -226,7 +221,6 @@ LAST:
 END: ret;"""
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("wait", "kind"),
     [

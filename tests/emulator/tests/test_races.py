@@ -225,19 +225,16 @@ CASES = {
 }
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("case", "filling"), fillings(CASES, "wrong"))
 def test_a_missing_edge_is_found_at_every_seed(case: Case, filling: tuple[str, ...]) -> None:
     case.check_wrong(filling, "race", "is not ordered with")
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("case", "filling"), fillings(CASES, "right"))
 def test_an_edge_orders_accesses(case: Case, filling: tuple[str, ...]) -> None:
     case.check(filling)
 
 
-@pytest.mark.quick
 def test_both_accesses_are_named() -> None:
     out = torch.zeros(64, dtype=torch.int32)
     place = "mul.wide.u32 %rd1, %cta, 128; add.u64 %rd1, %rd1, %w;"
@@ -255,7 +252,6 @@ def test_both_accesses_are_named() -> None:
     kernel(body.replace("$", "0")).launch("k", (2,), (32,), [out])
 
 
-@pytest.mark.quick
 def test_stores_of_the_same_value() -> None:
     """They are races, but for compilers that have several warps store what they all hold; even then only by the same
     instruction, and if the value is the same.
@@ -272,7 +268,6 @@ def test_stores_of_the_same_value() -> None:
                 kernel(body).launch("k", (1,), (64,), [None], seed=seed, replicated_stores=True)
 
 
-@pytest.mark.quick
 def test_detection_follows_checks() -> None:
     module = kernel("st.shared.u32 [%buffer], %tid;")
     module.launch("k", (1,), (64,), [None], checks=False)

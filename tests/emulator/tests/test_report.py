@@ -7,8 +7,6 @@ import torch
 
 from emulator import InstructionCounts, Module, Report, launches
 
-pytestmark = pytest.mark.quick
-
 PTX = """.version 8.0
 .target sm_80
 .address_size 64

@@ -7,8 +7,6 @@ import pytest
 from emulator import static_facts
 from emulator.static_facts import LOCAL_MEMORY, KernelFacts, full_opcode, loops, mix, opcode, sass_class
 
-pytestmark = pytest.mark.quick
-
 with_tools = pytest.mark.skipif(not static_facts.has_tools(), reason="needs ptxas, cuobjdump and nvdisasm")
 
 

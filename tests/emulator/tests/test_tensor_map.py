@@ -12,8 +12,6 @@ import torch
 from emulator import EmulatorError, TensorMap
 from emulator_tma import WAIT, build, copy_out
 
-pytestmark = pytest.mark.quick
-
 ROWS = torch.arange(80 * 64, dtype=torch.int16).view(torch.float16).view(80, 64)
 MATRIX = ROWS[:64]
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from emulator import TensorMap
 from emulator_tma import WAIT, build, copy_in, copy_out
 
-pytestmark = pytest.mark.quick
-
 SWIZZLES = ["none", "32B", "64B", "128B"]
 BYTES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

@@ -8,8 +8,6 @@ import torch
 from emulator import EmulatorError
 from ptx_body import evaluate, run
 
-pytestmark = pytest.mark.quick
-
 LANES = torch.arange(32, dtype=torch.int32)
 
 

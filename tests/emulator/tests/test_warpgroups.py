@@ -7,8 +7,6 @@ import torch
 
 from emulator import EmulatorError, Module, Report
 
-pytestmark = pytest.mark.quick
-
 
 def module(body: str, directives: str = "", shared: int = 1024) -> Module:
     """``%r0`` is the thread's index, ``%rd0`` the argument, ``%r1`` the address of shared memory."""

@@ -11,8 +11,6 @@ from torch import Tensor
 from emulator import EmulatorError, Module
 from emulator_wgmma import DTYPES, WIDTHS, Form, Layout, kernel, run
 
-pytestmark = pytest.mark.quick
-
 FP8 = ("e4m3", "e5m2")
 INT8 = ("s8", "u8")
 

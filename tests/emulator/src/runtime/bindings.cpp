@@ -72,6 +72,7 @@ void bind_runtime(py::module_& m) {
     part.def("attribute_calls", [] { return attribute_calls.load(); });
     part.def("set_options", &set_options_of);
     part.def("listen", &listen);
+    part.def("set_runs_of_a_launch", &set_runs_of_a_launch);
     part.def("replace_in_ptx", &replace_in_ptx);
     part.def("raise_fault_told_in", [](const std::string& message) {
         if (const std::optional<Fault> fault = fault_told_in(message)) throw *fault;

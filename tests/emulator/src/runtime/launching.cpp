@@ -10,6 +10,7 @@ namespace {
 
 std::mutex mutex;
 Options current_options;
+int current_runs = 1;
 std::function<void(const Launched&)> current_listener;
 
 GlobalMemory memory_of(const LoadedModule& module, const uint64_t& workspace, bool tracked) {
@@ -81,6 +82,11 @@ void set_options(const Options& options) {
     current_options = options;
 }
 
+void set_runs_of_a_launch(int runs) {
+    const std::lock_guard lock(mutex);
+    current_runs = runs;
+}
+
 void set_listener(std::function<void(const Launched&)> listener) {
     const std::lock_guard lock(mutex);
     current_listener = std::move(listener);
@@ -126,14 +132,17 @@ cudaError_t launch(const Kernel& kernel, const Request& request) try {
     launch.workers = options.workers;
     if (request.is_cooperative) launch.grid_workspace = reinterpret_cast<uint64_t>(&workspace);
     check_launch(device.most_shared_bytes, launch);
-    const Report report = run_launch(launch);
-
     std::function<void(const Launched&)> listener;
+    int runs;
     {
         const std::lock_guard lock(mutex);
         listener = current_listener;
+        runs = current_runs;
     }
-    if (listener) listener({code->program, code->text, launch, report});
+    for (int run = 0; run < runs; ++run) {
+        const Report report = run_launch(launch);
+        if (listener) listener({code->program, code->text, launch, report});
+    }
     return cudaSuccess;
 } catch (const Fault& fault) {
     return fail(fault);

@@ -21,6 +21,10 @@ struct Options {
 Options options();
 void set_options(const Options& options);
 
+// How often each launch that follows runs, with the same arguments and in the same memory: as a CUDA graph that holds it
+// is replayed. The listener hears of each run.
+void set_runs_of_a_launch(int runs);
+
 struct Launched {
     const Program& program;
     const PtxText& text;

@@ -8,42 +8,42 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-Plan = TypeVar("Plan")
+Checked = TypeVar("Checked")
 
-_KEPT = 4096  # a server that sees ever new lengths must not grow for ever
+_MOST_KEPT = 4096  # a server that sees ever new lengths must not grow for ever
 
 
-class Plans(Generic[Plan]):
-    """Keeps what ``make(tensors, options)`` returned, by everything of the arguments that the host knows.
+class CheckedOnce(Generic[Checked]):
+    """Keeps what ``check(tensors, options)`` returned, by everything of the arguments that the host knows.
 
-    ``make`` checks the arguments and raises where they are wrong; an error is not kept. Under ``torch.compile`` it is
+    ``check`` raises where the arguments are wrong; an error is not kept. Under ``torch.compile`` it is
     traced each time: there the compiled graph is what keeps the result.
     """
 
-    def __init__(self, make: Callable[[Any, Any], Plan]) -> None:
-        self._make = make
-        self._kept: dict[Any, Plan] = {}
+    def __init__(self, check: Callable[[Any, Any], Checked]) -> None:
+        self._check = check
+        self._kept: dict[Any, Checked] = {}
 
-    def get(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Plan:
-        """The plan for these arguments."""
+    def get(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Checked:
+        """What ``check`` says of these arguments."""
         if torch.compiler.is_compiling():
-            return self._make(tensors, options)
+            return self._check(tensors, options)
         # The options' types too: 0 equals False, and is not one.
         signature = (*map(_signature, tensors), options, *map(type, options), torch.is_grad_enabled())
         try:
             found = self._kept.get(signature)
         except TypeError:  # an option that cannot be hashed is a wrong one: the checks say what is wrong with it
-            return self._make(tensors, options)
+            return self._check(tensors, options)
         if found is None:
-            found = self._make(tensors, options)
-            if len(self._kept) >= _KEPT:
+            found = self._check(tensors, options)
+            if len(self._kept) >= _MOST_KEPT:
                 self._kept.clear()
             self._kept[signature] = found
         return found
 
 
 def _signature(tensor: Any) -> Any:
-    """What a plan depends on; the type too, since subclasses go to PyTorch. Of what is no tensor, the type alone."""
+    """What a check looks at; the type too, since subclasses go to PyTorch. Of what is no tensor, the type alone."""
     if tensor is None:
         return None
     if not isinstance(tensor, Tensor):

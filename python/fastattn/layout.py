@@ -73,16 +73,6 @@ class SharedCopies:
         return made
 
 
-def padded(tensor: Tensor, head_dim: int) -> Tensor:
-    """``[B, H, S, D]`` or ``[total, H, D]`` with zeros behind its last dimension, in the same order in memory."""
-    padding = (0, head_dim - tensor.shape[-1])
-    if padding[1] == 0:
-        return tensor
-    if tensor.dim() == 4 and tensor.stride(1) < tensor.stride(2):
-        return F.pad(tensor.transpose(1, 2), padding).transpose(1, 2)
-    return F.pad(tensor, padding)
-
-
 def empty_like_heads(like: Tensor, last_dim: int) -> Tensor:
     """An empty ``[B, H, S, last_dim]`` in the dimension order of ``like [B, H, S, D]``.
 

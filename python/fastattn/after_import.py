@@ -1,0 +1,53 @@
+"""Calling back when somebody else imports a module: what only that module needs is then not paid for before."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_waiting: dict[str, list[Callable[[], None]]] = {}
+
+
+def after_import(module: str, then: Callable[[], None]) -> None:
+    """Call ``then`` as soon as ``module`` has been imported: now, if it has been already.
+
+    Nothing holds on to an import that fails: ``then`` waits for the next.
+    """
+    if module in sys.modules:
+        then()
+        return
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    _waiting.setdefault(module, []).append(then)
+
+
+class _Finder(MetaPathFinder):
+    """Finds nothing itself: it has the other finders find a module, and adds to what its loader does."""
+
+    def __init__(self) -> None:
+        self._asking: set[str] = set()
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname not in _waiting or fullname in self._asking:
+            return None
+        self._asking.add(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asking.discard(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            for then in _waiting.pop(fullname, ()):
+                then()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

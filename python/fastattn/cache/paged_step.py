@@ -1,0 +1,273 @@
+"""New tokens of some sequences of a ``PagedKVCache``: what its ``step`` and ``chunk`` return."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fastattn.cache.pages import Reservation
+from fastattn.cache.protocol import AttendOptions, StepCache
+from fastattn.checks import (
+    FLOATING,
+    check_bool,
+    check_dtype,
+    check_int,
+    check_rank,
+    check_shape,
+    check_tensor,
+    expect,
+)
+from fastattn.dispatch.thread_state import Explained, explaining, is_explaining
+from fastattn.errors import InputError
+from fastattn.functional.attention import attention_varlen
+from fastattn.functional.autocast import autocast_dtype, autocast_to
+from fastattn.functional.kv_cache_attention import attention_with_kv_cache
+from fastattn.rotary import rotary
+
+if TYPE_CHECKING:
+    from fastattn.cache.paged import PagedKVCache
+
+
+@dataclass(frozen=True, eq=False)
+class _NewTokens(StepCache):
+    """What steps and chunks have in common.
+
+    The tokens count (``PagedKVCache.length``) once every layer has stored them; until then the sequences are what they
+    were. Layers come in any order, and each may come again: it then writes its tokens again. As soon as one of the
+    sequences gets another step or is forked, truncated or freed, this one is refused with ``InputError``, and tokens
+    of it that do not count yet never will. The pages that it has reserved are then free again, and also when nobody
+    holds it any more.
+
+    Attributes:
+        cache: whose step it is.
+        sequences: which of its sequences get tokens.
+        block_table: int32 ``[B, max_pages]``, filled up with -1.
+    """
+
+    cache: PagedKVCache
+    sequences: tuple[int, ...]
+    block_table: Tensor
+    reservation: Reservation = field(repr=False)
+
+    def __post_init__(self) -> None:
+        self.reservation.holder = weakref.ref(self)
+
+    def lengths(self) -> list[int]:
+        """How many tokens each sequence has in every layer: the host knows."""
+        return [self.cache.length(sequence) for sequence in self.sequences]
+
+    def commit(self) -> None:
+        """Count the tokens now: a replayed CUDA graph, or a kernel of one's own, has stored them, not ``attend``."""
+        self.reservation.check_current()
+        self.reservation.mark_all_stored()
+
+    def cancel(self) -> None:
+        """Free the pages that are reserved for the tokens; without effect once the tokens count."""
+        self.cache._pool.cancel(self.reservation)
+
+    def _check_num_new(self, name: str, expected: int, came: int) -> None:
+        kind = "chunk" if isinstance(self, PagedChunk) else "step"
+        expect(came == expected, name, f"the {kind}'s {expected} new tokens", came)
+
+
+@dataclass(frozen=True, eq=False)
+class PagedStep(_NewTokens):
+    """As many new tokens of each of some sequences; batch row ``i`` is ``sequences[i]``.
+
+    Attributes:
+        num_new: the tokens that each sequence gets.
+        cache_seqlens: int32 ``[B]``, the lengths before this step.
+    """
+
+    num_new: int
+    cache_seqlens: Tensor
+
+    @property
+    def batch(self) -> int:
+        return len(self.sequences)
+
+    def positions(self, num_new: int) -> Tensor:
+        """int64 ``[batch, num_new]``: where the step's new tokens stand in their sequences."""
+        self._check_num_new("num_new", self.num_new, num_new)
+        return self.cache_seqlens.long()[:, None] + torch.arange(num_new, device=self.cache_seqlens.device)
+
+    def _attend(
+        self, layer: int, query: Tensor, k_new: Tensor, v_new: Tensor, return_lse: bool, options: AttendOptions
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        self.reservation.check_current()
+        arguments = self.cache.arguments(layer)
+        check_tensor("query", query)
+        check_tensor("k_new", k_new)
+        check_tensor("v_new", v_new)
+        check_shape("query", query, (self.batch, *query.shape[1:]), "[batch, Hq, Sq, D]")
+        check_rank("k_new", k_new, "[B, Hkv, S_new, D]")
+        self._check_num_new("k_new", self.num_new, k_new.shape[2])
+        result = attention_with_kv_cache(
+            query,
+            cache_seqlens=self.cache_seqlens,
+            block_table=self.block_table,
+            k_new=k_new,
+            v_new=v_new,
+            return_lse=return_lse,
+            **arguments,
+            **options,
+        )
+        self.reservation.stored[layer] = True
+        return result
+
+
+@dataclass(frozen=True, eq=False)
+class PagedChunk(_NewTokens):
+    """New tokens of some sequences, so many of each as one likes, packed one sequence after the other.
+
+    Its ``attend`` takes them as one row, ``[1, H, total_new, D]``, or as ``attention_varlen`` does, ``[total_new, H,
+    D]``, and returns what it computes in the same form. As many queries as new tokens: they stand where those do.
+
+    Attributes:
+        cu_seqlens_q: int32 ``[B + 1]``, offsets of the new tokens; cu_seqlens_k: of all tokens of the sequences.
+        max_seqlen_q, max_seqlen_k: the largest numbers of each.
+        page, row, position: int32 ``[total_new]``, where each new token lies, and where it stands in its sequence.
+        num_positions: one more than the largest ``position``.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    page: Tensor
+    row: Tensor
+    position: Tensor
+    num_positions: int
+
+    @property
+    def batch(self) -> int:
+        """One: the row that holds the tokens of all sequences."""
+        return 1
+
+    def positions(self, num_new: int) -> Tensor:
+        """int64 ``[1, total_new]``: where the chunk's new tokens stand in their sequences."""
+        self._check_num_new("num_new", len(self.position), num_new)
+        return self.position.long()[None]
+
+    def arguments(self) -> dict[str, Any]:
+        """What ``attention_varlen`` needs besides the query and the pools."""
+        names = ("block_table", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        return {name: getattr(self, name) for name in names}
+
+    def store(self, layer: int, k_new: Tensor, v_new: Tensor) -> None:
+        """Write the new tokens, ``[total_new, Hkv, D]`` and ``[total_new, Hkv, Dv]``, to the pages of a layer.
+
+        The first half of ``attend``; the other is ``attention_varlen(query, *cache.pools(layer), causal=True,
+        **chunk.arguments())``.
+        """
+        self.reservation.check_current()
+        self._check_new(layer, k_new, v_new)
+        self._write(layer, k_new, v_new)
+        self.reservation.stored[layer] = True
+
+    def _attend(
+        self, layer: int, query: Tensor, k_new: Tensor, v_new: Tensor, return_lse: bool, options: AttendOptions
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        self.reservation.check_current()
+        check_tensor("query", query)
+        is_row = query.dim() == 4
+        query, k_new, v_new = (
+            self._packed(name, tensor, is_row)
+            for name, tensor in (("query", query), ("k_new", k_new), ("v_new", v_new))
+        )
+        cast = autocast_dtype(query.device.type)
+        if cast is not None:
+            query, k_new, v_new = (autocast_to(cast, tensor) for tensor in (query, k_new, v_new))
+        num_splits = options.get("num_splits", 0)
+        check_int("num_splits", num_splits)
+        expect(num_splits == 0, "num_splits", "0, since the keys of a chunk are not split", num_splits)
+        check_bool("batch_invariant", options.get("batch_invariant", False))  # as its attention always is
+        self._check_new(layer, k_new, v_new)
+        query, k_new = self._rotated(query, k_new, options)
+        key, value = self.cache.pools(layer)
+        arguments = {
+            **self.arguments(),
+            **{name: option for name, option in options.items() if name in _OF_ATTENTION_VARLEN},
+            "causal": options.get("causal", True),
+            "return_lse": return_lse,
+        }
+        _check_call(query, key, value, arguments)
+        self._write(layer, k_new, v_new)
+        result = attention_varlen(query, key, value, **arguments)
+        self.reservation.stored[layer] = True
+        if not is_row:
+            return result
+        if isinstance(result, Tensor):
+            return result.transpose(0, 1)[None]
+        out, lse = result
+        return out.transpose(0, 1)[None], lse[None]
+
+    def _packed(self, name: str, tensor: Tensor, is_row: bool) -> Tensor:
+        """``[total_new, H, D]``, whichever form it came in."""
+        check_tensor(name, tensor)
+        check_rank(name, tensor, "[1, H, total_new, D]" if is_row else "[total_new, H, D]")
+        if is_row:
+            check_shape(name, tensor, (1, *tensor.shape[1:]), "[1, H, total_new, D]")
+            tensor = tensor[0].transpose(0, 1)
+        self._check_num_new(name, len(self.position), tensor.shape[0])
+        return tensor
+
+    def _check_new(self, layer: int, k_new: Tensor, v_new: Tensor) -> None:
+        for name, new, pool in zip(("k_new", "v_new"), (k_new, v_new), self.cache.pools(layer), strict=True):
+            check_tensor(name, new)
+            check_shape(name, new, (len(self.position), pool.shape[1], pool.shape[3]), "[total_new, Hkv, D]")
+            check_dtype(name, new, (pool.dtype,))
+            expect(new.device == pool.device, name, f"a tensor on {pool.device}, as the cache is", new.device)
+            needs_grad = torch.is_grad_enabled() and new.requires_grad
+            expect(not needs_grad, name, "a tensor that needs no gradient: a cache keeps none", "requires_grad=True")
+
+    def _write(self, layer: int, k_new: Tensor, v_new: Tensor) -> None:
+        for new, pool in zip((k_new, v_new), self.cache.pools(layer), strict=True):
+            pool[self.page.long(), :, self.row.long()] = new
+
+    def _rotated(self, query: Tensor, k_new: Tensor, options: AttendOptions) -> tuple[Tensor, Tensor]:
+        """Query and new keys, turned by their positions (RoPE) if the options ask for it."""
+        cos, sin = options.get("rotary_cos"), options.get("rotary_sin")
+        interleaved = options.get("rotary_interleaved", False)
+        check_bool("rotary_interleaved", interleaved)
+        if cos is None and sin is None:
+            return query, k_new
+        check_tensor("rotary_cos", cos, optional=True)
+        check_tensor("rotary_sin", sin, optional=True)
+        if cos is None or sin is None:
+            missing, other = ("rotary_cos", "rotary_sin") if cos is None else ("rotary_sin", "rotary_cos")
+            raise InputError(f"{missing}: expected a tensor, as {other} is one, got None")
+        check_rank("rotary_cos", cos, "[positions, rotary_dim / 2]")
+        check_dtype("rotary_cos", cos, FLOATING)
+        check_dtype("rotary_sin", sin, (cos.dtype,))
+        check_shape("rotary_sin", sin, cos.shape, "of rotary_cos")
+        half = self.cache.layout.head_dim // 2
+        expect(cos.shape[1] <= half, "rotary_cos", f"rotary_dim / 2 <= {half}, half the head dim", cos.shape[1])
+        expect(cos.shape[0] >= self.num_positions, "rotary_cos", f"{self.num_positions} positions", cos.shape[0])
+        position = self.position.long()
+        angles = cos[position][None], sin[position][None]
+
+        def turned(x: Tensor) -> Tensor:
+            return rotary(x.transpose(0, 1)[None], *angles, interleaved)[0].transpose(0, 1)
+
+        return turned(query), turned(k_new)
+
+
+_OF_ATTENTION_VARLEN = frozenset(("window", "softcap", "alibi_slopes", "sinks", "scale"))
+
+
+def _check_call(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> None:
+    """Raise what ``attention_varlen`` would raise, or the explanation that is asked for, before anything is stored."""
+    if torch.compiler.is_compiling():
+        return  # what raises then has run nothing
+    is_asked_for = is_explaining()
+    try:
+        with explaining():
+            attention_varlen(query, key, value, **arguments)
+    except Explained:
+        if is_asked_for:
+            raise

@@ -1,0 +1,273 @@
+"""Whose each page of a pool is: bookkeeping on the host alone, without a tensor.
+
+A page is in one of three states: free; reserved for the tokens of a step that is under way; or held by as many
+sequences as it has references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fastattn.checks import check_int, expect
+from fastattn.errors import CacheFull, InputError
+
+
+@dataclass(eq=False)
+class PageList:
+    """A sequence: ``pages`` hold its ``length`` tokens, in order, the last of them maybe not full."""
+
+    length: int = 0
+    pages: list[int] = field(default_factory=list)
+    latest: Reservation | None = None  # of its newest step, for as long as that step may write
+
+
+@dataclass(eq=False)
+class Reservation:
+    """The pages that one step is about to fill, and how far it has come.
+
+    A step under ``torch.compile`` reads and writes nothing but ``refusal`` and ``stored``: a graph that depended on the
+    lists of the pool would be good for one step only.
+
+    Attributes:
+        num_new, pages: of each of ``sequences``, how many tokens it gets and which pages, beyond those that it has.
+        stored: the layers that have the tokens.
+        refusal: why the step may not write any more, or None.
+        is_open: whether the tokens do not count yet, and the pages are reserved.
+        holder: gives the step, or None when nobody has it any more.
+    """
+
+    sequences: list[PageList]
+    num_new: list[int]
+    pages: list[list[int]]
+    stored: list[bool]
+    refusal: str | None = None
+    is_open: bool = True
+    holder: Callable[[], object | None] = object
+
+    def check_current(self) -> None:
+        """Raises InputError where the step's pages may be somebody else's by now."""
+        if self.refusal is not None:
+            raise InputError(f"step: expected one whose sequences nothing else has changed, got one and {self.refusal}")
+
+    def mark_all_stored(self) -> None:
+        self.stored[:] = [True] * len(self.stored)
+
+
+class PageCopy(NamedTuple):
+    """Copy-on-write: ``sequence`` is to hold ``target``, a copy of ``source``, in the place of its last page."""
+
+    sequence: PageList
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step comes to, before anything has changed.
+
+    Attributes:
+        names, sequences, num_new: whose step it is, and how many tokens each gets.
+        pages: the pages that each gets.
+        copies: what to copy before ``PagePool.reserve``.
+        superseded: steps under way of these sequences, which this one ends.
+        copies_take_reserved: whether a target of ``copies`` is a page that a superseded step has reserved.
+    """
+
+    names: list[int]
+    sequences: list[PageList]
+    num_new: list[int]
+    pages: list[list[int]]
+    copies: list[PageCopy]
+    superseded: list[Reservation]
+    copies_take_reserved: bool
+
+    def tables(self) -> list[list[int]]:
+        """All pages of each sequence, once the step is reserved."""
+        last = {id(copy.sequence): [copy.target] for copy in self.copies}
+        held = [s.pages[:-1] + last[id(s)] if id(s) in last else s.pages for s in self.sequences]
+        return [old + new for old, new in zip(held, self.pages, strict=True)]
+
+
+class PagePool:
+    """Sequences and the pages that they hold. What raises has changed nothing."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages, self.page_size = num_pages, page_size
+        self.references = [0] * num_pages
+        self.free_pages = list(range(num_pages - 1, -1, -1))  # a stack: the page that was freed last is taken first
+        self.sequences: dict[int, PageList] = {}
+        self._open: list[Reservation] = []
+        self._next_name = 0
+
+    def find(self, name: int) -> PageList:
+        check_int("sequence", name)
+        found = self.sequences.get(name)
+        if found is None:
+            raise InputError(f"sequence: expected one of {list(self.sequences)}, got {name}")
+        return found
+
+    def settle(self) -> None:
+        """Count the tokens that every layer has by now, and free what abandoned steps have reserved.
+
+        Everything here begins with it, so that ``attend`` itself, which may be compiled, need not.
+        """
+        for reservation in list(self._open):
+            if all(reservation.stored):
+                self._count(reservation)
+            elif reservation.holder() is None:
+                self._release(reservation, "nobody held it any more")
+
+    def add(self) -> int:
+        return self._name(PageList())
+
+    def fork(self, name: int, length: int | None) -> int:
+        self.settle()
+        parent = self.find(name)
+        length = self._checked_length(name, parent.length if length is None else length)
+        self._end_step(parent, f"sequence {name} was forked")
+        pages = parent.pages[: self._pages_for(length)]
+        for page in pages:
+            self.references[page] += 1
+        return self._name(PageList(length, pages))
+
+    def truncate(self, name: int, length: int) -> None:
+        self.settle()
+        length = self._checked_length(name, length)
+        self._end_step(self.find(name), f"sequence {name} was truncated")
+        self._cut(self.find(name), length)
+
+    def free(self, name: int) -> None:
+        self.settle()
+        sequence = self.find(name)
+        self._end_step(sequence, f"sequence {name} was freed")
+        self._cut(sequence, 0)
+        del self.sequences[name]
+
+    def plan(self, names: Sequence[int], num_new: Sequence[int]) -> Plan:
+        """Which pages a step takes: ``num_new[i]`` more tokens of ``names[i]``. Raises CacheFull, InputError."""
+        self.settle()
+        sequences = [self.find(name) for name in names]
+        expect(len(set(names)) == len(sequences), "sequences", "each sequence once", list(names))
+        writers = [s for s, count in zip(sequences, num_new, strict=True) if count]
+        to_copy = self._sharing_their_last_page(writers)
+        additional = [self._pages_for(s.length + n) - len(s.pages) for s, n in zip(sequences, num_new, strict=True)]
+        needed = len(to_copy) + sum(additional)
+
+        of_these = (s.latest for s in sequences if s.latest is not None and s.latest.is_open)
+        superseded = list({id(reservation): reservation for reservation in of_these}.values())
+        reserved: list[int] = []
+        for reservation in superseded:
+            reserved[:0] = _pages_of(reservation)
+        available = reserved + self.free_pages if superseded else self.free_pages
+        if needed > len(available):
+            raise CacheFull(
+                f"PagedKVCache: {len(sequences)} sequences need {needed} more pages of {self.page_size} tokens, and "
+                f"{len(available)} of {self.num_pages} are free; free or truncate a sequence"
+            )
+        taken = available[len(available) - needed :]
+        # Copies come first, and hence from free pages where there are enough.
+        copies = [PageCopy(s, s.pages[-1], taken.pop()) for s in to_copy]
+        pages = [[taken.pop() for _ in range(count)] for count in additional]
+        copies_take_reserved = len(copies) > len(self.free_pages)
+        return Plan(list(names), sequences, list(num_new), pages, copies, superseded, copies_take_reserved)
+
+    def end_superseded(self, plan: Plan) -> None:
+        """End the steps whose sequences get another one."""
+        names = {id(s): name for s, name in zip(plan.sequences, plan.names, strict=True)}
+        for reservation in plan.superseded:
+            if reservation.is_open:
+                again = next(names[id(s)] for s in reservation.sequences if id(s) in names)
+                self._release(reservation, f"sequence {again} has had another step")
+
+    def reserve(self, plan: Plan, num_layers: int) -> Reservation:
+        """Take a plan's pages; the copies have been made."""
+        self.end_superseded(plan)
+        for name, sequence in zip(plan.names, plan.sequences, strict=True):
+            self._end_step(sequence, f"sequence {name} has had another step")
+        needed = len(plan.copies) + sum(map(len, plan.pages))
+        del self.free_pages[len(self.free_pages) - needed :]  # just those: see plan
+        for sequence, source, target in plan.copies:
+            self.references[source] -= 1
+            self.references[target] = 1
+            sequence.pages[-1] = target
+        reservation = Reservation(plan.sequences, plan.num_new, plan.pages, [False] * num_layers)
+        for sequence in plan.sequences:
+            sequence.latest = reservation
+        self._open.append(reservation)
+        return reservation
+
+    def cancel(self, reservation: Reservation) -> None:
+        """Free what a step has reserved, unless its tokens count already."""
+        self.settle()
+        if reservation.is_open:
+            self._release(reservation, "it was cancelled")
+
+    def _count(self, reservation: Reservation) -> None:
+        self._close(reservation)
+        for sequence, num_new, pages in zip(reservation.sequences, reservation.num_new, reservation.pages, strict=True):
+            for page in pages:
+                self.references[page] = 1
+            sequence.pages += pages
+            sequence.length += num_new
+
+    def _release(self, reservation: Reservation, reason: str) -> None:
+        self._close(reservation)
+        reservation.refusal = reason
+        # To the bottom of the stack, where ``plan`` expects those of a superseded step.
+        self.free_pages[:0] = _pages_of(reservation)
+
+    def _close(self, reservation: Reservation) -> None:
+        reservation.is_open = False
+        self._open = [other for other in self._open if other is not reservation]
+
+    def _end_step(self, sequence: PageList, reason: str) -> None:
+        """The sequence changes: the step that it was part of may not write any more."""
+        reservation = sequence.latest
+        if reservation is None:
+            return
+        if reservation.is_open:
+            self._release(reservation, reason)
+        elif reservation.refusal is None:
+            reservation.refusal = reason
+        sequence.latest = None
+
+    def _cut(self, sequence: PageList, length: int) -> None:
+        kept = self._pages_for(length)
+        for page in reversed(sequence.pages[kept:]):
+            self.references[page] -= 1
+            if self.references[page] == 0:
+                self.free_pages.append(page)
+        del sequence.pages[kept:]
+        sequence.length = length
+
+    def _checked_length(self, name: int, length: int) -> int:
+        has = self.find(name).length
+        check_int("length", length, minimum=0)
+        expect(length <= has, "length", f"at most the {has} tokens of sequence {name}", length)
+        return length
+
+    def _name(self, sequence: PageList) -> int:
+        name, self._next_name = self._next_name, self._next_name + 1
+        self.sequences[name] = sequence
+        return name
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def _sharing_their_last_page(self, writers: list[PageList]) -> list[PageList]:
+        """Whose last page is not full and also somebody else's; the last writer of a page keeps it."""
+        leaving: dict[int, int] = {}
+        copiers = []
+        for sequence in writers:
+            if sequence.length % self.page_size:
+                page = sequence.pages[-1]
+                if self.references[page] - leaving.get(page, 0) > 1:
+                    leaving[page] = leaving.get(page, 0) + 1
+                    copiers.append(sequence)
+        return copiers
+
+
+def _pages_of(reservation: Reservation) -> list[int]:
+    return [page for pages in reservation.pages for page in pages]

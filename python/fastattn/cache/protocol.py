@@ -1,0 +1,141 @@
+"""What a model's layers see of a key-value cache, whichever cache it is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Literal, TypedDict, overload
+
+from torch import Tensor
+from typing_extensions import Unpack  # in typing from Python 3.11 on
+
+
+class AttendOptions(TypedDict, total=False):
+    """The options of ``attention_with_kv_cache`` that are the model's. The cache itself sets all others."""
+
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    rotary_interleaved: bool
+    causal: bool
+    window: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    scale: float | None
+    num_splits: int
+    batch_invariant: bool
+
+
+_OPTIONS = frozenset(AttendOptions.__annotations__)
+_SET_BY_THE_CACHE = frozenset(
+    ("k_cache", "v_cache", "k_scale", "v_scale", "cache_seqlens", "block_table", "key", "value")
+    + ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+)
+
+
+def check_options(function: str, names: Iterable[str]) -> None:
+    """Raise ``TypeError`` for a keyword argument of an ``attend`` that is none of ``AttendOptions``."""
+    for name in names:
+        if name in _SET_BY_THE_CACHE:
+            raise TypeError(f"{name}: expected no such argument of {function}: the cache sets it itself")
+        if name not in _OPTIONS:
+            raise TypeError(f"{name}: expected no such argument of {function}, which takes {', '.join(_OPTIONS)}")
+
+
+class StepCache(ABC):
+    """What a model needs of a cache during one step: a ``KVCache``, or the step or chunk of a ``PagedKVCache``.
+
+    A model that is written against this class takes each of them, in whatever dtype they store their tokens::
+
+        def forward(self, x: Tensor, layer: int, cache: StepCache) -> Tensor:
+            query, key, value = self.project(x)  # [batch, heads, new tokens, head_dim] each
+            out = cache.attend(layer, query, key, value, rotary_cos=self.cos, rotary_sin=self.sin)
+            return self.out(out.transpose(1, 2).flatten(2))
+
+        model(tokens, cache)                          # a KVCache
+        model(tokens, paged.step(sequences, num_new=1))
+        model(packed[None], paged.chunk(sequences, num_new=[300, 17]))
+    """
+
+    @property
+    @abstractmethod
+    def batch(self) -> int:
+        """Rows of the tensors that ``attend`` takes: one for each sequence, or one in which a chunk packs them all."""
+
+    @abstractmethod
+    def lengths(self) -> list[int]:
+        """How many tokens each sequence has in every layer."""
+
+    @abstractmethod
+    def positions(self, num_new: int) -> Tensor:
+        """int64 ``[batch, num_new]``: where the next new tokens stand in their sequences. Ask before the last layer."""
+
+    @overload
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+        *,
+        return_lse: Literal[False] = False,
+        **options: Unpack[AttendOptions],
+    ) -> Tensor: ...
+
+    @overload
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[AttendOptions],
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+        *,
+        return_lse: bool,
+        **options: Unpack[AttendOptions],
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+        *,
+        return_lse: bool = False,
+        **options: Unpack[AttendOptions],
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Append ``k_new``, ``v_new`` to a layer, then attend over its tokens.
+
+        Args:
+            layer: from 0.
+            query: ``[batch, Hq, Sq, head_dim]``; k_new: ``[batch, kv_heads, S_new, head_dim]``; v_new:
+                ``[batch, kv_heads, S_new, value_dim]``.
+            return_lse: also return the natural log of each row's softmax denominator, ``[batch, Hq, Sq]``.
+            options: those of ``attention_with_kv_cache`` that ``AttendOptions`` lists.
+
+        Returns:
+            ``[batch, Hq, Sq, value_dim]``, and with ``return_lse`` the lse.
+
+        Raises:
+            CacheFull: there is no room. InputError, TypeError: an argument is wrong. The cache is then as it was.
+        """
+        check_options(f"{type(self).__name__}.attend", options)
+        return self._attend(layer, query, k_new, v_new, return_lse, options)
+
+    @abstractmethod
+    def _attend(
+        self, layer: int, query: Tensor, k_new: Tensor, v_new: Tensor, return_lse: bool, options: AttendOptions
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """``attend``, whose options are known by name."""

@@ -1,0 +1,58 @@
+"""What the current thread has asked of the dispatcher: a backend, or an explanation instead of a result."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from fastattn.checks import check_choice
+from fastattn.dispatch.call import Choice
+from fastattn.dispatch.support import BACKENDS
+
+
+class Explained(BaseException):
+    """Carries the choice out of a call that only was to be explained."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+
+
+class _ThreadState(threading.local):
+    forced: str | None = None
+    explaining: bool = False
+
+
+thread = _ThreadState()
+
+
+@contextlib.contextmanager
+def use_backend(backend: str) -> Iterator[None]:
+    """Force ``"cuda"``, ``"triton"`` or ``"torch"`` for the calls of this thread inside the block.
+
+    A call which that backend cannot run raises ``InputError`` with the reason. A backward pass uses what its forward
+    chose, wherever it runs.
+    """
+    check_choice("backend", backend, BACKENDS)
+    before = thread.forced
+    thread.forced = backend
+    try:
+        yield
+    finally:
+        thread.forced = before
+
+
+@contextlib.contextmanager
+def explaining() -> Iterator[None]:
+    """Inside, ``choose`` raises ``Explained`` instead of returning."""
+    before = thread.explaining
+    thread.explaining = True
+    try:
+        yield
+    finally:
+        thread.explaining = before
+
+
+def is_explaining() -> bool:
+    """Whether this call will raise ``Explained`` where it chooses: then nothing may be changed on the way there."""
+    return thread.explaining

@@ -1,0 +1,25 @@
+"""Seeds of dropout, as the kernels take them: on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn.checks import check_dtype, check_int, check_same_device, expect
+
+
+def seed_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
+    """A dropout seed as an int64 tensor of one element on the device, without a synchronisation."""
+    if isinstance(seed, Tensor):
+        check_dtype("dropout_seed", seed, (torch.int64,))
+        check_same_device("dropout_seed", seed, device)
+        expect(seed.numel() == 1, "dropout_seed", "one element", list(seed.shape))
+        return seed
+    seed = check_int("dropout_seed", seed)
+    expect(-(2**63) <= seed < 2**64, "dropout_seed", "a 64-bit integer", seed)
+    return torch.full((), seed if seed < 2**63 else seed - 2**64, dtype=torch.int64, device=device)
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """A seed from torch's generator of the device, so that ``torch.manual_seed`` and CUDA graphs govern it."""
+    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)

@@ -1,0 +1,421 @@
+"""The int8 weight as a parameter: a tensor subclass that carries its scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.checks import FLOATING, check_choice, expect
+from fastattn.errors import InputError
+from fastattn.functional.int8_weight import Int8Weight, laid_out_like, quantize_int8, scale_shape
+from fastattn.layout import with_aligned_rows
+
+Operator = Callable[..., Any]
+
+# What replaces a torch function (F.linear), and an ATen operator, where an Int8Tensor is among the arguments.
+_FUNCTIONS: dict[Any, Operator] = {}
+_OPERATORS: dict[Any, Operator] = {}
+
+
+def replaces_function(*functions: Any) -> Callable[[Operator], Operator]:
+    """The decorated function runs in place of these torch functions where an ``Int8Tensor`` is among the arguments."""
+
+    def register(replacement: Operator) -> Operator:
+        _FUNCTIONS.update(dict.fromkeys(functions, replacement))
+        return replacement
+
+    return register
+
+
+def replaces_operator(*operators: Any) -> Callable[[Operator], Operator]:
+    """The decorated function runs in place of these operators where an ``Int8Tensor`` is among the arguments.
+
+    It takes the operator itself, then the operator's own arguments.
+    """
+
+    def register(replacement: Operator) -> Operator:
+        _OPERATORS.update(dict.fromkeys(operators, replacement))
+        return replacement
+
+    return register
+
+
+class Int8Tensor(Tensor):
+    """An ``Int8Weight`` in the shape of a floating tensor, so that it can be a module's parameter.
+
+    Its ``shape`` and ``dtype`` are those of the floating weight ``[N, K]`` that it stands for; ``.to(dtype)`` changes
+    only that word. It never requires a gradient, whatever ``requires_grad_`` says. What moves, copies, shards and loads
+    parameters works; ``F.linear`` runs ``int8_linear``; ``copy_`` from a floating tensor quantises, and a floating
+    tensor's ``copy_`` from it dequantises. Other operators raise ``InputError``: they want ``dequantize()``.
+
+    Attributes:
+        int8_data: int8 ``[N, K]``, as ``Int8Weight.data``.
+        int8_scale: float32, as ``Int8Weight.scale``.
+        granularity: as ``Int8Weight.granularity``.
+        form: ``"matrix"``; ``"transposed"``, of shape ``[K, N]``; or ``"flat"``, of shape ``[N * K]``. The attributes
+            above are the same in each.
+    """
+
+    int8_data: Tensor
+    int8_scale: Tensor
+    granularity: str | int
+    form: str
+
+    @staticmethod
+    def __new__(
+        cls,
+        data: Tensor,
+        scale: Tensor,
+        granularity: str | int = "channel",
+        dtype: torch.dtype = torch.float32,
+        form: str = "matrix",
+        row_stride: int | None = None,
+    ) -> Int8Tensor:
+        """Over ``data`` and ``scale`` themselves, which are not checked: ``from_weight`` takes what has been.
+
+        ``row_stride`` says that the tensor is columns of a matrix that wide.
+        """
+        rows, columns = data.shape
+        stride = columns if row_stride is None else row_stride
+        shapes = {"matrix": (rows, columns), "transposed": (columns, rows), "flat": (rows * columns,)}
+        strides = {"matrix": (stride, 1), "transposed": (1, stride), "flat": (1,)}
+        self: Int8Tensor = torch.Tensor._make_wrapper_subclass(
+            cls, shapes[form], strides=strides[form], dtype=dtype, device=data.device, requires_grad=False
+        )
+        self.int8_data, self.int8_scale, self.granularity, self.form = data, scale, granularity, form
+        return self
+
+    @classmethod
+    def from_weight(cls, weight: Int8Weight, dtype: torch.dtype = torch.float32) -> Int8Tensor:
+        """Over the memory of ``weight``, which stands for a weight of ``dtype``."""
+        check_choice("dtype", dtype, FLOATING)
+        return cls(weight.data, weight.scale, weight.granularity, dtype)
+
+    @property
+    def int8_weight(self) -> Int8Weight:
+        """The weight as ``int8_linear`` takes it."""
+        expect(self.form == "matrix", "weight", "an int8 weight [N, K]", f"a {self.form} one")
+        return Int8Weight(self.int8_data, self.int8_scale, self.granularity)
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """What the int8 data and the scales take, in bytes, without room behind rows."""
+        return self.int8_data.nbytes + self.int8_scale.nbytes
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """A plain tensor of the same shape, in ``dtype`` or else in that of this one."""
+        weight = Int8Weight(self.int8_data, self.int8_scale, self.granularity).dequantize(dtype or self.dtype)
+        return {"matrix": weight, "transposed": weight.t(), "flat": weight.flatten()}[self.form]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Int8Tensor:
+        """Changes nothing: an int8 weight is not trained. A model's ``requires_grad_`` calls this on each parameter."""
+        return self
+
+    def share_memory_(self) -> Int8Tensor:
+        self.int8_data.share_memory_()
+        self.int8_scale.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self.int8_data.is_shared()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"Int8Tensor({list(self.shape)}, granularity={self.granularity!r}, dtype={self.dtype}, "
+            f"device={str(self.device)!r})"
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return ["int8_data", "int8_scale"], (self.granularity, self.dtype, self.form)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> Int8Tensor:
+        granularity, dtype, form = context
+        row_stride = {"matrix": outer_stride[0], "transposed": outer_stride[-1]}.get(form)
+        return Int8Tensor(inner["int8_data"], inner["int8_scale"], granularity, dtype, form, row_stride)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FUNCTIONS:
+            return _FUNCTIONS[func](*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        replacement = _OPERATORS.get(func)
+        if replacement is None and func.namespace in ("c10d", "_c10d_functional"):
+            from fastattn.functional import int8_collectives  # noqa: F401  (registers them)
+
+            replacement = _OPERATORS.get(func)
+        if replacement is None:
+            raise InputError(f"{func}: does not take int8 weights; dequantize() gives a floating tensor")
+        return replacement(func, *args, **(kwargs or {}))
+
+    # What FSDP2 calls on the shard of each rank, for the collective that makes the whole weight: see int8_collectives.
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        from fastattn.functional.int8_collectives import tensors_to_gather
+
+        return tensors_to_gather(self, mesh.size(), outer_size)
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Int8Tensor, tuple[Tensor, ...]] | None:
+        from fastattn.functional.int8_collectives import weight_from_gathered
+
+        return weight_from_gathered(gathered, metadata, param_dtype, out)
+
+
+Int8Tensor.__module__ = "fastattn.nn"  # the public name, which saved files contain
+torch.serialization.add_safe_globals([Int8Tensor])  # torch.load takes saved weights without being told to trust them
+
+
+def like(weight: Int8Tensor, data: Tensor, scale: Tensor, row_stride: int | None = None) -> Int8Tensor:
+    """``data`` and ``scale`` in the granularity, dtype and form of ``weight``."""
+    return Int8Tensor(data, scale, weight.granularity, weight.dtype, weight.form, row_stride)
+
+
+def scales_have_rows(weight: Int8Tensor) -> bool:
+    """Whether a row of the weight has scales of its own."""
+    return weight.granularity != "tensor"
+
+
+def _row_stride(weight: Int8Tensor) -> int | None:
+    return None if weight.form == "flat" else max(weight.stride())
+
+
+def _as_matrix(weight: Int8Tensor, what: Any) -> Int8Tensor:
+    expect(weight.form == "matrix", str(what), "an int8 weight [N, K]", f"a {weight.form} one")
+    return weight
+
+
+# --- what keeps the values -------------------------------------------------------------------------------------------
+
+_aten = torch.ops.aten
+
+
+@replaces_operator(_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
+def _same(op: Any, weight: Int8Tensor) -> Int8Tensor:
+    """Over the very tensors, not views of them, by which layers that share a weight know each other."""
+    return like(weight, weight.int8_data, weight.int8_scale, _row_stride(weight))
+
+
+@replaces_operator(_aten.clone.default)
+def _clone(op: Any, weight: Int8Tensor, memory_format: Any = None) -> Int8Tensor:
+    return like(weight, laid_out_like(weight.int8_data, weight.int8_data.clone()), weight.int8_scale.clone())
+
+
+@replaces_operator(_aten._pin_memory.default)
+def _pin_memory(op: Any, weight: Int8Tensor, device: Any = None) -> Int8Tensor:
+    return like(weight, laid_out_like(weight.int8_data, weight.int8_data.pin_memory()), weight.int8_scale.pin_memory())
+
+
+@replaces_operator(_aten.is_pinned.default)
+def _is_pinned(op: Any, weight: Int8Tensor, device: Any = None) -> bool:
+    return weight.int8_data.is_pinned()
+
+
+@replaces_operator(_aten._to_copy.default)
+def _to_copy(op: Any, weight: Int8Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Int8Tensor:
+    if dtype is not None:
+        expect(dtype in FLOATING, "dtype", "a floating dtype, which the int8 weight stands for", dtype)
+    options = {"device": device or weight.device, "copy": True, "non_blocking": options.get("non_blocking", False)}
+    data, scale = weight.int8_data.to(**options), weight.int8_scale.to(**options)
+    form, data = weight.form, laid_out_like(weight.int8_data, data)
+    return Int8Tensor(data, scale, weight.granularity, dtype or weight.dtype, form)
+
+
+@replaces_operator(_aten.equal.default)
+def _equal(op: Any, first: Tensor, second: Tensor) -> bool:
+    if not (isinstance(first, Int8Tensor) and isinstance(second, Int8Tensor)):
+        return torch.equal(_plain(first), _plain(second))
+    if first.shape != second.shape or first.granularity != second.granularity:
+        return False
+    same_scales = torch.equal(first.int8_scale, second.int8_scale)
+    return same_scales and torch.equal(first.int8_data, second.int8_data)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.dequantize() if isinstance(tensor, Int8Tensor) else tensor
+
+
+@replaces_operator(_aten.t.default)
+def _t(op: Any, weight: Int8Tensor) -> Int8Tensor:
+    forms = {"matrix": "transposed", "transposed": "matrix"}
+    expect(weight.form in forms, "t", "an int8 weight [N, K]", "a flat one")
+    parts = weight.int8_data, weight.int8_scale, weight.granularity, weight.dtype
+    return Int8Tensor(*parts, forms[weight.form], _row_stride(weight))
+
+
+@replaces_operator(_aten.transpose.int)
+def _transpose(op: Any, weight: Int8Tensor, first: int, second: int) -> Int8Tensor:
+    return _same(_aten.alias.default, weight) if first % 2 == second % 2 else _t(op, weight)
+
+
+@replaces_operator(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
+def _view(op: Any, weight: Int8Tensor, shape: Any) -> Int8Tensor:
+    """To one dimension and back, which is how collectives and FSDP2 look at parameters."""
+    rows, columns = weight.int8_data.shape
+    shape = tuple(shape)
+    if shape == tuple(weight.shape):
+        return _same(_aten.alias.default, weight)
+    is_flat, is_matrix = shape in ((-1,), (rows * columns,)), shape == (rows, columns)
+    known = weight.form != "transposed" and (is_flat or is_matrix)
+    expect(known, "view", f"[{rows}, {columns}] or [-1] of an int8 weight", list(shape))
+    parts = weight.int8_data, weight.int8_scale, weight.granularity, weight.dtype
+    return Int8Tensor(*parts, "flat" if is_flat else "matrix")
+
+
+@replaces_operator(_aten.as_strided.default)
+def _as_strided(op: Any, weight: Int8Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Int8Tensor:
+    is_itself = (tuple(size), tuple(stride), storage_offset or 0) == (tuple(weight.shape), weight.stride(), 0)
+    expect(is_itself, "as_strided", "the int8 weight's own shape and strides", (list(size), list(stride)))
+    return _same(_aten.alias.default, weight)
+
+
+# --- new tensors -----------------------------------------------------------------------------------------------------
+
+
+def new_weight(
+    rows: int, columns: int, granularity: str | int, dtype: torch.dtype, device: torch.device | str | None
+) -> Int8Tensor:
+    """Zeros ``[rows, columns]`` with scales of 1."""
+    shape = torch.Size((rows, columns))
+    data = with_aligned_rows(torch.zeros(shape, dtype=torch.int8, device=device))
+    scale = torch.ones(scale_shape(shape, granularity), dtype=torch.float32, device=device)
+    return Int8Tensor(data, scale, granularity, dtype)
+
+
+@replaces_operator(_aten.empty_like.default, _aten.zeros_like.default)
+def _new_like(op: Any, weight: Int8Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Int8Tensor:
+    rows, columns = _as_matrix(weight, op).shape
+    return new_weight(rows, columns, weight.granularity, dtype or weight.dtype, device or weight.device)
+
+
+@replaces_operator(_aten.new_zeros.default, _aten.new_empty.default)
+def _new(op: Any, weight: Int8Tensor, size: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
+    """An int8 weight where one of that size is possible, else a plain tensor."""
+    dtype, device, group = dtype or weight.dtype, device or weight.device, weight.granularity
+    if len(size) != 2 or (isinstance(group, int) and size[1] % group):
+        return torch.zeros(size, dtype=dtype, device=device)
+    rows, columns = size
+    return new_weight(rows, columns, group, dtype, device)
+
+
+# --- parts and wholes ------------------------------------------------------------------------------------------------
+
+
+@replaces_operator(_aten.slice.Tensor)
+def _slice(
+    op: Any, weight: Int8Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Int8Tensor:
+    weight, dim = _as_matrix(weight, op), dim % 2
+    size = weight.shape[dim]
+    start, end, step = slice(start, end, step).indices(size)
+    expect(step == 1, "slice", "a step of 1 over an int8 weight", step)
+    end = max(end, start)
+    data, scale = op(weight.int8_data, dim, start, end), weight.int8_scale
+    if dim == 0:
+        return like(weight, data, op(scale, 0, start, end) if scales_have_rows(weight) else scale, _row_stride(weight))
+    if isinstance(weight.granularity, int):
+        group = weight.granularity
+        is_whole = start % group == 0 and (end % group == 0 or start == end)
+        expect(is_whole, "slice", f"whole groups of {group} columns of an int8 weight", f"columns {start} to {end}")
+        scale = op(scale, 1, start // group, end // group)
+    return like(weight, data, scale, _row_stride(weight))
+
+
+@replaces_operator(_aten.split.Tensor)
+def _split(op: Any, weight: Int8Tensor, split_size: int, dim: int = 0) -> list[Int8Tensor]:
+    size = weight.shape[dim]
+    starts = range(0, max(size, 1), max(split_size, 1))
+    return [_slice(_aten.slice.Tensor, weight, dim, start, min(start + split_size, size)) for start in starts]
+
+
+@replaces_operator(_aten.split_with_sizes.default)
+def _split_with_sizes(op: Any, weight: Int8Tensor, sizes: Any, dim: int = 0) -> list[Int8Tensor]:
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [_slice(_aten.slice.Tensor, weight, dim, e - n, e) for n, e in zip(sizes, ends, strict=True)]
+
+
+@replaces_operator(_aten.constant_pad_nd.default)
+def _pad(op: Any, weight: Int8Tensor, padding: Any, value: float = 0) -> Int8Tensor:
+    """Rows of zeros below, which evens out the shards of a weight."""
+    weight, (left, right, above, below) = _as_matrix(weight, op), (*padding, 0, 0)[:4]
+    expect(left == right == above == value == 0, "pad", "rows of zeros below an int8 weight", list(padding))
+    data = with_aligned_rows(op(weight.int8_data.contiguous(), [0, 0, 0, below]))
+    scale = weight.int8_scale
+    return like(weight, data, op(scale, [0, 0, 0, below], 1.0) if scales_have_rows(weight) else scale)
+
+
+@replaces_operator(_aten.cat.default)
+def _cat(op: Any, tensors: Any, dim: int = 0) -> Tensor:
+    if any(isinstance(tensor, Int8Tensor) and tensor.form == "flat" for tensor in tensors) or not tensors:
+        from fastattn.functional.int8_collectives import FlatTensors
+
+        return FlatTensors(list(tensors))
+    granularities = {getattr(tensor, "granularity", None) for tensor in tensors}
+    is_alike = len(granularities) == 1 and None not in granularities
+    expect(is_alike, "cat", "int8 weights of one granularity", sorted(map(str, granularities)))
+    first, dim = _as_matrix(tensors[0], op), dim % 2
+    data = with_aligned_rows(op([tensor.int8_data for tensor in tensors], dim))
+    scales = [tensor.int8_scale for tensor in tensors]
+    if scales_have_rows(first) and (dim == 0 or isinstance(first.granularity, int)):
+        return like(first, data, op(scales, dim))
+    shared = all(other is scales[0] or torch.equal(other, scales[0]) for other in scales[1:])
+    expect(shared, "cat", f"int8 weights that share their {first.granularity!r} scales", "other scales")
+    return like(first, data, scales[0])
+
+
+# --- values that change ----------------------------------------------------------------------------------------------
+
+
+@replaces_operator(_aten.copy_.default)
+def _copy_(op: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(target, Int8Tensor):
+        return op(target, _plain(source), non_blocking)
+    _as_matrix(target, op)
+    expect(source.shape == target.shape, "copy_", f"a tensor {list(target.shape)}", list(source.shape))
+    if not isinstance(source, Int8Tensor):
+        check_choice("copy_", source.dtype, FLOATING)
+        weight = quantize_int8(source, target.granularity)
+        data, scale = weight.data, weight.scale
+    else:
+        expect(source.granularity == target.granularity, "copy_", f"scales of {target.granularity!r}", source)
+        data, scale = source.int8_data, source.int8_scale
+    op(target.int8_data, data, non_blocking)
+    op(target.int8_scale, scale, non_blocking)
+    return target
+
+
+@replaces_operator(_aten.zero_.default)
+def _zero_(op: Any, weight: Int8Tensor) -> Int8Tensor:
+    op(weight.int8_data)
+    weight.int8_scale.fill_(1.0)
+    return weight
+
+
+@replaces_function(Tensor.data_ptr, Tensor.storage)
+def _data_ptr(tensor: Tensor) -> Any:
+    """What reads raw memory (safetensors, and so ``save_pretrained``) would lose the scales, or read past the end."""
+    raise InputError(
+        "int8 weights: expected a reader that knows them, got one of raw memory, as safetensors and save_pretrained "
+        "of transformers are. Use torch.save(model.state_dict(), file), or safetensors over "
+        "fastattn.nn.plain_state_dict(model.state_dict()), and load_state_dict of a model after quantize_model; "
+        "from_pretrained cannot load them"
+    )
+
+
+@replaces_function(Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+def _set_requires_grad(tensor: Tensor, requires_grad: bool) -> None:
+    """Changes nothing, as ``Int8Tensor.requires_grad_``."""

@@ -1,0 +1,159 @@
+"""int8 weights: values, their scales, and how they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from fastattn import quantization
+from fastattn.checks import (
+    FLOATING,
+    check_choice,
+    check_dtype,
+    check_rank,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    device_checks_are_on,
+    expect,
+)
+from fastattn.layout import has_aligned_rows, with_aligned_rows
+
+GROUP_SIZES = (32, 64, 128)
+GRANULARITIES: tuple[str | int, ...] = ("tensor", "channel", *GROUP_SIZES)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Int8Weight:
+    """A weight ``[N, K]`` as int8 and scales: element ``(n, k)`` is ``data[n, k] * scale[n or 0, k // group or 0]``.
+
+    Args:
+        data: int8 ``[N, K]``, rows contiguous, from -127 to 127. Those of ``quantize_int8`` start at multiples of 16
+            bytes, with room behind each; other data is copied so at each call of a CUDA C++ kernel.
+        scale: float32: ``[1, 1]`` for granularity ``"tensor"``, ``[N, 1]`` for ``"channel"``, ``[N, K / group]`` for a
+            group.
+        granularity: ``"tensor"``, ``"channel"`` or the size of a group along K: 32, 64 or 128.
+
+    Raises:
+        InputError, TypeError: the three do not fit together.
+    """
+
+    data: Tensor
+    scale: Tensor
+    granularity: str | int = "channel"
+
+    def __post_init__(self) -> None:
+        check_tensor("data", self.data)
+        check_rank("data", self.data, "[N, K]")
+        check_dtype("data", self.data, (torch.int8,))
+        has_rows = self.data.stride(1) == 1 or self.data.shape[1] <= 1
+        expect(has_rows, "data", "contiguous rows", f"strides {self.data.stride()}")
+        check_granularity(self.granularity, self.data.shape[1])
+        check_tensor("scale", self.scale)
+        check_dtype("scale", self.scale, (torch.float32,))
+        check_same_device("scale", self.scale, self.data.device)
+        check_shape("scale", self.scale, scale_shape(self.data.shape, self.granularity), f"for {self.granularity!r}")
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[N, K]``, as ``nn.Linear.weight.shape``."""
+        return self.data.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """What the int8 data and the scales take, in bytes, without room behind rows."""
+        return self.data.nbytes + self.scale.nbytes
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight ``[N, K]`` in ``dtype``."""
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype: expected a torch.dtype, got {type(dtype).__name__}")
+        check_choice("dtype", dtype, FLOATING)
+        return quantization.dequantize_int8(self.data, self.scale, dtype)
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Int8Weight:
+        """The same weight on ``device``. The dtypes stay: int8 and float32 scales are what the kernels read."""
+        if isinstance(device, (torch.dtype, Tensor)):
+            raise TypeError(f"device: expected a device, got {device!r}; dequantize(dtype) gives a floating weight")
+        data, scale = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.data, self.scale))
+        return self if data is self.data else Int8Weight(laid_out_like(self.data, data), scale, self.granularity)
+
+    def __repr__(self) -> str:
+        return f"Int8Weight({list(self.shape)}, granularity={self.granularity!r}, device={str(self.device)!r})"
+
+
+def laid_out_like(old: Tensor, new: Tensor) -> Tensor:
+    """``new``, a copy of ``old``, with aligned rows if ``old`` has them: torch leaves no room behind rows of a copy."""
+    return with_aligned_rows(new) if has_aligned_rows(old) else new
+
+
+def _unflatten(leaves: Any, granularity: Any) -> Int8Weight:
+    """Without the checks: the leaves of a tree may be anything for a while."""
+    weight = object.__new__(Int8Weight)
+    for name, leaf in zip(("data", "scale", "granularity"), (*leaves, granularity), strict=True):
+        object.__setattr__(weight, name, leaf)
+    return weight
+
+
+# torch.compile, torch.export and torch.func see through a weight that is an argument.
+pytree.register_pytree_node(
+    Int8Weight,
+    lambda weight: ([weight.data, weight.scale], weight.granularity),
+    _unflatten,
+    serialized_type_name="fastattn.Int8Weight",
+    to_dumpable_context=lambda granularity: granularity,
+    from_dumpable_context=lambda granularity: granularity,
+    flatten_with_keys_fn=lambda weight: (
+        [(pytree.GetAttrKey("data"), weight.data), (pytree.GetAttrKey("scale"), weight.scale)],
+        weight.granularity,
+    ),
+)
+Int8Weight.__module__ = "fastattn"  # the public name, which saved files contain
+torch.serialization.add_safe_globals([Int8Weight])  # torch.load takes saved weights without being told to trust them
+
+
+def check_granularity(granularity: Any, columns: int | torch.SymInt) -> None:
+    """``"tensor"``, ``"channel"`` or a group that divides ``columns``."""
+    known = isinstance(granularity, (str, int)) and not isinstance(granularity, bool) and granularity in GRANULARITIES
+    choices = ", ".join(map(repr, GRANULARITIES))
+    expect(known, "granularity", f"one of {choices}", repr(granularity))
+    if isinstance(granularity, int):
+        expect(columns % granularity == 0, "granularity", f"a group that divides K = {columns}", granularity)
+
+
+def scale_shape(shape: torch.Size, granularity: str | int) -> tuple[int, int]:
+    """The shape of the scales of a weight of ``shape [N, K]``."""
+    rows, columns = shape
+    if isinstance(granularity, str):
+        return (1, 1) if granularity == "tensor" else (rows, 1)
+    return rows, columns // granularity
+
+
+def quantize_int8(weight: Tensor, granularity: str | int = "channel") -> Int8Weight:
+    """Symmetric int8: ``round(weight / scale)`` with ``scale = absmax / 127``, to nearest, ties to even.
+
+    Args:
+        weight: floating ``[N, K]``, as ``nn.Linear.weight``. Gradients do not flow through.
+        granularity: what shares one scale: the whole ``"tensor"``, each row (``"channel"``), or each group of 32, 64 or
+            128 along K. What is all zeros has scale 1.
+
+    Raises:
+        InputError, TypeError: an argument that the host can see is wrong; with ``FASTATTN_CHECK=1`` also a weight that
+            is not finite.
+    """
+    check_tensor("weight", weight)
+    check_dtype("weight", weight, FLOATING)
+    check_rank("weight", weight, "[N, K]")
+    check_granularity(granularity, weight.shape[1])
+    if device_checks_are_on():
+        expect(bool(weight.isfinite().all()), "weight", "finite values", "NaN or infinity")
+    data, scale = quantization.quantize_int8(weight.detach(), granularity)
+    return Int8Weight(with_aligned_rows(data.contiguous()), scale.contiguous(), granularity)

@@ -1,0 +1,247 @@
+"""What the host knows about the arguments of ``attention_with_kv_cache``: the checks, and what follows from them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattn.checks import (
+    FLOATING,
+    check_bool,
+    check_dtype,
+    check_head_counts,
+    check_int,
+    check_number,
+    check_rank,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    expect,
+    refuse_wrapped,
+)
+from fastattn.dispatch.call import Call
+from fastattn.dispatch.choose import only_torch_handles
+from fastattn.errors import InputError
+from fastattn.functional.attention_checks import check_pages, check_sinks, check_slopes, check_window, default_scale
+
+
+class Tensors(NamedTuple):
+    query: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cache_seqlens: Tensor
+    k_new: Tensor | None
+    v_new: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    block_table: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+
+
+class Options(NamedTuple):
+    """As the user gave them, or in a `Plan` in Python's own types."""
+
+    rotary_interleaved: bool
+    causal: bool
+    window: Any
+    softcap: float
+    scale: float | None
+    return_lse: bool
+    num_splits: int
+    batch_invariant: bool
+
+
+class Plan(NamedTuple):
+    """What one signature of arguments comes to: checked once, then kept."""
+
+    call: Call
+    options: Options
+    scale: float
+    window: tuple[int, int]
+
+
+# Queries of a sequence. More fill tiles of the attention kernel: a prediction.
+_MOST_DECODED = 64
+_NEEDED = ("query", "k_cache", "v_cache", "cache_seqlens")
+
+
+def _refuse_gradients(tensors: Tensors) -> None:
+    for name, tensor in zip(Tensors._fields, tensors, strict=True):
+        if tensor is not None and tensor.requires_grad:
+            raise InputError(
+                f"{name}: expected a tensor that needs no gradient, since attention over a cache is for inference only "
+                "(use torch.no_grad(), or fastattn.attention to train), got one with requires_grad=True"
+            )
+
+
+def check_and_plan(t: Tensors, options: Options) -> Plan:
+    for name, tensor in zip(Tensors._fields, t, strict=True):
+        check_tensor(name, tensor, optional=name not in _NEEDED)
+        refuse_wrapped(name, tensor)
+    if torch.is_grad_enabled():
+        _refuse_gradients(t)
+    check_dtype("query", t.query, FLOATING)
+    check_rank("query", t.query, "[B, Hq, Sq, D]")
+    batch, heads, num_queries, head_dim = t.query.shape
+    for name, tensor in zip(Tensors._fields, t, strict=True):
+        if tensor is not None:
+            check_same_device(name, tensor, t.query.device)
+    check_shape("cache_seqlens", t.cache_seqlens, (batch,), "[B]")
+    check_dtype("cache_seqlens", t.cache_seqlens, (torch.int32,))
+    features = _check_caches(t) | _check_append(t) | _check_rotary(t)
+
+    left, right = check_window(options.window)
+    scale = default_scale(head_dim) if options.scale is None else float(check_number("scale", options.scale))
+    options = Options(
+        check_bool("rotary_interleaved", options.rotary_interleaved),
+        check_bool("causal", options.causal),
+        (left, right),
+        float(check_number("softcap", options.softcap, low=0.0)),
+        scale,
+        check_bool("return_lse", options.return_lse),
+        check_int("num_splits", options.num_splits, minimum=0),
+        check_bool("batch_invariant", options.batch_invariant),
+    )
+    if options.causal:
+        right = 0
+        if num_queries > 1:
+            features.add("causal")
+    if left >= 0 or (right >= 0 and not options.causal):
+        features.add("window")
+    if options.softcap > 0:
+        features.add("softcap")
+    if t.alibi_slopes is not None:
+        check_slopes(t.alibi_slopes, t.query.device, batch, heads)
+        features.add("alibi")
+    if t.sinks is not None:
+        check_sinks(t.sinks, t.query.device, heads)
+        features.add("sinks")
+    kv_heads, capacity = t.k_cache.shape[1:3]
+    if t.block_table is not None:
+        capacity *= t.block_table.shape[1]
+    if heads != kv_heads:
+        features.add("gqa")
+    if t.v_cache.shape[-1] != head_dim:
+        features.add("value dim")
+    call = Call(
+        "decode",
+        t.query.device,
+        t.query.dtype,
+        head_dim,
+        t.v_cache.shape[-1],
+        frozenset(features),
+        (
+            num_queries * (heads // kv_heads if kv_heads else 1),
+            t.k_cache.element_size(),
+            0 if t.block_table is None else t.k_cache.shape[2],
+        ),
+        only_torch_handles(*t),
+        may_prefill=num_queries > _MOST_DECODED and options.num_splits == 0 and 0 < batch * capacity < 2**31,
+    )
+    return Plan(call, options, scale, (left, right))
+
+
+def _check_caches(t: Tensors) -> set[str]:
+    batch, _, _, head_dim = t.query.shape
+    layout = "[B, Hkv, capacity, {}]" if t.block_table is None else "[num_pages, Hkv, page_size, {}]"
+    check_rank("k_cache", t.k_cache, layout.format("D"))
+    check_rank("v_cache", t.v_cache, layout.format("Dv"))
+    expect(t.k_cache.shape[-1] == head_dim, "k_cache", f"the query's head dim {head_dim}", t.k_cache.shape[-1])
+    like = list(t.k_cache.shape[:-1])
+    expect(
+        t.v_cache.shape[:-1] == t.k_cache.shape[:-1], "v_cache", f"k_cache's shape but for Dv, {like}", t.v_cache.shape
+    )
+    check_head_counts(t.query, t.k_cache, "k_cache", ("[B, Hq, Sq, D]", layout.format("D")))
+
+    features = set()
+    if t.block_table is None:
+        expect(t.k_cache.shape[0] == batch, "k_cache", f"the query's batch size {batch}", t.k_cache.shape[0])
+    else:
+        features.add("paged")
+        check_rank("block_table", t.block_table, "[B, max_pages]")
+        check_dtype("block_table", t.block_table, (torch.int32,))
+        expect(
+            t.block_table.shape[0] == batch, "block_table", f"{batch} rows [B, max_pages]", list(t.block_table.shape)
+        )
+    is_int8 = t.k_cache.dtype == torch.int8
+    check_dtype("k_cache", t.k_cache, (t.query.dtype, torch.int8))
+    check_dtype("v_cache", t.v_cache, (t.k_cache.dtype,))
+    for name, scale, cache in (("k_scale", t.k_scale, t.k_cache), ("v_scale", t.v_scale, t.v_cache)):
+        if not is_int8:
+            expect(scale is None, name, f"None beside a cache of {cache.dtype}", "a tensor")
+            continue
+        features.add("int8 cache")
+        if scale is None:
+            raise InputError(f"{name}: expected a float32 tensor beside an int8 cache, got None")
+        check_dtype(name, scale, (torch.float32,))
+        check_shape(name, scale, cache.shape[:-1], "of the cache without its last dim")
+    return features
+
+
+def _check_append(t: Tensors) -> set[str]:
+    if t.k_new is None and t.v_new is None:
+        return set()
+    for name, tensor, other in (("k_new", t.k_new, "v_new"), ("v_new", t.v_new, "k_new")):
+        expect(tensor is not None, name, f"a tensor, as {other} is one", None)
+    assert t.k_new is not None
+    assert t.v_new is not None
+    check_rank("k_new", t.k_new, "[B, Hkv, S_new, D]")
+    batch, kv_heads, num_new = t.query.shape[0], t.k_cache.shape[1], t.k_new.shape[2]
+    check_shape("k_new", t.k_new, (batch, kv_heads, num_new, t.k_cache.shape[3]), "[B, Hkv, S_new, D]")
+    check_shape("v_new", t.v_new, (batch, kv_heads, num_new, t.v_cache.shape[3]), "[B, Hkv, S_new, Dv]")
+    check_dtype("k_new", t.k_new, (t.query.dtype,))
+    check_dtype("v_new", t.v_new, (t.query.dtype,))
+    return {"append"}
+
+
+def _check_rotary(t: Tensors) -> set[str]:
+    if t.rotary_cos is None and t.rotary_sin is None:
+        return set()
+    for name, tensor, other in (
+        ("rotary_cos", t.rotary_cos, "rotary_sin"),
+        ("rotary_sin", t.rotary_sin, "rotary_cos"),
+    ):
+        expect(tensor is not None, name, f"a tensor, as {other} is one", None)
+    assert t.rotary_cos is not None
+    assert t.rotary_sin is not None
+    check_rank("rotary_cos", t.rotary_cos, "[positions, rotary_dim / 2]")
+    check_dtype("rotary_cos", t.rotary_cos, FLOATING)
+    check_dtype("rotary_sin", t.rotary_sin, (t.rotary_cos.dtype,))
+    check_shape("rotary_sin", t.rotary_sin, t.rotary_cos.shape, "of rotary_cos")
+    positions, half = t.rotary_cos.shape
+    expect(positions >= 1, "rotary_cos", "at least one position", 0)
+    head_dim = t.query.shape[-1]
+    expect(2 * half <= head_dim, "rotary_cos", f"rotary_dim / 2 <= {head_dim // 2}, half the head dim", half)
+    return {"rotary"}
+
+
+def check_device_memory(t: Tensors) -> None:
+    """Reads lengths, table and scales back: only with ``FASTATTN_CHECK=1``."""
+    num_new = 0 if t.k_new is None else t.k_new.shape[2]
+    lengths: list[int] = t.cache_seqlens.tolist()
+    block_rows = t.k_cache.shape[2]
+    capacity = block_rows if t.block_table is None else block_rows * t.block_table.shape[1]
+    for sequence, length in enumerate(lengths):
+        where = f"{length} for sequence {sequence}"
+        expect(length >= 0, "cache_seqlens", "lengths of at least 0", where)
+        room = f"at most {capacity - num_new}: a capacity of {capacity} less {num_new} new tokens"
+        expect(length + num_new <= capacity, "cache_seqlens", room, where)
+        if t.rotary_cos is not None and num_new + length:
+            positions = t.rotary_cos.shape[0]
+            expect(length + num_new <= positions, "rotary_cos", f"{length + num_new} positions", positions)
+    column = torch.arange(capacity, device=t.query.device)
+    if t.block_table is not None:
+        check_pages(t.block_table, t.cache_seqlens + num_new, t.k_cache.shape[0], block_rows)
+    is_old = (column < t.cache_seqlens[:, None])[:, None]
+    for name, scale in (("k_scale", t.k_scale), ("v_scale", t.v_scale)):
+        if scale is None or capacity == 0 or scale.numel() == 0:
+            continue
+        if t.block_table is not None:
+            pages = t.block_table.clamp(0, scale.shape[0] - 1).long()
+            scale = scale[pages].transpose(1, 2).flatten(2, 3)
+        expect(bool((scale.isfinite() | ~is_old).all()), name, "finite scales of the cached tokens", "NaN or infinity")

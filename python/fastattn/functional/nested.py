@@ -1,0 +1,112 @@
+"""Nested tensors as ``attention`` takes them: jagged ones are packed sequences, strided ones are PyTorch's."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattn.dispatch.call import Call
+from fastattn.dispatch.choose import choose, only_torch_handles
+from fastattn.dispatch.recording import note
+from fastattn.errors import InputError
+from fastattn.functional.torch_sdpa import torch_sdpa
+
+_JAGGED = "a jagged tensor [B, H, j, D] (torch.nested, layout=torch.jagged: [B, j, H, D].transpose(1, 2))"
+
+
+class Packed(NamedTuple):
+    """Query, key and value ``[total, H, D]``, and what packs the result like the query."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    offsets: Tensor
+    seqlen_bounds: dict[str, Any]
+
+    def like_query(self, rows: Tensor) -> Tensor:
+        """``rows [total_q, H, …]`` as a jagged ``[B, H, j, …]`` whose ``j`` is the query's."""
+        return torch.nested.nested_tensor_from_jagged(rows, self.offsets, **self.seqlen_bounds).transpose(1, 2)
+
+
+def unpack(query: Any, key: Any, value: Any, bias: Tensor | None) -> Packed:
+    """The sequences of jagged tensors ``[B, H, j, D]``, without a copy. Raises ``InputError`` where they are none."""
+    tensors: dict[str, Any] = {"query": query, "key": key, "value": value}
+    for name, tensor in tensors.items():
+        if not (isinstance(tensor, Tensor) and tensor.layout == torch.jagged):
+            raise InputError(f"{name}: expected {_JAGGED} like the query, got {_kind(tensor)}")
+    for name, tensor in tensors.items():
+        if tensor.dim() != 4 or tensor._ragged_idx != 2:
+            layout = ["B", "*", "*", "*", "*"][: tensor.dim()]
+            layout[tensor._ragged_idx] = "j"
+            raise InputError(f"{name}: expected {_JAGGED}, got one of layout [{', '.join(layout)}]")
+        if tensor.lengths() is not None:
+            raise InputError(
+                f"{name}: expected a jagged tensor without holes (.contiguous() before the transpose makes one), "
+                "got one with lengths"
+            )
+        if tensor.shape[0] != query.shape[0]:
+            raise InputError(f"{name}: expected the query's batch size {query.shape[0]}, got {tensor.shape[0]}")
+    if bias is not None:
+        raise InputError("bias: expected None beside jagged tensors, whose sequences have no common shape, got a bias")
+    query_rows, key_rows, value_rows = (tensor.transpose(1, 2).values() for tensor in (query, key, value))
+    if key.offsets() is not value.offsets():
+        is_known = key.device.type == "cpu" and not torch.compiler.is_compiling()
+        if key_rows.shape[0] != value_rows.shape[0] or (is_known and not torch.equal(key.offsets(), value.offsets())):
+            raise InputError("value: expected sequences as long as the key's, got others")
+    cu_seqlens_q = query.offsets().to(torch.int32)
+    cu_seqlens_k = cu_seqlens_q if key.offsets() is query.offsets() else key.offsets().to(torch.int32)
+    return Packed(
+        query_rows,
+        key_rows,
+        value_rows,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        _longest(query, query_rows),
+        _longest(key, key_rows),
+        query.offsets(),
+        {"min_seqlen": query._maybe_min_seqlen, "max_seqlen": query._maybe_max_seqlen},
+    )
+
+
+def attend_strided(query: Tensor, key: Any, value: Any, only_scale_is_given: bool, scale: float | None) -> Tensor:
+    """Strided nested ``[B, H, S, D]`` through PyTorch's function, which can do what has no option but the scale."""
+    for name, tensor in (("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor) or not tensor.is_nested or tensor.layout == torch.jagged:
+            raise InputError(f"{name}: expected a strided nested tensor like the query, got {_kind(tensor)}")
+    if not only_scale_is_given:
+        raise InputError(
+            f"query: expected {_JAGGED} for a call with options, got a strided nested tensor, which PyTorch can attend "
+            "over only without any"
+        )
+    call = Call("attention", query.device, query.dtype, 0, 0, frozenset(), (), only_torch_handles(query))
+    choice = choose(call)
+    try:
+        result: Tensor = torch_sdpa(query, key, value, scale=scale)
+    except RuntimeError as error:
+        raise InputError(f"query: expected {_JAGGED}, got strided nested ones that PyTorch refuses: {error}") from error
+    note(call.op, choice.backend, choice.kernel)
+    return result
+
+
+def _longest(tensor: Any, rows: Tensor) -> int:
+    """The longest sequence, or a bound where only device memory knows it."""
+    known: int | None = tensor._maybe_max_seqlen
+    if known is not None:
+        return known
+    if rows.device.type != "cpu" or torch.compiler.is_compiling():
+        return rows.shape[0]
+    return max(tensor.offsets().diff().tolist(), default=0)
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if not value.is_nested:
+        return f"a dense tensor {list(value.shape)}"
+    return "a jagged tensor" if value.layout == torch.jagged else "a strided nested tensor"

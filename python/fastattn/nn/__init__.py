@@ -1,0 +1,14 @@
+"""What a model needs around the int8 kernels: ``Int8Linear``, and ``quantize_model``, which puts it into a model."""
+
+from fastattn.functional.int8_tensor import Int8Tensor
+from fastattn.nn.int8_linear import Int8Linear, plain_state_dict
+from fastattn.nn.quantize_model import QuantizationReport, QuantizedLayer, quantize_model
+
+__all__ = [
+    "Int8Linear",
+    "Int8Tensor",
+    "QuantizationReport",
+    "QuantizedLayer",
+    "plain_state_dict",
+    "quantize_model",
+]

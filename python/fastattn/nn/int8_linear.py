@@ -1,0 +1,218 @@
+"""The int8 linear layer as a module, and its state dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastattn.checks import FLOATING, check_bool, check_choice, check_dtype, check_int, expect
+from fastattn.errors import InputError
+from fastattn.functional.int8_linear import INPUT_PRECISIONS, linear_over
+from fastattn.functional.int8_tensor import Int8Tensor, new_weight
+from fastattn.functional.int8_weight import Int8Weight, check_granularity, quantize_int8
+from fastattn.layout import SharedCopies, with_aligned_rows
+
+# Of weights on their way to plain state dicts and back: layers that share one weight share its copy.
+_contiguous_copies = SharedCopies(Tensor.contiguous)
+_aligned_copies = SharedCopies(with_aligned_rows)
+
+
+class Int8Linear(nn.Linear):
+    """``nn.Linear`` with an int8 weight: ``y = x @ weight^T + bias``, the weight being dequantised on the fly.
+
+    The weight is a parameter that is not trained; gradients flow to the input and the bias. It stays int8 with float32
+    scales whatever ``.half()`` or ``.to(dtype)`` do to the module. Loading a state dict whose ``weight`` is floating,
+    as that of an ``nn.Linear`` is, quantises it. The other way round, an ``nn.Linear`` that loads the state dict of
+    this layer has the dequantised weight (with ``assign=True``: the int8 weight).
+
+    Args:
+        in_features, out_features, bias, device, dtype: as of ``nn.Linear``; ``dtype`` is that of the bias, and the one
+            that the weight stands for.
+        granularity: what shares one scale, as in ``quantize_int8``.
+        input_precision: ``"16bit"`` or ``"int8"``, as in ``int8_linear``.
+
+    Attributes:
+        weight: ``Int8Tensor [out_features, in_features]``, a parameter; zeros until something is loaded. Where
+            ``in_features`` is not a multiple of 16 its int8 rows have room behind them. ``torch.export.save`` loses
+            that room on a GPU: such a model has to be exported on the CPU.
+        bias: ``[out_features]``, a parameter, or None.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        granularity: str | int = "channel",
+        *,
+        input_precision: str = "16bit",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Module.__init__(self)  # that of nn.Linear would make a floating weight, and draw it
+        check_int("in_features", in_features, minimum=0)
+        check_int("out_features", out_features, minimum=0)
+        check_bool("bias", bias)
+        check_granularity(granularity, in_features)
+        check_choice("input_precision", input_precision, INPUT_PRECISIONS)
+        self.in_features, self.out_features = in_features, out_features
+        self.granularity, self.input_precision = granularity, input_precision
+        zeros = torch.zeros(out_features, device=device, dtype=dtype)
+        weight = new_weight(out_features, in_features, granularity, zeros.dtype, zeros.device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_parameter("bias", nn.Parameter(zeros) if bias else None)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, granularity: str | int = "channel", *, input_precision: str = "16bit"
+    ) -> Int8Linear:
+        """Quantises ``linear``, which stays as it is; the bias is the same ``Parameter``."""
+        if not isinstance(linear, nn.Linear) or isinstance(linear, Int8Linear):
+            raise TypeError(f"linear: expected an nn.Linear, got {type(linear).__name__}")
+        weight = Int8Tensor.from_weight(quantize_int8(linear.weight, granularity), linear.weight.dtype)
+        return cls.from_weight(weight, linear.bias, input_precision=input_precision, training=linear.training)
+
+    @classmethod
+    def from_weight(
+        cls,
+        weight: Int8Weight | Tensor,
+        bias: nn.Parameter | None = None,
+        *,
+        input_precision: str = "16bit",
+        training: bool = True,
+    ) -> Int8Linear:
+        """A layer over ``weight`` and ``bias`` themselves.
+
+        Layers made from one ``Int8Weight`` share its memory; those made from the ``weight`` of a layer share the
+        parameter too, and so stay together when the model moves.
+        """
+        if isinstance(weight, Int8Weight):
+            weight = Int8Tensor.from_weight(weight, torch.get_default_dtype() if bias is None else bias.dtype)
+        if not isinstance(weight, Int8Tensor):
+            raise TypeError(f"weight: expected an Int8Weight or an Int8Tensor, got {type(weight).__name__}")
+        rows, columns = weight.shape
+        layer = cls(columns, rows, False, weight.granularity, input_precision=input_precision, device="meta")
+        layer.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+        layer.register_parameter("bias", bias)
+        return layer.train(training)
+
+    @property
+    def weight_scale(self) -> Tensor:
+        """float32 ``[1, 1]``, ``[out_features, 1]`` or ``[out_features, in_features / group]``."""
+        return self._int8_tensor().int8_scale
+
+    @property
+    def int8_weight(self) -> Int8Weight:
+        """The weight as ``int8_linear`` takes it."""
+        return self._int8_tensor().int8_weight
+
+    def _int8_tensor(self) -> Int8Tensor:
+        if not isinstance(self.weight, Int8Tensor):
+            raise InputError(
+                f"weight: expected an Int8Tensor, got a {type(self.weight).__name__}, as of one that is sharded"
+            )
+        return self.weight
+
+    def reset_parameters(self) -> None:
+        """Zeros, which is what there is until something is loaded."""
+        with torch.no_grad():
+            self.weight.zero_()
+            if self.bias is not None:
+                self.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``."""
+        weight = self.weight
+        if isinstance(weight, Int8Tensor):
+            return linear_over(x, weight.int8_data, weight.int8_scale, self.bias, input_precision=self.input_precision)
+        if self.input_precision != "16bit":
+            came = f"{self.input_precision!r} over a {type(weight).__name__}"
+            raise InputError(f"input_precision: expected '16bit' for a weight that is sharded, got {came}")
+        return F.linear(x, weight, self.bias)  # a DTensor, which calls the operators of Int8Tensor on its parts
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"granularity={self.granularity!r}"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
+        """As of any module, but for the weight after ``torch.compile``, where torch cannot swap tensor subclasses."""
+        weight = self._parameters.get("weight")
+        if not isinstance(weight, Int8Tensor):
+            return super()._apply(fn, recurse)
+        self._parameters["weight"] = None
+        try:
+            super()._apply(fn, recurse)
+            with torch.no_grad():
+                weight = _changed_in_place(weight, fn(weight))
+        finally:
+            self._parameters["weight"] = weight
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        errors: list[str] = args[-1]
+        weight_key, scale_key = prefix + "weight", prefix + "weight_scale"
+        found = state_dict.get(weight_key)
+        if found is not None and type(found) in (Tensor, nn.Parameter, Int8Tensor):
+            state_dict = dict(state_dict)
+            try:
+                state_dict[weight_key] = self._as_own_weight(found, state_dict.pop(scale_key, None))
+            except InputError as error:
+                errors.append(f"While loading {weight_key!r}: {error}")
+                del state_dict[weight_key]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _as_own_weight(self, found: Tensor, scale: Tensor | None) -> Tensor:
+        """The weight of a state dict as an ``Int8Tensor``: quantised, or put together, or as it is."""
+        if isinstance(found, Int8Tensor):
+            expect(
+                found.granularity == self.granularity, "granularity", repr(self.granularity), repr(found.granularity)
+            )
+            return found
+        if found.dtype == torch.int8:
+            if scale is None:
+                raise InputError("weight_scale: expected the scales of the int8 weight, got none: Missing key")
+            data = found[0] if found.dim() == 3 else found
+            weight = Int8Weight(_aligned_copies.of(data), scale, self.granularity)
+            return Int8Tensor.from_weight(weight, self.weight.dtype)
+        check_dtype("weight", found, FLOATING)
+        if found.shape != self.weight.shape:
+            return found  # nn.Module says that
+        return Int8Tensor.from_weight(quantize_int8(found, self.granularity), found.dtype)
+
+
+def _changed_in_place(parameter: Any, changed: Tensor) -> Any:
+    """``parameter``, become ``changed``: the same object, so that layers which share it stay together."""
+    if changed is parameter:
+        return parameter
+    is_alike = (changed.dtype, changed.device) == (parameter.dtype, parameter.device)
+    if isinstance(parameter, Int8Tensor) and isinstance(changed, Int8Tensor) and is_alike:
+        parameter.int8_data, parameter.int8_scale = changed.int8_data, changed.int8_scale
+        return parameter
+    changed = nn.Parameter(changed, requires_grad=parameter.requires_grad)
+    try:
+        torch.utils.swap_tensors(parameter, changed)
+    except RuntimeError:  # a compiled graph watches the object
+        return changed
+    return parameter
+
+
+def plain_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """``state_dict`` without tensor subclasses, for what saves plain tensors only, as safetensors does.
+
+    Each int8 ``weight [N, K]`` becomes an int8 ``weight [1, N, K]`` and a ``weight_scale``; what shared memory still
+    does. ``Int8Linear`` loads either. Nothing else loads it by mistake, since the shape is another.
+    """
+    plain: dict[str, Any] = {}
+    for name, value in state_dict.items():
+        if isinstance(value, Int8Tensor):
+            plain[name] = _contiguous_copies.of(value.int8_data)[None]
+            plain[name + "_scale"] = value.int8_scale
+        else:
+            plain[name] = value
+    return plain

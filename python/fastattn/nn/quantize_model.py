@@ -1,0 +1,222 @@
+"""The replacement of a model's ``nn.Linear`` layers by ``Int8Linear``, and the report about it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.checks import FLOATING, check_bool, check_choice
+from fastattn.errors import InputError
+from fastattn.functional.int8_linear import INPUT_PRECISIONS
+from fastattn.functional.int8_tensor import Int8Tensor
+from fastattn.functional.int8_weight import check_granularity, quantize_int8
+from fastattn.nn.int8_linear import Int8Linear
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """What became of one layer; bytes are the weight's.
+
+    ``relative_error`` is ``|W - dequantised W| / |W|`` in the Frobenius norm, NaN on the meta device.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    granularity: str | int
+    relative_error: float
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True)
+class QuantizationReport:
+    """What ``quantize_model`` did. ``print`` it for a table.
+
+    Attributes:
+        layers: the replaced layers, in the model's order. Of those that share a weight only the first counts its bytes.
+        skipped: name → why, for what stays as it is: linear layers, and modules that look like one (``Conv1D`` of
+            transformers). Not what a filter left out.
+        bytes_before, bytes_after: the whole model, parameters and buffers, each tensor counted once.
+    """
+
+    layers: list[QuantizedLayer] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+    def __str__(self) -> str:
+        if not self.layers:
+            stays = [f"{name} stays: {reason}" for name, reason in self.skipped.items()]
+            return "\n".join(["No layer was replaced.", *stays])
+        width = max([len(layer.name) for layer in self.layers] + [len("layer")])
+        lines = [f"{'layer':{width}}  {'shape':>14}  {'scales':>8}  {'error':>7}  {'before':>10}  {'after':>10}"]
+        for layer in self.layers:
+            shape = " x ".join(map(str, layer.shape))
+            lines.append(
+                f"{layer.name:{width}}  {shape:>14}  {layer.granularity!s:>8}  {layer.relative_error:>7.3%}  "
+                f"{_megabytes(layer.bytes_before):>10}  {_megabytes(layer.bytes_after):>10}"
+            )
+        lines += [f"{name} stays: {reason}" for name, reason in self.skipped.items()]
+        before, after = (
+            _megabytes(sum(getattr(layer, f"bytes_{when}") for layer in self.layers)) for when in ("before", "after")
+        )
+        lines.append(
+            f"{len(self.layers)} layers: weights {before} -> {after}; "
+            f"whole model {_megabytes(self.bytes_before)} -> {_megabytes(self.bytes_after)}"
+        )
+        return "\n".join(lines)
+
+
+def quantize_model(
+    model: nn.Module,
+    granularity: str | int = "channel",
+    filter: Callable[[str, nn.Module], bool] | None = None,
+    *,
+    input_precision: str = "16bit",
+    include_tied: bool = False,
+) -> QuantizationReport:
+    """Replaces the ``nn.Linear`` layers inside ``model`` by ``Int8Linear``, in place.
+
+    - A layer that the model uses in several places stays one layer; layers that share one weight share one int8 weight.
+    - A layer whose weight is also something else's (an embedding's, say) stays as it is, and the report says so;
+      ``include_tied=True`` quantises it all the same, and the other keeps its floating weight.
+    - Other subclasses of ``nn.Linear`` stay, since their owners use them in their own ways (``nn.MultiheadAttention``
+      reads the weight of its ``out_proj``). So do layers with hooks, which a new module would not have.
+    - What looks like a linear layer without being an ``nn.Linear`` (GPT-2's ``Conv1D``) stays, and the report says so.
+    - A warning says when nothing was replaced.
+
+    Args:
+        model: what holds the layers. If it is itself an ``nn.Linear``, use ``Int8Linear.from_linear``.
+        granularity: as in ``quantize_int8``; must suit every layer that is replaced.
+        filter: called with the name and the module of each ``nn.Linear``; those with False stay as they are.
+        input_precision: ``"16bit"`` or ``"int8"``, as in ``int8_linear``.
+
+    Raises:
+        InputError, TypeError: an argument is wrong, or a group does not divide a layer's K; the model is as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.Linear):
+        advice = "" if isinstance(model, Int8Linear) else "; use Int8Linear.from_linear"
+        raise InputError(
+            f"model: expected a module that holds nn.Linear layers, got one: {type(model).__name__}{advice}"
+        )
+    if filter is not None and not callable(filter):
+        raise TypeError(f"filter: expected a callable or None, got {type(filter).__name__}")
+    check_choice("input_precision", input_precision, INPUT_PRECISIONS)
+    check_bool("include_tied", include_tied)
+    check_granularity(granularity, 0)
+
+    chosen: dict[nn.Linear, str] = {}
+    skipped: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Int8Linear):
+            continue
+        if not isinstance(module, nn.Linear):
+            reason = _reason_if_like_linear(module)
+            if reason is not None:
+                skipped[name] = reason
+        elif filter is None or filter(name, module):
+            reason = _reason_to_stay(module)
+            if reason is None:
+                chosen[module] = name
+            else:
+                skipped[name] = reason
+    if not include_tied:
+        for module, owner in _tied_to_others(model, chosen).items():
+            skipped[chosen.pop(module)] = f"its weight is also {owner} (include_tied=True quantises it all the same)"
+    for module, name in chosen.items():
+        try:
+            check_granularity(granularity, module.in_features)
+        except InputError as error:
+            raise InputError(f"{error} in layer {name!r} (a filter can leave it out)") from None
+
+    bytes_before = _model_bytes(model)
+    layers, replacements = _quantize(chosen, granularity, input_precision)
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if isinstance(child, nn.Linear) and child in replacements:
+                setattr(parent, name, replacements[child])
+    report = QuantizationReport(layers, skipped, bytes_before, _model_bytes(model))
+    if not layers and not any(isinstance(module, Int8Linear) for module in model.modules()):
+        warnings.warn(f"quantize_model: {report}", stacklevel=2)
+    return report
+
+
+def _reason_if_like_linear(module: nn.Module) -> str | None:
+    """Of a module that is no ``nn.Linear``: why it stays, if somebody may expect that it is replaced."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2 or not weight.is_floating_point():
+        return None
+    kind, shape = type(module).__name__, tuple(weight.shape)
+    if shape[1] == getattr(module, "nf", None):  # as Conv1D of transformers has it, with or without nx
+        return f"it is a {kind}, whose weight is [in, out], and only nn.Linear layers are replaced"
+    if shape == (getattr(module, "out_features", None), getattr(module, "in_features", None)):
+        return f"it is a {kind}, which is not an nn.Linear"
+    return None
+
+
+def _reason_to_stay(linear: nn.Linear) -> str | None:
+    if type(linear) is not nn.Linear:
+        return f"it is a {type(linear).__name__}, a subclass of nn.Linear, which its owner may use in its own way"
+    if "weight" not in linear._parameters:
+        return "its weight is computed from other parameters"
+    if linear.weight.dtype not in FLOATING:
+        return f"its weight is {linear.weight.dtype}"
+    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
+    if any(hooks) or "forward" in vars(linear):
+        return "it has hooks, which would be lost"
+    return None
+
+
+def _tied_to_others(model: nn.Module, chosen: dict[nn.Linear, str]) -> dict[nn.Linear, str]:
+    """The chosen layers whose weight is also a parameter elsewhere, and that parameter's name."""
+    elsewhere: dict[int, str] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not (module in chosen and name == "weight"):
+                elsewhere[id(parameter)] = f"{module_name}.{name}".lstrip(".")
+    return {linear: elsewhere[id(linear.weight)] for linear in chosen if id(linear.weight) in elsewhere}
+
+
+def _quantize(
+    chosen: dict[nn.Linear, str], granularity: str | int, input_precision: str
+) -> tuple[list[QuantizedLayer], dict[nn.Linear, Int8Linear]]:
+    layers: list[QuantizedLayer] = []
+    replacements: dict[nn.Linear, Int8Linear] = {}
+    done: dict[Tensor, tuple[nn.Parameter, float]] = {}
+    for linear, name in chosen.items():
+        parameter = linear.weight
+        is_first = parameter not in done
+        if is_first:
+            quantized = Int8Tensor.from_weight(quantize_int8(parameter, granularity), parameter.dtype)
+            shared = nn.Parameter(quantized, requires_grad=False)
+            done[parameter] = shared, _relative_error(parameter.detach(), quantized)
+        weight, error = done[parameter]
+        replacements[linear] = Int8Linear.from_weight(
+            weight, linear.bias, input_precision=input_precision, training=linear.training
+        )
+        sizes = (parameter.nbytes, weight.nbytes) if is_first else (0, 0)
+        layers.append(QuantizedLayer(name, (weight.shape[0], weight.shape[1]), granularity, error, *sizes))
+    return layers, replacements
+
+
+def _relative_error(weight: Tensor, quantized: Int8Tensor) -> float:
+    if weight.is_meta:
+        return float("nan")
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    size = wide.norm()
+    error = (wide - quantized.dequantize(wide.dtype)).norm()
+    return torch.where(size == 0, 0.0, error / size).item()
+
+
+def _model_bytes(model: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.2f} MB"

@@ -1,0 +1,356 @@
+"""The operators ``attention_forward`` and ``attention_backward``."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from fastattn import native
+from fastattn.dispatch.device import kernel_facts
+from fastattn.dispatch.recording import is_recording, note
+from fastattn.layout import empty_like_heads
+from fastattn.ops.flops import attention_backward_flops, attention_flops
+from fastattn.ops.registration import apply, call, call_in_backward, refuse_mapped, register
+
+_Options: TypeAlias = tuple[int, int, float, int, int, bool, float, float]
+
+
+class AttentionArguments(NamedTuple):
+    """The arguments of ``attention_forward``: ``query [B, Hq, Sq, D]`` and its like, or packed, or over pages.
+
+    ``alibi_slopes`` and ``sinks`` are float32, the slopes ``[1 or B, Hq]``; -1 is an unbounded window; ``top_left``
+    aligns the window to the first key instead of the last.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    dropout_seed: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    scale: float = 1.0
+    window_left: int = -1
+    window_right: int = -1
+    top_left: bool = False
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    block_table: Tensor | None = None
+
+    def options(self) -> _Options:
+        """What both operators take in a row, between the tensors and what each has of its own."""
+        return (
+            self.max_seqlen_q,
+            self.max_seqlen_k,
+            self.scale,
+            self.window_left,
+            self.window_right,
+            self.top_left,
+            self.softcap,
+            self.dropout_p,
+        )
+
+
+class AttentionBackwardArguments(NamedTuple):
+    """The arguments of ``attention_backward``: the gradients of the results, and the arguments and results of the
+    forward pass; ``bias_grad``: whether the bias's gradient is wanted."""
+
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    dropout_seed: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    scale: float
+    window_left: int
+    window_right: int
+    top_left: bool
+    softcap: float
+    dropout_p: float
+    deterministic: bool
+    bias_grad: bool
+
+
+# The gradients of AttentionArguments, by the same names: None, unless one is given.
+_Gradients = cast("Any", namedtuple)(
+    "_Gradients", AttentionArguments._fields, defaults=(None,) * len(AttentionArguments._fields)
+)
+
+
+def attention_forward(backend: str, arguments: AttentionArguments) -> tuple[Tensor, Tensor]:
+    """Output and lse, not differentiable."""
+    results: tuple[Tensor, Tensor] = call(backend, "attention_forward", arguments)
+    return results
+
+
+def differentiable_attention(backend: str, arguments: AttentionArguments, deterministic: bool) -> tuple[Tensor, Tensor]:
+    """Output and lse, differentiable in query, key, value, bias, sinks and through the lse."""
+    if torch.compiler.is_compiling():
+        arguments = AttentionArguments(*_distinct(arguments))
+    results: tuple[Tensor, Tensor] = apply(_Attention, backend, deterministic, *arguments)
+    return results
+
+
+def _distinct(arguments: AttentionArguments) -> list[Any]:
+    """One tensor in two places becomes two: torch.compile takes no autograd.Function with the same input twice."""
+    result: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor) and any(argument is earlier for earlier in result):
+            argument = argument.view_as(argument)
+        result.append(argument)
+    return result
+
+
+class _Attention(torch.autograd.Function):
+    generate_vmap_rule = True  # forward and backward are one op each, and the ops have vmap rules
+
+    @staticmethod
+    def forward(backend: str, deterministic: bool, *arguments: Any) -> tuple[Tensor, Tensor]:
+        out, lse = call(backend, "attention_forward", arguments)
+        return out, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.backend, ctx.deterministic, *arguments = inputs
+        given = AttentionArguments._make(arguments)
+        ctx.save_for_backward(
+            given.query,
+            given.key,
+            given.value,
+            given.bias,
+            given.alibi_slopes,
+            given.sinks,
+            given.dropout_seed,
+            given.cu_seqlens_q,
+            given.cu_seqlens_k,
+            *output,
+        )
+        ctx.options = given.options()
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        query, key, value, bias, slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k, out, lse = ctx.saved_tensors
+        if grad_out is None and grad_lse is None:
+            return None, None, *_Gradients()
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        bias_grad = bias is not None and _needs_bias_grad(*ctx.needs_input_grad)
+        options: _Options = ctx.options
+        arguments = AttentionBackwardArguments(
+            grad_out,
+            grad_lse,
+            query,
+            key,
+            value,
+            out,
+            lse,
+            bias,
+            slopes,
+            sinks,
+            seed,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            *options,
+            ctx.deterministic,
+            bias_grad,
+        )
+        grads = call_in_backward(ctx.backend, "attention_backward", arguments)
+        if is_recording():
+            note("attention backward", ctx.backend, backward_kernels(ctx.backend, arguments))
+        grad_query, grad_key, grad_value, grad_bias, grad_sinks = grads
+        gradients = _Gradients(
+            grad_query,
+            grad_key,
+            grad_value,
+            bias=grad_bias.to(bias.dtype) if bias_grad else None,
+            sinks=None if sinks is None else grad_sinks,
+        )
+        return None, None, *gradients
+
+
+def _needs_bias_grad(backend: bool, deterministic: bool, *needs_grad: bool) -> bool:
+    """From autograd's answer for every input of ``_Attention``."""
+    return bool(AttentionArguments._make(needs_grad).bias)
+
+
+def backward_kernels(backend: str, arguments: AttentionBackwardArguments) -> str:
+    """The kernels that ``attention_backward`` launches, in their order."""
+    if backend == "triton":
+        launched = ["rows", "query", "key_value", *(["bias"] if arguments.bias_grad else [])]
+        return ", ".join(f"attention_backward_{name}.attention_backward_{name}_kernel" for name in launched)
+    query, value = arguments.query, arguments.value
+    has_scores_changed = arguments.bias is not None or arguments.alibi_slopes is not None
+    names = native.attention_backward_kernels(
+        kernel_facts(query.device).arch,
+        max(query.shape[-1], value.shape[-1]),
+        query.dtype,
+        changes_scores=has_scores_changed or arguments.softcap > 0 or arguments.dropout_p > 0,
+        bias_gradient=arguments.bias_grad,
+        sinks=arguments.sinks is not None,
+    )
+    return ", ".join(names)
+
+
+# --- shapes ---------------------------------------------------------------------------------------------------------
+
+
+def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
+    given = AttentionArguments(*args)
+    query, value_dim = given.query, given.value.shape[-1]
+    if given.cu_seqlens_q is not None:
+        total, heads = query.shape[:2]
+        return query.new_empty(total, heads, value_dim), query.new_empty(heads, total, dtype=torch.float32)
+    return empty_like_heads(query, value_dim), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
+    given = AttentionBackwardArguments(*args)
+    inputs = (given.query, given.key, given.value)
+    if given.cu_seqlens_q is not None:
+        grads = tuple(t.new_empty(t.shape) for t in inputs)
+    else:
+        grads = tuple(empty_like_heads(t, t.shape[-1]) for t in inputs)
+    bias_shape = given.bias.shape if given.bias_grad and given.bias is not None else (0,)
+    sinks_shape = (0,) if given.sinks is None else given.sinks.shape
+    return *grads, *(given.query.new_empty(shape, dtype=torch.float32) for shape in (bias_shape, sinks_shape))
+
+
+# --- FLOPs: every pair of query and key, masked or not, as torch counts its own attention ---------------------------
+
+
+def _pairs(given: AttentionArguments | AttentionBackwardArguments) -> int:
+    query: Sequence[int] = given.query  # type: ignore[assignment]
+    key: Sequence[int] = given.key  # type: ignore[assignment]
+    return query[0] * query[1] * (query[2] * key[2] if len(query) == 4 else given.max_seqlen_k)
+
+
+def _forward_flops(*args: Any, **kwargs: Any) -> int:
+    given: Any = AttentionArguments(*args, **kwargs)
+    return attention_flops(_pairs(given), given.key[-1], given.value[-1])
+
+
+def _backward_flops(*args: Any, **kwargs: Any) -> int:
+    given: Any = AttentionBackwardArguments(*args, **kwargs)
+    return attention_backward_flops(_pairs(given), given.key[-1], given.value[-1])
+
+
+# --- vmap: the mapped dimension joins the heads ---------------------------------------------------------------------
+# Every kernel treats heads alike (``v * Hq + h`` reads KV head ``v * Hkv + h // group``): a mapped call is one launch.
+
+
+def _fold(tensor: Tensor | None, mapped: int | None, size: int, heads_dim: int) -> Tensor | None:
+    """Join the mapped dimension with dimension ``heads_dim`` (counted without it); repeat a tensor that has none."""
+    if tensor is None:
+        return None
+    tensor = tensor.unsqueeze(0).expand(size, *tensor.shape) if mapped is None else tensor.movedim(mapped, 0)
+    return tensor.movedim(0, heads_dim).flatten(heads_dim, heads_dim + 1)
+
+
+def _unfold(tensor: Tensor, size: int, heads_dim: int) -> Tensor:
+    """Undo ``_fold``: the mapped dimension comes first."""
+    return tensor.unflatten(heads_dim, (size, -1)).movedim(heads_dim, 0)
+
+
+def _fold_bias(bias: Tensor | None, mapped: int | None, size: int, heads: int) -> Tensor | None:
+    """A bias that is one for all heads has to be repeated for them, or the mapped dimension would not fit."""
+    if bias is None or (mapped is None and bias.shape[1] == 1):
+        return bias
+    folded = _fold(bias, mapped, size, heads_dim=1)
+    assert folded is not None
+    return folded if _shape_of_one(bias, mapped)[1] == heads else folded.repeat_interleave(heads, dim=1)
+
+
+def _shape_of_one(tensor: Tensor, mapped: int | None) -> torch.Size:
+    """Of one sample."""
+    return tensor.shape if mapped is None else tensor.movedim(mapped, 0).shape[1:]
+
+
+# Name → where the heads are in a sample. Of the lse, that of a dense call.
+_HEADS_DIM = {"sinks": 0} | dict.fromkeys(
+    ("query", "key", "value", "out", "grad_out", "lse", "grad_lse", "alibi_slopes"), 1
+)
+_PACKED_LSE_HEADS_DIM = 0
+_ONE_FOR_ALL_SAMPLES = ("dropout_seed", "cu_seqlens_q", "cu_seqlens_k")
+
+
+def _folded(given: Any, dims: Any, size: int) -> dict[str, Tensor | None]:
+    """The arguments that have heads, the mapped dimension joined with them."""
+    packed = given.cu_seqlens_q is not None
+    folded = {}
+    for name, heads_dim in _HEADS_DIM.items():
+        if name in given._fields:
+            dim = _PACKED_LSE_HEADS_DIM if packed and name in ("lse", "grad_lse") else heads_dim
+            folded[name] = _fold(getattr(given, name), getattr(dims, name), size, dim)
+    heads = _shape_of_one(given.query, dims.query)[1]
+    return folded | {"bias": _fold_bias(given.bias, dims.bias, size, heads)}
+
+
+def _vmap_forward(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+    def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+        given, size = AttentionArguments(*args), info.batch_size
+        dims: Any = AttentionArguments(*in_dims)  # type: ignore[arg-type]
+        refuse_mapped(dims, *_ONE_FOR_ALL_SAMPLES, "block_table")
+        out, lse = overload(*given._replace(**_folded(given, dims, size)))  # type: ignore[arg-type]
+        lse_heads_dim = _HEADS_DIM["lse"] if given.cu_seqlens_q is None else _PACKED_LSE_HEADS_DIM
+        return (_unfold(out, size, _HEADS_DIM["out"]), _unfold(lse, size, lse_heads_dim)), (0, 0)
+
+    return rule
+
+
+def _vmap_backward(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+    def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+        given, size = AttentionBackwardArguments(*args), info.batch_size
+        dims: Any = AttentionBackwardArguments(*in_dims)  # type: ignore[arg-type]
+        refuse_mapped(dims, *_ONE_FOR_ALL_SAMPLES)
+        shares_bias = given.bias is not None and _shape_of_one(given.bias, dims.bias)[1] == 1
+        if given.bias_grad and given.bias is not None and dims.bias is None:
+            given = given._replace(bias=given.bias.unsqueeze(0).expand(size, *given.bias.shape))
+            dims = dims._replace(bias=0)  # every sample wants a gradient of its own
+        grads = overload(*given._replace(**_folded(given, dims, size)))  # type: ignore[arg-type]
+        *grads_of_inputs, grad_bias, grad_sinks = grads
+        if given.bias_grad:
+            grad_bias = _unfold(grad_bias, size, 1)
+            grad_bias = grad_bias.sum(2, keepdim=True) if shares_bias else grad_bias
+        else:
+            grad_bias = grad_bias.expand(size, 0)
+        sinks_heads_dim = _HEADS_DIM["sinks"]
+        grad_sinks = grad_sinks.expand(size, 0) if given.sinks is None else _unfold(grad_sinks, size, sinks_heads_dim)
+        return (*(_unfold(grad, size, 1) for grad in grads_of_inputs), grad_bias, grad_sinks), (0, 0, 0, 0, 0)
+
+    return rule
+
+
+register(
+    "attention_forward",
+    arguments=AttentionArguments,
+    triton_module="attention_forward",
+    fake=_fake_forward,
+    flops=_forward_flops,
+    vmap=_vmap_forward,
+)
+register(
+    "attention_backward",
+    arguments=AttentionBackwardArguments,
+    triton_module="attention_backward",
+    fake=_fake_backward,
+    flops=_backward_flops,
+    vmap=_vmap_backward,
+)

@@ -1,0 +1,64 @@
+"""The operator ``attention_decode``: appends to a key-value cache in place and attends over it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattn.layout import empty_like_heads
+from fastattn.ops.flops import attention_flops
+from fastattn.ops.registration import call, register
+
+
+class DecodeArguments(NamedTuple):
+    """The arguments of ``attention_decode``, as those of ``attention_with_kv_cache``.
+
+    ``alibi_slopes`` and ``sinks`` are float32, the slopes ``[1 or B, Hq]``; -1 is an unbounded window.
+    """
+
+    query: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cache_seqlens: Tensor
+    k_new: Tensor | None = None
+    v_new: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    rotary_interleaved: bool = False
+    block_table: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    scale: float = 1.0
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    num_splits: int = 0
+    batch_invariant: bool = False
+
+
+def attention_decode(backend: str, arguments: DecodeArguments) -> tuple[Tensor, Tensor]:
+    """Output and lse; appends to the caches in place. Not differentiable."""
+    results: tuple[Tensor, Tensor] = call(backend, "attention_decode", arguments)
+    return results
+
+
+def _fake(*args: Any) -> tuple[Tensor, Tensor]:
+    given = DecodeArguments(*args)
+    lse = given.query.new_empty(given.query.shape[:3], dtype=torch.float32)
+    return empty_like_heads(given.query, given.v_cache.shape[-1]), lse
+
+
+def _flops(*args: Any, **kwargs: Any) -> int:
+    """As if every sequence filled its cache: the lengths are on the device."""
+    given: Any = DecodeArguments(*args, **kwargs)
+    batch, heads, num_queries, head_dim = given.query
+    blocks_per_sequence = 1 if given.block_table is None else given.block_table[1]
+    capacity = blocks_per_sequence * given.k_cache[2]
+    return attention_flops(batch * heads * num_queries * capacity, head_dim, given.v_cache[-1])
+
+
+register("attention_decode", arguments=DecodeArguments, triton_module="decode", fake=_fake, flops=_flops)

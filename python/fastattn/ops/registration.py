@@ -1,0 +1,175 @@
+"""Makes PyTorch's operators of kernels: two namespaces, their shape functions, vmap rules and FLOP counts.
+
+The schemas are C++ (``csrc/bindings.cpp``). ``torch.ops.fastattn`` holds the CUDA C++ kernels,
+``torch.ops.fastattn_triton`` the Triton ones under the same schemas. Each operator has a file here, which registers it
+and holds the functions that differentiate it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import native  # noqa: F401  (native loads the schemas)
+from fastattn.after_import import after_import
+from fastattn.dispatch.device import is_emulated, when_emulation_changes
+
+_NAMESPACES = {"cuda": "fastattn", "triton": "fastattn_triton"}
+_libraries = {backend: torch.library.Library(namespace, "FRAGMENT") for backend, namespace in _NAMESPACES.items()}
+_overloads: dict[tuple[str, str], torch._ops.OpOverload] = {}
+_triton_launchers: dict[str, Callable[..., Any]] = {}
+
+
+def register(
+    name: str,
+    *,
+    arguments: type[tuple[Any, ...]],
+    triton_module: str,
+    fake: Callable[..., Any],
+    flops: Callable[..., int],
+    vmap: Callable[[torch._ops.OpOverload], Callable[..., Any]] | None = None,
+) -> None:
+    """Register the operator ``name`` of both namespaces.
+
+    Args:
+        arguments: the named tuple of its arguments, in the order of its schema.
+        triton_module: the module of ``triton_kernels`` whose function ``name`` launches it.
+        fake: from its arguments to empty results of the right shapes.
+        flops: from its arguments, shapes instead of tensors, to the FLOPs that torch's counter shows.
+        vmap: from an overload to what ``torch.library.register_vmap`` wants; None: ``torch.vmap`` raises.
+    """
+    schema = getattr(torch.ops.fastattn, name).default._schema
+    in_schema, in_tuple = [argument.name for argument in schema.arguments], list(arguments._fields)  # type: ignore[attr-defined]
+    assert in_schema == in_tuple, f"{name}: the schema has {in_schema}, {arguments.__name__} {in_tuple}"
+    _triton_launchers[name] = _triton_launcher(triton_module, name)
+    _libraries["triton"].define(str(schema).removeprefix("fastattn::"), tags=(torch.Tag.pt2_compliant_tag,))
+    _libraries["triton"].impl(name, _triton_launchers[name], "CUDA")
+    for backend, namespace in _NAMESPACES.items():
+        packet = getattr(getattr(torch.ops, namespace), name)
+        overload = _overloads[backend, name] = packet.default
+        torch.library.register_fake(f"{namespace}::{name}", fake, lib=_libraries[backend])
+        _libraries[backend].impl(name, _refuse_gradients(overload), "Autograd", with_keyset=True)
+        if vmap is not None:
+            torch.library.register_vmap(f"{namespace}::{name}", vmap(overload), lib=_libraries[backend])
+        _count_flops(packet, flops)
+
+
+def _count_flops(packet: torch._ops.OpOverloadPacket, flops: Callable[..., int]) -> None:
+    """Importing torch's counter imports Triton: whoever counts FLOPs imports it himself."""
+
+    def register_formula() -> None:
+        from torch.utils.flop_counter import register_flop_formula
+
+        register_flop_formula(packet)(lambda *args, out_shape=None, **kwargs: flops(*args, **kwargs))
+
+    after_import("torch.utils.flop_counter", register_formula)
+
+
+def _triton_launcher(module: str, name: str) -> Callable[..., Any]:
+    """Imports Triton at the first call only. Triton launches on the current device: that has to be the tensors'."""
+
+    def launch(*args: Any) -> Any:
+        launcher = getattr(importlib.import_module(f"fastattn.triton_kernels.{module}"), name)
+        device = args[0].device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return launcher(*args)
+        with torch.cuda.device(device):
+            return launcher(*args)
+
+    return launch
+
+
+_on_cpu: list[torch.library.Library] = []
+
+
+@when_emulation_changes
+def _register_on_cpu() -> None:
+    """The Triton ops take CPU tensors while those are declared to be on an emulated GPU, and only then."""
+    while _on_cpu:
+        _on_cpu.pop()._destroy()
+    if is_emulated():
+        library = torch.library.Library(_NAMESPACES["triton"], "FRAGMENT")
+        for name, launcher in _triton_launchers.items():
+            library.impl(name, launcher, "CPU")
+        _on_cpu.append(library)
+
+
+# --- calling and differentiating ------------------------------------------------------------------------------------
+
+
+def _refuse_gradients(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A raw op called on tensors that need gradients raises: only the functions of this package differentiate."""
+
+    def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = itertools.chain(args, kwargs.values())
+        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+            raise RuntimeError(
+                f"{overload}: the raw operator has no gradient, and an argument requires one; call the public "
+                "function of fastattn, or call the operator under torch.no_grad()"
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+    return autograd_kernel
+
+
+def call(backend: str, name: str, arguments: Iterable[Any]) -> Any:
+    """The operator itself, without gradients."""
+    overload = _overloads[backend, name]
+    if torch.compiler.is_compiling():
+        return overload(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():  # spares the Python kernel of _refuse_gradients
+        return overload(*arguments)
+
+
+class _Once(torch.autograd.Function):
+    """An op inside a backward pass that itself is being recorded (``create_graph=True``, ``torch.func.grad``).
+
+    Recording it is allowed; differentiating it raises.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(backend: str, name: str, *arguments: Any) -> Any:
+        return call(backend, name, arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, ctx.name, *_ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(f'{ctx.name}: second derivatives are not implemented; use_backend("torch") has them')
+
+
+def call_in_backward(backend: str, name: str, arguments: Iterable[Any]) -> Any:
+    """The operator itself, in a backward pass."""
+    if torch.is_grad_enabled():
+        return apply(_Once, backend, name, *arguments)
+    return call(backend, name, arguments)
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)``, without the ``inspect.signature`` at every call (10 µs) that only functorch needs."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+# --- vmap -----------------------------------------------------------------------------------------------------------
+
+
+def refuse_mapped(dims: Any, *names: str) -> None:
+    """Raise where an argument of those ``names`` is mapped; ``dims``: an operator's arguments, their mapped dimensions
+    in their place."""
+    for name in names:
+        if getattr(dims, name) is not None:
+            raise NotImplementedError(
+                f"{name}: torch.vmap over it is not supported; it must be the same for every sample"
+            )

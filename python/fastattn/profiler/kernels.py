@@ -1,0 +1,79 @@
+"""What each kernel of a profile cost, and how near to the machine's limits it came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastattn.profiler.kernel_names import is_fastattn_kernel, short_name
+from fastattn.profiler.kernel_work import kernel_work
+from fastattn.profiler.roofline import Limits, bound
+from fastattn.profiler.trace import KernelLaunch
+
+
+@dataclass(frozen=True)
+class KernelProfile:
+    """All launches of one kernel by one operator.
+
+    Args:
+        name: the kernel, with its template arguments.
+        operator: ``torch.ops.fastattn``'s operator that launched it; ``""`` for a kernel of fastattn in the replay of a
+            CUDA graph, None for kernels that are not fastattn's.
+        launches: how many there were; seconds: the time they took on the GPU; share: of the time of all kernels.
+        flops, bytes: what they had to do, see ``fastattn.profiler.work``; None where that cannot be told.
+        is_upper_bound: lengths that only the device knows were taken at their largest.
+        fraction: the least time that the machine's limits allow, over the time taken.
+        resource: which limit that is: ``"compute"``, ``"memory"`` or ``"launch overhead"``.
+    """
+
+    name: str
+    operator: str | None
+    launches: int
+    seconds: float
+    share: float
+    flops: int | None = None
+    bytes: int | None = None
+    is_upper_bound: bool = False
+    fraction: float | None = None
+    resource: str | None = None
+
+
+def profile_kernels(launches: Sequence[KernelLaunch], limits: Limits | None) -> list[KernelProfile]:
+    """One entry for each kernel and operator, longest first."""
+    groups: dict[tuple[str, str | None], list[KernelLaunch]] = {}
+    for launch in launches:
+        operator = launch.call.name if launch.call else "" if is_fastattn_kernel(launch.name) else None
+        groups.setdefault((short_name(launch.name), operator), []).append(launch)
+    total = sum(launch.seconds for launch in launches)
+    found = [_kernel_profile(name, operator, group, total, limits) for (name, operator), group in groups.items()]
+    return sorted(found, key=lambda each: -each.seconds)
+
+
+def _kernel_profile(
+    name: str, operator: str | None, launches: Sequence[KernelLaunch], total_s: float, limits: Limits | None
+) -> KernelProfile:
+    seconds = sum(launch.seconds for launch in launches)
+    share = seconds / total_s if total_s else 0.0
+    works = [None if launch.call is None else kernel_work(launch.name, launch.call) for launch in launches]
+    known = [work for work in works if work is not None]
+    if not known or len(known) < len(works):
+        return KernelProfile(name, operator, len(launches), seconds, share)
+    fraction = resource = None
+    dtypes = [launch.call.dtype for launch in launches if launch.call is not None]
+    if limits is not None and all(dtype in limits.flops_per_s for dtype in dtypes):
+        # The kernel's own time has no launch in it: what is short is held against the least that a kernel takes.
+        bounds = [bound(work, limits, dtype, limits.graph_launch_s) for work, dtype in zip(known, dtypes, strict=True)]
+        fraction = sum(each.least_s for each in bounds) / seconds if seconds else None
+        resource = max(bounds, key=lambda each: each.least_s).resource
+    return KernelProfile(
+        name,
+        operator,
+        len(launches),
+        seconds,
+        share,
+        sum(work.flops for work in known),
+        sum(work.bytes for work in known),
+        any(work.is_upper_bound for work in known),
+        fraction,
+        resource,
+    )

@@ -1,0 +1,26 @@
+"""The mathematics of every operation, in plain PyTorch.
+
+This is the oracle of the tests (in float64) and what runs where no kernel does. It materialises the scores, so it needs
+O(Sq * Sk) memory. Shapes and meanings are those of the public functions of the same names; every function takes any
+floating dtype up to float64 and computes in at least float32 unless ``compute_dtype`` says otherwise.
+"""
+
+from fastattn.quantization import dequantize_int8, quantize_int8, quantize_rows
+from fastattn.reference.attention import attention, attention_varlen
+from fastattn.reference.dropout import dropout_keep, philox_4x32
+from fastattn.reference.int8_linear import int8_linear
+from fastattn.reference.kv_cache import attention_with_kv_cache
+from fastattn.rotary import rotary
+
+__all__ = [
+    "attention",
+    "attention_varlen",
+    "attention_with_kv_cache",
+    "dequantize_int8",
+    "dropout_keep",
+    "int8_linear",
+    "philox_4x32",
+    "quantize_int8",
+    "quantize_rows",
+    "rotary",
+]

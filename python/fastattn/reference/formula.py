@@ -1,0 +1,102 @@
+"""The formula of attention, over dense tensors and with every option."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fastattn.reference.dropout import dropout_keep
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    position: Tensor,
+    alibi_position: Tensor,
+    key_is_present: Tensor | None,
+    window: tuple[int | None, int | None],
+    softcap: float,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    dropout_seed: int | Tensor | None,
+    scale: float | None,
+    compute_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """The formula. ``position``, ``alibi_position``: where each query stands among the keys, int64 ``[B or 1, Sq]``."""
+    dtype = compute_dtype or torch.promote_types(query.dtype, torch.float32)
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    batch, heads, num_queries, head_dim = query.shape
+    kv_heads, num_keys = key.shape[1:3]
+    group = heads // kv_heads if kv_heads else 1
+    scale = scale if scale is not None else (1 / math.sqrt(head_dim) if head_dim else 1.0)
+    column = torch.arange(num_keys, device=query.device)
+
+    # Which keys each query sees: bool, [B or 1, Hq or 1, Sq, Sk]; None if all see all.
+    masks = []
+    if window[0] is not None:
+        masks.append(column >= (position - window[0])[:, None, :, None])
+    if window[1] is not None:
+        masks.append(column <= (position + window[1])[:, None, :, None])
+    if key_is_present is not None:
+        masks.append(key_is_present[:, None, None, :])
+    if bias is not None:
+        masks.append(bias if bias.dtype == torch.bool else bias != -math.inf)
+    visible = None
+    for mask in masks:
+        visible = mask if visible is None else visible & mask
+
+    k = key.to(dtype).repeat_interleave(group, dim=1)
+    v = value.to(dtype).repeat_interleave(group, dim=1)
+    spoiled_keys = spoiled_values = None
+    if visible is not None:  # keep NaN away from products with the zero probabilities of masked keys
+        spoiled_keys = ~k.detach().isfinite().all(-1)
+        spoiled_values = ~v.detach().isfinite()
+        k = k.masked_fill(spoiled_keys[..., None], 0.0)
+        v = v.masked_fill(spoiled_values, 0.0)
+
+    scores = (query.to(dtype) * scale) @ k.transpose(-2, -1)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        distance = (alibi_position[:, None, :, None] - column).abs().to(dtype)
+        scores = scores - torch.atleast_2d(alibi_slopes.to(dtype))[:, :, None, None] * distance
+    if bias is not None and bias.dtype != torch.bool:
+        scores = scores + bias.to(dtype)
+    if visible is not None and spoiled_keys is not None:
+        spoiled = torch.where(spoiled_keys[..., None, :], math.nan, 0.0).to(dtype)
+        scores = (scores + spoiled).masked_fill(~visible, -math.inf)  # added, so that the NaN reaches the gradients too
+    if sinks is not None:
+        sink = sinks.to(dtype).view(1, heads, 1, 1).expand(batch, heads, num_queries, 1)
+        scores = torch.cat([scores, sink], dim=-1)
+
+    sees_nothing = (scores == -math.inf).all(-1, keepdim=True)
+    finite_scores = scores.masked_fill(sees_nothing, 0.0)
+    # Not exp(scores - lse): beside scores of finfo.min, the log of their number is lost in the lse.
+    probabilities = finite_scores.softmax(-1)[..., :num_keys].masked_fill(sees_nothing, 0.0)
+    if visible is not None:
+        probabilities = probabilities.masked_fill(~visible, 0.0)
+    # Relative to it, for the same reason: the gradient of logsumexp is exp(scores - lse).
+    level = finite_scores.detach().logsumexp(-1, keepdim=True)
+    level = level.masked_fill(~level.isfinite(), 0.0)
+    lse = (level + (finite_scores - level).logsumexp(-1, keepdim=True)).masked_fill(sees_nothing, -math.inf)
+    if dropout_p > 0:
+        assert dropout_seed is not None
+        keep = dropout_keep(dropout_seed, dropout_p, batch, heads, num_queries, num_keys, query.device)
+        probabilities = probabilities * keep * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
+    out = probabilities @ v
+    if visible is not None and spoiled_values is not None:
+        sees_spoiled = visible.to(dtype).expand(scores.shape[:-1] + (num_keys,)) @ spoiled_values.to(dtype) > 0
+        out = out + torch.where(sees_spoiled, math.nan, 0.0).to(dtype) * probabilities.sum(-1, keepdim=True)
+    return out.to(query.dtype), lse.squeeze(-1).to(lse_dtype)
+
+
+def bounds(causal: bool, window: tuple[int, int]) -> tuple[int | None, int | None]:
+    """How many keys before and after its position a query sees; None is unbounded."""
+    left, right = (None if side < 0 else side for side in window)
+    return left, 0 if causal else right

@@ -1,0 +1,39 @@
+"""A linear layer over int8 weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn.activations import ACTIVATIONS
+from fastattn.quantization import dequantize_int8, quantize_rows
+
+
+def int8_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    activations: str = "16bit",
+    compute_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``act(x @ dequantize(weight)^T + bias) + residual``: ``x [..., K]`` to ``[..., N]``, or ``[..., N / 2]``
+    with ``"swiglu"``.
+
+    ``activations="int8"`` first rounds each row of ``x`` to symmetric int8 (its gradient passes straight through).
+    """
+    dtype = compute_dtype or torch.promote_types(x.dtype, torch.float32)
+    inputs = x.to(dtype)
+    if activations == "int8":
+        quantized, row_scale = quantize_rows(x)
+        rounded = (quantized.to(row_scale.dtype) * row_scale[..., None]).to(dtype)
+        inputs = inputs + (rounded - inputs).detach()
+    y = inputs @ dequantize_int8(weight, scale, dtype).transpose(0, 1)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    y = ACTIVATIONS[activation](y)
+    if residual is not None:
+        y = y + residual.to(dtype)
+    return y.to(x.dtype)

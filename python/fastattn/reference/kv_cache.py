@@ -1,0 +1,108 @@
+"""Attention over a key-value cache, which it first appends to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn.quantization import quantize_rows
+from fastattn.reference.formula import attend, bounds
+from fastattn.reference.pages import gather_pages, present_pages
+from fastattn.rotary import rotary
+
+
+def _append(cache: Tensor, new: Tensor, slots: Tensor, block_rows: int) -> None:
+    """Write ``new [B, Hkv, S_new, …]`` into ``cache [X, Hkv, block_rows, …]`` at the flat ``slots [B, S_new]``.
+
+    A slot past the end drops its token.
+    """
+    num_slots = cache.shape[0] * block_rows
+    token = torch.arange(slots.numel(), device=cache.device)
+    writer = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=cache.device).scatter(0, slots.flatten(), token)
+    writer = writer[:num_slots].view(cache.shape[0], block_rows)
+    is_written = (writer >= 0)[:, None, :].view(cache.shape[0], 1, block_rows, *[1] * (cache.dim() - 3))
+    rows = new.transpose(1, 2).flatten(0, 1)[writer.clamp(min=0)].transpose(1, 2)
+    cache.copy_(torch.where(is_written, rows.to(cache.dtype), cache))
+
+
+def attention_with_kv_cache(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    block_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    causal: bool = True,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Appends to the cache in place, then attends over it. ``([B, Hq, Sq, Dv], [B, Hq, Sq])``."""
+    batch, _, num_queries, _ = query.shape
+    block_rows = k_cache.shape[2]
+    device = query.device
+    if block_table is None:
+        block_table = torch.arange(batch, device=device)[:, None]
+    num_blocks = k_cache.shape[0]
+    table, block_is_present = present_pages(block_table, num_blocks)
+    capacity = table.shape[1] * block_rows
+
+    num_new = 0 if k_new is None else k_new.shape[2]
+    before = cache_seqlens.to(torch.int64).clamp(min=0)
+    total = (before + num_new).clamp(max=capacity)
+    position = (total - num_queries)[:, None] + torch.arange(num_queries, device=device)
+
+    def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
+        assert rotary_cos is not None and rotary_sin is not None
+        positions = positions.clamp(0, rotary_cos.shape[0] - 1)
+        return rotary_cos[positions], rotary_sin[positions]
+
+    if rotary_cos is not None:
+        query = rotary(query, *angles(position), rotary_interleaved)
+    if k_new is not None and v_new is not None and num_new and capacity:
+        new_position = before[:, None] + torch.arange(num_new, device=device)
+        if rotary_cos is not None:
+            k_new = rotary(k_new, *angles(new_position), rotary_interleaved)
+        block = (new_position // block_rows).clamp(max=table.shape[1] - 1)
+        slot = table.gather(1, block) * block_rows + new_position % block_rows
+        fits = (new_position < capacity) & block_is_present.gather(1, block)
+        slot = torch.where(fits, slot, num_blocks * block_rows)
+        for cache, new, scales in ((k_cache, k_new, k_scale), (v_cache, v_new, v_scale)):
+            if scales is not None:
+                new, new_scales = quantize_rows(new)
+                _append(scales, new_scales, slot, block_rows)
+            _append(cache, new, slot, block_rows)
+
+    def read(cache: Tensor, scales: Tensor | None) -> Tensor:
+        rows = gather_pages(cache, table)
+        return rows if scales is None else rows.to(scales.dtype) * gather_pages(scales, table)[..., None]
+
+    column = torch.arange(capacity, device=device)
+    key_is_present = (column < total[:, None]) & block_is_present.repeat_interleave(block_rows, dim=1)
+    return attend(
+        query,
+        read(k_cache, k_scale),
+        read(v_cache, v_scale),
+        position=position,
+        alibi_position=position,
+        key_is_present=key_is_present,
+        window=bounds(causal, window),
+        softcap=softcap,
+        bias=None,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout_p=0.0,
+        dropout_seed=None,
+        scale=scale,
+        compute_dtype=compute_dtype,
+    )

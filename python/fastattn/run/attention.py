@@ -1,0 +1,66 @@
+"""Attention as the choice says: by its own kernel, over padded head dims, or by the decoding kernel."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattn.dispatch.call import Choice
+from fastattn.layout import readable
+from fastattn.ops.attention import AttentionArguments, attention_forward, differentiable_attention
+from fastattn.ops.decode import DecodeArguments, attention_decode
+
+
+def attention(
+    choice: Choice, arguments: AttentionArguments, needs_grad: bool, deterministic: bool
+) -> tuple[Tensor, Tensor]:
+    """Output and lse; with ``needs_grad`` differentiable in query, key, value, bias, sinks and through the lse.
+
+    ``deterministic``: whether the gradients are to have the same bits every time.
+    """
+    value_dim = arguments.value.shape[-1]
+    if choice.padded is not None:
+        arguments = _padded(arguments, *choice.padded)
+    if needs_grad:
+        out, lse = differentiable_attention(choice.backend, arguments, deterministic)
+    elif choice.decodes:
+        out, lse = attention_decode(choice.backend, _as_decoding(arguments))
+    else:
+        out, lse = attention_forward(choice.backend, arguments)
+    return (out if choice.padded is None else out[..., :value_dim]), lse
+
+
+def _padded(arguments: AttentionArguments, head_dim: int, value_dim: int) -> AttentionArguments:
+    return arguments._replace(
+        query=_pad(arguments.query, head_dim),
+        key=_pad(arguments.key, head_dim),
+        value=_pad(arguments.value, value_dim),
+    )
+
+
+def _pad(tensor: Tensor, head_dim: int) -> Tensor:
+    """``[B, H, S, D]`` or ``[total, H, D]`` with zeros behind its last dimension, in the same order in memory."""
+    padding = (0, head_dim - tensor.shape[-1])
+    if padding[1] == 0:
+        return tensor
+    if tensor.dim() == 4 and tensor.stride(1) < tensor.stride(2):
+        return F.pad(tensor.transpose(1, 2), padding).transpose(1, 2)
+    return F.pad(tensor, padding)
+
+
+def _as_decoding(arguments: AttentionArguments) -> DecodeArguments:
+    """The same over a cache that is full; the decoding kernel reads a cache where it lies, so others are copied."""
+    key, value = readable(arguments.key), readable(arguments.value)
+    return DecodeArguments(
+        arguments.query,
+        key,
+        value,
+        torch.full((key.shape[0],), key.shape[2], dtype=torch.int32, device=key.device),
+        alibi_slopes=arguments.alibi_slopes,
+        sinks=arguments.sinks,
+        scale=arguments.scale,
+        window_left=arguments.window_left,
+        window_right=arguments.window_right,
+        softcap=arguments.softcap,
+    )

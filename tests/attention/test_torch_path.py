@@ -1,0 +1,386 @@
+"""``attention`` and ``attention_varlen`` through PyTorch's own attention: what goes there, what stays, and that nothing
+that is promised is lost on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastattn
+from by_hand import normal
+from fastattn import reference
+from fastattn.dispatch.call import Call
+from fastattn.functional import torch_sdpa
+from oracle import check_against_oracle
+
+BATCH, HEADS, KV_HEADS, ROWS, DIM = 2, 4, 2, 9, 16
+NO_BIAS = (BATCH, HEADS, ROWS, ROWS)
+
+
+def inputs(
+    rows: int = ROWS, keys: int = ROWS, value_dim: int = DIM, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    return [
+        normal(1, BATCH, HEADS, rows, DIM, dtype=dtype, grad=True),
+        normal(2, BATCH, KV_HEADS, keys, DIM, dtype=dtype, grad=True),
+        normal(3, BATCH, KV_HEADS, keys, value_dim, dtype=dtype, grad=True),
+    ]
+
+
+def without_gradients(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [t.detach() for t in inputs(dtype=dtype)]
+
+
+def mask(*shape: int) -> Tensor:
+    """With a row that sees no key, and one that sees a single one."""
+    visible = normal(4, *shape) > 0
+    visible[..., 2, :] = False
+    visible[..., 5, :] = False
+    visible[..., 5, -1] = True
+    return visible
+
+
+def additive(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    bias = normal(5, *shape).masked_fill(~mask(*shape), -math.inf).to(dtype)
+    bias[..., 7, :] = torch.finfo(dtype).min
+    return bias
+
+
+# What PyTorch's function can express: query, key and value, and the options.
+EXPRESSED: dict[str, tuple[Callable[[], list[Tensor]], Callable[[], dict[str, Any]]]] = {
+    "nothing masked": (inputs, dict),
+    "causal": (inputs, lambda: {"causal": True}),
+    "causal, more keys than queries": (lambda: inputs(rows=4), lambda: {"causal": True}),
+    "causal, more queries than keys": (lambda: inputs(keys=4), lambda: {"causal": True}),
+    "causal, one query": (lambda: inputs(rows=1), lambda: {"causal": True}),
+    "causal, by a window": (inputs, lambda: {"window": (-1, 0)}),
+    "causal, another value dim": (lambda: inputs(value_dim=5), lambda: {"causal": True}),
+    "causal, a scale": (inputs, lambda: {"causal": True, "scale": 0.5}),
+    "causal, float64": (lambda: inputs(dtype=torch.float64), lambda: {"causal": True}),
+    "causal, float16": (lambda: inputs(dtype=torch.float16), lambda: {"causal": True}),
+    "causal, bfloat16": (lambda: inputs(dtype=torch.bfloat16), lambda: {"causal": True}),
+    "window": (inputs, lambda: {"window": (2, 1)}),
+    "window to the left": (lambda: inputs(rows=4), lambda: {"window": (2, -1)}),
+    "window beyond the keys": (lambda: inputs(keys=3), lambda: {"window": (1, 1)}),
+    "mask": (inputs, lambda: {"bias": mask(*NO_BIAS)}),
+    "mask for all": (inputs, lambda: {"bias": mask(1, 1, ROWS, ROWS)}),
+    "mask of keys": (inputs, lambda: {"bias": normal(6, BATCH, 1, 1, ROWS) > 0}),
+    "mask of queries": (inputs, lambda: {"bias": mask(1, HEADS, ROWS, 1)}),
+    "mask and causal": (lambda: inputs(rows=ROWS, keys=7), lambda: {"bias": mask(1, 1, ROWS, 7), "causal": True}),
+    "mask, float64": (lambda: inputs(dtype=torch.float64), lambda: {"bias": mask(*NO_BIAS)}),
+    "bias": (without_gradients, lambda: {"bias": additive(*NO_BIAS)}),
+    "bias, float64": (
+        lambda: without_gradients(torch.float64),
+        lambda: {"bias": additive(1, 1, ROWS, ROWS, dtype=torch.float64)},
+    ),
+    "bias, float16": (
+        lambda: without_gradients(torch.float16),
+        lambda: {"bias": additive(1, HEADS, ROWS, ROWS, dtype=torch.float16)},
+    ),
+    "bias of keys": (without_gradients, lambda: {"bias": normal(6, BATCH, 1, 1, ROWS, dtype=torch.float32)}),
+    "bias and causal": (without_gradients, lambda: {"bias": additive(1, 1, ROWS, ROWS), "causal": True}),
+}
+
+
+def with_gradients(function: Callable[..., Any], tensors: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
+    out = function(*tensors, **options)
+    out = out[0] if isinstance(out, tuple) else out
+    sources = [t for t in tensors if t.requires_grad]
+    if not sources:
+        return [out]
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out.dtype)
+    return [out, *torch.autograd.grad((out * weights).sum(), sources)]
+
+
+def widened(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Neither of these may be called: "the reference", "torch"."""
+
+    def called(*_: Any, **__: Any) -> None:
+        raise AssertionError("the call went the other way")
+
+    for name in names:
+        if name == "torch":
+            monkeypatch.setattr(torch_sdpa, "torch_sdpa", called)
+        else:
+            monkeypatch.setattr(reference, "attention", called)
+            monkeypatch.setattr(reference, "attention_varlen", called)
+
+
+@pytest.mark.parametrize("name", EXPRESSED)
+def test_torch_computes_what_it_can_express(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, options = EXPRESSED[name]
+    tensors, given = make(), options()
+    wide = {
+        key: part.double() if isinstance(part, Tensor) and part.dtype != torch.bool else part
+        for key, part in given.items()
+    }
+    expected = with_gradients(reference.attention, widened(tensors), wide)
+    composite = with_gradients(reference.attention, tensors, {**given, "compute_dtype": tensors[0].dtype})
+    without(monkeypatch, "the reference")
+    parts = ("out", "query's gradient", "key's gradient", "value's gradient", "bias's gradient")
+    for part, got, want, rough in zip(
+        parts, with_gradients(fastattn.attention, tensors, given), expected, composite, strict=False
+    ):
+        if tensors[0].dtype.itemsize > 2:
+            torch.testing.assert_close(got, want.to(got.dtype))
+        else:
+            check_against_oracle(part, got, want, rough)
+
+
+def test_minimal_biases_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of nothing but finfo.min see every key alike."""
+    without(monkeypatch, "the reference")
+    query, key, value = without_gradients()
+    bias = torch.full((1, 1, ROWS, ROWS), torch.finfo(torch.float32).min)
+    out = fastattn.attention(query, key, value, bias=bias)
+    mean = value.mean(2, keepdim=True).repeat_interleave(HEADS // KV_HEADS, 1).expand(BATCH, HEADS, ROWS, DIM)
+    torch.testing.assert_close(out, mean)
+
+
+def test_minimal_biases_are_numbers_to_the_gradients_too() -> None:
+    bias = torch.full((1, 1, ROWS, ROWS), torch.finfo(torch.float32).min)
+    query, key, value = inputs()
+    out = fastattn.attention(query, key, value, bias=bias)
+    assert isinstance(out, Tensor)
+    (gradient,) = torch.autograd.grad(out.sum(), value)
+    torch.testing.assert_close(gradient, torch.full_like(value, HEADS / KV_HEADS))
+
+
+class Watching(TorchDispatchMode):
+    """Somebody records the operators: the host may not look at values then, as on a GPU or under a tracer."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function is not torch.ops.aten._local_scalar_dense.default, "a value was read"
+        return function(*args, **(kwargs or {}))
+
+
+MASKS: dict[str, Callable[[], dict[str, Any]]] = {
+    "causal": lambda: {"causal": True},
+    "window": lambda: {"window": (3, 2)},
+    "mask": lambda: {"bias": mask(BATCH, 1, ROWS, ROWS)},
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("readable", [True, False])
+def test_what_is_masked_has_no_influence(name: str, readable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in keys and values: the rows that do not see them are as if it were not there, the others are NaN."""
+    clean, options = inputs(), MASKS[name]()
+    spoiled = [t.detach().clone() for t in clean]
+    spoiled[1][0, 0, 6, 3] = spoiled[2][1, 1, 4, 2] = math.nan
+    spoiled[2][0, 1, 8, 7] = math.inf
+    spoiled = [t.requires_grad_() for t in spoiled]
+    want = with_gradients(fastattn.attention, clean, options)
+    oracle, _ = reference.attention(*spoiled, **options)
+    without(monkeypatch, "the reference")
+    if readable:
+        got = with_gradients(fastattn.attention, spoiled, options)
+    else:
+        with Watching():
+            got = with_gradients(fastattn.attention, spoiled, options)
+    assert torch.equal(got[0].isnan(), oracle.isnan()) and bool(oracle.isnan().any())
+    sees_none = ~oracle.isnan().any(-1, keepdim=True)
+    assert bool(sees_none.any())
+    for got_part, want_part in zip(got[:2], want[:2], strict=True):  # out, and the query's gradient
+        torch.testing.assert_close(
+            torch.where(sees_none, got_part, 0.0), torch.where(sees_none, want_part, 0.0), atol=1e-6, rtol=1e-5
+        )
+    assert bool(got[1].isnan().any()), "a NaN that is seen must not vanish from the gradients"
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_keys_that_nobody_sees_have_no_influence_on_any_gradient(readable: bool) -> None:
+    padding = torch.ones(BATCH, 1, 1, ROWS, dtype=torch.bool)
+    padding[..., 6:] = False
+    clean, spoiled = inputs(), inputs()
+    with torch.no_grad():
+        spoiled[1][:, :, 6:] = math.nan
+        spoiled[2][:, :, 6:] = math.nan
+    want = with_gradients(fastattn.attention, clean, {"bias": padding})
+    if readable:
+        got = with_gradients(fastattn.attention, spoiled, {"bias": padding})
+    else:
+        with Watching():
+            got = with_gradients(fastattn.attention, spoiled, {"bias": padding})
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+# Each promise that PyTorch's function would break; the module's docstring says how.
+STAYS: dict[str, tuple[Callable[[], list[Tensor]], dict[str, Any]]] = {
+    "the lse": (inputs, {"return_lse": True}),
+    "softcap": (inputs, {"softcap": 5.0}),
+    "ALiBi": (inputs, {"alibi_slopes": torch.ones(HEADS)}),
+    "sinks": (inputs, {"sinks": torch.zeros(HEADS)}),
+    "dropout's pattern": (inputs, {"dropout_p": 0.5, "dropout_seed": 3}),
+    "no keys": (lambda: inputs(keys=0), {}),
+    "a bias with gradients": (inputs, {"bias": additive(1, HEADS, ROWS, ROWS)}),
+    "causal, a negative scale": (inputs, {"causal": True, "scale": -0.5}),
+    "causal, a scale of zero": (inputs, {"causal": True, "scale": 0.0}),
+    "a bias in another dtype": (
+        lambda: inputs(dtype=torch.float16),
+        {"bias": torch.full((1, 1, ROWS, ROWS), torch.finfo(torch.float32).min)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_the_reference_keeps_what_torch_would_break(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, options = STAYS[name]
+    without(monkeypatch, "torch")
+    tensors = make()
+    given = {key: value for key, value in options.items() if key != "return_lse"}
+    out, lse = reference.attention(*tensors, **given)
+    got = fastattn.attention(*tensors, **options)
+    if name == "the lse":
+        torch.testing.assert_close(got, (out, lse))
+    else:
+        torch.testing.assert_close(got, out)
+        assert not bool(out.isnan().any())
+
+
+@pytest.mark.parametrize("feature", ["bias", "varlen"])
+def test_on_a_gpu_the_reference_keeps_biases_and_packed_sequences(feature: str) -> None:
+    """``finfo.min`` times log2(e) is -inf in PyTorch's memory-efficient kernel; lengths are not read back."""
+    bias = torch.zeros(1, 1, ROWS, ROWS) if feature == "bias" else None
+    for device, expected in (("cpu", True), ("cuda", False)):
+        call = Call("attention", torch.device(device), torch.float32, DIM, DIM, frozenset({feature}))
+        assert torch_sdpa.can_express(call, ROWS, 0.25, bias) is expected
+
+
+def test_on_a_gpu_the_reference_keeps_the_same_bits_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless PyTorch itself is told to have them."""
+    call = Call("attention", torch.device("cuda"), torch.float32, DIM, DIM, frozenset({"causal", "gradients"}))
+    assert torch_sdpa.can_express_now(call, None) and not torch_sdpa.can_express_now(call, True)
+    assert torch_sdpa.can_express_now(call._replace(features=frozenset({"causal"})), True)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert torch_sdpa.can_express_now(call, True)
+
+
+def test_forward_mode_has_tangents(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = tuple(t.detach() for t in inputs(dtype=torch.float64))
+
+    def attend(*parts: Tensor) -> Any:
+        return fastattn.attention(*parts, causal=True)
+
+    step = 1e-6
+    later, earlier = (attend(*(t * (1 + sign * step) for t in tensors)) for sign in (1, -1))
+    without(monkeypatch, "torch")
+    _, tangent = torch.func.jvp(attend, tensors, tensors)
+    torch.testing.assert_close(tangent, (later - earlier) / (2 * step), atol=1e-5, rtol=1e-5)
+
+
+def test_second_derivatives_under_torch_func() -> None:
+    query, key, value = (t.detach()[:1, :2, :3] for t in inputs(dtype=torch.float64))
+
+    def loss(part: Tensor) -> Tensor:
+        out = fastattn.attention(part, key, value, causal=True)
+        return (out * out).sum()
+
+    hessian = torch.func.jacrev(torch.func.grad(loss))(query)
+    step = 1e-6
+    nudge = torch.zeros_like(query)
+    nudge[0, 0, 2, 1] = step
+    gradient = torch.func.grad(loss)
+    torch.testing.assert_close(
+        hessian[..., 0, 0, 2, 1], (gradient(query + nudge) - gradient(query - nudge)) / (2 * step), atol=1e-5, rtol=1e-4
+    )
+
+
+def test_subclasses_that_lack_operators_keep_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(Tensor):
+        pass
+
+    without(monkeypatch, "torch")
+    tensors = [t.detach().as_subclass(Own) for t in inputs()]
+    torch.testing.assert_close(
+        fastattn.attention(*tensors, causal=True).as_subclass(Tensor),
+        reference.attention(*(t.as_subclass(Tensor) for t in tensors), causal=True)[0],
+    )
+
+
+@pytest.mark.parametrize("name", ["causal", "mask"])
+def test_compiles_with_lengths_that_change(name: str) -> None:
+    def attend(query: Tensor, key: Tensor, bias: Tensor) -> Any:
+        return fastattn.attention(query, key, key, **({"causal": True} if name == "causal" else {"bias": bias}))
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (5, 8, 11):
+        query, key = inputs(rows=rows, keys=rows)[:2]
+        visible = mask(1, 1, 11, 11)[..., :rows, :rows]
+        torch.testing.assert_close(compiled(query, key, visible), attend(query, key, visible))
+
+
+# --- packed sequences -------------------------------------------------------------------------------------------------
+
+# offsets of queries, offsets of keys
+OFFSETS: dict[str, tuple[list[int], list[int]]] = {
+    "one": ([0, 12], [0, 12]),
+    "several": ([0, 3, 8, 12], [0, 5, 7, 12]),
+    "alike": ([0, 4, 8, 12], [0, 4, 8, 12]),
+    "some without queries or keys": ([0, 0, 5, 8, 12], [0, 4, 4, 9, 12]),
+    "rows in none": ([1, 4, 10], [2, 6, 11]),
+}
+
+
+def packed(value_dim: int = DIM) -> list[Tensor]:
+    sizes = ((12, HEADS, DIM), (12, KV_HEADS, DIM), (12, KV_HEADS, value_dim))
+    return [normal(seed, *size, dtype=torch.float32, grad=True) for seed, size in enumerate(sizes)]
+
+
+def lengths(offsets: tuple[list[int], list[int]]) -> dict[str, Any]:
+    q, k = (torch.tensor(part, dtype=torch.int32) for part in offsets)
+    return {
+        "cu_seqlens_q": q,
+        "cu_seqlens_k": k,
+        "max_seqlen_q": int(q.diff().max()),
+        "max_seqlen_k": int(k.diff().max()),
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (1, 2)}], ids=["full", "causal", "window"])
+@pytest.mark.parametrize("name", OFFSETS)
+def test_packed_sequences(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {**lengths(OFFSETS[name]), **options}
+    want = with_gradients(reference.attention_varlen, packed(), given)
+    without(monkeypatch, "the reference")
+    got = with_gradients(fastattn.attention_varlen, packed(), given)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+def test_packed_sequences_do_not_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "the reference")
+    tensors = packed(value_dim=5)
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor[4:8] = math.nan
+    out = fastattn.attention_varlen(*tensors, **lengths(OFFSETS["alike"]), causal=True)
+    assert bool(out[4:8].isnan().all()) and not bool(out[:4].isnan().any()) and not bool(out[8:].isnan().any())
+
+
+@pytest.mark.parametrize("values", [[0, 7, 3, 12], [-2, 5, 12], [0, 5, 40], [12, 12, 12]])
+def test_offsets_that_are_wrong_keep_the_reference(values: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "torch")
+    offsets = torch.tensor(values, dtype=torch.int32)
+    expected, _ = reference.attention_varlen(*packed(), offsets, offsets, 12, 12, causal=True)
+    got = fastattn.attention_varlen(*packed(), offsets, offsets, 12, 12, causal=True)
+    torch.testing.assert_close(got, expected)
+
+
+def test_sequences_longer_than_the_maximum_keep_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "torch")
+    given = {**lengths(OFFSETS["several"]), "max_seqlen_k": 3}
+    torch.testing.assert_close(
+        fastattn.attention_varlen(*packed(), **given), reference.attention_varlen(*packed(), **given)[0]
+    )
