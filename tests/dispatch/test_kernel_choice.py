@@ -36,7 +36,9 @@ def launched_names(found: list[Any]) -> list[str]:
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
-    "window": {"window": (3, 0)},
+    "window": {"window": (3, 2)},
+    "window to the left": {"window": (3, 0)},
+    "window that is a causal mask": {"window": (-1, 0)},
     "softcap": {"softcap": 5.0},
     "sinks": {"sinks": torch.zeros(2)},
     "bias": {"bias": torch.zeros(1, 1, 9, 33, dtype=torch.bfloat16)},

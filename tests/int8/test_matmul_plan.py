@@ -260,13 +260,14 @@ def test_no_cliff(library: Library, n: int, k: int, gpu: Gpu, is_forward: bool) 
     from 128 to 129 tokens, or with the short sums of a small layer; by a few percent among many tokens.
     """
     outputs, depth = (n, k) if is_forward else (k, n)
-    few = 0.21 if gpu == A100 else 0.24  # on an H200, weights that are dequantised again are a larger part of a step
+    # Products take fewer clocks on an H200, so that weights which are dequantised again are a larger part of a step.
+    few, some, many = (0.21, 0.10, 0.07) if gpu == A100 else (0.24, 0.12, 0.08)
     # The number of tiles decides, and all have a multiple of 16 tokens.
     of_tiles = {m: predicted_clocks(library, Sizes(m, outputs, depth), gpu, is_forward) for m in TOKENS[15::16]}
     clocks = [of_tiles[-(-m // 16) * 16] for m in TOKENS]
     for m, (before, after) in zip(TOKENS, itertools.pairwise(clocks), strict=False):
         assert after >= 0.965 * before, f"{m + 1} tokens take {after:.0f} clocks, {m} take {before:.0f}"
-        allowed = few if m < 1024 else 0.10 if m < 2048 else 0.07
+        allowed = few if m < 1024 else some if m < 2048 else many
         assert (m + 1) / after >= (1 - allowed) * m / before, f"throughput falls from {m} to {m + 1} tokens"
 
 

@@ -121,8 +121,9 @@ def check_and_plan(tensors: Tensors, options: Options) -> Plan:
     causal = check_bool("causal", causal)
     if causal:
         right = 0
+    if right == 0:  # a window says the same
         features.add("causal")
-    if left >= 0 or right > 0 or (right == 0 and not causal):
+    if left >= 0 or right > 0:
         features.add("window")
     softcap = float(check_number("softcap", softcap, low=0.0))
     if softcap > 0:
