@@ -246,7 +246,7 @@ def test_support_table_covers_every_feature_and_stands_in_the_readme() -> None:
     for features in FEATURES.values():
         assert all(words in table for words in features.values())
     readme = (__import__("pathlib").Path(__file__).parents[2] / "README.md").read_text()
-    assert table in readme, "README.md: paste the output of `python -m fastattn --support-table`"
+    assert table in readme, "README.md: paste what `python -m fastattn` prints below the facts"
 
 
 class TestPatch:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ from checks import CheckList
 from decoder import Decoder, DecoderConfig, PackedAttention, Rotary
 from text_data import BOUNDARY, VOCAB_SIZE, Batch
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 CONFIG = DecoderConfig(VOCAB_SIZE, dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, max_positions=64)
 OPTIONS = train_decoder.Options(device=CPU, token_budget=64, max_length=31, steps=3, config=CONFIG)
@@ -337,9 +341,9 @@ def test_check_list(capsys: pytest.CaptureFixture[str]) -> None:
     ],
     ids=["above", "NaN above", "below", "NaN below", "different"],
 )
-@pytest.mark.parametrize("part", [sentence_embeddings, train_decoder, generate], ids=lambda part: part.__name__)
+@pytest.mark.parametrize("part", range(4), ids=["sentence_embeddings", "train_decoder", "generate", "kernels"])
 def test_one_failed_check_fails_the_demo(
-    part: object, fail: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    part: int, fail: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert callable(fail)
     trained = train_decoder.Trained(tiny_decoder(), PASSAGES, train_decoder.History())
@@ -354,11 +358,38 @@ def test_one_failed_check_fails_the_demo(
         fail(arguments[-1])
         return hold(*arguments)
 
-    for module in (sentence_embeddings, train_decoder, generate):
-        monkeypatch.setattr(module, "run", hold)
+    parts = [(sentence_embeddings, "run"), (train_decoder, "run"), (generate, "run"), (demo, "run_kernels")]
+    for module, name in parts:
+        monkeypatch.setattr(module, name, hold)
     monkeypatch.setattr(sys, "argv", ["demo.py", "--device", "cpu"])
     assert demo.main() == 0
     assert capsys.readouterr().out.splitlines()[-1] == "demo: ok"
-    monkeypatch.setattr(part, "run", hold_and_fail)
+    monkeypatch.setattr(*parts[part], hold_and_fail)
     assert demo.main() == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "demo: FAILED (1 of 4 checks: bad)"
+    assert capsys.readouterr().out.splitlines()[-1] == "demo: FAILED (1 of 5 checks: bad)"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_kernels_example_says_what_to_run_where_there_is_no_gpu() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "kernels.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "PYTHONPATH=tests python -m emulator run examples/kernels.py" in done.stderr
+
+
+def test_the_kernels_on_the_emulated_gpu_fail_the_demo_where_they_fail(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commands = []
+
+    def run(command: list[str], env: dict[str, str]) -> SimpleNamespace:
+        commands.append(command)
+        assert env["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT / "tests")
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr(demo.subprocess, "run", run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    checks = CheckList()
+    demo.run_kernels(tmp_path / "decoder.pt", checks)
+    assert [command[1:4] for command in commands] == [["-m", "emulator", "run"]]
+    assert [check.what for check in checks.failed] == ["kernels on the emulated GPU: exit status"]

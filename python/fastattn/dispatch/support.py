@@ -124,15 +124,26 @@ SUPPORT: dict[str, dict[str, Support]] = {
 
 
 def support_table() -> str:
-    """The support table of the README, in Markdown."""
+    """The support table of the README, in Markdown: of each operation everything there is, and who lacks what of it."""
     lines = ["| | CUDA C++ | Triton | PyTorch |", "|---|---|---|---|"]
+    for op in FEATURES:
+        cells = [_support_cell(op, SUPPORT[op].get(backend)) for backend in KERNEL_BACKENDS]
+        has_head_dims = any(support.head_dims is not None for support in SUPPORT[op].values())
+        in_torch = "everything; all floating dtypes" + ("; any head dim" if has_head_dims else "")
+        lines.append(f"| {FUNCTIONS[op]} | {' | '.join(cells)} | {in_torch} |")
+    lines.append("")
     for op, features in FEATURES.items():
-        kernels = [SUPPORT[op].get(backend) for backend in KERNEL_BACKENDS]
-        lines.append(f"| **{FUNCTIONS[op]}** | | | |")
-        lines.append("| dtypes | " + " | ".join(s.dtypes_text() if s else "–" for s in kernels) + " | all floating |")
-        if any(s and s.head_dims is not None for s in kernels):
-            lines.append("| head dims | " + " | ".join(s.head_dims_text() if s else "–" for s in kernels) + " | any |")
-        for feature, words in features.items():
-            cells = ["yes" if s and feature in s.features else "–" for s in kernels]
-            lines.append(f"| {words} | {' | '.join(cells)} | yes |")
+        lines.append(f"Everything of {FUNCTIONS[op]}: {', '.join(features.values())}.")
+        lines.append("")
+    oldest = min(support.min_arch for backends in SUPPORT.values() for support in backends.values())
+    lines.append(f"The kernels need compute capability {oldest // 10}.{oldest % 10} or later.")
     return "\n".join(lines)
+
+
+def _support_cell(op: str, support: Support | None) -> str:
+    if support is None:
+        return "–"
+    missing = [words for feature, words in FEATURES[op].items() if feature not in support.features]
+    what = "everything, except " + " and ".join(missing) if missing else "everything"
+    dims = "" if support.head_dims is None else f"; head dims {support.head_dims_text()}"
+    return f"{what}; {support.dtypes_text()}{dims}"
