@@ -6,6 +6,7 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -21,6 +22,7 @@ namespace fastattn {
 namespace {
 
 constexpr const char* kOp = "attention_forward";
+constexpr double kLog2E = 1.4426950408889634;
 
 void launch_plain(const AttentionForwardParams& params, const AttentionSizes& sizes, bool causal, Stream stream) {
     dispatch_at_least(ForwardHeadDims{}, sizes.widest(), [&](auto head_dim) {
@@ -71,20 +73,19 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     attention.out = heads_view<uint16_t>(kOp, "out", out, sizes.query_sequences());
     attention.lse = rows_view(lse, attention.query);
     attention.heads_per_group = heads_per_group(attention.query, attention.key);
-    params.packed = packed_params(kOp, query, key, cu_seqlens_q, cu_seqlens_k);
+    attention.packed = packed_params(kOp, query, key, cu_seqlens_q, cu_seqlens_k);
     if (block_table) params.paged = paged_params(kOp, key, value, block_table);
 
     const ScoreOptions options{bias,        alibi_slopes, sinks,    dropout_seed, scale,
                                window_left, window_right, top_left, softcap,      dropout_p};
     const OnDeviceOf device(query);
-    if (options.are_plain() && !sizes.is_packed) {
-        attention.scale = static_cast<float>(scale);
-        attention.causal_offset = top_left ? 0 : attention.key.rows - attention.query.rows;
-        launch_plain(attention, sizes, window_right == 0, device.stream());
-    } else {
-        ScoreTensors kept;
-        params.scores = score_params(kOp, options, query, sizes, kept);
+    ScoreTensors tensors;
+    attention.scores = score_params(kOp, options, query, sizes, tensors);
+    attention.scale_log2 = scale == 0 ? 1.0f : static_cast<float>(std::abs(scale) * kLog2E);
+    if (options.change_scores() || block_table) {
         launch_with_options(params, sizes, block_table.has_value(), device.stream());
+    } else {
+        launch_plain(attention, sizes, window_right == 0, device.stream());
     }
     return {out, lse};
 }

@@ -20,11 +20,8 @@ struct ScoreOptions {
     bool top_left;
     double softcap, dropout_p;
 
-    // Whether scores are more than scaled and masked by a window.
+    // Whether scores are more than scaled and masked by a window: then the kernels without options do not compute them.
     bool change_scores() const { return bias || alibi_slopes || dropout_p > 0 || softcap > 0; }
-
-    // Whether forward_sm80.cuh computes it: no mask but a causal one, and scores that are only scaled.
-    bool are_plain() const { return !change_scores() && !sinks && window_left < 0 && window_right <= 0; }
 };
 
 // Tensors that params point into, and that must live until the kernel has been started.

@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
                                                                        first_row);
         __syncthreads();  // the queries are there for all
 
-        OnlineSoftmax<1, /*kInNats=*/true, /*kFewKeys=*/true> softmax(kLog2E);
+        OnlineSoftmax<1, /*kInNats=*/true> softmax(kLog2E);
         float rO[1][Config::kTilesD][4] = {};  // [kBlockM, kHeadDim], of this warp's keys
         ValueUnit unit_of_values;              // of an int8 cache: what rO is in
         for (int stage = 0; first_key < end_key; first_key += kBlockN) {
@@ -235,7 +235,9 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
             load_k(stage, next_key);
 
             rows.apply(rS, present_now, first_key, lane);
-            softmax.template update<true>(rS, rO);
+            const auto max = maxima_of_lane(rS);
+            if (softmax.is_outgrown_by(max)) rescale(rO, softmax.follow(max));
+            softmax.exponentiate(rS);
 
             ptx::cp_async_wait_group<2 * kStages - 1>();
             __syncwarp();  // V is there for all lanes
@@ -259,7 +261,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
         auto* sO = reinterpret_cast<float*>(ring);
         const float unit_of_output = kInt8 ? unit_of_values.value() * Int8Decoding<kDataType>::kUnit : 1.0f;
         for_own_rows<1>(lane, [&](int m, int half, int row) {
-            shared.row_max[warp][row] = softmax.row_max[m][half];  // the lanes of a row hold the same
+            shared.row_max[warp][row] = softmax.reference[m][half];  // the lanes of a row hold the same
             shared.row_sum[warp][row] = row_reduce_sum(softmax.row_sum[m][half]);
             store_output_row<Config>(sO, rO[m], unit_of_output, row, half, lane);
         });

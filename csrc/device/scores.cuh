@@ -13,10 +13,6 @@
 
 namespace fastattn {
 
-__device__ __forceinline__ Window window_of(const ScoreParams& params, int32_t num_rows, int32_t num_keys) {
-    return {num_keys, params.top_left ? 0 : num_keys - num_rows, params.window_left, params.window_right};
-}
-
 // The scores of one head of one sequence. What all heads have in common stays in the kernel's parameters, which take no
 // registers.
 struct HeadScores {

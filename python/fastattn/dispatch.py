@@ -385,7 +385,7 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
             cache = ", int8" if is_int8 else ""
             return f"decode_split_sm80<{dim}, {dtype}{cache}>", known[dim]
         # A tracer's head dim may be a symbol: compared with the kernels' own, it is guarded on and none of the text.
-        is_plain = call.features <= _PLAIN
+        is_plain = not call.features & _WITH_OPTIONS
         kernel = "attention_forward_sm80" if is_plain else "attention_forward_options_sm80"
         mask = ", paged" if "paged" in call.features else ""
         if is_plain:
@@ -413,8 +413,8 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
     return "int8_matmul.forward_kernel", tile
 
 
-# What the kernel without options does; padding may have made equal what "value dim" says was not.
-_PLAIN = frozenset({"causal", "gqa", "gradients", "value dim"})
+# What the kernel without options does not: as csrc/api/attention_forward.cpp chooses.
+_WITH_OPTIONS = frozenset({"paged", "softcap", "alibi", "mask", "bias", "dropout"})
 
 
 def only_torch_handles(*tensors: Tensor | None) -> str | None:
