@@ -9,6 +9,7 @@
 #include "device/fragment.cuh"
 #include "device/ptx/cvt.cuh"
 #include "device/sequence.cuh"
+#include "device/softcap.cuh"
 #include "device/softmax.cuh"
 
 namespace fastattn {
@@ -138,7 +139,7 @@ struct HeadScores {
         const float scale = params.scale, softcap = params.softcap, ratio = params.scale_over_softcap;
         if (softcap > 0) {
             for_each(rS, [&](int m, int n, int e, float s) {
-                const float t = tanhf(s * ratio);
+                const float t = tanh_of(s * ratio);
                 rSlope[m][n][e] = 1.0f - t * t;
                 return softcap * t;
             });
@@ -181,7 +182,7 @@ struct HeadScores {
     __device__ __forceinline__ void apply_scale(float (&rS)[kTilesM][kTilesN][4]) const {
         const float scale = params.scale, softcap = params.softcap, ratio = params.scale_over_softcap;
         if (softcap > 0) {
-            for_each(rS, [&](int, int, int, float s) { return softcap * tanhf(s * ratio); });
+            for_each(rS, [&](int, int, int, float s) { return softcap * tanh_of(s * ratio); });
         } else {
             for_each(rS, [&](int, int, int, float s) { return s * scale; });
         }
