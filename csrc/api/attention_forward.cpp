@@ -6,6 +6,7 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -21,15 +22,7 @@ namespace fastattn {
 namespace {
 
 constexpr const char* kOp = "attention_forward";
-
-ForwardTraits traits_of(const ScoreOptions& options, bool is_packed, bool is_paged) {
-    return {options.window_right == 0,
-            options.window_left >= 0 || options.window_right > 0,
-            options.change_scores(),
-            options.sinks.has_value(),
-            is_packed,
-            is_paged};
-}
+constexpr double kLog2E = 1.4426950408889634;
 
 }  // namespace
 
@@ -60,7 +53,7 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     attention.value = heads_view<const uint16_t>(kOp, "value", aligned_value, key_sequences);
     attention.out = heads_view<uint16_t>(kOp, "out", out, sizes.query_sequences());
     attention.lse = rows_view(lse, attention.query);
-    params.packed = packed_params(kOp, query, key, cu_seqlens_q, cu_seqlens_k);
+    attention.packed = packed_params(kOp, query, key, cu_seqlens_q, cu_seqlens_k);
     if (block_table) params.paged = paged_params(kOp, key, value, block_table);
 
     const ScoreOptions options{bias,        alibi_slopes, sinks,    dropout_seed, scale,
@@ -68,15 +61,14 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     const OnDeviceOf device(query);
     const DeviceFacts facts = device_facts();
     attention.heads_per_group = heads_per_group(attention.query, attention.key, facts.l2_bytes);
-    const ForwardTraits traits = traits_of(options, sizes.is_packed, block_table.has_value());
+    ScoreTensors tensors;
+    attention.scores = score_params(kOp, options, query, sizes, tensors);
+    attention.scale_log2 = scale == 0 ? 1.0f : static_cast<float>(std::abs(scale) * kLog2E);
+    const ForwardTraits traits{options.window_right == 0, options.change_scores(), block_table.has_value()};
     if (is_plain(traits)) {
-        attention.scale = static_cast<float>(scale);
-        attention.causal_offset = top_left ? 0 : attention.key.rows - attention.query.rows;
         plain_forward_kernel(facts.compute_capability, sizes.widest(), sizes.dtype, traits)
             .launch(attention, device.stream());
     } else {
-        ScoreTensors kept;
-        params.scores = score_params(kOp, options, query, sizes, kept);
         options_forward_kernel(facts.compute_capability, sizes.widest(), sizes.dtype, traits)
             .launch(params, device.stream());
     }

@@ -18,14 +18,13 @@ namespace fastattn {
 // What decides which forward kernel runs, beside head dims and dtype.
 struct ForwardTraits {
     bool is_causal;       // no key to the right of a row's position
-    bool has_window;      // any other bound of the keys that a row sees
     bool changes_scores;  // which are more than scaled and masked by a window
-    bool has_sinks, is_packed, is_paged;
+    bool is_paged;
 };
 
-// Whether attention/forward_sm80.cuh computes it: no mask but a causal one, and scores that are only scaled.
+// Whether attention/forward_sm80.cuh computes it: any window, packed sequences and sinks cost its loop nothing.
 inline bool is_plain(const ForwardTraits& traits) {
-    return !traits.changes_scores && !traits.has_sinks && !traits.has_window && !traits.is_packed;
+    return !traits.changes_scores && !traits.is_paged;
 }
 
 // The kernel for plain calls, and the one for others. `widest`: the larger one of the two head dims.

@@ -20,7 +20,7 @@ struct ScoreOptions {
     bool top_left;
     double softcap, dropout_p;
 
-    // Whether scores are more than scaled and masked by a window.
+    // Whether scores are more than scaled and masked by a window: then the kernels without options do not compute them.
     bool change_scores() const { return bias || alibi_slopes || dropout_p > 0 || softcap > 0; }
 };
 

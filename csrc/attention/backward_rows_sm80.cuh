@@ -92,7 +92,7 @@ __device__ __forceinline__ void sum_products(float* sSums, const uint16_t* gGrad
     }
 }
 
-// The maximum of the rows' scores, and the logarithm of their sum relative to it, as the forward pass finds them. rows:
+// A maximum of the rows' scores, and the sum of their exponentials relative to it, as the forward pass finds them. rows:
 // those of the tile, from first_row of the sequence on; keys: all.
 template <typename Config>
 __device__ __forceinline__ void gather_scores(OnlineSoftmax<Config::kTilesM, /*kInNats=*/true>& softmax,
@@ -107,7 +107,6 @@ __device__ __forceinline__ void gather_scores(OnlineSoftmax<Config::kTilesM, /*k
         const int32_t key = key_tile * kBlockN;
         return {rows, {keys.data + key * keys.row_stride, keys.row_stride, keys.num_rows - key}, head_dim};
     };
-    float rNoValues[kTilesM][1][4] = {};
     gemm.start(operands_of(begin_tile));
     for (int32_t key_tile = begin_tile; key_tile < end_tile; ++key_tile) {
         float rS[kTilesM][kTilesN][4];
@@ -116,7 +115,9 @@ __device__ __forceinline__ void gather_scores(OnlineSoftmax<Config::kTilesM, /*k
         scores.load_bias(rB, warp_row, first_key, lane);
         gemm.multiply(rS, operands_of(key_tile), operands_of(key_tile + 1));
         scores.template apply</*kMasked=*/true>(rS, rB, warp_row, first_key, lane);
-        softmax.template update</*kMasked=*/true>(rS, rNoValues);
+        const auto max = maxima_of_lane(rS);
+        if (softmax.is_outgrown_by(max)) softmax.follow(max);
+        softmax.exponentiate(rS);
     }
 }
 
@@ -176,7 +177,7 @@ __global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads
         const float sum = row_reduce_sum(softmax.row_sum[m][half]);
         const int32_t own_row = gemm.warp_row + row_of_warp;
         if (!one_of_four || own_row >= num_rows || !Config::is_large(number_of(params.lse, own_row))) return;
-        number_of(params.shift, own_row) = softmax.row_max[m][half];
+        number_of(params.shift, own_row) = softmax.reference[m][half];
         number_of(params.log2_sum, own_row) = log2f(sum);
     });
 }

@@ -1,5 +1,5 @@
-// Attention forward with every option: what forward_sm80.cuh computes, with softcap, ALiBi or a bias on the scores, any
-// window, sinks, dropout, packed sequences, keys in pages, and head dims below the kernel's.
+// Attention forward with every option: what forward_sm80.cuh computes, with softcap, ALiBi or a bias on the scores,
+// dropout, and keys in pages.
 //
 // CTA, warps (of 16 rows) and pipeline are those of forward_sm80.cuh; see there. A step has two more parts: the
 // scores are finished before the softmax, and P is thinned after it. Which options there are is decided at run time,
@@ -64,15 +64,15 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
 
     // Prologue: which query rows of which sequence, and which keys they see.
     const AttentionForwardParams& attention = params.attention;
-    const ScoreParams& options = params.scores;
+    const ScoreParams& options = attention.scores;
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     const QueryTile tile = query_tile(blockIdx.x, attention, ceil_div(attention.query.rows, kBlockM));
     const int32_t kv_head = tile.head / (attention.query.heads / attention.key.heads);
     const Sequence rows =
-        sequence_of(params.packed.cu_seqlens_q, tile.batch, params.packed.total_q, attention.query.rows);
+        sequence_of(attention.packed.cu_seqlens_q, tile.batch, attention.packed.total_q, attention.query.rows);
     const Sequence keys =
-        kPaged ? Sequence{0, paged_keys(params.packed.cu_seqlens_k, tile.batch, attention.key.rows)}
-               : sequence_of(params.packed.cu_seqlens_k, tile.batch, params.packed.total_k, attention.key.rows);
+        kPaged ? Sequence{0, paged_keys(attention.packed.cu_seqlens_k, tile.batch, attention.key.rows)}
+               : sequence_of(attention.packed.cu_seqlens_k, tile.batch, attention.packed.total_k, attention.key.rows);
     const int32_t first_row = tile.idx * kBlockM;
     if (first_row >= rows.length) return;
     const int32_t last_row = min(first_row + kBlockM, rows.length) - 1;
@@ -152,7 +152,9 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
 
         scores.template apply<kMasked>(rS, warp_row, first_key, lane);
         if (some_absent) mask_absent(rS, table, first_key, lane);
-        softmax.template update<true>(rS, rO);
+        const auto max = maxima_of_lane(rS);
+        if (softmax.is_outgrown_by(max)) rescale(rO, softmax.follow(max));
+        softmax.exponentiate(rS);
         if (options.dropout_seed != nullptr) dropout.apply(rS, warp_row, first_key, lane);
         if (some_nonfinite) {
             const auto sees = [&](int m, int half, int n) {

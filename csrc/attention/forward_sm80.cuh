@@ -1,21 +1,24 @@
 // Attention forward, FlashAttention-2 (Dao 2023, algorithm 1): O = softmax(scale · Q·Kᵀ + mask) · V, and the lse.
 //
-// One CTA computes kBlockM query rows of one head; each of its warps owns 32 of them from start to end, and all lanes
-// also copy. Keys pass in tiles of kBlockN from the last that is visible to the first, so that the masked tiles (the
-// end of the sequence, the diagonal) come first and have a loop of their own. K and V have one buffer each: while one
-// is computed with, the other is on its way.
+// One CTA computes kBlockM query rows of one head; each of its warps owns 32 of them (16 above 128 dims) from start to
+// end, and all lanes also copy. Keys pass in tiles of kBlockN. Tiles that some row sees in part, at either end of a window
+// or of the sequence, come first and have a loop of their own, which reads the bounds of each row from shared memory: the
+// loop of full tiles has no registers for them. K and V have one buffer each: while one is computed with, the other is on
+// its way.
 //
 //   cp.async      K2 |   V2   |         K1         |   V1   |         K0         |   V0   |
 //   tensor cores     | Q·K2ᵀ  | softmax     P·V2   | Q·K1ᵀ  | softmax     P·V1   | Q·K0ᵀ  | softmax     P·V0
 //
 // S, P and O stay in registers (PTX ISA, mma.m16n8k16), and Q where they last; else it is reloaded for each tile.
-// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim. Any lengths, any finite scale.
+// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim. Any lengths, packed or not, any
+// window, sinks, any finite scale; other options of scores are those of forward_options_sm80.cuh.
 #pragma once
 
 #include <string>
 #include <type_traits>
 
 #include "attention/forward.h"
+#include "attention/key_tiles.cuh"
 #include "attention/tile_order.h"
 #include "attention/tiles_sm80.h"
 #include "device/fragment.cuh"
@@ -23,6 +26,7 @@
 #include "device/nonfinite.cuh"
 #include "device/ptx/cp_async.cuh"
 #include "device/ptx/opaque.cuh"
+#include "device/sequence.cuh"
 #include "device/softmax.cuh"
 #include "device/swizzle.cuh"
 #include "device/tile_copy.cuh"
@@ -51,7 +55,10 @@ struct alignas(128) ForwardStorageSm80 {
     uint16_t sQ[Config::kBlockM * Config::kHeadDim];  // swizzled; holds the output at the end
     uint16_t sK[Config::kBlockN * Config::kHeadDim];  // swizzled
     uint16_t sV[Config::kBlockN * Config::kHeadDim];  // swizzled
-    static_assert((Config::kBlockM + 2 * Config::kBlockN) * Config::kHeadDim * 2 <= 99 << 10, "sm_86, sm_89, sm_120");
+    // What steps with masks read again each time: they have no registers for it.
+    KeyRange sees[Config::kBlockM];  // the keys that each row sees
+    KeyTiles tiles;
+    int32_t num_keys;
 };
 
 template <int kHeadDim, DataType kDataType, bool kCausal>
@@ -62,36 +69,44 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     constexpr int kTilesM = Config::kTilesM, kTilesN = Config::kTilesN, kTilesD = Config::kTilesD;
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<ForwardStorageSm80<Config>*>(shared_bytes);
+    static_assert(sizeof(shared) <= 99 << 10, "sm_86, sm_89, sm_120");
 
-    // Prologue: which query rows, and how many keys they see.
+    // Prologue: which query rows of which sequence, and which keys they see.
     const int warp = warp_in_cta(), lane = threadIdx.x % kWarpSize;
-    const int32_t num_rows = params.query.rows, num_keys = params.key.rows;
-    const auto tile_of = [&](uint32_t cta) { return query_tile(cta, params, ceil_div(num_rows, kBlockM)); };
+    const PackedParams& packed = params.packed;
+    const auto tile_of = [&](uint32_t cta) { return query_tile(cta, params, ceil_div(params.query.rows, kBlockM)); };
+    const auto rows_of = [&](const QueryTile& tile) {
+        return sequence_of(packed.cu_seqlens_q, tile.batch, packed.total_q, params.query.rows);
+    };
     const QueryTile tile = tile_of(blockIdx.x);
+    const Sequence rows = rows_of(tile);
+    const Sequence keys = sequence_of(packed.cu_seqlens_k, tile.batch, packed.total_k, params.key.rows);
     const int32_t kv_head = tile.head / (params.query.heads / params.key.heads);
     const int32_t first_row = tile.idx * kBlockM;
-    const int32_t warp_row = first_row + warp * kWarpM;
-    const auto keys_seen_by = [&](int32_t row) {
-        return kCausal ? max(0, min(num_keys, row + params.causal_offset + 1)) : num_keys;
-    };
-    const int32_t num_key_tiles = ceil_div(keys_seen_by(min(first_row + kBlockM, num_rows) - 1), kBlockN);
-    const int32_t num_full_tiles = keys_seen_by(first_row) / kBlockN;  // all rows see all of their keys
-    int32_t num_seen[kTilesM][2];                                      // keys that row [m][half] of this lane sees
-    for_own_rows<kTilesM>(lane, [&](int m, int half, int row) { num_seen[m][half] = keys_seen_by(warp_row + row); });
+    if (first_row >= rows.length) return;
+    const int32_t last_row = min(first_row + kBlockM, rows.length) - 1;
+    Window window = window_of(params.scores, rows.length, keys.length);
+    if constexpr (kCausal) window.right = 0;
+    const KeyRange first_sees = window.keys_of(first_row), last_sees = window.keys_of(last_row);
+    const KeyTiles tiles(first_sees, last_sees, kBlockN);
+    if (threadIdx.x < kBlockM) shared.sees[threadIdx.x] = window.keys_of(first_row + threadIdx.x);
+    if (threadIdx.x == 0) {
+        shared.tiles = tiles;
+        shared.num_keys = keys.length;
+    }
 
     // Scores are multiplied by |scale|, so that they grow with Q·Kᵀ, whose maximum softmax takes; Q gets the sign, or
     // 0.
-    const float sign = params.scale > 0 ? 1.0f : params.scale < 0 ? -1.0f : params.scale;
-    constexpr bool kSumsInTime = Config::kAccumulators > 160;
-    OnlineSoftmax<kTilesM, /*kInNats=*/false, /*kFewKeys=*/false, kSumsInTime> softmax(
-        sign == 0 ? 1.0f : fabsf(params.scale) * kLog2E);
+    const float scale = params.scores.scale, sign = scale > 0 ? 1.0f : scale < 0 ? -1.0f : scale;
+    OnlineSoftmax<kTilesM> softmax(params.scale_log2);
+    if (params.scores.sinks != nullptr) softmax.set_sink(params.scores.sinks[tile.head], lane % kLanesPerRow == 0);
     float rO[kTilesM][kTilesD][4] = {};  // [kWarpM, kHeadDim]
 
-    // Producer: every thread copies its chunks of each tile. Tiles of keys go from the last to the first.
-    int32_t key_tile = num_key_tiles - 1;
-    const uint16_t* gQ = row_pointer(params.query, tile.batch, tile.head, first_row);
-    const uint16_t* gK = row_pointer(params.key, tile.batch, kv_head, key_tile * kBlockN);
-    const uint16_t* gV = row_pointer(params.value, tile.batch, kv_head, key_tile * kBlockN);
+    // Producer: every thread copies its chunks of each tile.
+    const int32_t first_tile = tiles.tile(tiles.num_tiles());
+    const uint16_t* gQ = row_pointer(params.query, tile.batch, tile.head, rows.begin + first_row);
+    const uint16_t* gK = row_pointer(params.key, tile.batch, kv_head, keys.begin + first_tile * kBlockN);
+    const uint16_t* gV = row_pointer(params.value, tile.batch, kv_head, keys.begin + first_tile * kBlockN);
     TileLoader<kBlockM, kHeadDim, Config::kNumThreads> load_q(shared.sQ, gQ, params.query.row_stride, threadIdx.x,
                                                               params.query.head_dim);
     TileLoader<kBlockN, kHeadDim, Config::kNumThreads> load_k(shared.sK, gK, params.key.row_stride, threadIdx.x,
@@ -105,13 +120,21 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     uint32_t rQ[kTilesM][kHeadDim / kMmaK][4];  // [kWarpM, kHeadDim], where it stays in registers
 
     // One tile of keys. Where it is masked, it may reach beyond the last key, and rows may differ in what they see.
-    const auto step = [&](int32_t first_key, auto masked) {
+    // num_left: tiles with this one.
+    const auto step = [&](int32_t num_left, auto masked) {
         constexpr bool kMasked = masked.value;
         float rS[kTilesM][kTilesN][4];  // [kWarpM, kBlockN]: scores, then probabilities
 
         ptx::cp_async_wait_group<0>();  // K, and at first Q
         __syncthreads();                // K is there for all; all are done with the V before: it may be overwritten
-        load_v.template load<kMasked>(num_keys - first_key);
+        if constexpr (kMasked) {
+            load_v.template load<true>(shared.num_keys - shared.tiles.tile(num_left) * kBlockN);
+            const int64_t rows_skipped = shared.tiles.tiles_skipped(num_left) * kBlockN;
+            load_v.skip(rows_skipped * params.value.row_stride);
+            load_k.skip(rows_skipped * params.key.row_stride);
+        } else {
+            load_v.template load<false>(kBlockN);
+        }
         ptx::cp_async_commit_group();
         if constexpr (Config::kQueryInRegisters) {
             gemm_qk<kDataType>(rS, rQ, sK);
@@ -126,21 +149,27 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         } else {
             __syncthreads();
         }  // V is there for all; all are done with K: it may be overwritten
-        if (first_key > 0) load_k.template load<false>(kBlockN);
+        if (num_left > 1) load_k.template load<false>(kBlockN);
         ptx::cp_async_commit_group();
 
-        if constexpr (kMasked) mask_columns(rS, num_seen, first_key, lane);
-        softmax.template update<kMasked>(rS, rO);
+        const KeyRange* seen_by = &shared.sees[warp * kWarpM];
+        const int32_t first_key = shared.tiles.tile(num_left) * kBlockN;
+        if constexpr (kMasked) mask_columns(rS, seen_by, first_key, lane);
+        const auto max = maxima_of_lane(rS);
+        if (softmax.is_outgrown_by(max)) rescale(rO, softmax.follow(max));
+        softmax.exponentiate(rS);
         if (some_nonfinite) {
-            const auto sees = [&](int m, int half, int n) { return n < num_seen[m][half] - first_key; };
+            const auto sees = [&](int m, int half, int n) {
+                return seen_by[m * kMmaM + accumulator_row(lane) + 8 * half].has(first_key + n);
+            };
             separate_nonfinite<kDataType>(rO, shared.sV, load_v, sees, lane);
         }
         gemm_pv<kDataType>(rO, rS, sV);
     };
 
-    if (num_key_tiles > 0) {
-        load_q.template load<true>(num_rows - first_row);
-        load_k.template load<true>(num_keys - key_tile * kBlockN);
+    if (tiles.num_tiles() > 0) {
+        load_q.template load<true>(rows.length - first_row);
+        load_k.template load<true>(keys.length - first_tile * kBlockN);
         ptx::cp_async_commit_group();
         if (sign != 1.0f) {
             ptx::cp_async_wait_group<0>();  // Q: a thread may change what it has copied itself
@@ -152,8 +181,9 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
             load_operands_a(rQ, sQ);
         }
     }
-    for (; key_tile >= num_full_tiles; --key_tile) step(key_tile * kBlockN, std::true_type{});
-    for (; key_tile >= 0; --key_tile) step(key_tile * kBlockN, std::false_type{});
+    int32_t num_left = tiles.num_tiles();
+    for (; num_left > tiles.num_full; --num_left) step(num_left, std::true_type{});
+    for (; num_left > 0; --num_left) step(num_left, std::false_type{});
 
     // Epilogue: a warp stages its rows of the output where its rows of Q were.
     softmax.finish(rO);
@@ -161,13 +191,14 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     stage_rows<kDataType>(sO, rO, lane);
     __syncwarp();                                                 // the rows are complete
     const QueryTile out_tile = tile_of(ptx::opaque(blockIdx.x));  // once more: the loops have no registers for it
+    const Sequence out_rows = rows_of(out_tile);
     const int32_t out_row = out_tile.idx * kBlockM + warp * kWarpM;
-    uint16_t* gO = row_pointer(params.out, out_tile.batch, out_tile.head, out_row);
-    store_rows<kWarpM, kHeadDim>(gO, params.out.row_stride, num_rows - out_row, sO, lane, params.out.head_dim);
-    float* gLse = row_pointer(params.lse, out_tile.batch, out_tile.head);
+    uint16_t* gO = row_pointer(params.out, out_tile.batch, out_tile.head, out_rows.begin + out_row);
+    store_rows<kWarpM, kHeadDim>(gO, params.out.row_stride, out_rows.length - out_row, sO, lane, params.out.head_dim);
+    float* gLse = row_pointer(params.lse, out_tile.batch, out_tile.head) + out_rows.begin;
     for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
         const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
-        if (one_of_four && out_row + row < num_rows) gLse[out_row + row] = softmax.row_lse[m][half];
+        if (one_of_four && out_row + row < out_rows.length) gLse[out_row + row] = softmax.row_lse[m][half];
     });
 }
 

@@ -8,6 +8,7 @@
 #include "decode/split_plan.h"
 #include "device/fragment.cuh"
 #include "device/sequence.cuh"
+#include "device/softcap.cuh"
 #include "device/softmax.cuh"
 
 namespace fastattn {
@@ -73,7 +74,7 @@ struct PackedRows {
                                               int lane) const {
         const float scale = params.scale, softcap = params.softcap;
         if (softcap > 0) {
-            for_each(rS, [&](int, int, float s) { return softcap * tanhf(s * params.scale_over_softcap); });
+            for_each(rS, [&](int, int, float s) { return softcap * tanh_of(s * params.scale_over_softcap); });
         } else {
             for_each(rS, [&](int, int, float s) { return s * scale; });
         }

@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
         if (threadIdx.x == 0) shared.tile = {sequence.spans, sequence.first_span, share.tile_idx, share.count};
         __syncthreads();  // waits until the queries are in shared memory
 
-        OnlineSoftmax<1, /*kInNats=*/true, /*kFewKeys=*/true> softmax(kLog2E);
+        OnlineSoftmax<1, /*kInNats=*/true> softmax(kLog2E);
         float rO[1][Config::kTilesD][4] = {};  // [kBlockM, kHeadDim], of this warp's keys
         OutputScale output_scale;              // of an int8 cache: rO is divided by it
         for (int stage = 0; first_key < end_key; first_key += kBlockN) {
@@ -256,7 +256,9 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
             load_k(stage, next_key);
 
             rows.to_scores(rS, present_now, first_key, lane);
-            softmax.template update<true>(rS, rO);
+            const auto max = maxima_of_lane(rS);
+            if (softmax.is_outgrown_by(max)) rescale(rO, softmax.follow(max));
+            softmax.exponentiate(rS);
 
             ptx::cp_async_wait_group<2 * kStages - 1>();
             __syncwarp();  // waits until the copies of every lane have landed: all of V is there
@@ -280,7 +282,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
         auto* sO = reinterpret_cast<float*>(ring);
         const float output_factor = kInt8 ? output_scale.value() * Int8Decoding<kDataType>::kFactor : 1.0f;
         for_own_rows<1>(lane, [&](int m, int half, int row) {
-            shared.row_max[warp][row] = softmax.row_max[m][half];  // the lanes of a row hold the same
+            shared.row_max[warp][row] = softmax.reference[m][half];  // the lanes of a row hold the same
             shared.row_sum[warp][row] = row_reduce_sum(softmax.row_sum[m][half]);
             store_output_row<Config>(sO, rO[m], output_factor, row, half, lane);
         });

@@ -9,13 +9,10 @@
 #include "device/fragment.cuh"
 #include "device/ptx/cvt.cuh"
 #include "device/sequence.cuh"
+#include "device/softcap.cuh"
 #include "device/softmax.cuh"
 
 namespace fastattn {
-
-__device__ __forceinline__ Window window_of(const ScoreParams& params, int32_t num_rows, int32_t num_keys) {
-    return {num_keys, params.top_left ? 0 : num_keys - num_rows, params.window_left, params.window_right};
-}
 
 // The scores of one head of one sequence. What all heads have in common stays in the kernel's parameters, which take no
 // registers.
@@ -142,7 +139,7 @@ struct HeadScores {
         const float scale = params.scale, softcap = params.softcap, ratio = params.scale_over_softcap;
         if (softcap > 0) {
             for_each(rS, [&](int m, int n, int e, float s) {
-                const float t = tanhf(s * ratio);
+                const float t = tanh_of(s * ratio);
                 rSlope[m][n][e] = 1.0f - t * t;
                 return softcap * t;
             });
@@ -185,7 +182,7 @@ struct HeadScores {
     __device__ __forceinline__ void apply_scale(float (&rS)[kTilesM][kTilesN][4]) const {
         const float scale = params.scale, softcap = params.softcap, ratio = params.scale_over_softcap;
         if (softcap > 0) {
-            for_each(rS, [&](int, int, int, float s) { return softcap * tanhf(s * ratio); });
+            for_each(rS, [&](int, int, int, float s) { return softcap * tanh_of(s * ratio); });
         } else {
             for_each(rS, [&](int, int, int, float s) { return s * scale; });
         }

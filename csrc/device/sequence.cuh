@@ -22,6 +22,8 @@ __device__ __forceinline__ Sequence sequence_of(const int32_t* cu_seqlens, int32
 // Keys [begin, end).
 struct KeyRange {
     int32_t begin, end;
+
+    __device__ __forceinline__ bool has(int32_t key) const { return key >= begin && key < end; }
 };
 
 // Rows [begin, end).
@@ -50,5 +52,9 @@ struct Window {
                 static_cast<int32_t>(max(min(end, int64_t{num_rows}), int64_t{0}))};
     }
 };
+
+__device__ __forceinline__ Window window_of(const ScoreParams& params, int32_t num_rows, int32_t num_keys) {
+    return {num_keys, params.top_left ? 0 : num_keys - num_rows, params.window_left, params.window_right};
+}
 
 }  // namespace fastattn

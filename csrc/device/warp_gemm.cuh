@@ -20,6 +20,23 @@ __device__ __forceinline__ void load_operands_a(uint32_t (&rQ)[kTilesM][kTilesK]
     }
 }
 
+// rC[*][n], rC[*][n + 1] += rA · rB, with the operands B of two neighbouring tiles as ldmatrix leaves them. Neighbours in
+// this order share an operand, which then need not be read from the register file again: B where the row of tiles
+// changes, else A, also from one pair of tiles to the next.
+template <DataType kDataType, int kTilesM, int kTilesN>
+__device__ __forceinline__ void multiply_pair(float (&rC)[kTilesM][kTilesN][4], const uint32_t (&rA)[kTilesM][4],
+                                              const uint32_t (&rB)[4], int n) {
+#pragma unroll
+    for (int i = 0; i < kTilesM; ++i) {
+        const int m = n / 2 % 2 == 0 ? i : kTilesM - 1 - i;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int right = (i + j) % 2;
+            mma_m16n8k16<kDataType>(rC[m][n + right], rA[m], rB[2 * right], rB[2 * right + 1]);
+        }
+    }
+}
+
 // rS = Q · sKᵀ. sK [kTilesN * 8, kHeadDim] at ldmatrix_lane_b; load_q(rQ, m, k) sets the operand A of a block.
 template <DataType kDataType, int kTilesM, int kTilesN, int kHeadDim, typename LoadQ>
 __device__ __forceinline__ void gemm_loaded_qk(float (&rS)[kTilesM][kTilesN][4], const SwizzledBlocks<kHeadDim>& sK,
@@ -41,11 +58,7 @@ __device__ __forceinline__ void gemm_loaded_qk(float (&rS)[kTilesM][kTilesN][4],
         for (int n = 0; n < kTilesN; n += 2) {
             uint32_t rK[4];
             ptx::ldmatrix_m8n8_x4(rK, sK.address(n * kMmaN, k * kMmaK));
-#pragma unroll
-            for (int m = 0; m < kTilesM; ++m) {
-                mma_m16n8k16<kDataType>(rS[m][n], rQ[m], rK[0], rK[1]);
-                mma_m16n8k16<kDataType>(rS[m][n + 1], rQ[m], rK[2], rK[3]);
-            }
+            multiply_pair<kDataType>(rS, rQ, rK, n);
         }
     }
 }
@@ -82,11 +95,7 @@ __device__ __forceinline__ void gemm_pv(float (&rO)[kTilesM][kHeadDim / kMmaN][4
         for (int d = 0; d < kHeadDim / kMmaN; d += 2) {
             uint32_t rV[4];
             ptx::ldmatrix_m8n8_x4_trans(rV, sV.address(n * kMmaN, d * kMmaN));
-#pragma unroll
-            for (int m = 0; m < kTilesM; ++m) {
-                mma_m16n8k16<kDataType>(rO[m][d], rA[m], rV[0], rV[1]);
-                mma_m16n8k16<kDataType>(rO[m][d + 1], rA[m], rV[2], rV[3]);
-            }
+            multiply_pair<kDataType>(rO, rA, rV, d);
         }
     }
 }

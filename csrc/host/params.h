@@ -33,17 +33,6 @@ struct RowsView {
     int64_t batch_stride, head_stride;
 };
 
-struct AttentionForwardParams {
-    HeadsView<const uint16_t> query;  // [B, Hq, Sq, D]
-    HeadsView<const uint16_t> key;    // [B, Hkv, Sk, D]
-    HeadsView<const uint16_t> value;  // [B, Hkv, Sk, D]
-    HeadsView<uint16_t> out;          // [B, Hq, Sq, D]
-    RowsView lse;                     // [B, Hq, Sq], natural logarithm
-    float scale;                      // of Q·Kᵀ; any sign
-    int32_t causal_offset;            // causal: query i sees keys j <= i + causal_offset
-    int32_t heads_per_group;          // heads whose tiles are scheduled side by side, see attention/tile_order.h
-};
-
 // What is added to scores: [batch, heads, rows, keys], with strides of 0 where one number stands for many. kBool says
 // which keys a row may see.
 struct BiasView {
@@ -94,12 +83,24 @@ struct ScoreParams {
     float dropout_factor;         // of what is kept
 };
 
-// attention/forward_options_sm80.cuh. Head dims may be smaller than the kernel's, and differ.
-struct AttentionOptionsParams {
-    AttentionForwardParams attention;  // scale and causal_offset stand in `scores`
+// attention/forward_sm80.cuh, for scores that are only scaled and masked by a window. Head dims may be smaller than the
+// kernel's, and differ.
+struct AttentionForwardParams {
+    HeadsView<const uint16_t> query;  // [B, Hq, Sq, D]
+    HeadsView<const uint16_t> key;    // [B, Hkv, Sk, D]
+    HeadsView<const uint16_t> value;  // [B, Hkv, Sk, Dv]
+    HeadsView<uint16_t> out;          // [B, Hq, Sq, Dv]
+    RowsView lse;                     // [B, Hq, Sq], natural logarithm
     PackedParams packed;
-    PagedParams paged;  // for the kernels of pages alone
     ScoreParams scores;
+    float scale_log2;         // the absolute value of scores.scale, times log2(e), or 1 where that is 0
+    int32_t heads_per_group;  // heads whose tiles are scheduled side by side, see attention/tile_order.h
+};
+
+// attention/forward_options_sm80.cuh, for any scores.
+struct AttentionOptionsParams {
+    AttentionForwardParams attention;
+    PagedParams paged;  // for the kernels of pages alone
 };
 
 // The gradient of a bias: [batch, heads, rows, keys] fp32 with the bias's own sizes, 1 where it was broadcast.

@@ -56,10 +56,7 @@ class NativeDeviceFacts(ctypes.Structure):
 class _ForwardTraits(ctypes.Structure):
     """ForwardTraits of csrc/api/kernel_choice.h."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_bool)
-        for name in ("is_causal", "has_window", "changes_scores", "has_sinks", "is_packed", "is_paged")
-    )
+    _fields_ = tuple((name, ctypes.c_bool) for name in ("is_causal", "changes_scores", "is_paged"))
 
 
 # What the library exports, where it has kernels: its result.
@@ -144,15 +141,11 @@ def attention_forward_kernel(
     dtype: torch.dtype,
     *,
     causal: bool = False,
-    window: bool = False,
     changes_scores: bool = False,
-    sinks: bool = False,
-    packed: bool = False,
     paged: bool = False,
 ) -> str | None:
-    """``causal``: no key to the right; ``window``: the keys that a row sees have another bound; ``changes_scores``: by
-    a bias or mask, ALiBi, dropout or softcap."""
-    traits = _ForwardTraits(causal, window, changes_scores, sinks, packed, paged)
+    """``causal``: no key to the right; ``changes_scores``: by a bias or mask, ALiBi, dropout or softcap."""
+    traits = _ForwardTraits(causal, changes_scores, paged)
     is_bfloat16 = dtype == torch.bfloat16
     return _text(_LIBRARY.fastattn_attention_forward_kernel(arch, widest, is_bfloat16, ctypes.byref(traits)))
 

@@ -305,10 +305,7 @@ def _native_kernel(call: Call, device_facts: DeviceFacts) -> str:
             widest,
             dtype,
             causal="causal" in features,
-            window="window" in features,
             changes_scores=not features.isdisjoint(_CHANGES_SCORES),
-            sinks="sinks" in features,
-            packed="varlen" in features,
             paged="paged" in features,
         )
     assert name is not None, f"the library has no kernel for {call}"

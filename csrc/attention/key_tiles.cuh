@@ -1,0 +1,44 @@
+// In which order a CTA takes the tiles of keys that its rows see.
+#pragma once
+
+#include <cstdint>
+
+#include "device/sequence.cuh"
+#include "host/host_device.h"
+
+namespace fastattn {
+
+// The tiles of keys that a CTA goes through. First come those that some row sees in part, and that need masks: at the end
+// of what rows see from the last on, then at its beginning. The others follow, from the last to the first.
+struct KeyTiles {
+    int32_t begin, end;            // tiles that some row sees a key of
+    int32_t begin_full, end_full;  // tiles that every row sees all of
+    int32_t num_full;
+
+    // What the first and the last row of the CTA see: what others see begins and ends between.
+    __device__ __forceinline__ KeyTiles(KeyRange first_row, KeyRange last_row, int32_t block_n)
+        : begin(first_row.begin / block_n),
+          end(ceil_div(last_row.end, block_n)),
+          begin_full(ceil_div(last_row.begin, block_n)),
+          end_full(first_row.end / block_n) {
+        if (end < begin) end = begin;
+        if (begin_full >= end_full) begin_full = end_full = begin;
+        num_full = end_full - begin_full;
+    }
+
+    __device__ __forceinline__ int32_t num_tiles() const { return end - begin; }
+
+    // The tile that comes next where num_left are left.
+    __device__ __forceinline__ int32_t tile(int32_t num_left) const {
+        if (num_left <= num_full) return begin_full - 1 + num_left;
+        const int32_t from_begin = begin - 1 + num_left;  // the place, were it not for the full tiles
+        return from_begin >= end_full ? from_begin : from_begin - num_full;
+    }
+
+    // After that tile: how far the next is from the one before it in memory.
+    __device__ __forceinline__ int64_t tiles_skipped(int32_t num_left) const {
+        return tile(num_left - 1) - (tile(num_left) - 1);
+    }
+};
+
+}  // namespace fastattn
