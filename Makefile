@@ -58,18 +58,18 @@ demo: $(BUILT) ## a sentence model and a small decoder, plain and with fastattn
 BENCHMARKS := attention_forward attention_backward decode int8_matmul
 
 bench: $(BUILT) ## the quick benchmarks; BENCH_ARGS="--full --save" for more. Without a GPU, what needs none
-	$(BIN)/python benchmarks/bench_overhead.py
-	$(BIN)/python benchmarks/bench_emulator.py
+	$(BIN)/python -m benchmarks overhead
+	$(BIN)/python -m benchmarks emulator
 	@if ! $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
-	  echo; $(BIN)/python benchmarks/predicted_profile.py $(filter --full,$(BENCH_ARGS)); fi
-	@for name in $(BENCHMARKS); do echo; $(BIN)/python benchmarks/bench_$$name.py $(BENCH_ARGS); done
+	  echo; $(BIN)/python -m benchmarks predict $(filter --full,$(BENCH_ARGS)); fi
+	@for name in $(BENCHMARKS); do echo; $(BIN)/python -m benchmarks $$name $(BENCH_ARGS); done
 
 # With this Python alone: a machine that is lent for minutes may have no $(VENV), nor a registry to fill one from.
 GPU_CHECK_PYTHON := $(if $(filter default file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
 OUT ?= build/gpu_check/out
 
 gpu-check: ## all evidence from a GPU into OUT=dir in under 8 minutes; GPU_CHECK_ARGS="--stages tests,benchmarks"
-	$(GPU_CHECK_PYTHON) benchmarks/gpu_check.py --out "$(OUT)" $(GPU_CHECK_ARGS)
+	$(GPU_CHECK_PYTHON) -m benchmarks gpu-check --out "$(OUT)" $(GPU_CHECK_ARGS)
 
 # mypy needs the package as it is installed: triton_kernels inside fastattn. It leaves out the tests, which pass wrong types
 # on purpose.
@@ -80,7 +80,7 @@ lint: $(TOOLS) ## ruff, mypy and clang-format; changes nothing
 	$(BIN)/ruff format --check .
 	@rm -rf build/typed && mkdir -p $(TYPED)
 	@ln -s $(CURDIR)/python/fastattn/* $(CURDIR)/triton_kernels $(TYPED)/
-	MYPYPATH=build/typed:benchmarks:examples $(BIN)/mypy setup.py $(TYPED) $(wildcard benchmarks/*.py benchmarks/*/*.py examples/*.py)
+	MYPYPATH=build/typed:examples $(BIN)/mypy setup.py $(TYPED) $(wildcard benchmarks/*.py benchmarks/*/*.py benchmarks/*/*/*.py examples/*.py)
 	find csrc tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' | xargs -r $(BIN)/clang-format --dry-run -Werror
 
 clean: ## remove what was built; .venv stays

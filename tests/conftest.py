@@ -12,24 +12,28 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # oracle, aot, …
-sys.path.insert(1, str(Path(__file__).parents[1] / "benchmarks"))
+TESTS = Path(__file__).parent
+sys.path[:0] = [str(TESTS), str(TESTS / "support"), str(TESTS.parent)]
+# Test modules whose functions other folders take.
+sys.path += [str(TESTS / folder) for folder in ("attention", "decode", "int8")]
 if not torch.cuda.is_available():
     from emulator import native_library
 
     # Read when Triton compiles first. Later runs find there what this one compiled.
-    os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "emulator" / "triton"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(TESTS.parent / "build" / "emulator" / "triton"))
     # The native library of this process is the one that takes CPU tensors, where there is an nvcc to build it. What
     # tests say about the one that is installed, they say without loading it.
     native_library.import_fastattn()
 
-import compile_ahead
+import compile_ahead  # noqa: E402
 
 _compiling: list[subprocess.Popen[bytes]] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(compile_ahead.OPTION, action="store_true", help="launch no kernel: see tests/compile_ahead.py")
+    parser.addoption(
+        compile_ahead.OPTION, action="store_true", help="launch no kernel: see tests/support/compile_ahead.py"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

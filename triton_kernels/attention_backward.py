@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.device import kernel_facts
-from fastattn.layout import empty_like_heads, readable
+from fastattn.dispatch.device import kernel_facts
+from fastattn.run.layout import empty_like_heads, readable
 from fastattn.triton_kernels.attention_backward_bias import attention_backward_bias_kernel
 from fastattn.triton_kernels.attention_backward_key_value import attention_backward_key_value_kernel
 from fastattn.triton_kernels.attention_backward_query import attention_backward_query_kernel

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.device import kernel_facts
-from fastattn.layout import empty_like_heads, readable
+from fastattn.dispatch.device import kernel_facts
+from fastattn.run.layout import empty_like_heads, readable
 from fastattn.triton_kernels.attention_common import (
     ADDITIVE_BIAS,
     INF,

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.device import kernel_facts
-from fastattn.layout import empty_like_heads, readable
+from fastattn.dispatch.device import kernel_facts
+from fastattn.run.layout import empty_like_heads, readable
 
 from .decode_append import launch_append
 from .decode_cache import load_rotated, locate_tokens, tokens_before

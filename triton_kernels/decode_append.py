@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.layout import readable
+from fastattn.run.layout import readable
 
 from .decode_cache import load_rotated, locate_tokens, tokens_before
 from .tiles import ceil_div, padded_head_dim

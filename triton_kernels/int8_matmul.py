@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.activations import result_columns
-from fastattn.device import kernel_facts
-from fastattn.layout import sum_over_tokens
+from fastattn.dispatch.device import kernel_facts
+from fastattn.run.layout import sum_over_tokens
 
 from .device_math import tanh
 from .tiles import Int8MatmulTile, ceil_div, int8_matmul_tile

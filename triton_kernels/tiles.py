@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from fastattn.device import DeviceFacts
+    from fastattn.dispatch.device import DeviceFacts
 
 # What one block may use of an SM's shared memory, by compute capability (CUDA programming guide, table of technical
 # specifications): 227 KB on sm_90 and sm_100, 163 KB on sm_80 and sm_87, 99 KB on sm_86, sm_89 and sm_120.

@@ -1,1 +1,1 @@
-"""What `benchmarks/gpu_check.py` is made of. Importable without torch, and but for `pytest_record` without pytest."""
+"""All evidence that a GPU can give. Importable without torch, and but for `pytest_record` without pytest."""

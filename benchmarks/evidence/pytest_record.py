@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from evidence.pytest_codes import GPU_LOST, read
+from benchmarks.evidence.pytest_codes import GPU_LOST, read
 
 _REASON_CHARACTERS = 2000
 

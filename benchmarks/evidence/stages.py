@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evidence.machine import Facts
-from evidence.processes import Command, Outcome, run_together
+from benchmarks.evidence.machine import Facts
+from benchmarks.evidence.processes import Command, Outcome, run_together
 
 PASSED, FAILED, TIMED_OUT, NOT_RUN = "passed", "failed", "timed out", "not run"
 

@@ -8,9 +8,9 @@ import shutil
 import time
 from pathlib import Path
 
-from evidence.machine import missing
-from evidence.processes import Command, run_together
-from evidence.stages import FAILED, NOT_RUN, PASSED, TIMED_OUT, Result, Workplace, status_of
+from benchmarks.evidence.machine import missing
+from benchmarks.evidence.processes import Command, run_together
+from benchmarks.evidence.stages import FAILED, NOT_RUN, PASSED, TIMED_OUT, Result, Workplace, status_of
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 SANITIZER_CODE = 86  # compute-sanitizer's exit code where it found something
@@ -64,8 +64,8 @@ def find_sanitizer() -> str | None:
 
 def run_sanitizer(workplace: Workplace, deadline: float) -> Result:
     """Every kernel once, first as it is, which also compiles, then under the three tools at once."""
-    script = "benchmarks/sanitizer_cases.py"
-    plain = workplace.run(deadline, "sanitizer_cases", script)
+    cases = ("-m", "benchmarks.evidence.sanitizer_cases")
+    plain = workplace.run(deadline, "sanitizer_cases", *cases)
     if not plain.passed:
         return Result(status_of([plain]), "the cases do not run without a tool", workplace.tail("sanitizer_cases"))
     sanitizer = find_sanitizer()
@@ -76,7 +76,7 @@ def run_sanitizer(workplace: Workplace, deadline: float) -> Result:
     options = ["--error-exitcode", str(SANITIZER_CODE), "--target-processes", "application-only"]
     commands = [
         Command(
-            [sanitizer, "--tool", tool, *options, workplace.python, script],
+            [sanitizer, "--tool", tool, *options, workplace.python, *cases],
             workplace.logs / f"sanitizer_{tool}.log",
             environment,
             workplace.root,
@@ -119,8 +119,7 @@ def run_benchmarks(workplace: Workplace, deadline: float) -> Result:
         share_s = (deadline - time.monotonic()) / (len(BENCHMARKS) - index)
         minutes = max(0.05, (share_s - _START_S) * _LAST_CASE_PART / 60)
         options = ["--json", str(workplace.results), "--plot", str(workplace.results), "--minutes", f"{minutes:.3f}"]
-        script = f"benchmarks/bench_{name}.py"
-        outcome = workplace.run(time.monotonic() + share_s, f"bench_{name}", script, *options)
+        outcome = workplace.run(time.monotonic() + share_s, f"bench_{name}", "-m", "benchmarks", name, *options)
         outcomes.append(outcome)
         words.append(f"{name} {status_of([outcome])}")
         if not outcome.passed:

@@ -8,22 +8,23 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from evidence import pytest_codes
-from evidence.machine import missing
-from evidence.processes import run_together
-from evidence.stages import FAILED, NOT_RUN, PASSED, TIMED_OUT, Result, Workplace
+from benchmarks.evidence import pytest_codes
+from benchmarks.evidence.machine import missing
+from benchmarks.evidence.processes import run_together
+from benchmarks.evidence.stages import FAILED, NOT_RUN, PASSED, TIMED_OUT, Result, Workplace
 
-# What marks a test module that runs on the GPU where there is one, as a whole or in part: tests/kernel_device.py, a
+# What marks a test module that runs on the GPU where there is one, as a whole or in part: support/kernel_device.py, a
 # fixture of tests/conftest.py, or a look of its own.
 _ON_GPU = re.compile(r"kernel_device|emulated_gpu|mark\.gpu|not torch\.cuda\.is_available")
 _SHOWN = 12
 
 
 def kernel_test_modules(tests: Path) -> list[str]:
-    """The test modules with kernels in them; what says most first."""
-    modules = [path for path in sorted(tests.glob("test_*.py")) if not path.name.startswith("test_emulator_")]
-    chosen = [path.name for path in modules if _ON_GPU.search(path.read_text())]
-    return sorted(chosen, key=lambda name: not name.startswith(("test_cuda_", "test_triton_")))
+    """The test modules with kernels in them, as paths from ``tests``; what says most first."""
+    modules = [path for path in sorted(tests.rglob("test_*.py")) if tests / "emulator" not in path.parents]
+    chosen = [path for path in modules if _ON_GPU.search(path.read_text())]
+    chosen.sort(key=lambda path: not path.name.startswith(("test_cuda_", "test_triton_")))
+    return [path.relative_to(tests).as_posix() for path in chosen]
 
 
 def run_tests(workplace: Workplace, deadline: float) -> Result:
@@ -37,7 +38,7 @@ def run_emulator(workplace: Workplace, deadline: float) -> Result:
     absent = missing(workplace.facts, "pybind11", "ninja", "setuptools")
     if absent:
         return Result(NOT_RUN, f"the emulator cannot be built, {absent}")
-    modules = [f"tests/{path.name}" for path in sorted((workplace.root / "tests").glob("test_emulator_gpu*.py"))]
+    modules = [f"tests/emulator/tests/{name}.py" for name in ("test_gpu", "test_gpu_hopper")]
     return _pytest(workplace, deadline, "emulator", [*modules, "-m", "gpu"], max(1, workplace.jobs // 2))
 
 
@@ -50,7 +51,7 @@ def _pytest(workplace: Workplace, deadline: float, name: str, arguments: list[st
     commands = [
         workplace.command(
             f"{name}_{share}",
-            *("-m", "pytest", *options, "-p", "evidence.pytest_record"),
+            *("-m", "pytest", *options, "-p", "benchmarks.evidence.pytest_record"),
             *("--record", str(record), "--share", f"{share}/{shares}", *arguments),
             restart_after=partial(pytest_codes.was_cut_off, record=record),
         )

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evidence.machine import Facts
-from evidence.stages import Result, as_json
-from labels import label
+from benchmarks.evidence.machine import Facts
+from benchmarks.evidence.stages import Result, as_json
+from benchmarks.measure.labels import label
 
 SCHEMA = 1
 _CASES = 6  # of each benchmark: what says most comes first

@@ -7,17 +7,17 @@ Importing this package replaces nothing; ``install()`` or ``with patch_sdpa():``
 from __future__ import annotations
 
 from fastattn import nn
-from fastattn.attention import attention, attention_varlen
-from fastattn.decode import attention_with_kv_cache
-from fastattn.dispatch import use_backend
+from fastattn.cache.contiguous import KVCache
+from fastattn.cache.paged import PagedKVCache
+from fastattn.dispatch.choose import use_backend
+from fastattn.dispatch.explain import Explanation, explain, record
 from fastattn.errors import CacheFull, InputError
-from fastattn.explain import Explanation, explain, record
-from fastattn.int8 import Int8Weight, int8_linear, quantize_int8
-from fastattn.kv_cache import KVCache
-from fastattn.paged_kv_cache import PagedKVCache
+from fastattn.functional.attention import attention, attention_varlen
+from fastattn.functional.int8_linear import Int8Weight, int8_linear, quantize_int8
+from fastattn.functional.kv_cache_attention import attention_with_kv_cache
+from fastattn.functional.sdpa import scaled_dot_product_attention
 from fastattn.patch import install, patch_sdpa, uninstall
-from fastattn.profiling import profile
-from fastattn.sdpa import scaled_dot_product_attention
+from fastattn.profiler.profile import profile
 
 __all__ = [
     "CacheFull",

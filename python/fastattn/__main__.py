@@ -8,8 +8,9 @@ import importlib.util
 
 import torch
 
-from fastattn import device, native
-from fastattn.support import SUPPORT, support_table
+from fastattn import native
+from fastattn.dispatch import device
+from fastattn.dispatch.support import SUPPORT, support_table
 
 WITHOUT_CUDA_KERNELS = """none: this library was built without CUDA C++ kernels, so GPUs run the Triton kernels.
 To add them: install a CUDA toolkit, set CUDA_HOME to it and install fastattn again; or run

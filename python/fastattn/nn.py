@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastattn.checks import FLOATING, check_bool, check_choice, check_int
 from fastattn.errors import InputError
-from fastattn.int8 import (
+from fastattn.functional.int8_linear import (
     ACTIVATION_PRECISIONS,
     Int8Weight,
     check_granularity,
@@ -19,7 +19,7 @@ from fastattn.int8 import (
     quantize_int8,
     scale_shape,
 )
-from fastattn.layout import SharedCopies, has_aligned_rows, with_aligned_rows
+from fastattn.run.layout import SharedCopies, has_aligned_rows, with_aligned_rows
 
 # Of weights on their way to state dicts and back: layers that share one weight share its copy.
 _contiguous_copies = SharedCopies(Tensor.contiguous)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from fastattn.attention import torch_sdpa
-from fastattn.sdpa import scaled_dot_product_attention
+from fastattn.functional.attention import torch_sdpa
+from fastattn.functional.sdpa import scaled_dot_product_attention
 
 _lock = threading.Lock()
 _installed = 0

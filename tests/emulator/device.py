@@ -36,7 +36,7 @@ def emulated(arch: int = 80, num_sms: int | None = None, shared_memory_bytes: in
         if cuda_runtime.is_available:
             stack.enter_context(cuda_runtime.pretend(arch, num_sms, shared_memory_bytes))
         if importlib.util.find_spec("fastattn") is not None:
-            from fastattn.device import DeviceFacts, emulate_on_cpu
+            from fastattn.dispatch.device import DeviceFacts, emulate_on_cpu
 
             before = emulate_on_cpu(DeviceFacts(arch, num_sms, shared_memory_bytes, driver_cuda=13000))
             stack.callback(emulate_on_cpu, before)

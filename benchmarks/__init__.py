@@ -1,0 +1,8 @@
+"""Figures: `measure` takes them on a GPU, `predict` does without one, `evidence` gathers all that a GPU can show.
+
+``python -m benchmarks`` lists the commands. Results are JSON below ``results/<gpu>``.
+"""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]  # of the project

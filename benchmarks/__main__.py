@@ -1,0 +1,49 @@
+"""``python -m benchmarks COMMAND``: one command for everything that takes or predicts figures."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """``module.main(arguments)`` runs it; it is imported only then, since some commands need no torch."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "attention_forward": Command("measure.attention_forward", "attention over whole sequences, beside every peer"),
+    "attention_backward": Command("measure.attention_backward", "its gradients, beside every peer"),
+    "decode": Command("measure.decode", "a step of generation over a KV cache, beside every peer"),
+    "int8_matmul": Command("measure.int8_matmul", "linear layers with int8 weights, beside every peer"),
+    "overhead": Command("measure.overhead", "what a call costs on the host; needs no GPU"),
+    "emulator": Command("measure.emulator_speed", "how fast the tests' emulator is; needs no GPU"),
+    "predict": Command("predict.profile", "registers, spills, instructions and predicted times; needs no GPU"),
+    "page": Command("measure.page", "writes docs/PERFORMANCE.md from the results"),
+    "gpu-check": Command("evidence.gpu_check", "all evidence that a GPU can give, in under 8 minutes"),
+}
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(["usage: python -m benchmarks COMMAND [options]", "", *lines, "", "COMMAND --help: its options"])
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        print(f"python -m benchmarks: there is no command {name!r}\n\n{usage()}", file=sys.stderr)
+        return 2
+    sys.argv[0] = f"python -m benchmarks {name}"  # what argparse calls the program
+    return importlib.import_module(f"benchmarks.{COMMANDS[name].module}").main(rest) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

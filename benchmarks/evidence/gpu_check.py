@@ -1,0 +1,194 @@
+"""All evidence that a GPU can give, gathered by one command in under 8 minutes: ``make gpu-check OUT=dir``.
+
+Needed: Python 3.10, torch 2.10 with CUDA, triton and a driver. What a stage needs beyond these (pytest, the packages of
+the benchmarks, compute-sanitizer, a compiler for the emulator) it names where it is missing. ``make gpu-check
+PYTHON=python3`` takes that Python as it is, so that no .venv is needed; fastattn need not be installed: the package of
+this tree is used, with ``python/fastattn/libfastattn.so`` (carried from another machine, which needs no GPU, or built
+here), or with the one that ``FASTATTN_LIBRARY`` names.
+
+Stages, each with a limit in seconds, after which its processes are killed with all their children:
+
+    library     the native library loads; where there is none, it is built in build/native
+    tests       the kernel tests, dealt to several processes; a crash or a hang costs the test that had it
+    sanitizer   every kernel of both backends on small shapes, under compute-sanitizer's memcheck, racecheck, synccheck
+    emulator    the same PTX on the tests' emulator and on the GPU
+    benchmarks  the quick benchmarks with the peers that are found
+    summary     the page, after every stage too
+
+A stage that fails or runs out of time is reported and the next one runs. ``--stages tests,benchmarks`` chooses,
+``--limits benchmarks=300`` gives another limit.
+
+Into OUT come ``summary.md``, ``gpu_check.json``, ``logs.tar.gz``, ``results.tar.gz`` (JSON and plots of the benchmarks)
+and up to 3 of the plots: at most 8 files of less than 16 MB. Nothing else is written but below build/. Where there is
+no git, ``FASTATTN_COMMIT`` says what is checked out.
+
+Exit code: 0 where no stage failed or ran out of time, 1 where one did, 2 without a usable GPU (``--dry-run`` then runs
+what needs none), and 2 for wrong options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks import ROOT
+from benchmarks.evidence import bundle, machine, summary
+from benchmarks.evidence.stages import FAILED, PASSED, TIMED_OUT, Result, Stage, Workplace, run_stages
+from benchmarks.evidence.stages_kernels import run_benchmarks, run_library, run_sanitizer
+from benchmarks.evidence.stages_tests import run_emulator, run_tests
+
+SCRATCH = ROOT / "build" / "gpu_check"
+NO_GPU = 2
+PLOTS = ("attention_forward.png", "decode.png", "int8_matmul.png")
+
+
+def run_summary(workplace: Workplace, deadline: float) -> Result:
+    """The page is written after every stage; this one says what there is to show."""
+    names = [document["benchmark"] for document in summary.documents(workplace.results)]
+    return Result(PASSED, f"figures of {', '.join(names)}" if names else "no figures were taken")
+
+
+# In this order. The limits leave room for the start within 8 minutes.
+STAGES = (
+    Stage("library", 45, run_library, needs_gpu=False, needs_library=False),
+    Stage("tests", 130, run_tests),
+    Stage("sanitizer", 60, run_sanitizer),
+    Stage("emulator", 45, run_emulator, needs_library=False),
+    Stage("benchmarks", 180, run_benchmarks, needs_gpu=False),
+    Stage("summary", 10, run_summary, needs_gpu=False, needs_library=False),
+)
+
+
+def chosen_stages(text: str | None) -> list[Stage]:
+    """The stages with these names, in their own order. Raises ValueError for a name that none has."""
+    names = [stage.name for stage in STAGES] if text is None else [name for name in text.split(",") if name]
+    unknown = set(names) - {stage.name for stage in STAGES}
+    if unknown or not names:
+        raise ValueError(f"--stages: expected some of {', '.join(s.name for s in STAGES)}, got {text!r}")
+    # Without the library nothing runs, so that nobody has to ask for it.
+    return [stage for stage in STAGES if stage.name in {*names, "library", "summary"}]
+
+
+def chosen_limits(text: str | None) -> dict[str, float]:
+    """``name=seconds,…``. Raises ValueError for what is not that."""
+    limits = {}
+    for part in text.split(",") if text else []:
+        name, _, seconds = part.partition("=")
+        try:
+            limits[name] = float(seconds)
+        except ValueError:
+            limits[name] = -1.0
+        if name not in {stage.name for stage in STAGES} or not 0 < limits[name] < float("inf"):
+            raise ValueError(f"--limits: expected stage=seconds, got {part!r}")
+    return limits
+
+
+def make_environment(scratch: Path, given: Mapping[str, str]) -> dict[str, str]:
+    """Of all commands: this tree's package, and every cache below ``scratch``."""
+    package = scratch / "site" / "fastattn"
+    shutil.rmtree(package, ignore_errors=True)
+    package.mkdir(parents=True)
+    parts = [*(ROOT / "python" / "fastattn").iterdir(), ROOT / "triton_kernels"]
+    for part in parts:
+        if part.name != "__pycache__":
+            (package / part.name).symlink_to(part)
+    caches = {
+        "TMPDIR": "tmp",
+        "PYTHONPYCACHEPREFIX": "pycache",
+        "TRITON_CACHE_DIR": "triton",
+        "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        "CUDA_CACHE_PATH": "cuda",
+        "XDG_CACHE_HOME": "cache",
+        "MPLCONFIGDIR": "cache/matplotlib",
+        "FLASHINFER_WORKSPACE_BASE": "cache/flashinfer",
+        "HYPOTHESIS_STORAGE_DIRECTORY": "hypothesis",
+    }
+    for folder in caches.values():
+        (scratch / folder).mkdir(parents=True, exist_ok=True)
+    paths = [str(package.parent), str(ROOT), *filter(None, [given.get("PYTHONPATH")])]
+    return {
+        **given,
+        **{name: str(scratch / folder) for name, folder in caches.items()},
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "FASTATTN_COMMIT": given.get("FASTATTN_COMMIT") or _commit(),
+    }
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+changes", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def bring_out(out: Path, workplace: Workplace, results: Sequence[Result]) -> str:
+    """Writes what there is so far into ``out`` and returns the page."""
+    out.mkdir(parents=True, exist_ok=True)
+    archives = {
+        "logs.tar.gz": bundle.files_below(workplace.logs, "logs"),
+        "results.tar.gz": bundle.files_below(workplace.results, "results"),
+    }
+    left_out: list[str] = []
+    for name, members in archives.items():
+        (out / name).unlink(missing_ok=True)
+        if members:
+            left_out += bundle.pack(members, out / name)
+    for name in PLOTS:
+        (out / name).unlink(missing_ok=True)
+        plot = workplace.results / name
+        if plot.exists() and plot.stat().st_size <= bundle.MOST_BYTES:
+            shutil.copyfile(plot, out / name)
+    now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0).isoformat()
+    commit = workplace.environment["FASTATTN_COMMIT"]
+    document = summary.as_document(results, workplace.facts, commit, now, left_out)
+    page = summary.as_markdown(document, summary.documents(workplace.results))
+    (out / "gpu_check.json").write_text(json.dumps(document, indent=1) + "\n")
+    (out / "summary.md").write_text(page)
+    return page
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=SCRATCH / "out", help="the folder for what comes out")
+    parser.add_argument("--stages", help="names with commas between; by default all")
+    parser.add_argument("--limits", help="other limits: stage=seconds,stage=seconds")
+    parser.add_argument("--jobs", type=int, help="processes at once; by default half the cores, at most 8")
+    parser.add_argument("--dry-run", action="store_true", help="without a GPU too: run the stages that need none")
+    options = parser.parse_args(arguments)
+    try:
+        stages, limits = chosen_stages(options.stages), chosen_limits(options.limits)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        facts = machine.look(os.environ)
+        obstacle = machine.obstacle(facts)
+    except RuntimeError as error:
+        obstacle = str(error)
+        facts = {}
+    if obstacle is not None and not (options.dry_run and facts.get("torch")):
+        print(f"gpu-check: {obstacle}", file=sys.stderr)
+        return NO_GPU
+    environment = make_environment(SCRATCH, os.environ)
+    jobs = options.jobs or max(1, min(8, facts["host_cpus"] // 2))
+    workplace = Workplace(ROOT, SCRATCH, sys.executable, environment, facts, jobs)
+    for folder in (workplace.logs, workplace.results):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    out = options.out.resolve()
+    results = run_stages(stages, limits, workplace, lambda so_far: _keep(out, workplace, so_far))
+    print(f"\n{bring_out(out, workplace, results)}\nAll of it: {options.out}")
+    return 1 if any(result.status in (FAILED, TIMED_OUT) for result in results) else 0
+
+
+def _keep(out: Path, workplace: Workplace, results: Sequence[Result]) -> None:
+    bring_out(out, workplace, results)

@@ -1,0 +1,204 @@
+"""Every kernel of both backends, launched on small shapes: what compute-sanitizer watches in the GPU check.
+
+Lengths are no multiples of the tiles, heads are grouped, and tensors are made on the CPU, so that few kernels run that
+are not fastattn's. Prints each case, or why a backend does not take it. ``--backend`` and ``--case`` choose.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn.activations import result_columns
+from fastattn.dispatch.support import KERNEL_BACKENDS
+
+DTYPE = torch.bfloat16
+Case = Callable[[torch.device], None]
+
+
+def random(device: torch.device, *shape: int, dtype: torch.dtype = DTYPE, seed: int = 0) -> Tensor:
+    """Normal numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+
+def query_key_value(device: torch.device, head_dim: int, dtype: torch.dtype = DTYPE) -> list[Tensor]:
+    """Grouped heads, 70 queries and 150 keys: more than one tile each, the last of them not full."""
+    shapes = (1, 2, 70, head_dim), (1, 1, 150, head_dim), (1, 1, 150, head_dim)
+    return [random(device, *shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
+
+
+def forward(device: torch.device, head_dim: int, causal: bool, dtype: torch.dtype = DTYPE) -> None:
+    fastattn.attention(*query_key_value(device, head_dim, dtype), causal=causal)
+
+
+def backward(device: torch.device, head_dim: int, causal: bool, deterministic: bool = False) -> None:
+    leaves = [tensor.requires_grad_() for tensor in query_key_value(device, head_dim)]
+    out = fastattn.attention(*leaves, causal=causal, deterministic=deterministic)
+    assert isinstance(out, Tensor)
+    out.backward(random(device, *out.shape, seed=9))
+
+
+def every_option(device: torch.device, gradients: bool) -> None:
+    """Everything that changes a score; backward too, with the gradient of the bias."""
+    leaves = [tensor.requires_grad_(gradients) for tensor in query_key_value(device, 64)]
+    bias = random(device, 1, 2, 70, 150).requires_grad_(gradients)
+    sinks = random(device, 2).requires_grad_(gradients)
+    options = {"window": (40, 3), "softcap": 20.0, "dropout_p": 0.2, "dropout_seed": 5, "sinks": sinks}
+    out = fastattn.attention(*leaves, bias=bias, **options)  # type: ignore[arg-type]
+    assert isinstance(out, Tensor)
+    if gradients:
+        out.backward(random(device, *out.shape, seed=9))
+
+
+def smallest_bias(device: torch.device) -> None:
+    """Every score at finfo.min: the backward pass finds the rows' maxima and sums again."""
+    query, key, value = (tensor.requires_grad_() for tensor in query_key_value(device, 64))
+    bias = torch.full((1, 1, 70, 150), torch.finfo(DTYPE).min, dtype=DTYPE).to(device)
+    out = fastattn.attention(query, key, value, bias=bias)
+    assert isinstance(out, Tensor)
+    out.backward(random(device, *out.shape, seed=9))
+
+
+def packed(device: torch.device, gradients: bool) -> None:
+    """Three sequences, one of them empty, with ALiBi; backward too."""
+    offsets = torch.tensor([0, 33, 33, 100], dtype=torch.int32).to(device)
+    query, key, value = (random(device, 100, heads, 64, seed=heads).requires_grad_(gradients) for heads in (4, 2, 2))
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]).to(device)
+    out = fastattn.attention_varlen(query, key, value, offsets, offsets, 67, 67, causal=True, alibi_slopes=slopes)
+    assert isinstance(out, Tensor)
+    if gradients:
+        out.backward(random(device, *out.shape, seed=9))
+
+
+def decode(device: torch.device, num_splits: int) -> None:
+    """An append with RoPE to a contiguous cache, then attention over it in parts."""
+    lengths = torch.tensor([190, 7], dtype=torch.int32).to(device)
+    k_cache, v_cache = (random(device, 2, 2, 256, 64, seed=seed) for seed in (1, 2))
+    new = [random(device, 2, 2, 1, 64, seed=seed) for seed in (3, 4)]
+    angles = [random(device, 256, 32, seed=seed) for seed in (5, 6)]
+    fastattn.attention_with_kv_cache(
+        random(device, 2, 8, 1, 64),
+        k_cache,
+        v_cache,
+        lengths,
+        k_new=new[0],
+        v_new=new[1],
+        rotary_cos=angles[0],
+        rotary_sin=angles[1],
+        num_splits=num_splits,
+    )
+
+
+def decode_paged_int8(device: torch.device) -> None:
+    """int8 pages in no order, one entry of the table naming none."""
+    table = torch.tensor([[5, 0, 3, 2], [1, 4, 2**30, -1]], dtype=torch.int32).to(device)
+    lengths = torch.tensor([250, 100], dtype=torch.int32).to(device)
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(-127, 128, (2, 6, 2, 64, 64), generator=generator, dtype=torch.int8)
+    k_pages, v_pages = (pages.to(device) for pages in numbers)
+    k_scale, v_scale = (torch.full((6, 2, 64), 0.01).to(device) for _ in "kv")
+    fastattn.attention_with_kv_cache(
+        random(device, 2, 8, 2, 64),
+        k_pages,
+        v_pages,
+        lengths,
+        k_new=random(device, 2, 2, 2, 64, seed=3),
+        v_new=random(device, 2, 2, 2, 64, seed=4),
+        block_table=table,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        num_splits=3,
+    )
+
+
+def prompts_in_pages(device: torch.device) -> None:
+    """Two prompts, taken in part by part over the pages of one cache."""
+    cache = fastattn.PagedKVCache(1, 12, 2, 64, page_size=16, dtype=DTYPE, device=device)
+    sequences = [cache.add(), cache.add()]
+    for lengths in ((70, 5), (20, 33)):
+        query, key, value = (random(device, sum(lengths), heads, 64, seed=heads) for heads in (4, 2, 2))
+        cache.chunk(sequences, lengths).attend(0, query, key, value)
+
+
+def int8(
+    device: torch.device,
+    rows: int,
+    granularity: str | int,
+    activation: str | None = None,
+    activations: str = "16bit",
+) -> None:
+    """One row splits along K, and is merged; gradients go to the input."""
+    weight = fastattn.quantize_int8(random(torch.device("cpu"), 96, 1024), granularity).to(device)
+    x = random(device, rows, 1024).requires_grad_()
+    columns = result_columns(activation, 96)
+    bias, residual = random(device, 96, seed=1), random(device, rows, columns, seed=2)
+    out = fastattn.int8_linear(x, weight, bias, activation=activation, residual=residual, activations=activations)
+    out.backward(random(device, rows, columns, seed=3))
+    with torch.no_grad():  # the activation is the kernel's
+        fastattn.int8_linear(x, weight, bias, activation=activation, residual=residual, activations=activations)
+
+
+CASES: dict[str, Case] = {
+    **{
+        f"forward d={dim} {'causal' if causal else 'full'}": partial(forward, head_dim=dim, causal=causal)
+        for dim in (64, 128)
+        for causal in (False, True)
+    },
+    "forward float16": partial(forward, head_dim=64, causal=True, dtype=torch.float16),
+    "forward d=256": partial(forward, head_dim=256, causal=True),
+    "backward d=64": partial(backward, head_dim=64, causal=True),
+    "backward d=128 deterministic": partial(backward, head_dim=128, causal=False, deterministic=True),
+    "backward d=256": partial(backward, head_dim=256, causal=True),
+    "backward, finfo.min": smallest_bias,
+    "every option": partial(every_option, gradients=False),
+    "every option, gradients": partial(every_option, gradients=True),
+    "packed": partial(packed, gradients=False),
+    "packed, gradients": partial(packed, gradients=True),
+    "prompts in pages": prompts_in_pages,
+    "decode in one part": partial(decode, num_splits=1),
+    "decode in 3 parts": partial(decode, num_splits=3),
+    "decode paged int8": decode_paged_int8,
+    "int8 one row": partial(int8, rows=1, granularity="channel"),
+    "int8 40 rows in groups": partial(int8, rows=40, granularity=128, activation="gelu"),
+    "int8 one row, SwiGLU": partial(int8, rows=1, granularity="channel", activation="swiglu"),
+    "int8 130 rows": partial(int8, rows=130, granularity="channel", activation="silu"),
+    "int8 activations in groups": partial(int8, rows=20, granularity=32, activations="int8"),
+    "int8 activations, 520 rows": partial(int8, rows=520, granularity="channel", activations="int8"),
+}
+
+
+def run(backend: str, name: str, device: torch.device) -> bool:
+    """Whether the backend takes the case."""
+    try:
+        with fastattn.use_backend(backend):
+            CASES[name](device)
+    except fastattn.InputError as error:
+        print(f"{backend}, {name}: not taken: {str(error).splitlines()[0]}", flush=True)
+        return False
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    print(f"{backend}, {name}: ran", flush=True)
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=KERNEL_BACKENDS, action="append", help="by default both")
+    parser.add_argument("--case", choices=CASES, action="append", help="by default all")
+    options = parser.parse_args()
+    device = torch.device("cuda", torch.cuda.current_device())
+    ran = [
+        run(backend, name, device) for backend in options.backend or KERNEL_BACKENDS for name in options.case or CASES
+    ]
+    if not any(ran):
+        raise SystemExit("no case ran")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""Attention over whole sequences as the benchmarks see it: cases, inputs, work, and what is right in float64."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import fastattn
+from benchmarks.measure.accuracy import Expected
+from benchmarks.measure.implementations import Prepared
+from fastattn import reference
+from fastattn.profiler import work
+from fastattn.profiler.roofline import Work
+
+TOKENS = 16 * 1024  # of a batch, all sequences together
+MAX_CHUNK_ELEMENTS = 1 << 25  # scores in float64 that the check holds at a time
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One shape with its options. ``window``: keys before a query's own that it sees, -1 all; implies causal.
+
+    ``varlen``: ``batch`` packed sequences of random lengths of at most ``seqlen``.
+    """
+
+    head_dim: int
+    seqlen: int
+    batch: int
+    heads: int
+    kv_heads: int
+    dtype: str = "bfloat16"
+    causal: bool = False
+    window: int = -1
+    bias: bool = False
+    varlen: bool = False
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of each sequence. Packed ones are between an eighth and the whole of ``seqlen``; the first is the longest."""
+        if not self.varlen:
+            return (self.seqlen,) * self.batch
+        draw = random.Random(f"{self.seqlen} {self.batch}")
+        shorter = (draw.randint(max(self.seqlen // 8, 1), self.seqlen) for _ in range(self.batch - 1))
+        return (self.seqlen, *shorter)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that attend, over all sequences and query heads."""
+        right = 0 if self.causal or self.window >= 0 else -1
+        return self.heads * sum(work.visible_pairs(n, n, self.window, right) for n in self.lengths)
+
+    def shape(self, heads: int) -> tuple[int, ...]:
+        """Of the query or, with ``kv_heads``, of key and value."""
+        if self.varlen:
+            return sum(self.lengths), heads, self.head_dim
+        return self.batch, heads, self.seqlen, self.head_dim
+
+    @property
+    def bias_bytes(self) -> int:
+        return self.heads * self.seqlen**2 * self.torch_dtype.itemsize if self.bias else 0
+
+    def forward_work(self) -> Work:
+        return work.attention_forward(*self._shapes(), self.torch_dtype.itemsize, self.pairs, self.bias_bytes)
+
+    def backward_work(self) -> Work:
+        return work.attention_backward(*self._shapes(), self.torch_dtype.itemsize, self.pairs, self.bias_bytes)
+
+    def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        return self.shape(self.heads), self.shape(self.kv_heads), self.shape(self.kv_heads)
+
+
+class AttentionInputs(NamedTuple):
+    """``query``, ``grad_out`` ``[B, Hq, S, D]``; ``key``, ``value`` ``[B, Hkv, S, D]``; packed without B.
+
+    ``bias`` ``[1, Hq, S, S]``; ``cu_seqlens`` int32 ``[B + 1]``, None where the case is dense.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad_out: Tensor
+    bias: Tensor | None
+    cu_seqlens: Tensor | None
+
+
+def make_inputs(case: AttentionCase, device: torch.device, seed: int) -> AttentionInputs:
+    """Normal random numbers."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=case.torch_dtype)
+
+    query, grad_out = normal(*case.shape(case.heads)), normal(*case.shape(case.heads))
+    key, value = normal(*case.shape(case.kv_heads)), normal(*case.shape(case.kv_heads))
+    bias = normal(1, case.heads, case.seqlen, case.seqlen) if case.bias else None
+    offsets = None
+    if case.varlen:
+        ends = torch.tensor((0, *case.lengths), device=device).cumsum(0)
+        offsets = ends.to(torch.int32)
+    return AttentionInputs(query, key, value, grad_out, bias, offsets)
+
+
+def input_bytes(case: AttentionCase) -> int:
+    """Of one set of inputs that is read."""
+    return case.forward_work().bytes
+
+
+def attend(case: AttentionCase, inputs: AttentionInputs, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """fastattn's public function for the case."""
+    window = (case.window, 0 if case.window >= 0 else -1)
+    if inputs.cu_seqlens is not None:
+        offsets = inputs.cu_seqlens
+        out = fastattn.attention_varlen(
+            query, key, value, offsets, offsets, case.seqlen, case.seqlen, causal=case.causal, window=window
+        )
+    else:
+        out = fastattn.attention(query, key, value, causal=case.causal, window=window, bias=inputs.bias)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def prepare_forward(case: AttentionCase, inputs: AttentionInputs) -> Prepared:
+    return Prepared(lambda: attend(case, inputs, inputs.query, inputs.key, inputs.value), lambda out: (out,))
+
+
+def prepare_backward(case: AttentionCase, inputs: AttentionInputs) -> Prepared:
+    leaves = tuple(t.detach().requires_grad_() for t in (inputs.query, inputs.key, inputs.value))
+    out = attend(case, inputs, *leaves)
+    return Prepared(lambda: torch.autograd.grad(out, leaves, inputs.grad_out, retain_graph=True), tuple)
+
+
+# --- what is right -------------------------------------------------------------------------------------------------
+
+
+def checked_slice(case: AttentionCase, tensor: Tensor) -> Tensor:
+    """``[1, heads, S, D]``: the last KV head of the last sequence, or the query heads that read it."""
+    heads = tensor.shape[1]
+    group = heads // case.kv_heads
+    if case.varlen:
+        sequence = tensor[tensor.shape[0] - case.lengths[-1] :, heads - group :]
+        return sequence.transpose(0, 1)[None]
+    return tensor[-1:, heads - group :]
+
+
+def expected_forward(case: AttentionCase, inputs: AttentionInputs) -> Expected:
+    """The output of the checked slice."""
+    return _expected(case, inputs, with_gradients=False)
+
+
+def expected_backward(case: AttentionCase, inputs: AttentionInputs) -> Expected:
+    """The gradients of query, key and value of the checked slice."""
+    return _expected(case, inputs, with_gradients=True)
+
+
+def _expected(case: AttentionCase, inputs: AttentionInputs, with_gradients: bool) -> Expected:
+    oracle = _by_chunks(case, inputs, torch.float64, torch.float64, with_gradients)
+    composite = _by_chunks(case, inputs, case.torch_dtype, torch.float32, with_gradients)
+    return Expected.from_composite(oracle, composite, case.torch_dtype)
+
+
+def _by_chunks(
+    case: AttentionCase, inputs: AttentionInputs, dtype: torch.dtype, sums: torch.dtype, with_gradients: bool
+) -> tuple[Tensor, ...]:
+    """The formula on the checked slice, some rows of queries at a time; gradients are summed in ``sums``."""
+    query, key, value, grad_out = (checked_slice(case, t).to(sums) for t in inputs[:4])
+    leaves = tuple(t.contiguous().requires_grad_(with_gradients) for t in (query, key, value))
+    group, seqlen = query.shape[1:3]
+    rows = max(MAX_CHUNK_ELEMENTS // (group * seqlen), 1)
+    is_causal = case.causal or case.window >= 0
+    outs = []
+    for first in range(0, seqlen, rows):
+        last = min(first + rows, seqlen)
+        keys = last if is_causal else seqlen  # masks align to the bottom right: the keys end with the last query's own
+        bias = None if inputs.bias is None else inputs.bias[:, -group:, first:last, :keys]
+        with torch.set_grad_enabled(with_gradients):
+            out, _ = reference.attention(
+                leaves[0][:, :, first:last].to(dtype),
+                leaves[1][:, :, :keys].to(dtype),
+                leaves[2][:, :, :keys].to(dtype),
+                causal=is_causal,
+                window=(case.window, -1),
+                bias=bias,
+                compute_dtype=dtype,
+            )
+        if with_gradients:
+            out.backward(grad_out[:, :, first:last].to(dtype))
+        outs.append(out.detach())
+    if not with_gradients:
+        return (torch.cat(outs, dim=2),)
+    return tuple(leaf.grad for leaf in leaves if leaf.grad is not None)
+
+
+# --- which shapes --------------------------------------------------------------------------------------------------
+
+
+def multi_head(head_dim: int, seqlen: int) -> AttentionCase:
+    """Hidden dimension 2048 and 16k tokens, as in the FlashAttention papers."""
+    heads = 2048 // head_dim
+    return AttentionCase(head_dim, seqlen, max(TOKENS // seqlen, 1), heads, heads)
+
+
+def grouped(head_dim: int, seqlen: int) -> AttentionCase:
+    """Eight query heads to a KV head, hidden dimension 8192."""
+    heads = 8192 // head_dim
+    return AttentionCase(head_dim, seqlen, max(TOKENS // seqlen, 1), heads, heads // 8)
+
+
+def quick_cases() -> list[AttentionCase]:
+    """What says most first: a run with a time limit may not reach the end."""
+    causal = [replace(multi_head(128, seqlen), causal=True) for seqlen in (4096, 16384, 1024)]
+    other_dims = [replace(multi_head(dim, seqlen), causal=True) for dim in (64, 256) for seqlen in (4096, 16384, 1024)]
+    plain = multi_head(128, 4096)
+    return [
+        *causal,
+        multi_head(128, 16384),
+        replace(grouped(128, 4096), causal=True),
+        *other_dims,
+        replace(plain, causal=True, varlen=True),
+        replace(plain, bias=True),
+        replace(plain, causal=True, window=1024),
+        replace(plain, causal=True, dtype="float16"),
+    ]
+
+
+def full_cases() -> list[AttentionCase]:
+    """Every head dim, length, mask, grouping and dtype; then packed sequences, bias and window."""
+    dense = [
+        replace(shape(head_dim, seqlen), causal=causal, dtype=dtype)
+        for head_dim in (64, 128, 256)
+        for seqlen in (512, 1024, 2048, 4096, 8192, 16384, 32768)
+        for shape in (multi_head, grouped)
+        for causal in (True, False)
+        for dtype in ("bfloat16", "float16")
+    ]
+    with_options = [
+        changed
+        for head_dim in (64, 128, 256)
+        for seqlen in (1024, 4096, 8192)
+        for changed in (
+            replace(multi_head(head_dim, seqlen), causal=True, varlen=True),
+            replace(multi_head(head_dim, seqlen), bias=True),
+            replace(multi_head(head_dim, seqlen), causal=True, window=seqlen // 4),
+        )
+    ]
+    return dense + with_options
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options that keep only some cases of the grid."""
+    parser.add_argument("--head-dim", type=int, nargs="+", help="only these")
+    parser.add_argument("--seqlen", type=int, nargs="+", help="only these")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), help="only this one")
+    parser.add_argument("--mask", choices=("causal", "full", "window"), help="only this one")
+
+
+def chosen(options: argparse.Namespace) -> list[AttentionCase]:
+    """The cases of the quick or the full grid that the options keep."""
+
+    def is_kept(case: AttentionCase) -> bool:
+        mask = "window" if case.window >= 0 else "causal" if case.causal else "full"
+        return (
+            (options.head_dim is None or case.head_dim in options.head_dim)
+            and (options.seqlen is None or case.seqlen in options.seqlen)
+            and options.dtype in (None, case.dtype)
+            and options.mask in (None, mask)
+        )
+
+    return [case for case in (full_cases() if options.full else quick_cases()) if is_kept(case)]

@@ -1,0 +1,106 @@
+"""How fast the emulator of the tests is: a causal forward of one head, 512 x 512, d=128, bf16, with all checks on.
+
+The kernels are the native one and Triton's, as nvcc and Triton compile them for sm_80. Compiling is not timed. No GPU
+is needed.
+
+Prints a table; ``--json FILE`` also writes the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import ROOT
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+import torch
+
+from emulator import Report, allocations, device, launches, native_library, options
+
+HAS_NATIVE = native_library.import_fastattn()  # before anything else imports fastattn
+
+import fastattn  # noqa: E402
+from benchmarks.measure import tables  # noqa: E402
+from benchmarks.measure.overhead import machine  # noqa: E402
+
+AIM_SECONDS = 3.0  # on one core
+ROWS, HEAD_DIM = 512, 128
+
+
+def inputs() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 1, ROWS, HEAD_DIM, generator=generator).bfloat16() for _ in range(3)]
+
+
+def forward(backend: str, workers: int) -> torch.Tensor:
+    query, key, value = inputs()
+    with options.launching(workers=workers, tracked=True), fastattn.use_backend(backend):
+        out = fastattn.attention(query, key, value, causal=True)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def check(out: torch.Tensor) -> None:
+    """A figure of a wrong result would say nothing."""
+    query, key, value = (t.double() for t in inputs())
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    assert (out.double() - expected).abs().max() < 0.02, "the kernel's result is wrong"
+
+
+def measure(backend: str, workers: int, repeats: int) -> tuple[float, Report]:
+    """The quickest of some runs, in seconds: what else the machine does only ever adds. And what was counted."""
+    check(forward(backend, workers))  # also compiles
+    seconds = []
+    with launches.recorded() as found:
+        for _ in range(repeats):
+            start = time.perf_counter()
+            forward(backend, workers)
+            seconds.append(time.perf_counter() - start)
+    return min(seconds), found[0].report
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3, help="runs, of which the quickest counts")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+
+    backends = {"native, sm_80": "cuda", "Triton, sm_80": "triton"}
+    if not HAS_NATIVE:
+        del backends["native, sm_80"]
+    rows, cells = [], []
+    for name, backend in backends.items():
+        for workers in (1, 2):
+            with allocations.tracked(), device.emulated(arch=80):
+                seconds, report = measure(backend, workers, chosen.repeats)
+            executed = sum(report.instructions.values())
+            rows.append(
+                {
+                    "kernel": name,
+                    "workers": workers,
+                    "seconds": seconds,
+                    "aim_seconds": AIM_SECONDS,
+                    "warp_instructions": executed,
+                    "warp_instructions_per_second": executed / seconds,
+                }
+            )
+            cells.append(
+                (
+                    name,
+                    str(workers),
+                    f"{seconds:.3f}",
+                    f"{AIM_SECONDS:.1f}",
+                    f"{executed:,}",
+                    f"{executed / seconds:,.0f}",
+                )
+            )
+    print(tables.aligned(("kernel", "workers", "seconds", "aim", "instructions", "a second"), cells))
+    if chosen.json:
+        chosen.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")

@@ -1,0 +1,74 @@
+"""Where and on what figures are taken."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastattn
+from benchmarks import ROOT
+
+
+def _output(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def commit() -> str:
+    """The commit that is checked out, with ``+changes`` where files differ from it.
+
+    Outside git: what FASTATTN_COMMIT says, or ``unknown``.
+    """
+    head = _output("git", "rev-parse", "HEAD")
+    if head is None:
+        return os.environ.get("FASTATTN_COMMIT", "unknown")
+    return head + "+changes" if _output("git", "status", "--porcelain", "--untracked-files=no") else head
+
+
+def now() -> str:
+    """The date and time in UTC, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0).isoformat()
+
+
+def driver_version() -> str:
+    """The version of the NVIDIA driver."""
+    listed = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    if listed:
+        return listed.splitlines()[0]
+    loaded = Path("/sys/module/nvidia/version")
+    return loaded.read_text().strip() if loaded.exists() else "unknown"
+
+
+def describe_gpu(device: torch.device) -> dict[str, Any]:
+    """The GPU, its driver, and the versions of what runs on it; see ``results.ENVIRONMENT``."""
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "gpu": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "num_sms": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": properties.L2_cache_size,
+        "driver": driver_version(),
+        "cuda": torch.version.cuda or "none",
+        "torch": torch.__version__,
+        "triton": _triton_version(),
+        "python": platform.python_version(),
+        "fastattn": fastattn.native.BUILD["version"],
+        "nvcc": fastattn.native.BUILD["nvcc"] or "none",
+    }
+
+
+def _triton_version() -> str:
+    try:
+        import triton
+    except ImportError:
+        return "none"
+    return str(triton.__version__)

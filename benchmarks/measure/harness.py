@@ -1,0 +1,293 @@
+"""Runs a benchmark: checks, times, classifies and reports every implementation on every case."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import fastattn
+from benchmarks.measure import environment, plots, results
+from benchmarks.measure import tables as table
+from benchmarks.measure.accuracy import Expected, judge
+from benchmarks.measure.implementations import Implementation, Unsupported, broken
+from benchmarks.measure.results import Document, Row
+from benchmarks.measure.timing import CudaTimer, Timer, Timing, num_input_sets
+from benchmarks.predict import predictions
+from fastattn.profiler.limits import measure_limits
+from fastattn.profiler.roofline import Limits, Work, bound
+
+# Where a call takes longer than this, what its launch costs can no longer be seen.
+GRAPH_BELOW_S = 500e-6
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What is measured. A case is a frozen dataclass, whose fields are a row's ``case``.
+
+    Args:
+        name: one of ``results.BENCHMARKS``; title: for people.
+        cases: the cases of a run, what says most first.
+        implementations: fastattn's first, then the peers.
+        make_inputs: random inputs of a case, from a seed.
+        input_bytes: what a call on one set of inputs reads.
+        work: the least work of a call.
+        expected: what is right on the checked part, from float64.
+        checked: that part of each output.
+        uses_graphs: whether short calls are timed within CUDA graphs too.
+        differentiates: whether gradients are recorded.
+    """
+
+    name: str
+    title: str
+    cases: Sequence[Any]
+    implementations: Sequence[Implementation]
+    make_inputs: Callable[[Any, torch.device, int], Any]
+    input_bytes: Callable[[Any], int]
+    work: Callable[[Any], Work]
+    expected: Callable[[Any, Any], Expected]
+    checked: Callable[[Any, Tensor], Tensor]
+    uses_graphs: Callable[[Any], bool]
+    differentiates: Callable[[Any], bool]
+
+
+class DeviceLost(RuntimeError):
+    """A kernel left the device in a state in which nothing more runs there."""
+
+
+class Asked(BaseException):
+    """Somebody wants the run to end (SIGTERM). No result of an implementation: those are Exceptions."""
+
+
+@contextlib.contextmanager
+def _ends_when_asked() -> Iterator[None]:
+    def end(*_: Any) -> None:
+        raise Asked("somebody asked for the end (SIGTERM)")
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def measure_case(
+    benchmark: Benchmark, case: Any, device: torch.device, timer: Timer, limits: Limits, num_sets: int
+) -> Iterator[Row]:
+    """One row for each implementation. Raises ``DeviceLost`` after the row of whoever lost it."""
+    sets = [benchmark.make_inputs(case, device, seed) for seed in range(num_sets)]
+    expected = benchmark.expected(case, sets[0])
+    for implementation in benchmark.implementations:
+        row = _empty_row(benchmark, case, implementation)
+        try:
+            with torch.set_grad_enabled(benchmark.differentiates(case)), implementation.context():
+                row.update(_measure(benchmark, case, implementation, sets, expected, timer, limits))
+        except Exception as error:  # whatever an implementation raises is its result
+            is_missing = isinstance(error, (Unsupported, NotImplementedError, fastattn.InputError))
+            row.update(status="unsupported" if is_missing else "failed", reason=_reason(error))
+        yield row
+        if row["status"] != "ok":
+            _release(device)
+
+
+def _measure(
+    benchmark: Benchmark,
+    case: Any,
+    implementation: Implementation,
+    sets: Sequence[Any],
+    expected: Expected,
+    timer: Timer,
+    limits: Limits,
+) -> Row:
+    prepared = [implementation.prepare(case, inputs) for inputs in sets]
+    outputs = prepared[0].outputs(prepared[0].call())
+    verdict = judge([benchmark.checked(case, output) for output in outputs], expected, implementation.is_peer)
+    del outputs
+    if verdict.reason is not None:
+        return {"status": "wrong", "reason": verdict.reason, "error": _finite(verdict.error)}
+    calls = [each.call for each in prepared]
+    peak_bytes = timer.peak_bytes(calls[0])
+    eager = timer.eager(calls)
+    graph, reason = None, None
+    if benchmark.uses_graphs(case) and eager.median_s < GRAPH_BELOW_S:
+        try:
+            graph = timer.graph(calls)
+        except Exception as error:  # some implementations synchronise, and cannot be captured
+            reason = f"no CUDA graph: {_reason(error)}"
+    return {
+        "status": "ok",
+        "reason": reason,
+        "error": verdict.error,
+        "eager": eager._asdict(),
+        "graph": None if graph is None else graph._asdict(),
+        "peak_bytes": peak_bytes,
+        **_classify(benchmark.work(case), case.dtype, limits, eager, graph),
+    }
+
+
+def _classify(work: Work, dtype: str, limits: Limits, eager: Timing, graph: Timing | None) -> Row:
+    launch_s = limits.eager_launch_s if graph is None else limits.graph_launch_s
+    bounded = bound(work, limits, dtype, launch_s)
+    return {"resource": bounded.resource, "fraction": bounded.fraction((graph or eager).median_s)}
+
+
+def _empty_row(benchmark: Benchmark, case: Any, implementation: Implementation) -> Row:
+    work = benchmark.work(case)
+    missing = ("reason", "error", "eager", "graph", "peak_bytes", "resource", "fraction", "ratio_to_best_peer")
+    return {
+        "case": dataclasses.asdict(case),
+        "implementation": implementation.name,
+        "version": implementation.version,
+        "is_peer": implementation.is_peer,
+        "status": "failed",
+        "flops": work.flops,
+        "bytes": work.bytes,
+        **dict.fromkeys(missing),
+    }
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else "no message"
+    return text if isinstance(error, Unsupported) else f"{type(error).__name__}: {text}"[:300]
+
+
+def _finite(number: float) -> float | None:
+    """None for infinity, which JSON does not have."""
+    return number if number < float("inf") else None
+
+
+def _release(device: torch.device) -> None:
+    """Frees what a failed call left behind. Raises ``DeviceLost``."""
+    gc.collect()
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        raise DeviceLost(_reason(error)) from error
+
+
+def run(benchmark: Benchmark, device: torch.device, minutes: float, seconds_per_figure: float) -> Document:
+    """Measures the limits and every case until the time is up."""
+    deadline = time.monotonic() + 60 * minutes
+    dtypes = dict.fromkeys(getattr(torch, case.dtype) for case in benchmark.cases)
+    limits = measure_limits(device, dtypes)
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    timer = CudaTimer(seconds_per_figure)
+    rows: list[Row] = []
+    complete = True
+    with tqdm(benchmark.cases, desc=benchmark.title, unit="case") as progress:
+        for case in progress:
+            if time.monotonic() > deadline:
+                complete = False
+                progress.write(f"{minutes:g} minutes are over: the remaining cases are left out (--minutes)")
+                break
+            gc.collect()
+            torch.cuda.empty_cache()
+            num_sets = num_input_sets(benchmark.input_bytes(case), l2_bytes, torch.cuda.mem_get_info(device)[0])
+            of_case: list[Row] = []
+            try:
+                for row in measure_case(benchmark, case, device, timer, limits, num_sets):
+                    of_case.append(row)
+                    progress.set_postfix_str(row["implementation"])
+            except torch.cuda.OutOfMemoryError as error:
+                complete = False
+                progress.write(f"left out, does not fit into memory: {case} ({_reason(error)})")
+            except DeviceLost as error:
+                complete = False
+                progress.write(f"the device is lost, the remaining cases are left out: {error}")
+                break
+            except Asked as error:
+                complete = False
+                progress.write(f"{error}: the remaining cases are left out")
+                break
+            finally:
+                rows += results.with_ratios(of_case)
+    return {
+        "schema": results.SCHEMA,
+        "benchmark": benchmark.name,
+        "date": environment.now(),
+        "commit": environment.commit(),
+        "complete": complete,
+        "environment": environment.describe_gpu(device),
+        "limits": dataclasses.asdict(limits),
+        "rows": rows,
+    }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that all benchmarks share."""
+    parser.add_argument("--full", action="store_true", help="the whole grid instead of the quick one")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures to this file, or into this folder")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the figures into this folder")
+    parser.add_argument("--save", action="store_true", help="--json and --plot into benchmarks/results/<gpu>")
+    parser.add_argument("--backend", choices=("cuda", "triton"), action="append", help="of fastattn; by default both")
+    parser.add_argument("--peer", action="append", metavar="TEXT", help="only peers whose name contains this; 'none'")
+    parser.add_argument("--minutes", type=float, help="start no case after this time; by default 1.5, with --full 60")
+    parser.add_argument(
+        "--predictions",
+        type=Path,
+        metavar="PATH",
+        help="JSON of `python -m benchmarks predict`, to be shown beside the figures",
+    )
+    parser.add_argument("--seconds-per-figure", type=float, default=0.1, help="time over which a median is taken")
+
+
+def chosen_peers(peers: Sequence[Implementation], wanted: Sequence[str] | None) -> list[Implementation]:
+    """The peers whose names contain one of ``wanted``; all by default, none for ``none``."""
+    if wanted is None:
+        return list(peers)
+    return [peer for peer in peers if any(text.lower() in peer.name.lower() for text in wanted)]
+
+
+def report(benchmark: Benchmark, options: argparse.Namespace) -> None:
+    """Runs the benchmark as the options say and shows what came out; without a GPU, what can be said without one."""
+    if not torch.cuda.is_available():
+        print(
+            f"{benchmark.title}: no NVIDIA GPU here, so nothing is measured or written. The least work of each case:\n"
+        )
+        print(table.work_table(benchmark.cases, benchmark.work))
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    minutes = options.minutes if options.minutes is not None else 60.0 if options.full else 1.5
+    with _ends_when_asked():
+        document = run(benchmark, device, minutes, options.seconds_per_figure)
+    predicted = predictions.read(options.predictions) if options.predictions else None
+    print(table.as_text(document, predicted))
+    for module, reason in broken.items():
+        print(f"{module} is installed but cannot be imported: {reason}")
+    saved = results.FOLDER / results.folder_name(document["environment"]["gpu"])
+    for folder in filter(None, (options.json, saved if options.save else None)):
+        print(f"figures: {results.write(document, folder)}")
+    for folder in filter(None, (options.plot, saved if options.save else None)):
+        for path in plots.draw(document, folder):
+            print(f"plot: {path}")
+    if options.save:
+        print("`python -m benchmarks page` brings them into docs/PERFORMANCE.md")
+
+
+def main(
+    description: str | None,
+    add_case_options: Callable[[argparse.ArgumentParser], None],
+    benchmark: Callable[[argparse.Namespace], Benchmark],
+    arguments: Sequence[str] | None,
+) -> None:
+    """The command line of a benchmark: the shared options and those of its cases."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    add_case_options(parser)
+    options = parser.parse_args(arguments)
+    report(benchmark(options), options)

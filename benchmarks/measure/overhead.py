@@ -1,0 +1,140 @@
+"""What fastattn adds to a call: the time from the public function to the operator, without the operator's own.
+
+A stand-in for the kernels that only hands out tensors made beforehand is registered for the CPU, and the dispatcher is
+told that the CPU is an H200. Measured is the public function minus the bare operator, so the stand-in's own cost
+cancels; with gradients also minus what torch's autograd engine takes for the least there is, a view. No GPU
+is needed.
+
+Prints a table; ``--json FILE`` also writes the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import timeit
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastattn
+from benchmarks.measure import environment, tables
+from fastattn.dispatch import device
+from fastattn.dispatch.device import DeviceFacts
+from fastattn.functional import int8_linear as int8
+
+H200 = DeviceFacts(arch=90, num_sms=132, shared_memory_bytes=227 * 1024, driver_cuda=13000)
+AIM_WITHOUT_GRADIENTS_US, AIM_WITH_GRADIENTS_US = 5.0, 20.0
+SHAPE = (1, 8, 16, 64)
+
+
+def install_stand_ins() -> None:
+    """Operators that do nothing, and a CPU that passes for a GPU."""
+    device._known[torch.device("cpu")] = H200
+    out = torch.zeros(SHAPE, dtype=torch.bfloat16)
+    lse = torch.zeros(SHAPE[:3])
+    empty = torch.zeros(0)
+    rows = torch.zeros(16, 64, dtype=torch.bfloat16)
+    answers: dict[str, Callable[..., Any]] = {
+        "attention_forward": lambda *args: (out.view_as(out), lse.view_as(lse)),
+        "attention_backward": lambda *args: (*(out.view_as(out) for _ in range(3)), empty, empty),
+        "int8_matmul": lambda *args: rows.view_as(rows),
+    }
+    for namespace in ("fastattn", "fastattn_triton"):
+        library = torch.library.Library(namespace, "IMPL")
+        _kept.append(library)
+        for name, answer in answers.items():
+            library.impl(name, answer, "CPU")
+
+
+_kept: list[torch.library.Library] = []
+
+
+def microseconds(function: Callable[[], Any], repeats: int, calls: int) -> float:
+    """The least, over ``repeats``, of the mean over ``calls``: what else the machine does only ever adds."""
+    function()
+    return min(timeit.repeat(function, number=calls, repeat=repeats)) / calls * 1e6
+
+
+def cases() -> dict[str, tuple[Callable[[], Any], Callable[[], Any], float]]:
+    """name → (public call, what it cannot do without, what we aim at)."""
+    query, key, value = (torch.randn(SHAPE, dtype=torch.bfloat16) for _ in range(3))
+    leaves = [t.clone().requires_grad_() for t in (query, key, value)]
+    tail = (None,) * 6 + (0, 0, 0.125, -1, -1, False, 0.0, 0.0)
+    triton_op = torch.ops.fastattn_triton.attention_forward.default
+    native_op = torch.ops.fastattn.attention_forward.default
+    backward_op = torch.ops.fastattn_triton.attention_backward.default
+    out, lse = torch.zeros(SHAPE, dtype=torch.bfloat16), torch.zeros(SHAPE[:3])
+    x, weight = torch.randn(16, 64, dtype=torch.bfloat16), int8.quantize_int8(torch.randn(64, 64))
+    matmul_op = torch.ops.fastattn_triton.int8_matmul.default
+
+    def bare(op: Any, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    def both_ways() -> None:
+        result = fastattn.attention(*leaves)
+        assert isinstance(result, torch.Tensor)
+        torch.autograd.grad(result, leaves, out)
+
+    def engine_and_ops() -> None:
+        torch.autograd.grad(leaves[0].view_as(query), leaves[:1], out)
+        bare(triton_op, query, key, value, *tail)
+        bare(backward_op, out, None, query, key, value, out, lse, *tail, False, False)
+
+    without = AIM_WITHOUT_GRADIENTS_US
+    return {
+        "scaled_dot_product_attention": (
+            lambda: fastattn.scaled_dot_product_attention(query, key, value),
+            lambda: bare(native_op, query, key, value, *tail),
+            without,
+        ),
+        "attention": (
+            lambda: fastattn.attention(query, key, value),
+            lambda: bare(native_op, query, key, value, *tail),
+            without,
+        ),
+        "attention, forward + backward": (both_ways, engine_and_ops, AIM_WITH_GRADIENTS_US),
+        "int8_linear": (
+            lambda: fastattn.int8_linear(x, weight),
+            lambda: bare(matmul_op, x, weight.data, weight.scale, None, None, "none"),
+            without,
+        ),
+    }
+
+
+def machine() -> dict[str, str]:
+    """Where and on what the figures were taken."""
+    cpus = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":")[1].strip() for line in cpus if line.startswith("model name")]
+    return {
+        "cpu": f"{len(names)} x {names[0]}" if names else platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fastattn": fastattn.native.BUILD["version"],
+        "date": environment.now(),
+        "commit": environment.commit(),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=2000, help="calls per repeat")
+    parser.add_argument("--repeats", type=int, default=15, help="repeats, of which the quickest counts")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    install_stand_ins()
+
+    rows = []
+    for name, (public, floor, aim) in cases().items():
+        public_us = microseconds(public, options.repeats, options.calls)
+        floor_us = microseconds(floor, options.repeats, options.calls)
+        added = public_us - floor_us
+        rows.append({"call": name, "public_us": public_us, "floor_us": floor_us, "added_us": added, "aim_us": aim})
+    print(tables.overhead_table(rows, tables.aligned))
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")

@@ -1,0 +1,1 @@
+"""Whom fastattn is measured against: implementations by name and version."""

@@ -1,0 +1,140 @@
+"""Other people's linear layers with int8 weights, and what they are for: cuBLAS with 16-bit ones.
+
+A peer that quantises by itself gets the weight as our int8 holds it: its numbers then are the same, up to rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.measure.cases.int8 import Int8Case, Int8Inputs, prepare_gradient
+from benchmarks.measure.implementations import (
+    CUBLAS,
+    Implementation,
+    Prepared,
+    importable,
+    require,
+    torch_version,
+    version_of,
+)
+
+Linear = Callable[[Tensor], Tensor]
+
+
+def _through(
+    make_linear: Callable[[Int8Case, Int8Inputs], Linear], differentiable: bool
+) -> Callable[[Int8Case, Int8Inputs], Prepared]:
+    """A layer's forward or, where it has one, the gradient of its input."""
+
+    def prepare(case: Int8Case, inputs: Int8Inputs) -> Prepared:
+        require(differentiable or not case.gradient, "gradient of the input")
+        linear = make_linear(case, inputs)
+        if case.gradient:
+            return prepare_gradient(inputs, linear)
+        return Prepared(lambda: linear(inputs.x), lambda y: (y,))
+
+    return prepare
+
+
+def _cublas(case: Int8Case, inputs: Int8Inputs) -> Linear:
+    weight = inputs.weight.dequantize(case.torch_dtype)
+    return lambda x: F.linear(x, weight)
+
+
+def _dequantize_then_matmul(case: Int8Case, inputs: Int8Inputs) -> Prepared:
+    """The weight in 16 bits is made at every call, forward or backward."""
+    weight, dtype = inputs.weight, case.torch_dtype
+    scale = weight.scale.to(dtype)
+
+    def dequantized() -> Tensor:
+        grouped = weight.data.view(case.n, scale.shape[1], -1).to(dtype) * scale[..., None]
+        return grouped.view(case.n, case.k)
+
+    if case.gradient:
+        return Prepared(lambda: inputs.grad_out @ dequantized(), lambda grad: (grad,))
+    return Prepared(lambda: F.linear(inputs.x, dequantized()), lambda y: (y,))
+
+
+def _int8pack(case: Int8Case, inputs: Int8Inputs) -> Linear:
+    require(case.group is None, "scales per group")
+    scale = inputs.weight.scale[:, 0].to(case.torch_dtype)
+    return lambda x: torch._weight_int8pack_mm(x, inputs.weight.data, scale)
+
+
+def _as_layer(case: Int8Case, inputs: Int8Inputs) -> torch.nn.Linear:
+    layer = torch.nn.Linear(case.k, case.n, bias=False, device="meta")
+    layer.weight = torch.nn.Parameter(inputs.weight.dequantize(case.torch_dtype), requires_grad=False)
+    return layer
+
+
+def _torchao(case: Int8Case, inputs: Int8Inputs) -> Linear:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    layer = _as_layer(case, inputs)
+    if case.group is None:
+        config = Int8WeightOnlyConfig()
+    else:
+        from torchao.quantization import PerGroup
+
+        config = Int8WeightOnlyConfig(granularity=PerGroup(case.group))
+    quantize_(layer, config)
+    weight = layer.weight
+    compiled = _compiled_linear()
+    return lambda x: compiled(x, weight)
+
+
+@functools.cache
+def _compiled_linear() -> Callable[[Tensor, Tensor], Tensor]:
+    """torchao is meant to be compiled; the weight is an argument, so that one graph serves all sets of inputs."""
+    compiled: Callable[[Tensor, Tensor], Tensor] = torch.compile(F.linear, dynamic=False)
+    return compiled
+
+
+def _bitsandbytes(case: Int8Case, inputs: Int8Inputs) -> Linear:
+    """LLM.int8() without outliers: the activations are rounded to int8 too."""
+    import bitsandbytes
+
+    require(case.group is None, "scales per group")
+    layer = bitsandbytes.nn.Linear8bitLt(case.k, case.n, bias=False, has_fp16_weights=False, threshold=0.0)
+    weight = inputs.weight.dequantize(torch.float16).cpu()
+    layer.weight = bitsandbytes.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+    moved: Linear = layer.to(inputs.x.device)  # quantises on the way
+    return moved
+
+
+def _gemlite(case: Int8Case, inputs: Int8Inputs) -> Linear:
+    from gemlite import helper
+
+    device, dtype, weight = str(inputs.x.device), case.torch_dtype, inputs.weight
+    if case.group is None:
+        layer: Linear = helper.A16W8_INT8(device=device, dtype=dtype).from_weights(weight.data, scales=weight.scale)
+        return layer
+    shifted = (weight.data.to(torch.int16) + 128).to(torch.uint8)
+    zeros = torch.full_like(weight.scale, 128)
+    groups = helper.A16W8_HQQ_INT(device=device, dtype=dtype)
+    layer = groups.from_weights(shifted, weight.scale.to(dtype), zeros.to(dtype))
+    return layer
+
+
+def peers() -> list[Implementation]:
+    """Every peer that can be imported."""
+    version = torch_version()
+    found = [
+        Implementation(CUBLAS, version, _through(_cublas, differentiable=True)),
+        Implementation("dequantise, then matmul", version, _dequantize_then_matmul),
+        Implementation("torch._weight_int8pack_mm", version, _through(_int8pack, differentiable=False)),
+    ]
+    packages: dict[str, tuple[Callable[[Int8Case, Int8Inputs], Linear], bool]] = {
+        "torchao": (_torchao, True),
+        "bitsandbytes": (_bitsandbytes, True),
+        "gemlite": (_gemlite, False),
+    }
+    for name, (make_linear, differentiable) in packages.items():
+        if importable(name):
+            found.append(Implementation(name, version_of(name), _through(make_linear, differentiable)))
+    return found

@@ -1,0 +1,200 @@
+"""The JSON that a benchmark writes: its schema, and the only code that reads and writes it.
+
+A document is one run of one benchmark::
+
+    {
+      "schema": 1,
+      "benchmark": "attention_forward",        one of BENCHMARKS
+      "date": "2030-01-31T12:00:00+00:00",     UTC
+      "commit": "…",                           of this repository; "+changes" where files differed from it
+      "complete": true,                        false: the time limit or a lost device ended the run early
+      "environment": {…},                      see ENVIRONMENT
+      "limits": {                              measured in this run, see fastattn.profiler.roofline.Limits
+        "bytes_per_s": …, "flops_per_s": {"bfloat16": …}, "eager_launch_s": …, "graph_launch_s": …
+      },
+      "rows": [{
+        "case": {…},                           the shape and options, by name; what a row is compared within
+        "implementation": "fastattn cuda", "version": "…", "is_peer": false,
+        "status": "ok",                        or "unsupported", "failed", "wrong" (then without figures)
+        "reason": null,                        why not "ok"; of an "ok" row, why a figure is missing
+        "flops": …, "bytes": …,                the least work of a call
+        "error": …,                            worst difference from float64, relative to the largest value
+        "eager": {"median_s": …, "lower_s": …, "upper_s": …, "samples": …},   or null; quartiles
+        "graph": {…},                          the same, per call within a CUDA graph, or null
+        "peak_bytes": …,                       what a call allocates at its highest
+        "resource": "compute",                 what binds it: "memory", "launch overhead"
+        "fraction": …,                         of that limit
+        "ratio_to_best_peer": …                the best peer's time over this one's; null without a peer
+      }]
+    }
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ROOT
+from fastattn.profiler.roofline import COMPUTE, LAUNCH, MEMORY, Limits
+
+SCHEMA = 1
+BENCHMARKS = ("attention_forward", "attention_backward", "decode", "int8_matmul")
+STATUSES = ("ok", "unsupported", "failed", "wrong")
+FOLDER = ROOT / "benchmarks" / "results"
+
+Row = dict[str, Any]
+Document = dict[str, Any]
+
+_NUMBER = (int, float)
+ENVIRONMENT: dict[str, type] = {
+    "gpu": str,
+    "compute_capability": str,
+    "num_sms": int,
+    "memory_bytes": int,
+    "l2_bytes": int,
+    "driver": str,
+    "cuda": str,
+    "torch": str,
+    "triton": str,
+    "python": str,
+    "fastattn": str,
+    "nvcc": str,
+}
+_TOP: dict[str, Any] = {
+    "schema": int,
+    "benchmark": str,
+    "date": str,
+    "commit": str,
+    "complete": bool,
+    "environment": dict,
+    "limits": dict,
+    "rows": list,
+}
+_LIMITS: dict[str, Any] = {
+    "bytes_per_s": _NUMBER,
+    "flops_per_s": dict,
+    "eager_launch_s": _NUMBER,
+    "graph_launch_s": _NUMBER,
+}
+_TIMING: dict[str, Any] = {"median_s": _NUMBER, "lower_s": _NUMBER, "upper_s": _NUMBER, "samples": int}
+_NONE = type(None)
+_ROW: dict[str, Any] = {
+    "case": dict,
+    "implementation": str,
+    "version": str,
+    "is_peer": bool,
+    "status": str,
+    "reason": (str, _NONE),
+    "flops": int,
+    "bytes": int,
+    "error": (*_NUMBER, _NONE),
+    "eager": (dict, _NONE),
+    "graph": (dict, _NONE),
+    "peak_bytes": (int, _NONE),
+    "resource": (str, _NONE),
+    "fraction": (*_NUMBER, _NONE),
+    "ratio_to_best_peer": (*_NUMBER, _NONE),
+}
+
+
+class BadResult(ValueError):
+    """A document is not what the schema says; the message names the place."""
+
+
+def validate(document: Any) -> Document:
+    """The document, checked against the schema. Raises ``BadResult``."""
+    _check(document, _TOP, "document")
+    if document["schema"] != SCHEMA:
+        raise BadResult(f"document.schema: expected {SCHEMA}, got {document['schema']}")
+    if document["benchmark"] not in BENCHMARKS:
+        raise BadResult(f"document.benchmark: expected one of {BENCHMARKS}, got {document['benchmark']!r}")
+    _check(document["environment"], ENVIRONMENT, "environment")
+    _check(document["limits"], _LIMITS, "limits")
+    for index, row in enumerate(document["rows"]):
+        where = f"rows[{index}]"
+        _check(row, _ROW, where)
+        if row["status"] not in STATUSES:
+            raise BadResult(f"{where}.status: expected one of {STATUSES}, got {row['status']!r}")
+        for kind in ("eager", "graph"):
+            if row[kind] is not None:
+                _check(row[kind], _TIMING, f"{where}.{kind}")
+        if row["status"] == "ok" and (row["eager"] is None or row["error"] is None):
+            raise BadResult(f"{where}: status ok, and the time or the error is missing")
+        if row["status"] != "ok" and (row["eager"] is not None or not row["reason"]):
+            raise BadResult(f"{where}: status {row['status']}, and there is a time or no reason")
+        if row["resource"] not in (None, COMPUTE, MEMORY, LAUNCH):
+            raise BadResult(f"{where}.resource: {row['resource']!r} is no resource")
+    return dict(document)
+
+
+def _check(value: Any, fields: Mapping[str, Any], where: str) -> None:
+    if not isinstance(value, dict):
+        raise BadResult(f"{where}: expected an object, got {type(value).__name__}")
+    if value.keys() != fields.keys():
+        missing, unknown = fields.keys() - value.keys(), value.keys() - fields.keys()
+        raise BadResult(f"{where}: missing {sorted(missing)}, unknown {sorted(unknown)}")
+    for name, kind in fields.items():
+        is_misplaced_bool = isinstance(value[name], bool) and kind is not bool
+        if not isinstance(value[name], kind) or is_misplaced_bool:
+            raise BadResult(f"{where}.{name}: expected {kind}, got {value[name]!r}")
+
+
+def limits_of(document: Document) -> Limits:
+    """The limits of a validated document."""
+    return Limits(**document["limits"])
+
+
+def seconds_of(row: Row) -> float:
+    """The time that stands for a row: within a CUDA graph where that was measured, else eager."""
+    return float((row["graph"] or row["eager"])["median_s"])
+
+
+def with_ratios(rows: Sequence[Row]) -> list[Row]:
+    """The rows, each "ok" one with the best peer's time over its own, within its case.
+
+    Like is compared with like: times within CUDA graphs where the row and a peer have them, else eager times.
+    """
+    return [{**row, "ratio_to_best_peer": _ratio(row, rows)} for row in rows]
+
+
+def _ratio(row: Row, rows: Iterable[Row]) -> float | None:
+    if row["status"] != "ok":
+        return None
+    peers = [
+        other
+        for other in rows
+        if other["case"] == row["case"]
+        and other["is_peer"]
+        and other["status"] == "ok"
+        and other["implementation"] != row["implementation"]
+    ]
+    for kind in ("graph", "eager"):
+        best = min((other[kind]["median_s"] for other in peers if other[kind]), default=None)
+        if best is not None and row[kind] is not None:
+            return float(best / row[kind]["median_s"])
+    return None
+
+
+def folder_name(gpu: str) -> str:
+    """``nvidia-h200`` for ``NVIDIA H200``: the folder under ``benchmarks/results``."""
+    return "-".join(gpu.lower().split())
+
+
+def write(document: Document, path: Path) -> Path:
+    """Writes the validated document to ``path``, or to ``<benchmark>.json`` in it where it is a folder."""
+    validate(document)
+    if path.suffix != ".json":
+        path.mkdir(parents=True, exist_ok=True)
+        path = path / f"{document['benchmark']}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    return path
+
+
+def read(path: Path) -> Document:
+    """The validated document of a file. Raises ``BadResult``, which names the file."""
+    try:
+        return validate(json.loads(path.read_text()))
+    except ValueError as error:
+        raise BadResult(f"{path}: {error}") from error

@@ -1,0 +1,167 @@
+"""Tables of results, for the terminal and for the page."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+from benchmarks.measure.labels import label
+from benchmarks.measure.results import Document, Row, seconds_of
+from benchmarks.predict import predictions
+from fastattn.profiler.roofline import Work
+
+COLUMNS = (
+    "implementation",
+    "eager µs",
+    "± %",
+    "graph µs",
+    "TFLOP/s",
+    "GB/s",
+    "of limit",
+    "bound by",
+    "peak MB",
+    "error",
+    "to best peer",
+)
+SUMMARY_COLUMNS = ("TFLOP/s", "GB/s", "of limit", "bound by", "peak MB", "error", "to best peer")
+PREDICTED = "PREDICTION µs"
+_TEXT_COLUMNS = ("implementation", "bound by", "case", "kernel", "GPU", "backend", "best peer", "call")
+
+
+def grouped_by_case(rows: Iterable[Row]) -> list[list[Row]]:
+    """The rows of each case, in order."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(label(row["case"]), []).append(row)
+    return list(groups.values())
+
+
+def figures(row: Row) -> dict[str, str]:
+    """An "ok" row under ``COLUMNS``. Rates and the fraction are of the time in a CUDA graph where there is one."""
+    seconds, eager, graph = seconds_of(row), row["eager"], row["graph"]
+    return {
+        "implementation": row["implementation"],
+        "eager µs": _microseconds(eager),
+        "± %": f"{100 * (eager['upper_s'] - eager['lower_s']) / eager['median_s']:.1f}",
+        "graph µs": _microseconds(graph),
+        "TFLOP/s": f"{row['flops'] / seconds / 1e12:.1f}",
+        "GB/s": f"{row['bytes'] / seconds / 1e9:.0f}",
+        "of limit": f"{row['fraction']:.0%}",
+        "bound by": row["resource"],
+        "peak MB": f"{row['peak_bytes'] / 1e6:.1f}",
+        "error": f"{row['error']:.1e}",
+        "to best peer": "–" if row["ratio_to_best_peer"] is None else f"{row['ratio_to_best_peer']:.2f}",
+    }
+
+
+def _microseconds(timing: dict[str, Any] | None) -> str:
+    return "–" if timing is None else f"{timing['median_s'] * 1e6:.1f}"
+
+
+def limits_line(document: Document) -> str:
+    """The limits that were measured in the same run."""
+    limits = document["limits"]
+    matmuls = ", ".join(f"{dtype} matmul {rate / 1e12:.0f} TFLOP/s" for dtype, rate in limits["flops_per_s"].items())
+    return (
+        f"Limits measured in the same run: copy {limits['bytes_per_s'] / 1e9:.0f} GB/s, {matmuls}, empty kernel "
+        f"{limits['eager_launch_s'] * 1e6:.1f} µs eager, {limits['graph_launch_s'] * 1e6:.1f} µs in a CUDA graph."
+    )
+
+
+def as_text(document: Document, predicted: predictions.Predictions | None = None) -> str:
+    """The whole document for a terminal; who has no figures says why in their place.
+
+    Times that were predicted for the same GPU and case stand in a column of their own.
+    """
+    lines = [limits_line(document)]
+    if predicted is not None:
+        lines.append(
+            f"{PREDICTED}: by a model, made {predicted['date']} at commit {predicted['commit']}; not measured."
+        )
+    for rows in grouped_by_case(document["rows"]):
+        measured = [row for row in rows if row["status"] == "ok"]
+        header: tuple[str, ...] = COLUMNS
+        cells = [tuple(figures(row).values()) for row in measured]
+        if predicted is not None:
+            header = (*header, PREDICTED)
+            cells = [(*cell, _predicted(document, row, predicted)) for cell, row in zip(cells, measured, strict=True)]
+        lines += ["", label(rows[0]["case"])]
+        if cells:
+            lines.append(aligned(header, cells))
+        lines += [f"{row['implementation']}: {row['status']}: {row['reason']}" for row in rows if row not in measured]
+    return "\n".join(lines)
+
+
+def _predicted(document: Document, row: Row, predicted: predictions.Predictions) -> str:
+    gpu, implementation = document["environment"]["gpu"], row["implementation"]
+    seconds = predictions.seconds_of(predicted, gpu, document["benchmark"], row["case"], implementation)
+    return "–" if seconds is None else f"{seconds * 1e6:.1f}"
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """One line for each case: the faster of fastattn's backends beside the best peer."""
+    titles = ("case", "fastattn", "µs", *SUMMARY_COLUMNS, "best peer", "its µs")
+    lines = []
+    for of_case in grouped_by_case(rows):
+        cells = [label(of_case[0]["case"])]
+        own, peer = (_fastest(row for row in of_case if row["is_peer"] is is_peer) for is_peer in (False, True))
+        if own is None:
+            cells += ["–"] * (2 + len(SUMMARY_COLUMNS))
+        else:
+            shown = figures(own)
+            cells += [own["implementation"].removeprefix("fastattn "), f"{seconds_of(own) * 1e6:.1f}"]
+            cells += [shown[title] for title in SUMMARY_COLUMNS]
+        cells += ["–", "–"] if peer is None else [peer["implementation"], f"{seconds_of(peer) * 1e6:.1f}"]
+        lines.append(cells)
+    return markdown(titles, lines)
+
+
+def _fastest(rows: Iterable[Row]) -> Row | None:
+    return min((row for row in rows if row["status"] == "ok"), key=seconds_of, default=None)
+
+
+def without_figures(rows: Sequence[Row]) -> str:
+    """Who could not run what, and why, as a Markdown list; empty where all could."""
+    counts = Counter(
+        (row["implementation"], row["version"], row["status"], row["reason"]) for row in rows if row["status"] != "ok"
+    )
+    return "\n".join(
+        f"- {name} ({version}), {count} {'case' if count == 1 else 'cases'}: {status}, {reason}"
+        for (name, version, status, reason), count in counts.items()
+    )
+
+
+def work_table(cases: Iterable[Any], work: Callable[[Any], Work]) -> str:
+    """What each case computes and moves at the least: all that is known without a GPU."""
+    rows: list[Sequence[str]] = []
+    for case in cases:
+        least = work(case)
+        numbers = (f"{least.flops / 1e9:.3f}", f"{least.bytes / 1e6:.1f}", f"{least.intensity:.1f}")
+        rows.append((label(dataclasses.asdict(case)), *numbers))
+    return aligned(("case", "GFLOP", "MB", "FLOP/byte"), rows)
+
+
+def overhead_table(rows: Iterable[Row], form: Callable[..., str]) -> str:
+    """What a call costs on the host; ``form``: `aligned` or `markdown`."""
+    names = ("public_us", "floor_us", "added_us")
+    cells = [(row["call"], *(f"{row[name]:.2f}" for name in names), f"{row['aim_us']:.0f}") for row in rows]
+    return form(("call", "public µs", "floor µs", "added µs", "aim µs"), cells)
+
+
+def aligned(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table for a terminal: text to the left, numbers to the right."""
+    return _table(header, rows, "simple")
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The same table in Markdown."""
+    return _table(header, rows, "pipe")
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], form: str) -> str:
+    sides = ["left" if title in _TEXT_COLUMNS else "right" for title in header]
+    return tabulate(list(rows), header, tablefmt=form, disable_numparse=True, colalign=sides)

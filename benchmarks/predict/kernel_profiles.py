@@ -1,0 +1,270 @@
+"""What is known of a kernel without a GPU: its machine code, and what the emulator counts on a small shape.
+
+`load` makes of both what a CTA of any shape asks of its SM; see `machine_model` for what that is good for.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks import ROOT
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+from emulator import device, launches, native_library, options, static_facts
+from emulator.launches import Launched
+from emulator.report import Report
+from emulator.static_facts import KernelFacts
+
+if "fastattn" not in sys.modules:
+    native_library.import_fastattn()
+
+from benchmarks.predict.launch_geometry import Geometry
+from benchmarks.predict.machine_model import Load, Machine, ctas_per_sm, largest
+from fastattn import native
+
+# Whether the CUDA C++ kernels are those of the emulator, and not of the library that is installed.
+HAS_NATIVE = native.BUILD["version"] == "0+emulated"
+_SPECIAL_FUNCTIONS = {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh"}  # of PTX
+_HMMA_MACS = {"16816": 16 * 8 * 16, "1688": 16 * 8 * 8}
+SECTOR_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One pass of one warp: instructions by class and as many in all, multiply-adds, special functions."""
+
+    mix: dict[str, int]
+    mma_macs: int
+    wgmma_macs: int
+
+    @property
+    def instructions(self) -> int:
+        return sum(self.mix.values())
+
+    @property
+    def macs(self) -> int:
+        return self.mma_macs + self.wgmma_macs
+
+    @property
+    def tensor_share(self) -> float:
+        """Of the instructions."""
+        return self.mix.get("tensor core", 0) / self.instructions
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One kernel as compiled for one machine. ``facts`` is None where ptxas or the disassembler is missing."""
+
+    kernel: str
+    threads: int
+    counts: Report  # of the small shape
+    counted: Geometry  # of the small shape
+    facts: KernelFacts | None
+    longer: tuple[Report, Geometry] | None = None  # the same of a shape with more steps for each CTA
+
+    @property
+    def redundancy(self) -> float:
+        """Multiply-adds that the kernel executes over those that its tiles need: above 1, warps do the same work."""
+        return macs_of(self.counts) / self.counted.macs if self.counted.macs else 1.0
+
+
+def macs_of(counts: Report) -> int:
+    return sum(operations.multiply_adds for operations in counts.tensor_core.values())
+
+
+def loop_of(opcodes: Iterable[str]) -> Loop:
+    """Of a loop's machine code, one opcode with its modifiers after the other."""
+    opcodes = list(opcodes)
+    mma = wgmma = 0
+    for opcode in opcodes:
+        if found := re.match(r"HMMA\.(\d+)", opcode):
+            mma += _HMMA_MACS[found[1]]
+        elif found := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", opcode):
+            m, n, k = map(int, found.groups())
+            wgmma += m * n * k // 4  # four warps execute it together
+    return Loop(static_facts.mix(opcodes), mma, wgmma)
+
+
+def loops(profile: Profile) -> list[Loop]:
+    """The main loops of the products that a step has: the one of unmasked steps, then that of masked ones where there
+    are two. Needs ``facts``.
+
+    Loops of an attention kernel with fewer products than others are its repair of values that are not finite, which
+    does not run; one of the int8 gradient with more products also adds up a bias's. Of those that are left the shortest
+    does not mask.
+    """
+    assert profile.facts is not None
+    of_step = profile.counted.step_macs // (profile.threads // 32)
+    found = [
+        loop for loop in (loop_of(profile.facts.opcodes_of(body)) for body in profile.facts.main_loops) if loop.macs
+    ]
+    macs = {loop.macs for loop in found}
+    chosen = of_step if of_step in macs else max(macs, default=0)
+    whole = sorted((loop for loop in found if loop.macs == chosen), key=lambda loop: loop.instructions)
+    return whole[:1] + whole[-1:] if len(whole) > 1 else whole
+
+
+def load(profile: Profile, geometry: Geometry, steps: float, masked_steps: float) -> Load:
+    """Of a CTA with so many steps. Needs ``facts``, and a kernel with products.
+
+    Instructions of a loop count for each pass of each warp, others once; but no more of them than were counted, where
+    that is known: machine code for options that nobody asked for does not run. The rest: `traffic_of`, `by_difference`.
+    """
+    assert profile.facts is not None
+    found = loops(profile)
+    plain, masked = found[0], found[-1]
+    warps = profile.threads // 32
+    outside = len(profile.facts.instructions) - sum(len(body) for body in profile.facts.main_loops)
+    is_counted = profile.longer is not None
+    traffic = by_difference(profile) if is_counted else traffic_of(profile.counts, profile.counted, warps)
+
+    def with_code(counted: Load, code: Load) -> Load:
+        if not is_counted:
+            return counted + code
+        fewer = {name: min(getattr(counted, name), getattr(code, name)) for name in ("instructions", "special")}
+        return replace(counted, mma_macs=code.mma_macs, wgmma_macs=code.wgmma_macs, **fewer)
+
+    total = with_code(traffic.once, Load(instructions=max(outside, 0) * warps))
+    for loop, passes, counted in ((plain, steps, traffic.step), (masked, masked_steps, traffic.masked_step)):
+        code = Load(
+            instructions=loop.instructions,
+            mma_macs=loop.mma_macs,
+            wgmma_macs=loop.wgmma_macs,
+            special=loop.mix.get("special function", 0),
+        )
+        total += with_code(counted, code * (geometry.step_macs * profile.redundancy / loop.macs)) * passes
+    return total
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of shared memory and the L2, by a CTA: in a step of either kind, and once."""
+
+    step: Load
+    masked_step: Load
+    once: Load
+
+
+def traffic_of(counts: Report, geometry: Geometry, warps: int) -> Traffic:
+    """What the emulator counted on the shape of ``geometry``, dealt to steps.
+
+    An instruction that all warps executed as often as there were steps of one kind belongs to these, one that they
+    executed once for each CTA stands outside of the loops. Asynchronous copies run ahead of the steps that they are
+    for: they, and what fits nothing, are spread over all steps.
+    """
+    steps, masked_steps = geometry.ctas * geometry.mean_steps, geometry.ctas * geometry.mean_masked_steps
+    step = masked = once = Load()
+    for row in counts.rows:
+        part = Load(wavefronts=row.shared_wavefronts, l2_bytes=SECTOR_BYTES * row.global_sectors)
+        if not row.opcode.startswith("cp.async") and row.warps == warps * steps:
+            step += part * (1 / steps)
+        elif not row.opcode.startswith("cp.async") and row.warps == warps * masked_steps:
+            masked += part * (1 / masked_steps)
+        elif not row.opcode.startswith("cp.async") and row.warps == warps * geometry.ctas:
+            once += part * (1 / geometry.ctas)
+        else:
+            spread = part * (1 / (steps + masked_steps))
+            step, masked = step + spread, masked + spread
+    return Traffic(step, masked, once)
+
+
+def by_difference(profile: Profile) -> Traffic:
+    """What the longer of two shapes counted more, dealt to its additional steps: no guess at what is in the loop. Steps
+    are of one kind. Instructions are those of the PTX."""
+    assert profile.longer is not None
+    (fewer, few_steps), (more, more_steps) = (
+        (_counted_load(counts), geometry.ctas * (geometry.mean_steps + geometry.mean_masked_steps))
+        for counts, geometry in ((profile.counts, profile.counted), profile.longer)
+    )
+    step = (more + fewer * -1) * (1 / (more_steps - few_steps))
+    once = largest((fewer + step * -few_steps) * (1 / profile.counted.ctas), Load())
+    return Traffic(step, step, once)
+
+
+def _counted_load(counts: Report) -> Load:
+    return Load(
+        instructions=sum(counts.instructions.values()),
+        special=sum(row.warps for row in counts.rows if row.opcode.split(".")[0] in _SPECIAL_FUNCTIONS),
+        wavefronts=counts.shared_wavefronts,
+        l2_bytes=SECTOR_BYTES * counts.global_sectors,
+    )
+
+
+def streaming_load(profile: Profile, machine: Machine, geometry: Geometry) -> Load:
+    """Of an SM in a kernel without products: for each byte what the emulator counted (instructions of the PTX)."""
+    part = geometry.hbm_bytes / max(profile.counts.global_bytes, 1) / machine.num_sms
+    return _counted_load(profile.counts) * part
+
+
+def occupancy(profile: Profile, machine: Machine) -> int | None:
+    """CTAs on an SM; None where registers are not known."""
+    if profile.facts is None:
+        return None
+    return ctas_per_sm(machine, profile.threads, profile.facts.registers, profile.counts.shared_bytes)
+
+
+def run(machine: Machine, num_sms: int, call: Callable[[], Any]) -> list[Launched]:
+    """What ``call`` launches on an emulated ``machine`` with ``num_sms`` multiprocessors."""
+    with device.emulated(machine.arch, num_sms), options.launching(seed=0, races=False), launches.recorded() as found:
+        call()
+    return found
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What one call launched, and as what: by what the kernels' names contain."""
+
+    launched: Sequence[Launched]
+    geometries: Mapping[str, Geometry]
+
+    def by_part(self) -> dict[str, tuple[Launched, Geometry]]:
+        """The first launch of each. Raises ``ValueError`` for one that is not of the size that its geometry says, or
+        that multiplies less."""
+        found: dict[str, tuple[Launched, Geometry]] = {}
+        for part, geometry in self.geometries.items():
+            one = next((one for one in self.launched if part in one.report.kernel), None)
+            if one is None:
+                continue
+            if geometry.step_macs and (math.prod(one.grid) != geometry.ctas or macs_of(one.report) < geometry.macs):
+                raise ValueError(
+                    f"{one.report.kernel}: expected {geometry.ctas} CTAs and {geometry.macs:.0f} multiply-adds, "
+                    f"counted {math.prod(one.grid)} and {macs_of(one.report)}"
+                )
+            found[part] = one, geometry
+        return found
+
+
+def profiles(counted: Counted, machine: Machine, longer: Counted | None) -> dict[str, Profile]:
+    """By what the kernels' names contain. Raises ``ValueError`` as `Counted.by_part`."""
+    found: dict[str, Profile] = {}
+    of_longer = {} if longer is None else longer.by_part()
+    for part, (one, geometry) in counted.by_part().items():
+        name = one.report.kernel
+        facts = _facts(one.ptx, machine).get(name)
+        found[part] = Profile(name, math.prod(one.block), one.report, geometry, facts)
+        if part in of_longer:
+            more, of_more = of_longer[part]
+            found[part] = replace(found[part], longer=(more.report, of_more))
+    return found
+
+
+def _facts(ptx: str, machine: Machine) -> dict[str, KernelFacts]:
+    """As the GPU's driver or Triton compiles it: PTX for an earlier GPU is compiled for this one."""
+    if not static_facts.has_tools():
+        return {}
+    is_earlier = static_facts.target_of(ptx) != f"sm_{machine.arch}a"
+    return static_facts.of_ptx(ptx, f"sm_{machine.arch}" if is_earlier else None)
+
+
+def sectors_per_request(counts: Report) -> tuple[float, float]:
+    """Of global memory, and the least for what lanes asked for."""
+    requests = sum(row.warps for row in counts.rows if row.global_sectors)
+    if not requests:
+        return 0.0, 0.0
+    return counts.global_sectors / requests, counts.global_bytes / SECTOR_BYTES / requests

@@ -1,0 +1,277 @@
+"""How many CTAs a launch has and how many steps of the main loop each takes, as the launchers would deal them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.measure.cases.attention import AttentionCase
+from benchmarks.measure.cases.decode import DecodeCase
+from benchmarks.measure.cases.int8 import Int8Case
+from benchmarks.predict.machine_model import Machine
+from fastattn import native
+from fastattn.profiler.work import LSE_BYTES
+from fastattn.triton_kernels import tiles
+
+ceil_div = tiles.ceil_div
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Of one kernel's launch. A masked step is one that compares positions; ``step_macs`` are those of all its warps.
+
+    A kernel without steps is described by its bytes alone.
+    """
+
+    tile: str  # for people
+    ctas: int
+    mean_steps: float
+    mean_masked_steps: float
+    longest_steps: int
+    longest_masked_steps: int
+    step_macs: int
+    hbm_bytes: int  # read and written at the least
+
+    @property
+    def macs(self) -> float:
+        return self.ctas * (self.mean_steps + self.mean_masked_steps) * self.step_macs
+
+
+def streaming(hbm_bytes: int) -> Geometry:
+    """A kernel that only moves data."""
+    return Geometry("", 1, 0, 0, 0, 0, 0, hbm_bytes)
+
+
+# --- attention -----------------------------------------------------------------------------------------------------
+
+
+def steps_over_keys(seqlen: int, block_m: int, block_n: int, causal: bool) -> list[tuple[int, int]]:
+    """Unmasked and masked steps of each tile of queries that passes over its keys, as many keys as queries."""
+    found = []
+    for first in range(0, seqlen, block_m):
+        keys = min(first + block_m, seqlen) if causal else seqlen
+        full = (first + 1 if causal else seqlen) // block_n
+        found.append((full, ceil_div(keys, block_n) - full))
+    return found
+
+
+def steps_over_queries(seqlen: int, block_m: int, block_n: int, causal: bool) -> list[tuple[int, int]]:
+    """The same of each tile of keys that passes over the queries that see it."""
+    found = []
+    for first in range(0, seqlen, block_n):
+        last = min(first + block_n, seqlen) - 1
+        begin = first // block_m if causal else 0
+        full_begin = ceil_div(last, block_m) if causal else 0  # rows from the last key on see all of the tile
+        full = max(seqlen // block_m - full_begin, 0)
+        found.append((full, ceil_div(seqlen, block_m) - begin - full))
+    return found
+
+
+def _dealt(
+    steps: list[tuple[int, int]], heads: int, tile: tiles.AttentionTile, step_macs: int, nbytes: int
+) -> Geometry:
+    unmasked, masked = (sum(column) / len(steps) for column in zip(*steps, strict=True))
+    longest = max(steps, key=sum)
+    name = f"{tile.block_m}x{tile.block_n}, {tile.num_warps} warps"
+    if tile.num_stages:  # Triton's
+        name += f", {tile.num_stages} stages"
+    return Geometry(name, len(steps) * heads, unmasked, masked, *longest, step_macs, nbytes)
+
+
+def attention_forward(case: AttentionCase, tile: tiles.AttentionTile) -> Geometry:
+    """Either backend's forward kernel: one CTA for each tile of queries."""
+    width = tiles.padded_head_dim(case.head_dim)
+    steps = steps_over_keys(case.seqlen, tile.block_m, tile.block_n, case.causal)
+    macs = 2 * tile.block_m * tile.block_n * width
+    return _dealt(steps, case.batch * case.heads, tile, macs, case.forward_work().bytes)
+
+
+def native_forward_tile(head_dim: int) -> tiles.AttentionTile | None:
+    """Of the native kernel, where there is one for that head dim."""
+    known = native.TILES.get("attention_forward_sm80", {}).get(str(head_dim))
+    if known is None:
+        return None
+    return tiles.AttentionTile(known["block_m"], known["block_n"], known["num_warps"], num_stages=0)
+
+
+def triton_forward_tile(case: AttentionCase, machine: Machine) -> tiles.AttentionTile:
+    return tiles.attention_forward_tile(machine.arch, case.head_dim, case.head_dim, masked=case.causal)
+
+
+def attention_backward(case: AttentionCase, machine: Machine) -> dict[str, Geometry]:
+    """Triton's backward kernels by their names. Scores are computed again in both kernels that have products."""
+    width, itemsize = tiles.padded_head_dim(case.head_dim), case.torch_dtype.itemsize
+    rows = case.batch * case.heads * case.seqlen
+    query_bytes = rows * case.head_dim * itemsize
+    key_bytes = query_bytes // case.heads * case.kv_heads
+    group = case.heads // case.kv_heads
+    found = {"attention_backward_rows_kernel": streaming(2 * query_bytes + 2 * rows * LSE_BYTES)}
+    shapes: tuple[tuple[tiles.BackwardKernel, Callable[..., list[tuple[int, int]]], int, int, int, int], ...] = (
+        ("query", steps_over_keys, 3, case.heads, 1, 3 * query_bytes + 2 * key_bytes),
+        (
+            "key_value",
+            steps_over_queries,
+            4,
+            case.kv_heads,
+            group,
+            2 * query_bytes + 4 * key_bytes,
+        ),
+    )
+    for kernel, steps_of, products, heads, passes, nbytes in shapes:
+        tile = tiles.attention_backward_tile(machine.arch, case.head_dim, case.head_dim, kernel, masked=case.causal)
+        steps = steps_of(case.seqlen, tile.block_m, tile.block_n, case.causal)
+        steps = [(passes * unmasked, passes * masked) for unmasked, masked in steps]
+        macs = products * tile.block_m * tile.block_n * width
+        geometry = _dealt(steps, case.batch * heads, tile, macs, nbytes + 3 * rows * LSE_BYTES)
+        found[f"attention_backward_{kernel}_kernel"] = geometry
+    return found
+
+
+def native_attention_backward(case: AttentionCase) -> dict[str, Geometry]:
+    """The CUDA C++ kernels by their names: what precedes the scores, dK and dV with sums of dQ in fp32, and these."""
+    known = native.TILES["attention_backward_key_value_sm80"][str(case.head_dim)]
+    tile = tiles.AttentionTile(known["block_m"], known["block_n"], known["num_warps"], num_stages=0)
+    itemsize, rows = case.torch_dtype.itemsize, case.batch * case.heads * case.seqlen
+    query_bytes = rows * case.head_dim * itemsize
+    key_bytes = query_bytes // case.heads * case.kv_heads
+    sums_bytes, row_bytes = rows * case.head_dim * 4, rows * LSE_BYTES
+    group = case.heads // case.kv_heads
+    steps = steps_over_queries(case.seqlen, tile.block_m, tile.block_n, case.causal)
+    steps = [(group * unmasked, group * masked) for unmasked, masked in steps]
+    macs = 5 * tile.block_m * tile.block_n * case.head_dim
+    nbytes = 2 * query_bytes + 4 * key_bytes + sums_bytes + 2 * row_bytes
+    return {
+        "attention_backward_rows_sm80": streaming(2 * query_bytes + 3 * row_bytes),
+        "attention_backward_key_value_sm80": _dealt(steps, case.batch * case.kv_heads, tile, macs, nbytes),
+        "attention_backward_query_sm80": streaming(sums_bytes + query_bytes),
+    }
+
+
+# --- decode --------------------------------------------------------------------------------------------------------
+
+
+def decode_tile(case: DecodeCase, machine: Machine, shared_bytes: int) -> tiles.DecodeTile:
+    return tiles.decode_tile(
+        machine.arch,
+        case.head_dim,
+        case.head_dim,
+        case.heads // case.kv_heads,
+        case.torch_dtype.itemsize,
+        shared_bytes,
+        case.page_size,
+    )
+
+
+def decode(case: DecodeCase, machine: Machine, shared_bytes: int) -> dict[str, Geometry]:
+    """The split kernel and, where there are several splits, the one that combines them."""
+    tile = decode_tile(case, machine, shared_bytes)
+    m_blocks = ceil_div(case.heads // case.kv_heads, tile.block_m)
+    capacity = case.pages_per_sequence * case.page_size if case.page_size else case.context
+    key_blocks = tiles.decode_key_blocks(capacity, 1, -1, tile.block_n)
+    plan = tiles.decode_plan(case.batch, case.kv_heads, m_blocks, key_blocks, machine.num_sms, tile)
+    blocks = [ceil_div(length, tile.block_n) for length in case.lengths]
+    partial = plan.num_splits * case.batch * case.heads * (case.head_dim + 1) * 4 if plan.num_splits > 1 else 0
+    found = {
+        "split_kernel": Geometry(
+            f"{tile.block_m}x{tile.block_n}, {tile.num_warps} warps, {tile.num_stages} stages, "
+            f"{plan.num_splits} splits",
+            case.batch * case.kv_heads * plan.num_splits * m_blocks,
+            sum(blocks) / len(blocks) / plan.num_splits,
+            0,
+            ceil_div(max(blocks), plan.num_splits),
+            0,
+            tile.block_m * tile.block_n * 2 * tiles.padded_head_dim(case.head_dim),
+            case.work().bytes + partial,
+        )
+    }
+    if partial:
+        out_bytes = case.batch * case.heads * case.head_dim * case.torch_dtype.itemsize
+        found["combine_kernel"] = streaming(partial + out_bytes)
+    return found
+
+
+def native_decode(case: DecodeCase, machine: Machine) -> dict[str, Geometry]:
+    """The CUDA C++ kernel, which merges the parts of a tile itself. CTAs have as many blocks of keys, whoever's."""
+    by_dim = native.TILES["decode_split_sm80"]
+    width = next(int(dim) for dim in by_dim if int(dim) >= case.head_dim)
+    tile, rows = by_dim[str(width)], case.heads // case.kv_heads
+    capacity = case.pages_per_sequence * case.page_size if case.page_size else case.context
+    dealt = native.dealt_decode(case.head_dim, False, case.batch, case.kv_heads, rows, capacity, machine.num_sms)
+    row_tiles = ceil_div(rows, tile["block_m"])
+    blocks = case.kv_heads * row_tiles * sum(ceil_div(length, tile["block_n"]) for length in case.lengths)
+    is_shared = dealt.ctas > case.batch * case.kv_heads * row_tiles
+    partial = dealt.ctas * min(rows, tile["block_m"]) * (case.head_dim + 1) * 4 if is_shared else 0
+    geometry = Geometry(
+        f"{tile['block_m']}x{tile['block_n']}, {tile['num_warps']} warps",
+        dealt.ctas,
+        blocks / dealt.ctas,
+        0,
+        dealt.longest_steps,
+        0,
+        tile["block_m"] * tile["block_n"] * 2 * width,
+        case.work().bytes + partial,
+    )
+    return {"decode_split_sm80": geometry}
+
+
+# --- int8 ----------------------------------------------------------------------------------------------------------
+
+
+def int8_tile(case: Int8Case, machine: Machine, shared_bytes: int) -> tiles.Int8MatmulTile:
+    n, k, group = (case.k, case.n, 0) if case.gradient else (case.n, case.k, case.group or 0)
+    return tiles.int8_matmul_tile(machine.arch, case.m, n, k, group, shared_bytes, machine.num_sms)
+
+
+def int8_matmul(case: Int8Case, machine: Machine, shared_bytes: int) -> dict[str, Geometry]:
+    """The matmul or its input gradient and, where the reduction is split, the kernel that merges the parts."""
+    tile = int8_tile(case, machine, shared_bytes)
+    n, k = (case.k, case.n) if case.gradient else (case.n, case.k)
+    steps = ceil_div(k, tile.block_k)
+    partial = tile.split_k * case.m * n * 4 if tile.split_k > 1 else 0
+    kernel = "grad_input_kernel" if case.gradient else "forward_kernel"
+    found = {
+        kernel: Geometry(
+            f"{tile.block_m}x{tile.block_n}x{tile.block_k}, {tile.num_warps} warps, {tile.num_stages} stages, "
+            f"{tile.split_k} splits",
+            ceil_div(case.m, tile.block_m) * ceil_div(n, tile.block_n) * tile.split_k,
+            steps / tile.split_k,
+            0,
+            math.ceil(steps / tile.split_k),
+            0,
+            tile.block_m * tile.block_n * tile.block_k,
+            case.work().bytes + partial,
+        )
+    }
+    if partial:
+        found["merge_kernel"] = streaming(partial + case.m * n * case.torch_dtype.itemsize)
+    return found
+
+
+def native_int8_matmul(case: Int8Case, machine: Machine) -> dict[str, Geometry]:
+    """The CUDA C++ matmul or its input gradient, which merge the parts of a tile themselves.
+
+    Steps with scales of groups are told as masked ones: the matmul has a loop of its own for them.
+    """
+    kernel = "int8_matmul_grad_input_sm80" if case.gradient else "int8_matmul_sm80"
+    outputs, depth, of_outputs, of_depth = case.n, case.k, "block_n", "block_k"
+    if case.gradient:
+        outputs, depth, of_outputs, of_depth = depth, outputs, of_depth, of_outputs
+    dealt = native.dealt_int8_matmul(kernel, case.m, outputs, depth, machine.num_sms)
+    tile = native.TILES[kernel][str(dealt.block_m)]
+    num_tiles = ceil_div(case.m, tile["block_m"]) * ceil_div(outputs, tile[of_outputs])
+    mean = num_tiles * ceil_div(depth, tile[of_depth]) / dealt.ctas
+    is_grouped = case.group is not None and not case.gradient
+    plain, grouped = (0, 1) if is_grouped else (1, 0)
+    partial = dealt.parts * tile["block_m"] * tile[of_outputs] * 4
+    geometry = Geometry(
+        f"{tile['block_m']}x{tile[of_outputs]}x{tile[of_depth]}, {tile['num_warps']} warps",
+        dealt.ctas,
+        plain * mean,
+        grouped * mean,
+        plain * dealt.longest_steps,
+        grouped * dealt.longest_steps,
+        tile["block_m"] * tile[of_outputs] * tile[of_depth],
+        case.work().bytes + partial,
+    )
+    return {kernel: geometry}

@@ -1,0 +1,214 @@
+"""A key-value cache with a fixed place for each sequence of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.cache.storage import CacheLayout, LayerStorage
+from fastattn.checks import check_dtype, check_int, check_rank, check_same_device, check_shape, check_tensor, expect
+from fastattn.errors import CacheFull
+from fastattn.functional.kv_cache_attention import attention_with_kv_cache
+
+
+class KVCache:
+    """Keys and values of every layer for a batch of sequences, each with room for ``capacity`` tokens.
+
+    In a decoder's layer, ``cache.attend(layer, query, k, v)`` takes the place of attention: it appends the new tokens
+    and attends over all of them. Nothing else is to be done between steps::
+
+        cache = KVCache(num_layers, batch, kv_heads, head_dim, dtype=torch.bfloat16, device="cuda")
+        logits = model(prompt, cache)       # each layer calls cache.attend(layer, ...) once
+        logits = model(next_token, cache)
+
+    A prompt whose sequences differ in length is padded on the right; ``cache.truncate(lengths)`` then takes the padding
+    off again.
+
+    When the tokens might not fit any more, the capacity doubles. The host counts what it appended and never reads the
+    lengths back. A CUDA graph captures addresses, so the cache cannot grow in one: ``reserve`` room before the capture.
+    The host does not see a replay append, so it must be told: ``note_replayed``.
+
+    Args:
+        num_layers, batch, kv_heads, head_dim: the number of each.
+        value_dim: the values' head dim, by default ``head_dim``.
+        capacity: tokens per sequence to begin with.
+        max_capacity: where growing ends and ``CacheFull`` is raised; by default nowhere.
+        dtype, device: of the queries, keys and values; by default torch's defaults.
+        quantized: store int8 with one float32 scale per token and head: half the memory of 16 bits.
+
+    Raises:
+        InputError, TypeError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        capacity: int = 256,
+        max_capacity: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        quantized: bool = False,
+    ) -> None:
+        check_int("num_layers", num_layers, minimum=1)
+        check_int("batch", batch, minimum=0)
+        check_int("capacity", capacity, minimum=1)
+        if max_capacity is not None:
+            check_int("max_capacity", max_capacity, minimum=capacity)
+        self.layout = CacheLayout.checked(kv_heads, head_dim, value_dim, dtype, device, quantized)
+        self.num_layers, self.batch, self.max_capacity = num_layers, batch, max_capacity
+        self._layers = [LayerStorage.allocate(self.layout, batch, capacity) for _ in range(num_layers)]
+        with torch.inference_mode(False):  # as LayerStorage's memory
+            self._lengths = torch.zeros(num_layers, batch, dtype=torch.int32, device=self.layout.device)
+        # How many tokens any sequence can have, by layer: what the host knows without reading the lengths back.
+        self._longest = [0] * num_layers
+
+    @property
+    def capacity(self) -> int:
+        """Tokens per sequence that fit without growing."""
+        return min(layer.k.shape[2] for layer in self._layers)
+
+    @property
+    def cache_seqlens(self) -> Tensor:
+        """int32 ``[batch]``: the tokens that every layer has, on the device. A view: it follows the cache."""
+        return self._lengths[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the keys, values and scales take, in bytes."""
+        return sum(layer.nbytes for layer in self._layers)
+
+    def lengths(self) -> list[int]:
+        """The tokens of each sequence, read back from the device."""
+        lengths: list[int] = self.cache_seqlens.tolist()
+        return lengths
+
+    def attend(
+        self, layer: int, query: Tensor, k_new: Tensor, v_new: Tensor, **options: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Append ``k_new``, ``v_new`` to a layer, then attend over its tokens.
+
+        Args:
+            layer: from 0.
+            query: ``[batch, Hq, Sq, head_dim]``; k_new: ``[batch, kv_heads, S_new, head_dim]``; v_new:
+                ``[batch, kv_heads, S_new, value_dim]``.
+            options: those of ``attention_with_kv_cache`` (``rotary_cos``, ``window``, ``return_lse``, …).
+
+        Returns:
+            What ``attention_with_kv_cache`` returns.
+
+        Raises:
+            CacheFull: no room, and growing is not possible. InputError, TypeError: an argument is wrong. The cache then
+                holds what it held.
+        """
+        self._check_layer(layer)
+        check_tensor("query", query)
+        check_tensor("k_new", k_new)
+        check_tensor("v_new", v_new)
+        check_rank("k_new", k_new, "[B, Hkv, S_new, D]")
+        check_shape("query", query, (self.batch, *query.shape[1:]), "[batch, Hq, Sq, D]")
+        num_new = k_new.shape[2]
+        self._make_room(layer, self._longest[layer] + num_new)
+        lengths = self._lengths[layer]
+        result = attention_with_kv_cache(
+            query, cache_seqlens=lengths, k_new=k_new, v_new=v_new, **self._layers[layer].arguments(), **options
+        )
+        lengths.add_(num_new)
+        self._longest[layer] += num_new
+        return result
+
+    def append(self, layer: int, k_new: Tensor, v_new: Tensor, **options: Any) -> None:
+        """``attend`` without a query: tokens that nobody asks about yet. Options: ``rotary_cos`` and its like."""
+        check_tensor("k_new", k_new)
+        no_query = k_new.new_empty(self.batch, self.layout.kv_heads, 0, self.layout.head_dim)
+        self.attend(layer, no_query, k_new, v_new, **options)
+
+    def arguments(self, layer: int) -> dict[str, Any]:
+        """A layer's tensors, as ``attention_with_kv_cache`` takes them; good until the cache grows."""
+        self._check_layer(layer)
+        return {**self._layers[layer].arguments(), "cache_seqlens": self._lengths[layer]}
+
+    def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
+        """Forget what a sequence has beyond ``lengths``: one int, one per sequence, or int32 ``[batch]`` on the device.
+
+        Takes off the padding of a ragged prompt, or what a draft model proposed in vain. Lengths on the device are not
+        read back, so that the host goes on to count the forgotten tokens when it decides whether to grow.
+        """
+        if isinstance(lengths, Tensor):
+            check_shape("lengths", lengths, (self.batch,), "[batch]")
+            check_dtype("lengths", lengths, (torch.int32, torch.int64))
+            check_same_device("lengths", lengths, self._lengths.device)
+            bounds = lengths.clamp(min=0)
+        else:
+            if not isinstance(lengths, (int, list, tuple)):
+                raise TypeError(f"lengths: expected an int, a list of ints or a tensor, got {type(lengths).__name__}")
+            per_sequence = [lengths] * self.batch if isinstance(lengths, int) else list(lengths)
+            for length in per_sequence:
+                check_int("lengths", length, minimum=0)
+            expect(len(per_sequence) == self.batch, "lengths", f"{self.batch} lengths", len(per_sequence))
+            bounds = torch.tensor(per_sequence, dtype=torch.int32).to(self._lengths.device)
+            self._longest = [min(longest, max(per_sequence, default=0)) for longest in self._longest]
+        torch.minimum(self._lengths, bounds.to(torch.int32), out=self._lengths)
+
+    def reset(self) -> None:
+        """Forget every token; the memory stays."""
+        self._lengths.zero_()
+        self._longest = [0] * self.num_layers
+
+    def reserve(self, capacity: int) -> None:
+        """Grow now, so that ``capacity`` tokens per sequence fit: before a CUDA graph is captured, for example."""
+        check_int("capacity", capacity, minimum=0)
+        for layer in range(self.num_layers):
+            self._make_room(layer, capacity, exactly=True)
+
+    def note_replayed(self, num_new: int) -> None:
+        """Tell the host that a replayed CUDA graph appended ``num_new`` tokens to every layer."""
+        check_int("num_new", num_new, minimum=0)
+        expected = f"at most {self.capacity - max(self._longest)}, the room that there was"
+        expect(max(self._longest) + num_new <= self.capacity, "num_new", expected, num_new)
+        self._longest = [longest + num_new for longest in self._longest]
+
+    def reorder(self, sequences: Tensor) -> None:
+        """Sequence ``i`` becomes what ``sequences[i]`` was, int64 ``[batch]``: the survivors of a beam search."""
+        check_tensor("sequences", sequences)
+        check_shape("sequences", sequences, (self.batch,), "[batch]")
+        check_dtype("sequences", sequences, (torch.int32, torch.int64))
+        check_same_device("sequences", sequences, self._lengths.device)
+        sequences = sequences.clamp(0, max(self.batch - 1, 0))  # nothing outside is read, whatever the device holds
+        for layer in self._layers:
+            for tensor in layer.tensors():
+                tensor.copy_(tensor.index_select(0, sequences))
+        self._lengths.copy_(self._lengths.index_select(1, sequences))
+
+    def _check_layer(self, layer: int) -> None:
+        check_int("layer", layer)
+        expect(0 <= layer < self.num_layers, "layer", f"a number from 0 to {self.num_layers - 1}", layer)
+
+    def _make_room(self, layer: int, tokens: int, exactly: bool = False) -> None:
+        """Let ``tokens`` tokens per sequence fit. Raises CacheFull before anything has changed."""
+        storage = self._layers[layer]
+        capacity = storage.k.shape[2]
+        if tokens <= capacity:
+            return
+        if self.max_capacity is not None and tokens > self.max_capacity:
+            raise CacheFull(f"KVCache: no room for {tokens} tokens per sequence; max_capacity is {self.max_capacity}")
+        if self._lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise CacheFull(
+                f"KVCache: no room for {tokens} tokens per sequence, and a CUDA graph cannot grow the capacity of "
+                f"{capacity}; reserve({tokens}) or more before the capture"
+            )
+        wanted = tokens if exactly else max(tokens, 2 * capacity)
+        grown = LayerStorage.allocate(self.layout, self.batch, min(wanted, self.max_capacity or wanted))
+        grown.copy_rows(storage, self._longest[layer])
+        self._layers[layer] = grown
+
+    def __repr__(self) -> str:
+        sizes = f"num_layers={self.num_layers}, batch={self.batch}, capacity={self.capacity}"
+        return f"KVCache({sizes}, {self.layout.describe()})"

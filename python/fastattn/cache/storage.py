@@ -1,0 +1,106 @@
+"""The memory behind the key-value caches of one layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.checks import FLOATING, check_bool, check_choice, check_int
+from fastattn.run.layout import ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """What a layer's tokens look like. ``dtype`` is that of the queries, and of the cache unless it is quantized."""
+
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    quantized: bool
+
+    @classmethod
+    def checked(
+        cls,
+        kv_heads: Any,
+        head_dim: Any,
+        value_dim: Any,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        quantized: Any,
+    ) -> CacheLayout:
+        """From a constructor's arguments. Raises InputError, TypeError."""
+        value_dim = head_dim if value_dim is None else value_dim
+        for name, size in (("kv_heads", kv_heads), ("head_dim", head_dim), ("value_dim", value_dim)):
+            check_int(name, size, minimum=1)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype: expected a torch.dtype, got {type(dtype).__name__}")
+        check_choice("dtype", dtype, FLOATING)
+        check_bool("quantized", quantized)
+        device = torch.get_default_device() if device is None else torch.device(device)
+        return cls(kv_heads, head_dim, value_dim, dtype, device, quantized)
+
+    def describe(self) -> str:
+        """For a cache's ``repr``."""
+        kind = "int8" if self.quantized else str(self.dtype).removeprefix("torch.")
+        dims = f"head_dim={self.head_dim}"
+        if self.value_dim != self.head_dim:
+            dims += f", value_dim={self.value_dim}"
+        return f"kv_heads={self.kv_heads}, {dims}, {kind} on {self.device}"
+
+
+@dataclass
+class LayerStorage:
+    """``k [blocks, Hkv, rows, D]`` and ``v [blocks, Hkv, rows, Dv]``; if int8, with scales ``[blocks, Hkv, rows]``."""
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+    @classmethod
+    def allocate(cls, layout: CacheLayout, blocks: int, rows: int) -> LayerStorage:
+        """Zeros, every row on the boundary that the kernels' vector loads need."""
+        dtype = torch.int8 if layout.quantized else layout.dtype
+
+        def zeros(dim: int) -> Tensor:
+            unit = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+            padded = -(-dim // unit) * unit
+            shape = (blocks, layout.kv_heads, rows, padded)
+            return torch.zeros(shape, dtype=dtype, device=layout.device)[..., :dim]
+
+        def ones() -> Tensor | None:
+            if not layout.quantized:
+                return None
+            return torch.ones(blocks, layout.kv_heads, rows, dtype=torch.float32, device=layout.device)
+
+        # Memory from inside inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            return cls(zeros(layout.head_dim), zeros(layout.value_dim), ones(), ones())
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those there are; their first dimension is the block, the third the row."""
+        return tuple(t for t in (self.k, self.v, self.k_scale, self.v_scale) if t is not None)
+
+    def arguments(self) -> dict[str, Any]:
+        """As ``attention_with_kv_cache`` takes them."""
+        return {"k_cache": self.k, "v_cache": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
+
+    def copy_rows(self, other: LayerStorage, rows: int) -> None:
+        """Take the first ``rows`` rows of every block of ``other``."""
+        for mine, others in zip(self.tensors(), other.tensors(), strict=True):
+            mine[:, :, :rows].copy_(others[:, :, :rows])
+
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy blocks ``sources`` to blocks ``targets``, int64 ``[n]``; no target is a source."""
+        for tensor in self.tensors():
+            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.untyped_storage().nbytes() for t in self.tensors())

@@ -1,0 +1,97 @@
+"""Which kernel a call would run and why, and which ones really ran."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fastattn.dispatch import choose as dispatch
+from fastattn.dispatch.choose import RecordedCall
+from fastattn.functional.int8_linear import Int8Weight
+from fastattn.run.layout import reason_to_copy
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """``backend`` and ``kernel`` would run, with ``tile``; ``rejected`` says for every other backend why it does not.
+
+    ``copied`` names the tensors that would have to be copied first, and why.
+    """
+
+    backend: str
+    kernel: str
+    tile: Any
+    rejected: dict[str, str]
+    copied: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend}: {self.kernel}"]
+        if self.tile is not None:
+            lines.append(f"  tile: {self.tile}")
+        lines += [f"  copied first: {name}: {reason}" for name, reason in self.copied.items()]
+        lines += [f"  not {backend}: {reason}" for backend, reason in self.rejected.items()]
+        return "\n".join(lines)
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Say which kernel ``function(*args, **kwargs)`` would run, without running it.
+
+    ``function`` is one of fastattn's (or anything that calls one: the first call is explained). Bad arguments raise
+    what the call itself would raise; a function that never reaches fastattn raises ``TypeError``.
+    """
+    try:
+        with dispatch.explaining():
+            function(*args, **kwargs)
+    except dispatch.Explained as explained:
+        choice = explained.choice
+    else:
+        name = getattr(function, "__name__", repr(function))
+        raise TypeError(f"function: expected one that calls fastattn, but {name} returned without doing so")
+    copied = {}
+    if choice.backend != "torch":
+        for name, value in _named_arguments(function, args, kwargs).items():
+            tensor = value.data if isinstance(value, Int8Weight) else value
+            if not isinstance(tensor, Tensor) or tensor.dim() < 2:
+                continue
+            # Of the int8 matmul; its CUDA C++ kernels copy 16 bytes at a time of x and the weight.
+            rows_anywhere = name == "residual" or (name in ("x", "weight") and choice.backend == "triton")
+            reason = _reason_to_pad(tensor, name, choice) or reason_to_copy(tensor, rows_anywhere)
+            if reason is not None:
+                copied[name] = reason
+    return Explanation(choice.backend, choice.kernel, choice.tile, dict(choice.rejected), copied)
+
+
+def _reason_to_pad(tensor: Tensor, name: str, choice: dispatch.Choice) -> str | None:
+    """Why query, key or value is padded, or None."""
+    if choice.padded is None:
+        return None
+    head_dim, value_dim = choice.padded
+    dim = value_dim if name == "value" else head_dim
+    return None if tensor.shape[-1] == dim else f"its head dim, {tensor.shape[-1]}, is padded with zeros to {dim}"
+
+
+def _named_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    try:
+        named = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):
+        return {}
+    pages = () if named.get("block_table") is None else ("key", "value")  # never copied
+    read = [name for name in ("query", "key", "value", "x", "weight", "residual") if name not in pages]
+    return {name: named[name] for name in read if name in named}
+
+
+@contextlib.contextmanager
+def record() -> Iterator[list[RecordedCall]]:
+    """Collect ``(op, backend, kernel)`` of every fastattn call in the block, backward passes included, from all
+    threads.
+
+    Calls inside a compiled graph do not pass through Python and are not seen.
+    """
+    calls: list[RecordedCall] = []
+    with dispatch.recording(calls):
+        yield calls

@@ -1,0 +1,149 @@
+"""What each backend's kernels take: the lists that the dispatcher asks and that the README's table is made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+BACKENDS = ("cuda", "triton", "torch")
+KERNEL_BACKENDS = ("cuda", "triton")
+
+# Every option that a call can use and a kernel can lack. The words stand in the table and in the reasons.
+FEATURES: dict[str, dict[str, str]] = {
+    "attention": {
+        "gradients": "gradients (the backward pass)",
+        "causal": "a causal mask",
+        "gqa": "grouped-query attention (fewer KV heads than query heads)",
+        "value dim": "a value head dim that differs from the query's",
+        "varlen": "packed sequences (attention_varlen)",
+        "paged": "paged keys and values (attention_varlen)",
+        "paged gradients": "gradients over paged keys and values",
+        "window": "a sliding window",
+        "softcap": "softcap",
+        "alibi": "ALiBi slopes",
+        "mask": "a bool mask",
+        "bias": "an additive bias",
+        "bias gradients": "the gradient of a bias",
+        "sinks": "attention sinks",
+        "dropout": "dropout",
+        "slope gradients": "the gradient of ALiBi slopes",
+    },
+    "decode": {
+        "gqa": "grouped-query attention (fewer KV heads than query heads)",
+        "value dim": "a value head dim that differs from the query's",
+        "causal": "a causal mask among the new queries",
+        "append": "appending new keys and values",
+        "rotary": "rotary embedding",
+        "paged": "a paged cache",
+        "int8 cache": "an int8 cache",
+        "window": "a sliding window",
+        "softcap": "softcap",
+        "alibi": "ALiBi slopes",
+        "sinks": "attention sinks",
+    },
+    "int8_matmul": {
+        "gradients": "gradients (of the input, bias and residual)",
+        "group scales": "scales per group along K",
+        "bias": "a bias",
+        "activation": "a fused activation",
+        "swiglu": "SwiGLU over a fused gate-up weight",
+        "residual": "a fused residual",
+        "int8 activations": "int8 activations",
+    },
+}
+
+# What the table's rows call the operations.
+FUNCTIONS = {
+    "attention": "`scaled_dot_product_attention`, `attention`, `attention_varlen`",
+    "decode": "`attention_with_kv_cache`",
+    "int8_matmul": "`int8_linear`",
+}
+
+
+@dataclass(frozen=True)
+class Support:
+    """What the kernels of one backend take for one operation. Head dims are None where the operation has none.
+
+    ``pads``: other head dims, down to 1, are padded with zeros to the next that the kernels take.
+    """
+
+    features: frozenset[str]
+    head_dims: range | None
+    pads: bool = False
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+    min_arch: int = 80
+
+    def kernel_head_dim(self, dim: int) -> int | None:
+        """The head dim that a kernel gets for ``dim``; None: there is none. In comparisons that torch.compile can
+        guard on."""
+        if self.head_dims is None:
+            return dim
+        first, step = self.head_dims.start, self.head_dims.step
+        if not 0 < dim < self.head_dims.stop:
+            return None
+        if dim < first:
+            return first if self.pads else None
+        if dim % step == 0:
+            return dim
+        return dim + step - dim % step if self.pads else None
+
+    def head_dims_text(self) -> str:
+        """``multiples of 8 from 16 to 256``, or ``up to 256, padded to multiples of 8 from 16``."""
+        if self.head_dims is None:
+            return "any"
+        first, step, last = self.head_dims[0], self.head_dims.step, self.head_dims[-1]
+        if not self.pads:
+            return f"multiples of {step} from {first} to {last}"
+        return f"up to {last}, padded to multiples of {step}" + (f" from {first}" if first > step else "")
+
+    def dtypes_text(self) -> str:
+        return ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+
+
+def _all_features_but(op: str, *missing: str) -> frozenset[str]:
+    return frozenset(FEATURES[op]) - frozenset(missing)
+
+
+_NO_GRADIENTS = ("slope gradients", "paged gradients")
+
+SUPPORT: dict[str, dict[str, Support]] = {
+    "attention": {
+        "cuda": Support(_all_features_but("attention", *_NO_GRADIENTS), head_dims=range(8, 257, 8), pads=True),
+        "triton": Support(_all_features_but("attention", *_NO_GRADIENTS), head_dims=range(16, 257, 8), pads=True),
+    },
+    "decode": {
+        "cuda": Support(_all_features_but("decode"), head_dims=range(8, 257, 8)),
+        "triton": Support(_all_features_but("decode"), head_dims=range(16, 257, 8)),
+    },
+    "int8_matmul": {
+        "cuda": Support(_all_features_but("int8_matmul"), head_dims=None),
+        "triton": Support(_all_features_but("int8_matmul", "int8 activations"), head_dims=None),
+    },
+}
+
+
+def support_table() -> str:
+    """The support table of the README, in Markdown: of each operation everything there is, and who lacks what of it."""
+    lines = ["| | CUDA C++ | Triton | PyTorch |", "|---|---|---|---|"]
+    for op in FEATURES:
+        cells = [_support_cell(op, SUPPORT[op].get(backend)) for backend in KERNEL_BACKENDS]
+        has_head_dims = any(support.head_dims is not None for support in SUPPORT[op].values())
+        in_torch = "everything; all floating dtypes" + ("; any head dim" if has_head_dims else "")
+        lines.append(f"| {FUNCTIONS[op]} | {' | '.join(cells)} | {in_torch} |")
+    lines.append("")
+    for op, features in FEATURES.items():
+        lines.append(f"Everything of {FUNCTIONS[op]}: {', '.join(features.values())}.")
+        lines.append("")
+    oldest = min(support.min_arch for backends in SUPPORT.values() for support in backends.values())
+    lines.append(f"The kernels need compute capability {oldest // 10}.{oldest % 10} or later.")
+    return "\n".join(lines)
+
+
+def _support_cell(op: str, support: Support | None) -> str:
+    if support is None:
+        return "–"
+    missing = [words for feature, words in FEATURES[op].items() if feature not in support.features]
+    what = "everything, except " + " and ".join(missing) if missing else "everything"
+    dims = "" if support.head_dims is None else f"; head dims {support.head_dims_text()}"
+    return f"{what}; {support.dtypes_text()}{dims}"

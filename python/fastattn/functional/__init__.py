@@ -1,0 +1,1 @@
+"""The public functions: each checks its arguments, asks the dispatcher, and has the call carried out."""

@@ -1,0 +1,235 @@
+"""The drop-in for ``torch.nn.functional.scaled_dot_product_attention``.
+
+Where torch's own devices or versions differ, this is what happens on a GPU kernel of ours:
+
+- ``attn_mask`` together with ``is_causal=True``: both apply.
+- values with fewer or more rows than keys: goes to PyTorch, whatever that does.
+- a row that sees no key: output and gradients are 0.
+- keys and values that are masked out have no influence even if they are NaN.
+- dropout: the pattern is ours (``fastattn.attention`` says how it is drawn); the seed comes from torch's generator.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattn.dispatch import choose as dispatch
+from fastattn.dispatch.choose import Call, choose, only_torch_handles
+from fastattn.dispatch.device import facts
+from fastattn.dispatch.plans import Plans
+from fastattn.functional.attention import default_scale, draw_seed, torch_sdpa
+from fastattn.functional.autocast import autocast_dtype, autocast_to
+from fastattn.ops import operators as ops
+
+
+class _Plan(NamedTuple):
+    """How the arguments become ``[B, H, S, D]``: ``batch`` are the leading dimensions before the heads, broadcast."""
+
+    call: Call
+    batch: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    scale: float
+    needs_grad: bool
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``torch.nn.functional.scaled_dot_product_attention``: same signature, results, gradients and errors.
+
+    Args:
+        query: ``[..., Hq, L, E]``; key: ``[..., H, S, E]``; value: ``[..., H, S, Ev]``; leading dimensions broadcast,
+        and
+            none is needed.
+        attn_mask: broadcasts to ``[..., Hq, L, S]``: bool with True = attend, or added to the scores.
+        dropout_p: the probability with which an attention weight is zeroed (also outside training, as in torch).
+        is_causal: query ``i`` sees keys ``0 … i`` (aligned to the top left, as torch's is).
+        scale: by default ``1 / sqrt(E)``.
+        enable_gqa: the heads of key and value may be fewer, each serving as many consecutive query heads.
+
+    Returns:
+        ``[..., Hq, L, Ev]`` in the query's dtype.
+
+    Raises:
+        RuntimeError: what torch rejects, with torch's message.
+    """
+    if not isinstance(query, Tensor):  # torch.fx traces it, or torch says what is wrong with it
+        return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    device = query.device
+    if facts(device) is None and not dispatch.is_watched():
+        return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    original = (query, key, value, attn_mask)
+    cast = autocast_dtype(device.type)
+    if cast is not None:
+        query, key, value = (autocast_to(cast, t) for t in (query, key, value))
+        attn_mask = None if attn_mask is None else autocast_to(cast, attn_mask)
+    options = (dropout_p, is_causal, scale, enable_gqa)
+    plan = _plans.get((query, key, value, attn_mask), options)
+    choice = choose(plan.call)
+    if choice.backend == "torch":
+        return torch_sdpa(*original, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    out, _ = ops.attention(
+        choice.backend,
+        _to_heads(query, plan.batch, plan.heads),
+        _to_heads(key, plan.batch, plan.kv_heads),
+        _to_heads(value, plan.batch, plan.kv_heads),
+        None if attn_mask is None else _mask_to_heads(attn_mask, plan.batch),
+        None,
+        None,
+        draw_seed(device) if dropout_p > 0 else None,
+        None,
+        None,
+        0,
+        0,
+        plan.scale,
+        -1,
+        0 if is_causal else -1,
+        is_causal,
+        0.0,
+        float(dropout_p),
+        needs_grad=plan.needs_grad,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        head_dims=choice.padded,
+        decodes=choice.decodes,
+    )
+    if query.dim() == 4 and len(plan.batch) == 1:
+        return out
+    rank = max(query.dim(), key.dim(), value.dim())
+    return out.reshape((*plan.batch, plan.heads, *out.shape[-2:])[-rank:])
+
+
+def _make_plan(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _Plan:
+    query, key, value, attn_mask = tensors
+    dropout_p, is_causal, scale, enable_gqa = options
+    only_torch = only_torch_handles(query, key, value, attn_mask) or _reason_for_torch(
+        query, key, value, attn_mask, *options
+    )
+    if only_torch is not None:
+        call = Call("attention", query.device, query.dtype, 0, 0, frozenset(), (), only_torch)
+        return _Plan(call, (), 0, 0, 0.0, False)
+    batch, heads, kv_heads = _leading_dims(query, key, value, enable_gqa)
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    uses = {
+        "causal": is_causal,
+        "gqa": heads != kv_heads,
+        "value dim": value.shape[-1] != query.shape[-1],
+        "dropout": dropout_p > 0,
+        "gradients": needs_grad,
+        "mask": attn_mask is not None and attn_mask.dtype == torch.bool,
+        "bias": attn_mask is not None and attn_mask.dtype != torch.bool,
+        "bias gradients": needs_grad and attn_mask is not None and attn_mask.requires_grad,
+    }
+    sizes = (math.prod(batch), heads, kv_heads, query.shape[-2], key.shape[-2])
+    features = frozenset(feature for feature, used in uses.items() if used)
+    call = Call(
+        "attention",
+        query.device,
+        query.dtype,
+        query.shape[-1],
+        value.shape[-1],
+        features,
+        sizes,
+        may_decode=not is_causal,  # top-left: few queries see few keys
+    )
+    resolved_scale = default_scale(query.shape[-1]) if scale is None else float(scale)
+    return _Plan(call, batch, heads, kv_heads, resolved_scale, needs_grad)
+
+
+_plans = Plans(_make_plan)
+
+
+def _reason_for_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> str | None:
+    """Why only torch's function can say what these arguments mean (or what is wrong with them), or None."""
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    numbers = (dropout_p,) if scale is None else (dropout_p, scale)
+    if not (
+        all(isinstance(t, Tensor) for t in tensors)
+        and all(isinstance(n, (int, float, torch.SymInt, torch.SymFloat)) for n in numbers)
+        and isinstance(is_causal, bool)
+        and isinstance(enable_gqa, bool)
+    ):
+        return "an argument has the wrong type; torch decides."
+    if min(t.dim() for t in (query, key, value)) < (3 if enable_gqa else 2):
+        return "query, key and value have too few dimensions; torch raises."
+    if any(t.device != query.device for t in tensors) or any(t.dtype != query.dtype for t in (key, value)):
+        return "devices or dtypes of the arguments differ; torch decides."
+    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
+        return "query and key differ in their last dimension, or key and value in their length; torch decides."
+    if not 0.0 <= dropout_p <= 1.0 or (scale is not None and not math.isfinite(scale)):
+        return "dropout_p is not a probability or scale is not finite; torch decides."
+    try:
+        batch, heads, _ = _leading_dims(query, key, value, enable_gqa)
+    except (RuntimeError, ValueError):
+        return "the leading dimensions of query, key and value do not broadcast; torch raises."
+    if attn_mask is not None:
+        if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+            return f"attn_mask is {attn_mask.dtype}; torch raises."
+        full = (*batch, heads, query.shape[-2], key.shape[-2])
+        offset = len(full) - attn_mask.dim()
+        if (
+            attn_mask.dim() < 2
+            or offset < 0
+            or any(s not in (1, f) for s, f in zip(attn_mask.shape, full[max(offset, 0) :], strict=False))
+        ):
+            return "attn_mask does not broadcast to the scores; torch decides."
+    return None
+
+
+def _leading_dims(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[tuple[int, ...], int, int]:
+    """The broadcast batch dimensions (at least one), the query heads, and the KV heads the kernel is to see."""
+    batch = torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value)))
+    query_heads, key_heads, value_heads = (t.shape[-3] if t.dim() > 2 else 1 for t in (query, key, value))
+    if not enable_gqa:
+        (heads,) = torch.broadcast_shapes((query_heads,), (key_heads,), (value_heads,))
+        # One key and value head under many query heads needs no copy: that is grouped-query attention too.
+        kv_heads = key_heads if key_heads == value_heads and key_heads in (1, heads) and heads else heads
+    else:
+        heads = query_heads
+        if min(key_heads, value_heads) == 0 or heads % key_heads or heads % value_heads:
+            raise ValueError("KV heads do not divide the query heads")
+        more, fewer = max(key_heads, value_heads), min(key_heads, value_heads)
+        kv_heads = more if more % fewer == 0 else heads
+    return tuple(batch) or (1,), heads, kv_heads
+
+
+def _to_heads(tensor: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
+    """``[..., h, S, D]`` to ``[B, heads, S, D]``: a view wherever one exists."""
+    if tensor.dim() == 4 and tensor.shape[0] == batch[0] and len(batch) == 1 and tensor.shape[1] == heads:
+        return tensor
+    tensor = tensor if tensor.dim() > 2 else tensor.unsqueeze(0)
+    if tensor.shape[-3] not in (1, heads):  # key and value with different head counts
+        tensor = tensor.repeat_interleave(heads // tensor.shape[-3], dim=-3)
+    return tensor.expand(*batch, heads, *tensor.shape[-2:]).reshape(math.prod(batch), heads, *tensor.shape[-2:])
+
+
+def _mask_to_heads(mask: Tensor, batch: tuple[int, ...]) -> Tensor:
+    """``[..., L, S]`` to ``[B or 1, Hq or 1, L or 1, S or 1]``."""
+    mask = mask.reshape((1,) * (len(batch) + 3 - mask.dim()) + tuple(mask.shape))
+    if len(batch) == 1:
+        return mask
+    if all(size == 1 for size in mask.shape[:-3]):
+        return mask.reshape(1, *mask.shape[-3:])
+    return mask.expand(*batch, *mask.shape[-3:]).reshape(math.prod(batch), *mask.shape[-3:])

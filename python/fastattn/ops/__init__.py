@@ -1,0 +1,1 @@
+"""The operators as PyTorch sees them: schemas, shapes, autograd, vmap, FLOPs."""

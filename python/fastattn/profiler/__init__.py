@@ -1,0 +1,1 @@
+"""What kernels cost, and how near to the machine's limits they came."""

@@ -1,0 +1,274 @@
+"""The work of each fastattn kernel, from the arguments of the operator that launched it.
+
+An operator launches one kernel or several. What a kernel computes again (the backward kernels recompute the scores)
+counts as its work, so that it is held against what it really executes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fastattn import native  # noqa: F401  (native loads the schemas)
+from fastattn.profiler import work
+from fastattn.profiler.roofline import Work
+
+NAMESPACES = ("fastattn", "fastattn_triton")
+
+# The profiler's word for a dtype → torch's name and the bytes of an element.
+_DTYPES = {
+    "c10::BFloat16": ("bfloat16", 2),
+    "c10::Half": ("float16", 2),
+    "float": ("float32", 4),
+    "double": ("float64", 8),
+    "signed char": ("int8", 1),
+}
+
+
+class Argument(NamedTuple):
+    """One argument of an operator as the profiler saw it: a tensor's shape and dtype, or a scalar's text."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    text: str
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.dtype not in ("", "Scalar")
+
+    @property
+    def itemsize(self) -> int:
+        return _DTYPES[self.dtype][1] if self.dtype in _DTYPES else 0
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize if self.is_tensor else 0
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """A call of ``torch.ops.fastattn.<name>`` or ``torch.ops.fastattn_triton.<name>``."""
+
+    name: str
+    arguments: Mapping[str, Argument]
+
+    def __getitem__(self, name: str) -> Argument:
+        return self.arguments[name]
+
+    def number(self, name: str) -> int:
+        return int(self.arguments[name].text)
+
+    @property
+    def dtype(self) -> str:
+        """In which the products are taken."""
+        if "int8_activations" in self.arguments and self["int8_activations"].text == "True":
+            return "int8"
+        for name in ("query", "x", "grad_out"):
+            if name in self.arguments:
+                return _DTYPES.get(self.arguments[name].dtype, (self.arguments[name].dtype, 0))[0]
+        return ""
+
+
+def operator_call(
+    qualified_name: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[str], texts: Sequence[str]
+) -> OperatorCall | None:
+    """The call from the lists that the profiler keeps, one entry an argument; None if it is no operator of fastattn."""
+    namespace, _, name = qualified_name.partition("::")
+    if namespace not in NAMESPACES or name not in _WORK:
+        return None
+    schema = getattr(torch.ops.fastattn, name).default._schema
+    names = [argument.name for argument in schema.arguments]
+    if not len(names) == len(shapes) == len(dtypes) == len(texts):
+        return OperatorCall(name, {})
+    seen = zip(names, shapes, dtypes, texts, strict=True)
+    return OperatorCall(name, {each: Argument(tuple(shape), dtype, text) for each, shape, dtype, text in seen})
+
+
+def _pairs(call: OperatorCall) -> tuple[int, bool]:
+    """Pairs of a query and a key over all batches and query heads, and whether that is only an upper bound."""
+    query, key = call["query"].shape, call["key"].shape
+    window = call.number("window_left"), call.number("window_right")
+    top_left = call["top_left"].text == "True"
+    if call["cu_seqlens_q"].is_tensor:  # the lengths are on the device: as if all were the longest
+        longest_q, longest_k = call.number("max_seqlen_q"), call.number("max_seqlen_k")
+        pairs = work.visible_pairs(longest_q, longest_k, *window, top_left=top_left)
+        return query[1] * query[0] * pairs // max(longest_q, 1), True
+    return query[0] * query[1] * work.visible_pairs(query[2], key[2], *window, top_left=top_left), False
+
+
+def _shapes(call: OperatorCall) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+    return call["query"].shape, call["key"].shape, call["value"].shape, call["query"].itemsize
+
+
+def _forward(call: OperatorCall) -> Work:
+    pairs, is_upper_bound = _pairs(call)
+    query, key, value, itemsize = _shapes(call)
+    if call["block_table"].is_tensor:  # of all pages, those that a sequence may have
+        batch, max_pages = call["block_table"].shape
+        tokens = batch * min(max_pages * key[2], call.number("max_seqlen_k"))
+        key, value = (tokens, key[1], key[3]), (tokens, value[1], value[3])
+    result = work.attention_forward(query, key, value, itemsize, pairs, call["bias"].nbytes)
+    return result._replace(is_upper_bound=is_upper_bound)
+
+
+def _backward_part(query_products: int, value_products: int, written: Sequence[str]) -> Callable[[OperatorCall], Work]:
+    """A kernel of the backward pass: how many of its products have the query's head dim, how many the value's."""
+
+    def part(call: OperatorCall) -> Work:
+        pairs, is_upper_bound = _pairs(call)
+        query_dim, value_dim = call["query"].shape[-1], call["value"].shape[-1]
+        rows = math.prod(call["query"].shape[:-1])
+        read = sum(call[name].nbytes for name in ("query", "key", "value", "grad_out", "bias"))
+        read += 3 * rows * work.LSE_BYTES  # the two halves of the lse, and rowsum(dO O)
+        return Work(
+            2 * pairs * (query_products * query_dim + value_products * value_dim),
+            read + sum(call[name].nbytes for name in written),
+            is_upper_bound,
+        )
+
+    return part
+
+
+def _sums_bytes(call: OperatorCall) -> int:
+    """The query's gradient as its parts are added up, in fp32."""
+    return 4 * math.prod(call["query"].shape)
+
+
+def _native_key_value(call: OperatorCall) -> Work:
+    """All five products; the sums are read and written once at the least."""
+    products = _backward_part(3, 2, ("key", "value"))(call)
+    return products._replace(bytes=products.bytes + 2 * _sums_bytes(call))
+
+
+def _native_query(call: OperatorCall) -> Work:
+    """Rounds the sums."""
+    return Work(0, _sums_bytes(call) + call["query"].nbytes)
+
+
+def _native_rows(call: OperatorCall) -> Work:
+    """rowsum(dO O). The scores once more where they are near finfo.min: the host does not know of it."""
+    rows, value_dim = math.prod(call["query"].shape[:-1]), call["value"].shape[-1]
+    read = sum(call[name].nbytes for name in ("grad_out", "out", "lse", "grad_lse"))
+    return Work(2 * rows * value_dim, read + 2 * rows * work.LSE_BYTES)
+
+
+def _native_sinks(call: OperatorCall) -> Work:
+    """Reads the lse and rowsum(dO O)."""
+    return Work(0, 2 * call["lse"].nbytes)
+
+
+def _backward_rows(call: OperatorCall) -> Work:
+    """Scores once more for an lse in two halves, and rowsum(dO O)."""
+    pairs, is_upper_bound = _pairs(call)
+    rows, value_dim = math.prod(call["query"].shape[:-1]), call["value"].shape[-1]
+    read = sum(call[name].nbytes for name in ("grad_out", "out", "query", "key", "lse", "grad_lse", "bias"))
+    return Work(
+        2 * pairs * call["query"].shape[-1] + 2 * rows * value_dim, read + 3 * rows * work.LSE_BYTES, is_upper_bound
+    )
+
+
+def _decode(call: OperatorCall) -> Work:
+    """As if every sequence filled its cache: the lengths are on the device."""
+    query, cache = call["query"].shape, call["k_cache"].shape
+    table = call["block_table"]
+    tokens = math.prod(table.shape) * cache[2] if table.is_tensor else cache[0] * cache[2]
+    result = work.attention_decode(
+        query,
+        cache[1],
+        call["v_cache"].shape[-1],
+        tokens,
+        call["query"].itemsize,
+        call["k_cache"].itemsize,
+        call["k_scale"].is_tensor,
+    )
+    return result._replace(is_upper_bound=True)
+
+
+def _append(call: OperatorCall) -> Work:
+    new = [call[name] for name in ("k_new", "v_new") if call[name].is_tensor]
+    written = sum(math.prod(each.shape) for each in new) * call["k_cache"].itemsize
+    return Work(0, sum(each.nbytes for each in new) + written)
+
+
+def _decode_with_append(call: OperatorCall) -> Work:
+    """Of the kernel that does both: what it stores is what it attends to."""
+    decode, append = _decode(call), _append(call)
+    return decode._replace(bytes=decode.bytes + append.bytes)
+
+
+def _int8(call: OperatorCall) -> Work:
+    """The profiler keeps no texts: that the activation is SwiGLU, only a residual of half as many columns tells."""
+    x = call["x"] if "x" in call.arguments else call["grad_out"]
+    n, k = call["weight"].shape
+    extra = {name: call[name].shape for name in ("bias", "residual") if name in call.arguments and call[name].is_tensor}
+    scales = math.prod(call["scale"].shape)
+    elements = sum(math.prod(shape) for shape in extra.values())
+    columns = extra["residual"][-1] if "residual" in extra else None
+    return work.int8_matmul(math.prod(x.shape[:-1]), n, k, x.itemsize, scales, elements, columns)
+
+
+def _unknown(call: OperatorCall) -> None:
+    """Merges the parts of a split, whose number the launcher chose: not to be told from the operator's arguments."""
+
+
+# Operator → what the names of its kernels contain → their work. The first that fits counts.
+_WORK: dict[str, dict[str, Callable[[OperatorCall], Work | None]]] = {
+    "attention_forward": {"attention_forward": _forward},
+    "attention_backward": {
+        "attention_backward_rows_sm80": _native_rows,
+        "attention_backward_key_value_sm80": _native_key_value,
+        "attention_backward_query_sm80": _native_query,
+        "attention_backward_sinks_sm80": _native_sinks,
+        "attention_backward_rows": _backward_rows,
+        "attention_backward_key_value": _backward_part(2, 2, ("key", "value")),
+        "attention_backward_query": _backward_part(2, 1, ("query",)),
+        "attention_backward_bias": _backward_part(1, 1, ("bias",)),
+    },
+    "attention_decode": {
+        "decode_split": _decode_with_append,
+        "append": _append,
+        "split": _decode,
+        "combine": _unknown,
+    },
+    "int8_matmul": {"merge": _unknown, "forward": _int8, "int8_matmul": _int8},
+    "int8_matmul_grad_input": {"merge": _unknown, "grad_input": _int8},
+}
+
+
+def kernel_work(kernel: str, call: OperatorCall) -> Work | None:
+    """The work of the kernel of that name when ``call`` launched it; None where that cannot be told."""
+    if not call.arguments:
+        return None
+    for part, work_of in _WORK[call.name].items():
+        if part in base_name(kernel):
+            return work_of(call)
+    return None
+
+
+# Names that are fastattn's wherever they appear: in the replay of a CUDA graph no operator tells whose a kernel is.
+_TRITON_KERNEL = re.compile(r"(attention_(forward|backward_\w+)|split|append|combine|forward|grad_input|merge)_kernel")
+
+
+def is_fastattn_kernel(kernel: str) -> bool:
+    """Whether a kernel's name alone says that it is one of this package."""
+    return "fastattn::" in kernel or _TRITON_KERNEL.fullmatch(kernel) is not None
+
+
+def base_name(kernel: str) -> str:
+    """``attention_forward_sm80`` of ``void fastattn::attention_forward_sm80<64, …>(…)``."""
+    before_template = re.split(r"[<(]", kernel.removeprefix("void "), maxsplit=1)[0]
+    return before_template.rpartition("::")[2]
+
+
+def short_name(kernel: str) -> str:
+    """A C++ name without its namespace, return type and parameters, but with its template arguments."""
+    match = re.match(r"(?:void )?[\w:]*?(\w+)(<.*>)?(?:\(.*\))?$", kernel)
+    if match is None:
+        return kernel
+    template = re.sub(r"\([\w:]+\)", "", match[2] or "")
+    return match[1] + template

@@ -1,0 +1,101 @@
+"""FLOPs and bytes of each operation from its shapes: what it has to compute and to move at the least.
+
+FLOPs count multiplications and additions of the matrix products. A mask leaves its pairs out; a causal mask over as
+many queries as keys counts one half, the convention of the FlashAttention papers. Bytes count every input once and
+every output once, as if each stayed in the L2 between its uses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fastattn.ops import flops
+from fastattn.profiler.roofline import Work
+
+LSE_BYTES = 4  # float32
+
+
+def visible_pairs(
+    seqlen_q: int, seqlen_k: int, window_left: int = -1, window_right: int = -1, top_left: bool = False
+) -> int:
+    """How many pairs of a query and a key attend to each other; -1 is unbounded.
+
+    Query ``i`` stands at position ``i + seqlen_k - seqlen_q``, or with ``top_left`` at ``i``.
+    """
+    if window_left < 0 and window_right < 0:
+        return seqlen_q * seqlen_k
+    if window_left < 0 and window_right == 0 and seqlen_q == seqlen_k:
+        return seqlen_q * seqlen_k // 2
+    offset = 0 if top_left else seqlen_k - seqlen_q
+    total = seqlen_q * seqlen_k
+    if window_right >= 0:
+        total = _keys_before(seqlen_q, seqlen_k, offset + window_right + 1)
+    if window_left >= 0:
+        total -= _keys_before(seqlen_q, seqlen_k, offset - window_left)
+    return total
+
+
+def _keys_before(seqlen_q: int, seqlen_k: int, first: int) -> int:
+    """The sum over queries ``i`` of the keys before key ``first + i``."""
+    growing_from = min(max(-first, 0), seqlen_q)
+    full_from = min(max(seqlen_k - first, 0), seqlen_q)
+    growing = full_from - growing_from
+    return growing * (first + growing_from) + growing * (growing - 1) // 2 + (seqlen_q - full_from) * seqlen_k
+
+
+def attention_forward(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], itemsize: int, pairs: int, bias_bytes: int = 0
+) -> Work:
+    """``query [.., Hq, .., D]``, ``key`` and ``value`` dense or packed; ``pairs`` over all batches and query heads."""
+    out = math.prod(query[:-1])
+    return Work(
+        flops.forward_matmul_flops(pairs, key[-1], value[-1]),
+        (_elements(query, key, value) + out * value[-1]) * itemsize + out * LSE_BYTES + bias_bytes,
+    )
+
+
+def attention_backward(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], itemsize: int, pairs: int, bias_bytes: int = 0
+) -> Work:
+    """The five products of the gradients; reads the forward's inputs, output, its gradient and the lse."""
+    rows = math.prod(query[:-1])
+    read_and_written = 2 * _elements(query, key, value) + 2 * rows * value[-1]
+    return Work(
+        flops.backward_matmul_flops(pairs, key[-1], value[-1]),
+        read_and_written * itemsize + rows * LSE_BYTES + bias_bytes,
+    )
+
+
+def attention_decode(
+    query: Sequence[int],
+    kv_heads: int,
+    value_dim: int,
+    total_tokens: int,
+    itemsize: int,
+    cache_itemsize: int,
+    scales: bool = False,
+) -> Work:
+    """``query [B, Hq, Sq, D]`` over ``total_tokens`` cached ones of all sequences; ``scales``: of an int8 cache."""
+    batch, heads, num_queries, head_dim = query
+    rows = batch * heads * num_queries
+    token_bytes = kv_heads * ((head_dim + value_dim) * cache_itemsize + (8 if scales else 0))
+    return Work(
+        flops.forward_matmul_flops(heads * num_queries * total_tokens, head_dim, value_dim),
+        total_tokens * token_bytes + rows * (head_dim + value_dim) * itemsize + rows * LSE_BYTES,
+    )
+
+
+def int8_matmul(
+    m: int, n: int, k: int, itemsize: int, num_scales: int, extra_elements: int = 0, columns: int | None = None
+) -> Work:
+    """``[m, k] x [n, k]^T`` with int8 weights, forward or input gradient; extra: of a bias and a residual.
+
+    ``columns``: of the result, where they are not ``n`` (or ``k``) but half of them, as with SwiGLU.
+    """
+    elements = m * (k + (n if columns is None else columns)) + extra_elements
+    return Work(2 * m * n * k, elements * itemsize + n * k + 4 * num_scales)
+
+
+def _elements(*shapes: Sequence[int]) -> int:
+    return sum(math.prod(shape) for shape in shapes)

@@ -1,0 +1,697 @@
+"""The CUDA C++ attention backward kernels under the package's own host code: every gradient, against the oracle.
+
+On a GPU where there is one, else as PTX on the emulator, with all of its checks and at several seeds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from attention_cases import (
+    Case,
+    Problem,
+    backward_arguments,
+    compare,
+    forward_arguments,
+    laid_out,
+    make_problem,
+    run_ops,
+    run_public,
+    run_reference,
+)
+from cuda_kernels import DTYPES, EMULATED, MARKS, checked, each_dtype, only_emulated
+from fastattn import native
+from kernel_device import DEVICE
+
+if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+    from emulator import allocations, device, launches
+
+pytestmark = MARKS
+
+CAUSAL = (-1, 0)
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks")
+# Three tiles of rows and two of keys, the last of each not full.
+SHAPE = (1, 2, 1, 141, 101)
+
+
+def run(
+    case: Case, problem: Problem | None = None, *, deterministic: bool = False, **launching: Any
+) -> dict[str, Tensor]:
+    """Output, lse and gradients by the raw ops."""
+    with checked(**launching):
+        return run_ops(torch.ops.fastattn, case, problem or make_problem(case), deterministic)
+
+
+def check(case: Case, problem: Problem | None = None, measure: Case | None = None, **how: Any) -> dict[str, Tensor]:
+    """Every gradient against the oracle. ``measure``: see `attention_cases.check`."""
+    problem = problem or make_problem(case)
+    found = run(case, problem, **how)
+    wanted = {"query", "key", "value"} | ({"sinks"} if case.sinks else set())
+    if problem.bias is not None and problem.bias.is_floating_point():
+        wanted.add("bias")
+    measured = [name for name in GRADIENTS if name.removeprefix("grad_") in wanted]
+    if "bias" in wanted and case.mask_shape[3] == 0:
+        check_bias_of_whole_rows(case, problem, found)
+        measured.remove("grad_bias")
+    compare(case, problem, found, measure, names=measured)
+    for name in GRADIENTS[3:]:
+        if name.removeprefix("grad_") not in wanted:
+            assert found[name].shape == (0,)
+    return found
+
+
+def check_bias_of_whole_rows(case: Case, problem: Problem, found: dict[str, Tensor]) -> None:
+    """Constant along the keys, a bias changes nothing without a sink: its gradient is a sum of terms that cancel, of
+    which the composite is no measure. What it has is what rounding O leaves in delta: five standard deviations of that.
+    """
+    assert problem.bias is not None
+    exact = run_reference(case, problem, torch.float64, torch.float64)["grad_bias"]
+    products = (problem.grad_out.double() * found["out"].double()).square().sum(-1, keepdim=True)
+    deviation = torch.finfo(case.dtype).eps / math.sqrt(12) * products.sum_to_size(problem.bias.shape).sqrt()
+    error = (found["grad_bias"].double() - exact).abs()
+    worst = (error / deviation.clamp(min=1e-6)).max().item()
+    assert worst <= 5, f"grad_bias is off by {worst:.1f} standard deviations"
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, found[name]), name
+
+
+# --- Options ----------------------------------------------------------------------------------------------------------
+
+OPTIONS = [
+    Case(shape=SHAPE),
+    Case(window=CAUSAL, shape=(1, 2, 1, 70, 133)),
+    Case(window=CAUSAL, shape=(1, 2, 1, 133, 70)),  # the first rows see nothing
+    Case(window=CAUSAL, top_left=True, shape=SHAPE),
+    Case(window=(7, -1), shape=SHAPE),
+    Case(window=(-1, 5), shape=SHAPE),
+    Case(window=(40, 3), shape=(1, 2, 1, 101, 141)),
+    Case(window=(20, 5), top_left=True, shape=SHAPE),
+    Case(window=(0, 0), shape=(1, 2, 1, 140, 140), grad_lse=True),
+    Case(window=(2**31 - 1, 2**31 - 1), shape=SHAPE),
+    Case(softcap=2.0, window=CAUSAL, shape=SHAPE),
+    Case(alibi="head", shape=SHAPE),
+    Case(alibi="batch", shape=(2, 3, 1, 17, 140), window=CAUSAL),
+    Case(sinks=True, shape=SHAPE),
+    Case(sinks=True, window=CAUSAL, shape=(2, 2, 1, 90, 70), grad_lse=True),
+    Case(dropout=0.3, shape=SHAPE),
+    Case(dropout=0.7, window=CAUSAL, shape=(2, 2, 1, 30, 150)),
+    Case(dropout=1.0, shape=SHAPE),
+    Case(scale=0.0, softcap=1.0, shape=SHAPE),
+    Case(scale=-0.4, sinks=True, shape=SHAPE),
+    Case(grad_lse=True, shape=SHAPE),
+    Case(shape=(2, 6, 3, 33, 77), window=(30, 30)),
+    Case(shape=(1, 4, 4, 70, 77), sinks=True, window=CAUSAL),
+    Case(mask="bool", mask_shape=(0, 0, 1, 1), shape=SHAPE),
+    Case(mask="bool", mask_shape=(1, 1, 0, 1), shape=(2, 2, 2, 133, 47)),
+    Case(mask="bool", mask_shape=(1, 0, 1, 0), shape=(2, 2, 1, 33, 77)),  # whole rows masked
+    Case(mask="float", mask_shape=(1, 1, 1, 1), shape=(2, 4, 2, 33, 77)),
+    Case(mask="float", mask_shape=(0, 1, 1, 1), shape=(2, 2, 1, 70, 90), dropout=0.2),
+    Case(mask="float", mask_shape=(1, 0, 1, 1), shape=(2, 3, 1, 20, 95), window=CAUSAL),
+    Case(mask="float", mask_shape=(0, 0, 0, 1), shape=(2, 2, 1, 33, 47)),
+    Case(mask="float", mask_shape=(0, 1, 1, 0), shape=(2, 2, 1, 33, 47)),
+    Case(mask="float", mask_shape=(0, 0, 0, 0), shape=(2, 2, 1, 33, 47), softcap=3.0),
+    Case(mask="inf", mask_shape=(0, 1, 1, 1), shape=SHAPE),
+    Case(mask="inf", mask_shape=(1, 1, 1, 0), sinks=True),
+    Case(mask="min", mask_shape=(1, 0, 0, 1), shape=(2, 2, 1, 33, 77)),
+]
+
+
+@pytest.mark.parametrize("index", range(len(OPTIONS)), ids=[str(case) or "none" for case in OPTIONS])
+def test_each_option(index: int) -> None:
+    """The dtypes take turns, as do sums of dQ in any order and in one order."""
+    case = replace(OPTIONS[index], dtype=DTYPES[index % 2])
+    check(case, deterministic=index % 4 >= 2, seed=index)
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "head_dims", [*((dim, dim) for dim in HEAD_DIMS), (8, 24), (40, 16), (72, 96), (192, 128), (64, 256)], ids=str
+)
+@pytest.mark.parametrize("softcap", [0.0, 15.0], ids=["plain", "options"])
+def test_head_dims(head_dims: tuple[int, int], softcap: float, dtype: torch.dtype) -> None:
+    """Each kernel at its own head dim and below, with values narrower and wider than queries."""
+    case = Case(head_dims=head_dims, dtype=dtype, window=(50, 4), softcap=softcap, shape=(1, 2, 2, 81, 70))
+    check(case, seed=head_dims[0])
+
+
+def combination(index: int) -> Case:
+    """Many options at once."""
+    masks = ("", "bool", "float", "inf")
+    return Case(
+        shape=(2, 4, (1, 2, 4)[index % 3], 75 - 20 * (index % 2), 60 + 17 * (index % 3)),
+        head_dims=((32, 32), (64, 48), (24, 64), (128, 128))[index % 4],
+        dtype=DTYPES[index % 2],
+        window=((-1, -1), CAUSAL, (33, 7))[index % 3],
+        softcap=(0.0, 15.0)[index // 2 % 2],
+        alibi="" if index % 4 else "batch",
+        mask=masks[index % 4],
+        mask_shape=(1, 1, 1, 1),
+        sinks=index % 3 != 0,
+        dropout=(0.2, 0.0, 0.4)[index % 3],
+        layout=("bhsd", "bshd", "sliced", "misaligned")[index // 3 % 4],
+        grad_lse=index % 2 == 0,
+        seed=index,
+    )
+
+
+@pytest.mark.parametrize("index", range(12))
+def test_combinations(index: int) -> None:
+    check(combination(index), deterministic=index % 2 == 0, seed=index)
+
+
+# --- Shapes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [(-1, -1), CAUSAL], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("lengths", "head_dim"),
+    [
+        *(((rows, keys), 64) for rows, keys in [(1, 1), (1, 97), (97, 1), (63, 65), (64, 64), (65, 63), (129, 128)]),
+        *(((rows, keys), 256) for rows, keys in [(1, 33), (31, 32), (33, 31), (65, 64)]),
+    ],
+    ids=str,
+)
+def test_lengths_around_tiles(lengths: tuple[int, int], head_dim: int, window: tuple[int, int]) -> None:
+    # Of a row with a single key the gradient is exactly 0 but for what comes through lse; the composite finds that 0
+    # exactly, while dP - delta rounds.
+    case = Case(shape=(1, 2, 1, *lengths), head_dims=(head_dim, head_dim), window=window, grad_lse=True)
+    check(replace(case, dtype=DTYPES[lengths[0] % 2]), deterministic=True, seed=lengths[1])
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 1, 5, 5), (2, 0, 1, 5, 5), (1, 2, 1, 0, 5), (1, 2, 1, 5, 0)], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_empty(shape: tuple[int, int, int, int, int], deterministic: bool) -> None:
+    """Memory that nobody writes is NaN on the emulator."""
+    mask_shape = (1, 1, 1, 1) if deterministic else (0, 0, 0, 0)
+    case = Case(shape=shape, sinks=True, grad_lse=True, mask="float", mask_shape=mask_shape)
+    problem = make_problem(case)
+    found = run(case, problem, deterministic=deterministic)
+    for name in ("query", "key", "value", "bias"):
+        gradient = found[f"grad_{name}"]
+        assert gradient.shape == getattr(problem, name).shape
+        assert torch.count_nonzero(gradient) == 0
+    # Without keys the sink is all there is: its gradient is that of the lse.
+    assert problem.grad_lse is not None
+    expected = problem.grad_lse.sum((0, 2)) if shape[-1] == 0 else torch.zeros(shape[1], device=DEVICE)
+    torch.testing.assert_close(found["grad_sinks"], expected)
+
+
+def test_no_query_heads_beside_key_heads() -> None:
+    problem = make_problem(Case(shape=(2, 2, 1, 5, 7)))
+    problem.query, problem.grad_out = problem.query[:, :0], problem.grad_out[:, :0]
+    found = run(Case(), problem)
+    for name in ("key", "value"):
+        assert found[f"grad_{name}"].shape == getattr(problem, name).shape
+        assert torch.count_nonzero(found[f"grad_{name}"]) == 0
+
+
+# --- Packed sequences -------------------------------------------------------------------------------------------------
+
+PACKED = ((5, 0, 133, 1, 17), (40, 7, 0, 1, 70))
+PACKED_CASES = [
+    Case(lengths=PACKED),
+    Case(lengths=PACKED, window=CAUSAL, shape=(1, 4, 2, 0, 0), sinks=True),
+    Case(lengths=PACKED, window=(9, 2), softcap=2.0, head_dims=(40, 24), grad_lse=True),
+    Case(lengths=PACKED, alibi="batch", dropout=0.4, window=CAUSAL),
+    Case(lengths=((65, 64, 63), (70, 20, 129)), window=CAUSAL, head_dims=(64, 64)),
+    Case(lengths=((0, 0), (3, 4))),
+    Case(lengths=((3, 4), (0, 0)), sinks=True, grad_lse=True),
+    Case(lengths=((), ())),
+]
+
+
+@each_dtype
+@pytest.mark.parametrize("case", PACKED_CASES, ids=str)
+def test_packed(case: Case, dtype: torch.dtype) -> None:
+    check(replace(case, dtype=dtype), deterministic=dtype == torch.float16)
+
+
+def test_rows_of_no_sequence_get_no_gradient_and_have_no_influence() -> None:
+    case = Case(lengths=((20, 70), (90, 30)), sinks=True)
+    problem, inner = make_problem(case), make_problem(case)
+    problem.cu_seqlens_q = torch.tensor([3, 20, 2**30], dtype=torch.int32, device=DEVICE)
+    problem.cu_seqlens_k = torch.tensor([-7, 11, 100], dtype=torch.int32, device=DEVICE)
+    for name in ("query", "grad_out"):
+        setattr(inner, name, getattr(problem, name)[3:])
+        getattr(problem, name)[:3] = torch.nan
+    for name in ("key", "value"):
+        setattr(inner, name, getattr(problem, name)[:100])
+        getattr(problem, name)[100:] = torch.nan
+    inner.cu_seqlens_q = torch.tensor([0, 17, 87], dtype=torch.int32, device=DEVICE)
+    inner.cu_seqlens_k = torch.tensor([0, 11, 100], dtype=torch.int32, device=DEVICE)
+    inner.max_seqlens = problem.max_seqlens = (90, 90)
+    found, expected = run(case, problem, deterministic=True), check(case, inner, deterministic=True)
+    assert torch.count_nonzero(found["grad_query"][:3]) == 0
+    assert torch.equal(found["grad_query"][3:], expected["grad_query"])
+    torch.testing.assert_close(found["grad_sinks"], expected["grad_sinks"])
+    for name in ("grad_key", "grad_value"):
+        assert torch.count_nonzero(found[name][100:]) == 0
+        assert torch.equal(found[name][:100], expected[name])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("broken", [(0, 300, 2, 40), (-7, 5, 2**31 - 1, 9), (9, 9, 9, 9), (0, 140, 1, 139)], ids=str)
+def test_offsets_in_device_memory_are_not_trusted(broken: tuple[int, ...], deterministic: bool) -> None:
+    """Whatever they say, nothing outside of the tensors is touched, and kernels end. Sequences that overlap write the
+    same rows."""
+    case = Case(lengths=((50, 83, 7), (11, 80, 58)))
+    problem = make_problem(case)
+    problem.cu_seqlens_q = torch.tensor(broken, dtype=torch.int32, device=DEVICE)
+    problem.cu_seqlens_k = torch.tensor(broken[::-1], dtype=torch.int32, device=DEVICE)
+    problem.max_seqlens = (140, 149)
+    found = run(case, problem, deterministic=deterministic, **({"races": False} if EMULATED else {}))
+    for name in GRADIENTS[:3]:
+        assert not found[name].isnan().any()
+
+
+def test_sequences_that_overlap_do_not_wait_for_each_other() -> None:
+    """The last begins where the first has rows still: both add to one tile of dQ, in turns counted for one."""
+    case = Case(lengths=((50, 83, 7), (11, 80, 58)))
+    problem = make_problem(case)
+    problem.cu_seqlens_q = torch.tensor([0, 140, 2, 40], dtype=torch.int32, device=DEVICE)
+    problem.cu_seqlens_k = torch.tensor([0, 149, 0, 149], dtype=torch.int32, device=DEVICE)
+    problem.max_seqlens = (140, 149)
+    found = run(case, problem, deterministic=True, **({"races": False} if EMULATED else {}))
+    for name in GRADIENTS[:3]:
+        assert not found[name].isnan().any()
+
+
+def test_bounds_larger_than_the_tensors() -> None:
+    case = Case(lengths=((9, 70), (40, 7)), window=(2**31 - 2, 3))
+    problem = make_problem(case)
+    expected = run(case, problem, deterministic=True)
+    problem.max_seqlens = (2**31 - 1, 2**31 - 1)
+    assert_equal(run(case, problem, deterministic=True), expected)
+
+
+# --- Layouts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sliced", "misaligned"])
+def test_layouts(layout: str) -> None:
+    case = Case(layout=layout, shape=(2, 4, 2, 19, 65), head_dims=(24, 16), window=CAUSAL)
+    found = check(case)
+    for name in GRADIENTS[:3]:
+        assert (found[name].stride(1) < found[name].stride(2)) == (layout == "bshd")
+
+
+def test_interleaved_heads_in_a_buffer_whose_rest_is_nan() -> None:
+    case = Case(shape=(2, 6, 3, 70, 90), window=CAUSAL)
+    problem, expected = make_problem(case), run(case, deterministic=True)
+    for name in ("query", "key", "value", "grad_out"):
+        tensor = getattr(problem, name)
+        batch, heads, rows, head_dim = tensor.shape
+        buffer = torch.full((batch, rows, heads + 1, head_dim), torch.nan, dtype=tensor.dtype, device=tensor.device)
+        buffer[:, :, :heads] = tensor.transpose(1, 2)
+        setattr(problem, name, buffer[:, :, :heads].transpose(1, 2))
+    assert_equal(run(case, problem, deterministic=True), expected)
+
+
+@pytest.mark.parametrize("mask", ["bool", "float"])
+def test_mask_of_any_strides(mask: str) -> None:
+    case = Case(mask=mask, mask_shape=(1, 1, 1, 1), shape=(2, 2, 1, 18, 70))
+    problem, expected = make_problem(case), run(case, deterministic=True)
+    assert problem.bias is not None
+    problem.bias = problem.bias.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
+    assert_equal(run(case, problem, deterministic=True), expected)
+    problem.bias = laid_out(problem.bias, "sliced") if mask == "float" else problem.bias.repeat(1, 1, 1, 2)[..., :70]
+    assert_equal(run(case, problem, deterministic=True), expected)
+
+
+def test_expanded_gradients_of_the_output_and_lse() -> None:
+    """As `out.sum()` sends them: with strides of 0."""
+    case = Case(shape=(1, 2, 1, 70, 90), grad_lse=True)
+    problem = make_problem(case)
+    one = torch.ones((), dtype=case.dtype, device=DEVICE)
+    problem.grad_out, problem.grad_lse = one.expand(problem.grad_out.shape), one.float().expand(1, 2, 70)
+    check(case, problem)
+
+
+# --- Values -----------------------------------------------------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("kind", ["large", "one dominant key", "strongly negative", "constant rows"])
+def test_magnitudes(kind: str, dtype: torch.dtype) -> None:
+    case = Case(window=CAUSAL, shape=(1, 2, 1, 70, 100), dtype=dtype, magnitude=30.0 if kind == "large" else 1.0)
+    problem = make_problem(case)
+    if kind == "one dominant key":
+        problem.key[:, :, 40] *= 40
+    elif kind == "strongly negative":  # all scores near -1000: exp underflows unless the maximum is subtracted
+        problem.query[..., 0], problem.key[..., 0] = 64.0, -64.0
+    elif kind == "constant rows":
+        problem.key[:] = problem.key[:, :, :1].clone()
+    check(case, problem)
+
+
+@pytest.mark.parametrize("softcap", [1e3, 1e12], ids=str)
+def test_a_large_softcap_changes_next_to_nothing(softcap: float) -> None:
+    """The largest is infinite in 16 bits: without a softcap, the composite computes next to the same."""
+    case = Case(softcap=softcap, shape=(1, 2, 1, 20, 70), magnitude=4.0)
+    check(case, measure=replace(case, softcap=0.0))
+
+
+@each_dtype
+def test_every_key_at_finfo_min(dtype: torch.dtype) -> None:
+    """finfo.min is a number: a row of nothing else attends uniformly, and its gradient is that of a uniform row."""
+    case = Case(mask="all min", mask_shape=(0, 0, 1, 1), dtype=dtype, shape=(1, 2, 1, 70, 80))
+    problem = make_problem(case)
+    found = run(case, problem)
+    expected = problem.grad_out.double().sum(2, keepdim=True) / problem.key.shape[2]
+    expected = expected.expand(found["grad_value"].shape)
+    torch.testing.assert_close(found["grad_value"].double(), expected, atol=2e-3, rtol=8e-3)
+    assert all(found[name].isfinite().all() for name in GRADIENTS[:4])
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(window=CAUSAL, shape=(1, 2, 1, 100, 100)),
+        Case(window=(6, 2), shape=(1, 2, 2, 90, 100), sinks=True),
+        Case(window=CAUSAL, shape=(1, 2, 1, 20, 150), head_dims=(64, 64), softcap=4.0),
+        Case(window=CAUSAL, top_left=True, shape=(1, 2, 1, 70, 150), dropout=0.1),  # no row sees them
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_masked_keys_have_no_influence(case: Case, dtype: torch.dtype, poison: float) -> None:
+    """Rows that do not see a poisoned key get what they get without it, as do keys that only such rows see."""
+    case = replace(case, dtype=dtype)
+    clean, spoiled = make_problem(case), make_problem(case)
+    first = clean.key.shape[2] - 9
+    for tensor in (spoiled.key, spoiled.value):
+        tensor[:, :, first:] = poison
+    position = torch.arange(case.shape[3], device=DEVICE)
+    position = position if case.top_left else position + case.shape[4] - case.shape[3]
+    unaffected = position + case.window[1] < first
+    for problem in (clean, spoiled):  # rows that see a poisoned key send no gradient
+        problem.grad_out[:, :, ~unaffected] = 0
+    expected, found = (run(case, problem, deterministic=True) for problem in (clean, spoiled))
+    assert torch.equal(found["grad_query"][:, :, unaffected], expected["grad_query"][:, :, unaffected])
+    if unaffected.all():
+        assert_equal(found, expected)
+        return
+    seen_from = position[~unaffected].min() - case.window[0] if case.window[0] >= 0 else 0
+    alone = torch.arange(first, device=DEVICE) < seen_from
+    for name in ("grad_key", "grad_value"):
+        assert torch.equal(found[name][:, :, :first][:, :, alone], expected[name][:, :, :first][:, :, alone]), name
+
+
+@pytest.mark.parametrize("mask", ["bool", "inf"])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_keys_hidden_by_a_mask_have_no_influence(mask: str, poison: float) -> None:
+    case = Case(mask=mask, mask_shape=(0, 0, 1, 1), shape=(1, 2, 1, 70, 80), dropout=0.1)
+    clean, spoiled = make_problem(case), make_problem(case)
+    for problem in (clean, spoiled):
+        assert problem.bias is not None
+        problem.bias[..., 13] = False if mask == "bool" else -torch.inf
+    for tensor in (spoiled.key, spoiled.value):
+        tensor[:, :, 13] = poison
+    expected, found = (run(case, problem, deterministic=True) for problem in (clean, spoiled))
+    assert_equal(found, expected)
+    assert torch.count_nonzero(found["grad_key"][:, :, 13]) == torch.count_nonzero(found["grad_value"][:, :, 13]) == 0
+
+
+# --- Order ------------------------------------------------------------------------------------------------------------
+
+ORDERED = Case(window=(90, 30), shape=(1, 4, 2, 200, 150), dropout=0.2, mask="float", mask_shape=(0, 0, 1, 1))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(ORDERED, dtype=torch.bfloat16),
+        Case(window=CAUSAL, shape=(2, 2, 1, 200, 150), head_dims=(64, 64)),
+        Case(lengths=PACKED, shape=(1, 4, 4, 0, 0), sinks=True, grad_lse=True),
+    ],
+    ids=str,
+)
+def test_deterministic_gradients_have_the_same_bits(case: Case) -> None:
+    """In any order of CTAs, warps and copies, and on GPUs of any size."""
+    problem = make_problem(case)
+    first = check(case, problem, deterministic=True)
+    for seed in range(4):
+        assert_equal(run(case, problem, deterministic=True, **({"seed": seed} if EMULATED else {})), first)
+    for num_sms in (1, 2, 7) if EMULATED else ():
+        with device.emulated(80, num_sms=num_sms):
+            assert_equal(run(case, problem, deterministic=True, seed=num_sms, workers=1), first)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_in_any_order_are_as_good(seed: int) -> None:
+    """dQ is added up as it comes; the other gradients have one owner for each element, and the same bits."""
+    case = replace(ORDERED, dtype=torch.bfloat16)
+    found, expected = check(case, seed=seed), run(case, deterministic=True)
+    del found["grad_query"], expected["grad_query"]
+    assert_equal(found, expected)
+
+
+# --- What a launch does -----------------------------------------------------------------------------------------------
+
+
+def recorded(case: Case, kernel: str) -> Any:
+    """The one launch of that kernel in a backward pass."""
+    with launches.recorded() as found:
+        run(case)
+    (launched,) = (each for each in found if f"attention_backward_{kernel}_sm80" in each.report.kernel)
+    return launched
+
+
+@only_emulated
+@each_dtype
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("softcap", [0.0, 15.0], ids=["plain", "options"])
+def test_shared_memory_without_conflicts_and_global_memory_in_whole_sectors(
+    head_dim: int, softcap: float, dtype: torch.dtype
+) -> None:
+    case = Case(head_dims=(head_dim, head_dim), dtype=dtype, window=CAUSAL, softcap=softcap, shape=(1, 1, 1, 128, 128))
+    report = recorded(case, "key_value").report
+    assert report.bank_conflicts == 0
+    wasteful = [
+        row
+        for row in report.rows
+        if row.global_bytes and 32 * row.global_sectors > max(row.global_bytes, 32 * row.warps)
+    ]
+    assert not wasteful
+
+
+@only_emulated
+def test_tiles_that_no_row_sees_are_not_visited() -> None:
+    """A window of 8 keys over 1000: the tensor cores have work for the tiles at the diagonal alone."""
+    case = Case(window=(8, 0), shape=(1, 1, 1, 1000, 1000), head_dims=(64, 64))
+    (work,) = recorded(case, "key_value").report.tensor_core.values()
+    tile = native.TILES["attention_backward_key_value_sm80"]["64"]
+    num_tiles = -(-1000 // tile["block_n"])
+    rows = 2 * tile["block_m"]  # that a tile of keys and the 8 rows behind it touch
+    assert work.multiply_adds <= 5 * num_tiles * rows * tile["block_n"] * 64
+
+
+@only_emulated
+def test_memory_grows_with_tokens_not_with_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    most: list[int] = []
+    note = launches.note
+
+    def measuring(launched: Any) -> None:
+        most[-1] = max(most[-1], sum(size for _, size, _ in allocations.live()))
+        note(launched)
+
+    monkeypatch.setattr(launches, "note", measuring)
+    for tokens in (512, 1024):
+        case = Case(shape=(1, 1, 1, tokens, tokens), window=(16, 0))
+        problem = make_problem(case)
+        before = sum(size for _, size, _ in allocations.live())
+        most.append(0)
+        run(case, problem, deterministic=True)
+        most[-1] -= before
+    assert 0 < most[0] < 512 * 512 and most[1] <= 2 * most[0]
+
+
+# --- The public functions ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", range(12))
+def test_public_functions(index: int) -> None:
+    """The same combinations as above, and the drop-in; recorded, so that nothing else runs."""
+    case = combination(index)
+    if index % 4 == 3:
+        case = replace(case, lengths=PACKED, mask="", layout="bhsd")
+    elif index % 4 == 1:
+        window = CAUSAL if case.window == CAUSAL else (-1, -1)
+        case = replace(
+            case, top_left=True, window=window, softcap=0.0, dropout=0.0, sinks=False, alibi="", grad_lse=False
+        )
+    problem = make_problem(case)
+    with checked(), fastattn.record() as calls:
+        found = run_public(case, problem, "cuda")
+    assert [(call.op, call.backend) for call in calls] == [("attention", "cuda"), ("attention backward", "cuda")]
+    compare(case, problem, found, names=[name for name in found if name not in ("out", "lse")])
+
+
+@each_dtype
+def test_the_dispatcher_chooses_it_for_training(dtype: torch.dtype) -> None:
+    query, key, value = (torch.randn(1, 2, 20, 64, dtype=dtype, device=DEVICE, requires_grad=True) for _ in range(3))
+    explained = fastattn.explain(fastattn.attention, query, key, value, causal=True)
+    name = f"attention_forward_sm80<64, {str(dtype).removeprefix('torch.')}, causal>"
+    assert (explained.backend, explained.kernel) == ("cuda", name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True}, {"softcap": 3.0, "window": (1, 1), "bias": True, "sinks": True}],
+    ids=["causal", "softcap, window, bias, sinks"],
+)
+def test_finite_differences(options: dict[str, Any]) -> None:
+    """Steps of 1/16 from inputs that float16 holds exactly: what rounding the output loses is far below them."""
+    generator = torch.Generator().manual_seed(3)
+
+    def leaf(*shape: int) -> Tensor:
+        drawn = torch.randn(shape, generator=generator).mul(16).round().div(16).clamp(-1.5, 1.5)
+        return drawn.double().to(DEVICE).requires_grad_()
+
+    names = [name for name in ("bias", "sinks") if name in options]
+    shapes = {"bias": (1, 1, 2, 3), "sinks": (2,)}
+    leaves = [leaf(1, 2, 2, 8), leaf(1, 1, 3, 8), leaf(1, 1, 3, 8), *(leaf(*shapes[name]) for name in names)]
+
+    def attend(*tensors: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, *rest = (tensor.half() for tensor in tensors)
+        result = fastattn.attention(
+            query, key, value, return_lse=True, deterministic=True, **{**options, **dict(zip(names, rest, strict=True))}
+        )
+        return tuple(part.double() for part in result)
+
+    with fastattn.use_backend("cuda"):
+        assert torch.autograd.gradcheck(attend, leaves, eps=1 / 16, atol=0.012, rtol=0.02, nondet_tol=0.0)
+
+
+def test_second_derivatives_are_refused() -> None:
+    query = torch.randn(1, 1, 5, 16, dtype=torch.float16, device=DEVICE, requires_grad=True)
+    with fastattn.use_backend("cuda"):
+        out = fastattn.attention(query, query, query)
+    assert isinstance(out, Tensor)
+    (gradient,) = torch.autograd.grad(out.sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="attention_backward: second derivatives are not implemented; use_backend"):
+        gradient.sum().backward()
+
+
+# --- The op -----------------------------------------------------------------------------------------------------------
+
+
+def op_arguments(**changes: Any) -> dict[str, Any]:
+    """Of the raw op, by name."""
+    case = Case(shape=(2, 4, 2, 5, 7), head_dims=(64, 64))
+    problem = make_problem(case)
+    out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+    schema = torch.ops.fastattn.attention_backward.default._schema
+    names = [argument.name for argument in schema.arguments]
+    return {**dict(zip(names, backward_arguments(case, problem, out, lse), strict=True)), **changes}
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+
+# what is wrong: changed arguments, words of the message
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "rank": ({"query": zeros(4, 5, 64)}, "query must have 4 dimensions, got shape [4, 5, 64]"),
+    "key": ({"key": zeros(1, 2, 7, 64)}, "key must have shape [2, 2, 7, 64], got [1, 2, 7, 64]"),
+    "head dim": (
+        {"value": zeros(2, 2, 7, 264)},
+        "value must have a head dim that is a multiple of 8 up to 256, got 264",
+    ),
+    "grad_out": ({"grad_out": zeros(2, 4, 5, 32)}, "grad_out must have shape [2, 4, 5, 64], got [2, 4, 5, 32]"),
+    "grad_out dtype": (
+        {"grad_out": zeros(2, 4, 5, 64, dtype=torch.float32)},
+        "grad_out must have the dtype of query, Half, got Float",
+    ),
+    "out": ({"out": zeros(4, 5, 64)}, "out must have shape [2, 4, 5, 64], got [4, 5, 64]"),
+    "out dtype": (
+        {"out": zeros(2, 4, 5, 64, dtype=torch.bfloat16)},
+        "out must have the dtype of query, Half, got BFloat16",
+    ),
+    "lse": ({"lse": zeros(2, 5, 4, dtype=torch.float32)}, "lse must have shape [2, 4, 5], got [2, 5, 4]"),
+    "lse dtype": ({"lse": zeros(2, 4, 5)}, "lse must be float32, got Half"),
+    "grad_lse": (
+        {"grad_lse": zeros(2, 4, dtype=torch.float32)},
+        "grad_lse must have shape [2, 4, 5], got [2, 4]",
+    ),
+    "grad_lse dtype": (
+        {"grad_lse": zeros(2, 4, 5, dtype=torch.float64)},
+        "grad_lse must be float32, got Double",
+    ),
+    "bias": ({"bias": zeros(1, 1, 5, 6)}, "bias must have size 7 or 1 in dim 3, got shape [1, 1, 5, 6]"),
+    "gradient of a bool mask": (
+        {"bias": zeros(1, 1, 5, 7, dtype=torch.bool), "bias_grad": True},
+        "bias must not be bool where bias_grad is true, got Bool",
+    ),
+    "sinks": ({"sinks": zeros(3, dtype=torch.float32)}, "sinks must have shape [4], got [3]"),
+    "no seed": (
+        {"dropout_p": 0.5, "dropout_seed": None},
+        "dropout_seed must be a tensor where dropout_p is not 0",
+    ),
+    "one of the offsets": (
+        {"cu_seqlens_k": zeros(3, dtype=torch.int32)},
+        "cu_seqlens_q and cu_seqlens_k must both be given, or neither",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_of_the_op(name: str) -> None:
+    changed, words = BAD[name]
+    with pytest.raises(RuntimeError, match=re.escape(f"fastattn.attention_backward: {words}")):
+        torch.ops.fastattn.attention_backward(**op_arguments(**changed))
+
+
+def test_a_negative_bound_is_refused() -> None:
+    case = Case(lengths=((3,), (4,)))
+    problem = make_problem(case)
+    problem.max_seqlens = (-1, 4)
+    with pytest.raises(RuntimeError, match="attention_forward: max_seqlen_q must not be negative, got -1"):
+        torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+
+
+def test_a_bias_gradient_nobody_asked_for_is_not_computed() -> None:
+    found = dict(
+        zip(GRADIENTS, torch.ops.fastattn.attention_backward(**op_arguments(bias=zeros(1, 1, 5, 7))), strict=True)
+    )
+    assert found["grad_bias"].shape == (0,)
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_opcheck(index: int) -> None:
+    case = [Case(shape=(2, 4, 2, 20, 30)), combination(2), replace(PACKED_CASES[1], sinks=False)][index]
+    problem = make_problem(case)
+    out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+    with checked():
+        torch.library.opcheck(
+            torch.ops.fastattn.attention_backward.default, backward_arguments(case, problem, out, lse)
+        )
+
+
+def test_every_instance_is_launched() -> None:
+    """By the tables above: head dims, dtypes and whether there are options are those of the instance files."""
+    folder = Path(__file__).resolve().parents[2] / "csrc" / "attention" / "instances"
+    expected = {"backward_sinks_sm80"}
+    for dtype in ("f16", "bf16"):
+        expected |= {f"backward_{kernel}_{dtype}_sm80" for kernel in ("rows", "bias")}
+        for head_dim in HEAD_DIMS:
+            kernels = (
+                f"query_d{head_dim}_{dtype}",
+                *(f"key_value_d{head_dim}_{dtype}_{o}" for o in ("plain", "options")),
+            )
+            expected |= {f"backward_{kernel}_sm80" for kernel in kernels}
+    assert {file.stem for file in folder.glob("backward_*.cu")} == expected

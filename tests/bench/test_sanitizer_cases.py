@@ -1,0 +1,55 @@
+"""The cases that compute-sanitizer watches launch every kernel that there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastattn
+from benchmarks.evidence import sanitizer_cases
+from fastattn.dispatch.support import KERNEL_BACKENDS
+from kernel_device import DEVICE
+
+pytestmark = pytest.mark.usefixtures("emulated_gpu")
+
+ROOT = Path(__file__).parents[2]
+
+
+def kernels_in(folder: str, pattern: str) -> set[str]:
+    """The names that the pattern finds in the sources of a folder."""
+    sources = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cuh", ".cu")]
+    return {name for path in sources for name in re.findall(pattern, path.read_text())}
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the emulator is who knows which kernels ran")
+def test_every_kernel_runs() -> None:
+    from emulator import launches
+
+    with launches.recorded() as found:
+        ran = {
+            (backend, case): sanitizer_cases.run(backend, case, torch.device(DEVICE))
+            for backend in KERNEL_BACKENDS
+            for case in sanitizer_cases.CASES
+        }
+    names = {launched.report.kernel for launched in found}
+    expected = kernels_in("triton_kernels", r"\ndef (\w+_kernel)\(")
+    assert len(expected) >= 10
+    if any(ran["cuda", case] for case in sanitizer_cases.CASES):
+        native = kernels_in("csrc", r"__global__ void (?:__launch_bounds__\([^()]*\)\s+)?(\w+)\(")
+        assert native
+        expected |= native
+    assert not {kernel for kernel in expected if not any(kernel in name for name in names)}
+    without_triton = {case for case in sanitizer_cases.CASES if not ran["triton", case]}
+    assert without_triton == {case for case in sanitizer_cases.CASES if case.startswith("int8 activations")}
+
+
+def test_what_a_backend_does_not_take_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    def case(device: torch.device) -> None:
+        raise fastattn.InputError("use_backend('cuda'): the kernel lacks it.\nmore")
+
+    monkeypatch.setitem(sanitizer_cases.CASES, "a case", case)
+    assert not sanitizer_cases.run("cuda", "a case", torch.device(DEVICE))
+    assert capsys.readouterr().out.endswith("a case: not taken: use_backend('cuda'): the kernel lacks it.\n")

@@ -1,0 +1,329 @@
+"""KVCache: generation step by step equals attention over everything, whatever the cache went through in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from by_hand import normal
+from fastattn import InputError, reference
+from fastattn.cache.contiguous import KVCache
+from fastattn.errors import CacheFull
+
+LAYERS, BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 3, 4, 2, 16, 8
+TOTAL = 12
+
+
+@pytest.fixture(autouse=True)
+def _on_the_torch_path() -> Iterator[None]:
+    with fastattn.use_backend("torch"):
+        yield
+
+
+def cache_of(**changes: Any) -> KVCache:
+    usual: dict[str, Any] = {
+        "num_layers": LAYERS,
+        "batch": BATCH,
+        "kv_heads": KV_HEADS,
+        "head_dim": DIM,
+        "value_dim": VALUE_DIM,
+        "capacity": 4,
+        "dtype": torch.float64,
+    }
+    return KVCache(**{**usual, **changes})
+
+
+def tokens(layer: int, total: int = TOTAL) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer's query, key and value of ``total`` tokens."""
+    return (
+        normal(10 * layer + 1, BATCH, HEADS, TOTAL, DIM)[:, :, :total],
+        normal(10 * layer + 2, BATCH, KV_HEADS, TOTAL, DIM)[:, :, :total],
+        normal(10 * layer + 3, BATCH, KV_HEADS, TOTAL, VALUE_DIM)[:, :, :total],
+    )
+
+
+def feed(cache: KVCache, begin: int, end: int, **options: Any) -> list[Any]:
+    """Tokens ``begin`` to ``end`` through every layer; each layer's outputs."""
+    return [
+        cache.attend(layer, *(t[:, :, begin:end] for t in tokens(layer)), **options)
+        for layer in range(cache.num_layers)
+    ]
+
+
+def whole(layer: int, total: int = TOTAL, **options: Any) -> Any:
+    return fastattn.attention(*tokens(layer, total), causal=True, **options)
+
+
+def state(cache: KVCache) -> list[Tensor]:
+    parts = [cache.arguments(layer) for layer in range(cache.num_layers)]
+    return [t.clone() for part in parts for t in part.values() if t is not None]
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(actual) == len(expected)
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a, e)
+
+
+@pytest.mark.parametrize("chunks", [(1,) * TOTAL, (5, 1, 1, 5), (TOTAL,)], ids=["tokens", "chunks", "prompt"])
+@pytest.mark.parametrize("capacity", [1, 4, 64])
+def test_generation_is_attention_over_all(capacity: int, chunks: tuple[int, ...]) -> None:
+    cache, begin = cache_of(capacity=capacity), 0
+    outputs: list[list[Tensor]] = []
+    for chunk in chunks:
+        outputs.append(feed(cache, begin, begin + chunk, window=(6, 0)))
+        begin += chunk
+    for layer in range(LAYERS):
+        out = torch.cat([step[layer] for step in outputs], dim=2)
+        torch.testing.assert_close(out, whole(layer, window=(6, 0)))
+    assert cache.lengths() == [TOTAL] * BATCH
+    assert cache.capacity >= TOTAL
+
+
+def test_options_and_lse_go_through() -> None:
+    cache = cache_of()
+    angle = torch.arange(TOTAL)[:, None] * torch.logspace(0, -1, DIM // 2)
+    options: dict[str, Any] = {"sinks": normal(5, HEADS), "softcap": 3.0}
+    cos, sin = angle.cos().double(), angle.sin().double()
+    out, lse = cache.attend(0, *tokens(0), rotary_cos=cos, rotary_sin=sin, return_lse=True, **options)
+    query, key, value = tokens(0)
+    query, key = (reference.rotary(t, cos[None], sin[None]) for t in (query, key))
+    expected = fastattn.attention(query, key, value, causal=True, return_lse=True, **options)
+    torch.testing.assert_close((out, lse), tuple(expected))
+
+
+def test_growth_doubles_and_keeps_what_was_there() -> None:
+    cache = cache_of(capacity=4)
+    feed(cache, 0, 4)
+    assert cache.capacity == 4
+    before = state(cache)
+    feed(cache, 4, 5)
+    assert cache.capacity == 8
+    for old, new in zip(before, state(cache), strict=True):
+        if old.dim() == 4:
+            assert torch.equal(new[:, :, :4], old)
+    feed(cache, 5, 5)
+    assert cache.capacity == 8
+    cache.reserve(11)
+    assert cache.capacity == 11
+    cache.reserve(3)
+    assert cache.capacity == 11
+    torch.testing.assert_close(feed(cache, 5, TOTAL)[1], whole(1)[:, :, 5:])
+
+
+def test_growth_ends_at_the_maximum_and_leaves_the_cache_as_it_was() -> None:
+    cache = cache_of(capacity=3, max_capacity=5)
+    feed(cache, 0, 4)
+    assert cache.capacity == 5
+    before = state(cache)
+    with pytest.raises(CacheFull, match="no room for 6 tokens per sequence; max_capacity is 5"):
+        feed(cache, 4, 6)
+    assert_same(state(cache), before)
+    torch.testing.assert_close(feed(cache, 4, 5)[0], whole(0, 5)[:, :, 4:])
+
+
+def test_a_refused_append_leaves_the_cache_as_it_was() -> None:
+    cache = cache_of()
+    feed(cache, 0, 4)
+    before = state(cache)
+    query, key, value = (t[:, :, 4:5] for t in tokens(0))
+    wrongs: list[dict[str, Any]] = [{"v_new": value.float()}, {"query": query[..., :8]}, {"softcap": -1.0}]
+    for wrong in wrongs:
+        with pytest.raises(InputError):
+            cache.attend(0, **{"query": query, "k_new": key, "v_new": value, **wrong})
+    after = state(cache)
+    assert_same([t[:, :, :4] if t.dim() == 4 else t for t in after], before)
+    torch.testing.assert_close(feed(cache, 4, 5)[0], whole(0, 5)[:, :, 4:])
+
+
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["ints", "tensor"])
+def test_a_ragged_prompt_is_padded_and_truncated(as_tensor: bool) -> None:
+    """What follows the truncation overwrites the padding, at each sequence's own position."""
+    lengths = [2, 5, 3]
+    cache = cache_of(capacity=16)
+    prompt = feed(cache, 0, 5)
+    cache.truncate(torch.tensor(lengths) if as_tensor else lengths)
+    assert cache.lengths() == lengths
+    step = feed(cache, 6, 7)
+    for layer in range(LAYERS):
+        for b, length in enumerate(lengths):
+            own = [*range(length), 6]
+            query, key, value = (t[b : b + 1, :, own] for t in tokens(layer))
+            expected: Any = fastattn.attention(query, key, value, causal=True)
+            torch.testing.assert_close(prompt[layer][b, :, :length], expected[0, :, :length])
+            torch.testing.assert_close(step[layer][b], expected[0, :, length:])
+    assert cache.lengths() == [length + 1 for length in lengths]
+
+
+def test_truncation_never_lengthens_and_makes_room() -> None:
+    cache = cache_of(capacity=8)
+    feed(cache, 0, 8)
+    cache.truncate(99)
+    assert cache.lengths() == [8] * BATCH
+    cache.truncate(6)
+    feed(cache, 6, 8)
+    assert cache.capacity == 8
+    cache.truncate([0, 3, 8])
+    assert cache.lengths() == [0, 3, 8]
+
+
+def test_reset_forgets_everything() -> None:
+    cache = cache_of(capacity=8)
+    feed(cache, 3, 11)
+    capacity = cache.capacity
+    cache.reset()
+    assert cache.lengths() == [0] * BATCH
+    torch.testing.assert_close(feed(cache, 0, 8)[1], whole(1, 8))
+    assert cache.capacity == capacity
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_reorder_moves_whole_sequences(quantized: bool) -> None:
+    cache, expected = cache_of(quantized=quantized), cache_of(quantized=quantized)
+    order = torch.tensor([2, 2, 0])
+    feed(cache, 0, 5)
+    feed(expected, 0, 5)
+    cache.truncate([5, 4, 3])
+    cache.reorder(order)
+    assert cache.lengths() == [3, 3, 5]
+    for layer in range(LAYERS):
+        for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
+            actual, moved = cache.arguments(layer)[name], expected.arguments(layer)[name]
+            assert (actual is None) == (not quantized and name.endswith("scale"))
+            if actual is not None:
+                assert torch.equal(actual, moved[order])
+
+
+def test_append_is_attend_without_a_query() -> None:
+    cache = cache_of(quantized=True)
+    other = cache_of(quantized=True)
+    feed(other, 0, 5)
+    for layer in range(LAYERS):
+        _, key, value = tokens(layer, 5)
+        cache.append(layer, key, value)
+    assert_same(state(cache), state(other))
+
+
+def test_quantized_caches_lose_what_int8_loses_and_grow_too() -> None:
+    exact, rounded = cache_of(), cache_of(quantized=True)
+    for begin in range(TOTAL):
+        a, b = feed(exact, begin, begin + 1)[1], feed(rounded, begin, begin + 1)[1]
+        assert 0 < (a - b).abs().max().item() < 0.1
+    assert rounded.nbytes < exact.nbytes / 3
+    stored, key = rounded.arguments(1), tokens(1)[1]
+    back = stored["k_cache"][:, :, :TOTAL].double() * stored["k_scale"][:, :, :TOTAL, None]
+    assert bool(((back - key).abs() <= key.abs().amax(-1, keepdim=True) / 127 * 0.5001).all())
+
+
+def test_rows_lie_where_vector_loads_want_them() -> None:
+    for quantized, dim in ((True, 24), (False, 20), (True, 8)):
+        cache = cache_of(head_dim=dim, value_dim=None, dtype=torch.float16, quantized=quantized)
+        stored: Tensor = cache.arguments(0)["k_cache"]
+        assert stored.shape[-1] == dim
+        assert all(stride * stored.element_size() % 16 == 0 for stride in stored.stride()[:3])
+
+
+def test_it_works_across_inference_mode() -> None:
+    with torch.inference_mode():
+        cache = cache_of(capacity=2)
+        feed(cache, 0, 5)
+    with torch.no_grad():
+        out = feed(cache, 5, 6)[0]
+    torch.testing.assert_close(out, whole(0, 6)[:, :, 5:])
+
+
+def test_a_step_compiles_and_still_grows() -> None:
+    cache = cache_of(num_layers=1, capacity=2)
+    step = torch.compile(lambda *new: cache.attend(0, *new), fullgraph=True, backend="aot_eager")
+    for begin in range(3):
+        out = step(*(t[:, :, begin : begin + 1] for t in tokens(0)))
+        torch.testing.assert_close(out, whole(0, begin + 1)[:, :, begin:])
+    assert cache.capacity == 4
+    assert cache.arguments(0)["cache_seqlens"].tolist() == [3] * BATCH
+
+
+def test_replays_are_noted() -> None:
+    cache = cache_of(capacity=8)
+    feed(cache, 0, 3)
+    cache.cache_seqlens.fill_(7)  # as a replay would, on the device
+    cache.note_replayed(4)
+    with pytest.raises(InputError, match=r"num_new: expected at most 1, the room that there was, got 2"):
+        cache.note_replayed(2)
+    feed(cache, 7, 9)
+    assert cache.capacity == 16
+
+
+def test_repr_says_what_it_holds() -> None:
+    text = repr(cache_of(quantized=True))
+    for words in ("num_layers=2", "batch=3", "capacity=4", "kv_heads=2", "head_dim=16", "value_dim=8", "int8 on cpu"):
+        assert words in text
+
+
+def attend(**changes: Any) -> dict[str, Any]:
+    query, key, value = (t[:, :, :1] for t in tokens(0))
+    return {"layer": 0, "query": query, "k_new": key, "v_new": value, **changes}
+
+
+C = cache_of()
+# what is wrong: function, arguments, error type, words of the message (argument, expected, came)
+TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tuple[str, ...]]] = {
+    "num_layers": (cache_of, {"num_layers": 0}, InputError, ("num_layers", "at least 1", "0")),
+    "batch": (cache_of, {"batch": -1}, InputError, ("batch", "at least 0", "-1")),
+    "kv_heads": (cache_of, {"kv_heads": 2.0}, TypeError, ("kv_heads", "int", "float")),
+    "head_dim": (cache_of, {"head_dim": 0}, InputError, ("head_dim", "at least 1", "0")),
+    "value_dim": (cache_of, {"value_dim": "8"}, TypeError, ("value_dim", "int", "str")),
+    "capacity": (cache_of, {"capacity": 0}, InputError, ("capacity", "at least 1", "0")),
+    "max_capacity": (cache_of, {"max_capacity": 3}, InputError, ("max_capacity", "at least 4", "3")),
+    "dtype": (cache_of, {"dtype": torch.int8}, InputError, ("dtype", "float16", "int8")),
+    "dtype type": (cache_of, {"dtype": "half"}, TypeError, ("dtype", "torch.dtype", "str")),
+    "quantized": (cache_of, {"quantized": None}, TypeError, ("quantized", "bool", "NoneType")),
+    "layer": (C.attend, attend(layer=2), InputError, ("layer", "0 to 1", "2")),
+    "layer type": (C.attend, attend(layer="0"), TypeError, ("layer", "int", "str")),
+    "query type": (C.attend, attend(query=None), TypeError, ("query", "torch.Tensor", "NoneType")),
+    "query batch": (
+        C.attend,
+        attend(query=torch.zeros(2, 4, 1, 16)),
+        InputError,
+        ("query", "[3, 4, 1, 16]", "[2, 4, 1, 16]"),
+    ),
+    "k_new type": (C.attend, attend(k_new=None), TypeError, ("k_new", "torch.Tensor", "NoneType")),
+    "k_new rank": (
+        C.attend,
+        attend(k_new=torch.zeros(3, 2, 16)),
+        InputError,
+        ("k_new", "[B, Hkv, S_new, D]", "[3, 2, 16]"),
+    ),
+    "v_new rows": (
+        C.attend,
+        attend(v_new=torch.zeros(3, 2, 2, 8)),
+        InputError,
+        ("v_new", "[3, 2, 1, 8]", "[3, 2, 2, 8]"),
+    ),
+    "truncate type": (C.truncate, {"lengths": "all"}, TypeError, ("lengths", "int", "str")),
+    "truncate count": (C.truncate, {"lengths": [1, 2]}, InputError, ("lengths", "3 lengths", "2")),
+    "truncate negative": (C.truncate, {"lengths": [1, 2, -1]}, InputError, ("lengths", "at least 0", "-1")),
+    "truncate shape": (C.truncate, {"lengths": torch.zeros(2).int()}, InputError, ("lengths", "[3]", "[2]")),
+    "truncate dtype": (C.truncate, {"lengths": torch.zeros(3)}, InputError, ("lengths", "int32", "float32")),
+    "reserve": (C.reserve, {"capacity": 1.5}, TypeError, ("capacity", "int", "float")),
+    "replayed": (C.note_replayed, {"num_new": -1}, InputError, ("num_new", "at least 0", "-1")),
+    "reorder shape": (C.reorder, {"sequences": torch.zeros(2).int()}, InputError, ("sequences", "[3]", "[2]")),
+    "reorder dtype": (C.reorder, {"sequences": torch.zeros(3)}, InputError, ("sequences", "int64", "float32")),
+    "reorder type": (C.reorder, {"sequences": [0, 1, 2]}, TypeError, ("sequences", "torch.Tensor", "list")),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_bad_input_is_refused(case: str) -> None:
+    function, arguments, kind, words = TABLE[case]
+    before = state(C)
+    with pytest.raises(kind) as caught:
+        function(**arguments)
+    assert type(caught.value) is kind
+    for word in words:
+        assert word in str(caught.value)
+    assert_same(state(C), before)

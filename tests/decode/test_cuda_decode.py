@@ -1,0 +1,375 @@
+"""Flash-decoding's CUDA C++ kernels through their op, against the oracle: on a GPU, else on the emulator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import decode_cases
+import fastattn
+from cuda_kernels import EMULATED, MARKS, checked, each_dtype, only_emulated
+from decode_cases import CASES, HUGE, SCENARIOS, Case, make_arguments, op_arguments
+from kernel_device import DEVICE
+
+if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+    from emulator import EmulatorError, cuda_runtime, device, launches
+
+pytestmark = MARKS
+each_cache = pytest.mark.parametrize("int8", (False, True), ids=["16-bit", "int8"])
+
+KERNEL = "decode_split_sm80"
+HEAD_DIMS = (64, 128, 256)  # of the instances
+
+
+def run_kernel(case: Case, arguments: dict[str, Any], **launching: Any) -> tuple[Tensor, Tensor]:
+    """The op; caches among the arguments change in place."""
+    with checked(**{"seed": case.seed, **launching}):
+        return torch.ops.fastattn.attention_decode(**op_arguments(case, arguments))
+
+
+def check(case: Case, arguments: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
+    return decode_cases.check(case, run_kernel, arguments)
+
+
+# --- What every implementation does -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_the_oracle(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenarios(name: str) -> None:
+    SCENARIOS[name](run_kernel)
+
+
+# --- Shapes and places ------------------------------------------------------------------------------------------------
+
+# Each instance at its own head dim, and below it, with values narrower and wider than keys.
+DIMS = [(64, 64), (8, 24), (56, 64), (128, 128), (80, 72), (16, 128), (256, 256), (192, 136), (248, 8)]
+
+
+@each_dtype
+@each_cache
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_head_dims(dims: tuple[int, int], int8: bool, dtype: torch.dtype) -> None:
+    check(Case("dims", dims=dims, dtype=dtype, int8=int8, lengths=(90, 150, 0), queries=2, new=2, heads=(4, 2)))
+
+
+@each_cache
+@pytest.mark.parametrize("page_size", (1, 2, 4, 8, 16, 24, 32, 48, 128))
+def test_page_sizes(page_size: int, int8: bool) -> None:
+    capacity = 192 if 192 % page_size == 0 else 256
+    check(Case("pages", page_size=page_size, capacity=capacity, lengths=(100, 3, 189), new=3, int8=int8, dims=(64, 40)))
+
+
+ALIKE = {"rotary_dim": 16, "alibi": "batch", "softcap": 9.0, "sinks": True, "new": 5, "lengths": (0, 61, 128, 145, 200)}
+
+
+@each_dtype
+@each_cache
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("one-query", queries=1, **ALIKE),
+        Case("mask-among-new", queries=16, heads=(6, 2), window=(70, -1), **ALIKE),
+        Case("new-tokens-that-nobody-sees", queries=2, window=(1, -1), causal=False, **ALIKE),
+        Case("row-tiles-and-pages", queries=7, heads=(10, 2), page_size=16, capacity=208, splits=3, **ALIKE),
+        Case("right-of-the-last", queries=9, window=(30, 4), causal=False, interleaved=True, **ALIKE),
+    ],
+    ids=lambda case: case.name,
+)
+def test_everything_at_once(case: Case, seed: int, int8: bool, dtype: torch.dtype) -> None:
+    check(replace(case, dtype=dtype, int8=int8, seed=seed, capacity=case.capacity + 54 * (not case.page_size)))
+
+
+@each_cache
+def test_a_prompt_is_appended_and_attended_to(int8: bool) -> None:
+    """As many queries as new tokens, in many tiles of rows, of which the last one writes."""
+    check(Case("prompt", queries=70, new=70, lengths=(0, 5), capacity=96, heads=(4, 2), rotary_dim=32, int8=int8))
+
+
+@pytest.mark.parametrize("kind", (torch.float32, torch.float64, torch.bfloat16), ids=str)
+def test_angles_of_any_dtype(kind: torch.dtype) -> None:
+    case = Case("angles", rotary_dim=24, new=2, queries=2)
+    arguments = make_arguments(case)
+    for name in ("rotary_cos", "rotary_sin"):
+        arguments[name] = arguments[name].to(kind)
+    check(case, arguments)
+
+
+# --- Values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ("growing", "shrinking", "zero", "negative"))
+@each_dtype
+def test_scales_of_values_far_apart(kind: str, dtype: torch.dtype) -> None:
+    """Within a tile and from one to the next."""
+    case = Case("scales", int8=True, lengths=(150,), dtype=dtype, splits=1, scale=0.01)
+    arguments = make_arguments(case)
+    scales = arguments["v_scale"][:, :, :150]
+    if kind == "zero":
+        scales[..., 20:100] = 0.0
+    elif kind == "negative":
+        scales *= -1
+    else:
+        factors = torch.logspace(-6, 4, 150, device=DEVICE)
+        scales *= factors if kind == "growing" else factors.flip(0)
+    if dtype == torch.bfloat16 or kind in ("zero", "negative"):
+        check(case, arguments)
+        return
+    arguments["v_scale"] *= 1e-2  # so that float16 holds the results
+    check(case, arguments)
+
+
+@each_cache
+@each_dtype
+def test_masked_values_have_no_influence(int8: bool, dtype: torch.dtype) -> None:
+    """Infinite values at the edge of a window reach the rows that see them, and leave the others' bits alone."""
+    case = Case("infinite", queries=4, window=(20, -1), lengths=(75,), int8=int8, dtype=dtype)
+    clean, spoiled = make_arguments(case), make_arguments(case)
+    at, name = 53, "v_scale" if int8 else "v_cache"
+    spoiled[name][:, :, at] = math.inf
+    (out, lse), (expected, expected_lse) = run_kernel(case, spoiled), run_kernel(case, clean)
+    position = torch.arange(71, 75, device=DEVICE)
+    sees = (position - 20 <= at).expand(out.shape[:3])
+    assert sees.any() and not sees.all()
+    assert torch.equal(out[~sees], expected[~sees]) and torch.equal(lse, expected_lse)
+    assert not out[sees].isfinite().all(dim=-1).any()
+
+
+@each_cache
+def test_lengths_and_tables_are_not_trusted(int8: bool) -> None:
+    """Whatever they say, nothing outside of the tensors is touched. Sequences may then write to the same page."""
+    case = Case("rubbish", page_size=16, capacity=96, lengths=(40, 9, 77), new=3, queries=2, int8=int8)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(6):
+        arguments = make_arguments(case)
+        pages, table = arguments["k_cache"].shape[0], arguments["block_table"]
+        rubbish = torch.tensor([HUGE, -HUGE - 1, -1, pages, pages - 1, 0])
+        drawn = torch.randint(len(rubbish), table.shape, generator=generator)
+        table.copy_(torch.where(drawn % 2 == 0, rubbish[drawn], table.cpu()))
+        lengths = torch.tensor([HUGE, -HUGE - 1, 96, 95, 1000, -3])
+        arguments["cache_seqlens"].copy_(lengths[torch.randint(6, (3,), generator=generator)])
+        for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
+            if isinstance(arguments[name], Tensor):
+                arguments[name] = arguments[name].nan_to_num()
+        out, lse = run_kernel(case, arguments, **({"races": False} if EMULATED else {}))
+        assert not out.isnan().any() and not lse.isnan().any()
+
+
+# --- The plan ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (1500, -1)], ids=["full", "window"])
+@each_cache
+def test_batch_invariant_bits(window: tuple[int, int], int8: bool) -> None:
+    lengths = (2100, 5, 1024, 1500)
+    case = Case("invariant", (2100, 5, 1024, 1500), (2, 1), capacity=2200, window=window, batch_invariant=True)
+    assert max(lengths) > 2 * 1024  # several parts
+    decode_cases.same_bits_alone(replace(case, int8=int8), run_kernel)
+
+
+@each_cache
+@pytest.mark.parametrize("seed", range(4))
+def test_order_of_warps_and_copies_has_no_influence(seed: int, int8: bool) -> None:
+    case = Case("order", lengths=(300, 10, 440), capacity=448, queries=2, new=2, sinks=True, int8=int8, page_size=16)
+    first, again = make_arguments(case), make_arguments(case)
+    results = run_kernel(case, first, **({"seed": 100} if EMULATED else {}))
+    repeated = run_kernel(case, again, **({"seed": seed, "workers": 1} if EMULATED else {}))
+    assert all(torch.equal(a, b) for a, b in zip(results, repeated, strict=True))
+    for name in ("k_cache", "v_cache"):
+        torch.testing.assert_close(first[name], again[name], rtol=0, atol=0, equal_nan=True)
+
+
+@each_cache
+@pytest.mark.parametrize("parts", (16, 17, 40, 257))
+def test_many_parts_are_merged_in_a_tree(parts: int, int8: bool) -> None:
+    """One, two and three levels of 16; a second tile, with fewer parts; the same bits whoever comes last."""
+    case = Case("parts", (64 * parts, 300), (2, 1), dims=(16, 16), capacity=64 * parts, splits=parts, sinks=True)
+    case = replace(case, int8=int8)
+    check(case)
+    first, second = (
+        run_kernel(case, make_arguments(case), **({"seed": seed, "workers": 1} if EMULATED else {})) for seed in (5, 6)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@only_emulated
+@pytest.mark.parametrize("num_sms", (1, 7, 132))
+def test_any_number_of_multiprocessors_meets_the_oracle(num_sms: int) -> None:
+    with device.emulated(num_sms=num_sms):
+        check(Case("sms", lengths=(448, 0, 17, 300), capacity=448, queries=2, sinks=True, heads=(4, 2)))
+
+
+def test_instances_are_those_of_the_tables_above() -> None:
+    folder = Path(__file__).resolve().parents[2] / "csrc" / "decode" / "instances"
+    expected = {f"split_d{d}_{t}{c}_sm80" for d in HEAD_DIMS for t in ("f16", "bf16") for c in ("", "_int8")}
+    assert {file.stem for file in folder.glob("*.cu")} == expected
+
+
+# --- What the emulator counts -----------------------------------------------------------------------------------------
+
+
+@only_emulated
+@each_cache
+@pytest.mark.parametrize("page_size", (0, 16), ids=["contiguous", "paged"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (80, 48)], ids=str)
+def test_bytes_moved(dims: tuple[int, int], page_size: int, int8: bool) -> None:
+    """Within 3 % of the least: each sector once, and no bank conflict. The parts of split tiles come on top of that."""
+    case = Case("bytes", (2000, 1000), (8, 2), dims=dims, capacity=2048, page_size=page_size, int8=int8)
+    with device.emulated(num_sms=2), launches.recorded() as found:
+        run_kernel(case, make_arguments(case))
+    (report,) = (launched.report for launched in found)
+    assert KERNEL in report.kernel
+    tokens, itemsize = 2 * sum(case.lengths), 1 if int8 else 2
+    least = tokens * (sum(dims) * itemsize + 8 * int8) + 16 * (2 * sum(dims) + 4)
+    # nvcc 13.0 makes two stores of one of those that stage the output: 112 conflicts at 256 dims of an int8 cache.
+    assert {row.opcode[:9] for row in report.rows if row.bank_conflicts} <= {"st.shared"}
+    assert report.bank_conflicts <= 1e-2 * report.shared_wavefronts
+    copies = [row for row in report.rows if row.opcode.startswith("cp.async.c")]
+    assert sum(row.global_bytes for row in copies) == tokens * (sum(dims) * itemsize + 8 * int8)
+    assert sum(32 * row.global_sectors for row in copies) == sum(row.global_bytes for row in copies)
+    parts = 2 * 32 * sum(row.global_sectors for row in report.rows if row.opcode.startswith("st.global"))
+    assert 32 * report.global_sectors <= 1.03 * least + parts
+
+
+@only_emulated
+@each_cache
+@pytest.mark.parametrize("dim", (64, 128, 256))
+def test_instructions_for_16_keys(dim: int, int8: bool) -> None:
+    """Those that tiles_sm80.h states, but for how often a maximum changes; pages cost a look at the table more."""
+
+    def executed(length: int, page_size: int) -> int:
+        case = Case("step", (length,), (4, 1), dims=(dim, dim), capacity=2048, page_size=page_size, int8=int8, splits=1)
+        with launches.recorded() as found:
+            run_kernel(case, make_arguments(case))
+        return sum(row.warps for row in found[0].report.rows)
+
+    tiles = (Path(__file__).resolve().parents[2] / "csrc" / "decode" / "tiles_sm80.h").read_text()
+    stated = [list(map(int, line.split()[2:])) for line in tiles.splitlines() if line.startswith("//     executed")]
+    assert len(stated) == 2
+    for page_size, more in ((0, 0), (32, 20)):
+        for_16_keys = (executed(2048, page_size) - executed(1024, page_size)) / (1024 / 16)
+        expected = stated[int8][(64, 128, 256).index(dim)]
+        assert 0.98 * expected <= for_16_keys <= 1.02 * expected + more
+
+
+@only_emulated
+def test_a_window_leaves_the_other_keys_alone() -> None:
+    case = Case("window", (3000,), (4, 1), dims=(64, 64), capacity=4096, window=(100, -1))
+    with launches.recorded() as found:
+        run_kernel(case, make_arguments(case))
+    copies = [row for row in found[0].report.rows if row.opcode.startswith("cp.async.c")]
+    assert sum(row.global_bytes for row in copies) == 101 * 2 * 64 * 2
+
+
+@only_emulated
+@pytest.mark.parametrize(
+    ("instruction", "instead"),
+    [
+        ("cp.async.wait_group 3;", "cp.async.wait_group 4;"),
+        ("bar.sync 0;", ""),
+        ("atom.acq_rel.gpu", "atom.relaxed.gpu"),
+    ],
+)
+def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str) -> None:
+    case = Case("fault", (300, 290), dims=(128, 128), capacity=320)
+    with cuda_runtime.replaced(instruction, instead):
+        for seed in range(3):
+            with pytest.raises(EmulatorError) as caught:
+                run_kernel(case, make_arguments(case), seed=seed, uninitialised=False)
+            assert caught.value.kind == "race"
+    check(case)
+
+
+# --- The dispatcher ---------------------------------------------------------------------------------------------------
+
+
+@each_dtype
+@each_cache
+def test_the_public_function_chooses_it(dtype: torch.dtype, int8: bool) -> None:
+    case = Case("public", dims=(72, 64), dtype=dtype, int8=int8, new=1)
+    arguments = {name: value for name, value in make_arguments(case).items() if value is not None}
+    name = f"{KERNEL}<128, {str(dtype).removeprefix('torch.')}{', int8' if int8 else ''}>"
+    explained = fastattn.explain(fastattn.attention_with_kv_cache, **arguments)
+    assert (explained.backend, explained.kernel) == ("cuda", name)
+    assert explained.tile == {"block_m": 16, "block_n": 64, "num_warps": 4}
+    with fastattn.record() as calls, checked():
+        out = fastattn.attention_with_kv_cache(**arguments)
+    assert calls == [("decode", "cuda", name)]
+    assert isinstance(out, Tensor) and out.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("opcheck", lengths=(3, 70), new=2, queries=2, rotary_dim=16, sinks=True, splits=2),
+        Case("opcheck-paged-int8", lengths=(20, 9), new=1, page_size=16, capacity=32, alibi="heads", int8=True),
+    ],
+    ids=str,
+)
+def test_opcheck(case: Case) -> None:
+    with checked():
+        torch.library.opcheck(torch.ops.fastattn.attention_decode.default, (), op_arguments(case, make_arguments(case)))
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    case = Case("bad", new=1, page_size=0 if "k_scale" in changes else 16, capacity=160)
+    return {**op_arguments(case, make_arguments(case)), **changes}
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+
+BAD = {
+    "rank": (lambda: changed(query=zeros(4, 1, 32)), "query must have 4 dimensions, got shape [4, 1, 32]"),
+    "head dim": (
+        lambda: changed(query=zeros(3, 4, 1, 24)),
+        "k_cache must have shape [33, 2, 16, 24], got [33, 2, 16, 32]",
+    ),
+    "head counts": (
+        lambda: changed(query=zeros(3, 3, 1, 32)),
+        "the heads of query must be a multiple of the heads of k_cache, got 3 and 2",
+    ),
+    "lengths": (
+        lambda: changed(cache_seqlens=zeros(3, dtype=torch.int64)),
+        "cache_seqlens must be int32, got Long",
+    ),
+    "table": (
+        lambda: changed(block_table=zeros(2, 10, dtype=torch.int32)),
+        "block_table must have shape [3, 10], got [2, 10]",
+    ),
+    "one of the new": (lambda: changed(v_new=None), "k_new and v_new must both be given, or neither"),
+    "new": (lambda: changed(k_new=zeros(3, 2, 1, 40)), "k_new must have shape [3, 2, 1, 32], got [3, 2, 1, 40]"),
+    "scales": (lambda: changed(k_scale=zeros(3, 2, 160)), "k_scale must be None for the native kernel"),
+    "angles": (
+        lambda: changed(rotary_cos=zeros(9, 20), rotary_sin=zeros(9, 20)),
+        "rotary_cos must have at most half the head dim's columns, 16, got 20",
+    ),
+    "placed": (
+        lambda: changed(k_cache=zeros(33, 2, 16, 33)[..., :32]),
+        "k_cache is written in place: its last dim must be contiguous",
+    ),
+    "capacity": (
+        lambda: changed(block_table=zeros(3, 1, dtype=torch.int32).expand(3, 2**26)),
+        "the caches must have a capacity below 2^30 tokens, got 1073741824",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_of_the_op(name: str) -> None:
+    arguments, words = BAD[name]
+    with pytest.raises(RuntimeError) as caught:
+        torch.ops.fastattn.attention_decode(**arguments())
+    assert f"fastattn.attention_decode: {words}" in str(caught.value)

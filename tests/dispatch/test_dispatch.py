@@ -1,0 +1,323 @@
+"""Choosing a backend: explain, record, use_backend, sdpa_kernel, detours; and the patch that installs the drop-in."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastattn
+from fastattn.dispatch import choose as dispatch
+from fastattn.dispatch import device
+from fastattn.dispatch.choose import Call, Choice
+from fastattn.dispatch.device import DeviceFacts
+from fastattn.dispatch.support import FEATURES, SUPPORT, support_table
+
+pytestmark = pytest.mark.usefixtures("emulated_gpu")
+
+H200 = DeviceFacts(arch=90, num_sms=132, shared_memory_bytes=227 * 1024, driver_cuda=13000)
+TURING = DeviceFacts(arch=75, num_sms=68, shared_memory_bytes=64 * 1024, driver_cuda=13000)
+GPU = torch.device("cuda", 0)
+
+
+def call(**changes: object) -> Call:
+    usual = Call("attention", GPU, torch.bfloat16, 128, 128, frozenset({"causal"}), (1, 8, 8, 512, 512))
+    return usual._replace(**changes)
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dispatcher believes in an H200 and in a library with kernels for it."""
+    monkeypatch.setattr(dispatch, "facts", lambda device: H200 if device.type == "cuda" else None)
+    monkeypatch.setitem(dispatch.native.BUILD, "archs", ["80", "90a"])
+    monkeypatch.setitem(dispatch.native.BUILD, "cuda", "13.0")
+    monkeypatch.setattr(dispatch, "_choices", {})
+    monkeypatch.setattr(dispatch, "_warned", set())
+
+
+@pytest.mark.usefixtures("h200")
+class TestChoice:
+    def test_native_comes_first_where_it_can(self) -> None:
+        choice = dispatch.choose(call())
+        assert choice.backend == "cuda"
+        assert "128" in choice.kernel and "bfloat16" in choice.kernel
+        assert set(choice.tile) == {"block_m", "block_n", "num_warps"}
+        assert set(choice.rejected) == {"triton", "torch"}
+
+    @pytest.mark.parametrize("feature", sorted(SUPPORT["attention"]["triton"].features))
+    def test_every_feature_finds_a_kernel(self, feature: str) -> None:
+        choice = dispatch.choose(call(features=frozenset({feature})))
+        native = feature in SUPPORT["attention"]["cuda"].features
+        assert choice.backend == ("cuda" if native else "triton")
+        if not native:
+            assert FEATURES["attention"][feature] in choice.rejected["cuda"]
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"dtype": torch.float32}, "float32"),
+            ({"head_dim": 264}, "264"),
+            ({"head_dim": 0}, "0"),
+            ({"features": frozenset({"slope gradients"})}, "gradient of ALiBi slopes"),
+            ({"only_torch": "an argument is a DTensor."}, "DTensor"),
+        ],
+    )
+    def test_detour_says_why_and_warns_once(self, changes: dict[str, object], words: str) -> None:
+        with pytest.warns(RuntimeWarning, match=words):
+            choice = dispatch.choose(call(**changes))
+        assert choice.backend == "torch"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            dispatch.choose(call(**changes))
+
+    @pytest.mark.parametrize(
+        ("backend", "dims", "padded"),
+        [
+            ("cuda", (20, 33), (24, 40)),
+            ("cuda", (1, 64), (8, 64)),
+            ("triton", (4, 250), (16, 256)),
+            ("cuda", (64, 8), None),
+            ("triton", (16, 256), None),
+        ],
+    )
+    def test_other_head_dims_are_padded(
+        self, backend: str, dims: tuple[int, int], padded: tuple[int, int] | None
+    ) -> None:
+        with fastattn.use_backend(backend):
+            choice = dispatch.choose(call(head_dim=dims[0], value_dim=dims[1]))
+            seen = padded or dims
+            assert choice.padded == padded
+            unpadded = dispatch.choose(call(head_dim=seen[0], value_dim=seen[1]))
+            assert (choice.kernel, choice.tile) == (unpadded.kernel, unpadded.tile)
+
+    def test_detour_can_be_an_error_or_silent(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("FASTATTN_FALLBACK", "error")
+        with pytest.raises(fastattn.InputError, match=r"FASTATTN_FALLBACK=error.*float32"):
+            dispatch.choose(call(dtype=torch.float32))
+        monkeypatch.setenv("FASTATTN_FALLBACK", "silent")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            dispatch.choose(call(dtype=torch.float32))
+        monkeypatch.setenv("FASTATTN_FALLBACK", "loud")
+        with pytest.raises(fastattn.InputError, match="FASTATTN_FALLBACK: expected one of 'silent', 'warn', 'error'"):
+            dispatch.choose(call(dtype=torch.float32))
+
+    def test_detours_can_be_forbidden_in_compiled_code(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dispatch, "facts", lambda device: H200)
+        monkeypatch.setenv("FASTATTN_FALLBACK", "error")
+        compiled = torch.compile(fastattn.attention, fullgraph=True, backend="eager")
+        query = torch.randn(1, 2, 4, 20)
+        with pytest.raises(Exception, match=r"FASTATTN_FALLBACK=error.*float32"):
+            compiled(query, query, query)
+
+    def test_forcing_a_backend(self) -> None:
+        for backend in ("cuda", "triton", "torch"):
+            with fastattn.use_backend(backend):
+                assert dispatch.choose(call()).backend == backend
+        impossible = r'use_backend\("cuda"\) cannot run this call: .*the gradient of ALiBi slopes'
+        with pytest.raises(fastattn.InputError, match=impossible), fastattn.use_backend("cuda"):
+            dispatch.choose(call(features=frozenset({"slope gradients"})))
+        with (
+            pytest.raises(fastattn.InputError, match="backend: expected one of 'cuda', 'triton', 'torch', got 'metal'"),
+            fastattn.use_backend("metal"),
+        ):
+            pass
+
+    def test_forcing_is_for_this_thread(self) -> None:
+        seen: list[str] = []
+        with fastattn.use_backend("torch"):
+            thread = threading.Thread(target=lambda: seen.append(dispatch.choose(call()).backend))
+            thread.start()
+            thread.join()
+            assert dispatch.choose(call()).backend == "torch"
+        assert seen == ["cuda"]
+
+    def test_sdpa_kernel_means_torch_and_is_no_detour(self) -> None:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            choice = dispatch.choose(call())
+        assert choice.backend == "torch" and "sdpa_kernel" in choice.rejected["cuda"]
+
+    def test_old_gpus_are_told_what_is_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dispatch, "facts", lambda device: TURING)
+        with pytest.warns(RuntimeWarning, match=r"compute capability 7\.5.*needs 8\.0"):
+            assert dispatch.choose(call()).backend == "torch"
+
+    def test_old_drivers_run_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dispatch, "facts", lambda device: H200._replace(driver_cuda=12060))
+        choice = dispatch.choose(call())
+        assert choice.backend == "triton"
+        assert "supports CUDA 12.6" in choice.rejected["cuda"] and "built with 13.0" in choice.rejected["cuda"]
+
+    def test_library_without_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(dispatch.native.BUILD, "archs", [])
+        choice = dispatch.choose(call())
+        assert choice.backend == "triton" and "python -m fastattn" in choice.rejected["cuda"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CPU tensors are on an emulated GPU only where there is no other")
+def test_what_cpu_tensors_are_on_can_be_declared() -> None:
+    query = torch.zeros(1, 2, 4, 16, dtype=torch.float16, requires_grad=True)
+    weight, scale = torch.zeros(8, 16, dtype=torch.int8), torch.ones(8, 1)
+
+    def reason() -> str:
+        return fastattn.explain(fastattn.attention, query, query, query).rejected["triton"]
+
+    before = device.emulate_on_cpu(None)
+    try:
+        assert "move them to cuda" in reason()
+        with pytest.raises(NotImplementedError):
+            torch.ops.fastattn_triton.int8_matmul(query.detach()[0, 0], weight, scale, None, None, "none")
+        assert device.emulate_on_cpu(TURING) is None
+        assert "compute capability 7.5" in reason()
+    finally:
+        assert device.emulate_on_cpu(before) in (TURING, None)
+    assert fastattn.explain(fastattn.attention, query, query, query).backend in ("cuda", "triton")
+    assert torch.ops.fastattn_triton.int8_matmul(query.detach()[0, 0], weight, scale, None, None, "none").shape == (
+        4,
+        8,
+    )
+
+
+def test_explain_runs_nothing_and_prints_well() -> None:
+    query = torch.randn(1, 2, 4, 16)
+    with fastattn.record() as calls:
+        explanation = fastattn.explain(fastattn.attention, query, query, query, causal=True)
+    assert calls == []
+    assert explanation.backend == "torch" and set(explanation.rejected) == {"cuda", "triton"}
+    assert all(f"not {backend}: {reason}" in str(explanation) for backend, reason in explanation.rejected.items())
+
+
+def test_explain_leaves_the_random_generator_alone() -> None:
+    query = torch.ones(1, 1, 4, 16)
+    before = torch.get_rng_state()
+    fastattn.explain(fastattn.attention, query, query, query, dropout_p=0.5)
+    fastattn.explain(fastattn.scaled_dot_product_attention, query, query, query, dropout_p=0.5)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_explain_sends_tensors_to_a_gpu() -> None:
+    query = torch.randn(1, 2, 4, 16, device="meta")
+    reasons = fastattn.explain(fastattn.attention, query, query, query).rejected
+    assert "on meta" in reasons["cuda"] and "move them to cuda" in reasons["triton"]
+
+
+def test_explain_names_tensors_that_are_copied() -> None:
+    query = torch.randn(1, 2, 4, 16).half()
+    crooked = torch.randn(1, 2, 16, 4).half().transpose(2, 3)
+    with fastattn.use_backend("triton"):
+        explanation = fastattn.explain(fastattn.attention, query, crooked, query)
+    assert explanation.copied == {"key": "its last dimension is not contiguous"}
+    assert "copied first: key" in str(explanation) and explanation.tile is not None
+
+
+def test_explain_refuses_what_never_reaches_fastattn() -> None:
+    with pytest.raises(TypeError, match="function: expected one that calls fastattn"):
+        fastattn.explain(torch.add, torch.ones(1), torch.ones(1))
+
+
+def test_explain_raises_what_the_call_raises() -> None:
+    with pytest.raises(fastattn.InputError, match="key"):
+        fastattn.explain(
+            fastattn.attention, torch.randn(1, 2, 4, 16), torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 16)
+        )
+
+
+def test_record_lists_forward_and_backward_and_nests() -> None:
+    query = torch.randn(1, 1, 4, 16, dtype=torch.float16, requires_grad=True)
+    with fastattn.use_backend("triton"), fastattn.record() as outer:
+        with fastattn.record() as inner:
+            out = fastattn.attention(query, query, query)
+        out.sum().backward()
+    assert [entry.op for entry in inner] == ["attention"]
+    assert [(entry.op, entry.backend) for entry in outer] == [("attention", "triton"), ("attention backward", "triton")]
+
+
+def test_choices_are_immutable() -> None:
+    with pytest.raises(AttributeError):
+        Choice("torch", "PyTorch").backend = "cuda"  # type: ignore[misc]
+
+
+def test_support_table_covers_every_feature_and_stands_in_the_readme() -> None:
+    table = support_table()
+    for features in FEATURES.values():
+        assert all(words in table for words in features.values())
+    readme = (__import__("pathlib").Path(__file__).parents[2] / "README.md").read_text()
+    assert table in readme, "README.md: paste what `python -m fastattn` prints below the facts"
+
+
+class TestPatch:
+    def test_importing_replaces_nothing_and_the_block_does(self) -> None:
+        assert F.scaled_dot_product_attention is not fastattn.scaled_dot_product_attention
+        with fastattn.patch_sdpa():
+            assert F.scaled_dot_product_attention is fastattn.scaled_dot_product_attention
+        assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+
+    def test_nests_and_survives_exceptions(self) -> None:
+        with pytest.raises(KeyError), fastattn.patch_sdpa():
+            with fastattn.patch_sdpa():
+                pass
+            assert F.scaled_dot_product_attention is fastattn.scaled_dot_product_attention
+            raise KeyError
+        assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+
+    def test_install_counts(self) -> None:
+        fastattn.install()
+        fastattn.install()
+        fastattn.uninstall()
+        assert F.scaled_dot_product_attention is fastattn.scaled_dot_product_attention
+        fastattn.uninstall()
+        assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+        with pytest.raises(RuntimeError, match="uninstall"):
+            fastattn.uninstall()
+
+    def test_uninstall_puts_back_what_stood_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def somebody_elses() -> None:
+            raise AssertionError
+
+        monkeypatch.setattr(F, "scaled_dot_product_attention", somebody_elses)
+        with fastattn.patch_sdpa():
+            assert F.scaled_dot_product_attention is fastattn.scaled_dot_product_attention
+        assert F.scaled_dot_product_attention is somebody_elses
+
+    def test_torch_fx_traces_through_it(self) -> None:
+        class Model(torch.nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return F.scaled_dot_product_attention(x, x, x)
+
+        x = torch.randn(1, 2, 5, 16)
+        with fastattn.patch_sdpa():
+            traced = torch.fx.symbolic_trace(Model())
+        torch.testing.assert_close(traced(x), F.scaled_dot_product_attention(x, x, x))
+
+    def test_many_threads_leave_it_as_it_was(self) -> None:
+        start = threading.Barrier(8)
+
+        def work() -> None:
+            start.wait()
+            for _ in range(200):
+                with fastattn.patch_sdpa():
+                    assert F.scaled_dot_product_attention is fastattn.scaled_dot_product_attention
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+        assert torch.backends.mha.get_fastpath_enabled()
+
+    @pytest.mark.parametrize("need_weights", [False, True])
+    def test_multihead_attention_comes_here_when_it_needs_no_weights(self, need_weights: bool) -> None:
+        torch.manual_seed(0)
+        layer = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval()
+        x = torch.randn(2, 5, 16)
+        with torch.no_grad():
+            expected = layer(x, x, x, need_weights=need_weights)[0]
+            with fastattn.patch_sdpa(), fastattn.record() as calls:
+                actual = layer(x, x, x, need_weights=need_weights)[0]
+        assert bool(calls) is not need_weights
+        torch.testing.assert_close(actual, expected)

@@ -1,0 +1,134 @@
+"""wgmma and tensor copies on the emulator and on a Hopper GPU: the same PTX and results. See test_gpu."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import emulator_wgmma
+import test_tma as tma
+import test_wgmma as wgmma
+from emulator import Module, TensorMap
+from emulator_tma import build
+from fake_driver import FakeDriver, fake
+from gpu_driver import Driver, driver, require
+from test_gpu import check, check_sums, on_gpu
+
+__all__ = ["fake"]  # the fixture
+
+# Of |error| / (sum of |a * b| plus |c|): see gpu_matrix_cases; K is 32 bytes deep.
+BOUNDS = {"f16": 17 * 2**-23, "bf16": 17 * 2**-23, "tf32": 9 * 2**-23, "e4m3": 33 * 2**-13, "e5m2": 33 * 2**-13}
+
+
+def on_driver(monkeypatch: pytest.MonkeyPatch, which: Driver) -> None:
+    """Within the test, every launch goes there."""
+
+    def launch(module: Module, name: str, grid: Any, block: Any, args: Any, shared_bytes: int = 0, **_: Any) -> Any:
+        which.launch(module, name, grid, block, args, shared_bytes)
+
+    monkeypatch.setattr(Module, "launch", launch)
+
+
+def drawn(types: tuple[str, str, str], case: int) -> emulator_wgmma.Form:
+    return wgmma.draw_form(random.Random(f"{types} {case}"), *types)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=on_gpu) for case in range(4)])
+@pytest.mark.parametrize("types", wgmma.TYPES, ids="-".join)
+def test_wgmma_of_whole_numbers(types: tuple[str, str, str], case: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sums are exact."""
+    require("sm_90a")
+    form = drawn(types, case)
+    inputs = wgmma.matrices(form, torch.Generator().manual_seed(case), -4, 5)
+    expected, _ = emulator_wgmma.run(form, *inputs)
+    on_driver(monkeypatch, driver())
+    check(str(form), emulator_wgmma.run(form, *inputs)[0], expected, None)
+
+
+def roundings(form: emulator_wgmma.Form, case: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers of all sizes, whose sums have to be rounded."""
+    generator = torch.Generator().manual_seed(case)
+    shapes = ((64, form.depth), (form.columns, form.depth), (64, form.columns))
+    dtypes = (emulator_wgmma.DTYPES[form.a], emulator_wgmma.DTYPES[form.b], wgmma.SUMS[form.sum])
+    a, b, c = (torch.randn(*s, generator=generator).to(d) for s, d in zip(shapes, dtypes, strict=True))
+    return a, b, c
+
+
+@pytest.mark.parametrize(
+    "types", [pytest.param(types, marks=on_gpu) for types in wgmma.TYPES if types[2] == "f32"], ids="-".join
+)
+def test_wgmma_rounds_within_the_bound(types: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    require("sm_90a")
+    form = drawn(types, 0)
+    a, b, c = roundings(form, 0)
+    magnitude = a.double().abs() @ b.double().abs().T + c.double().abs()
+    expected, _ = emulator_wgmma.run(form, a, b, c)
+    on_driver(monkeypatch, driver())
+    check_sums(str(form), emulator_wgmma.run(form, a, b, c)[0], expected, magnitude, BOUNDS[form.a])
+
+
+def loaded(which: Any, dtype: torch.dtype, swizzle: str, at: tuple[int, int]) -> Tensor:
+    """Shared memory after a box of 16 rows of 32 to 128 bytes was copied there, of a tensor with 20 rows."""
+    columns = {"none": 64, "32B": 32, "64B": 64, "128B": 128}[swizzle] // dtype.itemsize
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randn(20, columns + 16, generator=generator).to(dtype)
+    size = 16 * columns * dtype.itemsize
+    module = build(tma.load_body(2, size, size), size, integers=2)
+    out = torch.zeros(size, dtype=torch.uint8)
+    map = TensorMap(tensor, (16, columns), swizzle, fill="nan" if dtype.is_floating_point else "zero")
+    which(module, "k", (1,), (32,), [map, out, *at])
+    return out
+
+
+COPIES = [
+    (dtype, swizzle, at)
+    for dtype in (torch.bfloat16, torch.float32)
+    for swizzle in tma.SWIZZLES
+    for at in ((0, 0), (7, 3), (-3, 9))
+]
+
+
+def emulated(module: Module, *arguments: Any) -> None:
+    module.launch(*arguments)
+
+
+@pytest.mark.parametrize(("dtype", "swizzle", "at"), [pytest.param(*case, marks=on_gpu) for case in COPIES])
+def test_tensor_copies(dtype: torch.dtype, swizzle: str, at: tuple[int, int]) -> None:
+    require("sm_90a")
+    got = loaded(driver().launch, dtype, swizzle, at)
+    check("box", got.view(dtype), loaded(emulated, dtype, swizzle, at).view(dtype), None)
+
+
+# --- What can be known of these tests without a GPU -------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("dtype", "swizzle", "at"), COPIES[::5])
+def test_maps_through_the_drivers_function(
+    dtype: torch.dtype, swizzle: str, at: tuple[int, int], fake: tuple[Driver, FakeDriver]
+) -> None:
+    got = loaded(fake[0].launch, dtype, swizzle, at)
+    check("box", got.view(dtype), loaded(emulated, dtype, swizzle, at).view(dtype), None)
+    assert len(got.unique()) > 16
+
+
+@pytest.mark.quick
+def test_products_through_the_drivers_functions(
+    fake: tuple[Driver, FakeDriver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = drawn(("bf16", "bf16", "f32"), 0)
+    inputs = roundings(form, 0)
+    expected, _ = emulator_wgmma.run(form, *inputs)
+    of_emulator = Module.launch
+
+    def launch(module: Module, name: str, grid: Any, block: Any, args: Any, shared_bytes: int = 0, **more: Any) -> Any:
+        if "tracked" in more:  # the launch that the fake driver makes
+            return of_emulator(module, name, grid, block, args, shared_bytes, **more)
+        return fake[0].launch(module, name, grid, block, args, shared_bytes)
+
+    monkeypatch.setattr(Module, "launch", launch)
+    check("product", emulator_wgmma.run(form, *inputs)[0], expected, None)

@@ -1,0 +1,251 @@
+"""mma.sync of the emulator in all shapes of the manual beside those of test_instructions.py, and wmma.
+
+The places of elements are those of the manual's figures, written out here once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from emulator import EmulatorError
+from ptx_body import run
+
+pytestmark = pytest.mark.quick
+
+Place = Callable[[int, int], tuple[int, int]]  # (lane, element) to (row, column)
+BITS = {"f16": 16, "f32": 32, "f64": 64, "s32": 32, "s8": 8, "u8": 8, "s4": 4, "u4": 4, "b1": 1}
+DTYPES = {"f16": torch.float16, "f32": torch.float32, "f64": torch.float64}
+
+
+def bits_of(value: float, kind: str) -> int:
+    """The element as an unsigned integer."""
+    if kind in DTYPES:
+        tensor = torch.tensor([value], dtype=DTYPES[kind])
+        return int.from_bytes(tensor.view(torch.uint8).numpy().tobytes(), "little")
+    return int(value) % (1 << BITS[kind])
+
+
+def fragment(matrix: Tensor, kind: str, place: Place, count: int) -> list[list[int]]:
+    """Registers by lanes: elements from the lowest bits on."""
+    width, bits = (64 if kind == "f64" else 32), BITS[kind]
+    each = width // bits
+    registers = [[0] * 32 for _ in range(count // each)]
+    for lane in range(32):
+        for i in range(count):
+            registers[i // each][lane] |= bits_of(matrix[place(lane, i)].item(), kind) << bits * (i % each)
+    return registers
+
+
+def multiply(opcode: str, kinds: str, matrices: list[Tensor], places: list[Place], counts: list[int]) -> Tensor:
+    """D of one instruction on sm_90. ``kinds``, ``places``, ``counts``: of a lane's elements of A, B, C and D."""
+    *sources, to = kinds.split()
+    tensors, declared, loads, operands = [], "", "", []
+    for index, (matrix, kind) in enumerate(zip(matrices, sources, strict=True)):
+        width = 64 if kind == "f64" else 32
+        registers = fragment(matrix, kind, places[index], counts[index])
+        half = 1 << width - 1
+        signed = [[(x + half) % (2 * half) - half for x in row] for row in registers]
+        tensors.append(torch.tensor(signed, dtype=torch.int64 if width == 64 else torch.int32))
+        names = [f"%x{index}_{i}" for i in range(len(registers))]
+        declared += f".reg .b{width} {', '.join(names)};"
+        operands.append("{" + ", ".join(names) + "}")
+        for i, name in enumerate(names):
+            loads += f"mad.wide.u32 %rd10, %r0, {width // 8}, %rd{index};"
+            loads += f"ld.global.b{width} {name}, [%rd10+{i * 4 * width}];"
+    width = 64 if to == "f64" else 32
+    per_register = width // BITS[to]
+    results = [f"%y{i}" for i in range(counts[3] // per_register)]
+    out = torch.zeros(len(results), 32, dtype=torch.int64 if width == 64 else torch.int32)
+    stores = f"mad.wide.u32 %rd10, %r0, {width // 8}, %rd3;"
+    stores += "".join(f"st.global.b{width} [%rd10+{i * 4 * width}], {name};" for i, name in enumerate(results))
+    declared += f".reg .b{width} {', '.join(results)};"
+    body = f"{declared} {loads} {opcode} {{{', '.join(results)}}}, {', '.join(operands)}; {stores}"
+    report = run(body, *tensors, out, target="sm_90")
+    assert sum(operations.instructions for operations in report.tensor_core.values()) == 1
+    shape = matrices[2].shape
+    elements = out.view({"f16": torch.float16, "f32": torch.float32, "f64": torch.float64}.get(to, torch.int32))
+    elements = elements.view(len(results), 32, per_register)
+    product = torch.full(shape, torch.nan, dtype=torch.float64)
+    for lane in range(32):
+        for i in range(counts[3]):
+            product[places[3](lane, i)] = elements[i // per_register, lane, i % per_register].item()
+    return product
+
+
+def values(kind: str, *shape: int, seed: int) -> Tensor:
+    """Small integers, so that all sums are exact."""
+    low, high = {"b1": (0, 2), "u4": (0, 16), "s4": (-8, 8), "u8": (0, 256), "s8": (-128, 128)}.get(kind, (-4, 5))
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+SHAPES = [
+    *[(8, 8, 16, a, b) for a in ("s8", "u8") for b in ("s8", "u8")],
+    *[(m, 8, k, a, b) for m, k in ((8, 32), (16, 32), (16, 64)) for a, b in (("s4", "s4"), ("u4", "s4"))],
+    *[(m, 8, k, "b1", "b1") for m, k in ((8, 128), (16, 128), (16, 256))],
+    *[(m, 8, k, "f64", "f64") for m, k in ((8, 4), (16, 4), (16, 8), (16, 16))],
+]
+
+
+@pytest.mark.parametrize(("m", "n", "k", "a_kind", "b_kind"), SHAPES)
+def test_shapes(m: int, n: int, k: int, a_kind: str, b_kind: str) -> None:
+    each = (64 if a_kind == "f64" else 32) // BITS[a_kind]
+    a, b, c = values(a_kind, m, k, seed=1), values(b_kind, k, n, seed=2), values("s32", m, n, seed=3)
+
+    def place_a(lane: int, i: int) -> tuple[int, int]:
+        register, element = divmod(i, each)
+        row, column = lane // 4, (lane % 4) * each + element
+        if m == 16:
+            row += 8 * (register % 2)
+            register //= 2
+        return row, column + 4 * each * register
+
+    def place_b(lane: int, i: int) -> tuple[int, int]:
+        register, element = divmod(i, each)
+        return (lane % 4) * each + element + 4 * each * register, lane // 4
+
+    def place_c(lane: int, i: int) -> tuple[int, int]:
+        return lane // 4 + 8 * (i // 2), lane % 4 * 2 + i % 2
+
+    sums = "f64" if a_kind == "f64" else "s32"
+    counts = [m * k // 32, k * n // 32, m * n // 32, m * n // 32]
+    places = [place_a, place_b, place_c, place_c]
+    opcode = f"mma.sync.aligned.m{m}n{n}k{k}.row.col.{sums}.{a_kind}.{b_kind}.{sums}"
+    if a_kind != "b1":
+        product = multiply(opcode, f"{a_kind} {b_kind} {sums} {sums}", [a, b, c], places, counts)
+        assert torch.equal(product, a @ b + c)
+        return
+    for name, ones in (("and", a @ b), ("xor", a @ (1 - b) + (1 - a) @ b)):
+        got = multiply(f"{opcode}.{name}.popc", f"b1 b1 {sums} {sums}", [a, b, c], places, counts)
+        assert torch.equal(got, ones + c)
+
+
+def test_saturation() -> None:
+    a, b = torch.full((8, 16), 127.0), torch.full((16, 8), 127.0)
+    c = torch.full((8, 8), 2.0**31 - 5, dtype=torch.float64)
+
+    def place(lane: int, i: int) -> tuple[int, int]:
+        return lane // 4, lane % 4 * 4 + i
+
+    sums = lambda lane, i: (lane // 4, lane % 4 * 2 + i)  # noqa: E731
+    places: list[Place] = [place, lambda lane, i: place(lane, i)[::-1], sums, sums]  # type: ignore[list-item]
+    opcode = "mma.sync.aligned.m8n8k16.row.col{}.s32.s8.s8.s32"
+    saturated = multiply(opcode.format(".satfinite"), "s8 s8 s32 s32", [a, b, c], places, [4, 4, 2, 2])
+    assert (saturated == 2**31 - 1).all()
+    wrapped = multiply(opcode.format(""), "s8 s8 s32 s32", [a, b, c], places, [4, 4, 2, 2])
+    assert (wrapped == 2**31 - 5 + 16 * 127**2 - 2**32).all()
+
+
+@pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
+def test_rounding_of_fp64_products(mode: str) -> None:
+    """1 + 2^-60 lies between two numbers."""
+    a, b, c = torch.zeros(8, 4).double(), torch.zeros(4, 8).double(), torch.ones(8, 8).double()
+    a[0, 0], b[0, 0] = 2.0**-30, 2.0**-30
+    places: list[Place] = [
+        lambda lane, i: (lane // 4, lane % 4),
+        lambda lane, i: (lane % 4, lane // 4),
+        *[lambda lane, i: (lane // 4, lane % 4 * 2 + i)] * 2,
+    ]
+    opcode = f"mma.sync.aligned.m8n8k4.row.col.{mode}.f64.f64.f64.f64"
+    got = multiply(opcode, "f64 f64 f64 f64", [a, b, c], places, [1, 1, 2, 2])
+    assert got[0, 0] == (1 + 2.0**-52 if mode == "rp" else 1) and got[1, 1] == 1
+
+
+def quad_rows(lane: int) -> int:
+    return lane % 4 + 4 * (lane >= 16)
+
+
+@pytest.mark.parametrize("layouts", ["row.col", "col.row", "row.row", "col.col"])
+@pytest.mark.parametrize(("c_kind", "d_kind"), [("f16", "f16"), ("f32", "f32"), ("f16", "f32")])
+def test_quads(layouts: str, c_kind: str, d_kind: str) -> None:
+    """m8n8k4 of fp16: four products side by side, here as blocks on the diagonal of one."""
+    layout_a, layout_b = layouts.split(".")
+    a, b, c = values("f16", 32, 4, seed=1), values("f16", 4, 32, seed=2), values("f16", 32, 8, seed=3)
+
+    def block(lane: int) -> int:
+        return 8 * (lane % 16 // 4)
+
+    def place_a(lane: int, i: int) -> tuple[int, int]:
+        if layout_a == "row":
+            return block(lane) + quad_rows(lane), i
+        return block(lane) + i + 4 * (lane >= 16), lane % 4
+
+    def place_b(lane: int, i: int) -> tuple[int, int]:
+        if layout_b == "col":
+            return i, block(lane) + quad_rows(lane)
+        return lane % 4, block(lane) + i + 4 * (lane >= 16)
+
+    def place_sum(kind: str) -> Place:
+        def place(lane: int, i: int) -> tuple[int, int]:
+            if kind == "f16":
+                return block(lane) + quad_rows(lane), i
+            return block(lane) + (lane & 1) + (i & 2) + 4 * (lane >= 16), (i & 4) + (lane & 2) + (i & 1)
+
+        return place
+
+    places = [place_a, place_b, place_sum(c_kind), place_sum(d_kind)]
+    opcode = f"mma.sync.aligned.m8n8k4.{layouts}.{d_kind}.f16.f16.{c_kind}"
+    got = multiply(opcode, f"f16 f16 {c_kind} {d_kind}", [a, b, c], places, [4, 4, 8, 8])
+    for start in range(0, 32, 8):
+        rows = slice(start, start + 8)
+        assert torch.equal(got[rows], a[rows] @ b[:, rows] + c[rows])
+
+
+@pytest.mark.parametrize("k", [8, 16])
+def test_fp16_sums(k: int) -> None:
+    """The accumulator holds fp16: two columns in a register."""
+    a, b, c = values("f16", 16, k, seed=1), values("f16", k, 8, seed=2), values("f16", 16, 8, seed=3)
+
+    def place_a(lane: int, i: int) -> tuple[int, int]:
+        register, element = divmod(i, 2)
+        return lane // 4 + 8 * (register % 2), lane % 4 * 2 + element + 8 * (register // 2)
+
+    def place_b(lane: int, i: int) -> tuple[int, int]:
+        return lane % 4 * 2 + i % 2 + 8 * (i // 2), lane // 4
+
+    def place_c(lane: int, i: int) -> tuple[int, int]:
+        return lane // 4 + 8 * (i // 2), lane % 4 * 2 + i % 2
+
+    opcode = f"mma.sync.aligned.m16n8k{k}.row.col.f16.f16.f16.f16"
+    counts = [16 * k // 32, 8 * k // 32, 4, 4]
+    got = multiply(opcode, "f16 f16 f16 f16", [a, b, c], [place_a, place_b, place_c, place_c], counts)
+    assert torch.equal(got, a @ b + c)
+    large = torch.full_like(c, 2048.0)  # where fp16 has even numbers only
+    a[:], b[:] = 0, 0
+    a[:, 0], b[0, :] = 1, 1
+    got = multiply(opcode, "f16 f16 f16 f16", [a, b, large], [place_a, place_b, place_c, place_c], counts)
+    assert (got == 2048).all()
+
+
+@pytest.mark.parametrize(("kind", "k"), [("s4", 32), ("u4", 32), ("b1", 128)])
+def test_wmma_of_small_integers(kind: str, k: int) -> None:
+    a, b = values(kind, 8, k, seed=1), values(kind, k, 8, seed=2)
+    c = values("s32", 8, 8, seed=3).int()
+    each, out = 32 // BITS[kind], torch.zeros(8, 8, dtype=torch.int32)
+
+    def packed(matrix: Tensor) -> Tensor:
+        words = [sum(bits_of(x, kind) << BITS[kind] * i for i, x in enumerate(row)) for row in matrix.view(-1, each)]
+        return torch.tensor([(x + 2**31) % 2**32 - 2**31 for x in words], dtype=torch.int32)
+
+    shape = f"m8n8k{k}"
+    form = "and.popc." if kind == "b1" else ""
+    body = f"""wmma.load.a.sync.aligned.row.{shape}.global.{kind} {{%r1}}, [%rd0], {k};
+    wmma.load.b.sync.aligned.col.{shape}.global.{kind} {{%r2}}, [%rd1];
+    wmma.load.c.sync.aligned.row.{shape}.global.s32 {{%r3, %r4}}, [%rd2], 8;
+    wmma.mma.{form}sync.aligned.row.col.{shape}.s32.{kind}.{kind}.s32 {{%r3, %r4}}, {{%r1}}, {{%r2}}, {{%r3, %r4}};
+    wmma.store.d.sync.aligned.row.{shape}.global.s32 [%rd3], {{%r3, %r4}}, 8;"""
+    run(body, packed(a), packed(b.t().contiguous()), c, out)
+    assert torch.equal(out.double(), a @ b + c)
+
+
+def test_wmma_reads_within_its_matrix() -> None:
+    """With a stride, and not a byte beyond the last row."""
+    load = "wmma.load.a.sync.aligned.row.m16n16k16.global.bf16 {%r1, %r2, %r3, %r4}, [%rd0], 24;"
+    source = torch.zeros(15 * 24 + 16, dtype=torch.bfloat16)
+    run(load, source)
+    with pytest.raises(EmulatorError, match="past the end") as caught:
+        run(load, source[:-1])
+    assert caught.value.kind == "out-of-bounds"

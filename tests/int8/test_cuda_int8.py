@@ -1,0 +1,751 @@
+"""The CUDA C++ int8 matmul and its input gradient under the package's own host code, against the oracle.
+
+On a GPU where there is one, else as PTX on the emulator, with all of its checks and at several seeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fastattn
+import int8_cases
+from cuda_kernels import DTYPES, EMULATED, MARKS, each_dtype, only_emulated
+from fastattn import native, reference
+from int8_cases import ACTIVATION_NAMES, GRANULARITIES, epilogue, normal, quantised
+from kernel_device import DEVICE
+
+if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+    from emulator import EmulatorError, cuda_runtime, device, launches, options
+
+pytestmark = MARKS
+
+OP, GRAD_OP = "int8_matmul", "int8_matmul_grad_input"
+BLOCKS = (16, 32, 48, 64, 80, 96, 112, 128)  # tokens of a tile
+SEED = 5
+
+each_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
+
+
+@contextlib.contextmanager
+def running(num_sms: int = 1, **changes: Any) -> Iterator[list[Any]]:
+    """Launches within are checked, also for reads of shared memory that nothing wrote; gives the list of them.
+
+    ``num_sms``: of the emulated GPU; by them the tile is chosen, and what CTAs share. ``changes``: other options.
+    """
+    if not EMULATED:
+        yield []
+        return
+    checks = options.launching(**{"tracked": True, "uninitialised": True, "seed": SEED, **changes})
+    gpu = device.emulated(90, num_sms=num_sms)
+    with gpu, cuda_runtime.raising_faults(), checks, launches.recorded() as found:
+        yield found
+    assert [launched for launched in found if OP in launched.report.kernel]
+
+
+def blocks_of(found: list[Any]) -> list[int]:
+    """Tokens of the tiles of recorded launches."""
+    names = [re.search(rf"{OP}(?:_grad_input)?_sm80ILi(\d+)E", launched.report.kernel) for launched in found]
+    return [int(name[1]) for name in names if name]
+
+
+def int8_matmul(*arguments: Any) -> Tensor:
+    return getattr(torch.ops.fastattn, OP)(*arguments)
+
+
+def grads(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Of the input and the bias."""
+    return getattr(torch.ops.fastattn, GRAD_OP)(*arguments)
+
+
+def grad_input(*arguments: Any) -> Tensor:
+    return grads(*arguments, False)[0]
+
+
+def check_forward(*arguments: Any, launching: dict[str, Any] | None = None, **named: Any) -> Tensor:
+    with running(**(launching or {})):
+        return int8_cases.check_forward(int8_matmul, *arguments, **named)
+
+
+def check_grad_input(*arguments: Any, launching: dict[str, Any] | None = None) -> Tensor:
+    with running(**(launching or {})):
+        return int8_cases.check_grad_input(grads, *arguments)
+
+
+# --- Shapes -----------------------------------------------------------------------------------------------------------
+
+# Outputs and columns are one and more of a tile and of a step, and a little less and more.
+SIZES = [(8, 16), (120, 112), (128, 128), (136, 144), (264, 272)]
+# Where neither rows of the weight, of inputs nor of results are aligned, or only some of them are.
+ODD_SIZES = [(1, 1), (3, 16), (8, 7), (65, 33), (130, 258), (131, 129)]
+
+
+@each_dtype
+@pytest.mark.parametrize("m", [1, 7, 16, 17, 64, 65, 97, 129])
+def test_shapes(m: int, dtype: torch.dtype) -> None:
+    for n, k in SIZES:
+        weight, scale = quantised(n, k, "channel", seed=m)
+        launching = {"seed": n}
+        check_forward(normal(m, k, seed=1, dtype=dtype), weight, scale, launching=launching)
+        check_grad_input(normal(m, n, seed=2, dtype=dtype), weight, scale, launching=launching)
+
+
+@each_dtype
+@pytest.mark.parametrize("m", [1, 7, 65, 130])
+def test_odd_sizes(m: int, dtype: torch.dtype) -> None:
+    for n, k in ODD_SIZES:
+        weight, scale = quantised(n, k, "channel", seed=m)
+        launching = {"seed": n}
+        extra = epilogue("silu", m, n, dtype)
+        check_forward(normal(m, k, seed=1, dtype=dtype), weight, scale, *extra, launching=launching)
+        check_grad_input(normal(m, n, seed=2, dtype=dtype), weight, scale, launching=launching)
+
+
+@pytest.mark.parametrize("n, k", [(7, 129), (130, 100), (64, 24)])
+def test_what_lies_between_rows_is_not_read(n: int, k: int) -> None:
+    """NaN behind the rows of x, of the gradient and of the residual, 127 behind the weight's."""
+    m, room = 5, 160
+    weight, scale = quantised(n, k, "channel")
+    wide = torch.full((n, room), 127, dtype=torch.int8, device=DEVICE)
+    wide[:, :k] = weight
+
+    def with_room(rows: Tensor) -> Tensor:
+        longer = torch.full((m, room), torch.nan, dtype=rows.dtype, device=DEVICE)
+        longer[:, : rows.shape[1]] = rows
+        return longer[:, : rows.shape[1]]
+
+    x, grad_out = normal(m, k, seed=1), normal(m, n, seed=2)
+    bias, residual, activation = epilogue("gelu", m, n)
+    out = check_forward(with_room(x), wide[:, :k], scale, bias, with_room(residual), activation)
+    assert torch.equal(out, int8_matmul(x, weight, scale, bias, residual, activation))
+    grad_x = check_grad_input(with_room(grad_out), wide[:, :k], scale)
+    assert torch.equal(grad_x, grad_input(grad_out, weight, scale))
+
+
+@each_dtype
+@each_granularity
+@pytest.mark.parametrize("m", [3, 40, 90, 130])
+def test_granularities(m: int, granularity: str | int, dtype: torch.dtype) -> None:
+    for k in (128, 384):
+        weight, scale = quantised(136, k, granularity, seed=m)
+        check_forward(normal(m, k, seed=1, dtype=dtype), weight, scale, normal(136, seed=2, dtype=dtype))
+        check_grad_input(normal(m, 136, seed=3, dtype=dtype), weight, scale)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_groups_that_are_no_power_of_two_in_number(group: int) -> None:
+    """Rows of scales that no 16 bytes divide, and a last step with fewer groups than the others."""
+    weight, scale = quantised(24, 5 * group, group)
+    check_forward(normal(5, 5 * group, seed=1), weight, scale)
+    check_grad_input(normal(5, 24, seed=2), weight, scale)
+
+
+@pytest.mark.parametrize("m, n, k", [(0, 8, 16), (3, 0, 16), (3, 8, 0), (0, 0, 0)])
+def test_empty(m: int, n: int, k: int) -> None:
+    weight, scale = torch.zeros(n, k, dtype=torch.int8, device=DEVICE), torch.ones(n, 1, device=DEVICE)
+    int8_cases.check_forward(int8_matmul, normal(m, k, seed=1), weight, scale, normal(n, seed=2), activation="relu")
+    int8_cases.check_grad_input(grads, normal(m, n, seed=3), weight, scale)
+
+
+def test_one_dimensional_input() -> None:
+    weight, scale = quantised(24, 32, "channel")
+    assert check_forward(normal(32, seed=1), weight, scale).shape == (24,)
+    assert check_grad_input(normal(24, seed=1), weight, scale).shape == (32,)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", 64])
+def test_leading_dims_and_views(granularity: str | int) -> None:
+    """Batch dims, rows that are parts of longer rows, transposed and misaligned inputs, a repeated row: the same bits
+    as from a contiguous copy."""
+    weight, scale = quantised(48, 128, granularity)
+    wide = normal(2, 5, 200, seed=1)
+    wide[..., 136:] = torch.nan
+    residual = normal(2, 5, 104, seed=3)[..., :48]
+    transposed, misaligned = normal(128, 6, seed=2).t(), wide[..., 1:129]
+    repeated = wide[:1, :1, :128].expand(2, 5, 128)
+    bias = normal(49, seed=4)[1:]
+    for x, added in (
+        (wide[..., :128], residual),
+        (wide[:, ::2, 8:136], None),
+        (transposed, None),
+        (misaligned, residual),
+        (repeated, residual),
+    ):
+        out = check_forward(x, weight, scale, bias, added)
+        contiguous = None if added is None else added.contiguous()
+        assert torch.equal(out, int8_matmul(x.contiguous(), weight, scale, bias, contiguous, "none"))
+    assert check_grad_input(wide[..., :48], weight, scale).shape == (2, 5, 128)
+    shifted = torch.zeros(weight.numel() + 1, dtype=torch.int8, device=DEVICE)[1:].view(weight.shape).copy_(weight)
+    check_forward(wide[..., :128], shifted, scale)
+
+
+# --- Sums that several CTAs share -------------------------------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("granularity", ["channel", 64])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_tile_whole_and_in_ranges(block: int, granularity: str | int, dtype: torch.dtype) -> None:
+    """Two tiles on two slots, which are whole; three on four, in ranges that go on from one to the next."""
+    m = block - 3
+    for num_sms, outputs, depth, ctas in ((1, 256, 128, 2), (2, 384, 1664, 4)):
+        weight, scale = quantised(outputs, depth, granularity, seed=m)
+        transposed = quantised(depth, outputs, "channel", seed=m)
+        x, bias = normal(m, depth, seed=1, dtype=dtype), normal(outputs, seed=2, dtype=dtype)
+        residual = normal(m, outputs, seed=3, dtype=dtype)
+        with running(num_sms, seed=block) as found:
+            int8_cases.check_forward(int8_matmul, x, weight, scale, bias, residual, "gelu")
+            int8_cases.check_grad_input(grads, x, *transposed)
+        assert blocks_of(found) == [block] * len(found)
+        assert [launched.grid[0] for launched in found] == [ctas] * len(found)
+
+
+@only_emulated
+@each_dtype
+@pytest.mark.parametrize("granularity", ["channel", 64])
+@pytest.mark.parametrize("num_sms, m, outputs", [(1, 5, 10), (3, 40, 72), (4, 20, 640), (7, 130, 138), (50, 7, 264)])
+def test_shared_tiles(num_sms: int, m: int, outputs: int, granularity: str | int, dtype: torch.dtype) -> None:
+    """By two CTAs and by many, in parts that end with a tile or go on into the next."""
+    weight, scale = quantised(outputs, 1600, granularity)
+    arguments = (normal(m, 1600, seed=1, dtype=dtype), weight, scale)
+    launching = {"num_sms": num_sms}
+    for activation in ("gelu", "swiglu"):
+        extra = epilogue(activation, m, outputs, dtype)
+        out = check_forward(*arguments, *extra, launching=launching)
+        with running(num_sms, seed=SEED + 1) as found:
+            assert torch.equal(out, int8_matmul(*arguments, *extra))
+        (launched,) = found
+        (block,) = blocks_of(found)
+        assert launched.grid[0] > -(-m // block) * -(-outputs // 128)
+    transposed, other = quantised(1600, outputs - 1, "channel")
+    check_grad_input(normal(m, 1600, seed=4, dtype=dtype), transposed, other, launching=launching)
+
+
+@each_dtype
+@pytest.mark.parametrize("num_sms", [1, 8])
+@pytest.mark.parametrize("m", [1, 16, 17, 130, 300])
+def test_gradient_of_a_bias(m: int, num_sms: int, dtype: torch.dtype) -> None:
+    """Eleven steps, and fewer or more tiles of columns that share them out; the last step is not whole."""
+    for k in (16, 272, 1552):
+        weight, scale = quantised(680, k, "channel")
+        check_grad_input(normal(m, 680, seed=k, dtype=dtype), weight, scale, launching={"num_sms": num_sms, "seed": k})
+
+
+@each_dtype
+@pytest.mark.parametrize("m", [1, 130])
+@pytest.mark.parametrize("n", [1, 3, 5, 13, 100])
+def test_gradient_of_a_bias_of_any_width(n: int, m: int, dtype: torch.dtype) -> None:
+    """From one tile of tokens and from two; there is NaN behind the rows of dY."""
+    weight, scale = quantised(n, 40, "channel")
+    wide = torch.full((m, 104), torch.nan, dtype=dtype, device=DEVICE)
+    grad_out = wide[:, :n].copy_(normal(m, n, seed=n, dtype=dtype))
+    check_grad_input(grad_out, weight, scale, launching={"seed": n})
+
+
+@only_emulated
+@pytest.mark.parametrize("m", [5, 300])
+def test_a_bias_takes_no_launch_of_its_own_and_has_the_same_bits_always(m: int) -> None:
+    weight, scale = quantised(680, 272, "channel")
+    grad_out, results = normal(m, 680, seed=1), []
+    for launching in ({"seed": 1}, {"seed": 2, "workers": 1}, {"seed": 3, "num_sms": 8}, {"seed": 4, "num_sms": 8}):
+        with running(**launching) as found:
+            results.append(grads(grad_out, weight, scale, True))
+        assert len(found) == 1 and found[0].report.bank_conflicts == 0
+    assert all(torch.equal(grad_bias, results[0][1]) for _, grad_bias in results)
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[2][0], results[3][0])
+
+
+@only_emulated
+def test_ctas_fill_the_gpu_and_no_more() -> None:
+    """Two of 128 outputs; ten steps; at least four steps a CTA, and two CTAs a multiprocessor."""
+    weight, scale = quantised(256, 1280, "channel")
+    for num_sms, ctas in ((1, 2), (2, 4), (100, 4)):
+        with running(num_sms) as found:
+            int8_matmul(normal(1, 1280, seed=1), weight, scale, None, None, "none")
+        assert [launched.grid[0] for launched in found] == [ctas]
+
+
+@only_emulated
+@pytest.mark.parametrize("num_sms", [1, 8])
+@pytest.mark.parametrize("m, n, k", [(1, 256, 1280), (3, 262, 1283), (130, 66, 517)])
+def test_launches_are_dealt_as_the_library_tells(m: int, n: int, k: int, num_sms: int) -> None:
+    """Of SwiGLU it is asked about gates and ups."""
+    weight, scale = quantised(n, k, "channel")
+    with running(num_sms) as found:
+        for activation in ("none", "swiglu"):
+            int8_matmul(normal(m, k, seed=1), weight, scale, None, None, activation)
+        grads(normal(m, n, seed=2), weight, scale, True)
+    sums = ((f"{OP}_sm80", m, n, k), (f"{GRAD_OP}_sm80", m, k, n))
+    dealt = [native.dealt_int8_matmul(*of_kernel, num_sms) for of_kernel in sums]
+    assert [launched.grid[0] for launched in found] == [dealt[0].ctas, dealt[0].ctas, dealt[1].ctas]
+    assert blocks_of(found) == [dealt[0].block_m, dealt[0].block_m, dealt[1].block_m]
+
+
+@only_emulated
+def test_whole_tiles_follow_the_shared_ones() -> None:
+    """Of five tiles on two slots, one is shared; of seven on four, all, as three of them would leave slots idle."""
+    for num_sms, tiles, ctas in ((1, 5, 2 + 4), (2, 7, 4)):
+        weight, scale = quantised(tiles * 128, 2048, "channel")
+        with running(num_sms) as found:
+            int8_cases.check_forward(int8_matmul, normal(3, 2048, seed=1), weight, scale)
+        assert [launched.grid[0] for launched in found] == [ctas]
+
+
+@only_emulated
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("m", [5, 130])
+def test_order_of_warps_and_copies_has_no_influence(m: int, seed: int) -> None:
+    weight, scale = quantised(136, 1024, 32)
+    x, grad_out = normal(m, 1024, seed=1), normal(m, 136, seed=2)
+    results = []
+    for launching in ({"seed": 100}, {"seed": seed, "workers": 1}):
+        with running(num_sms=8, **launching):
+            results.append((int8_matmul(x, weight, scale, None, None, "none"), grad_input(grad_out, weight, scale)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# --- Values -----------------------------------------------------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("activation", ACTIVATION_NAMES)
+def test_epilogues(activation: str, dtype: torch.dtype) -> None:
+    """Sums from -10 to 10: every activation's tails. On four multiprocessors CTAs share the tile."""
+    for with_bias, with_residual, num_sms in itertools.product([False, True], [False, True], [1, 4]):
+        m, n, k = 4, 48, 640
+        weight, scale = quantised(n, k, "channel", std=0.1)
+        x = normal(m, k, seed=1, std=(1000 / k) ** 0.5, dtype=dtype)
+        bias, residual, _ = epilogue(activation, m, n, dtype)
+        added = bias if with_bias else None, residual if with_residual else None
+        check_forward(x, weight, scale, *added, activation, launching={"num_sms": num_sms})
+
+
+@each_dtype
+@each_granularity
+@pytest.mark.parametrize("m", [1, 40, 97])
+def test_swiglu(m: int, granularity: str | int, dtype: torch.dtype) -> None:
+    """Gates and ups meet, be their number less than that of a tile, equal to it, or more."""
+    for outputs, k in ((7, 128), (64, 256), (137, 384)):
+        weight, scale = quantised(2 * outputs, k, granularity, seed=m, std=0.1)
+        x = normal(m, k, seed=1, dtype=dtype)
+        check_forward(x, weight, scale, *epilogue("swiglu", m, 2 * outputs, dtype), launching={"seed": outputs})
+
+
+def test_swiglu_of_views() -> None:
+    weight, scale = quantised(48, 128, 64)
+    wide, residual = normal(2, 5, 200, seed=1), normal(2, 5, 40, seed=3)[..., 8:32]
+    for x in (wide[..., :128], wide[..., 1:129], normal(5, 128, 2, seed=2).permute(2, 0, 1)):
+        out = check_forward(x, weight, scale, None, residual, "swiglu")
+        assert torch.equal(out, int8_matmul(x.contiguous(), weight, scale, None, residual.contiguous(), "swiglu"))
+    assert check_forward(normal(128, seed=4), weight, scale, activation="swiglu").shape == (24,)
+    mapped = torch.vmap(lambda x, residual: int8_matmul(x, weight, scale, None, residual, "swiglu"))
+    x = wide[..., :128]
+    assert torch.equal(mapped(x, residual), int8_matmul(x, weight, scale, None, residual, "swiglu"))
+
+
+@pytest.mark.parametrize("activation", ACTIVATION_NAMES[1:])
+def test_nan_passes_through_the_epilogue(activation: str) -> None:
+    weight, scale = quantised(16, 32, "channel")
+    x = normal(3, 32, seed=1)
+    x[1, 4] = torch.nan
+    out = int8_matmul(x, weight, scale, None, None, activation)
+    assert bool(out[1].isnan().all()) and not bool(out[[0, 2]].isnan().any())
+
+
+def test_every_int8_number_is_exact() -> None:
+    """Also -128, which the quantisation never makes: each is one product with a power of two."""
+    numbers = torch.arange(-128, 128, dtype=torch.int8, device=DEVICE).view(16, 16)
+    scale = torch.full((16, 1), 0.5, device=DEVICE)
+    for dtype in DTYPES:
+        x = 2 * torch.eye(16, dtype=dtype, device=DEVICE)
+        with running():
+            assert torch.equal(int8_matmul(x, numbers, scale, None, None, "none"), numbers.t().to(dtype))
+            assert torch.equal(grad_input(x, numbers, scale), numbers.to(dtype))
+
+
+@each_dtype
+def test_extreme_weights_are_exact(dtype: torch.dtype) -> None:
+    """-127 and 127 times powers of two, with a scale of a power of two: every step is exact, so the result is."""
+    weight = torch.tensor([[127, -127, 1, -1] * 8], dtype=torch.int8, device=DEVICE).repeat(16, 1)
+    scale = torch.full((16, 1), 2.0**-7, device=DEVICE)
+    x = torch.full((2, 32), 0.5, dtype=dtype, device=DEVICE)
+    x[:, ::2] = 1.0
+    exact = x.double() @ reference.dequantize_int8(weight, scale, torch.float64).t()
+    assert torch.equal(int8_matmul(x, weight, scale, None, None, "none"), exact.to(dtype))
+    grad_out = torch.ones(2, 16, dtype=dtype, device=DEVICE)
+    exact = grad_out.double() @ reference.dequantize_int8(weight, scale, torch.float64)
+    assert torch.equal(grad_input(grad_out, weight, scale), exact.to(dtype))
+
+
+@each_dtype
+@pytest.mark.parametrize("granularity", ["channel", 32])
+def test_a_channel_of_zeros(granularity: str | int, dtype: torch.dtype) -> None:
+    """Its scale is 1, which is large beside the others: they must not lose precision by it."""
+    dense = normal(40, 64, seed=1, dtype=torch.float32, std=0.02)
+    dense[3] = 0.0
+    weight, scale = reference.quantize_int8(dense, granularity)
+    assert bool((scale[3] == 1).all())
+    out = check_forward(normal(6, 64, seed=2, dtype=dtype), weight, scale)
+    assert bool((out[:, 3] == 0).all())
+    check_grad_input(normal(6, 40, seed=3, dtype=dtype), weight, scale)
+
+
+@each_granularity
+def test_small_gradients_and_small_scales_do_not_underflow(granularity: str | int) -> None:
+    """Weights around 1e-4 are below fp16's normal range; the gradient must be as good as for larger ones."""
+    weight, scale = quantised(256, 128, granularity, std=1e-4)
+    grad_out = normal(4, 256, seed=1, std=100.0)
+    found = check_grad_input(grad_out, weight, scale)
+    exact = grad_out.double() @ reference.dequantize_int8(weight, scale, torch.float64)
+    assert (found.double() - exact).abs().max() <= 2e-3 * exact.abs().max()
+
+
+@each_dtype
+def test_scales_of_any_sign_and_size(dtype: torch.dtype) -> None:
+    weight, scale = quantised(48, 64, "channel")
+    scale[::3] *= -1
+    scale[1::3] *= 1e-3
+    scale[5] *= -1e3
+    check_forward(normal(6, 64, seed=2, dtype=dtype), weight, scale)
+    check_grad_input(normal(6, 48, seed=3, dtype=dtype), weight, scale)
+
+
+@each_dtype
+@pytest.mark.parametrize("falling", [False, True], ids=["rising", "falling"])
+@pytest.mark.parametrize("granularity", ["channel", 32])
+def test_scales_that_rise_and_fall_along_the_sum(granularity: str | int, falling: bool, dtype: torch.dtype) -> None:
+    """By eleven orders of magnitude: what came before a larger scale is in another unit than what comes after it."""
+    weight, scale = quantised(640, 64, granularity, std=1.0)
+    exponents = torch.linspace(-9, 2, 640, device=DEVICE)
+    scale *= 10 ** (exponents.flip(0) if falling else exponents)[:, None]
+    scale[:70] *= 0 if not falling else 1
+    for num_sms in (1, 4):
+        check_grad_input(normal(6, 640, seed=3, dtype=dtype), weight, scale, launching={"num_sms": num_sms})
+    # The small ones alone, seen through gradients that are zero elsewhere.
+    grad_out = normal(6, 640, seed=4, dtype=dtype)
+    grad_out[:, (exponents > -5) if not falling else (exponents < -5)] = 0
+    check_grad_input(grad_out, weight, scale)
+
+
+def test_scales_of_zeros_give_zeros() -> None:
+    weight, scale = quantised(16, 64, "channel")
+    assert bool((grad_input(normal(3, 16, seed=1), weight, torch.zeros_like(scale)) == 0).all())
+    assert bool((int8_matmul(normal(3, 64, seed=1), weight, torch.zeros_like(scale), None, None, "none") == 0).all())
+
+
+def test_fp16_overflows_where_the_exact_result_does() -> None:
+    """And nowhere before: sums of 127 * 65504 pass through."""
+    weight = torch.full((16, 64), 127, dtype=torch.int8, device=DEVICE)
+    weight[8:, 32:] = -127
+    scale = torch.full((16, 1), 0.25, device=DEVICE)
+    x = torch.full((3, 64), 60000.0, dtype=torch.float16, device=DEVICE)
+    x[1] = -x[1]
+    x[2] = 8.0
+    out = check_overflow(int8_matmul(x, weight, scale, None, None, "none"), x, weight.t(), scale.t())
+    assert bool(out[0, :8].isposinf().all() and out[1, :8].isneginf().all() and (out[:2, 8:] == 0).all())
+    grad_out = x[:, :16].clone()
+    grad_out[1, 8:] *= -1
+    check_overflow(grad_input(grad_out, weight, scale), grad_out, weight, scale)
+
+
+def check_overflow(out: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    assert torch.equal(out, (x.double() @ (weight.double() * scale.double())).to(out.dtype))
+    return out
+
+
+# --- Gradients, the dispatcher, the ops -------------------------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("m, activation", [(3, "silu"), (3, "swiglu"), (70, "swiglu")])
+def test_gradients_through_the_layer(m: int, activation: str, dtype: torch.dtype) -> None:
+    """Forward, activation, residual and all gradients as autograd sees them, against float64."""
+    weight = fastattn.quantize_int8(normal(50, 96, seed=1, dtype=torch.float32, std=0.1), 32)
+    bias, residual, _ = epilogue(activation, m, 50, dtype)
+    tensors = normal(m, 96, seed=2, dtype=dtype), bias, residual
+    grad_out = normal(*residual.shape, seed=5, dtype=dtype)
+
+    def layer(dtype: torch.dtype, backend: str) -> list[Tensor]:
+        leaves = [tensor.detach().to(dtype, copy=True).requires_grad_() for tensor in tensors]
+        with fastattn.use_backend(backend):
+            out = fastattn.int8_linear(leaves[0], weight, leaves[1], activation=activation, residual=leaves[2])
+            out.backward(grad_out.to(dtype))
+        return [out, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    with running(), fastattn.record() as calls:
+        found = layer(dtype, "cuda")
+    name = re.compile(rf"int8_matmul_sm80<(?:{'|'.join(map(str, BLOCKS))}), {str(dtype).removeprefix('torch.')}>")
+    (forward, backward) = calls
+    assert forward[:2] == (OP, "cuda") and name.fullmatch(forward.kernel)
+    assert backward == (f"{OP} backward", "cuda", GRAD_OP)
+    for name, actual, oracle in zip(
+        ("out", "x", "bias", "residual"), found, layer(torch.float64, "torch"), strict=True
+    ):
+        error = (actual.double() - oracle).abs().max() / oracle.abs().max()
+        assert error <= 4 * torch.finfo(dtype).eps, name
+
+
+@pytest.mark.parametrize("wanted", ["both", "x", "bias"])
+def test_gradients_that_are_wanted(wanted: str) -> None:
+    """Twice, so that the second adds to the first, and under autocast: a bias in float32 has its gradient there."""
+    weight = fastattn.Int8Weight(*quantised(48, 96, "channel"))
+    x = normal(2, 9, 96, seed=1).requires_grad_(wanted != "bias")
+    bias = normal(48, seed=2, dtype=torch.float32).requires_grad_(wanted != "x")
+    grad_out = normal(2, 9, 48, seed=3)
+    with contextlib.ExitStack() as stack:
+        calls = [stack.enter_context(context) for context in (running(), fastattn.record())][1]
+        stack.enter_context(torch.autocast(DEVICE, torch.float16))
+        for _ in range(2):
+            fastattn.int8_linear(x, weight, bias).backward(grad_out)
+    fused = (f"{OP} backward", "cuda", GRAD_OP)
+    assert [call for call in calls if call.op != OP] == ([] if wanted == "bias" else [fused] * 2)
+    if wanted != "x":
+        assert bias.grad is not None and bias.grad.dtype == torch.float32
+        int8_cases.check_grad_bias((bias.grad / 2).half(), grad_out)
+    if wanted != "bias":
+        exact = grad_out.double() @ weight.dequantize(torch.float64)
+        assert x.grad is not None and (x.grad / 2 - exact).abs().max() <= 2e-3 * exact.abs().max()
+
+
+def test_gradients_of_samples_are_their_own() -> None:
+    """Under vmap a bias has one for each."""
+    weight = fastattn.Int8Weight(*quantised(24, 32, "channel"))
+    x, bias, grad_out = normal(3, 5, 32, seed=1), normal(24, seed=2), normal(3, 5, 24, seed=3)
+
+    def gradients(x: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
+        return torch.func.vjp(lambda x, bias: fastattn.int8_linear(x, weight, bias), x, bias)[1](grad_out)
+
+    with running():
+        grad_x, grad_bias = torch.vmap(gradients)(x, grad_out)
+        for i in range(3):
+            alone = gradients(x[i], grad_out[i])
+            assert torch.equal(grad_x[i], alone[0]) and torch.equal(grad_bias[i], alone[1])
+
+
+@each_dtype
+@pytest.mark.parametrize("m, n", [(1, 16), (17, 16), (64, 512), (100, 512), (129, 256)])
+def test_explain_names_the_tile_that_is_launched(m: int, n: int, dtype: torch.dtype) -> None:
+    weight = fastattn.Int8Weight(*quantised(n, 128, "channel"))
+    x = normal(m, 128, seed=1, dtype=dtype)
+    with running(num_sms=2) as found:
+        explained = fastattn.explain(fastattn.int8_linear, x, weight)
+        fastattn.int8_linear(x, weight)
+    block = explained.tile["block_m"]
+    assert block in BLOCKS and blocks_of(found) == [block] * len(found)
+    name = f"int8_matmul_sm80<{block}, {str(dtype).removeprefix('torch.')}>"
+    assert (explained.backend, explained.kernel) == ("cuda", name)
+
+
+def test_explain_says_what_is_copied() -> None:
+    """Nothing of a weight that quantize_int8 made; x where its rows are not aligned."""
+    dense, reason = normal(24, 40, seed=1, dtype=torch.float32), "its strides are not multiples of 16 bytes"
+    x, residual = normal(3, 40, seed=2), normal(3, 24, seed=3)[:, :23]
+    for weight in (fastattn.quantize_int8(dense[:23, :39]), fastattn.Int8Weight(*quantised(23, 39, "channel"))):
+        explained = fastattn.explain(fastattn.int8_linear, x[:, :39], weight, residual=residual)
+        own = fastattn.explain(fastattn.int8_linear, x[:, :39].contiguous(), weight)
+        expected = {} if weight.data.stride(0) == 48 else {"weight": reason}
+        assert (explained.backend, explained.copied) == ("cuda", expected)
+        assert own.copied == {"x": reason, **expected}
+
+
+def test_one_graph_for_any_number_of_tokens() -> None:
+    """Although their number decides about the kernel."""
+    weight, bias = fastattn.Int8Weight(*quantised(24, 64, 32), 32), normal(24, seed=1)
+
+    def layer(x: Tensor) -> Tensor:
+        return fastattn.int8_linear(x, weight, bias, activation="gelu")
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    for m in (3, 20, 130):
+        x = normal(m, 64, seed=m)
+        with running():
+            assert torch.equal(compiled(x), layer(x))
+    assert counter.frame_count == 1
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    weight, scale = quantised(24, 64, "channel")
+    return {"x": normal(5, 64, seed=1), "weight": weight, "scale": scale, "bias": None, "residual": None,
+            "activation": "none", **changes}  # fmt: skip
+
+
+def grad_arguments(**changes: Any) -> dict[str, Any]:
+    weight, scale = quantised(24, 64, "channel")
+    return {"grad_out": normal(5, 24, seed=1), "weight": weight, "scale": scale, "bias_grad": False, **changes}
+
+
+def test_opcheck() -> None:
+    key = "CPU" if EMULATED else "CUDA"
+    groups, odd = quantised(24, 64, 32), dict(zip(("weight", "scale"), quantised(26, 39, "channel"), strict=True))
+    checked = {
+        OP: [
+            arguments(),
+            arguments(x=normal(2, 3, 64, seed=2), bias=normal(24, seed=3), activation="gelu"),
+            arguments(weight=groups[0], scale=groups[1], residual=normal(5, 24, seed=4)),
+            arguments(**odd, x=normal(5, 39, seed=6), bias=normal(26, seed=5), activation="swiglu"),
+        ],
+        GRAD_OP: [
+            grad_arguments(bias_grad=True),
+            grad_arguments(weight=groups[0], scale=groups[1]),
+            grad_arguments(**odd, grad_out=normal(5, 26, seed=7), bias_grad=True),
+        ],
+    }
+    for name, all_arguments in checked.items():
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastattn::{name}", key)
+        for each in all_arguments:
+            with running():
+                torch.library.opcheck(getattr(torch.ops.fastattn, name).default, (), each)
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+
+int8 = functools.partial(zeros, dtype=torch.int8)
+fp32 = functools.partial(zeros, dtype=torch.float32)
+# what is wrong: changed arguments, words of the message
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "weight rank": ({"weight": int8(24)}, "weight must have 2 dimensions, got shape [24]"),
+    "scale rank": ({"scale": fp32(24)}, "scale must have 2 dimensions, got shape [24]"),
+    "columns": ({"x": zeros(5, 48)}, "x must have 64 columns like weight, got [5, 48]"),
+    "scalar": ({"x": zeros()}, "x must have 64 columns like weight, got []"),
+    "dtype": ({"x": fp32(5, 64)}, "x must be float16 or bfloat16 for the native kernel, got Float"),
+    "weight dtype": ({"weight": zeros(24, 64)}, "weight must be Char, got Half"),
+    "scale dtype": ({"scale": zeros(24, 1)}, "scale must be Float, got Half"),
+    "scale rows": ({"scale": fp32(8, 1)}, "scale must have shape [1, 1], [24, 1] or [24, groups], got [8, 1]"),
+    "groups": (
+        {"scale": fp32(24, 4)},
+        "scale must have a column for each 32, 64 or 128 columns of weight, got [24, 4]",
+    ),
+    "rows of groups": ({"scale": fp32(1, 2)}, "scale must have a column for each 32, 64 or 128 columns of weight"),
+    "bias": ({"bias": zeros(23)}, "bias must have shape [24], got [23]"),
+    "bias dtype": ({"bias": fp32(24)}, "bias must be Half, got Float"),
+    "residual": (
+        {"residual": zeros(4, 24)},
+        "residual must have the leading dimensions of the input and 24 columns, got [4, 24]",
+    ),
+    "activation": ({"activation": "tanh"}, "activation must be none, relu, gelu, gelu_tanh, silu or swiglu, got tanh"),
+    "halves": (
+        {"activation": "swiglu", "weight": int8(23, 64), "scale": fp32(23, 1)},
+        "weight must have an even number of rows for swiglu, gates and then ups, got [23, 64]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_of_the_op(name: str) -> None:
+    changed, words = BAD[name]
+    with pytest.raises(RuntimeError, match=re.escape(f"fastattn.{OP}: {words}")):
+        getattr(torch.ops.fastattn, OP)(**arguments(**changed))
+
+
+def test_bad_input_of_the_gradient() -> None:
+    with pytest.raises(RuntimeError, match=re.escape(f"fastattn.{GRAD_OP}: grad_out must have 24 columns like weight")):
+        grads(*grad_arguments(grad_out=zeros(5, 64)).values())
+
+
+def test_a_raw_op_has_no_gradient() -> None:
+    with pytest.raises(RuntimeError, match="the raw operator has no gradient"):
+        getattr(torch.ops.fastattn, OP)(**arguments(x=normal(5, 64, seed=1).requires_grad_()))
+
+
+# --- What is launched -------------------------------------------------------------------------------------------------
+
+
+@only_emulated
+@each_granularity
+@pytest.mark.parametrize("m", [1, 64, 96, 128])
+def test_no_bank_conflicts_and_whole_sectors(m: int, granularity: str | int) -> None:
+    weight, scale = quantised(256, 512, granularity)
+    with running() as found:
+        int8_matmul(normal(m, 512, seed=1), weight, scale, None, None, "none")
+        int8_matmul(normal(m, 512, seed=1), weight, scale, None, None, "swiglu")
+        grads(normal(m, 256, seed=2), weight, scale, True)
+    assert len(found) == 3
+    for launched in found:
+        assert launched.report.bank_conflicts == 0
+        copies = [row for row in launched.report.rows if row.opcode.startswith("cp.async.cg")]
+        assert sum(row.global_bytes for row in copies) == 32 * sum(row.global_sectors for row in copies) > 0
+
+
+@only_emulated
+@each_dtype
+def test_few_tokens_move_little_more_than_the_weight(dtype: torch.dtype) -> None:
+    """Each byte of the weight once. With what the tiles read again, from L2, within 3% of all inputs and outputs once;
+    in the gradient that is the scales too, 4 bytes beside 128 of weights."""
+    n, k = 512, 1024
+    weight, scale = quantised(n, k, "channel")
+    for matmul, width, others, allowed in ((int8_matmul, k, (None, None, "none"), 1.03), (grad_input, n, (), 1.06)):
+        x = normal(1, width, seed=1, dtype=dtype)
+        with running() as found:
+            out = matmul(x, weight, scale, *others)
+        (launched,) = found
+        moved = sum(row.global_bytes for row in launched.report.rows)
+        assert moved <= allowed * (weight.nbytes + scale.nbytes + x.nbytes + out.nbytes)
+        copied = sum(row.global_bytes for row in launched.report.rows if row.opcode.startswith("cp.async.cg"))
+        assert copied == weight.nbytes + x.nbytes * (out.numel() // 128)
+
+
+@only_emulated
+def test_the_launch_is_the_one_that_a_gpu_would_get() -> None:
+    """Four warps, and no more tensor-core work than the tiles need."""
+    weight, scale = quantised(256, 256, "channel")
+    for m, block in ((1, 16), (40, 48), (90, 96), (128, 128)):
+        with running() as found:
+            int8_matmul(normal(m, 256, seed=1), weight, scale, None, None, "none")
+            grad_input(normal(m, 256, seed=1), weight, scale)
+        tokens = -(-m // block) * block
+        for launched in found:
+            assert launched.grid == (2 * tokens // block, 1, 1) and launched.block == (128, 1, 1)
+            assert launched.report.shared_bytes <= 99 * 1024
+            (work,) = launched.report.tensor_core.values()
+            assert work.multiply_adds == tokens * 256 * 256
+
+
+FAULTS = {
+    "waits for one group less": ("cp.async.wait_group 1;", "cp.async.wait_group 2;"),
+    "no barrier": ("bar.sync 0;", ""),
+    "arrivals tell nothing of the parts": ("atom.acq_rel.gpu", "atom.relaxed.gpu"),
+}
+
+
+@only_emulated
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_planted_in_the_kernel_is_found(fault: str) -> None:
+    weight, scale = quantised(128, 1024, "channel")
+    x = normal(5, 1024, seed=1)
+    with cuda_runtime.replaced(*FAULTS[fault]):
+        for seed in range(3):
+            with pytest.raises(EmulatorError) as caught:
+                check_forward(x, weight, scale, launching={"num_sms": 2, "seed": seed, "uninitialised": False})
+            assert caught.value.kind == "race"
+    check_forward(x, weight, scale, launching={"num_sms": 2})
+
+
+@only_emulated
+def test_sums_over_tokens_that_are_merged_too_early_are_found() -> None:
+    weight, scale = quantised(128, 64, "channel")
+    with cuda_runtime.replaced("atom.acq_rel.gpu", "atom.relaxed.gpu"):
+        with pytest.raises(EmulatorError) as caught:
+            check_grad_input(normal(200, 128, seed=1), weight, scale)
+        assert caught.value.kind == "race"
+
+
+def test_every_instance_is_launched() -> None:
+    """By the tables above: blocks and dtypes are those of the instance files."""
+    folder = Path(__file__).resolve().parents[2] / "csrc" / OP / "instances"
+    kinds = ("gemm", "grad_input")
+    expected = {f"{kind}_m{m}_{t}_sm80" for kind, m, t in itertools.product(kinds, BLOCKS, ("f16", "bf16"))}
+    assert {file.stem for file in folder.glob("*.cu") if "_s8_" not in file.stem} == expected

@@ -1,0 +1,458 @@
+"""The CUDA C++ int8 matmul with int8 activations under the package's own host code, against the oracle over the same
+int8 tokens. (The tokens themselves: test_quantize_tokens.py.)
+
+On a GPU where there is one, else as PTX on the emulator, with all of its checks and at several seeds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.flop_counter import FlopCounterMode
+
+import fastattn
+from cuda_kernels import DTYPES, EMULATED, MARKS, each_dtype, only_emulated
+from fastattn import native, reference
+from int8_cases import GRANULARITIES, normal, quantised
+from kernel_device import DEVICE
+from test_cuda_int8 import OP, arguments, fp32, int8, running, zeros
+
+if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+    from emulator import EmulatorError, cuda_runtime, launches
+
+pytestmark = MARKS
+
+BLOCKS = (16, 64, 128)  # tokens of a tile
+KERNEL = "int8_matmul_s8_sm80"
+UNIT = 2.0**-24  # of fp32's rounding
+
+each_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
+
+
+def matmul(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+) -> Tensor:
+    out: Tensor = torch.ops.fastattn.int8_matmul(x, weight, scale, bias, residual, activation, True)
+    return out
+
+
+def check(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    *,
+    num_sms: int = 1,
+    seed: int = 0,
+) -> Tensor:
+    """Integer sums are exact. What is left: fp32's roundings of the scaled sums of the groups and parts, a few of what
+    follows, and the result's."""
+    with running(num_sms, seed=seed):
+        out = matmul(x, weight, scale, bias, residual, activation)
+    assert out.dtype == x.dtype and out.is_contiguous()
+    q, token_scale = (each.to(DEVICE, torch.float64) for each in reference.quantize_rows(x))
+    tokens = q * token_scale[..., None]
+    extra = [None if each is None else each.double() for each in (bias, residual)]
+    oracle = reference.int8_linear(tokens, weight, scale.double(), extra[0], activation, extra[1])
+    magnitude = reference.int8_linear(tokens.abs(), weight.double().abs(), scale.double().abs())
+    magnitude = sum((each.abs() for each in extra if each is not None), magnitude)
+    roundings = 8 + 2 * scale.shape[1] + 16
+    info = torch.finfo(x.dtype)
+    allowed = roundings * UNIT * magnitude + 0.501 * info.eps * oracle.abs() + info.smallest_normal * info.eps
+    error = (out.double() - oracle).abs()
+    worst = int((error - allowed).argmax()) if error.numel() else 0
+    assert bool((error <= allowed).all()), (worst, out.flatten()[worst], oracle.flatten()[worst])
+    return out
+
+
+# --- Shapes -----------------------------------------------------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("m", [1, 5, 16, 17, 65, 130])
+def test_shapes(m: int, dtype: torch.dtype) -> None:
+    """Outputs and columns are one and more of a tile and of a step, and a little less and more."""
+    for n, k in [(8, 16), (120, 112), (136, 144), (264, 272)]:
+        check(normal(m, k, seed=1, dtype=dtype), *quantised(n, k, "channel", seed=m), seed=n)
+
+
+@each_dtype
+@each_granularity
+@pytest.mark.parametrize("m", [3, 40, 130])
+def test_granularities(m: int, granularity: str | int, dtype: torch.dtype) -> None:
+    for k in (128, 384):
+        weight, scale = quantised(136, k, granularity, seed=m)
+        check(normal(m, k, seed=1, dtype=dtype), weight, scale, normal(136, seed=2, dtype=dtype))
+
+
+@only_emulated
+@each_dtype
+@each_granularity
+@pytest.mark.parametrize("m, block", [(13, 16), (61, 64), (125, 128)])
+def test_every_tile_whole_and_in_parts(m: int, block: int, granularity: str | int, dtype: torch.dtype) -> None:
+    """Two tiles on two slots, which are whole; one, in two parts."""
+    for n, k, ctas in ((256, 128, 2), (128, 1664, 2)):
+        weight, scale = quantised(n, k, granularity, seed=m)
+        with launches.recorded() as found:
+            check(normal(m, k, seed=1, dtype=dtype), weight, scale, normal(n, seed=2, dtype=dtype), activation="silu")
+        (launched,) = found
+        assert f"{KERNEL}ILi{block}E" in launched.report.kernel and launched.grid[0] == ctas
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_groups_that_are_no_power_of_two_in_number(group: int) -> None:
+    for m in (5, 70):
+        check(normal(m, 5 * group, seed=1), *quantised(24, 5 * group, group))
+
+
+@pytest.mark.parametrize("m, n, k", [(0, 8, 16), (3, 0, 16), (3, 8, 0), (0, 0, 0)])
+def test_empty(m: int, n: int, k: int) -> None:
+    weight, scale = torch.zeros(n, k, dtype=torch.int8, device=DEVICE), torch.ones(n, 1, device=DEVICE)
+    out = matmul(normal(m, k, seed=1), weight, scale, normal(n, seed=2), activation="relu")
+    assert torch.equal(out, normal(n, seed=2).relu().expand(m, n))
+
+
+@pytest.mark.parametrize("granularity", ["tensor", 64])
+def test_leading_dims_and_views(granularity: str | int) -> None:
+    """The same bits as from a contiguous copy."""
+    weight, scale = quantised(48, 128, granularity)
+    wide = normal(2, 5, 200, seed=1)
+    wide[..., 136:] = torch.nan
+    residual = normal(2, 5, 104, seed=3)[..., :48]
+    repeated = wide[:1, :1, :128].expand(2, 5, 128)
+    bias = normal(49, seed=4)[1:]
+    for x, added in (
+        (wide[..., :128], residual),
+        (wide[:, ::2, 8:136], None),
+        (normal(128, 6, seed=2).t(), None),
+        (wide[..., 1:129], residual),
+        (repeated, residual),
+        (wide[0, 0, :128], None),
+    ):
+        out = check(x, weight, scale, bias, added)
+        contiguous = None if added is None else added.contiguous()
+        assert torch.equal(out, matmul(x.contiguous(), weight, scale, bias, contiguous))
+
+
+# --- CTAs that share tiles and tokens ---------------------------------------------------------------------------------
+
+
+@only_emulated
+@each_dtype
+@pytest.mark.parametrize("granularity", ["channel", 64])
+@pytest.mark.parametrize("num_sms, m", [(2, 5), (3, 40), (8, 130)])
+def test_splits(num_sms: int, m: int, granularity: str | int, dtype: torch.dtype) -> None:
+    weight, scale = quantised(72, 1600, granularity)
+    extra = (normal(72, seed=2, dtype=dtype), normal(m, 72, seed=3, dtype=dtype), "gelu")
+    check(normal(m, 1600, seed=1, dtype=dtype), weight, scale, *extra, num_sms=num_sms)
+
+
+@only_emulated
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("m", [5, 130])
+def test_order_of_ctas_and_copies_has_no_influence(m: int, seed: int) -> None:
+    weight, scale = quantised(136, 1024, 32)
+    x = normal(m, 1024, seed=1)
+    results = []
+    for launching in ({"seed": 100}, {"seed": seed, "workers": 1}):
+        with running(num_sms=8, **launching):
+            results.append(matmul(x, weight, scale))
+    assert torch.equal(*results)
+
+
+@each_dtype
+@pytest.mark.parametrize("seed", range(2))
+def test_many_tokens(seed: int, dtype: torch.dtype) -> None:
+    """From 512 on each warp quantises a token, where all threads of a CTA would share one of few."""
+    check(normal(517, 48, seed=1, dtype=dtype), *quantised(24, 48, "channel"), num_sms=3, seed=seed)
+
+
+# --- Values -----------------------------------------------------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "gelu_tanh", "silu"])
+def test_epilogues(activation: str, dtype: torch.dtype) -> None:
+    for extra in range(4):
+        m, n, k = 4, 40, 640
+        weight, scale = quantised(n, k, "channel", std=0.1)
+        bias = normal(n, seed=2, dtype=dtype) if extra % 2 else None
+        residual = normal(m, n, seed=3, dtype=dtype) if extra // 2 else None
+        check(normal(m, k, seed=1, dtype=dtype), weight, scale, bias, residual, activation, num_sms=1 + extra)
+
+
+@each_dtype
+@pytest.mark.parametrize("k", [1024, 4096])
+def test_extreme_sums(k: int, dtype: torch.dtype) -> None:
+    """-127 and 127 everywhere, and -128, which is no quantised number but may stand in a weight."""
+    weight = torch.full((16, k), 127, dtype=torch.int8, device=DEVICE)
+    weight[::3] = -128
+    weight[1::3, ::2] = -127
+    x = torch.ones(3, k, dtype=dtype, device=DEVICE)
+    x[1] = -1.0
+    x[2, ::2] = -1.0
+    for group in (1, k // 128, k // 32):
+        check(x, weight, torch.full((16, group), 2.0**-20, device=DEVICE))
+
+
+@each_dtype
+def test_the_longest_sums(dtype: torch.dtype) -> None:
+    k = 2**17
+    weight = torch.full((8, k), -128, dtype=torch.int8, device=DEVICE)
+    check(torch.ones(1, k, dtype=dtype, device=DEVICE), weight, torch.full((8, 1), 2.0**-24, device=DEVICE))
+
+
+@pytest.mark.parametrize("granularity", ["channel", 32])
+def test_scales_of_tokens(granularity: str | int) -> None:
+    """From the smallest to the largest of bf16: no overflow or underflow on the way to a result without."""
+    weight, scale = quantised(24, 64, granularity)
+    x = normal(6, 64, seed=1, dtype=torch.bfloat16)
+    x[0] *= 2.0**-100
+    x[1] *= 2.0**124
+    x[2] *= 2.0**-20
+    x[3] = 0.0
+    out = check(x, weight, scale)
+    assert bool(out.isfinite().all()) and bool((out[3] == 0).all()) and bool((out[[0, 1]] != 0).any())
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu_tanh"])
+def test_rows_that_are_not_finite(activation: str) -> None:
+    """The whole row is NaN, as in the reference, and no other is touched."""
+    weight, scale = quantised(24, 64, "channel")
+    x, bias = normal(5, 64, seed=1), normal(24, seed=2)
+    x[1, 4], x[3, 0] = torch.inf, torch.nan
+    found, expected = (
+        matmul(x, weight, scale, bias, None, activation),
+        reference.int8_linear(x, weight, scale, bias, activation, activations="int8"),
+    )
+    assert torch.equal(found.isnan(), expected.isnan()) and bool(found[[1, 3]].isnan().all())
+    assert bool(found[[0, 2, 4]].isfinite().all())
+
+
+# --- The layer, the dispatcher, the op --------------------------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("m", [3, 70])
+def test_the_layer_and_its_gradients(m: int, dtype: torch.dtype) -> None:
+    """The gradient passes straight through: it is that of 16-bit activations."""
+    weight = fastattn.quantize_int8(normal(48, 96, seed=1, dtype=torch.float32, std=0.1), 32)
+    tensors = normal(m, 96, seed=2, dtype=dtype), normal(48, seed=3, dtype=dtype), normal(m, 48, seed=4, dtype=dtype)
+    grad_out = normal(m, 48, seed=5, dtype=dtype)
+
+    def layer(dtype: torch.dtype, backend: str) -> list[Tensor]:
+        leaves = [tensor.detach().to(dtype, copy=True).requires_grad_() for tensor in tensors]
+        with fastattn.use_backend(backend):
+            out = fastattn.int8_linear(leaves[0], weight, leaves[1], residual=leaves[2], activations="int8")
+            out.backward(grad_out.to(dtype))
+        return [out, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    with running(), fastattn.record() as calls:
+        found = layer(dtype, "cuda")
+    forward, backward = calls
+    assert forward.backend == "cuda" and forward.kernel.startswith(f"{KERNEL}<")
+    assert backward == (f"{OP} backward", "cuda", "int8_matmul_grad_input")
+    expected = layer(torch.float64, "torch")
+    for name, actual, oracle in zip(("out", "x", "bias", "residual"), found, expected, strict=True):
+        error = (actual.double() - oracle).abs().max() / oracle.abs().max()
+        assert error <= 4 * torch.finfo(dtype).eps, name
+
+
+def test_the_bias_alone_wants_a_gradient() -> None:
+    weight, x = fastattn.Int8Weight(*quantised(24, 64, "channel")), normal(5, 64, seed=1)
+    bias, grad_out = normal(24, seed=2).requires_grad_(), normal(5, 24, seed=3)
+    with running():
+        fastattn.int8_linear(x, weight, bias, activations="int8").backward(grad_out)
+    assert torch.equal(bias.grad, grad_out.float().sum(0).to(bias.dtype))
+
+
+@pytest.mark.parametrize("granularity", ["channel", 32])
+def test_a_model_under_autocast(granularity: str | int) -> None:
+    """Its layers run in the kernel, whose results are those of int8_linear on the cast inputs; parameters are fp32."""
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16, bias=False)).to(DEVICE)
+    weights = [fastattn.quantize_int8(layer.weight, granularity) for layer in (model[0], model[2])]
+    fastattn.nn.quantize_model(model, granularity=granularity, activations="int8")
+    x = normal(5, 64, seed=1, dtype=torch.float32)
+    with running(), torch.autocast(x.device.type, torch.bfloat16), fastattn.record() as calls:
+        found = model(x)
+    name = f"{KERNEL}<16, bfloat16>"
+    assert calls == [(OP, "cuda", name), (OP, "cuda", name)]
+    with running(), torch.no_grad():
+        bias = model[0].bias.bfloat16()
+        inner = fastattn.int8_linear(x.bfloat16(), weights[0], bias, activations="int8").relu()
+        assert torch.equal(found, fastattn.int8_linear(inner, weights[1], activations="int8"))
+
+
+def test_operations_are_counted() -> None:
+    weight, x = fastattn.Int8Weight(*quantised(24, 64, "channel")), normal(5, 64, seed=1)
+    with running(), FlopCounterMode(display=False) as counter:
+        fastattn.int8_linear(x, weight, activations="int8")
+    assert counter.get_total_flops() == 2 * 5 * 24 * 64
+
+
+@only_emulated
+@each_dtype
+@pytest.mark.parametrize("m, n, block", [(1, 16, 16), (61, 256, 64), (125, 256, 128), (300, 128, 128)])
+def test_explain_names_the_tile_that_is_launched(m: int, n: int, block: int, dtype: torch.dtype) -> None:
+    weight, x = fastattn.Int8Weight(*quantised(n, 256, "channel")), normal(m, 256, seed=1, dtype=dtype)
+    with running(num_sms=1) as found:
+        explained = fastattn.explain(fastattn.int8_linear, x, weight, activations="int8")
+        fastattn.int8_linear(x, weight, activations="int8")
+    name = f"{KERNEL}<{block}, {str(dtype).removeprefix('torch.')}>"
+    assert (explained.backend, explained.kernel, explained.tile["block_m"]) == ("cuda", name, block)
+    (launched,) = found
+    dealt = native.dealt_int8_matmul(KERNEL, m, n, 256, 1)
+    assert (dealt.block_m, dealt.ctas) == (block, launched.grid[0]) and f"{KERNEL}ILi{block}E" in launched.report.kernel
+
+
+@pytest.mark.parametrize("n, k", [(12, 32), (16, 24)])
+def test_other_weights_go_elsewhere(n: int, k: int) -> None:
+    weight = fastattn.Int8Weight(int8(n, k), fp32(n, 1))
+    explained = fastattn.explain(fastattn.int8_linear, zeros(1, k), weight, activations="int8")
+    assert explained.backend == "torch" and "int8 activations takes N and K that" in explained.rejected["cuda"]
+    assert explained.rejected["triton"] == "the Triton kernel does not have: int8 activations."
+    with pytest.raises(RuntimeError, match="8 rows, and of 16 columns up to 131072, for int8 activations"):
+        matmul(zeros(1, k), weight.data, weight.scale)
+
+
+def test_more_tokens_than_a_launch_counts_go_elsewhere() -> None:
+    weight, x = fastattn.Int8Weight(*quantised(8, 16, "channel")), zeros(1, 16).expand(2**24, 16)
+    explained = fastattn.explain(fastattn.int8_linear, x, weight, activations="int8")
+    assert explained.backend == "torch" and "16777216 tokens and 8 outputs" in explained.rejected["cuda"]
+
+
+def test_swiglu_goes_elsewhere() -> None:
+    weight, x = fastattn.Int8Weight(*quantised(16, 32, "channel")), normal(3, 32, seed=1)
+    explained = fastattn.explain(fastattn.int8_linear, x, weight, activation="swiglu", activations="int8")
+    assert explained.backend == "torch"
+    missing = "the CUDA C++ kernel for int8 activations does not have: SwiGLU over a fused gate-up weight."
+    assert explained.rejected["cuda"] == missing
+    with pytest.raises(RuntimeError, match="must not be swiglu with int8 activations"):
+        matmul(x, weight.data, weight.scale, activation="swiglu")
+
+
+def test_rows_of_a_weight_with_room_behind_them() -> None:
+    weight, scale = quantised(24, 96, "channel")
+    x = normal(20, 64, seed=1)
+    with running():
+        assert torch.equal(matmul(x, weight[:, :64], scale), matmul(x, weight[:, :64].contiguous(), scale))
+
+
+def test_longer_sums_go_elsewhere() -> None:
+    k = 2**17 + 16
+    weight = fastattn.Int8Weight(int8(8, k), fp32(8, 1))
+    explained = fastattn.explain(fastattn.int8_linear, zeros(1, k), weight, activations="int8")
+    assert explained.backend == "torch" and "int32 holds sums" in explained.rejected["cuda"]
+    with pytest.raises(RuntimeError, match="columns up to 131072, for int8 activations"):
+        matmul(zeros(1, k), weight.data, weight.scale)
+
+
+def test_one_graph_for_any_number_of_tokens() -> None:
+    weight, bias = fastattn.Int8Weight(*quantised(24, 64, 32), 32), normal(24, seed=1)
+
+    def layer(x: Tensor) -> Tensor:
+        return fastattn.int8_linear(x, weight, bias, activation="gelu", activations="int8")
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    for m in (3, 130):
+        x = normal(m, 64, seed=m)
+        with running():
+            assert torch.equal(compiled(x), layer(x))
+    assert counter.frame_count == 1
+
+
+def test_opcheck_and_vmap() -> None:
+    with running():
+        torch.library.opcheck(torch.ops.fastattn.int8_matmul.default, (), arguments(int8_activations=True))
+        x, weight = normal(3, 5, 64, seed=1), fastattn.Int8Weight(*quantised(24, 64, "channel"))
+        mapped = torch.vmap(lambda each: fastattn.int8_linear(each, weight, activations="int8"))(x)
+        assert torch.equal(mapped, matmul(x, weight.data, weight.scale))
+
+
+# --- What is launched -------------------------------------------------------------------------------------------------
+
+
+@only_emulated
+@each_granularity
+@pytest.mark.parametrize("m", [1, 64, 128])
+def test_no_bank_conflicts_and_whole_sectors(m: int, granularity: str | int) -> None:
+    weight, scale = quantised(256, 512, granularity)
+    with running() as found:
+        matmul(normal(m, 512, seed=1), weight, scale)
+    (launched,) = found
+    assert launched.report.bank_conflicts == 0
+    copies = [row for row in launched.report.rows if row.opcode.startswith("cp.async.cg")]
+    assert sum(row.global_bytes for row in copies) == 32 * sum(row.global_sectors for row in copies) > 0
+
+
+@only_emulated
+@each_dtype
+def test_few_tokens_move_little_more_than_the_weight(dtype: torch.dtype) -> None:
+    """Each byte of the weight once; each token twice to quantise it, and as int8 to each tile."""
+    n, k = 512, 1024
+    weight, scale = quantised(n, k, "channel")
+    x = normal(1, k, seed=1, dtype=dtype)
+    with running(num_sms=1) as found:
+        out = matmul(x, weight, scale)
+    (launched,) = found
+    looking = "ld.acquire"  # whether the tokens are there: how often depends on the order of things
+    moved = sum(row.global_bytes for row in launched.report.rows if not row.opcode.startswith(looking))
+    assert moved <= 1.03 * (weight.nbytes + scale.nbytes + x.nbytes + out.nbytes)
+    copied = sum(row.global_bytes for row in launched.report.rows if row.opcode.startswith("cp.async.cg"))
+    assert copied == weight.nbytes + k * (n // 128)
+
+
+@only_emulated
+def test_the_launch_is_the_one_that_a_gpu_would_get() -> None:
+    """One launch of four warps, no more tensor-core work than the tiles need, and all of it int8."""
+    weight, scale = quantised(256, 256, "channel")
+    for m, block in ((1, 16), (40, 64), (90, 128), (200, 128)):
+        with running() as found:
+            matmul(normal(m, 256, seed=1), weight, scale)
+        tokens = -(-m // block) * block
+        (launched,) = found
+        assert launched.grid == (2 * tokens // block, 1, 1) and launched.block == (128, 1, 1)
+        assert launched.report.shared_bytes <= 99 * 1024
+        ((kind, work),) = launched.report.tensor_core.items()
+        assert kind == "s8 * s8 + s32" and work.multiply_adds == tokens * 256 * 256
+
+
+FAULTS = {
+    "waits for one group less": ("cp.async.wait_group 2;", "cp.async.wait_group 3;"),
+    "no barrier": ("bar.sync 0;", ""),
+    "counting tells nothing of the tokens": ("atom.acq_rel.gpu.global.add", "atom.relaxed.gpu.global.add"),
+    "arrivals tell nothing of the parts": ("atom.acq_rel.gpu.global.cas", "atom.relaxed.gpu.global.cas"),
+}
+
+
+@only_emulated
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_planted_in_the_kernel_is_found(fault: str) -> None:
+    weight, scale = quantised(128, 1024, "channel")
+    x = normal(5, 1024, seed=1)
+    with cuda_runtime.replaced(*FAULTS[fault]):
+        for seed in range(3):
+            with pytest.raises(EmulatorError) as caught, running(num_sms=2, seed=seed, uninitialised=False):
+                matmul(x, weight, scale)
+            assert caught.value.kind == "race"
+    check(x, weight, scale, num_sms=2)
+
+
+def test_every_instance_is_launched() -> None:
+    """By the tables above: blocks and dtypes are those of the instance files."""
+    folder = Path(__file__).resolve().parents[2] / "csrc" / OP / "instances"
+    expected = {f"gemm_s8_m{m}_{t}_sm80" for m in BLOCKS for t in ("f16", "bf16")}
+    assert {file.stem for file in folder.glob("gemm_s8_*.cu")} == expected and len(DTYPES) == 2

@@ -1,0 +1,515 @@
+"""Static tests of the native library: what it registers, how its sources are arranged, and the machine code in it.
+
+None of them needs a GPU. Those of the machine code read it with cuobjdump, from the CUDA toolkit or Triton's wheel.
+What a kernel needs of dynamic shared memory stands in no binary: kernels assert it where they are compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from emulator import static_facts
+from emulator.static_facts import KernelFacts
+from fastattn import native
+from installed_library import BUILD, LIBRARY_PATH
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+
+SCHEMA_ARGUMENTS = {
+    "attention_forward": 18,
+    "attention_backward": 23,
+    "attention_decode": 20,
+    "int8_matmul": 7,
+    "int8_matmul_grad_input": 4,
+}
+
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
+FORWARD_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES, (False, True)))
+DECODE_INSTANCES = sorted(itertools.product((64, 128, 256), DTYPES, (False, True)))
+OPTIONS_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES, (False, True)))  # True: keys in pages
+INT8_KERNELS = ("int8_matmul_sm80", "int8_matmul_grad_input_sm80")
+INT8_INSTANCES = sorted(itertools.product(INT8_KERNELS, range(16, 129, 16), DTYPES))
+S8_INSTANCES = sorted(itertools.product((16, 64, 128), DTYPES))  # of the int8 matmul with int8 activations
+KEY_VALUE_INSTANCES = sorted(itertools.product(HEAD_DIMS, DTYPES, (False, True)))  # True: with options
+# Template arguments of the other backward kernels.
+BACKWARD_INSTANCES = sorted(
+    [
+        *(("query", head_dim, dtype) for head_dim, dtype in itertools.product(HEAD_DIMS, DTYPES)),
+        *(("rows", dtype) for dtype in DTYPES),
+        *(("bias", dtype) for dtype in DTYPES),
+        ("sinks",),
+    ],
+    key=str,
+)
+
+MAX_REGISTERS = 255  # of a thread: two CTAs of 128 threads, or one of 256, share the 65536 of an SM
+MAX_SPILLED_BYTES = 16  # of a thread, outside of loops
+# What ptxas spills where it assembles the PTX for sm_90, by kernel and template arguments; nothing elsewhere.
+SPILLED_BYTES_SM90 = {
+    ("forward", 256, "bfloat16", True): 8,  # needed by the loop of masked tiles alone, at most two loads a step
+    ("decode", 256, "bfloat16", True): 36,  # outside of the loop of steps
+}
+MAX_SHARED_BYTES = 99 * 1024  # of one CTA on sm_86, sm_89 and sm_120
+
+
+# --- What is registered -----------------------------------------------------------------------------------------------
+
+
+def test_the_library_defines_exactly_the_documented_ops() -> None:
+    defined = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastattn::")}
+    assert defined == {f"fastattn::{name}" for name in SCHEMA_ARGUMENTS}
+
+
+@pytest.mark.parametrize("name", SCHEMA_ARGUMENTS)
+def test_schema_has_the_documented_number_of_arguments(name: str) -> None:
+    assert len(getattr(torch.ops.fastattn, name).default._schema.arguments) == SCHEMA_ARGUMENTS[name]
+
+
+def test_decode_says_that_it_writes_to_the_caches_and_their_scales() -> None:
+    arguments = torch.ops.fastattn.attention_decode.default._schema.arguments
+    written = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
+    assert written == {"k_cache", "v_cache", "k_scale", "v_scale"}
+
+
+@pytest.mark.parametrize("name", SCHEMA_ARGUMENTS)
+def test_cuda_kernels_are_registered_where_they_were_built(name: str) -> None:
+    has = {key: torch._C._dispatch_has_kernel_for_dispatch_key(f"fastattn::{name}", key) for key in ("CUDA", "CPU")}
+    built = "80" in native.BUILD["archs"]
+    assert has == {"CUDA": built and not native.TAKES_CPU_TENSORS, "CPU": built and native.TAKES_CPU_TENSORS}
+
+
+# --- How the sources are arranged -------------------------------------------------------------------------------------
+
+
+def sources() -> list[Path]:
+    return [path for path in sorted(CSRC.rglob("*")) if path.suffix in {".h", ".cuh", ".cpp", ".cu"}]
+
+
+def test_inline_ptx_stands_in_one_folder() -> None:
+    outside = [path for path in sources() if path.parent != CSRC / "device" / "ptx"]
+    assert outside
+    assert [path for path in outside if re.search(r"\basm\b", path.read_text())] == []
+
+
+def test_torch_headers_are_included_by_the_api_alone() -> None:
+    including = [path for path in sources() if re.search(r"#include\s*[<\"](torch|ATen|c10)/", path.read_text())]
+    assert CSRC / "bindings.cpp" in including
+    assert [path for path in including if path.parent != CSRC / "api" and path != CSRC / "bindings.cpp"] == []
+
+
+def test_instances_are_at_most_ten_lines() -> None:
+    instances = sorted(CSRC.glob("*/instances/*.cu"))
+    assert instances
+    assert [path for path in instances if len(path.read_text().splitlines()) > 10] == []
+
+
+# --- The machine code -------------------------------------------------------------------------------------------------
+
+with_sm80_kernels = pytest.mark.skipif(
+    "80" not in BUILD["archs"], reason="the native library was built without kernels for sm_80"
+)
+
+
+def forward_instance(symbol: str) -> tuple[int, str, bool] | None:
+    """(head dim, dtype, causal) of a mangled attention_forward_sm80, None for any other symbol."""
+    match = re.search(r"attention_forward_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
+    return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
+
+
+def options_instance(symbol: str) -> tuple[int, str, bool] | None:
+    """(head dim, dtype, paged) of a mangled attention_forward_options_sm80, None for any other symbol."""
+    match = re.search(r"attention_forward_options_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
+    return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
+
+
+def decode_instance(symbol: str) -> tuple[int, str, bool] | None:
+    """(head dim, dtype, int8 cache) of a mangled decode_split_sm80, None for any other symbol."""
+    match = re.search(r"decode_split_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
+    return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
+
+
+def key_value_instance(symbol: str) -> tuple[int, str, bool] | None:
+    """(head dim, dtype, with options) of a mangled attention_backward_key_value_sm80, None for any other symbol."""
+    match = re.search(r"attention_backward_key_value_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
+    return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
+
+
+def backward_instance(symbol: str) -> tuple[Any, ...] | None:
+    """(kernel, head dim, dtype), as far as it has them, of another mangled attention_backward_…_sm80, else None."""
+    match = re.search(
+        r"attention_backward_(query|rows|bias|sinks)_sm80(?:I(?:Li(\d+)E)?L?N\w*?8DataTypeE(\d)E)?", symbol
+    )
+    if match is None:
+        return None
+    return (
+        match[1],
+        *(int(text) for text in (match[2],) if text),
+        *(DTYPES[int(text)] for text in (match[3],) if text),
+    )
+
+
+@functools.cache
+def machine_code() -> dict[str, KernelFacts]:
+    """Of the library for sm_80, by mangled name."""
+    return static_facts.of_library(LIBRARY_PATH, "sm_80")
+
+
+@functools.cache
+def forward_kernels() -> dict[tuple[int, str, bool], KernelFacts]:
+    return {
+        instance: facts for name, facts in machine_code().items() if (instance := forward_instance(name)) is not None
+    }
+
+
+@functools.cache
+def options_kernels() -> dict[tuple[int, str, bool], KernelFacts]:
+    return {
+        instance: facts for name, facts in machine_code().items() if (instance := options_instance(name)) is not None
+    }
+
+
+@functools.cache
+def decode_kernels() -> dict[tuple[int, str, bool], KernelFacts]:
+    return {
+        instance: facts for name, facts in machine_code().items() if (instance := decode_instance(name)) is not None
+    }
+
+
+@functools.cache
+def key_value_kernels() -> dict[tuple[int, str, bool], KernelFacts]:
+    return {
+        instance: facts for name, facts in machine_code().items() if (instance := key_value_instance(name)) is not None
+    }
+
+
+@functools.cache
+def backward_kernels() -> dict[tuple[Any, ...], KernelFacts]:
+    return {
+        instance: facts for name, facts in machine_code().items() if (instance := backward_instance(name)) is not None
+    }
+
+
+@with_sm80_kernels
+def test_every_forward_instance_is_there() -> None:
+    assert sorted(forward_kernels()) == FORWARD_INSTANCES
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", FORWARD_INSTANCES, ids=str)
+def test_forward_stays_within_its_registers_and_shared_memory(instance: tuple[int, str, bool]) -> None:
+    kernel = forward_kernels()[instance]
+    assert 0 < kernel.registers <= MAX_REGISTERS
+    assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", FORWARD_INSTANCES, ids=str)
+def test_forward_never_touches_local_memory_in_a_loop(instance: tuple[int, str, bool]) -> None:
+    kernel = forward_kernels()[instance]
+    assert kernel.local_in_loops == 0
+    assert kernel.stack_bytes <= MAX_SPILLED_BYTES
+
+
+def stated_counts(table: str) -> dict[int, dict[str, int]]:
+    """Head dim → column → number, of the table in tiles_sm80.h whose first line is ``// table: head dim  column …``."""
+    lines = iter((CSRC / "attention" / "tiles_sm80.h").read_text().splitlines())
+    heading = next(line for line in lines if line.startswith(f"// {table}: head dim "))
+    columns = re.findall(r"\S+", heading.partition(": head dim ")[2])
+    rows = itertools.takewhile(lambda line: re.match(r"//\s+\d", line), lines)
+    numbers = [[int(number) for number in re.findall(r"\d+", row)] for row in rows]
+    return {head_dim: dict(zip(columns, rest, strict=True)) for head_dim, *rest in numbers}
+
+
+def check_main_loop(kernel: KernelFacts, stated: dict[str, int]) -> None:
+    """Matrix instructions, loads of matrices and exponentials are a matter of the algorithm: they are exact."""
+    opcodes = kernel.main_loop
+    for kind in ("HMMA", "MUFU.EX2", "LDSM"):
+        assert sum(opcode.startswith(kind) for opcode in opcodes) == stated[kind], kind
+    assert len(opcodes) == pytest.approx(stated["instructions"], rel=0.03)
+    assert kernel.registers <= stated["registers"]
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", FORWARD_INSTANCES, ids=str)
+def test_main_loop_of_forward_is_what_the_tile_table_states(instance: tuple[int, str, bool]) -> None:
+    check_main_loop(forward_kernels()[instance], stated_counts("Forward")[instance[0]])
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", [each for each in KEY_VALUE_INSTANCES if not each[2]], ids=str)
+def test_main_loop_of_backward_is_what_the_tile_table_states(instance: tuple[int, str, bool]) -> None:
+    check_main_loop(key_value_kernels()[instance], stated_counts("Backward")[instance[0]])
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", FORWARD_INSTANCES, ids=str)
+def test_forward_multiplies_on_the_tensor_cores(instance: tuple[int, str, bool]) -> None:
+    head_dim, dtype, _ = instance
+    instructions = forward_kernels()[instance].instructions
+    expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
+    # Two products in a warp, in the masked loop and in the other.
+    rows, keys = (32 if head_dim <= 128 else 16), (64 if head_dim <= 192 else 32)
+    products = 2 * 2 * (rows // 16) * (keys // 8) * (head_dim // 16)
+    assert [name for name in instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))] == [expected] * products
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", FORWARD_INSTANCES, ids=str)
+def test_forward_copies_asynchronously_and_loads_matrices(instance: tuple[int, str, bool]) -> None:
+    kinds = {name.split(".")[0] for name in forward_kernels()[instance].instructions}
+    assert {"LDGSTS", "LDSM", "MUFU"} <= kinds
+
+
+@with_sm80_kernels
+def test_every_instance_with_options_is_there() -> None:
+    assert sorted(options_kernels()) == OPTIONS_INSTANCES
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", OPTIONS_INSTANCES, ids=str)
+def test_forward_with_options_never_touches_local_memory(instance: tuple[int, str, bool]) -> None:
+    kernel = options_kernels()[instance]
+    assert 0 < kernel.registers <= MAX_REGISTERS
+    assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
+    assert kernel.local_in_loops + kernel.local_outside == 0
+    assert kernel.stack_bytes == 0
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", OPTIONS_INSTANCES, ids=str)
+def test_forward_with_options_multiplies_on_the_tensor_cores(instance: tuple[int, str, bool]) -> None:
+    head_dim, dtype, _ = instance
+    expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
+    # Two products of 16 rows in a warp, in the masked step and in the other.
+    keys = 64 if head_dim <= 128 else 32
+    products = 2 * 2 * (keys // 8) * (head_dim // 16)
+    instructions = options_kernels()[instance].instructions
+    assert [name for name in instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))] == [expected] * products
+
+
+def int8_instance(symbol: str) -> tuple[str, int, str] | None:
+    """(kernel, tokens of a tile, dtype) of a mangled int8 matmul or its input gradient, None for any other symbol."""
+    match = re.search(r"\d(int8_matmul(?:_grad_input)?_sm80)ILi(\d+)ELN\w*?8DataTypeE(\d)E", symbol)
+    return (match[1], int(match[2]), DTYPES[int(match[3])]) if match else None
+
+
+@functools.cache
+def int8_kernels() -> dict[tuple[str, int, str], KernelFacts]:
+    return {instance: facts for name, facts in machine_code().items() if (instance := int8_instance(name)) is not None}
+
+
+@with_sm80_kernels
+def test_every_int8_instance_is_there() -> None:
+    assert sorted(int8_kernels()) == INT8_INSTANCES
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", INT8_INSTANCES, ids=str)
+def test_int8_never_touches_local_memory(instance: tuple[str, int, str]) -> None:
+    kernel = int8_kernels()[instance]
+    assert 0 < kernel.registers <= MAX_REGISTERS
+    assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
+    assert kernel.local_in_loops + kernel.local_outside == 0
+    assert kernel.stack_bytes == 0
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", INT8_INSTANCES, ids=str)
+def test_int8_dequantises_in_two_and_a_half_instructions_a_pair(instance: tuple[str, int, str]) -> None:
+    """In the main loops: the forward pass has one with and one without groups, the gradient one that also adds up
+    tokens for a bias, and one that does not. A warp dequantises each of its operands A once, 4 pairs a lane, and
+    multiplies it with all tokens. In the gradient one more instruction scales it.
+    """
+    name, tokens, dtype = instance
+    is_forward = name == "int8_matmul_sm80"
+    kernel = int8_kernels()[instance]
+    expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
+    loops = []
+    for body in kernel.main_loops:
+        opcodes = kernel.opcodes_of(body)
+        products = [opcode for opcode in opcodes if opcode.startswith(("HMMA", "IMMA"))]
+        assert set(products) == {expected}
+        loops.append((len(products), len(opcodes), body, opcodes))
+    without, others = min(loops)[:2], max(loops)[:2]
+    if not is_forward:  # a tile of ones times two tiles of eight columns, 16 tokens at a time
+        assert others[0] - without[0] == 2 * (tokens // 16) and others[1] > without[1]
+    assert len(loops) == 2
+    for num_products, _, body, opcodes in loops:
+        pairs = 4 * (num_products if is_forward else without[0]) // (tokens // 8)
+        conversions = sum(opcode.split(".")[0] in ("PRMT", "HFMA2", "HMUL2", "HADD2") for opcode in opcodes)
+        biasing = sum("LOP3" in kernel.lines[index] and "0x80808080" in kernel.lines[index] for index in body)
+        assert biasing > 0 and conversions + biasing <= (2.5 if is_forward else 3.5) * pairs
+        assert not [opcode for opcode in opcodes if opcode.split(".")[0] in ("I2F", "F2F", "I2I")]
+
+
+def s8_instance(symbol: str) -> tuple[int, str] | None:
+    """(tokens of a tile, dtype) of a mangled int8_matmul_s8_sm80, None for any other symbol."""
+    match = re.search(r"int8_matmul_s8_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)E", symbol)
+    return (int(match[1]), DTYPES[int(match[2])]) if match else None
+
+
+@functools.cache
+def s8_kernels() -> dict[tuple[int, str], KernelFacts]:
+    return {instance: facts for name, facts in machine_code().items() if (instance := s8_instance(name)) is not None}
+
+
+@with_sm80_kernels
+def test_every_int8_instance_with_int8_activations_is_there() -> None:
+    assert sorted(s8_kernels()) == S8_INSTANCES
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", S8_INSTANCES, ids=str)
+def test_int8_activations_never_touch_local_memory(instance: tuple[int, str]) -> None:
+    kernel = s8_kernels()[instance]
+    assert 0 < kernel.registers <= MAX_REGISTERS
+    assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
+    assert kernel.local_in_loops + kernel.local_outside == 0
+    assert kernel.stack_bytes == 0
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", S8_INSTANCES, ids=str)
+def test_int8_activations_multiply_without_conversion(instance: tuple[int, str]) -> None:
+    """Three main loops: one scale a row, groups of 32, larger ones. Operands come by ldmatrix, sums of groups become
+    fp32 by additions."""
+    tokens, _ = instance
+    kernel = s8_kernels()[instance]
+    assert len(kernel.main_loops) == 3
+    blocks = 2 if tokens == 128 else 4  # of 32 k, in a step
+    one_scale, *groups = sorted(map(kernel.opcodes_of, kernel.main_loops), key=len)
+    loads = 4 + 4 if tokens == 128 else 2 + tokens // 16  # of weights and tokens, by a warp
+    assert sum(opcode.startswith("LDSM") for opcode in one_scale) == blocks * loads
+    # The clocks that IMMA takes on an A100, or those that an H200's memory takes for the weights.
+    assert len(one_scale) <= max(8 * blocks * 2 * tokens // 8, 128 * 32 * blocks / 18.4)
+    for opcodes in (one_scale, *groups):
+        products = [opcode for opcode in opcodes if opcode.startswith(("HMMA", "IMMA"))]
+        assert products == ["IMMA.16832.S8.S8"] * (blocks * 2 * tokens // 8)
+        assert not [opcode for opcode in opcodes if opcode.split(".")[0] in ("PRMT", "I2F", "F2I", "I2I")]
+    for opcodes in groups:
+        assert sum(opcode.startswith("LDSM") for opcode in opcodes) == blocks * (2 + tokens // 16)
+
+
+@with_sm80_kernels
+def test_every_decode_instance_is_there() -> None:
+    assert sorted(decode_kernels()) == DECODE_INSTANCES
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", DECODE_INSTANCES, ids=str)
+def test_decode_never_touches_local_memory(instance: tuple[int, str, bool]) -> None:
+    kernel = decode_kernels()[instance]
+    assert 0 < kernel.registers <= MAX_REGISTERS
+    assert kernel.local_in_loops + kernel.local_outside == 0
+    assert kernel.stack_bytes == 0
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", DECODE_INSTANCES, ids=str)
+def test_decode_multiplies_on_the_tensor_cores(instance: tuple[int, str, bool]) -> None:
+    head_dim, dtype, int8 = instance
+    expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
+    instructions = decode_kernels()[instance].instructions
+    tile = native.TILES["decode_split_int8_sm80" if int8 else "decode_split_sm80"][str(head_dim)]
+    keys = tile["block_n"] // tile["num_warps"]
+    products = 2 * (keys // 8) * (head_dim // 16)  # two, of 16 rows by a warp's keys
+    assert [name for name in instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))] == [expected] * products
+    assert {"LDGSTS", "LDSM"} <= {name.split(".")[0] for name in instructions}
+
+
+@with_sm80_kernels
+def test_every_backward_instance_is_there() -> None:
+    assert sorted(key_value_kernels()) == KEY_VALUE_INSTANCES
+    assert sorted(backward_kernels(), key=str) == BACKWARD_INSTANCES
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", KEY_VALUE_INSTANCES, ids=str)
+def test_backward_of_keys_and_values(instance: tuple[int, str, bool]) -> None:
+    """No local memory; five products of a tile on the tensor cores, once; copies and loads of matrices."""
+    head_dim, dtype, has_options = instance
+    kernel = key_value_kernels()[instance]
+    assert 0 < kernel.registers <= MAX_REGISTERS
+    assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
+    assert kernel.local_in_loops + kernel.local_outside == 0
+    assert kernel.stack_bytes == 0
+    expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
+    name = "attention_backward_key_value_options_sm80" if has_options else "attention_backward_key_value_sm80"
+    tile = native.TILES[name][str(head_dim)]
+    products = 5 * tile["block_m"] * tile["block_n"] * head_dim // (16 * 8 * 16 * tile["num_warps"])
+    assert [name for name in kernel.instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))] == [expected] * products
+    assert {"LDGSTS", "LDSM", "MUFU", "RED"} <= {name.split(".")[0] for name in kernel.instructions}
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", BACKWARD_INSTANCES, ids=str)
+def test_other_backward_kernels(instance: tuple[Any, ...]) -> None:
+    kernel = backward_kernels()[instance]
+    assert 0 < kernel.registers <= MAX_REGISTERS
+    assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
+    assert kernel.local_in_loops + kernel.local_outside == 0
+    assert kernel.stack_bytes == 0
+    if instance[0] in ("rows", "bias"):
+        expected = "HMMA.16816.F32" if instance[-1] == "float16" else "HMMA.16816.F32.BF16"
+        assert {name for name in kernel.instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))} == {expected}
+
+
+@with_sm80_kernels
+def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
+    ptx = static_facts.run("cuobjdump", "-ptx", LIBRARY_PATH)[0]
+    assert set(re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)) == {"sm_80"}
+    entries = re.findall(r"\.entry (\w+)", ptx)
+    assert sorted(filter(None, map(forward_instance, entries))) == FORWARD_INSTANCES
+    assert sorted(filter(None, map(options_instance, entries))) == OPTIONS_INSTANCES
+    assert sorted(filter(None, map(int8_instance, entries))) == INT8_INSTANCES
+    assert sorted(filter(None, map(s8_instance, entries))) == S8_INSTANCES
+    assert sorted(filter(None, map(decode_instance, entries))) == DECODE_INSTANCES
+    assert sorted(filter(None, map(key_value_instance, entries))) == KEY_VALUE_INSTANCES
+    assert sorted(filter(None, map(backward_instance, entries)), key=str) == BACKWARD_INSTANCES
+
+
+# On sm_90 the driver assembles the PTX. Kernels for float16 differ from those for bfloat16 in the types of a few
+# instructions: to save time they are left out.
+
+
+@functools.cache
+def assembled_for_sm90() -> dict[str, KernelFacts]:
+    """What ptxas makes of the library's PTX, by mangled name; without the kernels for float16."""
+    kernels: dict[str, KernelFacts] = {}
+    for ptx in static_facts.ptx_of_library(LIBRARY_PATH):
+        if not re.search(r"\.entry \w*8DataTypeE0", ptx):
+            kernels |= static_facts.of_ptx(ptx, "sm_90")
+    return kernels
+
+
+def sm90_instance(symbol: str) -> tuple[Any, ...]:
+    """Kernel and template arguments of a mangled name."""
+    for kernel, arguments in (("forward", forward_instance(symbol)), ("decode", decode_instance(symbol))):
+        if arguments is not None:
+            return (kernel, *arguments)
+    return (symbol,)
+
+
+@with_sm80_kernels
+def test_assembled_for_sm90_nothing_spills_but_what_is_listed() -> None:
+    kernels = assembled_for_sm90()
+    num_float16 = sum(re.search(r"8DataTypeE0", name) is not None for name in machine_code())
+    assert len(kernels) == len(machine_code()) - num_float16
+    spilled = {sm90_instance(name): kernel for name, kernel in kernels.items() if kernel.stack_bytes > 0}
+    excess = {
+        instance: (kernel.spill_store_bytes, kernel.spill_load_bytes)
+        for instance, kernel in spilled.items()
+        if max(kernel.spill_store_bytes or 0, kernel.spill_load_bytes or 0) > SPILLED_BYTES_SM90.get(instance, 0)
+    }
+    assert excess == {}
+    in_loops = {sm90_instance(name): kernel.local_in_loops for name, kernel in kernels.items() if kernel.local_in_loops}
+    assert set(in_loops) <= {("forward", 256, "bfloat16", True)}
+    assert all(accesses <= 2 for accesses in in_loops.values())

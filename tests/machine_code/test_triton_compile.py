@@ -1,0 +1,56 @@
+"""The Triton kernels' machine code for sm_80, sm_90 and sm_100, which needs no GPU to make.
+
+Every tile must use tensor cores, fit into shared memory and keep its main loops (innermost loops with matrix
+instructions) free of local memory. What spills outside of them is printed (``pytest -s``, or on failure).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+FOLDER = Path(__file__).parent
+MODULES = [name for name in ("aot_attention", "aot_decode", "aot_int8_matmul") if importlib.util.find_spec(name)]
+
+
+@pytest.fixture(scope="module", params=MODULES)
+def reports(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Compiled in a process of its own, with Triton's usual backend."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    result = subprocess.run(
+        [sys.executable, FOLDER / "aot.py", request.param], env=environment, capture_output=True, text=True, timeout=900
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    found: list[dict[str, Any]] = json.loads(result.stdout)
+    for r in found:
+        print(
+            f"{r['name']:75s} {r['registers']:3d} registers, {r['shared_bytes'] // 1024:3d} KB shared, local memory "
+            f"accesses {r['local_in_loops']} in main loops {r['main_loops']}, {r['local_outside']} outside"
+        )
+    return found
+
+
+def test_tensor_cores(reports: list[dict[str, Any]]) -> None:
+    without = [r["name"] for r in reports if not r["tensor_core"] or not r["main_loops"]]
+    assert not without, f"no matrix instructions, or none in a loop: {without}"
+
+
+def test_shared_memory(reports: list[dict[str, Any]]) -> None:
+    too_large = [
+        (r["name"], r["shared_bytes"], r["shared_limit"]) for r in reports if r["shared_bytes"] > r["shared_limit"]
+    ]
+    assert not too_large
+
+
+def test_no_local_memory_in_main_loops(reports: list[dict[str, Any]]) -> None:
+    spilling = [(r["name"], r["local_in_loops"], r["registers"]) for r in reports if r["local_in_loops"]]
+    assert not spilling

@@ -1,0 +1,37 @@
+"""The README: its snippets run, one after the other, and what it points at is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+SNIPPETS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("*/README.md"))]
+
+
+def test_the_snippets_run_in_order_as_a_new_user_would_run_them(tmp_path: Path) -> None:
+    assert len(SNIPPETS) >= 6
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(SNIPPETS))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "not torch" in done.stdout or "torch: PyTorch" in done.stdout  # what explain prints
+    assert "RecordedCall(" in done.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert "://" in target or (page.parent / target).exists(), f"{page.name} points at {target}"
+
+
+def test_every_make_target_that_is_named_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {name for page in PAGES for name in re.findall(r"`make ([a-z-]+)", page.read_text())}
+    assert named <= targets and {"demo", "test"} <= set(re.findall(r"make ([a-z-]+)", README))
