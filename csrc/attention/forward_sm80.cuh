@@ -44,6 +44,7 @@ struct ForwardConfigSm80 : ForwardTileSm80<kHeadDim_> {
     static constexpr int kTilesM = kWarpM / kMmaM;
     static constexpr int kTilesN = Tile::kBlockN / kMmaN;
     static constexpr int kTilesD = kHeadDim / kMmaN;
+    static constexpr bool kLoadsKeysLate = kHeadDim == 256;  // behind the softmax: before it, the loops spill
     static constexpr int kAccumulators = 4 * kTilesM * (kTilesN + kTilesD);  // registers of S and O
     static_assert(kWarpM % kMmaM == 0, "a warp owns whole MMA tiles of rows");
     static_assert(Tile::kBlockN % kMmaK == 0, "P·V takes 16 keys at a time");
@@ -149,8 +150,11 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         } else {
             __syncthreads();
         }  // V is there for all; all are done with K: it may be overwritten
-        if (num_left > 1) load_k.template load<false>(kBlockN);
-        ptx::cp_async_commit_group();
+        const auto load_next_k = [&] {
+            if (num_left > 1) load_k.template load<false>(kBlockN);
+            ptx::cp_async_commit_group();
+        };
+        if constexpr (!Config::kLoadsKeysLate) load_next_k();
 
         const KeyRange* seen_by = &shared.sees[warp * kWarpM];
         const int32_t first_key = shared.tiles.tile(num_left) * kBlockN;
@@ -164,6 +168,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
             };
             separate_nonfinite<kDataType>(rO, shared.sV, load_v, sees, lane);
         }
+        if constexpr (Config::kLoadsKeysLate) load_next_k();
         gemm_pv<kDataType>(rO, rS, sV);
     };
 

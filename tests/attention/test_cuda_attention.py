@@ -241,6 +241,31 @@ def test_magnitudes(kind: str, dtype: torch.dtype) -> None:
     check(query, key, value, True)
 
 
+GROWTHS = {
+    "less than 8": [2.0 * tile for tile in range(6)],  # binary logarithms, in the order in which tiles are taken
+    "more than 8": [12.0 * tile for tile in range(6)],
+    "one late jump": [0.0, 1.0, 0.5, 0.0, 1.0, 40.0],
+    "a fall and a rise": [30.0, -60.0, -200.0, 20.0, 37.0, 39.0],
+    "strongly negative": [-900.0, -894.0, -880.0, -881.0, -860.0, -859.0],
+}
+
+
+@each_head_dim
+@each_dtype
+@each_mask
+@pytest.mark.parametrize("growth", GROWTHS)
+def test_maxima_that_grow_from_tile_to_tile(growth: str, head_dim: int, dtype: torch.dtype, causal: bool) -> None:
+    """By less and by more than what makes a row's reference follow; every second row falls where others rise."""
+    block_n = 32 if head_dim == 256 else 64
+    query, key, value = inputs(head_dim, dtype, 40, 6 * block_n)
+    level = torch.tensor(GROWTHS[growth][::-1]).repeat_interleave(block_n) * 0.6931 / head_dim**0.5
+    direction = torch.where(torch.arange(head_dim) % 2 == 0, 1.0, -1.0)
+    key = (key.float().cpu() * 0.2 + level[:, None] * direction).to(DEVICE, dtype)
+    sign = torch.where(torch.arange(40) % 2 == 0, 1.0, -1.0)
+    query = (query.float().cpu() * 0.1 + sign[:, None] * direction).to(DEVICE, dtype)
+    check(query, key, value, causal)
+
+
 # --- Order ------------------------------------------------------------------------------------------------------------
 
 

@@ -72,6 +72,23 @@ PACKED_CASES = [
 ]
 
 
+# What the kernel without options does beside full and causal attention.
+PLAIN_CASES = [
+    Case(window=(40, 3), shape=(1, 2, 1, 141, 301)),
+    Case(window=(150, 20), shape=(1, 2, 2, 200, 330)),  # masked tiles at both ends of full ones
+    Case(window=(90, 0), shape=(1, 2, 1, 301, 301)),
+    Case(window=(0, 0), shape=(1, 2, 1, 130, 130)),
+    Case(window=(-1, 70), top_left=True, shape=(1, 2, 1, 141, 201)),
+    Case(window=(5, 2), top_left=True, shape=(1, 2, 1, 301, 101)),  # rows behind the last key see none
+    Case(window=(5, 2), shape=(1, 2, 1, 301, 101), sinks=True),  # rows before the first key, with a sink
+    Case(sinks=True, shape=(1, 4, 2, 33, 200)),
+    Case(sinks=True, window=(0, 0), scale=-0.3, shape=(1, 2, 1, 33, 33)),
+    Case(lengths=PACKED, window=(9, 2), sinks=True, shape=(1, 4, 2, 0, 0)),
+    Case(lengths=((130, 0, 1, 64), (200, 64, 0, 300))),
+    Case(lengths=((130, 0, 1, 64), (200, 64, 0, 300)), window=CAUSAL),
+]
+
+
 def run(case: Case, **launching: Any) -> dict[str, Tensor]:
     problem = make_problem(case)
     with checked(**launching):
@@ -99,6 +116,32 @@ def test_head_dims(head_dims: tuple[int, int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", PACKED_CASES, ids=str)
 def test_packed(case: Case, dtype: torch.dtype) -> None:
     check(replace(case, dtype=dtype))
+
+
+@each_dtype
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("case", PLAIN_CASES, ids=str)
+def test_the_kernel_without_options(case: Case, head_dim: int, dtype: torch.dtype) -> None:
+    case = replace(case, head_dims=(head_dim, head_dim), dtype=dtype)
+    if not EMULATED:
+        check(case)
+        return
+    with launches.recorded() as found:
+        check(case)
+    assert [PLAIN_KERNEL in launched.report.kernel for launched in found] == [True]
+
+
+def test_windows_and_sinks_leave_nan_in_masked_keys_alone() -> None:
+    """In packed sequences too: what stands between them, and in keys that no row sees, is never multiplied."""
+    case = Case(lengths=((70, 30), (150, 200)), window=(20, 5), sinks=True, head_dims=(64, 64))
+    problem, clean = make_problem(case), run(case)
+    problem.key[60:70], problem.value[60:70] = torch.nan, torch.inf  # row i of the first sees 60 + i to 85 + i
+    problem.value[150 + 140 :][:5] = torch.nan  # row i of the second sees 150 + i to 175 + i
+    with checked():
+        out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+    rows = torch.cat([torch.arange(10, 70), torch.arange(70, 100)])
+    assert torch.equal(out[rows], clean["out"][rows]) and torch.equal(lse[:, rows], clean["lse"][:, rows])
+    assert out[:10].isnan().all()
 
 
 @pytest.mark.parametrize("broken", [(0, 300, 2, 40), (-7, 5, 2**31 - 1, 9), (9, 9, 9, 9)], ids=str)
@@ -166,6 +209,20 @@ def test_key_tiles_that_no_row_sees_are_not_visited() -> None:
     assert launched.report.bank_conflicts == 0
     (work,) = launched.report.tensor_core.values()
     assert work.multiply_adds <= 2 * 8 * 128 * (128 + 2 * 32) * 64
+
+
+@each_dtype
+def test_the_public_functions_choose_the_kernel_without_options(dtype: torch.dtype) -> None:
+    query, key, value = (torch.randn(1, 2, 40, 64, dtype=dtype, device=DEVICE) for _ in range(3))
+    name = f"{PLAIN_KERNEL}<64, {str(dtype).removeprefix('torch.')}, full>"
+    options: dict[str, Any] = {"window": (5, 5), "sinks": torch.zeros(2, device=DEVICE)}
+    assert fastattn.explain(fastattn.attention, query, key, value, **options).kernel == name
+    offsets = torch.tensor([0, 15, 40], dtype=torch.int32, device=DEVICE)
+    packed = [t[0].transpose(0, 1) for t in (query, key, value)]
+    with fastattn.record() as calls, checked():
+        fastattn.attention(query, key, value, **options)
+        fastattn.attention_varlen(*packed, offsets, offsets, 25, 25, **options)
+    assert calls == [("attention", "cuda", name)] * 2
 
 
 @each_dtype
