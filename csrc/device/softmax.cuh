@@ -134,9 +134,8 @@ struct OnlineSoftmax {
     template <int kTilesN>
     __device__ __forceinline__ void exponentiate(float (&rS)[kTilesM][kTilesN][4]) {
         float tile_sum[kTilesM][2];  // apart from those so far, which need not be at hand then
-                                     // In the order in which P·V takes columns.
 #pragma unroll
-        for (int n = 0; n < kTilesN; ++n) {
+        for (int n = 0; n < kTilesN; ++n) {  // in the order in which P·V takes columns
 #pragma unroll
             for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
