@@ -124,8 +124,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const ScoreOptions options{bias,        alibi_slopes, sinks,    dropout_seed, scale,
                                window_left, window_right, top_left, softcap,      dropout_p};
     AttentionBackwardParams params{};
-    ScoreTensors kept;
-    params.scores = score_params(kOp, options, query, sizes, kept);
+    ScoreTensors score_tensors;
+    params.scores = score_params(kOp, options, query, sizes, score_tensors);
     check(!bias || !bias_grad || is_additive(params.scores.bias), kOp,
           "bias must not be bool where bias_grad is true, got ", bias ? dtype_text(*bias) : "None");
 

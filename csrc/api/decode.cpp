@@ -186,10 +186,10 @@ std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor
     params.rotary = rotary_params(query, rotary_cos, rotary_sin, rotary_interleaved);
     const ScoreOptions options{std::nullopt, alibi_slopes, sinks, std::nullopt, scale,
                                window_left,  window_right, false, softcap,      0.0};
-    ScoreTensors kept;
+    ScoreTensors score_tensors;
     const AttentionSizes sizes{dtype,    /*is_packed=*/false, batch, heads, kv_heads, num_queries, capacity, head_dim,
                                value_dim};
-    params.scores = score_params(kOp, options, query, sizes, kept);
+    params.scores = score_params(kOp, options, query, sizes, score_tensors);
 
     const Tensor out = empty_like_heads(query, value_dim);
     const Tensor lse = torch::stable::new_empty(query, {batch, heads, num_queries}, ScalarType::Float);

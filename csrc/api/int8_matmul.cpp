@@ -102,30 +102,30 @@ struct Int8MatmulTensors {
     std::optional<Tensor> tokens{}, token_scale{}, counters{};
 };
 
-Int8WeightView weight_view(const char* op, Int8MatmulTensors& kept) {
+Int8WeightView weight_view(const char* op, Int8MatmulTensors& tensors) {
     constexpr int32_t kSmallestGroup = 32;
     constexpr int64_t kMostColumns = int64_t{1} << 29;  // the kernels count bytes of rows of x in 32 bits
-    const int64_t rows = kept.weight.size(0), columns = kept.weight.size(1);
-    const int64_t groups = kept.scale.size(1), scale_rows = kept.scale.size(0);
+    const int64_t rows = tensors.weight.size(0), columns = tensors.weight.size(1);
+    const int64_t groups = tensors.scale.size(1), scale_rows = tensors.scale.size(0);
     check(rows <= kMostColumns && columns <= kMostColumns, op, "weight must have at most 2^29 rows and columns, got ",
-          shape_text(kept.weight));
+          shape_text(tensors.weight));
     int32_t group_shift = Int8WeightView::kOneGroup;
     if (groups > 1) {
         group_shift = 0;
         while (group_shift < 3 && groups * (kSmallestGroup << group_shift) != columns) ++group_shift;
         check(group_shift < 3 && scale_rows == rows, op, "scale must have a column for each 32, 64 or 128 columns of ",
-              "weight, got ", shape_text(kept.scale), " for ", shape_text(kept.weight));
+              "weight, got ", shape_text(tensors.scale), " for ", shape_text(tensors.weight));
     } else {
         check(groups == 1 && (scale_rows == 1 || scale_rows == rows), op, "scale must have shape [1, 1], [", rows,
-              ", 1] or [", rows, ", groups], got ", shape_text(kept.scale));
+              ", 1] or [", rows, ", groups], got ", shape_text(tensors.scale));
     }
-    kept.weight = with_aligned_rows(kept.weight);
-    kept.scale = torch::stable::contiguous(kept.scale);
-    return {static_cast<const int8_t*>(kept.weight.data_ptr()),
+    tensors.weight = with_aligned_rows(tensors.weight);
+    tensors.scale = torch::stable::contiguous(tensors.scale);
+    return {static_cast<const int8_t*>(tensors.weight.data_ptr()),
             to_int32(op, "weight", rows),
             to_int32(op, "weight", columns),
-            row_stride(kept.weight),
-            static_cast<const float*>(kept.scale.data_ptr()),
+            row_stride(tensors.weight),
+            static_cast<const float*>(tensors.scale.data_ptr()),
             scale_rows == 1 && rows != 1 ? 0 : static_cast<int32_t>(groups),
             static_cast<int32_t>(groups),
             group_shift};
@@ -152,7 +152,7 @@ void check_for_int8_activations(const char* op, const Tensor& weight, const Matm
 
 // Picks the kernel and divides the work among its CTAs, with room for what they pass to each other.
 Int8KernelTable::Row& plan_work(Int8KernelTable& kernels, DataType dtype, Int8MatmulParams& params,
-                                Int8MatmulTensors& kept) {
+                                Int8MatmulTensors& tensors) {
     MatmulEpilogue& epilogue = params.epilogue;
     const DeviceFacts facts = device_facts();
     const auto [kernel, choice] = int8_kernel(kernels, facts.compute_capability, facts.num_sms, dtype,
@@ -161,39 +161,39 @@ Int8KernelTable::Row& plan_work(Int8KernelTable& kernels, DataType dtype, Int8Ma
     epilogue.plan = plan;
     epilogue.token = launch_token();
     if (plan.num_ranges > 0) {
-        kept.arrivals = torch::stable::new_empty(kept.input, {plan.shared_tiles}, ScalarType::Long);
-        kept.partial =
-            torch::stable::new_empty(kept.input, {num_places(plan), tile.tokens, tile.outputs}, ScalarType::Float);
-        epilogue.partial = static_cast<float*>(kept.partial->data_ptr());
-        epilogue.arrivals = static_cast<uint64_t*>(kept.arrivals->data_ptr());
+        tensors.arrivals = torch::stable::new_empty(tensors.input, {plan.shared_tiles}, ScalarType::Long);
+        tensors.partial =
+            torch::stable::new_empty(tensors.input, {num_places(plan), tile.tokens, tile.outputs}, ScalarType::Float);
+        epilogue.partial = static_cast<float*>(tensors.partial->data_ptr());
+        epilogue.arrivals = static_cast<uint64_t*>(tensors.arrivals->data_ptr());
     }
     if (params.token_sums.out != nullptr && plan.token_tiles > 1) {
         check(plan.token_tiles <= int64_t{1} << kLaunchCountBits, "int8_matmul_grad_input",
               "too many tokens for the gradient of a bias: ", params.input.rows);
-        kept.token_arrivals = torch::stable::new_empty(kept.input, {plan.output_tiles}, ScalarType::Long);
-        kept.token_partial =
-            torch::stable::new_empty(kept.input, {plan.token_tiles, params.token_sums.columns}, ScalarType::Float);
-        params.token_sums.partial = static_cast<float*>(kept.token_partial->data_ptr());
-        params.token_sums.arrivals = static_cast<uint64_t*>(kept.token_arrivals->data_ptr());
+        tensors.token_arrivals = torch::stable::new_empty(tensors.input, {plan.output_tiles}, ScalarType::Long);
+        tensors.token_partial =
+            torch::stable::new_empty(tensors.input, {plan.token_tiles, params.token_sums.columns}, ScalarType::Float);
+        params.token_sums.partial = static_cast<float*>(tensors.token_partial->data_ptr());
+        params.token_sums.arrivals = static_cast<uint64_t*>(tensors.token_arrivals->data_ptr());
     }
     return *kernel;
 }
 
 // Room for the tokens as int8 numbers, which the CTAs of a plan make and then multiply.
-void make_room_for_tokens(const char* op, Int8MatmulParams& params, Int8MatmulTensors& kept) {
+void make_room_for_tokens(const char* op, Int8MatmulParams& params, Int8MatmulTensors& tensors) {
     const MatrixView<const uint16_t>& input = params.input;
     const MatmulPlan& plan = params.epilogue.plan;
     check(input.rows + 2 * num_ctas(plan) < int64_t{1} << kLaunchCountBits, op, "too many tokens or outputs ",
           "for int8 activations: ", input.rows, " by ", params.weight.rows);
     const auto empty = [&](int64_t elements, ScalarType type) {
-        return torch::stable::new_empty(kept.input, {elements}, type);
+        return torch::stable::new_empty(tensors.input, {elements}, type);
     };
-    kept.tokens = empty(int64_t{input.rows} * input.columns, ScalarType::Char);
-    kept.token_scale = empty(input.rows, ScalarType::Float);
-    kept.counters = empty(1 + plan.token_tiles, ScalarType::Long);
-    auto* queue = static_cast<uint64_t*>(kept.counters->data_ptr());
-    params.quantized = {static_cast<int8_t*>(kept.tokens->data_ptr()),
-                        static_cast<float*>(kept.token_scale->data_ptr()), queue, queue + 1, params.epilogue.token};
+    tensors.tokens = empty(int64_t{input.rows} * input.columns, ScalarType::Char);
+    tensors.token_scale = empty(input.rows, ScalarType::Float);
+    tensors.counters = empty(1 + plan.token_tiles, ScalarType::Long);
+    auto* queue = static_cast<uint64_t*>(tensors.counters->data_ptr());
+    params.quantized = {static_cast<int8_t*>(tensors.tokens->data_ptr()),
+                        static_cast<float*>(tensors.token_scale->data_ptr()), queue, queue + 1, params.epilogue.token};
 }
 
 }  // namespace
@@ -220,30 +220,31 @@ Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> 
         check_beside(kOp, "residual", *residual, "x", x, x.scalar_type());
     }
 
-    Int8MatmulTensors kept{x, weight, scale, torch::stable::new_empty(x, sizes), bias, residual};
-    params.weight = weight_view(kOp, kept);
-    if (kept.out.numel() == 0) return kept.out;
-    const int64_t rows = kept.out.numel() / columns;
-    kept.input = x.numel() == 0 ? torch::stable::reshape(x, {rows, 0}) : with_aligned_rows(as_matrix(x));
-    params.input = matrix_view<const uint16_t>(kOp, "x", kept.input);
-    epilogue.out = matrix_view<uint16_t>(kOp, "out", torch::stable::reshape(kept.out, {rows, columns}));
+    Int8MatmulTensors tensors{x, weight, scale, torch::stable::new_empty(x, sizes), bias, residual};
+    params.weight = weight_view(kOp, tensors);
+    if (tensors.out.numel() == 0) return tensors.out;
+    const int64_t rows = tensors.out.numel() / columns;
+    tensors.input = x.numel() == 0 ? torch::stable::reshape(x, {rows, 0}) : with_aligned_rows(as_matrix(x));
+    params.input = matrix_view<const uint16_t>(kOp, "x", tensors.input);
+    epilogue.out = matrix_view<uint16_t>(kOp, "out", torch::stable::reshape(tensors.out, {rows, columns}));
     if (params.weight.group_shift == Int8WeightView::kOneGroup && !int8_activations) {
         epilogue.scale = params.weight.scale;
         epilogue.scale_stride = params.weight.scale_row_stride;
     }
     if (bias.has_value()) {
-        kept.bias = torch::stable::contiguous(*bias);
-        epilogue.bias = static_cast<const uint16_t*>(kept.bias->data_ptr());
+        tensors.bias = torch::stable::contiguous(*bias);
+        epilogue.bias = static_cast<const uint16_t*>(tensors.bias->data_ptr());
     }
     if (residual.has_value()) {
-        kept.residual = with_contiguous_rows(as_matrix(*residual));
-        epilogue.residual = matrix_view<const uint16_t>(kOp, "residual", *kept.residual);
+        tensors.residual = with_contiguous_rows(as_matrix(*residual));
+        epilogue.residual = matrix_view<const uint16_t>(kOp, "residual", *tensors.residual);
     }
-    const OnDeviceOf device(kept.input);
-    auto& kernel = plan_work(int8_activations ? int8_matmul_s8_kernels() : int8_matmul_kernels(), dtype, params, kept);
-    if (int8_activations) make_room_for_tokens(kOp, params, kept);
+    const OnDeviceOf device(tensors.input);
+    auto& kernel =
+        plan_work(int8_activations ? int8_matmul_s8_kernels() : int8_matmul_kernels(), dtype, params, tensors);
+    if (int8_activations) make_room_for_tokens(kOp, params, tensors);
     kernel.launch(params, device.stream());
-    return kept.out;
+    return tensors.out;
 }
 
 std::tuple<Tensor, Tensor> int8_matmul_grad_input(Tensor grad_out, Tensor weight, Tensor scale, bool bias_grad) {
@@ -252,20 +253,20 @@ std::tuple<Tensor, Tensor> int8_matmul_grad_input(Tensor grad_out, Tensor weight
     const DataType dtype = data_type(kOp, "grad_out", grad_out);
     const int64_t depth = weight.size(0), columns = weight.size(1);
 
-    Int8MatmulTensors kept{grad_out, weight, scale,
-                           torch::stable::new_empty(grad_out, with_columns(grad_out, columns))};
+    Int8MatmulTensors tensors{grad_out, weight, scale,
+                              torch::stable::new_empty(grad_out, with_columns(grad_out, columns))};
     Tensor grad_bias = torch::stable::new_empty(grad_out, {bias_grad ? depth : 0});
     Int8MatmulParams params{};
-    params.weight = weight_view(kOp, kept);
-    if (grad_out.numel() == 0) return {torch::stable::zero_(kept.out), torch::stable::zero_(grad_bias)};
+    params.weight = weight_view(kOp, tensors);
+    if (grad_out.numel() == 0) return {torch::stable::zero_(tensors.out), torch::stable::zero_(grad_bias)};
     const int64_t rows = grad_out.numel() / depth;
     if (columns == 0) {  // no tile of a result, and no CTA that would add up tokens
         const Tensor matrix = torch::stable::reshape(grad_out, {rows, depth});
-        return {kept.out, bias_grad ? torch::stable::sum(matrix, std::array<int64_t, 1>{0}) : grad_bias};
+        return {tensors.out, bias_grad ? torch::stable::sum(matrix, std::array<int64_t, 1>{0}) : grad_bias};
     }
-    kept.input = with_aligned_rows(as_matrix(grad_out));
-    params.input = matrix_view<const uint16_t>(kOp, "grad_out", kept.input);
-    params.epilogue.out = matrix_view<uint16_t>(kOp, "out", torch::stable::reshape(kept.out, {rows, columns}));
+    tensors.input = with_aligned_rows(as_matrix(grad_out));
+    params.input = matrix_view<const uint16_t>(kOp, "grad_out", tensors.input);
+    params.epilogue.out = matrix_view<uint16_t>(kOp, "out", torch::stable::reshape(tensors.out, {rows, columns}));
     if (bias_grad) {
         // Whole chunks; behind the last column of dY there are sums of zeros.
         params.token_sums.columns = ceil_div(params.weight.rows, kEpilogueColumns) * kEpilogueColumns;
@@ -273,9 +274,9 @@ std::tuple<Tensor, Tensor> int8_matmul_grad_input(Tensor grad_out, Tensor weight
         params.token_sums.out = static_cast<uint16_t*>(grad_bias.data_ptr());
         grad_bias = torch::stable::narrow(grad_bias, 0, 0, depth);
     }
-    const OnDeviceOf device(kept.input);
-    plan_work(int8_matmul_grad_input_kernels(), dtype, params, kept).launch(params, device.stream());
-    return {kept.out, grad_bias};
+    const OnDeviceOf device(tensors.input);
+    plan_work(int8_matmul_grad_input_kernels(), dtype, params, tensors).launch(params, device.stream());
+    return {tensors.out, grad_bias};
 }
 
 }  // namespace fastattn

@@ -74,7 +74,7 @@ inline int32_t window_side(int64_t side, int64_t rows, int64_t keys) {
 }
 
 inline ScoreParams score_params(const char* op, const ScoreOptions& options, const Tensor& query,
-                                const AttentionSizes& sizes, ScoreTensors& kept) {
+                                const AttentionSizes& sizes, ScoreTensors& tensors) {
     const auto [batch, heads, rows, keys] = std::tuple{sizes.batch, sizes.heads, sizes.rows, sizes.keys};
     ScoreParams params{};
     params.scale = static_cast<float>(options.scale);
@@ -88,17 +88,17 @@ inline ScoreParams score_params(const char* op, const ScoreOptions& options, con
         params.bias = bias_view(op, *options.bias, {batch, heads, rows, keys});
     }
     if (options.alibi_slopes) {
-        kept.alibi_slopes = float_tensor(op, "alibi_slopes", *options.alibi_slopes, query);
-        const Tensor& slopes = *kept.alibi_slopes;
+        tensors.alibi_slopes = float_tensor(op, "alibi_slopes", *options.alibi_slopes, query);
+        const Tensor& slopes = *tensors.alibi_slopes;
         check_rank(op, "alibi_slopes", slopes, 2);
         check_shape(op, "alibi_slopes", slopes, {slopes.size(0) == 1 ? 1 : batch, heads});
         params.alibi_slopes = static_cast<const float*>(slopes.data_ptr());
         params.alibi_batch_stride = slopes.size(0) == 1 ? 0 : heads;
     }
     if (options.sinks) {
-        kept.sinks = float_tensor(op, "sinks", *options.sinks, query);
-        check_shape(op, "sinks", *kept.sinks, {heads});
-        params.sinks = static_cast<const float*>(kept.sinks->data_ptr());
+        tensors.sinks = float_tensor(op, "sinks", *options.sinks, query);
+        check_shape(op, "sinks", *tensors.sinks, {heads});
+        params.sinks = static_cast<const float*>(tensors.sinks->data_ptr());
     }
     if (options.dropout_p > 0) {
         check(options.dropout_seed.has_value(), op, "dropout_seed must be a tensor where dropout_p is not 0");

@@ -245,10 +245,10 @@ __global__ void __launch_bounds__(BackwardBiasConfigSm80<kDataType>::kNumThreads
 
         gemm.multiply(rS, operands_of(tile, params.query, params.key), grad_out_and_value);
         gemm.multiply(rDP, grad_out_and_value, operands_of(next, params.query, params.key));
-        scores.template apply</*kMasked=*/true>(rS, rB, warp_row, first_key, lane);
+        scores.template to_scores</*kMasked=*/true>(rS, rB, warp_row, first_key, lane);
         if (options.dropout_seed != nullptr) {
             const Dropout dropout(options, static_cast<uint32_t>(tile.batch * params.query.heads + tile.head));
-            dropout.apply(rDP, warp_row, first_key, lane);
+            dropout.drop(rDP, warp_row, first_key, lane);
         }
         add_gradients(rG, rS, rDP, rows, dropout_factor, num_rows - warp_row, lane);
         tile = next;

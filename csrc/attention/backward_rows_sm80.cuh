@@ -114,7 +114,7 @@ __device__ __forceinline__ void gather_scores(OnlineSoftmax<Config::kTilesM, /*k
         const int32_t warp_row = first_row + gemm.warp_row, first_key = key_tile * kBlockN;
         scores.load_bias(rB, warp_row, first_key, lane);
         gemm.multiply(rS, operands_of(key_tile), operands_of(key_tile + 1));
-        scores.template apply</*kMasked=*/true>(rS, rB, warp_row, first_key, lane);
+        scores.template to_scores</*kMasked=*/true>(rS, rB, warp_row, first_key, lane);
         const auto max = maxima_of_lane(rS);
         if (softmax.is_outgrown_by(max)) softmax.follow(max);
         softmax.exponentiate(rS);

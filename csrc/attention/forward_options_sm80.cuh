@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
             some_absent = __syncthreads_or(own_rows.has_hole(table, first_key, threadIdx.x));
         } else {
             __syncthreads();
-        }  // K is there for all; all are done with the V before: it may be overwritten
+        }  // waits until K has landed and every warp has read the V before, which may be overwritten then
         load(load_v, keys.length - first_key);
         ptx::cp_async_commit_group();
         if (!is_last) find_rows(first_key - kBlockN);
@@ -146,16 +146,16 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
             some_nonfinite = __syncthreads_or(has_nonfinite<kDataType>(load_v));
         } else {
             __syncthreads();
-        }  // V is there for all; all are done with K: it may be overwritten
+        }  // waits until V has landed and every warp has read K, which may be overwritten then
         if (!is_last) load(load_k, kBlockN);
         ptx::cp_async_commit_group();
 
-        scores.template apply<kMasked>(rS, warp_row, first_key, lane);
+        scores.template to_scores<kMasked>(rS, warp_row, first_key, lane);
         if (some_absent) mask_absent(rS, table, first_key, lane);
         const auto max = maxima_of_lane(rS);
         if (softmax.is_outgrown_by(max)) rescale(rO, softmax.follow(max));
         softmax.exponentiate(rS);
-        if (options.dropout_seed != nullptr) dropout.apply(rS, warp_row, first_key, lane);
+        if (options.dropout_seed != nullptr) dropout.drop(rS, warp_row, first_key, lane);
         if (some_nonfinite) {
             const auto sees = [&](int m, int half, int n) {
                 return scores.sees(warp_row + m * kMmaM + accumulator_row(lane) + 8 * half, first_key + n);

@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         float rS[kTilesM][kTilesN][4];  // [kWarpM, kBlockN]: scores, then probabilities
 
         ptx::cp_async_wait_group<0>();  // K, and at first Q
-        __syncthreads();                // K is there for all; all are done with the V before: it may be overwritten
+        __syncthreads();                // waits until K has landed and every warp has read the V before
         if constexpr (kMasked) {
             load_v.template load<true>(shared.num_keys - shared.tiles.tile(num_left) * kBlockN);
             const int64_t rows_skipped = shared.tiles.tiles_skipped(num_left) * kBlockN;
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
             some_nonfinite = __syncthreads_or(has_nonfinite<kDataType>(load_v));
         } else {
             __syncthreads();
-        }  // V is there for all; all are done with K: it may be overwritten
+        }  // waits until V has landed and every warp has read K, which may be overwritten then
         const auto load_next_k = [&] {
             if (num_left > 1) load_k.template load<false>(kBlockN);
             ptx::cp_async_commit_group();
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         }
         if constexpr (Config::kQueryInRegisters) {
             ptx::cp_async_wait_group<0>();  // Q
-            __syncthreads();                // it is there for all
+            __syncthreads();                // waits until every thread's part of Q has landed
             load_operands_a(rQ, sQ);
         }
     }

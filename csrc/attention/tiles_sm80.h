@@ -108,8 +108,8 @@ struct ForwardOptionsTileSm80 {
 // kRowWarpsOfS times the rest along the keys, dK and dV by kKeyWarps times the rest along the head dim, dQ by
 // kRowWarpsOfQ times the rest: 32x32 of S a warp, and at 128 dims 32x64 of dK, dV and dQ. dP comes for 16 keys at a time
 // and dQ for 32 columns of a warp, or dK and dV (128 registers) spill; that loads dO and dS twice. Two CTAs of 4 warps on
-// an SM cover each other's waits. With options a warp has half of the keys up to 128 dims, for want of registers, and
-// because a step of 32x32 scores a warp is 115 KB of code there.
+// an SM cover each other's waits. With options a warp has half of the keys up to 128 dims: registers would not suffice, and
+// a step of 32x32 scores a warp is 115 KB of code there.
 //
 // Counts as above, of the kernel without options: the loop holds the exponentials of full tiles and those of masked ones,
 // of which a step takes one. Clocks are those of 64 rows by 64 keys on an SM of sm_80.

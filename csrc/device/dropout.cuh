@@ -35,8 +35,8 @@ struct Dropout {
 
     // Sets what is dropped of rP, whose upper left element is [first_row][first_key], to 0. first_key % 8 == 0.
     template <int kTilesM, int kTilesN>
-    __device__ __forceinline__ void apply(float (&rP)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
-                                          int lane) const {
+    __device__ __forceinline__ void drop(float (&rP)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
+                                         int lane) const {
         for_each_word<kTilesM, kTilesN>(first_row, first_key, lane, [&](int m, int n, int e, uint32_t word) {
             rP[m][n][e] = word < threshold ? 0.0f : rP[m][n][e];
         });

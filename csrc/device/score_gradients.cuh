@@ -177,7 +177,7 @@ struct ScoreGradients {
         });
         const int32_t key = first_key + n * kMmaN;
         for_each_of_eight([&](int m, int e) { rScore[m][0][e] = rS[m][n][e]; });
-        scores.apply(rScore, rSlope, first_row, key, lane);
+        scores.to_scores(rScore, rSlope, first_row, key, lane);
         for_each_of_eight([&](int m, int e) {
             seen[m] |= (rScore[m][0][e] == -kInfinity ? 0u : 1u) << (4 * n + e);
             rP[m][0][e] = probability_of(rScore[m][0][e], shift[m][e / 2], log2_sum[m][e / 2]);

@@ -109,8 +109,9 @@ struct HeadScores {
 
     // Turns Q·Kᵀ into scores in nats, -inf where a row does not see a key. kMasked: some row may not see some key.
     template <bool kMasked, int kTilesM, int kTilesN>
-    __device__ __forceinline__ void apply(float (&rS)[kTilesM][kTilesN][4], const uint32_t (&rB)[kTilesM][kTilesN][4],
-                                          int32_t first_row, int32_t first_key, int lane) const {
+    __device__ __forceinline__ void to_scores(float (&rS)[kTilesM][kTilesN][4],
+                                              const uint32_t (&rB)[kTilesM][kTilesN][4], int32_t first_row,
+                                              int32_t first_key, int lane) const {
         apply_scale(rS);
         add_alibi(rS, first_row, first_key, lane);
         with_bias_kind([&](auto, auto kind) { add_bias<kind.value>(rS, rB); });
@@ -120,8 +121,8 @@ struct HeadScores {
     // The same, with a bias that is loaded only now, because it would not fit in registers beside Q·Kᵀ. Where there
     // is one, every tile is kMasked.
     template <bool kMasked, int kTilesM, int kTilesN>
-    __device__ __forceinline__ void apply(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
-                                          int lane) const {
+    __device__ __forceinline__ void to_scores(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
+                                              int lane) const {
         apply_scale(rS);
         add_alibi(rS, first_row, first_key, lane);
         if constexpr (kMasked) {
@@ -134,8 +135,8 @@ struct HeadScores {
     // hold a bias in for long. Rows that do not exist see nothing: what they would see may be NaN, and goes into the keys'
     // gradients.
     template <int kTilesM, int kTilesN>
-    __device__ __forceinline__ void apply(float (&rS)[kTilesM][kTilesN][4], float (&rSlope)[kTilesM][kTilesN][4],
-                                          int32_t first_row, int32_t first_key, int lane) const {
+    __device__ __forceinline__ void to_scores(float (&rS)[kTilesM][kTilesN][4], float (&rSlope)[kTilesM][kTilesN][4],
+                                              int32_t first_row, int32_t first_key, int lane) const {
         const float scale = params.scale, softcap = params.softcap, ratio = params.scale_over_softcap;
         if (softcap > 0) {
             for_each(rS, [&](int m, int n, int e, float s) {

@@ -72,7 +72,7 @@ struct MatmulWork {
     int32_t steps_left;  // that the CTA has of the tiles that follow
 };
 
-// So many steps from begin_step on, as far as they are this tile's.
+// So many steps from begin_step on, cut off where the tile ends.
 FASTATTN_HOST_DEVICE MatmulWork work_on_tile(const MatmulPlan& plan, int32_t tile, int32_t begin_step, int32_t steps) {
     const int32_t here = plan.steps - begin_step < steps ? plan.steps - begin_step : steps;
     return {tile, begin_step, begin_step + here, steps - here};
