@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
     using Config = Int8MatmulS8ConfigSm80<kBlockM>;
     constexpr int kBlockN = Config::kBlockN, kBlockK = Config::kBlockK, kNumThreads = Config::kNumThreads;
     constexpr int kNumStages = Config::kNumStages;
-    static_assert(has_room_for(kCtasPerMultiprocessor, sizeof(Int8MatmulS8StorageSm80<Config>)));
+    static_assert(has_room_for(kCtasPerSm, sizeof(Int8MatmulS8StorageSm80<Config>)));
 
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<Int8MatmulS8StorageSm80<Config>*>(shared_bytes);

@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, kC
     constexpr int kNumStages = Config::kNumStages, kNumThreads = Config::kNumThreads;
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<Int8MatmulStorageSm80<Config>*>(shared_bytes);
-    static_assert(has_room_for(kCtasPerMultiprocessor, sizeof(shared)));
+    static_assert(has_room_for(kCtasPerSm, sizeof(shared)));
 
     const Int8WeightView& weight = params.weight;
     const int32_t num_tokens = params.input.rows, num_outputs = params.epilogue.out.columns, depth = weight.columns;

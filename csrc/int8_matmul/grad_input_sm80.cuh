@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
     constexpr int kTilesK = Config::kTilesK, kTilesM = Config::kTilesM, kNumThreads = Config::kNumThreads;
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<Int8GradInputStorageSm80<Config>*>(shared_bytes);
-    static_assert(has_room_for(kCtasPerMultiprocessor, sizeof(shared)));
+    static_assert(has_room_for(kCtasPerSm, sizeof(shared)));
 
     const Int8WeightView& weight = params.weight;
     const int32_t num_tokens = params.input.rows, num_columns = weight.columns, depth = weight.rows;
