@@ -102,7 +102,7 @@ def test_backward_launches_what_the_library_names(changes: dict[str, Any], dtype
 
 
 @each_dtype
-@pytest.mark.parametrize("head_dim", [16, 64, 128, 200])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 208])
 @pytest.mark.parametrize("is_int8", [False, True], ids=["16-bit", "int8"])
 def test_decode_launches_what_the_library_names(head_dim: int, is_int8: bool, dtype: torch.dtype) -> None:
     query, cache = heads(1, head_dim, dtype=dtype), heads(40, head_dim, dtype=dtype)
