@@ -1,7 +1,7 @@
 """Tile sizes and split counts of the Triton kernels: pure functions, importable without Triton.
 
 Each number carries its reason. "AOT" means that it was checked on the machine code that Triton generates (registers,
-spills, shared memory: ``tests/test_triton_compile.py``); "prediction" means that nobody has timed it on a GPU yet.
+spills, shared memory: ``tests/machine_code/test_triton_compile.py``); "prediction" means that nobody has timed it on a GPU yet.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def attention_backward_tile(
 def describe_attention(
     facts: DeviceFacts, head_dim: int, value_dim: int, features: frozenset[str]
 ) -> tuple[str, AttentionTile]:
-    """The forward kernel's name and tile, for ``fastattn.explain``; ``features`` as in fastattn.support."""
+    """The forward kernel's name and tile, for ``fastattn.explain``; ``features`` as in fastattn.dispatch.support."""
     crowded = bool(features & {"mask", "bias", "alibi", "softcap", "dropout", "paged"})
     masked = bool(features & {"causal", "window"})
     return "attention_forward.attention_forward_kernel", attention_forward_tile(
@@ -204,7 +204,7 @@ def decode_tile(
     fixed_bytes = 2 * (block_m * key_width + block_m * block_n)
     block_bytes = block_n * width * cache_itemsize
     # Two CTAs on an SM hide each other's softmax and edges, if each has two blocks in flight. Bandwidth needs some
-    # 32 KB per SM (4.8 TB/s times 0.8 us over 132 SMs); more than three blocks only lengthen the start.
+    # 29 KB per SM (4.8 TB/s times 0.8 us over 132 SMs); more than three blocks only lengthen the start.
     for ctas_per_sm in (2, 1):
         buffers = min(3, (shared_memory_bytes // ctas_per_sm - fixed_bytes) // block_bytes)
         if buffers >= 2:

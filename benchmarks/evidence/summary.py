@@ -17,7 +17,7 @@ _MOST_DETAILS = 16
 
 
 def documents(folder: Path) -> list[dict[str, Any]]:
-    """The benchmarks' results in a folder, by name; see benchmarks/results.py for what is in them."""
+    """The benchmarks' results in a folder, by name; see benchmarks/measure/results.py for what is in them."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 

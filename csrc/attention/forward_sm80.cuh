@@ -45,7 +45,6 @@ struct ForwardConfigSm80 : ForwardTileSm80<kHeadDim_> {
     static constexpr int kTilesN = Tile::kBlockN / kMmaN;
     static constexpr int kTilesD = kHeadDim / kMmaN;
     static constexpr bool kLoadsKeysLate = kHeadDim == 256;  // behind the softmax: before it, the loops spill
-    static constexpr int kAccumulators = 4 * kTilesM * (kTilesN + kTilesD);  // registers of S and O
     static_assert(kWarpM % kMmaM == 0, "a warp owns whole MMA tiles of rows");
     static_assert(Tile::kBlockN % kMmaK == 0, "P·V takes 16 keys at a time");
     static_assert(kHeadDim % kMmaK == 0, "Q·Kᵀ takes 16 dims at a time");

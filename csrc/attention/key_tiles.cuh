@@ -8,8 +8,8 @@
 
 namespace fastattn {
 
-// The tiles of keys that a CTA goes through. First come those that some row sees in part, and that need masks: at the end
-// of what rows see from the last on, then at its beginning. The others follow, from the last to the first.
+// The tiles of keys that a CTA goes through. First come the tiles that some row sees only in part, which need masks: those
+// at the end of the rows' keys, the last tile first, then those at the beginning. The others follow, the last one first.
 struct KeyTiles {
     int32_t begin, end;            // tiles that some row sees a key of
     int32_t begin_full, end_full;  // tiles that every row sees all of
@@ -35,7 +35,7 @@ struct KeyTiles {
         return from_begin >= end_full ? from_begin : from_begin - num_full;
     }
 
-    // After that tile: how far the next is from the one before it in memory.
+    // In tiles: from the one that lies directly before tile(num_left) in memory to the one that is taken next.
     __device__ __forceinline__ int64_t tiles_skipped(int32_t num_left) const {
         return tile(num_left - 1) - (tile(num_left) - 1);
     }

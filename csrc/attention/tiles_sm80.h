@@ -10,7 +10,7 @@ template <int kHeadDim>
 struct ForwardTileSm80;
 
 // Counts are of the SASS for sm_80 (nvcc 13.0), per warp and unmasked step of its rows by kBlockN keys; the machine
-// code is held to them by tests/test_native_library.py. Clocks are those of 64 rows by 64 keys on an SM of sm_80: two
+// code is held to them by tests/machine_code/test_native_library.py. Clocks are those of 64 rows by 64 keys on an SM of sm_80: two
 // for an HMMA (1024 multiply-adds each), four for an LDSM (128 bytes each), two for an EX2 (16 lanes each), and a
 // quarter for any instruction (four schedulers). Nothing is in local memory in a loop.
 // In the forward kernel they include the branch that rescales O, which few steps take: without it a step of 64 dims has 508

@@ -1,5 +1,5 @@
-// The kernels of this library, as the host finds and starts them. Every instance file adds a row to its kernel's table when
-// the library is loaded: see instances.json.
+// The kernels of this library, as the host finds and starts them. Every instance (a .cu file, compiled for one combination
+// of values in instances.json) adds a row to its kernel's table when the library is loaded.
 #pragma once
 
 #include <algorithm>

@@ -143,6 +143,11 @@ class TestChoice:
             choice = dispatch.choose(call())
         assert choice.backend == "torch" and "sdpa_kernel" in choice.rejected["cuda"]
 
+    def test_sdpa_kernel_says_nothing_about_linear_layers(self) -> None:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            linear = call(op="int8_matmul", features=frozenset(), sizes=(4, 64, 64, 0))
+            assert dispatch.choose(linear).backend == "cuda"
+
     def test_old_gpus_are_told_what_is_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dispatch, "facts", lambda device: TURING)
         with pytest.warns(RuntimeWarning, match=r"compute capability 7\.5.*needs 8\.0"):

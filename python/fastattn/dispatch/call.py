@@ -11,9 +11,10 @@ import torch
 class Call(NamedTuple):
     """What the choice of a backend depends on.
 
-    ``sizes`` is what the operation's tile chooser needs; ``only_torch`` says why no kernel can take the arguments at
-    all; ``may_decode``: attention whose mask the decoding kernel would read alike; ``may_prefill``: decoding with so
-    many queries that the attention kernel is better at it.
+    ``sizes``: of attention (batch, heads, KV heads, queries, keys); of decode (rows, bytes of an element, page size or
+    0); of int8_matmul (tokens, N, K, group or 0). ``only_torch`` says why no kernel can take the arguments at all.
+    ``may_decode``: the mask of this attention means the same to the decoding kernel (a top-left causal mask does not).
+    ``may_prefill``: decoding with so many queries that the attention kernel is better at it.
     """
 
     op: str

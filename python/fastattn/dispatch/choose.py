@@ -30,10 +30,12 @@ def _forget_choices() -> None:
     _choices.clear()
 
 
-def torch_is_asked_for() -> bool:
-    """True inside ``torch.nn.attention.sdpa_kernel``, or where a backend of torch's SDPA was switched off."""
+def _torch_is_asked_for(call: Call) -> bool:
+    """For attention inside ``torch.nn.attention.sdpa_kernel``, or where a backend of torch's SDPA was switched off."""
     c = torch._C
-    return not (c._get_flash_sdp_enabled() and c._get_mem_efficient_sdp_enabled() and c._get_math_sdp_enabled())
+    return call.op != "int8_matmul" and not (
+        c._get_flash_sdp_enabled() and c._get_mem_efficient_sdp_enabled() and c._get_math_sdp_enabled()
+    )
 
 
 def choose(call: Call) -> Choice:
@@ -46,11 +48,11 @@ def choose(call: Call) -> Choice:
     if is_compiling or torch._C._are_functorch_transforms_active():
         call = call._replace(may_decode=False)
     if is_compiling:  # tensors have no addresses to look at
-        decided = _decide(call, forced, torch_is_asked_for())
+        decided = _decide(call, forced, _torch_is_asked_for(call))
         if decided.detour is not None and _fallback_mode() == "error":
             raise InputError(_forbidden(decided.detour))
         return decided
-    key = (call, forced, torch_is_asked_for())
+    key = (call, forced, _torch_is_asked_for(call))
     is_hashable = True
     try:
         choice = _choices.get(key)

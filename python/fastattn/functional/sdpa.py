@@ -55,8 +55,7 @@ def scaled_dot_product_attention(
     """``torch.nn.functional.scaled_dot_product_attention``: same signature, results, gradients and errors.
 
     Args:
-        query: ``[..., Hq, L, E]``; key: ``[..., H, S, E]``; value: ``[..., H, S, Ev]``; leading dimensions broadcast,
-        and
+        query: ``[..., Hq, L, E]``; key: ``[..., H, S, E]``; value: ``[..., H, S, Ev]``. Leading dimensions broadcast;
             none is needed.
         attn_mask: broadcasts to ``[..., Hq, L, S]``: bool with True = attend, or added to the scores.
         dropout_p: the probability with which an attention weight is zeroed (also outside training, as in torch).
