@@ -13,9 +13,9 @@ namespace fastattn {
 //
 //   dims              64    128    256
 //   16-bit: slots    890   1780   3560
-//     executed       370    443    606
+//     executed       329    400    547
 //   int8: slots      445    890   1780
-//     executed       377    672    930
+//     executed       356    620    879
 //
 // Of int8 with 64 dims 16 keys are 1 KB, and a step of 16 would execute more than there are slots for: there a warp takes
 // 32 at a time.

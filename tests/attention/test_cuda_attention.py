@@ -6,10 +6,8 @@ On a GPU where there is one, else as PTX on the emulator, with all of its checks
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 import fastattn
+import instances
 from cuda_kernels import DTYPES, EMULATED, MARKS, each_dtype, only_emulated
 from fastattn import reference
 from kernel_device import DEVICE
@@ -450,10 +449,8 @@ def test_a_raw_op_has_no_gradient() -> None:
 
 
 def test_every_instance_is_launched() -> None:
-    """By the tables above: head dims, dtypes and masks are those of the instance files."""
-    folder = Path(__file__).resolve().parents[2] / "csrc" / "attention" / "instances"
-    masks = ("causal", "full")
-    expected = {f"forward_d{d}_{t}_{mask}_sm80" for d, t, mask in itertools.product(HEAD_DIMS, ("f16", "bf16"), masks)}
-    for kernel in ("options", "paged"):
-        expected |= {f"forward_{kernel}_d{d}_{t}_sm80" for d, t in itertools.product(HEAD_DIMS, ("f16", "bf16"))}
-    assert {file.stem for file in folder.glob("forward_*.cu")} == expected
+    """By the tables above: head dims, dtypes and masks are those that are compiled."""
+    compiled = instances.compiled("attention")
+    each = {"HEAD_DIM": list(HEAD_DIMS), "DTYPE": instances.DTYPES}
+    assert compiled["forward_sm80"] == {**each, "CAUSAL": [False, True]}
+    assert compiled["forward_options_sm80"] == {**each, "PAGED": [False, True]}

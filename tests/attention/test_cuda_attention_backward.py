@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 import fastattn
+import instances
 from attention_cases import (
     Case,
     Problem,
@@ -63,6 +63,9 @@ def check(case: Case, problem: Problem | None = None, measure: Case | None = Non
     if "bias" in wanted and case.mask_shape[3] == 0:
         check_bias_of_whole_rows(case, problem, found)
         measured.remove("grad_bias")
+    if "sinks" in wanted:
+        check_sinks(case, problem, found)
+        measured.remove("grad_sinks")
     compare(case, problem, found, measure, names=measured)
     for name in GRADIENTS[3:]:
         if name.removeprefix("grad_") not in wanted:
@@ -81,6 +84,29 @@ def check_bias_of_whole_rows(case: Case, problem: Problem, found: dict[str, Tens
     error = (found["grad_bias"].double() - exact).abs()
     worst = (error / deviation.clamp(min=1e-6)).max().item()
     assert worst <= 5, f"grad_bias is off by {worst:.1f} standard deviations"
+
+
+def check_sinks(case: Case, problem: Problem, found: dict[str, Tensor]) -> None:
+    """One number for each head, a sum over all of its rows of terms with both signs: for a handful of them the error of
+    the composite is luck. The kernel's is held against what rounding O leaves in delta, as above.
+    """
+    assert problem.sinks is not None
+    exact = run_reference(case, problem, torch.float64, torch.float64)["grad_sinks"]
+    is_packed = problem.cu_seqlens_q is not None
+    sinks = problem.sinks.double()[:, None] if is_packed else problem.sinks.double()[None, :, None]
+    weight = (
+        (sinks - found["lse"].double()).exp().nan_to_num(nan=0.0, posinf=0.0).square()
+    )  # [B, H, S], packed [H, total]
+    products = (problem.grad_out.double() * found["out"].double()).square().sum(-1)
+    variance = (weight * (products.transpose(0, 1) if is_packed else products)).sum(-1)
+    variance = variance if is_packed else variance.sum(0)
+    error = (found["grad_sinks"].double() - exact).abs()
+    rounded = exact.abs() * torch.finfo(found["grad_sinks"].dtype).eps
+    deviation = torch.finfo(case.dtype).eps / math.sqrt(12) * variance.sqrt()
+    if problem.grad_lse is not None:  # it is in delta too, in fp32
+        deviation = deviation + 1e-6
+    worst = ((error - rounded) / deviation.clamp(min=1e-6)).max().item()
+    assert worst <= 5, f"grad_sinks is off by {worst:.1f} standard deviations"
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -538,7 +564,11 @@ def test_public_functions(index: int) -> None:
     with checked(), fastattn.record() as calls:
         found = run_public(case, problem, "cuda")
     assert [(call.op, call.backend) for call in calls] == [("attention", "cuda"), ("attention backward", "cuda")]
-    compare(case, problem, found, names=[name for name in found if name not in ("out", "lse")])
+    names = [name for name in found if name not in ("out", "lse")]
+    if "grad_sinks" in names and "lse" in found:
+        check_sinks(case, problem, found)
+        names.remove("grad_sinks")
+    compare(case, problem, found, names=names)
 
 
 @each_dtype
@@ -683,15 +713,13 @@ def test_opcheck(index: int) -> None:
 
 
 def test_every_instance_is_launched() -> None:
-    """By the tables above: head dims, dtypes and whether there are options are those of the instance files."""
-    folder = Path(__file__).resolve().parents[2] / "csrc" / "attention" / "instances"
-    expected = {"backward_sinks_sm80"}
-    for dtype in ("f16", "bf16"):
-        expected |= {f"backward_{kernel}_{dtype}_sm80" for kernel in ("rows", "bias")}
-        for head_dim in HEAD_DIMS:
-            kernels = (
-                f"query_d{head_dim}_{dtype}",
-                *(f"key_value_d{head_dim}_{dtype}_{o}" for o in ("plain", "options")),
-            )
-            expected |= {f"backward_{kernel}_sm80" for kernel in kernels}
-    assert {file.stem for file in folder.glob("backward_*.cu")} == expected
+    """By the tables above: head dims, dtypes and whether there are options are those that are compiled."""
+    compiled = instances.compiled("attention")
+    dtypes, head_dims = {"DTYPE": instances.DTYPES}, {"HEAD_DIM": list(HEAD_DIMS)}
+    assert {name: values for name, values in compiled.items() if name.startswith("backward")} == {
+        "backward_rows_sm80": dtypes,
+        "backward_key_value_sm80": {**head_dims, **dtypes, "OPTIONS": [False, True]},
+        "backward_query_sm80": {**head_dims, **dtypes},
+        "backward_bias_sm80": dtypes,
+        "backward_sinks_sm80": {},
+    }

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import decode_cases
 import fastattn
+import instances
 from cuda_kernels import EMULATED, MARKS, checked, each_dtype, only_emulated
 from decode_cases import CASES, HUGE, SCENARIOS, Case, make_arguments, op_arguments
 from kernel_device import DEVICE
@@ -235,9 +236,8 @@ def test_any_number_of_multiprocessors_meets_the_oracle(num_sms: int) -> None:
 
 
 def test_instances_are_those_of_the_tables_above() -> None:
-    folder = Path(__file__).resolve().parents[2] / "csrc" / "decode" / "instances"
-    expected = {f"split_d{d}_{t}{c}_sm80" for d in HEAD_DIMS for t in ("f16", "bf16") for c in ("", "_int8")}
-    assert {file.stem for file in folder.glob("*.cu")} == expected
+    values = {"HEAD_DIM": list(HEAD_DIMS), "DTYPE": instances.DTYPES, "INT8": [False, True]}
+    assert instances.compiled("decode") == {"split_sm80": values}
 
 
 # --- What the emulator counts -----------------------------------------------------------------------------------------

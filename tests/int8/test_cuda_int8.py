@@ -10,7 +10,6 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastattn
+import instances
 import int8_cases
 from cuda_kernels import DTYPES, EMULATED, MARKS, each_dtype, only_emulated
 from fastattn import native, reference
@@ -487,7 +487,8 @@ def test_gradients_through_the_layer(m: int, activation: str, dtype: torch.dtype
     name = re.compile(rf"int8_matmul_sm80<(?:{'|'.join(map(str, BLOCKS))}), {str(dtype).removeprefix('torch.')}>")
     (forward, backward) = calls
     assert forward[:2] == (OP, "cuda") and name.fullmatch(forward.kernel)
-    assert backward == (f"{OP} backward", "cuda", GRAD_OP)
+    assert (backward.op, backward.backend) == (f"{OP} backward", "cuda")
+    assert backward.kernel.startswith(f"{GRAD_OP}_sm80<")
     for name, actual, oracle in zip(
         ("out", "x", "bias", "residual"), found, layer(torch.float64, "torch"), strict=True
     ):
@@ -519,8 +520,9 @@ def test_gradients_that_are_wanted(wanted: str) -> None:
         stack.enter_context(torch.autocast(DEVICE, torch.float16))
         for _ in range(2):
             fastattn.int8_linear(x, weight, bias).backward(grad_out)
-    fused = (f"{OP} backward", "cuda", GRAD_OP)
-    assert [call for call in calls if call.op != OP] == ([] if wanted == "bias" else [fused] * 2)
+    backward = [(call.op, call.backend, call.kernel.partition("<")[0]) for call in calls if call.op != OP]
+    fused = (f"{OP} backward", "cuda", f"{GRAD_OP}_sm80")
+    assert backward == ([] if wanted == "bias" else [fused] * 2)
     if wanted != "x":
         assert bias.grad is not None and bias.grad.dtype == torch.float32
         int8_cases.check_grad_bias((bias.grad / 2).half(), grad_out)
@@ -756,8 +758,6 @@ def test_sums_over_tokens_that_are_merged_too_early_are_found() -> None:
 
 
 def test_every_instance_is_launched() -> None:
-    """By the tables above: blocks and dtypes are those of the instance files."""
-    folder = Path(__file__).resolve().parents[2] / "csrc" / OP / "instances"
-    kinds = ("gemm", "grad_input")
-    expected = {f"{kind}_m{m}_{t}_sm80" for kind, m, t in itertools.product(kinds, BLOCKS, ("f16", "bf16"))}
-    assert {file.stem for file in folder.glob("*.cu") if "_s8_" not in file.stem} == expected
+    """By the tables above: blocks and dtypes are those that are compiled."""
+    compiled, values = instances.compiled("int8_matmul"), {"BLOCK_M": list(BLOCKS), "DTYPE": instances.DTYPES}
+    assert compiled["gemm_sm80"] == compiled["grad_input_sm80"] == values

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fastattn
 from by_hand import normal
 from fastattn import InputError, reference
-from fastattn.activations import result_columns
+from fastattn.activations import ACTIVATIONS, result_columns
 from fastattn.functional.int8_linear import ACTIVATION_CHOICES, int8_linear
 from fastattn.functional.int8_weight import GRANULARITIES, Int8Weight, quantize_int8
 from kernel_device import DEVICE
@@ -106,7 +106,7 @@ def test_int8_linear_is_the_float_layer(activation: str | None, granularity: str
     y = int8_linear(x, weight, bias, activation=activation, residual=residual)
     wide = torch.promote_types(dtype, torch.float32)
     product = F.linear(x.to(wide), weight.dequantize(wide), bias.to(wide))
-    expected = reference.ACTIVATIONS[activation or "none"](product) + residual.to(wide)
+    expected = ACTIVATIONS[activation or "none"](product) + residual.to(wide)
     assert y.dtype == dtype
     torch.testing.assert_close(y, expected.to(dtype))
 

@@ -75,12 +75,14 @@ MAX_SPILLED_BYTES = 16  # of a thread, outside of loops
 # Bytes of the stack frame on sm_90, for what does not fit in registers, by kernel and template arguments; nothing
 # elsewhere.
 SPILLED_BYTES_SM90 = {
+    # One 64-bit number, needed by the loop of masked tiles alone: stored and loaded once a step.
+    **{("forward", 128, dtype, causal): 8 for dtype in DTYPES for causal in (False, True)},
     ("forward", 256, "bfloat16", True): 8,  # needed by the loop of masked tiles alone, at most two loads a step
     ("forward", 256, "float16", True): 8,
     ("decode", 256, "bfloat16", True): 8,  # one number, stored and loaded once
     ("decode", 256, "float16", True): 8,  # likewise
 }
-LOCAL_IN_LOOPS_SM90 = {("forward", 256, dtype, True) for dtype in DTYPES}
+LOCAL_IN_LOOPS_SM90 = {instance for instance in SPILLED_BYTES_SM90 if instance[0] == "forward"}
 MAX_SHARED_BYTES = 99 * 1024  # of one CTA on sm_86, sm_89 and sm_120
 
 
