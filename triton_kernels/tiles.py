@@ -1,7 +1,8 @@
 """Tile sizes and split counts of the Triton kernels: pure functions, importable without Triton.
 
 Each number carries its reason. "AOT" means that it was checked on the machine code that Triton generates (registers,
-spills, shared memory: ``tests/machine_code/test_triton_compile.py``); "prediction" means that nobody has timed it on a GPU yet.
+spills, shared memory: ``tests/machine_code/test_triton_compile.py``); "prediction" means that nobody has timed it on a
+GPU yet.
 """
 
 from __future__ import annotations
