@@ -79,10 +79,10 @@ SPILLED_BYTES_SM90 = {
     **{("forward", 128, dtype, causal): 8 for dtype in DTYPES for causal in (False, True)},
     ("forward", 256, "bfloat16", True): 8,  # needed by the loop of masked tiles alone, at most two loads a step
     ("forward", 256, "float16", True): 8,
-    ("decode", 256, "bfloat16", True): 8,  # one number, stored and loaded once
+    ("decode", 256, "bfloat16", True): 8,  # one number, stored outside of the loop of steps and loaded once a step
     ("decode", 256, "float16", True): 8,  # likewise
 }
-LOCAL_IN_LOOPS_SM90 = {instance for instance in SPILLED_BYTES_SM90 if instance[0] == "forward"}
+LOCAL_IN_LOOPS_SM90 = set(SPILLED_BYTES_SM90)
 MAX_SHARED_BYTES = 99 * 1024  # of one CTA on sm_86, sm_89 and sm_120
 
 
