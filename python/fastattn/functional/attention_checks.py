@@ -24,7 +24,7 @@ from fastattn.checks import (
     refuse_wrapped,
 )
 from fastattn.dispatch.call import Call
-from fastattn.dispatch.choose import only_torch_handles
+from fastattn.dispatch.reasons import only_torch_handles
 from fastattn.errors import InputError
 from fastattn.functional.torch_sdpa import can_express
 from fastattn.layout import ALIGNMENT_BYTES, reason_to_copy

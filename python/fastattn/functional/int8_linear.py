@@ -21,7 +21,8 @@ from fastattn.checks import (
     expect,
 )
 from fastattn.dispatch.call import Call
-from fastattn.dispatch.choose import choose, only_torch_handles
+from fastattn.dispatch.choose import choose
+from fastattn.dispatch.reasons import only_torch_handles
 from fastattn.dispatch.recording import note
 from fastattn.errors import InputError
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast

@@ -22,7 +22,7 @@ from fastattn.checks import (
     refuse_wrapped,
 )
 from fastattn.dispatch.call import Call
-from fastattn.dispatch.choose import only_torch_handles
+from fastattn.dispatch.reasons import only_torch_handles
 from fastattn.errors import InputError
 from fastattn.functional.attention_checks import check_pages, check_sinks, check_slopes, check_window, default_scale
 

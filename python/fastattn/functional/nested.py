@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fastattn.dispatch.call import Call
-from fastattn.dispatch.choose import choose, only_torch_handles
+from fastattn.dispatch.choose import choose
+from fastattn.dispatch.reasons import only_torch_handles
 from fastattn.dispatch.recording import note
 from fastattn.errors import InputError
 from fastattn.functional.torch_sdpa import torch_sdpa

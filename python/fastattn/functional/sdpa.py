@@ -19,8 +19,9 @@ from torch import Tensor
 
 from fastattn import run
 from fastattn.dispatch.call import Call
-from fastattn.dispatch.choose import choose, is_watched, only_torch_handles
+from fastattn.dispatch.choose import choose, is_watched
 from fastattn.dispatch.device import facts
+from fastattn.dispatch.reasons import only_torch_handles
 from fastattn.dispatch.recording import note
 from fastattn.functional.attention_checks import default_scale
 from fastattn.functional.autocast import autocast_dtype, autocast_to
