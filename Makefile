@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 TOOLS  := $(VENV)/.tools-installed
 BUILT  := $(VENV)/.fastattn-built
 # What the build reads. Folders are in the list too: they change when a file is added or removed.
-NATIVE := $(shell find csrc)
+NATIVE := $(shell find csrc -name __pycache__ -prune -o -print)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -33,7 +33,7 @@ $(TOOLS): pyproject.toml
 	@touch $@
 
 define build
-$(BIN)/python -c "import setup; raise SystemExit(setup.find_nvcc() is None)" \
+PYTHONPATH=csrc $(BIN)/python -c "from native_build.cuda import find_nvcc; raise SystemExit(find_nvcc() is None)" \
   || $(PIP) install --quiet -c $(VENV)/constraints.txt --group nvcc \
   || echo "No nvcc here and none to be had as a package: going on without CUDA C++ kernels."
 PYTHONWARNINGS="ignore:Editable installation" $(PIP) install --quiet --no-build-isolation -c $(VENV)/constraints.txt --editable .
@@ -80,7 +80,7 @@ lint: $(TOOLS) ## ruff, mypy and clang-format; changes nothing
 	$(BIN)/ruff format --check .
 	@rm -rf build/typed && mkdir -p $(TYPED)
 	@ln -s $(CURDIR)/python/fastattn/* $(CURDIR)/triton_kernels $(TYPED)/
-	MYPYPATH=build/typed:examples $(BIN)/mypy setup.py $(TYPED) $(wildcard benchmarks/*.py benchmarks/*/*.py benchmarks/*/*/*.py examples/*.py)
+	MYPYPATH=build/typed:csrc:examples $(BIN)/mypy setup.py csrc/native_build $(TYPED) $(wildcard benchmarks/*.py benchmarks/*/*.py benchmarks/*/*/*.py examples/*.py)
 	find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' | xargs -r $(BIN)/clang-format --dry-run -Werror
 
 clean: ## remove what was built; .venv stays

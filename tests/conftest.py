@@ -21,7 +21,7 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parent
-sys.path[:0] = [str(TESTS), str(TESTS / "support"), str(TESTS.parent)]
+sys.path[:0] = [str(TESTS), str(TESTS / "support"), str(TESTS.parent), str(TESTS.parent / "csrc")]
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:

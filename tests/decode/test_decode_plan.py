@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from emulator.toolkit import setup
+from native_build.tools import find_cxx
 
 pytestmark = pytest.mark.xdist_group("decode_plan")
 
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     target = tmp_path_factory.mktemp("plan") / "plan.so"
-    command = [*setup.find_cxx(os.environ), "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{SOURCE.parents[2] / 'csrc'}"]
+    command = [*find_cxx(os.environ), "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{SOURCE.parents[2] / 'csrc'}"]
     subprocess.run([*command, str(SOURCE), "-o", str(target)], check=True)
     library = ctypes.CDLL(str(target))
     library.decode_plan.restype = ctypes.c_int64

@@ -17,7 +17,8 @@ import sysconfig
 from pathlib import Path
 from types import ModuleType
 
-from emulator.toolkit import setup, toolkit
+from emulator.toolkit import toolkit
+from native_build.library import write_if_changed
 
 SOURCES = Path(__file__).parent / "src"
 TORCH_SOURCE = SOURCES / "torch_allocator.cpp"  # a library of its own: the rest knows nothing of torch
@@ -93,8 +94,8 @@ def build() -> tuple[Path, Path]:
     libraries = BUILD / f"_emulator{sysconfig.get_config_var('EXT_SUFFIX')}", BUILD / "libtorch_allocator.so"
     with open(BUILD / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        setup.write_if_changed(BUILD / "exports.map", EXPORTS)
-        setup.write_if_changed(BUILD / "build.ninja", rules(*libraries))
+        write_if_changed(BUILD / "exports.map", EXPORTS)
+        write_if_changed(BUILD / "build.ninja", rules(*libraries))
         done = subprocess.run([ninja(), "-C", BUILD, "--quiet"], capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"building the emulator failed:\n{done.stdout[-8000:]}{done.stderr[-2000:]}")

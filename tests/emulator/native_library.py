@@ -14,25 +14,29 @@ from pathlib import Path
 
 from emulator.build import BUILD
 from emulator.build import build as build_emulator
-from emulator.toolkit import ROOT, setup, toolkit
+from emulator.toolkit import ROOT, toolkit
+from native_build.errors import BuildError
+from native_build.instances import all_instances
+from native_build.library import NativeBuild
+from native_build.tools import find_cxx, find_torch
 
 FOLDER = BUILD / "native"
 VARIABLE = "FASTATTN_LIBRARY"  # that fastattn.native reads
 
 
-def configure() -> setup.NativeBuild | None:
+def configure() -> NativeBuild | None:
     """None where there is no nvcc."""
     found = toolkit()
     if found is None:
         return None
-    return setup.NativeBuild(
+    return NativeBuild(
         source=ROOT / "csrc",
         output=FOLDER,
         version="0+emulated",
-        cxx=setup.find_cxx(os.environ),
-        torch=setup.find_torch(),
+        cxx=find_cxx(os.environ),
+        torch=find_torch(),
         toolkit=found,
-        instances=setup.all_instances(ROOT / "csrc"),
+        instances=all_instances(ROOT / "csrc"),
         emulated_runtime=build_emulator()[0],
     )
 
@@ -50,7 +54,7 @@ def build() -> Path | None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             return native.run(quiet=True)
-        except setup.BuildError as error:  # a SystemExit, which a test session would not survive
+        except BuildError as error:  # a SystemExit, which a test session would not survive
             raise RuntimeError(str(error)) from None
 
 

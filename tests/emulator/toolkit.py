@@ -1,4 +1,4 @@
-"""What of the package's own build the emulator uses: setup.py, and the CUDA toolkit that it finds."""
+"""The CUDA toolkit that the package's own build (csrc/native_build) finds, which the emulator uses too."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ import functools
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
+from native_build.cuda import CudaToolkit, find_nvcc
+from native_build.errors import BuildError
 
-sys.path.insert(0, str(ROOT))
-try:
-    import setup
-finally:
-    sys.path.pop(0)
+ROOT = Path(__file__).parents[2]
 
 
 @functools.cache
-def toolkit() -> setup.CudaToolkit | None:
+def toolkit() -> CudaToolkit | None:
     """The compiler and the headers that the package itself would be built with; None if there is no complete one."""
-    compiler = setup.find_nvcc()
+    compiler = find_nvcc()
     try:
-        return setup.CudaToolkit.of(compiler) if compiler else None
-    except setup.BuildError:
+        return CudaToolkit.of(compiler) if compiler else None
+    except BuildError:
         return None
 
 

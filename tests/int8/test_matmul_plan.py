@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from emulator.toolkit import setup
+from native_build.tools import find_cxx
 
 pytestmark = pytest.mark.xdist_group("matmul_plan")
 
@@ -116,7 +116,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     rows = json.loads((CSRC / "instances.json").read_text())["kernels"]
     (block_ms,) = (row["BLOCK_M"] for row in rows if row["source"] == "int8_matmul/instances/gemm_sm80.cu")
     command = [
-        *setup.find_cxx(os.environ),
+        *find_cxx(os.environ),
         f"-DBLOCK_MS={','.join(map(str, block_ms))}",
         "-std=c++20",
         "-O1",

@@ -18,9 +18,9 @@ import torch
 import kernel_symbols
 from emulator import static_facts
 from emulator.static_facts import KernelFacts
-from emulator.toolkit import setup
 from fastattn import native
 from installed_library import BUILD, LIBRARY_PATH
+from native_build.instances import all_instances
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("native_library")]  # the library is taken apart once
 
@@ -35,7 +35,7 @@ SCHEMA_ARGUMENTS = {
 }
 
 DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
-ALL_INSTANCES = setup.all_instances(CSRC)
+ALL_INSTANCES = all_instances(CSRC)
 _MEANINGS: dict[str, Any] = {"kFloat16": "float16", "kBFloat16": "bfloat16", "false": False, "true": True}
 
 

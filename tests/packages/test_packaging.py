@@ -1,4 +1,4 @@
-"""The build and what it ships: the wheel, the native library in it, and the tools that setup.py looks for."""
+"""The build and what it ships: the wheel, the native library in it, and the tools that the build looks for."""
 
 from __future__ import annotations
 
@@ -19,23 +19,19 @@ import torch
 import installed_library
 from fastattn import native
 from fastattn.dispatch.support import support_table
+from native_build.cuda import CudaToolkit, check_host_compiler, find_nvcc
+from native_build.errors import BuildError
+from native_build.instances import all_instances, instances_for
+from native_build.library import NativeBuild
+from native_build.targets import TARGETS, parse_targets
+from native_build.tools import find_cxx, find_torch
+from native_build.wheel_tag import needed_versions, wheel_platform
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("packaging")]  # one wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 MAX_LIBRARY_BYTES = 48 * 2**20
-
-
-def _load_setup():
-    spec = importlib.util.spec_from_file_location("fastattn_setup", ROOT / "setup.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-setup = _load_setup()
 
 
 def run(*command, cwd=ROOT, **environment):
@@ -89,7 +85,7 @@ def _metadata(unpacked, name):
 def test_wheel_is_for_every_python_3_on_the_platform_that_the_library_needs(wheel, unpacked, library):
     python, abi, platform = wheel.stem.split("-")[2:]
     assert (python, abi) == ("py3", "none")
-    fits = setup.wheel_platform("linux_x86_64", setup.needed_versions(library)).startswith("manylinux_2_28")
+    fits = wheel_platform("linux_x86_64", needed_versions(library)).startswith("manylinux_2_28")
     assert platform.startswith("manylinux_2_28_" if fits else "linux_")
     assert _metadata(unpacked, "WHEEL")["Tag"] == f"py3-none-{platform}"
 
@@ -210,7 +206,7 @@ def test_library_holds_machine_code_for_each_architecture_and_ptx_for_later_gpus
 
 def test_build_description_is_that_of_the_installed_release(unpacked):
     assert installed_library.BUILD["version"] == _metadata(unpacked, "METADATA")["Version"]
-    every = setup.all_instances(ROOT / "csrc")
+    every = all_instances(ROOT / "csrc")
     for architecture, code in installed_library.BUILD["code"].items():
         assert set(code) <= {name for each in every if each.architecture == architecture for name in each.code}
     assert list(installed_library.BUILD["code"]) == installed_library.BUILD["archs"]
@@ -220,12 +216,12 @@ def test_build_description_is_that_of_the_installed_release(unpacked):
 @pytest.fixture(scope="module")
 def plain_library(tmp_path_factory):
     """The library as it is where there is no nvcc: op schemas alone."""
-    build = setup.NativeBuild(
+    build = NativeBuild(
         source=ROOT / "csrc",
         output=tmp_path_factory.mktemp("plain"),
         version="1.2.3",
-        cxx=setup.find_cxx(os.environ),
-        torch=setup.find_torch(),
+        cxx=find_cxx(os.environ),
+        torch=find_torch(),
         toolkit=None,
         instances=[],
     )
@@ -266,7 +262,7 @@ def test_a_missing_library_is_an_import_error_that_says_what_to_run(tmp_path):
     assert "make install" in message
 
 
-# --- What setup.py looks for ------------------------------------------------------------------------------------------
+# --- What the build looks for -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -274,13 +270,13 @@ def test_a_missing_library_is_an_import_error_that_says_what_to_run(tmp_path):
     [("80;90a", ["80", "90a"]), ("90a, 80", ["80", "90a"]), ("80", ["80"]), ("90a;", ["90a"]), ("none", [])],
 )
 def test_architectures_are_read_in_any_order_and_with_any_separator(text, names):
-    assert [target.name for target in setup.parse_targets(text)] == names
+    assert [target.name for target in parse_targets(text)] == names
 
 
 @pytest.mark.parametrize("text", ["", "90", "75", "80;sm_90", "none;80", "native;80"])
 def test_a_wrong_architecture_is_an_error_that_names_the_variable_and_the_choices(text):
-    with pytest.raises(setup.BuildError, match=f"FASTATTN_ARCHS={text!r}: expected one or more of 80, 90a"):
-        setup.parse_targets(text)
+    with pytest.raises(BuildError, match=f"FASTATTN_ARCHS={text!r}: expected one or more of 80, 90a"):
+        parse_targets(text)
 
 
 def _nvidia_smi(folder, script):
@@ -302,11 +298,11 @@ def _nvidia_smi(folder, script):
 )
 def test_native_means_the_code_that_the_gpus_here_run(tmp_path, gpus, code):
     environ = _nvidia_smi(tmp_path, "\n".join(f"echo {gpu}" for gpu in gpus))
-    (target,) = setup.parse_targets("native", environ)
+    (target,) = parse_targets("native", environ)
     assert set(target.code) == code
-    instances = setup.instances_for(ROOT / "csrc", [target])
+    instances = instances_for(ROOT / "csrc", [target])
     assert {name for instance in instances for name in instance.code} <= code
-    assert len({instance.source for instance in instances}) == len({each.source for each in setup.all_instances(CSRC)})
+    assert len({instance.source for instance in instances}) == len({each.source for each in all_instances(CSRC)})
 
 
 @pytest.mark.parametrize(
@@ -319,8 +315,8 @@ def test_native_means_the_code_that_the_gpus_here_run(tmp_path, gpus, code):
 )
 def test_native_without_a_gpu_that_the_kernels_run_on_is_an_error_that_says_so(tmp_path, script, words):
     environ = {"PATH": str(tmp_path)} if script is None else _nvidia_smi(tmp_path, script)
-    with pytest.raises(setup.BuildError, match=f"FASTATTN_ARCHS=native: .*{words}"):
-        setup.parse_targets("native", environ)
+    with pytest.raises(BuildError, match=f"FASTATTN_ARCHS=native: .*{words}"):
+        parse_targets("native", environ)
 
 
 def test_a_wrong_architecture_stops_the_build(tmp_path):
@@ -353,7 +349,7 @@ def _table(folder, rows, files=("forward_sm80.cu",)):
 
 def test_a_row_is_compiled_for_every_combination_of_its_values_into_objects_of_their_own(tmp_path):
     csrc = _table(tmp_path, [{"HEAD_DIM": [64, 128], "CAUSAL": [False, True]}])
-    instances = setup.all_instances(csrc)
+    instances = all_instances(csrc)
     assert [instance.defines for instance in instances] == [
         [f"-DFASTATTN_HEAD_DIM={dim}", f"-DFASTATTN_CAUSAL={causal}"]
         for dim in (64, 128)
@@ -370,10 +366,10 @@ def test_an_instance_has_the_code_of_its_architecture_or_of_its_row_as_far_as_th
         {"source": "attention/instances/forward_sm90.cu", "architecture": "90a", "HEAD_DIM": [128]},
     ]
     csrc = _table(tmp_path, rows, ("forward_sm80.cu", "forward_sm90.cu"))
-    sm80, sm90 = setup.TARGETS
+    sm80, sm90 = TARGETS
 
     def code(*targets):
-        return [instance.code for instance in setup.instances_for(csrc, targets)]
+        return [instance.code for instance in instances_for(csrc, targets)]
 
     assert code(sm80, sm90) == [("sm_80", "sm_90", "compute_80"), ("sm_80", "compute_80"), ("sm_90a",)]
     assert code(sm80) == [("sm_80", "compute_80"), ("sm_80", "compute_80")]
@@ -393,19 +389,19 @@ def test_an_instance_has_the_code_of_its_architecture_or_of_its_row_as_far_as_th
     ],
 )
 def test_a_wrong_table_is_an_error_that_says_what_is_wrong(tmp_path, rows, words):
-    with pytest.raises(setup.BuildError, match=words):
-        setup.all_instances(_table(tmp_path, rows))
+    with pytest.raises(BuildError, match=words):
+        all_instances(_table(tmp_path, rows))
 
 
 def test_the_build_has_an_edge_for_each_instance_of_the_table():
-    instances = setup.all_instances(CSRC)
-    build = setup.NativeBuild(
+    instances = all_instances(CSRC)
+    build = NativeBuild(
         source=CSRC,
         output=Path("out"),
         version="1.2.3",
         cxx=["c++"],
-        torch=setup.find_torch(),
-        toolkit=setup.CudaToolkit(Path("nvcc"), "13.0.88", Path("include"), Path("lib64")),
+        torch=find_torch(),
+        toolkit=CudaToolkit(Path("nvcc"), "13.0.88", Path("include"), Path("lib64")),
         instances=instances,
     )
     lines = build.ninja_file().splitlines()
@@ -447,7 +443,7 @@ def test_nvcc_is_looked_for_in_cuda_home_then_path_then_the_usual_place_then_the
     environ = {"CUDA_HOME": str(tmp_path / "home"), "PATH": f"{tmp_path}:{tmp_path}/path/bin"}
 
     def find():
-        return setup.find_nvcc(environ, packages, tmp_path / "usual")
+        return find_nvcc(environ, packages, tmp_path / "usual")
 
     for expected in (cuda_home, on_path, usual, wheel):
         assert find() == expected
@@ -462,21 +458,21 @@ def test_the_toolkit_is_found_behind_a_script_that_starts_nvcc(tmp_path, librari
     script = tmp_path / "nvcc"
     script.write_text(f'#!/bin/sh\nexec {nvcc} "$@"\n')
     script.chmod(0o755)
-    toolkit = setup.CudaToolkit.of(script)
-    assert toolkit == setup.CudaToolkit(script, "13.0.88", root / "include", root / libraries)
+    toolkit = CudaToolkit.of(script)
+    assert toolkit == CudaToolkit(script, "13.0.88", root / "include", root / libraries)
 
 
 def test_an_incomplete_toolkit_is_an_error_that_says_what_is_missing(tmp_path):
     nvcc = _make_toolkit(tmp_path)
     (tmp_path / "lib64" / "libcudart_static.a").unlink()
-    with pytest.raises(setup.BuildError, match=r"incomplete: .* lacks .*libcudart_static\.a.*FASTATTN_ARCHS=none"):
-        setup.CudaToolkit.of(nvcc)
+    with pytest.raises(BuildError, match=r"incomplete: .* lacks .*libcudart_static\.a.*FASTATTN_ARCHS=none"):
+        CudaToolkit.of(nvcc)
 
 
 def test_a_compiler_that_nvcc_rejects_is_an_error_with_nvccs_reason_and_the_ways_out(tmp_path):
-    toolkit = setup.CudaToolkit.of(_make_toolkit(tmp_path))
-    with pytest.raises(setup.BuildError) as caught:
-        setup.check_host_compiler(toolkit, "/usr/bin/g++", setup.all_instances(CSRC))
+    toolkit = CudaToolkit.of(_make_toolkit(tmp_path))
+    with pytest.raises(BuildError) as caught:
+        check_host_compiler(toolkit, "/usr/bin/g++", all_instances(CSRC))
     message = str(caught.value)
     assert "unsupported GNU version" in message
     assert "/usr/bin/g++" in message
@@ -485,8 +481,8 @@ def test_a_compiler_that_nvcc_rejects_is_an_error_with_nvccs_reason_and_the_ways
 
 def test_building_without_torch_says_to_install_it_and_to_leave_isolation_off(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(setup.BuildError, match=r"Install torch first .* --no-build-isolation"):
-        setup.find_torch()
+    with pytest.raises(BuildError, match=r"Install torch first .* --no-build-isolation"):
+        find_torch()
 
 
 # --- The platform tag -------------------------------------------------------------------------------------------------
@@ -504,11 +500,11 @@ def test_building_without_torch_says_to_install_it_and_to_leave_isolation_off(mo
     ],
 )
 def test_manylinux_is_claimed_only_where_every_needed_version_allows_it(needed, expected):
-    assert setup.wheel_platform("linux_x86_64", needed) == expected
+    assert wheel_platform("linux_x86_64", needed) == expected
 
 
 def test_other_platforms_keep_their_tag():
-    assert setup.wheel_platform("macosx_14_0_arm64", {}) == "macosx_14_0_arm64"
+    assert wheel_platform("macosx_14_0_arm64", {}) == "macosx_14_0_arm64"
 
 
 def test_needed_versions_are_those_that_objdump_lists(library):
@@ -517,11 +513,11 @@ def test_needed_versions_are_those_that_objdump_lists(library):
     for family, version in re.findall(r"\b([A-Z]+)_([\d.]+)$", references, re.MULTILINE):
         expected[family] = max(expected.get(family, ()), tuple(map(int, version.split("."))))
     assert expected["GLIBC"] >= (2, 2)
-    assert setup.needed_versions(library) == expected
+    assert needed_versions(library) == expected
 
 
 def test_needed_versions_rejects_what_is_not_a_library(tmp_path):
     text = tmp_path / "text"
     text.write_text("not a library")
     with pytest.raises(ValueError, match="not a 64-bit little-endian ELF file"):
-        setup.needed_versions(text)
+        needed_versions(text)

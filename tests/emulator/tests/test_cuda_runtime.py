@@ -15,7 +15,8 @@ import torch
 
 from emulator import EmulatorError, TensorMap, cuda_runtime, launches, options
 from emulator.nvcc_compile import compile_library
-from emulator.toolkit import ROOT, nvcc, setup
+from emulator.toolkit import ROOT, nvcc
+from native_build.tools import find_cxx
 
 pytestmark = pytest.mark.skipif(nvcc() is None, reason="needs nvcc")
 
@@ -248,7 +249,7 @@ def test_a_real_runtime_in_the_same_process_is_not_taken(library_path: Path, tmp
     source, versions, other = tmp_path / "cudart.cpp", tmp_path / "versions.map", tmp_path / "libcudart.so.13"
     source.write_text('extern "C" int cudaDeviceGetAttribute(int* value, int, int) { return *value = 42, 0; }')
     versions.write_text("libcudart.so.13 { global: *; };")
-    compiler = setup.find_cxx(os.environ)
+    compiler = find_cxx(os.environ)
     subprocess.run([*compiler, "-shared", "-fPIC", f"-Wl,--version-script={versions}", source, "-o", other], check=True)
     code = (
         "import ctypes, sys; number = ctypes.c_int();"

@@ -1,0 +1,80 @@
+"""Which kernels are compiled, and for what: the table in csrc/instances.json."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from native_build.errors import BuildError
+from native_build.targets import TARGETS, Target
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One compilation of a kernel's source: what csrc/instances.json says of it, and one choice of the values."""
+
+    source: str  # in csrc
+    architecture: str
+    code: tuple[str, ...]
+    values: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def object_path(self) -> Path:
+        """In the build folder, unlike that of any other instance."""
+        path = Path(self.source)
+        return path.with_name(".".join([path.stem, *(f"{name}_{value}" for name, value in self.values), "o"]))
+
+    @property
+    def defines(self) -> list[str]:
+        return [f"-DFASTATTN_{name}={value}" for name, value in self.values]
+
+    def gencode(self, code: Sequence[str] | None = None) -> str:
+        """nvcc's -gencode for ``code``, by default the instance's own."""
+        return f"arch=compute_{self.architecture},code=[{','.join(code or self.code)}]"
+
+
+def macro_text(value: object) -> str:
+    """A value of the instance table as C++ has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def all_instances(csrc: Path) -> list[Instance]:
+    """Every instance in csrc/instances.json with all of its code, in the order of the table."""
+    table = json.loads((csrc / "instances.json").read_text())
+    instances: list[Instance] = []
+    for row in table["kernels"]:
+        source, architecture = row["source"], row["architecture"]
+        axes = {name: values for name, values in row.items() if name not in ("source", "architecture", "code")}
+        if unknown := [name for name in axes if not re.fullmatch("[A-Z][A-Z0-9_]*", name)]:
+            raise BuildError(f"instances.json: {source} has an unknown key, {unknown[0]!r}.")
+        if architecture not in table["architectures"]:
+            raise BuildError(f"instances.json: {source} is for an unknown architecture, {architecture!r}.")
+        if not (csrc / source).exists():
+            raise BuildError(f"instances.json: {source} does not exist.")
+        code = tuple(row.get("code", table["architectures"][architecture]["code"]))
+        if unknown := [name for name in code if not any(name in target.code for target in TARGETS)]:
+            raise BuildError(f"instances.json: {source} has unknown code, {unknown[0]!r}.")
+        for values in itertools.product(*axes.values()):
+            pairs = tuple(zip(axes, map(macro_text, values), strict=True))
+            instances.append(Instance(source, architecture, code, pairs))
+    paths = [instance.object_path for instance in instances]
+    if repeated := [path for path in paths if paths.count(path) > 1]:
+        raise BuildError(f"instances.json: {repeated[0].with_suffix('')} is there twice.")
+    sources = {instance.source for instance in instances}
+    if left_out := {str(path.relative_to(csrc)) for path in csrc.glob("*/instances/*.cu")} - sources:
+        raise BuildError(f"instances.json: there is no row for {sorted(left_out)[0]}.")
+    return instances
+
+
+def instances_for(csrc: Path, targets: Sequence[Target]) -> list[Instance]:
+    """The instances that have code for one of the targets, with that code alone."""
+    wanted = {name for target in targets for name in target.code}
+    chosen = [
+        replace(instance, code=tuple(name for name in instance.code if name in wanted))
+        for instance in all_instances(csrc)
+    ]
+    return [instance for instance in chosen if instance.code]
