@@ -53,10 +53,10 @@ class CudaToolkit:
         """Asks ``nvcc`` for its version and its root: the file may be a link or a script that starts another."""
         release = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
         version = re.search(r"\bV(\d+\.\d+\.\d+)", release.stdout)
-        plan = subprocess.run([nvcc, "--dryrun", "-c", "none.cu"], capture_output=True, text=True)
-        top = re.search(r"^#\$ TOP=(.+)$", plan.stderr, re.MULTILINE)
+        dryrun = subprocess.run([nvcc, "--dryrun", "-c", "none.cu"], capture_output=True, text=True)
+        top = re.search(r"^#\$ TOP=(.+)$", dryrun.stderr, re.MULTILINE)
         if not version or not top:
-            raise BuildError(f"{nvcc} does not work: {(release.stderr or plan.stderr).strip()}")
+            raise BuildError(f"{nvcc} does not work: {(release.stderr or dryrun.stderr).strip()}")
         root = Path(top[1].strip()).resolve()
         # A toolkit installed as a whole has lib64; the registry wheels have lib.
         libraries = [folder for folder in (root / "lib64", root / "lib") if (folder / "libcudart_static.a").exists()]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattn import InputError
-from fastattn.cache.pages import PagePool, Plan, Reservation
+from fastattn.cache.pages import PageDemand, PagePool, Reservation
 from fastattn.errors import CacheFull
 
 PAGES, PAGE_SIZE, LAYERS = 7, 3, 2
@@ -92,21 +92,21 @@ class Machine:
     def step(self, names: list[int], num_new: list[int], fails_at: str | None) -> bool:
         """Whether there is one now. ``fails_at``: the device runs out of memory before or after pages are copied."""
         try:
-            plan = self.pool.plan(names, num_new)
+            demand = self.pool.demand(names, num_new)
         except CacheFull:
             return False
-        if plan.copies_take_reserved:
-            self.pool.end_superseded(plan)
+        if demand.copies_take_reserved:
+            self.pool.end_superseded(demand)
             for step in self.steps:
-                if any(step.reservation is ended for ended in plan.superseded):
+                if any(step.reservation is ended for ended in demand.superseded):
                     step.is_good = False
-        if fails_at == "plan":
+        if fails_at == "demand":
             return False
-        self.copy(plan)
+        self.copy(demand)
         if fails_at == "copies":
             return False
-        tables = plan.tables()
-        reservation = self.pool.reserve(plan, LAYERS)
+        tables = demand.tables()
+        reservation = self.pool.reserve(demand, LAYERS)
         for name in names:
             self.change(name)
         new = []
@@ -124,8 +124,8 @@ class Machine:
         self.steps.append(step)
         return True
 
-    def copy(self, plan: Plan) -> None:
-        for _, source, target in plan.copies:
+    def copy(self, demand: PageDemand) -> None:
+        for _, source, target in demand.copies:
             for layer in range(LAYERS):
                 for row in range(PAGE_SIZE):
                     self.rows[layer, target, row] = self.rows.get((layer, source, row), "nothing")
@@ -209,7 +209,7 @@ def test_any_operations_in_any_order(data: st.DataObject) -> None:
             names = data.draw(st.lists(st.sampled_from(alive), unique=True, min_size=1))
             num_new = data.draw(st.lists(st.integers(0, 4), min_size=len(names), max_size=len(names)))
             if operation == "step":
-                machine.step(names, num_new, data.draw(st.sampled_from([None, None, None, "plan", "copies"])))
+                machine.step(names, num_new, data.draw(st.sampled_from([None, None, None, "demand", "copies"])))
             elif machine.step(names, num_new, None):
                 for layer in (1, 0):
                     machine.attend(machine.steps[-1], layer)
@@ -229,25 +229,25 @@ def test_any_operations_in_any_order(data: st.DataObject) -> None:
 def test_a_step_that_takes_the_place_of_another_may_have_its_pages() -> None:
     pool = PagePool(num_pages=2, page_size=4)
     name = pool.add()
-    pool.reserve(pool.plan([name], [8]), LAYERS)
-    again = pool.plan([name], [7])
+    pool.reserve(pool.demand([name], [8]), LAYERS)
+    again = pool.demand([name], [7])
     assert sorted(again.pages[0]) == [0, 1]
     with pytest.raises(CacheFull, match="1 sequences need 3 more pages of 4 tokens, and 2 of 2 are free"):
-        pool.plan([name], [9])
+        pool.demand([name], [9])
 
 
 def test_a_copy_that_needs_reserved_pages_is_made_only_once_their_step_is_over() -> None:
     """Else the copy would overwrite what that step has stored, and might then fail."""
     pool = PagePool(num_pages=3, page_size=4)
     waiting, parent = pool.add(), pool.add()
-    pool.reserve(pool.plan([parent], [2]), 1).stored[0] = True
+    pool.reserve(pool.demand([parent], [2]), 1).stored[0] = True
     child = pool.fork(parent, None)
-    step = pool.reserve(pool.plan([waiting], [8]), LAYERS)
-    plan = pool.plan([child, waiting], [1, 1])
-    assert plan.copies_take_reserved
-    pool.end_superseded(plan)
+    step = pool.reserve(pool.demand([waiting], [8]), LAYERS)
+    demand = pool.demand([child, waiting], [1, 1])
+    assert demand.copies_take_reserved
+    pool.end_superseded(demand)
     with pytest.raises(InputError, match="sequence 0 has had another step"):
         step.check_current()
-    pool.reserve(plan, LAYERS)
+    pool.reserve(demand, LAYERS)
     assert pool.free_pages == []
     assert sorted(pool.references) == [0, 1, 1]  # the third is reserved

@@ -277,7 +277,7 @@ def test_bad_input_is_refused_and_nothing_is_written(case: str) -> None:
     arguments, kind, words = TABLE[case]
     tensors = [t for t in arguments.values() if isinstance(t, Tensor) and not t.is_meta]
     before = [t.clone() for t in tensors]
-    for _ in range(2):  # a plan must not be kept for a call that was refused
+    for _ in range(2):  # nothing must be kept of a call that was refused
         with pytest.raises(kind) as caught:
             attend(**arguments)
         assert type(caught.value) is kind

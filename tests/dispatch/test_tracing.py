@@ -370,7 +370,7 @@ def int8_layer(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 def test_forward_mode_is_torchs(function: Callable[..., Any], backend: str) -> None:
     """A kernel knows nothing of tangents: it must refuse, never return a result without them."""
     inputs = tuple(draw(1, 2, 5, 16) for _ in range(3))
-    function(*inputs)  # so that a plan and a choice are kept
+    function(*inputs)  # so that the checked call and the choice are kept
     if backend != "torch":
         with pytest.raises(fastattn.InputError, match="forward-mode"):
             torch.func.jvp(function, inputs, inputs)

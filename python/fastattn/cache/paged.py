@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn.cache.paged_step import PagedChunk, PagedStep
-from fastattn.cache.pages import PageCopy, PagePool, Plan, Reservation
+from fastattn.cache.pages import PageCopy, PageDemand, PagePool, Reservation
 from fastattn.cache.storage import CacheLayout, LayerStorage
 from fastattn.checks import check_int, expect
 
@@ -134,9 +134,9 @@ class PagedKVCache:
         """
         names = list(sequences)
         check_int("num_new", num_new, minimum=0)
-        plan = self._pool.plan(names, [num_new] * len(names))
-        block_table, before = self._block_table(plan), self._to_device([s.length for s in plan.sequences])
-        return PagedStep(self, tuple(names), block_table, self._reserve(plan), num_new, before)
+        demand = self._pool.demand(names, [num_new] * len(names))
+        block_table, before = self._block_table(demand), self._to_device([s.length for s in demand.sequences])
+        return PagedStep(self, tuple(names), block_table, self._reserve(demand), num_new, before)
 
     def chunk(self, sequences: Sequence[int], num_new: Sequence[int]) -> PagedChunk:
         """Reserve pages for more tokens, ``num_new[i]`` of ``sequences[i]``: a part of each one's prompt, for instance.
@@ -152,22 +152,22 @@ class PagedKVCache:
         expect(len(counts) == len(names), "num_new", f"one number for each of {len(names)} sequences", len(counts))
         for count in counts:
             check_int("num_new", count, minimum=0)
-        plan = self._pool.plan(names, counts)
-        before = [s.length for s in plan.sequences]
+        demand = self._pool.demand(names, counts)
+        before = [s.length for s in demand.sequences]
         after = [first + count for first, count in zip(before, counts, strict=True)]
         tokens = [
             (pages[at // self.page_size], at % self.page_size, at)
-            for pages, first, end in zip(plan.tables(), before, after, strict=True)
+            for pages, first, end in zip(demand.tables(), before, after, strict=True)
             for at in range(first, end)
         ]
         page, row, position = (self._to_device([token[i] for token in tokens]) for i in range(3))
-        block_table, cu_seqlens_q = self._block_table(plan), self._to_device([0, *accumulate(counts)])
+        block_table, cu_seqlens_q = self._block_table(demand), self._to_device([0, *accumulate(counts)])
         cu_seqlens_k = self._to_device([0, *accumulate(after)])
         return PagedChunk(
             cache=self,
             sequences=tuple(names),
             block_table=block_table,
-            reservation=self._reserve(plan),
+            reservation=self._reserve(demand),
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=max(counts, default=0),
@@ -189,12 +189,12 @@ class PagedKVCache:
         arguments = self.arguments(layer)
         return arguments["k_cache"], arguments["v_cache"]
 
-    def _reserve(self, plan: Plan) -> Reservation:
+    def _reserve(self, demand: PageDemand) -> Reservation:
         """The last part of ``step`` and ``chunk``: the device first, whose memory may run out, then the host."""
-        if plan.copies_take_reserved:
-            self._pool.end_superseded(plan)
-        self._copy_pages(plan.copies)
-        return self._pool.reserve(plan, self.num_layers)
+        if demand.copies_take_reserved:
+            self._pool.end_superseded(demand)
+        self._copy_pages(demand.copies)
+        return self._pool.reserve(demand, self.num_layers)
 
     def _copy_pages(self, copies: list[PageCopy]) -> None:
         if not copies:
@@ -204,9 +204,9 @@ class PagedKVCache:
         for layer in self._layers:
             layer.copy_blocks(sources, targets)
 
-    def _block_table(self, plan: Plan) -> Tensor:
+    def _block_table(self, demand: PageDemand) -> Tensor:
         """int32 ``[B, max_pages]``, at least one page wide."""
-        tables = plan.tables()
+        tables = demand.tables()
         width = max([len(pages) for pages in tables] + [1])
         rows = [pages + [NO_PAGE] * (width - len(pages)) for pages in tables]
         return self._to_device(rows).view(len(rows), width)

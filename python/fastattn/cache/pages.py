@@ -64,8 +64,8 @@ class PageCopy(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a step comes to, before anything has changed.
+class PageDemand:
+    """What a step needs of the pool, found before anything has changed.
 
     Attributes:
         names, sequences, num_new: whose step it is, and how many tokens each gets.
@@ -145,7 +145,7 @@ class PagePool:
         self._cut(sequence, 0)
         del self.sequences[name]
 
-    def plan(self, names: Sequence[int], num_new: Sequence[int]) -> Plan:
+    def demand(self, names: Sequence[int], num_new: Sequence[int]) -> PageDemand:
         """Which pages a step takes: ``num_new[i]`` more tokens of ``names[i]``. Raises CacheFull, InputError."""
         self.settle()
         sequences = [self.find(name) for name in names]
@@ -171,29 +171,29 @@ class PagePool:
         copies = [PageCopy(s, s.pages[-1], taken.pop()) for s in to_copy]
         pages = [[taken.pop() for _ in range(count)] for count in additional]
         copies_take_reserved = len(copies) > len(self.free_pages)
-        return Plan(list(names), sequences, list(num_new), pages, copies, superseded, copies_take_reserved)
+        return PageDemand(list(names), sequences, list(num_new), pages, copies, superseded, copies_take_reserved)
 
-    def end_superseded(self, plan: Plan) -> None:
+    def end_superseded(self, demand: PageDemand) -> None:
         """End the steps whose sequences get another one."""
-        names = {id(s): name for s, name in zip(plan.sequences, plan.names, strict=True)}
-        for reservation in plan.superseded:
+        names = {id(s): name for s, name in zip(demand.sequences, demand.names, strict=True)}
+        for reservation in demand.superseded:
             if reservation.is_open:
                 again = next(names[id(s)] for s in reservation.sequences if id(s) in names)
                 self._release(reservation, f"sequence {again} has had another step")
 
-    def reserve(self, plan: Plan, num_layers: int) -> Reservation:
-        """Take a plan's pages; the copies have been made."""
-        self.end_superseded(plan)
-        for name, sequence in zip(plan.names, plan.sequences, strict=True):
+    def reserve(self, demand: PageDemand, num_layers: int) -> Reservation:
+        """Take the pages of a demand; the copies have been made."""
+        self.end_superseded(demand)
+        for name, sequence in zip(demand.names, demand.sequences, strict=True):
             self._end_step(sequence, f"sequence {name} has had another step")
-        needed = len(plan.copies) + sum(map(len, plan.pages))
-        del self.free_pages[len(self.free_pages) - needed :]  # just those: see plan
-        for sequence, source, target in plan.copies:
+        needed = len(demand.copies) + sum(map(len, demand.pages))
+        del self.free_pages[len(self.free_pages) - needed :]  # just those: see demand
+        for sequence, source, target in demand.copies:
             self.references[source] -= 1
             self.references[target] = 1
             sequence.pages[-1] = target
-        reservation = Reservation(plan.sequences, plan.num_new, plan.pages, [False] * num_layers)
-        for sequence in plan.sequences:
+        reservation = Reservation(demand.sequences, demand.num_new, demand.pages, [False] * num_layers)
+        for sequence in demand.sequences:
             sequence.latest = reservation
         self._open.append(reservation)
         return reservation
@@ -215,7 +215,7 @@ class PagePool:
     def _release(self, reservation: Reservation, reason: str) -> None:
         self._close(reservation)
         reservation.refusal = reason
-        # To the bottom of the stack, where ``plan`` expects those of a superseded step.
+        # To the bottom of the stack, where ``demand`` expects those of a superseded step.
         self.free_pages[:0] = _pages_of(reservation)
 
     def _close(self, reservation: Reservation) -> None:

@@ -136,6 +136,9 @@ def _as_the_kernel_sees(call: Call, support: Support) -> Call:
 # number of queries is that of speculative decoding, and from so many keys on there is something to share out.
 _FEW_QUERIES = 16
 _MANY_KEYS = 1024
+# Over a cache the decoding kernel has this many queries of a sequence at most, where there is a choice. More fill tiles
+# of the attention kernel: a prediction too.
+MOST_DECODED_QUERIES = 64
 _DECODED = frozenset(FEATURES["attention"]) & frozenset(FEATURES["decode"])
 
 

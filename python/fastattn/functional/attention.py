@@ -21,10 +21,10 @@ from fastattn.errors import InputError
 from fastattn.functional import nested
 from fastattn.functional.attention_checks import (
     UNBOUNDED,
+    CheckedCall,
     Options,
-    Plan,
     Tensors,
-    check_and_plan,
+    check_call,
     check_offsets,
     check_pages,
     check_uncopied,
@@ -339,12 +339,12 @@ def _attend(
             bias = autocast_to(cast, bias)
         tensors = (query, key, value, bias, *tensors[4:])
 
-    plan = _plans.get(tensors, options)
+    checked = _checked_calls.get(tensors, options)
     if cu_seqlens_q is not None and device_checks_are_on():
         assert cu_seqlens_k is not None
-        check_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], plan.max_seqlens[0])
+        check_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], checked.max_seqlens[0])
         check_offsets(
-            "cu_seqlens_k", cu_seqlens_k, None if block_table is not None else key.shape[0], plan.max_seqlens[1]
+            "cu_seqlens_k", cu_seqlens_k, None if block_table is not None else key.shape[0], checked.max_seqlens[1]
         )
         if block_table is not None:
             lengths, capacity = cu_seqlens_k.diff(), block_table.shape[1] * key.shape[2]
@@ -352,15 +352,15 @@ def _attend(
             expect(longest <= capacity, "block_table", f"room for the {longest} keys of a sequence", f"{capacity}")
             check_pages(block_table, lengths, key.shape[0], key.shape[2])
     seed = None
-    if plan.dropout_p > 0 and dropout_seed is not None:
+    if checked.dropout_p > 0 and dropout_seed is not None:
         seed = seed_tensor(dropout_seed, query.device)
 
-    choice = choose(plan.call)
-    if plan.dropout_p > 0 and seed is None:  # after the choice: explain must leave the generator alone
+    choice = choose(checked.call)
+    if checked.dropout_p > 0 and seed is None:  # after the choice: explain must leave the generator alone
         seed = draw_seed(query.device)
     if choice.backend == "torch":
         with without_autocast(query.device.type):
-            out, lse = _in_pytorch(tensors, plan, seed, return_lse, deterministic)
+            out, lse = _in_pytorch(tensors, checked, seed, return_lse, deterministic)
     else:
         if block_table is not None:
             for name, pages in (("key", key), ("value", value)):
@@ -377,49 +377,49 @@ def _attend(
                 seed,
                 cu_seqlens_q,
                 cu_seqlens_k,
-                *plan.max_seqlens,
-                plan.scale,
-                *plan.window,
+                *checked.max_seqlens,
+                checked.scale,
+                *checked.window,
                 False,
-                plan.softcap,
-                plan.dropout_p,
+                checked.softcap,
+                checked.dropout_p,
                 block_table,
             ),
-            plan.needs_grad,
+            checked.needs_grad,
             is_deterministic(deterministic),
         )
-    note(plan.call.op, choice.backend, choice.kernel)
+    note(checked.call.op, choice.backend, choice.kernel)
     if not return_lse:
         return out
     assert lse is not None
     return out, lse
 
 
-_plans = CheckedOnce(check_and_plan)
+_checked_calls = CheckedOnce(check_call)
 
 
 def _in_pytorch(
-    tensors: Tensors, plan: Plan, seed: Tensor | None, return_lse: bool, deterministic: bool | None
+    tensors: Tensors, checked: CheckedCall, seed: Tensor | None, return_lse: bool, deterministic: bool | None
 ) -> tuple[Tensor, Tensor | None]:
     """Through PyTorch's own attention where that can express the call, else the reference; without lse from the
     former."""
     query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
-    max_seqlens = plan.max_seqlens
-    if plan.torch_can and not return_lse and can_express_now(plan.call, deterministic):
-        common = plan.window, plan.scale, "gqa" in plan.call.features
+    max_seqlens = checked.max_seqlens
+    if checked.torch_can and not return_lse and can_express_now(checked.call, deterministic):
+        common = checked.window, checked.scale, "gqa" in checked.call.features
         if cu_seqlens_q is None:
             return attend(query, key, value, bias, *common), None
         out = attend_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlens, *common)
         if out is not None:
             return out, None
     options: dict[str, Any] = {
-        "window": plan.window,
-        "softcap": plan.softcap,
+        "window": checked.window,
+        "softcap": checked.softcap,
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
-        "dropout_p": plan.dropout_p,
+        "dropout_p": checked.dropout_p,
         "dropout_seed": seed,
-        "scale": plan.scale,
+        "scale": checked.scale,
     }
     if cu_seqlens_q is None:
         return reference.attention(query, key, value, bias=bias, **options)

@@ -48,8 +48,8 @@ class Options(NamedTuple):
     scale: float | None
 
 
-class Plan(NamedTuple):
-    """What one signature of arguments comes to: checked once, then kept."""
+class CheckedCall(NamedTuple):
+    """What one signature of arguments comes to: found once, then kept."""
 
     call: Call
     max_seqlens: tuple[int, int]
@@ -61,7 +61,7 @@ class Plan(NamedTuple):
     torch_can: bool
 
 
-def check_and_plan(tensors: Tensors, options: Options) -> Plan:
+def check_call(tensors: Tensors, options: Options) -> CheckedCall:
     """Raises where the host can see that an argument is wrong."""
     names = ("query", "key", "value", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "block_table")
     query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
@@ -167,7 +167,7 @@ def check_and_plan(tensors: Tensors, options: Options) -> Plan:
         only_torch_handles(*tensors),
     )
     torch_can = can_express(call, key.shape[0 if packed else 2], scale, bias)
-    return Plan(
+    return CheckedCall(
         call,
         (max_seqlen_q, max_seqlen_k),
         scale,

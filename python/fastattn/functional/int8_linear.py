@@ -98,7 +98,7 @@ def linear_over(
         residual = None if residual is None else autocast_to(cast, residual)
     if x.is_nested:
         return _nested_linear(x, data, scale, bias, activation, residual, input_precision)
-    call = _plans.get((x, data, scale, bias, residual), (activation, input_precision))
+    call = _checked_calls.get((x, data, scale, bias, residual), (activation, input_precision))
     if device_checks_are_on():
         expect(bool(scale.isfinite().all()), "weight.scale", "finite scales", "NaN or infinity")
 
@@ -185,7 +185,7 @@ def _check_gated(activation: str | None, rows: int) -> None:
         expect(rows % 2 == 0, "weight", f"an even N for {activation!r}, {halves}", f"N = {rows}")
 
 
-def _check_and_plan(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Call:
+def _check_call(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Call:
     x, data, scale, bias, residual = tensors
     activation, input_precision = options
     rows, columns = data.shape
@@ -229,4 +229,4 @@ def _check_and_plan(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Call:
     )
 
 
-_plans = CheckedOnce(_check_and_plan)
+_checked_calls = CheckedOnce(_check_call)

@@ -14,7 +14,7 @@ from fastattn.dispatch.recording import note
 from fastattn.functional.attention_checks import UNBOUNDED, check_uncopied
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
 from fastattn.functional.checked_once import CheckedOnce
-from fastattn.functional.kv_cache_checks import Options, Tensors, check_and_plan, check_device_memory
+from fastattn.functional.kv_cache_checks import Options, Tensors, check_call, check_device_memory
 from fastattn.ops.decode import DecodeArguments
 
 
@@ -182,12 +182,12 @@ def attention_with_kv_cache(
         v_new = None if v_new is None else autocast_to(cast, v_new)
         tensors = tensors._replace(query=query, k_new=k_new, v_new=v_new)
     options = Options(rotary_interleaved, causal, window, softcap, scale, return_lse, num_splits, batch_invariant)
-    plan = _plans.get(tensors, options)
-    options = plan.options
+    checked = _checked_calls.get(tensors, options)
+    options = checked.options
     if device_checks_are_on():
         check_device_memory(tensors)
 
-    choice = choose(plan.call)
+    choice = choose(checked.call)
     if choice.backend == "torch":
         with without_autocast(query.device.type):
             out, lse = reference.attention_with_kv_cache(
@@ -201,11 +201,11 @@ def attention_with_kv_cache(
                 k_scale=k_scale,
                 v_scale=v_scale,
                 causal=False,  # the window says it
-                window=plan.window,
+                window=checked.window,
                 softcap=options.softcap,
                 alibi_slopes=alibi_slopes,
                 sinks=sinks,
-                scale=plan.scale,
+                scale=checked.scale,
             )
     else:
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -227,15 +227,15 @@ def attention_with_kv_cache(
                 v_scale,
                 None if alibi_slopes is None else torch.atleast_2d(alibi_slopes.float()),
                 None if sinks is None else sinks.float(),
-                plan.scale,
-                *plan.window,
+                checked.scale,
+                *checked.window,
                 float(options.softcap),
                 options.num_splits,
                 options.batch_invariant,
             ),
         )
-    note(plan.call.op, choice.backend, choice.kernel)
+    note(checked.call.op, choice.backend, choice.kernel)
     return (out, lse) if options.return_lse else out
 
 
-_plans = CheckedOnce(check_and_plan)
+_checked_calls = CheckedOnce(check_call)

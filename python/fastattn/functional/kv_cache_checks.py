@@ -22,6 +22,7 @@ from fastattn.checks import (
     refuse_wrapped,
 )
 from fastattn.dispatch.call import Call
+from fastattn.dispatch.choose import MOST_DECODED_QUERIES
 from fastattn.dispatch.reasons import only_torch_handles
 from fastattn.errors import InputError
 from fastattn.functional.attention_checks import check_pages, check_sinks, check_slopes, check_window, default_scale
@@ -44,7 +45,7 @@ class Tensors(NamedTuple):
 
 
 class Options(NamedTuple):
-    """As the user gave them, or in a `Plan` in Python's own types."""
+    """As the user gave them, or in a `CheckedCall` in Python's own types."""
 
     rotary_interleaved: bool
     causal: bool
@@ -56,8 +57,8 @@ class Options(NamedTuple):
     batch_invariant: bool
 
 
-class Plan(NamedTuple):
-    """What one signature of arguments comes to: checked once, then kept."""
+class CheckedCall(NamedTuple):
+    """What one signature of arguments comes to: found once, then kept."""
 
     call: Call
     options: Options
@@ -65,8 +66,6 @@ class Plan(NamedTuple):
     window: tuple[int, int]
 
 
-# Queries of a sequence. More fill tiles of the attention kernel: a prediction.
-_MOST_DECODED = 64
 _NEEDED = ("query", "k_cache", "v_cache", "cache_seqlens")
 
 
@@ -79,7 +78,7 @@ def _refuse_gradients(tensors: Tensors) -> None:
             )
 
 
-def check_and_plan(t: Tensors, options: Options) -> Plan:
+def check_call(t: Tensors, options: Options) -> CheckedCall:
     for name, tensor in zip(Tensors._fields, t, strict=True):
         check_tensor(name, tensor, optional=name not in _NEEDED)
         refuse_wrapped(name, tensor)
@@ -141,9 +140,9 @@ def check_and_plan(t: Tensors, options: Options) -> Plan:
             0 if t.block_table is None else t.k_cache.shape[2],
         ),
         only_torch_handles(*t),
-        may_prefill=num_queries > _MOST_DECODED and options.num_splits == 0 and 0 < batch * capacity < 2**31,
+        may_prefill=num_queries > MOST_DECODED_QUERIES and options.num_splits == 0 and 0 < batch * capacity < 2**31,
     )
-    return Plan(call, options, scale, (left, right))
+    return CheckedCall(call, options, scale, (left, right))
 
 
 def _check_caches(t: Tensors) -> set[str]:

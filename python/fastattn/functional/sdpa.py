@@ -31,7 +31,7 @@ from fastattn.functional.torch_sdpa import torch_sdpa
 from fastattn.ops.attention import AttentionArguments
 
 
-class _Plan(NamedTuple):
+class _CheckedCall(NamedTuple):
     """How the arguments become ``[B, H, S, D]``: ``batch`` are the leading dimensions before the heads, broadcast."""
 
     call: Call
@@ -81,36 +81,36 @@ def scaled_dot_product_attention(
         query, key, value = (autocast_to(cast, t) for t in (query, key, value))
         attn_mask = None if attn_mask is None else autocast_to(cast, attn_mask)
     options = (dropout_p, is_causal, scale, enable_gqa)
-    plan = _plans.get((query, key, value, attn_mask), options)
-    choice = choose(plan.call)
+    checked = _checked_calls.get((query, key, value, attn_mask), options)
+    choice = choose(checked.call)
     if choice.backend == "torch":
         result: Tensor = torch_sdpa(*original, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        note(plan.call.op, choice.backend, choice.kernel)
+        note(checked.call.op, choice.backend, choice.kernel)
         return result
     out, _ = run.attention(
         choice,
         AttentionArguments(
-            _to_heads(query, plan.batch, plan.heads),
-            _to_heads(key, plan.batch, plan.kv_heads),
-            _to_heads(value, plan.batch, plan.kv_heads),
-            None if attn_mask is None else _mask_to_heads(attn_mask, plan.batch),
+            _to_heads(query, checked.batch, checked.heads),
+            _to_heads(key, checked.batch, checked.kv_heads),
+            _to_heads(value, checked.batch, checked.kv_heads),
+            None if attn_mask is None else _mask_to_heads(attn_mask, checked.batch),
             dropout_seed=draw_seed(device) if dropout_p > 0 else None,
-            scale=plan.scale,
+            scale=checked.scale,
             window_right=0 if is_causal else -1,
             top_left=is_causal,
             dropout_p=float(dropout_p),
         ),
-        plan.needs_grad,
+        checked.needs_grad,
         torch.are_deterministic_algorithms_enabled(),
     )
-    note(plan.call.op, choice.backend, choice.kernel)
-    if query.dim() == 4 and len(plan.batch) == 1:
+    note(checked.call.op, choice.backend, choice.kernel)
+    if query.dim() == 4 and len(checked.batch) == 1:
         return out
     rank = max(query.dim(), key.dim(), value.dim())
-    return out.reshape((*plan.batch, plan.heads, *out.shape[-2:])[-rank:])
+    return out.reshape((*checked.batch, checked.heads, *out.shape[-2:])[-rank:])
 
 
-def _make_plan(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _Plan:
+def _check_call(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _CheckedCall:
     query, key, value, attn_mask = tensors
     dropout_p, is_causal, scale, enable_gqa = options
     only_torch = only_torch_handles(query, key, value, attn_mask) or _reason_for_torch(
@@ -118,7 +118,7 @@ def _make_plan(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _Plan:
     )
     if only_torch is not None:
         call = Call("attention", query.device, query.dtype, 0, 0, frozenset(), (), only_torch)
-        return _Plan(call, (), 0, 0, 0.0, False)
+        return _CheckedCall(call, (), 0, 0, 0.0, False)
     batch, heads, kv_heads = _leading_dims(query, key, value, enable_gqa)
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
@@ -145,10 +145,10 @@ def _make_plan(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _Plan:
         may_decode=not is_causal,  # top-left: few queries see few keys
     )
     resolved_scale = default_scale(query.shape[-1]) if scale is None else float(scale)
-    return _Plan(call, batch, heads, kv_heads, resolved_scale, needs_grad)
+    return _CheckedCall(call, batch, heads, kv_heads, resolved_scale, needs_grad)
 
 
-_plans = CheckedOnce(_make_plan)
+_checked_calls = CheckedOnce(_check_call)
 
 
 def _reason_for_torch(

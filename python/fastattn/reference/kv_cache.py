@@ -11,18 +11,18 @@ from fastattn.reference.pages import gather_pages, present_pages
 from fastattn.rotary import rotary
 
 
-def _append(cache: Tensor, new: Tensor, slots: Tensor, block_rows: int) -> None:
-    """Write ``new [B, Hkv, S_new, …]`` into ``cache [X, Hkv, block_rows, …]`` at the flat ``slots [B, S_new]``.
+def _append(cache: Tensor, new: Tensor, rows: Tensor, block_rows: int) -> None:
+    """Write ``new [B, Hkv, S_new, …]`` into ``cache [X, Hkv, block_rows, …]`` at the flat ``rows [B, S_new]``.
 
-    A slot past the end drops its token.
+    A row past the end drops its token.
     """
-    num_slots = cache.shape[0] * block_rows
-    token = torch.arange(slots.numel(), device=cache.device)
-    writer = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=cache.device).scatter(0, slots.flatten(), token)
-    writer = writer[:num_slots].view(cache.shape[0], block_rows)
+    num_rows = cache.shape[0] * block_rows
+    token = torch.arange(rows.numel(), device=cache.device)
+    writer = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=cache.device).scatter(0, rows.flatten(), token)
+    writer = writer[:num_rows].view(cache.shape[0], block_rows)
     is_written = (writer >= 0)[:, None, :].view(cache.shape[0], 1, block_rows, *[1] * (cache.dim() - 3))
-    rows = new.transpose(1, 2).flatten(0, 1)[writer.clamp(min=0)].transpose(1, 2)
-    cache.copy_(torch.where(is_written, rows.to(cache.dtype), cache))
+    written = new.transpose(1, 2).flatten(0, 1)[writer.clamp(min=0)].transpose(1, 2)
+    cache.copy_(torch.where(is_written, written.to(cache.dtype), cache))
 
 
 def attention_with_kv_cache(
@@ -74,14 +74,14 @@ def attention_with_kv_cache(
         if rotary_cos is not None:
             k_new = rotary(k_new, *angles(new_position), rotary_interleaved)
         block = (new_position // block_rows).clamp(max=table.shape[1] - 1)
-        slot = table.gather(1, block) * block_rows + new_position % block_rows
+        row = table.gather(1, block) * block_rows + new_position % block_rows
         fits = (new_position < capacity) & block_is_present.gather(1, block)
-        slot = torch.where(fits, slot, num_blocks * block_rows)
+        row = torch.where(fits, row, num_blocks * block_rows)
         for cache, new, scales in ((k_cache, k_new, k_scale), (v_cache, v_new, v_scale)):
             if scales is not None:
                 new, new_scales = quantize_rows(new)
-                _append(scales, new_scales, slot, block_rows)
-            _append(cache, new, slot, block_rows)
+                _append(scales, new_scales, row, block_rows)
+            _append(cache, new, row, block_rows)
 
     def read(cache: Tensor, scales: Tensor | None) -> Tensor:
         rows = gather_pages(cache, table)
