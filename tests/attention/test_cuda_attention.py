@@ -6,6 +6,7 @@ On a GPU where there is one, else as PTX on the emulator, with all of its checks
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -450,7 +451,6 @@ def test_a_raw_op_has_no_gradient() -> None:
 
 def test_every_instance_is_launched() -> None:
     """By the tables above: head dims, dtypes and masks are those that are compiled."""
-    compiled = instances.compiled("attention")
-    each = {"HEAD_DIM": list(HEAD_DIMS), "DTYPE": instances.DTYPES}
-    assert compiled["forward_sm80"] == {**each, "CAUSAL": [False, True]}
-    assert compiled["forward_options_sm80"] == {**each, "PAGED": [False, True]}
+    expected = sorted(itertools.product(HEAD_DIMS, instances.DTYPES, (False, True)))
+    assert instances.rows_of("attention/instances/forward_sm80.cu") == expected  # True: causal
+    assert instances.rows_of("attention/instances/forward_options_sm80.cu") == expected  # True: keys in pages

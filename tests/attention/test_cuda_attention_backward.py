@@ -5,6 +5,7 @@ On a GPU where there is one, else as PTX on the emulator, with all of its checks
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -564,6 +565,7 @@ def test_public_functions(index: int) -> None:
     with checked(), fastattn.record() as calls:
         found = run_public(case, problem, "cuda")
     assert [(call.op, call.backend) for call in calls] == [("attention", "cuda"), ("attention backward", "cuda")]
+    assert set(calls[1].kernel.split(" + ")) <= set(native.KERNELS)  # their names hold commas
     names = [name for name in found if name not in ("out", "lse")]
     if "grad_sinks" in names and "lse" in found:
         check_sinks(case, problem, found)
@@ -714,12 +716,13 @@ def test_opcheck(index: int) -> None:
 
 def test_every_instance_is_launched() -> None:
     """By the tables above: head dims, dtypes and whether there are options are those that are compiled."""
-    compiled = instances.compiled("attention")
-    dtypes, head_dims = {"DTYPE": instances.DTYPES}, {"HEAD_DIM": list(HEAD_DIMS)}
-    assert {name: values for name, values in compiled.items() if name.startswith("backward")} == {
-        "backward_rows_sm80": dtypes,
-        "backward_key_value_sm80": {**head_dims, **dtypes, "OPTIONS": [False, True]},
-        "backward_query_sm80": {**head_dims, **dtypes},
-        "backward_bias_sm80": dtypes,
-        "backward_sinks_sm80": {},
+    axes: dict[str, list[Any]] = {
+        "backward_rows_sm80": [instances.DTYPES],
+        "backward_key_value_sm80": [HEAD_DIMS, instances.DTYPES, (False, True)],  # True: with options
+        "backward_query_sm80": [HEAD_DIMS, instances.DTYPES],
+        "backward_bias_sm80": [instances.DTYPES],
+        "backward_sinks_sm80": [],
     }
+    assert {name for name in instances.kernels_of("attention") if name.startswith("backward")} == set(axes)
+    for name, values in axes.items():
+        assert instances.rows_of(f"attention/instances/{name}.cu") == sorted(itertools.product(*values)), name

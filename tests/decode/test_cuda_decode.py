@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -236,8 +237,9 @@ def test_any_number_of_multiprocessors_meets_the_oracle(num_sms: int) -> None:
 
 
 def test_instances_are_those_of_the_tables_above() -> None:
-    values = {"HEAD_DIM": list(HEAD_DIMS), "DTYPE": instances.DTYPES, "INT8": [False, True]}
-    assert instances.compiled("decode") == {"split_sm80": values}
+    assert instances.kernels_of("decode") == ["split_sm80"]
+    expected = sorted(itertools.product(HEAD_DIMS, instances.DTYPES, (False, True)))  # True: an int8 cache
+    assert instances.rows_of("decode/instances/split_sm80.cu") == expected
 
 
 # --- What the emulator counts -----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from emulator import static_facts
 from emulator.static_facts import KernelFacts
 from fastattn import native
 from installed_library import BUILD, LIBRARY_PATH
-from native_build.instances import all_instances
+from instances import ALL_INSTANCES, DTYPES, rows_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("native_library")]  # the library is taken apart once
 
@@ -34,32 +34,16 @@ SCHEMA_ARGUMENTS = {
     "int8_matmul_grad_input": 4,
 }
 
-DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
-ALL_INSTANCES = all_instances(CSRC)
-_MEANINGS: dict[str, Any] = {"kFloat16": "float16", "kBFloat16": "bfloat16", "false": False, "true": True}
-
-
-def rows_of(source: str) -> list[tuple[Any, ...]]:
-    """The values of each instance of ``csrc/source`` in the instance table."""
-    instances = [instance for instance in ALL_INSTANCES if instance.source == source]
-    assert instances, source
-    return [tuple(_meaning(text) for _, text in instance.values) for instance in instances]
-
-
-def _meaning(text: str) -> Any:
-    return int(text) if text.isdigit() else _MEANINGS[text]
-
-
-FORWARD_INSTANCES = sorted(rows_of("attention/instances/forward_sm80.cu"))
-DECODE_INSTANCES = sorted(rows_of("decode/instances/split_sm80.cu"))
-OPTIONS_INSTANCES = sorted(rows_of("attention/instances/forward_options_sm80.cu"))  # True: keys in pages
+FORWARD_INSTANCES = rows_of("attention/instances/forward_sm80.cu")
+DECODE_INSTANCES = rows_of("decode/instances/split_sm80.cu")
+OPTIONS_INSTANCES = rows_of("attention/instances/forward_options_sm80.cu")  # True: keys in pages
 INT8_INSTANCES = sorted(
     (kernel, *values)
     for kernel, file in (("int8_matmul_sm80", "gemm"), ("int8_matmul_grad_input_sm80", "grad_input"))
     for values in rows_of(f"int8_matmul/instances/{file}_sm80.cu")
 )
-S8_INSTANCES = sorted(rows_of("int8_matmul/instances/gemm_s8_sm80.cu"))  # of the matmul with int8 activations
-KEY_VALUE_INSTANCES = sorted(rows_of("attention/instances/backward_key_value_sm80.cu"))  # True: with options
+S8_INSTANCES = rows_of("int8_matmul/instances/gemm_s8_sm80.cu")  # of the matmul with int8 activations
+KEY_VALUE_INSTANCES = rows_of("attention/instances/backward_key_value_sm80.cu")  # True: with options
 # Template arguments of the other backward kernels.
 BACKWARD_INSTANCES = sorted(
     (

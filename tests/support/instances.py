@@ -1,17 +1,29 @@
-"""What csrc/instances.json says is compiled, for tests that run every instance. Not a test module."""
+"""The instances of the kernels, as csrc/instances.json lists them, for tests that go through all. Not a test module."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-TABLE = Path(__file__).parents[2] / "csrc" / "instances.json"
-DTYPES = ["kFloat16", "kBFloat16"]
+from native_build.instances import all_instances
+
+ALL_INSTANCES = all_instances(Path(__file__).parents[2] / "csrc")
+DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
+_MEANINGS: dict[str, Any] = {"kFloat16": "float16", "kBFloat16": "bfloat16", "false": False, "true": True}
 
 
-def compiled(folder: str) -> dict[str, dict[str, Any]]:
-    """The kernels of ``csrc/<folder>`` → name → values, of which every combination is an instance."""
-    rows = [row for row in json.loads(TABLE.read_text())["kernels"] if row["source"].startswith(f"{folder}/")]
-    others = ("source", "architecture", "code")
-    return {Path(row["source"]).stem: {name: row[name] for name in row if name not in others} for row in rows}
+def rows_of(source: str) -> list[tuple[Any, ...]]:
+    """The values of each instance of ``csrc/source``, in ascending order."""
+    found = [instance for instance in ALL_INSTANCES if instance.source == source]
+    assert found, source
+    return sorted(tuple(_meaning(text) for _, text in instance.values) for instance in found)
+
+
+def kernels_of(folder: str) -> list[str]:
+    """The names of the kernels of ``csrc/<folder>`` that have instances, each once, in the order of the table."""
+    sources = dict.fromkeys(Path(instance.source) for instance in ALL_INSTANCES)
+    return [source.stem for source in sources if source.parts[0] == folder]
+
+
+def _meaning(text: str) -> Any:
+    return int(text) if text.isdigit() else _MEANINGS[text]

@@ -25,8 +25,8 @@ def record() -> Iterator[list[RecordedCall]]:
     """Collect ``(op, backend, kernel)`` of every fastattn call in the block, backward passes included, from all
     threads (autograd runs backward in threads of its own).
 
-    An entry appears when the call has succeeded. A backward pass that runs several kernels names all of them. Calls
-    inside a compiled graph do not pass through Python and are not seen.
+    An entry appears when the call has succeeded. A backward pass that runs several kernels names all of them,
+    joined by " + ". Calls inside a compiled graph do not pass through Python and are not seen.
     """
     calls: list[RecordedCall] = []
     _recorders.append(calls)

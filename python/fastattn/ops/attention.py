@@ -192,10 +192,10 @@ def _needs_bias_grad(backend: bool, deterministic: bool, *needs_grad: bool) -> b
 
 
 def backward_kernels(backend: str, arguments: AttentionBackwardArguments) -> str:
-    """The kernels that ``attention_backward`` launches, in their order."""
+    """The kernels that ``attention_backward`` launches, in their order. Their names hold commas."""
     if backend == "triton":
         launched = ["rows", "query", "key_value", *(["bias"] if arguments.bias_grad else [])]
-        return ", ".join(f"attention_backward_{name}.attention_backward_{name}_kernel" for name in launched)
+        return " + ".join(f"attention_backward_{name}.attention_backward_{name}_kernel" for name in launched)
     query, value = arguments.query, arguments.value
     has_scores_changed = arguments.bias is not None or arguments.alibi_slopes is not None
     names = native.attention_backward_kernels(
@@ -206,7 +206,7 @@ def backward_kernels(backend: str, arguments: AttentionBackwardArguments) -> str
         bias_gradient=arguments.bias_grad,
         sinks=arguments.sinks is not None,
     )
-    return ", ".join(names)
+    return " + ".join(names)
 
 
 # --- shapes ---------------------------------------------------------------------------------------------------------
