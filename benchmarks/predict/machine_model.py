@@ -55,6 +55,7 @@ class Machine:
 # Sources.
 # SMs, clock, device memory: NVIDIA's data sheets of the H200 SXM and the A100 SXM 80 GB. The H200's clock is the one at
 #   which 132 SMs give the 989.4 TFLOP/s of the data sheet; with matmuls running it is lower (770 to 800 TFLOP/s seen).
+#   It rises to 1.98 GHz at most, the clock for which csrc/host/sm_rates.h gives the bytes of device memory in a clock.
 # issue, special, warps, ctas, registers, shared memory: CUDA Programming Guide, "Arithmetic Instructions" (4
 #   schedulers, 16 results of special functions) and "Technical Specifications per Compute Capability".
 # mma_macs, wgmma_macs: the data sheets' dense bf16 rates. NVIDIA says nothing of mma.sync on Hopper: 5/8 of wgmma's

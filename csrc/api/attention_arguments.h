@@ -127,7 +127,7 @@ inline PackedParams packed_params(const char* op, const Tensor& query, const Ten
 }
 
 inline PageStrides page_strides(const char* op, const char* name, const Tensor& pages) {
-    return {stride_in_units(op, name, pages, 0, 16), stride_in_units(op, name, pages, 2, 16)};
+    return {stride_in_chunks(op, name, pages, 0), stride_in_chunks(op, name, pages, 2)};
 }
 
 // What a kernel is told of pages; the table, contiguous, is kept.

@@ -82,13 +82,21 @@ inline int32_t to_int32(const char* op, const char* name, int64_t value) {
     return static_cast<int32_t>(value);
 }
 
-// From one index of a dimension to the next, in units of so many bytes, of which it is a multiple.
-inline uint32_t stride_in_units(const char* op, const char* name, const Tensor& tensor, int64_t dim,
-                                int64_t unit_bytes) {
-    const int64_t units = tensor.size(dim) > 1 ? tensor.stride(dim) * tensor.element_size() / unit_bytes : 0;
-    check(units <= std::numeric_limits<uint32_t>::max(), op, name, " must have a stride below ", 4 * unit_bytes,
+// A stride as kernels take it that keep it in 32 bits; 0 where the dimension has one index. In elements, or in chunks of
+// 16 bytes, of which the stride is a multiple.
+inline uint32_t stride_in_elements(const char* op, const char* name, const Tensor& tensor, int64_t dim) {
+    const int64_t elements = tensor.size(dim) > 1 ? tensor.stride(dim) : 0;
+    check(elements <= std::numeric_limits<uint32_t>::max(), op, name, " must have a stride below ",
+          4 * tensor.element_size(), " GiB in dimension ", dim);
+    return static_cast<uint32_t>(elements);
+}
+
+inline uint32_t stride_in_chunks(const char* op, const char* name, const Tensor& tensor, int64_t dim) {
+    constexpr int64_t kChunkBytes = 16;
+    const int64_t chunks = tensor.size(dim) > 1 ? tensor.stride(dim) * tensor.element_size() / kChunkBytes : 0;
+    check(chunks <= std::numeric_limits<uint32_t>::max(), op, name, " must have a stride below ", 4 * kChunkBytes,
           " GiB in dimension ", dim);
-    return static_cast<uint32_t>(units);
+    return static_cast<uint32_t>(chunks);
 }
 
 inline DataType data_type(const char* op, const char* name, const Tensor& tensor) {

@@ -132,13 +132,13 @@ CacheView cache_view(const char* name, const Tensor& cache, const char* scale_na
     view.data = cache.data_ptr();
     view.head_dim = to_int32(kOp, name, cache.size(3));
     view.head_bytes = cache.stride(1) * cache.element_size();
-    view.block_chunks = stride_in_units(kOp, name, cache, 0, 16);
-    view.row_chunks = stride_in_units(kOp, name, cache, 2, 16);
+    view.block_chunks = stride_in_chunks(kOp, name, cache, 0);
+    view.row_chunks = stride_in_chunks(kOp, name, cache, 2);
     if (scales) {
         view.scales = static_cast<float*>(scales->data_ptr());
         view.scale_head_stride = scales->stride(1);
-        view.scale_block_stride = stride_in_units(kOp, scale_name, *scales, 0, 4);
-        view.scale_row_stride = stride_in_units(kOp, scale_name, *scales, 2, 4);
+        view.scale_block_stride = stride_in_elements(kOp, scale_name, *scales, 0);
+        view.scale_row_stride = stride_in_elements(kOp, scale_name, *scales, 2);
     }
     return view;
 }

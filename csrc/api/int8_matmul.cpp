@@ -163,7 +163,7 @@ Int8KernelTable::Row& plan_work(Int8KernelTable& kernels, DataType dtype, Int8Ma
     if (plan.num_ranges > 0) {
         tensors.arrivals = torch::stable::new_empty(tensors.input, {plan.shared_tiles}, ScalarType::Long);
         tensors.partial =
-            torch::stable::new_empty(tensors.input, {num_places(plan), tile.tokens, tile.outputs}, ScalarType::Float);
+            torch::stable::new_empty(tensors.input, {num_slots(plan), tile.tokens, tile.outputs}, ScalarType::Float);
         epilogue.partial = static_cast<float*>(tensors.partial->data_ptr());
         epilogue.arrivals = static_cast<uint64_t*>(tensors.arrivals->data_ptr());
     }

@@ -138,7 +138,7 @@ FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_int8_matmul(int32_t whic
         const auto [tile, plan] =
             int8_kernel(int8_kernels(which), compute_capability, num_sms, DataType::kBFloat16, tokens, outputs, depth)
                 .choice;
-        return {num_ctas(plan), longest_steps(plan), tile.tokens, num_places(plan)};
+        return {num_ctas(plan), longest_steps(plan), tile.tokens, num_slots(plan)};
     } catch (const std::exception&) {
         return {};
     }

@@ -11,16 +11,10 @@
 #include "device/fragment.cuh"
 #include "device/ptx/cp_async.cuh"
 #include "device/swizzle.cuh"
+#include "device/token_place.cuh"
 #include "host/decode_params.h"
 
 namespace fastattn {
-
-// One token: its block of the cache, negative if it is absent, and its row there.
-struct TokenPlace {
-    int32_t block, row;
-
-    __device__ __forceinline__ bool is_present() const { return block >= 0; }
-};
 
 // `key` is read from the table only where it is `wanted`, which implies 0 <= key < capacity.
 __device__ __forceinline__ TokenPlace place_of(const CachePlaces& places, int32_t batch, int32_t key, bool wanted) {
@@ -29,7 +23,7 @@ __device__ __forceinline__ TokenPlace place_of(const CachePlaces& places, int32_
     const int32_t page_idx = places.by_block_rows.quotient(key);
     const int32_t page =
         __ldg(places.block_table + batch * places.table_batch_stride + page_idx * places.table_page_stride);
-    return {page < places.num_blocks ? page : -1, key - page_idx * places.block_rows};
+    return place_in_page(page, places.num_blocks, key - page_idx * places.block_rows);
 }
 
 // One head of a cache.

@@ -11,6 +11,7 @@
 #include "device/softmax.cuh"
 #include "device/swizzle.cuh"
 #include "device/tile_copy.cuh"
+#include "device/token_place.cuh"
 #include "host/params.h"
 
 namespace fastattn {
@@ -20,13 +21,6 @@ __device__ __forceinline__ int32_t paged_keys(const int32_t* cu_seqlens, int32_t
     const int64_t length = int64_t{cu_seqlens[batch + 1]} - cu_seqlens[batch];
     return static_cast<int32_t>(min(max(length, int64_t{0}), int64_t{most}));
 }
-
-// One key: its page, negative if it is absent, and its row there.
-struct PagedRow {
-    int32_t page, row;
-
-    __device__ __forceinline__ bool is_absent() const { return page < 0; }
-};
 
 // The keys of one sequence.
 struct PageTable {
@@ -41,10 +35,10 @@ struct PageTable {
           num_keys(num_keys) {}
 
     // Keys from num_keys on are absent, and the table is not read for them.
-    __device__ __forceinline__ PagedRow find(int32_t key) const {
+    __device__ __forceinline__ TokenPlace find(int32_t key) const {
         const int32_t page_idx = params.by_page_size.quotient(key);
         const int32_t page = key < num_keys ? __ldg(pages + page_idx) : -1;
-        return {page < num_pages ? page : -1, key - page_idx * params.page_size};
+        return place_in_page(page, num_pages, key - page_idx * params.page_size);
     }
 };
 
@@ -57,7 +51,7 @@ struct PagedTileLoader : TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1>
     // Where this thread's rows of a tile lie, those of keys as those of values: looked up a step before they are
     // copied, so that nothing waits for the table.
     struct Rows {
-        PagedRow rows[kRowPasses];
+        TokenPlace rows[kRowPasses];
 
         __device__ __forceinline__ void find(const PageTable& table, int32_t first_key, int thread) {
 #pragma unroll
@@ -72,7 +66,7 @@ struct PagedTileLoader : TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1>
 #pragma unroll
             for (int i = 0; i < kRowPasses; ++i) {
                 const int32_t key = first_key + thread / kChunksPerPass + i * kRowsPerPass;
-                found |= rows[i].is_absent() && key < table.num_keys;
+                found |= !rows[i].is_present() && key < table.num_keys;
             }
             return found;
         }
@@ -91,13 +85,13 @@ struct PagedTileLoader : TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1>
         const uint16_t* gRows[kRowPasses];
 #pragma unroll
         for (int i = 0; i < kRowPasses; ++i) {
-            const uint64_t chunks = uint64_t{static_cast<uint32_t>(own.rows[i].page)} * strides.page +
+            const uint64_t chunks = uint64_t{static_cast<uint32_t>(own.rows[i].block)} * strides.page +
                                     uint64_t{static_cast<uint32_t>(own.rows[i].row)} * strides.row;
             gRows[i] = gHead + (chunks + chunk) * kChunkElements;
         }
         Chunks::for_own_chunks([&](int first_row, int first_chunk, char* destination) {
             const int i = first_row / kRowsPerPass;
-            const bool exists = first_chunk < chunks_from_here && !own.rows[i].is_absent();
+            const bool exists = first_chunk < chunks_from_here && own.rows[i].is_present();
             ptx::cp_async_cg_16(shared_address(destination), gRows[i] + first_chunk * kChunkElements,
                                 exists ? kChunkBytes : 0);
         });
@@ -111,7 +105,7 @@ __device__ __forceinline__ void mask_absent(float (&rS)[kTilesM][kTilesN][4], co
     constexpr int kTilesPerWord = kWarpSize / kMmaN;
 #pragma unroll
     for (int word = 0; word < kTilesN / kTilesPerWord; ++word) {
-        const bool is_absent = table.find(first_key + word * kWarpSize + lane).is_absent();
+        const bool is_absent = !table.find(first_key + word * kWarpSize + lane).is_present();
         const uint32_t absent = __ballot_sync(0xffffffff, is_absent) >> accumulator_column(lane);
 #pragma unroll
         for (int n = 0; n < kTilesPerWord; ++n) {

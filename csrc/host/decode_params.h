@@ -15,7 +15,7 @@ struct CacheView {
     void* data;
     int32_t head_dim;
     int64_t head_bytes;                 // from one head to the next
-    uint32_t block_chunks, row_chunks;  // likewise, in units of 16 bytes
+    uint32_t block_chunks, row_chunks;  // likewise, in chunks of 16 bytes
     float* scales;                      // [blocks, kv_heads, block_rows]; null unless the cache is int8
     int64_t scale_head_stride;
     uint32_t scale_block_stride, scale_row_stride;

@@ -51,7 +51,7 @@ struct PackedParams {
     int32_t total_q, total_k;
 };
 
-// Between pages, and between the rows of one, in units of 16 bytes: 32 bits each, so that an address is two products.
+// Between pages, and between the rows of one, in chunks of 16 bytes: 32 bits each, so that an address is two products.
 struct PageStrides {
     uint32_t page, row;
 };

@@ -167,15 +167,15 @@ struct OwnSums {
     }
 
     // In a tile of the workspace neighbouring threads have neighbouring chunks.
-    __device__ __forceinline__ float4& part(float* place, int pass) const {
-        return reinterpret_cast<float4*>(place)[pass * kThreads + threadIdx.x];
+    __device__ __forceinline__ float4& part(float* slot, int pass) const {
+        return reinterpret_cast<float4*>(slot)[pass * kThreads + threadIdx.x];
     }
 };
 
 // Adds up what a tile's CTAs have left, in the order of the parts, so that bits repeat; this CTA's stands in shared
 // memory, and the whole is to stand there. Several loads are on their way at a time.
 template <typename Own>
-__device__ __forceinline__ void add_parts(const Own& own, float* places, int64_t place_elements, const SumParts& parts,
+__device__ __forceinline__ void add_parts(const Own& own, float* slots, int64_t slot_elements, const SumParts& parts,
                                           int own_part) {
     constexpr int kBatch = Own::kPasses <= 16 ? Own::kPasses : Own::kPasses / 2;  // accumulators are free now
     static_assert(Own::kPasses % kBatch == 0, "batches must cover the tile exactly");
@@ -184,12 +184,12 @@ __device__ __forceinline__ void add_parts(const Own& own, float* places, int64_t
         float4 sums[kBatch] = {};
 #pragma unroll 1
         for (int part = 0; part < parts.count; ++part) {
-            float* place = places + parts.place(part) * place_elements;
+            float* slot = slots + parts.slot(part) * slot_elements;
             float4 more[kBatch] = {};
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
                 const int pass = first_pass + i;
-                if (own.exists(pass)) more[i] = part == own_part ? own.sums(pass) : __ldcg(&own.part(place, pass));
+                if (own.exists(pass)) more[i] = part == own_part ? own.sums(pass) : __ldcg(&own.part(slot, pass));
             }
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
@@ -208,20 +208,20 @@ __device__ __forceinline__ void add_parts(const Own& own, float* places, int64_t
 template <int kRows, int kColumns, int kThreads>
 __device__ __forceinline__ bool collects_parts(const MatmulEpilogue& epilogue, float* sSums, int32_t tile,
                                                int rows_here) {
-    constexpr int64_t kPlaceElements = kRows * kColumns;
+    constexpr int64_t kSlotElements = kRows * kColumns;
     const OwnSums<kRows, kColumns, kThreads> own(sSums, rows_here);
     const SumParts parts = sum_parts(epilogue.plan, tile);
     const int own_part = static_cast<int>(blockIdx.x) - parts.first_cta;
     uint64_t* arrivals = epilogue.arrivals + tile;
     bool is_last = threadIdx.x == 0 && others_have_arrived(arrivals, epilogue.token, parts.count);
     if (!__syncthreads_or(is_last)) {
-        float* place = epilogue.partial + parts.place(own_part) * kPlaceElements;
-        for (int pass = 0; own.exists(pass); ++pass) own.part(place, pass) = own.sums(pass);
+        float* slot = epilogue.partial + parts.slot(own_part) * kSlotElements;
+        for (int pass = 0; own.exists(pass); ++pass) own.part(slot, pass) = own.sums(pass);
         __syncthreads();  // waits until every thread has stored its share of this part
         is_last = threadIdx.x == 0 && arrives_last(arrivals, epilogue.token, parts.count);
         if (!__syncthreads_or(is_last)) return false;
     }
-    add_parts(own, epilogue.partial, kPlaceElements, parts, own_part);
+    add_parts(own, epilogue.partial, kSlotElements, parts, own_part);
     __syncthreads();  // waits for the whole tile: of SwiGLU a thread finishes what others have added up
     return true;
 }

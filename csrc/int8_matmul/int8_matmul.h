@@ -50,7 +50,7 @@ struct MatmulEpilogue {
     MatrixView<const uint16_t> residual;  // data is null where there is none
     MatrixView<uint16_t> out;
     MatmulPlan plan;
-    float* partial;      // [num_places(plan), rows, columns of a tile], or null: no tile is shared
+    float* partial;      // [num_slots(plan), rows, columns of a tile], or null: no tile is shared
     uint64_t* arrivals;  // [shared tiles], see device/arrivals.cuh
     uint64_t token;
 

@@ -1,17 +1,17 @@
 // Which part of a matmul each CTA computes: whole tiles of the result, and stream-K (Osama et al., 2023) for those that
 // would not fill the GPU.
 //
-// A tile's sum is so many steps; the GPU holds so many CTAs at a time: its slots. The first tiles are shared:
+// A tile's sum is so many steps; so many CTAs run on the GPU at a time: the resident CTAs. The first tiles are shared:
 // their steps form a line, by tile and then by step, that is cut into ranges which differ by a step at most. Each range
 // is a CTA's; it may be the end of one tile, a whole one, and the beginning of another. The other tiles are one CTA's
-// each, without partial sums, and fill all slots so many times. With 10 tiles on 4 slots:
+// each, without partial sums, and their CTAs fill the GPU so many times. With 10 tiles and 4 resident CTAs:
 //
 //   shared tiles   | 0      | 1      | 2      | 3      | 4      | 5      |   whole tiles   6, 7, 8, 9
 //   CTAs           | 0          | 1          | 2          | 3            |   CTAs          4, 5, 6, 7
 //
-// Ranges are longer than tiles here: a tile has two parts at most. Where there are fewer tiles than slots, a tile has
-// many; then parts that end with a tile are often better than as many as there are slots, as a piece of work costs a
-// start of the pipeline, and a part a way through L2.
+// Ranges are longer than tiles here: a tile has two parts at most. Where there are fewer tiles than resident CTAs, a tile
+// has many; then parts that end with a tile are often better than as many parts as there are resident CTAs, because a
+// piece of work costs a start of the pipeline, and a part a way through L2.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@
 namespace fastattn {
 
 // That is what launch bounds and shared memory of the kernels allow on sm_80 and sm_90: one hides the other's starts and
-// ends. Where only one fits (sm_86, sm_89), two halves of the slots come one after the other.
+// ends. Where only one fits (sm_86, sm_89), two halves of the resident CTAs come one after the other.
 inline constexpr int32_t kCtasPerSm = 2;
 
 struct MatmulTile {
@@ -95,13 +95,13 @@ FASTATTN_HOST_DEVICE bool is_whole(const MatmulPlan& plan, const MatmulWork& wor
     return work.end_step - work.begin_step == plan.steps;
 }
 
-// The parts of a shared tile's sum, in the order of its steps: CTA first_cta + i makes part i, and leaves it in place(i)
-// of the workspace. A CTA has two places at most: for the tile in which its range begins, and for that in which it ends.
+// The parts of a shared tile's sum, in the order of its steps: CTA first_cta + i makes part i, and leaves it in slot(i)
+// of the workspace. A CTA has two slots at most: for the tile in which its range begins, and for that in which it ends.
 struct SumParts {
     int32_t first_cta, count;
-    int32_t first_place;
+    int32_t first_slot;
 
-    FASTATTN_HOST_DEVICE int32_t place(int32_t part) const { return part == 0 ? first_place : first_cta + part; }
+    FASTATTN_HOST_DEVICE int32_t slot(int32_t part) const { return part == 0 ? first_slot : first_cta + part; }
 };
 
 FASTATTN_HOST_DEVICE SumParts sum_parts(const MatmulPlan& plan, int32_t tile) {
@@ -131,8 +131,8 @@ inline int64_t longest_steps(const MatmulPlan& plan) {
                : std::max(whole, (int64_t{shared_steps(plan)} + plan.num_ranges - 1) / plan.num_ranges);
 }
 
-// Places in the workspace, each of the size of a tile.
-inline int64_t num_places(const MatmulPlan& plan) {
+// Slots of the workspace, each of the size of a tile.
+inline int64_t num_slots(const MatmulPlan& plan) {
     if (plan.num_ranges == 0) return 0;
     return int64_t{plan.num_ranges} * (ranges_end_with_tiles(plan) ? 1 : 2);
 }
@@ -153,7 +153,7 @@ inline int64_t most_pieces(const MatmulPlan& plan) {
 // How long a plan's parts take, in clocks. A prediction for choosing between plans and tiles, not a measurement. L2 takes as
 // long on an A100 as on an H100 (262 and 263 clocks: Luo et al., arXiv 2402.13499).
 struct MatmulClocks {
-    double step;   // of a CTA, while all slots are busy
+    double step;   // of a CTA, while as many run as can
     double piece;  // beside its steps: the pipeline's start, the sums' way through shared memory and out
     double part;   // that the last CTA of a tile adds: two waits for L2, and its bytes
 };
@@ -168,8 +168,9 @@ inline MatmulClocks matmul_clocks(const MatmulTile& tile, const SmRates& rates) 
     return {kCtasPerSm * std::max(computed, weights / rates.dram_bytes), 3000, 600 + 12.0 * tile.tokens};
 }
 
-inline double predicted_clocks(const MatmulPlan& plan, const MatmulClocks& clocks, int32_t slots) {
-    const int64_t whole_tiles = num_tiles(plan) - plan.shared_tiles, waves = (whole_tiles + slots - 1) / slots;
+inline double predicted_clocks(const MatmulPlan& plan, const MatmulClocks& clocks, int32_t resident_ctas) {
+    const int64_t whole_tiles = num_tiles(plan) - plan.shared_tiles,
+                  waves = (whole_tiles + resident_ctas - 1) / resident_ctas;
     const double whole = static_cast<double>(waves) * (plan.steps * clocks.step + clocks.piece);
     if (plan.num_ranges == 0) return whole;
     return whole + clocks.step * shared_steps(plan) / plan.num_ranges +
@@ -187,28 +188,28 @@ inline bool can_share(const MatmulPlan& plan) {
 // The plan that is predicted to be the fastest: all tiles whole; or those beyond the last full wave cut into as many
 // parts each, or into ranges, or into ranges together with a wave of tiles.
 inline MatmulPlan matmul_plan(int32_t tokens, int32_t outputs, int32_t depth, const MatmulTile& tile,
-                              const SmRates& rates, int32_t slots) {
+                              const SmRates& rates, int32_t resident_ctas) {
     MatmulPlan best{ceil_div(tokens, tile.tokens), ceil_div(outputs, tile.outputs), ceil_div(depth, tile.depth), 0, 0};
     const MatmulClocks clocks = matmul_clocks(tile, rates);
     const int64_t tiles = num_tiles(best);
-    const int32_t rest = static_cast<int32_t>(tiles % slots);
-    double best_clocks = predicted_clocks(best, clocks, slots);
+    const int32_t rest = static_cast<int32_t>(tiles % resident_ctas);
+    double best_clocks = predicted_clocks(best, clocks, resident_ctas);
     const auto improves = [&](int32_t shared_tiles, int32_t num_ranges) {
         MatmulPlan plan = best;
         plan.shared_tiles = shared_tiles;
         plan.num_ranges = num_ranges;
         if (!can_share(plan)) return false;
-        const double predicted = predicted_clocks(plan, clocks, slots);
+        const double predicted = predicted_clocks(plan, clocks, resident_ctas);
         if (predicted >= best_clocks) return false;
         best = plan;
         best_clocks = predicted;
         return true;
     };
     if (rest == 0 || best.steps == 0) return best;
-    for (int32_t parts = 2; parts <= slots / rest && improves(rest, rest * parts);) ++parts;
+    for (int32_t parts = 2; parts <= resident_ctas / rest && improves(rest, rest * parts);) ++parts;
     if (!tile.goes_on) return best;
-    improves(rest, slots);
-    if (tiles > slots) improves(rest + slots, slots);
+    improves(rest, resident_ctas);
+    if (tiles > resident_ctas) improves(rest + resident_ctas, resident_ctas);
     return best;
 }
 
@@ -222,12 +223,12 @@ struct MatmulChoice {
 template <typename Tiles>
 MatmulChoice fastest_tile(int32_t tokens, int32_t outputs, int32_t depth, const Tiles& tiles, const SmRates& rates,
                           int32_t num_sms) {
-    const int32_t slots = kCtasPerSm * num_sms;
+    const int32_t resident_ctas = kCtasPerSm * num_sms;
     MatmulChoice best{};
     double best_clocks = std::numeric_limits<double>::infinity();
     for (const MatmulTile& tile : tiles) {
-        const MatmulPlan plan = matmul_plan(tokens, outputs, depth, tile, rates, slots);
-        const double predicted = predicted_clocks(plan, matmul_clocks(tile, rates), slots);
+        const MatmulPlan plan = matmul_plan(tokens, outputs, depth, tile, rates, resident_ctas);
+        const double predicted = predicted_clocks(plan, matmul_clocks(tile, rates), resident_ctas);
         if (predicted < best_clocks) {
             best = {tile, plan};
             best_clocks = predicted;

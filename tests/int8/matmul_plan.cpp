@@ -13,7 +13,7 @@
 using namespace fastattn;
 
 struct Gpu {
-    int32_t compute_capability, slots;
+    int32_t compute_capability, resident_ctas;
 };
 
 namespace {
@@ -41,7 +41,7 @@ namespace {
 
 MatmulPlan plan_of(const int32_t* sizes, const int32_t* tile, const Gpu& gpu) {
     return matmul_plan(sizes[0], sizes[1], sizes[2], MatmulTile{tile[0], tile[1], tile[2]},
-                       sm_rates(gpu.compute_capability), gpu.slots);
+                       sm_rates(gpu.compute_capability), gpu.resident_ctas);
 }
 
 template <typename Function>
@@ -53,11 +53,11 @@ void for_each_piece(const MatmulPlan& plan, int32_t cta, const Function& functio
 
 }  // namespace
 
-// sizes: tokens, outputs, depth. facts: token tiles, output tiles, steps, shared tiles, ranges, CTAs, places.
+// sizes: tokens, outputs, depth. facts: token tiles, output tiles, steps, shared tiles, ranges, CTAs, slots.
 extern "C" void matmul_plan_facts(const int32_t* sizes, const int32_t* tile, const Gpu& gpu, int64_t* facts) {
     const MatmulPlan plan = plan_of(sizes, tile, gpu);
-    const int64_t values[] = {plan.token_tiles, plan.output_tiles, plan.steps,      plan.shared_tiles,
-                              plan.num_ranges,  num_ctas(plan),    num_places(plan)};
+    const int64_t values[] = {plan.token_tiles, plan.output_tiles, plan.steps,     plan.shared_tiles,
+                              plan.num_ranges,  num_ctas(plan),    num_slots(plan)};
     std::copy(std::begin(values), std::end(values), facts);
 }
 
@@ -71,26 +71,26 @@ extern "C" int64_t matmul_pieces(const int32_t* sizes, const int32_t* tile, cons
     for (int32_t cta = first_cta; cta < end_cta; ++cta) {
         for_each_piece(plan, cta, [&](const MatmulWork& work) {
             const TilePosition position = tile_position(plan, work.tile);
-            int64_t count = 1, own = 0, place = -1;
+            int64_t count = 1, own = 0, slot = -1;
             if (!is_whole(plan, work)) {
                 const SumParts parts = sum_parts(plan, work.tile);
-                count = parts.count, own = cta - parts.first_cta, place = parts.place(static_cast<int32_t>(own));
+                count = parts.count, own = cta - parts.first_cta, slot = parts.slot(static_cast<int32_t>(own));
             }
             const int64_t values[] = {
                 cta, work.tile, position.token_tile, position.output_tile, work.begin_step, work.end_step, count,
-                own, place};
+                own, slot};
             rows = std::copy(std::begin(values), std::end(values), rows);
         });
     }
     return (rows - first_row) / 9;
 }
 
-// Clocks until the last CTA has ended, if slots take CTAs in order as they become free. A CTA's pieces take clocks[0]
-// each and clocks[1] a step; the last part of a tile waits for the others, and takes clocks[2] for each of them.
+// Clocks until the last CTA has ended, if CTAs start in order as others end, so many at a time. A CTA's pieces take
+// clocks[0] each and clocks[1] a step; the last part of a tile waits for the others, and takes clocks[2] for each of them.
 extern "C" double simulated_clocks(const int32_t* sizes, const int32_t* tile, const Gpu& gpu, const double* clocks) {
     const MatmulPlan plan = plan_of(sizes, tile, gpu);
     std::priority_queue<double, std::vector<double>, std::greater<>> free_at;
-    for (int32_t slot = 0; slot < gpu.slots; ++slot) free_at.push(0);
+    for (int32_t cta = 0; cta < gpu.resident_ctas; ++cta) free_at.push(0);
     std::vector<int32_t> arrived(plan.shared_tiles);
     double end = 0;
     // Ranges are all in the first wave, and move in step: pieces end in the order of their ends in the range.

@@ -196,7 +196,7 @@ def test_leading_dims_and_views(granularity: str | int) -> None:
 @pytest.mark.parametrize("granularity", ["channel", 64])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_tile_whole_and_in_ranges(block: int, granularity: str | int, dtype: torch.dtype) -> None:
-    """Two tiles on two slots, which are whole; three on four, in ranges that go on from one to the next."""
+    """Two tiles for two resident CTAs, which are whole; three for four, in ranges that go on from one to the next."""
     m = block - 3
     for num_sms, outputs, depth, ctas in ((1, 256, 128, 2), (2, 384, 1664, 4)):
         weight, scale = quantised(outputs, depth, granularity, seed=m)
@@ -293,7 +293,7 @@ def test_launches_are_dealt_as_the_library_tells(m: int, n: int, k: int, num_sms
 
 @only_emulated
 def test_whole_tiles_follow_the_shared_ones() -> None:
-    """Of five tiles on two slots, one is shared; of seven on four, all, as three of them would leave slots idle."""
+    """Of five tiles for two resident CTAs, one is shared; of seven for four, all: three would leave one idle."""
     for num_sms, tiles, ctas in ((1, 5, 2 + 4), (2, 7, 4)):
         weight, scale = quantised(tiles * 128, 2048, "channel")
         with running(num_sms) as found:

@@ -102,7 +102,7 @@ def test_granularities(m: int, granularity: str | int, dtype: torch.dtype) -> No
 @each_granularity
 @pytest.mark.parametrize("m, block", [(13, 16), (61, 64), (125, 128)])
 def test_every_tile_whole_and_in_parts(m: int, block: int, granularity: str | int, dtype: torch.dtype) -> None:
-    """Two tiles on two slots, which are whole; one, in two parts."""
+    """Two tiles for two resident CTAs, which are whole; one, in two parts."""
     for n, k, ctas in ((256, 128, 2), (128, 1664, 2)):
         weight, scale = quantised(n, k, granularity, seed=m)
         with launches.recorded() as found:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import json
 import os
 import subprocess
 from collections import defaultdict
@@ -15,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from instances import rows_of
 from native_build.tools import find_cxx
 
 pytestmark = pytest.mark.xdist_group("matmul_plan")
@@ -34,7 +34,7 @@ class Gpu(NamedTuple):
     dram_bytes: float
 
     @property
-    def slots(self) -> int:
+    def resident_ctas(self) -> int:
         return CTAS_PER_SM * self.num_sms
 
 
@@ -60,7 +60,7 @@ class Plan(NamedTuple):
     shared_tiles: int
     num_ranges: int
     num_ctas: int
-    num_places: int
+    num_slots: int
 
 
 class Piece(NamedTuple):
@@ -72,7 +72,7 @@ class Piece(NamedTuple):
     end_step: int
     num_parts: int
     part: int
-    place: int
+    slot: int
 
 
 class Library:
@@ -86,23 +86,28 @@ class Library:
         self.loaded.fastest_tile_of(_ints(sizes), int(is_forward), gpu.arch, gpu.num_sms, found)
         return Tile(*found)
 
-    def plan(self, sizes: Sizes, tile: Tile, slots: int) -> Plan:
+    def plan(self, sizes: Sizes, tile: Tile, resident_ctas: int) -> Plan:
         """On a GPU with the rates of an A100, as in `pieces`."""
         facts = (ctypes.c_int64 * 7)()
-        self.loaded.matmul_plan_facts(_ints(sizes), _ints(tile), _ints((A100.arch, slots)), facts)
+        self.loaded.matmul_plan_facts(_ints(sizes), _ints(tile), _ints((A100.arch, resident_ctas)), facts)
         return Plan(*facts)
 
-    def pieces(self, sizes: Sizes, tile: Tile, slots: int, first_cta: int, end_cta: int) -> list[Piece]:
-        most = (end_cta - first_cta) * (4 + 2 * (slots + 1))
+    def pieces(self, sizes: Sizes, tile: Tile, resident_ctas: int, first_cta: int, end_cta: int) -> list[Piece]:
+        most = (end_cta - first_cta) * (4 + 2 * (resident_ctas + 1))
         rows = np.zeros((min(most, 200_000), 9), dtype=np.int64)
         found = self.loaded.matmul_pieces(
-            _ints(sizes), _ints(tile), _ints((A100.arch, slots)), first_cta, end_cta, ctypes.c_void_p(rows.ctypes.data)
+            _ints(sizes),
+            _ints(tile),
+            _ints((A100.arch, resident_ctas)),
+            first_cta,
+            end_cta,
+            ctypes.c_void_p(rows.ctypes.data),
         )
         return [Piece(*row) for row in rows[:found].tolist()]
 
     def clocks(self, sizes: Sizes, tile: Tile, gpu: Gpu, clocks: tuple[float, float, float]) -> float:
-        slots, c_clocks = _ints((gpu.arch, gpu.slots)), (ctypes.c_double * 3)(*clocks)
-        found: float = self.loaded.simulated_clocks(_ints(sizes), _ints(tile), slots, c_clocks)
+        c_gpu, c_clocks = _ints((gpu.arch, gpu.resident_ctas)), (ctypes.c_double * 3)(*clocks)
+        found: float = self.loaded.simulated_clocks(_ints(sizes), _ints(tile), c_gpu, c_clocks)
         return found
 
 
@@ -113,8 +118,7 @@ def _ints(values: tuple[int, ...]) -> ctypes.Array[ctypes.c_int32]:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     target = tmp_path_factory.mktemp("plan") / "plan.so"
-    rows = json.loads((CSRC / "instances.json").read_text())["kernels"]
-    (block_ms,) = (row["BLOCK_M"] for row in rows if row["source"] == "int8_matmul/instances/gemm_sm80.cu")
+    block_ms = sorted({block_m for block_m, _ in rows_of("int8_matmul/instances/gemm_sm80.cu")})
     command = [
         *find_cxx(os.environ),
         f"-DBLOCK_MS={','.join(map(str, block_ms))}",
@@ -132,19 +136,19 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
 
 SMALL = Tile(16, 128, 128)
 LARGE = Tile(128, 128, 64)
-# One tile, fewer tiles than slots, as many, a few more, just less than two waves, many; sums of any length.
+# One tile, fewer tiles than resident CTAs, as many, a few more, just less than two waves, many; sums of any length.
 COUNTS = [1, 2, 7, 8, 9, 15, 16, 17, 25, 100]
 STEPS = [1, 2, 5, 8, 31, 64, 1000]
 
 
-@pytest.mark.parametrize("slots", [1, 2, 8, 264])
+@pytest.mark.parametrize("resident_ctas", [1, 2, 8, 264])
 @pytest.mark.parametrize("tile", [SMALL, LARGE], ids=str)
-def test_every_step_of_every_tile_is_taken_once(library: Library, tile: Tile, slots: int) -> None:
+def test_every_step_of_every_tile_is_taken_once(library: Library, tile: Tile, resident_ctas: int) -> None:
     for token_tiles, output_tiles, steps in itertools.product((1, 3, 12), COUNTS, STEPS):
         sizes = Sizes(token_tiles * tile.tokens - 3, output_tiles * tile.outputs - 8, steps * tile.depth - 16)
-        plan = library.plan(sizes, tile, slots)
+        plan = library.plan(sizes, tile, resident_ctas)
         assert (plan.token_tiles, plan.output_tiles, plan.steps) == (token_tiles, output_tiles, steps)
-        pieces = library.pieces(sizes, tile, slots, 0, plan.num_ctas)
+        pieces = library.pieces(sizes, tile, resident_ctas, 0, plan.num_ctas)
         taken: dict[int, list[Piece]] = defaultdict(list)
         for piece in pieces:
             taken[piece.tile].append(piece)
@@ -155,24 +159,24 @@ def test_every_step_of_every_tile_is_taken_once(library: Library, tile: Tile, sl
             edges = [0, *(step for piece in parts for step in (piece.begin_step, piece.end_step)), steps]
             assert edges[::2] == edges[1::2]  # each begins where the one before ends, in the order of the CTAs
             assert [(piece.part, piece.num_parts) for piece in parts] == [(i, len(parts)) for i in range(len(parts))]
-        places = [piece.place for piece in pieces if piece.num_parts > 1]
-        assert len(set(places)) == len(places) and all(0 <= place < plan.num_places for place in places)
+        slots = [piece.slot for piece in pieces if piece.num_parts > 1]
+        assert len(set(slots)) == len(slots) and all(0 <= slot < plan.num_slots for slot in slots)
 
 
-@pytest.mark.parametrize("slots", [2, 8, 216, 264])
-def test_ranges_are_equal_and_whole_tiles_fill_all_slots(library: Library, slots: int) -> None:
+@pytest.mark.parametrize("resident_ctas", [2, 8, 216, 264])
+def test_ranges_are_equal_and_whole_tiles_fill_the_gpu(library: Library, resident_ctas: int) -> None:
     for tile, tiles, steps in itertools.product((SMALL, LARGE), (*COUNTS, 300, 1000), STEPS):
         sizes = Sizes(1, tiles * tile.outputs, steps * tile.depth)
-        plan = library.plan(sizes, tile, slots)
+        plan = library.plan(sizes, tile, resident_ctas)
         lengths: dict[int, int] = defaultdict(int)
-        for piece in library.pieces(sizes, tile, slots, 0, plan.num_ctas):
+        for piece in library.pieces(sizes, tile, resident_ctas, 0, plan.num_ctas):
             lengths[piece.cta] += piece.end_step - piece.begin_step
         ranges = [lengths[cta] for cta in range(plan.num_ranges)]
         assert all(lengths[cta] == steps for cta in range(plan.num_ranges, plan.num_ctas))
         if ranges:
             assert max(ranges) - min(ranges) <= 1 and min(ranges) >= 4  # which fills the pipeline
-            assert plan.num_ranges <= slots and plan.num_places <= 2 * slots
-            assert (tiles - plan.shared_tiles) % slots == 0
+            assert plan.num_ranges <= resident_ctas and plan.num_slots <= 2 * resident_ctas
+            assert (tiles - plan.shared_tiles) % resident_ctas == 0
             assert max(ranges) <= 2 * steps  # the rest of a wave, and one more
 
 
@@ -205,17 +209,17 @@ def test_hostile_sizes(library: Library, sizes: Sizes) -> None:
     for is_forward, num_sms in itertools.product((True, False), (1, A100.num_sms, 1000)):
         gpu = A100._replace(num_sms=num_sms)
         tile = library.fastest_tile(sizes, gpu, is_forward)
-        slots = gpu.slots
-        plan = library.plan(sizes, tile, slots)
+        resident_ctas = gpu.resident_ctas
+        plan = library.plan(sizes, tile, resident_ctas)
         token_tiles, output_tiles = -(-sizes.tokens // tile.tokens), -(-sizes.outputs // tile.outputs)
         assert plan.num_ctas == token_tiles * output_tiles - plan.shared_tiles + plan.num_ranges
         for first, end in ((0, min(plan.num_ctas, 2000)), (plan.num_ctas - 1, plan.num_ctas)):
             if end > INT_MAX:
                 continue  # no grid is that large: the launch is refused
-            for piece in library.pieces(sizes, tile, slots, first, end):
+            for piece in library.pieces(sizes, tile, resident_ctas, first, end):
                 assert 0 <= piece.token_tile < token_tiles and 0 <= piece.output_tile < output_tiles
                 assert 0 <= piece.begin_step <= piece.end_step <= plan.steps
-                assert piece.num_parts <= slots and piece.place < plan.num_places
+                assert piece.num_parts <= resident_ctas and piece.slot < plan.num_slots
 
 
 def test_tiles_of_a_wave_share_weights(library: Library) -> None:
@@ -280,9 +284,9 @@ def test_large_matmuls_keep_the_multiprocessors_busy(library: Library, n: int, k
         sizes = Sizes(m, n, k)
         tile = library.fastest_tile(sizes, gpu)
         tiles = -(-m // tile.tokens) * -(-n // tile.outputs)
-        steps = -(-k // tile.depth) * tiles / gpu.slots
+        steps = -(-k // tile.depth) * tiles / gpu.resident_ctas
         clocks = predicted_clocks(library, sizes, gpu, is_forward=True)
-        assert clocks <= 1.05 * steps * clocks_of_step(tile, gpu) + 5 * PIECE + tiles / gpu.slots * PIECE
+        assert clocks <= 1.05 * steps * clocks_of_step(tile, gpu) + 5 * PIECE + tiles / gpu.resident_ctas * PIECE
 
 
 def test_few_tokens_take_the_smallest_tile(library: Library) -> None:
