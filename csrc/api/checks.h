@@ -82,8 +82,8 @@ inline int32_t to_int32(const char* op, const char* name, int64_t value) {
     return static_cast<int32_t>(value);
 }
 
-// A stride as kernels take it that keep it in 32 bits; 0 where the dimension has one index. In elements, or in chunks of
-// 16 bytes, of which the stride is a multiple.
+// A stride for kernels that keep it in 32 bits; 0 where the dimension has one index. It counts elements, or chunks of
+// 16 bytes, of which it is a multiple.
 inline uint32_t stride_in_elements(const char* op, const char* name, const Tensor& tensor, int64_t dim) {
     const int64_t elements = tensor.size(dim) > 1 ? tensor.stride(dim) : 0;
     check(elements <= std::numeric_limits<uint32_t>::max(), op, name, " must have a stride below ",

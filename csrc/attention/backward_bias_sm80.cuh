@@ -51,8 +51,8 @@ struct BiasTile {
     int32_t batch, head, row_tile, key_tile;
 };
 
-// The tiles that a CTA sums over, in their order, keys innermost: along a dim of the bias that is 1 all that some row
-// sees, else the one that the CTA's index says.
+// The tiles that a CTA sums over, in their order, keys innermost. Along a dim in which the bias has size 1 these are
+// all tiles that some row sees, along any other dim the one tile of the CTA's index.
 template <int kBlockM, int kBlockN>
 class BiasTiles {
   public:
@@ -80,7 +80,7 @@ class BiasTiles {
         return seen_from({is_empty ? end_batch() : owned.batch, owned.head, begin_row_tile_, 0});
     }
 
-    // After the last it is none that they contain.
+    // Past the last tile it is one that they do not contain.
     __device__ __forceinline__ BiasTile after(BiasTile tile) const {
         ++tile.key_tile;
         return seen_from(tile);
@@ -99,7 +99,7 @@ class BiasTiles {
         return index;
     }
 
-    // The tile itself if some row sees some of it, else the next of which that is true.
+    // The tile itself if some row sees some of it, else the next such tile.
     __device__ __forceinline__ BiasTile seen_from(BiasTile tile) const {
         while (contains(tile)) {
             const int32_t first_row = tile.row_tile * kBlockM;
@@ -147,8 +147,8 @@ struct RowTermsOfLane {
     }
 };
 
-// rG += dS, from scores and dropout(dO Vᵀ) but for its factor. What a row does not see adds exactly 0, whatever stands
-// there, and so do rows that do not exist: num_rows from the first on.
+// rG += dS, from scores and dropout(dO Vᵀ) without its factor. A key that a row does not see adds exactly 0, also where
+// it is NaN, and so does a row that does not exist: the first num_rows rows do.
 template <int kTilesM, int kTilesN>
 __device__ __forceinline__ void add_gradients(float (&rG)[kTilesM][kTilesN][4], const float (&rS)[kTilesM][kTilesN][4],
                                               const float (&rDP)[kTilesM][kTilesN][4],

@@ -59,7 +59,7 @@ __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
     return sum;
 }
 
-// sSums[row] = rowsum(dO * O), for the num_rows rows that there are from gGrad and gOut on.
+// sSums[row] = rowsum(dO * O), for the num_rows rows that begin at gGrad and gOut.
 template <typename Config, DataType kDataType>
 __device__ __forceinline__ void sum_products(float* sSums, const uint16_t* gGrad, int64_t grad_stride,
                                              const uint16_t* gOut, int64_t out_stride, int32_t num_rows,

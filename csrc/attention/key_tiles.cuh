@@ -31,7 +31,7 @@ struct KeyTiles {
     // The tile that comes next where num_left are left.
     __device__ __forceinline__ int32_t tile(int32_t num_left) const {
         if (num_left <= num_full) return begin_full - 1 + num_left;
-        const int32_t from_begin = begin - 1 + num_left;  // the place, were it not for the full tiles
+        const int32_t from_begin = begin - 1 + num_left;  // its place if there were no full tiles
         return from_begin >= end_full ? from_begin : from_begin - num_full;
     }
 

@@ -13,9 +13,9 @@ struct HeadTile {
     int32_t batch, head, position;
 };
 
-// CTAs start in the order of their index. Heads form groups whose data fit in the L2 cache together; groups come one after
-// the other. Within a group, the tiles that come first of all heads come first: long ones are to, so that what is left at
-// the end, when SMs run out of work, is short.
+// CTAs start in the order of their index. Heads form groups whose data fit in the L2 cache together; groups come one
+// after the other. Within a group, the first tiles of all heads come before all second tiles, and so on. Long tiles are
+// to be the first ones of their heads, so that short ones are left at the end, when SMs run out of work.
 FASTATTN_HOST_DEVICE HeadTile head_tile(uint32_t cta, uint32_t batch, uint32_t heads, uint32_t heads_per_group,
                                         uint32_t num_tiles) {
     const uint32_t ctas_per_group = num_tiles * heads_per_group;

@@ -23,7 +23,7 @@ __device__ __forceinline__ TokenPlace place_of(const CachePlaces& places, int32_
     const int32_t page_idx = places.by_block_rows.quotient(key);
     const int32_t page =
         __ldg(places.block_table + batch * places.table_batch_stride + page_idx * places.table_page_stride);
-    return place_in_page(page, places.num_blocks, key - page_idx * places.block_rows);
+    return place_in_page(page, places.num_blocks, key, page_idx, places.block_rows);
 }
 
 // One head of a cache.
@@ -77,7 +77,7 @@ struct WarpTile {
           chunk(lane % Layout::kChunksPerRow),
           lane_offset(Layout::offset(row, chunk)) {}
 
-    // The swizzle is an exclusive or, and the bits of a pass's first row are none of the lane's row in it.
+    // The swizzle is an exclusive or, and a pass's first row shares no bit with the lane's row in the pass.
     __device__ __forceinline__ uint32_t chunk_offset(int pass) const {
         const int first_row = pass * kRowsPerPass;
         return (lane_offset ^ (first_row % kSwizzleRows * kChunkBytes)) + first_row * Layout::kRowBytes;

@@ -68,8 +68,8 @@ struct PartMerger {
         return true;
     }
 
-    // Of positions `count` side by side: which of them a node begins at, for a node of several may stand there, where it
-    // is, and its sums.
+    // For `count` positions side by side: at which of them a node begins (a node may span several), where the node is,
+    // and its sums.
     __device__ __forceinline__ void find_nodes(int32_t first_part, int shift, int32_t count) const {
         if (threadIdx.x < kWarpSize) {
             bool begins = false;

@@ -16,8 +16,8 @@ struct PlannedSequence {
     TileSpans spans;
 };
 
-// Where the sequences of each lane lie on the line. In shared memory: in registers, that the loop of steps needs, it would
-// stay for the whole kernel.
+// Where the sequences of each lane lie on the line. It is in shared memory, because it would otherwise take registers,
+// which the loop of steps needs, for the whole kernel.
 struct PlannedLine {
     int64_t first_span[kWarpSize], end_span[kWarpSize];
     int64_t spans_per_cta, num_spans;

@@ -25,7 +25,7 @@
 
 namespace fastattn {
 
-// A sequence's tokens before and after the append, and the first key of which anything depends.
+// A sequence's tokens before and after the append, and the first key on which anything depends.
 struct CachedSequence {
     int32_t before, total, first_key;
 };
@@ -113,13 +113,14 @@ FASTATTN_HOST_DEVICE TileParts tile_parts(const SplitPlan& plan, const TileSpans
 
 // The slot of the workspace where a CTA leaves a node that holds its own parts alone, until that is merged.
 //
-// A CTA shares two tiles with others at most: one in which its share begins, and one in which it ends. Of the tree of the
-// first, the nodes that it leaves to others are right children: with a left child it would have the right one too, or
-// that has no part. Of the second they are left children, for it has the tile from its beginning on; and so are the
-// nodes that wait for the CTA itself to make their right siblings, in any tile. In a tile that it shares at both ends,
-// it leaves children of both kinds. No two nodes of one level and kind ever wait at the same time: so two slots for each
-// level are enough, and what a CTA goes on to never touches what others still have to read. Where the CTA has one part
-// of each tile only, these are two nodes at most: the left child of level 0, and any other.
+// A CTA shares two tiles with others at most: one in which its share begins, and one in which it ends. In the tree of
+// the first, the nodes that it leaves to others are right children: a CTA that makes a left child there makes its right
+// sibling too, unless that holds no part. In the tree of the second they are left children, because the CTA has the
+// tile from its beginning on. Nodes that wait until the CTA itself has made their right siblings are left children too,
+// in any tile. In a tile that it shares at both ends, it leaves children of both kinds. No two nodes of one level and
+// kind ever wait at the same time: so two slots for each level are enough, and what a CTA does next never touches what
+// others still have to read. Where the CTA has one part of each tile only, these are two nodes at most: the left child
+// of level 0, and any other.
 FASTATTN_HOST_DEVICE int64_t slot_of(const SplitPlan& plan, int32_t cta, PartNode node) {
     const int32_t own = 2 * node.level + node.index % 2, last = plan.slots_per_cta - 1;
     return int64_t{cta} * plan.slots_per_cta + (own < last ? own : last);

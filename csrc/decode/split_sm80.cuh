@@ -5,7 +5,7 @@
 // A CTA has a share of the keys of all sequences (split_plan.h), and goes through it tile by tile: the rows of a tile
 // are all query heads of a KV head times the queries, so that each key is loaded once for all of them. Its warps take
 // a few keys at a time, in turn, each with a softmax, a sum and a pipeline of its own; no warp waits for another before
-// the end of the tile, where the warps' results are merged. Of a tile that CTAs share each leaves a part (merge_parts.cuh).
+// the end of the tile, where the warps' results are merged. CTAs that share a tile each leave a part (merge_parts.cuh).
 //
 //   ring of a warp   K0 V0 K1 V1 …   kStages of each; what a product has read is loaded anew at once
 //   step             wait K → Q·Kᵀ → load K → softmax → wait V → P·V → load V
@@ -53,7 +53,7 @@ struct DecodeConfigSm80 : DecodeTileSm80<kHeadDim_, kInt8_> {
     static_assert(Tile::kBlockM * kHeadDim * 4 <= Tile::kRingBytes, "a warp's output takes the place of its ring");
 };
 
-// What the loop of steps does not need of the tile that a CTA is at: it waits in shared memory, where registers are scarce.
+// What the loop of steps need not know of the CTA's tile. It waits in shared memory, because registers are scarce.
 struct TileInHand {
     TileSpans spans;
     int64_t first_span;  // of its sequence, on the line
@@ -95,8 +95,9 @@ __device__ __forceinline__ void store_output_row(float* sO, const float (&rO)[Co
     }
 }
 
-// Merges what the warps have of a part of a tile, then that with the parts to its left that only wait for it: into the
-// result where this makes the tile complete, else into the slot of the largest node that the CTA can make so far.
+// Merges the warps' results for a part of a tile, then merges this part with the parts to its left that only wait for
+// it. The outcome goes into the result if it completes the tile, else into the slot of the largest node that the CTA
+// can make so far.
 template <typename Config, typename Rows>
 __device__ __forceinline__ void store_part(const Rows& rows, const DecodeStorageSm80<Config>& shared,
                                            const TileParts& parts, PartRange own, int32_t part) {
@@ -121,7 +122,7 @@ __device__ __forceinline__ void store_part(const Rows& rows, const DecodeStorage
 #pragma unroll 1
         for (int level = 0; level < node.level; ++level) {
             const int32_t index = part >> level;
-            if (index % 2 == 0) continue;  // nothing is to the right of it: it is its parent
+            if (index % 2 == 0) continue;  // it has no right sibling: its parent is the same
             const int64_t slot = slot_of(plan, cta, {level, index - 1});
             result = merged(rows.load(slot, row, column), result);
         }

@@ -7,9 +7,9 @@ namespace fastattn {
 // and values is 16 KB, of which at least half is on its way at any time: with two CTAs, 64 KB an SM. An H200 (4.8 TB/s,
 // 132 SMs) needs 29 KB an SM to cover 0.8 us of latency, an A100 (2.0 TB/s, 108 SMs) 15 KB.
 //
-// 16 keys, of n dims each in K and V, are 64 n bytes of a 16-bit cache and half as many of an int8 cache. While an H200's
-// memory brings them (18.4 bytes a clock and SM), an SM issues so many instructions, and so many are executed for them
-// by the emulator's count, of a contiguous cache, where all rows see all keys:
+// 16 keys, of n dims each in K and V, are 64 n bytes of a 16-bit cache and half as many of an int8 cache. While an
+// H200's memory brings them (18.4 bytes a clock and SM), an SM has the issue slots of the table. Below them stand the
+// instructions that are executed for these keys, by the emulator's count (contiguous cache, all rows see all keys):
 //
 //   dims              64    128    256
 //   16-bit: slots    890   1780   3560
@@ -17,8 +17,8 @@ namespace fastattn {
 //   int8: slots      445    890   1780
 //     executed       356    620    879
 //
-// Of int8 with 64 dims 16 keys are 1 KB, and a step of 16 would execute more than there are slots for: there a warp takes
-// 32 at a time.
+// With int8 and 64 dims, 16 keys are 1 KB, and a step of 16 would execute more instructions than there are issue slots:
+// so a warp takes 32 keys at a time there.
 template <int kHeadDim, bool kInt8>
 struct DecodeTileSm80 {
     static constexpr int kBlockM = 16;

@@ -63,7 +63,7 @@ struct OutputScale {
         }
     }
 
-    // What a row does not see stays 0, whatever its scale.
+    // The probability of a key that a row does not see stays 0, whatever the key's scale is.
     template <int kTilesN>
     __device__ __forceinline__ void weigh(float (&rP)[1][kTilesN][4], const float* sScales, const PackedRows& rows,
                                           uint32_t present, int32_t first_key, int lane) const {

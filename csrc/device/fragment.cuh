@@ -17,8 +17,8 @@ inline constexpr int kMmaN = 8;
 inline constexpr int kMmaK = 16;
 inline constexpr int kLanesPerRow = 4;  // lanes that share a row of an accumulator
 
-// A warp's place in its CTA. As all lanes have it from one, it and what follows from it take registers that the lanes
-// share.
+// A warp's place in its CTA. All lanes get it from one lane, so that the compiler keeps it, and what follows from it,
+// in registers that the lanes share.
 __device__ __forceinline__ int warp_in_cta() {
     return __shfl_sync(0xffffffff, threadIdx.x / kWarpSize, 0);
 }

@@ -5,9 +5,9 @@
 // - Who resets. The count alone does not say that it is complete: its users have to agree on a last one, that has seen
 //   all others count for the last time (see leave_queue() in int8_matmul/quantize_tokens.cuh), and that leaves 0. No
 //   thread is within count() then, so that none can put the launch's number back.
-// - Old contents. An addition to them is lost when they are replaced, so whoever added to them counts again, unless it is
-//   itself the one that replaces them. If additions carry the old number up into this launch's, they have left a count
-//   of 0 or of those that found the launch's number: also then, each one that did not find it counts again.
+// - Old contents. An addition to them is lost when they are replaced, so a thread that added to them counts again,
+//   unless it replaces them itself. If additions carry the old number up into this launch's, they have left a count of
+//   0, or of the threads that found the launch's number: then too, each thread that did not find it counts again.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,8 @@ struct LaunchCounter {
     __device__ __forceinline__ bool is_ours(uint64_t found) const { return (found & ~kLaunchCountMask) == token; }
 
     // Counts one more, and returns how many there were before. kOrdered: what this thread has done, or has seen done,
-    // before is seen by whoever counts so or waits later. Otherwise it only gets a number that nobody else gets.
+    // before is seen by every thread that later waits or counts in this way. Otherwise it only gets a number that no
+    // other thread gets.
     template <bool kOrdered = true>
     __device__ __forceinline__ uint32_t count() const {
         for (;;) {

@@ -5,8 +5,8 @@
 // - Finding them. Each thread looks at the chunks that it has copied itself, after its own wait for these copies: no
 //   barrier is needed before that. All chunks together are the tile, and one vote tells all threads that share it.
 // - Rows that do not see a key get 0 * (a finite number) from it: nothing.
-// - Rows that see it. With weights P >= 0, the sum of a column is NaN or infinite as the numbers not finite in it decide,
-//   whatever the weights are and whatever finite numbers there are beside them. Adding each of them with the weight 1
+// - Rows that see it. With weights P >= 0, the numbers of a column that are not finite decide whether its sum is NaN or
+//   infinite; the weights and the finite numbers beside them have no say. Adding each of them with the weight 1
 //   gives the same, except that an infinity whose weight is 0 in 16 bits stays an infinity, and is no NaN.
 // - Later tiles. A number in rO that is not finite never becomes finite again, whatever it is multiplied by and whatever
 //   is added to it.

@@ -38,7 +38,7 @@ struct PageTable {
     __device__ __forceinline__ TokenPlace find(int32_t key) const {
         const int32_t page_idx = params.by_page_size.quotient(key);
         const int32_t page = key < num_keys ? __ldg(pages + page_idx) : -1;
-        return place_in_page(page, num_pages, key - page_idx * params.page_size);
+        return place_in_page(page, num_pages, key, page_idx, params.page_size);
     }
 };
 
@@ -48,7 +48,7 @@ struct PagedTileLoader : TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1>
     using Chunks = TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1>;
     using Chunks::kChunksPerPass, Chunks::kRowsPerPass, Chunks::kRowPasses, Chunks::head_dim;
 
-    // Where this thread's rows of a tile lie, those of keys as those of values: looked up a step before they are
+    // Where this thread's rows of a tile lie, the same for keys and values. They are looked up a step before they are
     // copied, so that nothing waits for the table.
     struct Rows {
         TokenPlace rows[kRowPasses];
@@ -60,7 +60,7 @@ struct PagedTileLoader : TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1>
             }
         }
 
-        // Whether a key is absent that the sequence ought to have.
+        // Whether one of these keys is absent although the sequence is long enough to have it.
         __device__ __forceinline__ bool has_hole(const PageTable& table, int32_t first_key, int thread) const {
             bool found = false;
 #pragma unroll

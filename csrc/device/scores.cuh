@@ -226,7 +226,7 @@ struct HeadScores {
         });
     }
 
-    // kRowsExist: or it does not matter what others see.
+    // kRowsExist: every row exists, or what the others see does not matter.
     template <bool kRowsExist, int kTilesM, int kTilesN>
     __device__ __forceinline__ void mask(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
                                          int lane) const {

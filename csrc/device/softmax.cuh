@@ -114,7 +114,7 @@ struct OnlineSoftmax {
         return __any_sync(0xffffffff, grows);
     }
 
-    // Has the references follow, and the sums of P the references. Returns what O has to be multiplied with.
+    // Moves the references after the maxima, and scales the sums of P to them. Returns the factors that O needs.
     __device__ __forceinline__ RowNumbers<kTilesM> follow(const RowNumbers<kTilesM>& max_of_lane) {
         RowNumbers<kTilesM> factor;
 #pragma unroll

@@ -36,7 +36,7 @@ struct TileChunks {
     static_assert(kRows % kRowsPerPass == 0 && Layout::kChunksPerRow % kChunksPerPass == 0,
                   "passes must cover the tile exactly");
 
-    int head_dim;  // what rows have of elements; beyond there are zeros
+    int head_dim;  // elements that a row has; zeros follow them
     char* sChunk;  // where this thread's first chunk goes
 
     __device__ __forceinline__ TileChunks(uint16_t* sTile, int thread, int head_dim)

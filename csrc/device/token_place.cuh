@@ -1,8 +1,8 @@
 // Where one token of a cache lies.
 //
-// Two look-ups find it. Attention's (device/paged_rows.cuh) goes through the pages of one sequence, whose table is
-// contiguous and whose row of the table a CTA finds once. Decoding's (decode/cache_tokens.cuh) also knows contiguous
-// caches and tables with strides, and a warp goes from one sequence to the next.
+// Two look-ups find it. Attention's (device/paged_rows.cuh) serves the tiles of one sequence: the table is contiguous,
+// and a CTA finds the sequence's row of the table once. Decoding's (decode/cache_tokens.cuh) goes from one sequence to
+// the next, also through contiguous caches and through tables with strides.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +16,11 @@ struct TokenPlace {
     __device__ __forceinline__ bool is_present() const { return block >= 0; }
 };
 
-// `page` is what the table holds, which may be anything: a token whose page does not exist is absent.
-__device__ __forceinline__ TokenPlace place_in_page(int32_t page, int32_t num_pages, int32_t row) {
-    return {page < num_pages ? page : -1, row};
+// Token `key` of a sequence, whose page_idx-th page holds it. `page` is what the table holds there, which may be
+// anything: a token whose page does not exist is absent.
+__device__ __forceinline__ TokenPlace place_in_page(int32_t page, int32_t num_pages, int32_t key, int32_t page_idx,
+                                                    int32_t page_rows) {
+    return {page < num_pages ? page : -1, key - page_idx * page_rows};
 }
 
 }  // namespace fastattn

@@ -23,7 +23,7 @@ inline DeviceFacts look_up_device_facts(int device) {
         int value = 0;
         const cudaError_t error = cudaDeviceGetAttribute(&value, which, device);
         if (error == cudaSuccess) return value;
-        cudaGetLastError();  // the error is reported here, not again by whoever calls the runtime next
+        cudaGetLastError();  // the error is reported here, not again at the next call of the runtime
         throw std::runtime_error("fastattn: CUDA device " + std::to_string(device) + " does not tell its attribute " +
                                  std::to_string(which) + ": " + cudaGetErrorString(error));
     };

@@ -67,7 +67,7 @@ class LaunchedKernel {
 
     void check(const Launch& launch, cudaError_t error) const {
         if (error == cudaSuccess) return;
-        cudaGetLastError();  // the error is reported here, not again by whoever calls the runtime next
+        cudaGetLastError();  // the error is reported here, not again at the next call of the runtime
         std::string reason = cudaGetErrorString(error);
         int device = 0, major = 0, minor = 0;
         if (cudaGetDevice(&device) == cudaSuccess &&

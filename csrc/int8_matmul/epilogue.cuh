@@ -47,8 +47,8 @@ __device__ __forceinline__ void activate(Activation activation, float (&values)[
     }
 }
 
-// Whether all elements of a chunk exist, of which `count` do, and can be read or written at once. In a result whose
-// width is not a multiple of 4, few rows are aligned.
+// Whether a chunk of which `count` elements exist is whole, and can be read or written at once. In a result whose width
+// is not a multiple of 4, few rows are aligned.
 __device__ __forceinline__ bool is_whole_vector(const uint16_t* elements, int count) {
     return count == kEpilogueColumns && reinterpret_cast<uintptr_t>(elements) % sizeof(uint2) == 0;
 }
@@ -143,8 +143,8 @@ __device__ __forceinline__ void for_own_chunks(const MatmulEpilogue& epilogue, c
     }
 }
 
-// The chunks of a tile of sums that a thread carries to others and back, a few rows at a pass of the CTA, as far as
-// there are rows in the result.
+// The chunks of a tile of sums that a thread carries to others and back: a few rows in each pass of the CTA, and only
+// rows that the result has.
 template <int kRows, int kColumns, int kThreads>
 struct OwnSums {
     static constexpr int kPerRow = kColumns / kEpilogueColumns, kRowsPerPass = kThreads / kPerRow;
@@ -172,8 +172,8 @@ struct OwnSums {
     }
 };
 
-// Adds up what a tile's CTAs have left, in the order of the parts, so that bits repeat; this CTA's stands in shared
-// memory, and the whole is to stand there. Several loads are on their way at a time.
+// Adds up what a tile's CTAs have left, in the order of the parts, so that bits repeat. This CTA's own part is in
+// shared memory, where the whole sum replaces it. Several loads are on their way at a time.
 template <typename Own>
 __device__ __forceinline__ void add_parts(const Own& own, float* slots, int64_t slot_elements, const SumParts& parts,
                                           int own_part) {
@@ -204,7 +204,7 @@ __device__ __forceinline__ void add_parts(const Own& own, float* slots, int64_t 
 }
 
 // A CTA's part of a shared tile: true if it is the last, which then has the whole sums; the others leave theirs in the
-// workspace. If all others have been there before, as is the rule where ranges are long, it need not pass through there.
+// workspace. If all others have left theirs before, which is usual where ranges are long, the last leaves none.
 template <int kRows, int kColumns, int kThreads>
 __device__ __forceinline__ bool collects_parts(const MatmulEpilogue& epilogue, float* sSums, int32_t tile,
                                                int rows_here) {

@@ -5,9 +5,9 @@
 // were one element of 16 bits, so that a lane gets two columns at two n, which are neighbours in the sum. They become
 // 16-bit floats in registers (device/dequantize.cuh), each once. The pipeline is that of gemm_sm80.cuh.
 //
-// The scales lie along the sum, so they must go into an operand and be rounded. They go into the weights, as for who
-// materialises them: gradients times a scale of 1e-3 would fall below fp16's normal range. For the same reason fp16 has
-// them relative to a power of two that follows the largest so far, as the maximum of an online softmax does.
+// The scales lie along the sum, so they must go into an operand and be rounded. They go into the weights, as they would
+// in materialised weights: gradients times a scale of 1e-3 would fall below fp16's normal range. For the same reason
+// fp16 has them relative to a power of two that follows the largest so far, as the maximum of an online softmax does.
 // Per pair of weights: 0.5 LOP3, 1 PRMT, 2 HFMA2, one of them for the scale.
 // A bias's gradient, dY summed over the tokens, comes from the same stages: token_sums.cuh.
 // Preconditions: those of gemm_sm80.cuh.

@@ -87,7 +87,7 @@ struct Int8MatmulParams {
     QuantizedTokens quantized;
 };
 
-// `matmul`: the tile as the planner sees it, with whatever are the outputs and the depth of the kernel's sums.
+// `matmul`: the tile as the planner sees it. Its outputs and its depth are those of the kernel's own sums.
 struct Int8TileFacts : TileFacts {
     MatmulTile matmul;
 };

@@ -1,11 +1,11 @@
 // Tokens to int8, by the CTAs of the launch that multiplies them: q = round(x / scale), ties to even, with a scale of
 // largest |x| / 127 for each token, 1 where all are zero.
 //
-// A CTA takes tokens from a queue until none is left, then waits for those of its tile. That cannot block for ever: who
-// waits, waits for tokens that running CTAs have taken, and these wait for no one before they are done. It costs one more
-// trip of the queue than a kernel of its own would, but the weights' first stages are on their way meanwhile, and no
-// launch is waited for. With many tokens all CTAs that fit on the GPU quantise first, as they would in a kernel of its
-// own; those that come later find the work done. So it is one kernel for any number of tokens.
+// A CTA takes tokens from a queue until none is left, then waits for those of its tile. That cannot block for ever: it
+// waits only for tokens that running CTAs have taken, and these wait for nothing before they are done. It costs one
+// more trip of the queue than a kernel of its own would, but the weights' first stages are on their way meanwhile, and
+// no launch is waited for. With many tokens all CTAs that fit on the GPU quantise first, as they would in a kernel of
+// its own; those that come later find the work done. So it is one kernel for any number of tokens.
 #pragma once
 
 #include <algorithm>

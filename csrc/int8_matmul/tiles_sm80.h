@@ -16,8 +16,8 @@ inline constexpr int kInt8StageBytes = 80 << 10;
 // clocks on sm_80, and 20 loads of 16 bytes a lane or less; the CTA's loads take 288 clocks of shared memory.
 // Few tokens are bound by the weights' bytes: they are loaded in rows of 128, and 64 KB of them are on their way to a
 // multiprocessor.
-// kBlockM: tokens of a CTA's tile. A tile takes as long as it is wide as soon as the tensor cores bind, so there is one for
-// every 16: between neighbouring M no more is lost than that.
+// kBlockM: tokens of a CTA's tile. Where the tensor cores bind, a tile's time is proportional to its tokens, so there
+// is a tile for every multiple of 16: no more than 15 tokens' time is lost.
 template <int kBlockM_>
 struct Int8MatmulTileSm80 {
     static constexpr int kBlockM = kBlockM_;

@@ -1,10 +1,10 @@
 // Which part of a matmul each CTA computes: whole tiles of the result, and stream-K (Osama et al., 2023) for those that
 // would not fill the GPU.
 //
-// A tile's sum is so many steps; so many CTAs run on the GPU at a time: the resident CTAs. The first tiles are shared:
-// their steps form a line, by tile and then by step, that is cut into ranges which differ by a step at most. Each range
-// is a CTA's; it may be the end of one tile, a whole one, and the beginning of another. The other tiles are one CTA's
-// each, without partial sums, and their CTAs fill the GPU so many times. With 10 tiles and 4 resident CTAs:
+// A tile's sum takes a number of steps, and a number of CTAs, the resident ones, run at a time. The first tiles are
+// shared: their steps form a line, by tile and then by step, that is cut into ranges which differ by a step at most.
+// Each range is a CTA's; it may be the end of one tile, a whole one, and the beginning of another. The other tiles are
+// one CTA's each, without partial sums, and fill the GPU a whole number of times. With 10 tiles and 4 resident CTAs:
 //
 //   shared tiles   | 0      | 1      | 2      | 3      | 4      | 5      |   whole tiles   6, 7, 8, 9
 //   CTAs           | 0          | 1          | 2          | 3            |   CTAs          4, 5, 6, 7
@@ -44,7 +44,7 @@ FASTATTN_HOST_DEVICE uint32_t shared_steps(const MatmulPlan& plan) {
     return static_cast<uint32_t>(plan.shared_tiles) * plan.steps;
 }
 
-// The first step of a range, on the line. matmul_plan() sees to it that no product here passes 32 bits.
+// The first step of a range, on the line. matmul_plan() makes only plans whose products here fit in 32 bits.
 FASTATTN_HOST_DEVICE uint32_t range_begin(const MatmulPlan& plan, uint32_t range) {
     return range * shared_steps(plan) / plan.num_ranges;
 }
@@ -72,7 +72,7 @@ struct MatmulWork {
     int32_t steps_left;  // that the CTA has of the tiles that follow
 };
 
-// So many steps from begin_step on, cut off where the tile ends.
+// The given number of steps from begin_step on, cut off where the tile ends.
 FASTATTN_HOST_DEVICE MatmulWork work_on_tile(const MatmulPlan& plan, int32_t tile, int32_t begin_step, int32_t steps) {
     const int32_t here = plan.steps - begin_step < steps ? plan.steps - begin_step : steps;
     return {tile, begin_step, begin_step + here, steps - here};

@@ -14,7 +14,7 @@ from native_build.errors import WITHOUT_CUDA, BuildError
 
 @dataclass(frozen=True)
 class Target:
-    """What FASTATTN_ARCHS can name: GPUs, and the code to embed for them as far as a kernel has it."""
+    """What FASTATTN_ARCHS can name: GPUs, and the code to embed for them where a kernel has such code."""
 
     name: str
     code: tuple[str, ...]

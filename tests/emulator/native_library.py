@@ -61,7 +61,7 @@ def build() -> Path | None:
 def import_fastattn() -> bool:
     """Imports fastattn with this library, for the rest of the process, but not for those that it starts.
 
-    False: fastattn is not installed, or there is no nvcc; then it is imported as usual by whoever needs it. Raises
+    False: fastattn is not installed, or there is no nvcc; then the first import of it is the usual one. Raises
     RuntimeError where it was imported before.
     """
     if importlib.util.find_spec("fastattn") is None:

@@ -31,7 +31,7 @@ SOURCES = (".ptx", ".cu")  # of files that are not scripts
 
 @dataclass(frozen=True)
 class KernelProfile:
-    """A kernel of one PTX text: its launches' counts added up, and its machine code, as far as either is known."""
+    """A kernel of one PTX text: its launches' counts added up, and its machine code; either may be unknown."""
 
     kernel: str
     report: Report | None

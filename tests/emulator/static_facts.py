@@ -23,8 +23,8 @@ TENSOR_CORE = ("HMMA", "HGMMA", "UTCHMMA", "IMMA", "IGMMA", "OMMA", "UTCQMMA", "
 JUMPS = ("BRA", "BSSY")
 LOCAL_MEMORY = ("LDL", "STL")
 
-# SASS opcodes by the class names of the emulator's report, as far as there is one. Those of the uniform datapath have a
-# U in front.
+# SASS opcodes by the class names of the emulator's report, for the opcodes that have a class. Those of the uniform
+# datapath have a U in front.
 CLASSES = {
     "tensor core": " ".join(TENSOR_CORE),
     "matrix load": "LDSM STSM MOVM",

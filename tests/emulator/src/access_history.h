@@ -75,7 +75,7 @@ struct Conflict {
     uint64_t address;  // of the first byte that both touch; shared: the CTA's rank << 32 | offset
 };
 
-// By when an asynchronous operation is known to have happened: by whoever knows this much of this agent. An operation
+// An agent whose clock covers this much of this agent's knows that an asynchronous operation has happened. An operation
 // may have several such.
 struct Completion {
     Agent agent;

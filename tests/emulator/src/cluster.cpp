@@ -48,7 +48,7 @@ bool Cluster::run(int64_t budget) {
     return false;
 }
 
-// Nobody waits for an mbarrier for ever: whoever polls may have something else to do. False: that has led nowhere.
+// No wait for an mbarrier lasts for ever: a thread that polls may have other work. False: that has led nowhere.
 bool Cluster::time_out() {
     constexpr int kMostTimeOuts = 64;
     if (num_time_outs_++ == kMostTimeOuts) return false;

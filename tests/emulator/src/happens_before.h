@@ -4,7 +4,7 @@
 // the emulator does), asynchronous operations and mbarriers. Each warp has a vector clock: of every other agent, up to
 // where it is known to have happened before. What a warp releases carries its clock, what acquires it takes it over:
 //
-//   bar, barrier.cta       an arrival releases, whoever waits acquires; a warp's exit releases to barriers for all threads
+//   bar, barrier.cta       an arrival releases, a wait acquires; a warp's exit releases to barriers for all threads
 //   barrier.cluster        arrive.release (not .relaxed) and wait.acquire
 //   mbarrier               every arrival but .relaxed releases, a successful wait acquires, at cluster scope at least
 //   st.release, atom, red  with .release or .acq_rel, and relaxed (volatile) ones after a fence, to ld.acquire, atom with
@@ -17,9 +17,9 @@
 // issuer does next, nor with other operations. It is known to have happened by those who waited for it (`complete`).
 //
 // Proxies: what the generic proxy wrote and the async proxy touches next needs a fence.proxy.async between, anywhere on
-// the way from one to the other. What it only read needs none before the async proxy writes over it: whoever lets that
-// happen has the value already, and pipelines rely on it. Nor does the other direction, because the completion of an
-// operation of the async proxy implies it.
+// the way from one to the other. What it only read needs none before the async proxy writes over it: the thread that
+// lets it happen has the value already, and pipelines rely on it. The other direction needs no fence either, because
+// the completion of an operation of the async proxy implies it.
 //
 // Everything here is called at the moment when the instruction executes, also for the accesses of asynchronous
 // operations, whenever these are performed.
@@ -215,7 +215,7 @@ class HappensBefore {
     std::vector<Knowledge> barriers_;
     std::vector<Knowledge> exited_;  // by CTA
     Knowledge cluster_pending_, cluster_completed_, cluster_exited_;
-    VectorClock cluster_arrived_, cluster_left_;  // as far as all had come that arrived, whether they release it or not
+    VectorClock cluster_arrived_, cluster_left_;  // the clocks of all that arrived, whether they release them or not
     std::vector<VectorClock> over_;               // by CTA: what had come to its end at barriers that it left
     std::unordered_map<uint64_t, MbarrierAgent> mbarriers_;
     uint32_t next_operation_ = 0;  // of the chunk that this cluster fills

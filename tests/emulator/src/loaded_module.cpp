@@ -60,7 +60,7 @@ void check_block(const Program& program, const uint32_t (&block)[3]) {
     if (most != 0 && threads > most) throw Fault("arguments", "more threads than the kernel's .maxntid");
 }
 
-// The cluster that the launch asks for, or else the kernel.
+// The cluster that the launch asks for, or else the one that the kernel asks for.
 void set_cluster(const Program& program, Launch& launch) {
     const ptx::Function& kernel = *program.functions[0]->source;
     uint32_t (&cluster)[3] = launch.cluster;

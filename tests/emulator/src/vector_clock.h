@@ -32,7 +32,7 @@ inline void join(Message& into, const Message& from) {
     into.swap(merged);
 }
 
-// Dense for the agents of one's own cluster, sparse for those of others, of which there are few that one has heard of.
+// Dense for the agents of one's own cluster, sparse for those of other clusters, of which one has heard of few.
 class VectorClock {
   public:
     bool is_empty() const { return own_.empty() && others_.empty(); }

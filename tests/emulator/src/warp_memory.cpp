@@ -166,7 +166,7 @@ void Warp::count_memory(const Operation& operation, Space space, const uint64_t*
 }
 
 // A copy lands at once, when it is waited for, or somewhere between. Until then its destination holds neither what was
-// there nor what will be: it is poisoned, so that whoever reads it too early, or writes it, is found out.
+// there nor what will be: it is poisoned, so that an instruction that reads it too early, or writes it, is found.
 void Warp::start_copy(const AsyncCopy& copy) {
     const uint32_t fate = cta.random.below(4);
     copies_.push_back(copy);

@@ -2,8 +2,8 @@
 //
 // Each warp of a warpgroup computes its 16 of the 64 rows by itself. A multiplication reads shared memory at a moment
 // that the AsyncEngine chooses, in the order in which the warp issued them. Its accumulators live here, not in the
-// registers, until wgmma.wait_group covers it: until then the registers are poisoned, and whoever touches them is found
-// out. A mov between registers gives a value that is under way another name, as it does for ptxas.
+// registers, until wgmma.wait_group covers it: until then the registers are poisoned, and an instruction that touches
+// them is an error. A mov between registers gives a value that is under way another name, as it does for ptxas.
 #pragma once
 
 #include <array>

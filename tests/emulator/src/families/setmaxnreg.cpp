@@ -38,7 +38,7 @@ Next setmaxnreg(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-// Grids run one after the other: whoever this one depends on has ended.
+// Grids run one after the other: the grids that this one depends on have ended.
 Next nothing(Warp&, const Operation&, uint32_t) {
     return Next::kContinue;
 }

@@ -47,7 +47,7 @@ void set_options_of(const py::dict& changed) {
 
 // Calls back with (kernel, what report_of gives, PTX, grid, block).
 void listen(const py::object& callback) {
-    // Never destroyed by whoever drops the listener: that may be a thread without Python's lock.
+    // Never destroyed: the thread that drops the listener may not hold Python's lock.
     auto* const kept = new py::object(callback);
     set_listener([kept](const Launched& launched) {
         const py::gil_scoped_acquire acquire;

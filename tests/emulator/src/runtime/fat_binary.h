@@ -27,8 +27,8 @@ std::vector<PtxText> read_fat_binary(const void* wrapper);
 // The one that a driver would compile: the newest that the device runs, a specific one before others; nullptr: none.
 const PtxText* choose(const std::vector<PtxText>& texts, const Device& device);
 
-// From now on, modules are made of their PTX with `instead` in place of each `text`, which must occur, for whoever wants to
-// see what a fault in a kernel does; an empty `text`: of the PTX as it is.
+// From now on, modules are made of their PTX with `instead` in place of each `text`, which must occur: so a test sees
+// what a fault in a kernel does. An empty `text`: of the PTX as it is.
 void replace_in_ptx(const std::string& text, const std::string& instead);
 
 // A registered container. Its modules are parsed when something of them is needed first.
