@@ -1,4 +1,4 @@
-"""The gradient of attention's bias: dbias = sum of dS over whatever the bias is broadcast over.
+"""The gradient of attention's bias: dbias = sum of dS over all that reads one element of the bias.
 
 One CTA owns BLOCK_M x BLOCK_N elements of the bias (fewer where a dimension of the bias is 1) and recomputes dS for
 every batch, head, query tile and key tile that reads them, in one order: no atomics, and of dS no copy larger than the

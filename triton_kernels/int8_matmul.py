@@ -199,7 +199,7 @@ def grad_input_kernel(
 ):
     """dX = dY W. A channel's or group's scale varies along the reduction, so it must go into an operand and be rounded.
 
-    It goes into the weights, as it does for who materialises them. In dY it would cost one rounding too, but gradients
+    It goes into the weights, as it would in materialised ones. In dY it would cost one rounding too, but gradients
     are small: times a scale of 1e-3 they fall below fp16's normal range. For the same reason the weights are scaled
     relative to the largest scale, which multiplies the finished sum in fp32. Per tensor that leaves exact integers.
     """
