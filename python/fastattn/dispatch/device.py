@@ -55,7 +55,7 @@ def _look_up(device: torch.device) -> tuple[int, int, int, int] | None:
 def _keep_in_graphs() -> None:
     """What ``_look_up`` calls cannot be traced, and numbers can be kept in a graph.
 
-    The decorator imports torch._dynamo, a second's work: it has to wait for whoever compiles.
+    The decorator imports torch._dynamo, a second's work: it has to wait until something is compiled.
     """
     torch.compiler.assume_constant_result(_look_up)
 
@@ -71,7 +71,7 @@ def emulate_on_cpu(device_facts: DeviceFacts | None) -> DeviceFacts | None:
     """Declare that CPU tensors are on a GPU with these facts, for the whole process; None ends that.
 
     For tests and tools that run compiled kernels in the host's memory: calls on CPU tensors are then sent to kernels
-    as on such a GPU, and the caller sees to it that Triton launches them. Returns what was declared before.
+    as on such a GPU, and the caller makes Triton launch them. Returns what was declared before.
     """
     global _emulated
     before, _emulated = _emulated, device_facts

@@ -60,7 +60,7 @@ def register(
 
 
 def _count_flops(packet: torch._ops.OpOverloadPacket, flops: Callable[..., int]) -> None:
-    """Importing torch's counter imports Triton: whoever counts FLOPs imports it himself."""
+    """Importing torch's counter imports Triton: only a program that counts FLOPs is to do so."""
 
     def register_formula() -> None:
         from torch.utils.flop_counter import register_flop_formula
