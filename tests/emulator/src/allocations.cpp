@@ -46,6 +46,10 @@ uint64_t TrackedAllocations::outer_end(const Block& block) {
     return round_up(block.end) + block.zone_bytes;
 }
 
+uint64_t TrackedAllocations::outer_bytes(const Block& block) {
+    return outer_end(block) - (block.begin - block.zone_bytes);
+}
+
 void* TrackedAllocations::allocate(size_t bytes) noexcept {
     if (bytes == 0) return nullptr;
     const uint64_t zone_bytes = zone_bytes_of(bytes);
@@ -69,7 +73,7 @@ void TrackedAllocations::deallocate(void* begin) noexcept {
     if (found == live_.end()) std::abort();  // as glibc does, of an invalid pointer
     check_zones(found->second);
     fill(found->second.begin, found->second.end, kPoison);
-    quarantine_bytes_ += found->second.end - found->second.begin;
+    quarantine_bytes_ += outer_bytes(found->second);
     quarantine_.push_back(std::move(found->second));
     live_.erase(found);
     while (quarantine_bytes_ > kQuarantineBytes) release_oldest();
@@ -78,7 +82,7 @@ void TrackedAllocations::deallocate(void* begin) noexcept {
 void TrackedAllocations::release_oldest() {
     const Block& block = quarantine_.front();
     check_poison(block);
-    quarantine_bytes_ -= block.end - block.begin;
+    quarantine_bytes_ -= outer_bytes(block);
     std::free(reinterpret_cast<void*>(block.begin - block.zone_bytes));
     quarantine_.pop_front();
 }

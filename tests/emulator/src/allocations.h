@@ -19,8 +19,8 @@ namespace emulator {
 // quarantine for a while, so that their addresses do not belong to somebody else at once. Any thread may call.
 class TrackedAllocations {
   public:
-    static constexpr uint64_t kAlignment = 64;  // torch's own
-    static constexpr uint64_t kQuarantineBytes = uint64_t{64} << 20;
+    static constexpr uint64_t kAlignment = 64;                        // torch's own
+    static constexpr uint64_t kQuarantineBytes = uint64_t{64} << 20;  // red zones included
 
     // The only one. It is never destroyed: tensors may be freed when nearly all else of the process is gone.
     static TrackedAllocations& instance();
@@ -48,6 +48,7 @@ class TrackedAllocations {
     };
     static std::string name_of(const Block& block);
     static uint64_t outer_end(const Block& block);
+    static uint64_t outer_bytes(const Block& block);  // with both red zones
     void check_zones(const Block& block);
     void check_poison(const Block& block);
     void release_oldest();
