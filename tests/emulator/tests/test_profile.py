@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from command_in_process import command
 from emulator import nvcc_compile, static_facts
+
+pytestmark = pytest.mark.slow  # a process for each script, which imports torch
 
 with_tools = pytest.mark.skipif(not static_facts.has_tools(), reason="needs ptxas, cuobjdump and nvdisasm")
 
@@ -155,19 +158,19 @@ def test_a_script_without_kernels(files: tuple[Path, Path]) -> None:
     ],
 )
 def test_bad_arguments_are_refused_before_anything_runs(options: list[str], message: str) -> None:
-    done = profile(*options)
+    done = command("profile", *options)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
 @with_tools
 def test_a_ptx_file(files: tuple[Path, Path]) -> None:
-    done = profile("--arch", "sm_90", files[0])
+    done = command("profile", "--arch", "sm_90", files[0])
     assert done.returncode == 0, done.stderr
     assert "scale\n  registers" in done.stdout and "executed" not in done.stdout
     assert "other\n  registers" in done.stdout
-    done = profile(files[0], "--kernel", "^sc")
+    done = command("profile", files[0], "--kernel", "^sc")
     assert done.returncode == 0 and "scale\n" in done.stdout and "other\n" not in done.stdout
-    done = profile(files[0], "nonsense")
+    done = command("profile", files[0], "nonsense")
     assert done.returncode == 2 and "unrecognized arguments: nonsense" in done.stderr
 
 
@@ -178,7 +181,7 @@ def test_a_cuda_file(tmp_path: Path) -> None:
     source = tmp_path / "kernel.cu"
     source.write_text('#include "half.h"\n__global__ void halve(float* x) { x[threadIdx.x] *= HALF; }\n')
     for arguments in (["-I", tmp_path, source], [source, "-I", tmp_path, "--arch", "sm_90"]):
-        done = profile(*arguments)
+        done = command("profile", *arguments)
         assert done.returncode == 0, done.stderr
         assert "halve" in done.stdout and "static shared memory 0 bytes" in done.stdout
 
@@ -186,7 +189,7 @@ def test_a_cuda_file(tmp_path: Path) -> None:
 @with_tools
 def test_what_the_compiler_refuses_is_said_in_its_words(files: tuple[Path, Path]) -> None:
     files[0].write_text(PTX.replace("mul.f32", "mul.f31"))
-    done = profile(files[0])
+    done = command("profile", files[0])
     assert done.returncode == 1 and ".f31" in done.stderr and "Traceback" not in done.stderr
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from command_in_process import command
 from emulator.toolkit import nvcc
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.slow  # a process for each script, which imports torch
 
 TESTS = Path(__file__).parents[2]
 
@@ -128,8 +130,8 @@ def test_a_fault_of_a_native_kernel_has_its_place(tmp_path: Path) -> None:
         (["missing.py"], "there is no file missing.py"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, options: list[str], message: str) -> None:
-    done = run(ADD_ONE, tmp_path, *options)
+def test_what_cannot_be_is_refused(options: list[str], message: str) -> None:
+    done = command("run", *options, __file__)
     assert done.returncode == 2 and message in done.stderr and done.stdout == ""
 
 

@@ -1,0 +1,27 @@
+"""``python -m emulator`` without a process of its own, which would import torch: for calls that run no script."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+import sys
+from unittest import mock
+
+from emulator import __main__
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """What the command prints, and its exit code."""
+    words = [str(argument) for argument in arguments]
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    argv = mock.patch.object(sys, "argv", ["emulator", *words])
+    with argv, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            __main__.main()
+        except SystemExit as end:
+            code = end.code
+    if isinstance(code, str):  # Python prints it, and exits with 1
+        err.write(code)
+        code = 1
+    return subprocess.CompletedProcess(words, code or 0, out.getvalue(), err.getvalue())
