@@ -90,7 +90,7 @@ def plan_of(library: ctypes.CDLL, lengths: list[int], **changes: Any) -> Plan:
     call = Call(lengths, **changes)
     facts = (ctypes.c_int64 * 4)()
     most = 4 * (call.tiles * max(1, min(call.capacity, 1 << 17) // BLOCK_KEYS + 2))
-    rows = torch.zeros(max(most, 1), 9, dtype=torch.int64)
+    rows = torch.empty(max(most, 1), 9, dtype=torch.int64)  # gigabytes at most, of which the plan writes few
     found = library.decode_plan(*call.arguments(), facts, ctypes.c_void_p(rows.data_ptr()))
     return Plan(*facts, [Share(*row) for row in rows[:found].tolist()])
 

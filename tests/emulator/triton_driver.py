@@ -124,6 +124,8 @@ class Launcher:
         self.signature = tuple(source.signature.values())
         self.metadata = metadata
         self.descriptors = tuple(getattr(metadata, "tensordesc_meta", None) or ())
+        if hasattr(source, "fn"):  # a function, not a file of intermediate code
+            _compiled[id(source.fn)] = source.fn
 
     def __call__(
         self,
@@ -261,9 +263,24 @@ def _first_configuration(self: Autotuner, *args: Any, config: Any, **meta: Any) 
     return [0.0, 0.0, 0.0]
 
 
+_compiled: dict[int, Any] = {}  # functions that Triton has kernels of, by their identity
+
+
+def _forget_kernels() -> None:
+    """Triton keeps each kernel with all stages of its compilation: gigabytes, in a process that runs many. What it
+    compiled is found again on disk."""
+    for function in _compiled.values():
+        for number in [number for number in function.device_caches if number < 0]:  # see `Driver`
+            kernels, *_ = function.device_caches.pop(number)
+            for kernel in kernels.values():
+                kernel.module = kernel._run = None  # no unloading by a driver that is not this one
+    _compiled.clear()
+
+
 @contextlib.contextmanager
 def active(gpu: Gpu) -> Iterator[None]:
-    """Within, Triton compiles for ``gpu`` and launches on the emulator. May be nested."""
+    """Within, Triton compiles for ``gpu`` and launches on the emulator. May be nested; the outermost lets go of the
+    kernels at its end."""
     config = triton.runtime.driver
     before = config._active, backends["nvidia"], Autotuner._bench
     config.set_active(Driver(gpu))
@@ -273,3 +290,5 @@ def active(gpu: Gpu) -> Iterator[None]:
         yield
     finally:
         config._active, backends["nvidia"], Autotuner._bench = before
+        if not isinstance(config._active, Driver):
+            _forget_kernels()

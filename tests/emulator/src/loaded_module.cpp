@@ -35,7 +35,15 @@ std::vector<std::string> LoadedModule::kernels() const {
 const Program& LoadedModule::program(const std::string& kernel) {
     const std::lock_guard lock(mutex_);
     auto& program = programs_[kernel];
-    if (program == nullptr) program = decode_kernel(module_, kernel, variables_);
+    if (program == nullptr) {
+        program = decode_kernel(module_, kernel, variables_);
+        // A process that runs every kernel of a library would hold gigabytes of them. Nobody calls a kernel, so no other
+        // program needs its operands.
+        for (ptx::Instruction& instruction : module_.functions.find(kernel)->second->body) {
+            instruction.operands.clear();
+            instruction.operands.shrink_to_fit();
+        }
+    }
     return *program;
 }
 
