@@ -89,6 +89,7 @@ class Module:
         races: bool | None = None,
         replicated_stores: bool = False,
         uninitialised: bool = False,
+        unawaited: bool = False,
         num_sms: int = 132,
         instruction_limit: int = 1 << 28,
         workers: int = 2,
@@ -105,10 +106,11 @@ class Module:
         asynchronous operations take place. ``races`` (None: as ``checks``): conflicting accesses to shared or global
         memory that nothing orders are errors, whatever order they came in; with ``replicated_stores`` several warps may
         store the same value by the same instruction, as Triton's compiler has them do. ``uninitialised``: reading
-        shared memory that nothing wrote is an error. ``num_sms``: multiprocessors, which decide how many CTAs run at a
-        time. ``instruction_limit``: of one warp, an error beyond. ``workers``: threads of the host. ``cooperative``:
-        the grid may synchronise (all of its CTAs must run at a time). What the kernel prints goes to ``sys.stdout`` at
-        its end.
+        shared memory that nothing wrote is an error. ``unawaited``: so is a CTA that ends with threads arrived at a
+        barrier that nobody waited for, otherwise a warning of the report. ``num_sms``: multiprocessors, which decide
+        how many CTAs run at a time. ``instruction_limit``: of one warp, an error beyond. ``workers``: threads of the
+        host. ``cooperative``: the grid may synchronise (all of its CTAs must run at a time). What the kernel prints
+        goes to ``sys.stdout`` at its end.
 
         Raises `EmulatorError`.
         """
@@ -137,6 +139,7 @@ class Module:
                 checks if races is None else races,
                 replicated_stores,
                 uninitialised,
+                unawaited,
                 instruction_limit,
                 workers,
                 cooperative,

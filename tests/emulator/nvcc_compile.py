@@ -41,15 +41,19 @@ def compile_ptx(source: Path, arch: str, include: Sequence[Path] = ()) -> str:
     return compiled(source, "ptx", ["-ptx", f"-arch={arch}"], include).read_text()
 
 
-def compile_library(source: Path, archs: Sequence[str], include: Sequence[Path] = ()) -> Path:
+def compile_library(
+    source: Path, archs: Sequence[str], include: Sequence[Path] = (), flags: Sequence[str] = ()
+) -> Path:
     """A shared library of one file with its host code, PTX for ``archs``, and the emulated CUDA runtime.
 
-    It can be loaded where `emulator.cuda_runtime` is.
+    It can be loaded where `emulator.cuda_runtime` is. ``flags`` are nvcc's, besides those that this needs.
     """
     gencodes = [flag for arch in archs for flag in ("-gencode", f"arch={arch},code={arch}")]
     # Its symbols are found by the name of the library that has them; nvcc itself takes no file of that suffix.
     runtime = ["-cudart", "none", "-Xlinker", str(build()[0])]
-    return compiled(source, "so", ["-shared", "-Xcompiler", "-fPIC", "--no-compress", *gencodes, *runtime], include)
+    return compiled(
+        source, "so", ["-shared", "-Xcompiler", "-fPIC", "--no-compress", *gencodes, *runtime, *flags], include
+    )
 
 
 def compile_all(sources: Sequence[Path], arch: str, include: Sequence[Path] = ()) -> list[str]:

@@ -16,6 +16,7 @@ class LaunchOptions:
     checks: bool = True
     races: bool | None = None
     uninitialised: bool = False
+    unawaited: bool = False
     instruction_limit: int = 1 << 28
     workers: int = 2
     tracked: bool = False

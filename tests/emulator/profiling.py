@@ -132,6 +132,7 @@ def facts_lines(profile: KernelProfile) -> list[str]:
             )
         waits = ", ".join(f"{name} {count:,}" for name, count in sorted(report.waits.items()))
         lines.append(f"  waits of warps: {waits or 'none'}")
+        lines += [f"  warning: {text} ({count:,} CTAs)" for text, count in sorted(report.warnings.items())]
     return lines
 
 

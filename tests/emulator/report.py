@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -81,6 +81,7 @@ class Report:
     waits: dict[str, int]  # times that a warp waited at "barrier 0" to "barrier 15", "cluster barrier", "mbarrier"
     registers: int | None = None  # of a thread, the most of all launches, where ptxas was asked
     launches: int = 1
+    warnings: dict[str, int] = field(default_factory=dict)  # what PTX allows, and CTAs that it happened to
 
     @classmethod
     def of(cls, kernel: str, counted: dict[str, Any]) -> Report:
@@ -89,7 +90,7 @@ class Report:
         for kind, opcode, line, file, source_line, *counts in counted["rows"]:
             source = f"{file}:{source_line}" if file else ""
             rows.append(InstructionCounts(kind, opcode, line, source, *counts, kernel))
-        return cls(kernel, tuple(rows), counted["shared_bytes"], counted["waits"])
+        return cls(kernel, tuple(rows), counted["shared_bytes"], counted["waits"], warnings=counted["warnings"])
 
     @classmethod
     def total(cls, reports: Iterable[Report]) -> Report:
@@ -97,6 +98,7 @@ class Report:
         names: dict[str, None] = {}
         rows: dict[tuple[Any, ...], InstructionCounts] = {}
         waits: Counter[str] = Counter()
+        warnings: Counter[str] = Counter()
         shared_bytes, registers, launches = 0, None, 0
         for report in reports:
             names[report.kernel] = None
@@ -106,12 +108,13 @@ class Report:
                 sums = {name: getattr(known, name, 0) + getattr(row, name) for name in COUNTS}
                 rows[key] = replace(row, **sums)
             waits.update(report.waits)
+            warnings.update(report.warnings)
             shared_bytes = max(shared_bytes, report.shared_bytes)
             registers = max((n for n in (registers, report.registers) if n is not None), default=None)
             launches += report.launches
         order = {name: place for place, name in enumerate(names)}
         ordered = sorted(rows.values(), key=lambda row: (order.get(row.kernel, -1), row.line))
-        return cls(", ".join(names), tuple(ordered), shared_bytes, dict(waits), registers, launches)
+        return cls(", ".join(names), tuple(ordered), shared_bytes, dict(waits), registers, launches, dict(warnings))
 
     @cached_property
     def instructions(self) -> dict[str, int]:
@@ -176,4 +179,5 @@ class Report:
         lines.append(f"  shared memory of a CTA {self.shared_bytes} bytes, waits of warps: {waits}")
         if self.registers is not None:
             lines.append(f"  registers of a thread {self.registers}")
+        lines += [f"  warning: {text} ({count} CTAs)" for text, count in self.warnings.items()]
         return "\n".join(lines)

@@ -51,6 +51,12 @@ py::dict report_of(const Program& program, const Report& report, int64_t shared_
     if (report.cluster_barrier_waits > 0) waits["cluster barrier"] = report.cluster_barrier_waits;
     if (report.mbarrier_waits > 0) waits["mbarrier"] = report.mbarrier_waits;
     result["waits"] = waits;
+    py::dict warnings;
+    for (size_t i = 0; i < report.unawaited.size(); ++i) {
+        const py::str text("threads arrived at barrier " + std::to_string(i) + ", which nobody waited for");
+        if (report.unawaited[i] > 0) warnings[text] = report.unawaited[i];
+    }
+    result["warnings"] = warnings;
     result["shared_bytes"] = shared_bytes;
     return result;
 }
@@ -61,8 +67,8 @@ py::dict launch(LoadedModule& module, const std::string& kernel, std::array<uint
                 std::array<uint32_t, 3> block, const py::bytes& parameter_bytes,
                 const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& memory, bool tracked,
                 int64_t shared_bytes, std::array<uint32_t, 3> cluster, int num_sms, uint64_t seed, bool checks,
-                bool races, bool replicated_stores, bool uninitialised, int64_t instruction_limit, int workers,
-                bool cooperative) {
+                bool races, bool replicated_stores, bool uninitialised, bool unawaited, int64_t instruction_limit,
+                int workers, bool cooperative) {
     const Program& program = module.program(kernel);
     std::vector<Allocation> allocations = module.allocations();
     uint64_t workspace = 0;
@@ -88,6 +94,7 @@ py::dict launch(LoadedModule& module, const std::string& kernel, std::array<uint
     launch.races = races;
     launch.replicated_stores = replicated_stores;
     launch.uninitialised_errors = uninitialised;
+    launch.unawaited_errors = unawaited;
     launch.instruction_limit = instruction_limit;
     launch.workers = workers;
     launch.num_sms = num_sms;

@@ -35,6 +35,7 @@ struct Launch {
     uint64_t grid_workspace;    // of a cooperative launch: 8 bytes of zeros in global memory; 0: it is none
     bool checks;                // bounds of global memory, and what follows
     bool uninitialised_errors;  // reads of shared memory that nothing wrote
+    bool unawaited_errors;      // arrivals at a barrier that nobody waits for until the CTA ends
     bool races;                 // conflicting accesses that nothing orders are errors
     bool replicated_stores;     // … but for stores of the same value by the same instruction
     LaunchHistory* history;     // of accesses, while it runs; nullptr without `races`
@@ -276,7 +277,7 @@ class Cta {
     const std::vector<std::unique_ptr<Warp>>& warps() const { return warps_; }
     const Barrier& barrier(int id) const { return barriers_[id]; }
     bool has_ended() const;
-    void check_end();  // a Fault if something was left unfinished
+    void check_end();  // a Fault if something was left unfinished; counts arrivals that nobody waited for
 
     // True: the barrier was complete, and the others have been released.
     bool arrive(const Operation& operation, Warp& warp, Frame* frame, uint32_t mask, bool waits);

@@ -27,11 +27,13 @@ struct Report {
     // Times that a warp waited: at a barrier of its CTA, at that of its cluster, for a phase of an mbarrier.
     std::array<uint64_t, 16> barrier_waits{};
     uint64_t cluster_barrier_waits = 0, mbarrier_waits = 0;
+    std::array<uint64_t, 16> unawaited{};  // CTAs that ended with threads arrived at a barrier that nobody waited for
 
     void add(const Report& other) {
         operations.resize(std::max(operations.size(), other.operations.size()));
         for (size_t i = 0; i < other.operations.size(); ++i) operations[i].add(other.operations[i]);
         for (size_t i = 0; i < barrier_waits.size(); ++i) barrier_waits[i] += other.barrier_waits[i];
+        for (size_t i = 0; i < unawaited.size(); ++i) unawaited[i] += other.unawaited[i];
         cluster_barrier_waits += other.cluster_barrier_waits;
         mbarrier_waits += other.mbarrier_waits;
     }

@@ -63,6 +63,17 @@ def message(library: ctypes.CDLL, error: int) -> str:
     return text.decode()
 
 
+def test_arrivals_left_at_a_barrier() -> None:
+    """A warning of the report, or with the option an error of the launch; flags reach the compiler."""
+    source = Path(__file__).parent / "cuda" / "left_arrivals.cu"
+    left = ctypes.CDLL(str(compile_library(source, ["compute_80"], flags=["-DNUM_CTAS=3"])))
+    with launches.recorded() as found:
+        assert left.run_leave_arrivals() == SUCCESS
+    assert found[0].report.warnings == {"threads arrived at barrier 2, which nobody waited for": 3}
+    with options.launching(unawaited=True):
+        assert left.run_leave_arrivals() != SUCCESS
+
+
 def test_arguments_and_variables(library: ctypes.CDLL, out: Ints) -> None:
     """A pointer, an int and a struct with padding; device and constant variables, as they are at first and set."""
     assert library.run_store(out, 20) == SUCCESS

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from emulator import EmulatorError, Module
+from emulator.report import Report
 
 HEAD = ".version 8.0\n.target sm_80\n.address_size 64\n"
 
@@ -122,9 +123,22 @@ def test_barrier_with_counts_that_differ() -> None:
 
 
 def test_barrier_that_nobody_waits_for() -> None:
-    with pytest.raises(EmulatorError, match="nobody waited for"):
-        kernel("setp.lt.u32 %p1, %r0, 32; @%p1 bar.arrive 2, 64;").launch("k", (1,), (64,), [torch.zeros(1)])
-    kernel("bar.arrive 2, 64;").launch("k", (1,), (64,), [torch.zeros(1)])
+    left = kernel("setp.lt.u32 %p1, %r0, 32; @%p1 bar.arrive 2, 64;")
+    with pytest.raises(EmulatorError, match="nobody waited for") as caught:
+        left.launch("k", (1,), (64,), [torch.zeros(1)], unawaited=True)
+    assert caught.value.kind == "barrier"
+    full = kernel("bar.arrive 2, 64;").launch("k", (3,), (64,), [torch.zeros(1)], unawaited=True)
+    assert full.warnings == {} and "warning" not in str(full)
+
+
+def test_arrivals_left_at_a_barrier_are_a_warning() -> None:
+    """PTX allows them: a consumer may leave a credit for a turn that does not come."""
+    left = kernel("setp.lt.u32 %p1, %r0, 32; @%p1 bar.arrive 2, 64;")
+    report = left.launch("k", (3,), (64,), [torch.zeros(1)])
+    text = "threads arrived at barrier 2, which nobody waited for"
+    assert report.warnings == {text: 3}
+    assert f"warning: {text} (3 CTAs)" in str(report)
+    assert Report.total([report, report]).warnings == {text: 6}
 
 
 def test_divergent_barrier() -> None:

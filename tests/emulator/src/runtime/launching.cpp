@@ -128,6 +128,7 @@ cudaError_t launch(const Kernel& kernel, const Request& request) try {
     launch.checks = options.checks;
     launch.races = options.races;
     launch.uninitialised_errors = options.uninitialised;
+    launch.unawaited_errors = options.unawaited;
     launch.instruction_limit = options.instruction_limit;
     launch.workers = options.workers;
     if (request.is_cooperative) launch.grid_workspace = reinterpret_cast<uint64_t>(&workspace);
