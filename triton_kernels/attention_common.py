@@ -80,6 +80,18 @@ def store_rows(base, values, first_row, num_rows, stride, BLOCK: tl.constexpr, D
 
 
 @triton.jit
+def spoil_rows(base, spoiled, first_row, num_rows, stride, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Overwrite with NaN those elements that `store_rows` has stored of which ``spoiled`` is true."""
+    VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
+    row = tl.arange(0, BLOCK)
+    column = tl.arange(0, WIDTH)
+    tile = tl.multiple_of(base + tl.cast(first_row, tl.int64) * stride, 16)
+    pointers = tile + (tl.multiple_of(row.to(tl.int64) * stride, VECTOR)[:, None] + column[None, :])
+    mask = (row < num_rows - first_row)[:, None] & (column < DIM)[None, :]
+    tl.store(pointers, tl.full([BLOCK, WIDTH], float("nan"), base.dtype.element_ty), mask=mask & spoiled)
+
+
+@triton.jit
 def tile_range(
     first, last, shift, window_left, window_right, length, BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
 ):

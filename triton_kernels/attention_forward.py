@@ -35,6 +35,7 @@ from fastattn.triton_kernels.attention_common import (
     load_full_rows,
     load_rows,
     sequence_range,
+    spoil_rows,
     store_rows,
     tile_range,
     visible_keys,
@@ -118,13 +119,13 @@ def _attend_tile(
 
 
 @triton.jit
-def _spoil_tile(
-    out, v_base, stride_vb, stride_vn, block_table, max_pages, num_pages, batch, first_row, first_key,
+def _spoiled_in_tile(
+    count, v_base, stride_vb, stride_vn, block_table, max_pages, num_pages, batch, first_row, first_key,
     bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
     window_left, window_right, VALUE_DIM: tl.constexpr, WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Put back what `_attend_tile` left out of a masked tile: NaN where a row sees a value that is not finite."""
+    """Add to ``count [BLOCK_M, WIDTH_V]`` how many values that are not finite each row sees in each column."""
     if PAGE_SIZE > 0:
         page, page_row, exists = locate_keys(first_key, seqlen_k, block_table, max_pages, num_pages, batch, BLOCK_N,
                                              PAGE_SIZE)  # fmt: skip
@@ -138,8 +139,7 @@ def _spoil_tile(
         _unused, visible = apply_bias(
             0.0, visible, row, column, bias_base, stride_bias_m, stride_bias_n, seqlen_q, seqlen_k, BIAS
         )
-    count = tl.dot(visible.to(v.dtype), (1 - is_finite(v).to(tl.int32)).to(v.dtype), input_precision="ieee")
-    return tl.where(count > 0, float("nan"), out)
+    return tl.dot(visible.to(v.dtype), (1 - is_finite(v).to(tl.int32)).to(v.dtype), count, input_precision="ieee")
 
 
 @triton.jit(
@@ -158,7 +158,7 @@ def attention_forward_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, NEGATE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (query tiles * B * Hq), the tiles of one head side by side so that they share its keys in L2."""
     UNIT: tl.constexpr = LOG2_E if BIAS != ADDITIVE_BIAS else 1.0
@@ -189,8 +189,9 @@ def attention_forward_kernel(
         v_base += batch * stride_vb + tl.cast(begin_k, tl.int64) * stride_vn
     q_base = query + batch * stride_qb + head * stride_qh + tl.cast(begin_q, tl.int64) * stride_qm
     q = load_rows(q_base, first_row, seqlen_q, stride_qm, BLOCK_M, HEAD_DIM, WIDTH_QK)
-    q = tl.where(scale < 0, -q, q)  # a scale that is not negative lets the loop take the maximum before scaling
-    scale = tl.abs(scale)
+    if NEGATE:  # a scale that is not negative lets the loop take the maximum before scaling
+        q = -q  # by the host's choice: after a choice made here, wgmma would read Q from registers at every step
+        scale = -scale
 
     bias_base = bias
     slope = 0.0
@@ -236,14 +237,6 @@ def attention_forward_kernel(
             window_left, window_right, scale, softcap, seed, dropout_threshold, HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
             BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, PAGE_SIZE, MASKED=True,
         )  # fmt: skip
-    if tl.max(spoiled, 0) > 0:
-        for step in range(num_masked):
-            tile = begin + step + tl.where(begin + step < full_begin, 0, full_end - full_begin)
-            out = _spoil_tile(
-                out, v_base, stride_vb, stride_vn, block_table, max_pages, num_pages, batch, first_row, tile * BLOCK_N,
-                bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right,
-                VALUE_DIM, WIDTH_V, BLOCK_M, BLOCK_N, LEFT, RIGHT, BIAS, PAGE_SIZE,
-            )  # fmt: skip
 
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row without keys: 0 / 1, and lse = -inf + log(1)
     factor = 1.0 / row_sum
@@ -254,6 +247,20 @@ def attention_forward_kernel(
     row = first_row + tl.arange(0, BLOCK_M)
     lse_base = lse + batch * stride_lb + head * stride_lh + begin_q
     tl.store(lse_base + row, row_max * NATURAL + tl.log(row_sum), mask=row < seqlen_q)
+
+    # Put back what masked tiles have left out: NaN where a row sees a value that is not finite. After the output has
+    # been stored, so that its registers are free.
+    if tl.max(spoiled, 0) > 0:
+        count = tl.zeros([BLOCK_M, WIDTH_V], tl.float32)
+        for step in range(num_masked):
+            tile = begin + step + tl.where(begin + step < full_begin, 0, full_end - full_begin)
+            count = _spoiled_in_tile(
+                count, v_base, stride_vb, stride_vn, block_table, max_pages, num_pages, batch, first_row,
+                tile * BLOCK_N, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
+                window_left, window_right, VALUE_DIM, WIDTH_V, BLOCK_M, BLOCK_N, LEFT, RIGHT, BIAS, PAGE_SIZE,
+            )  # fmt: skip
+        tl.debug_barrier()  # orders both stores, should the compiler give an element to another thread this time
+        spoil_rows(o_base, count > 0, first_row, seqlen_q, stride_om, BLOCK_M, VALUE_DIM, WIDTH_V)
 
 
 def attention_forward(
@@ -311,6 +318,7 @@ def attention_forward(
         "block_table": None if block_table is None else block_table.contiguous(),
         "max_pages": 0 if block_table is None else block_table.shape[1],
         "num_pages": 0 if block_table is None else key.shape[0],
+        "NEGATE": scale < 0,
         "PAGE_SIZE": 0 if block_table is None else max(1, key.shape[2]),
         "output": out,
         "lse": lse,

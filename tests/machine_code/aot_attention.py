@@ -102,6 +102,7 @@ def build(
     constexprs = attention_constexprs(tile, head_dim, head_dim, **options)
     constexprs |= {
         "PAGE_SIZE": page_size,
+        "NEGATE": False,
         "GRAD_LSE": True,
         "SUM_BATCHES": True,
         "SUM_HEADS": False,
