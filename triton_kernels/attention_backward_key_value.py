@@ -49,12 +49,16 @@ def _key_value_tile(
         q = load_full_rows(q_base, first_row, stride_qm, BLOCK_M, HEAD_DIM, WIDTH_QK)
         grad = load_full_rows(g_base, first_row, stride_gm, BLOCK_M, VALUE_DIM, WIDTH_V)
     row = first_row + tl.arange(0, BLOCK_M)
-    inside = row < seqlen_q
-    shift = tl.load(shift_base + row, mask=inside, other=INF)
-    delta = tl.load(delta_base + row, mask=inside, other=0.0)
+    if MASKED:
+        inside = row < seqlen_q
+        shift = tl.load(shift_base + row, mask=inside, other=INF)
+        delta = tl.load(delta_base + row, mask=inside, other=0.0)
+    else:
+        shift = tl.load(shift_base + row)
+        delta = tl.load(delta_base + row)
     log2_sum = delta
     if BIAS == ADDITIVE_BIAS:
-        log2_sum = tl.load(log2_sum_base + row, mask=inside, other=0.0)
+        log2_sum = tl.load(log2_sum_base + row, mask=row < seqlen_q, other=0.0)
     keep = True
     if DROPOUT:
         keep = tl.trans(dropout_keep(seed, dropout_threshold, batch_head, first_row, first_key, BLOCK_M, BLOCK_N))

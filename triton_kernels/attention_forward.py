@@ -252,7 +252,7 @@ def attention_forward_kernel(
     # been stored, so that its registers are free.
     if tl.max(spoiled, 0) > 0:
         count = tl.zeros([BLOCK_M, WIDTH_V], tl.float32)
-        for step in range(num_masked):
+        for step in tl.range(num_masked, num_stages=1):  # so rare that registers count for more than speed
             tile = begin + step + tl.where(begin + step < full_begin, 0, full_end - full_begin)
             count = _spoiled_in_tile(
                 count, v_base, stride_vb, stride_vn, block_table, max_pages, num_pages, batch, first_row,
