@@ -52,6 +52,86 @@ class AttentionTile:
 
 BackwardKernel = Literal["key_value", "query", "bias"]
 
+# Kernel, widest head dim, and which calls get a tile of their own: causal and windowed ones ("masked"), and those with
+# a head dim that is narrower ("padded", which goes before "masked").
+TileKey = tuple[str, int] | tuple[str, int, Literal["masked", "padded"]]
+
+# Kernels that are not crowded (below). The comments give clocks of an SM for 64 x 64 scores, full and causal:
+# predictions from the machine code for bf16 on an A100 and an H100, with as many CTAs on an SM as registers and shared
+# memory allow. Differences below 8 % say nothing. No tile spills in a main loop, padded head dims among them (AOT).
+
+# 99 KB of shared memory: sm_86, sm_89, sm_120.
+_SM86_TILES: dict[TileKey, AttentionTile] = {
+    ("forward", 64): AttentionTile(128, 64, num_warps=4, num_stages=3),  # 843; eight warps 1002
+    ("forward", 64, "masked"): AttentionTile(128, 32, num_warps=4, num_stages=3),  # 995; 128 x 64 spills
+    ("forward", 64, "padded"): AttentionTile(128, 32, num_warps=4, num_stages=3),
+    ("forward", 128): AttentionTile(128, 64, num_warps=8, num_stages=3),  # 1734, 1743; two stages spill, full
+    ("forward", 128, "padded"): AttentionTile(128, 32, num_warps=8, num_stages=3),  # 128 x 64 spills
+    ("forward", 256): AttentionTile(64, 32, num_warps=8, num_stages=2),  # 64 x 64 needs 104 KB
+    ("query", 64): AttentionTile(128, 32, num_warps=4, num_stages=2),  # 1092, 1099; 64 x 64 1392, 128 x 64 spills
+    ("query", 64, "padded"): AttentionTile(64, 64, num_warps=4, num_stages=3),  # 128 x 32 spills
+    ("query", 128): AttentionTile(128, 32, num_warps=8, num_stages=2),  # 2853, 3007; 64 x 64 4169
+    ("query", 256): AttentionTile(32, 32, num_warps=8, num_stages=1),
+    ("key_value", 64): AttentionTile(64, 64, num_warps=4, num_stages=2),  # 1718, 1628; 32 x 64 1789, 2013
+    ("key_value", 128): AttentionTile(16, 64, num_warps=4, num_stages=3),  # 3297, 3322; 32 x 64, eight warps, 4008
+    ("key_value", 256): AttentionTile(32, 32, num_warps=8, num_stages=1),
+}
+
+# 163 KB: sm_80, sm_87.
+_SM80_TILES: dict[TileKey, AttentionTile] = _SM86_TILES | {
+    ("query", 128): AttentionTile(128, 64, num_warps=8, num_stages=3),  # 2304, 2257, in 128 KB
+    ("query", 128, "padded"): AttentionTile(128, 32, num_warps=8, num_stages=2),  # 128 x 64 spills
+}
+
+# Three stages: with two, warps wait for cp.async a third of the time. Products of fewer than 64 rows (block_m, but of
+# key_value block_n) would be mma.sync. Keys and values through descriptors (TMA) gain 8 % at most, and each descriptor
+# costs the host microseconds a launch.
+_SM90_TILES: dict[TileKey, AttentionTile] = {
+    ("forward", 64): AttentionTile(128, 64, num_warps=4, num_stages=3),  # 586, 571; eight warps 712
+    ("forward", 64, "padded"): AttentionTile(128, 32, num_warps=4, num_stages=3),  # 128 x 64 spills
+    ("forward", 128): AttentionTile(128, 64, num_warps=8, num_stages=3),  # 1003, 1027; two stages 1664
+    ("forward", 256): AttentionTile(128, 32, num_warps=8, num_stages=3),  # 2062, 2075; 64 x 32 2328, 64 x 64 spills
+    ("forward", 256, "padded"): AttentionTile(64, 32, num_warps=8, num_stages=3),  # 128 x 32 spills
+    ("query", 64): AttentionTile(128, 32, num_warps=4, num_stages=3),  # 656, 660; 64 x 64 693, 128 x 64 spills
+    ("query", 128): AttentionTile(128, 64, num_warps=8, num_stages=3),  # 1176, 1174; 64 x 64 1332
+    ("query", 256): AttentionTile(64, 32, num_warps=8, num_stages=3),  # causal 3512; 32 x 32 9710, 64 x 64 spills
+    ("key_value", 64): AttentionTile(64, 64, num_warps=4, num_stages=3),  # 855, 861; 32 x 64 1116, 64 x 128 982
+    ("key_value", 128): AttentionTile(64, 64, num_warps=8, num_stages=3),  # 1586, 1586; 32 x 64, four warps, 1627
+    ("key_value", 128, "padded"): AttentionTile(32, 64, num_warps=4, num_stages=3),  # 64 x 64 spills
+    ("key_value", 256): AttentionTile(32, 32, num_warps=8, num_stages=1),  # causal 10578; 16 x 64 and 32 x 64 spill
+}
+
+# sm_100, sm_103, ...: what does not spill, nothing is predicted.
+_SM100_TILES: dict[TileKey, AttentionTile] = {
+    ("forward", 64): AttentionTile(128, 64, num_warps=8, num_stages=3),
+    ("forward", 128): AttentionTile(128, 64, num_warps=8, num_stages=2),
+    ("forward", 128, "padded"): AttentionTile(128, 32, num_warps=8, num_stages=2),
+    ("forward", 256): AttentionTile(64, 32, num_warps=8, num_stages=2),
+    ("query", 64): AttentionTile(64, 64, num_warps=4, num_stages=2),
+    ("query", 128): AttentionTile(64, 64, num_warps=8, num_stages=2),
+    ("query", 256): AttentionTile(32, 32, num_warps=8, num_stages=1),
+    ("key_value", 64): AttentionTile(32, 64, num_warps=4, num_stages=2),
+    ("key_value", 128): AttentionTile(32, 64, num_warps=8, num_stages=2),
+    ("key_value", 256): AttentionTile(32, 32, num_warps=8, num_stages=1),
+}
+
+
+def _plain_tile(arch: int, kernel: str, head_dim: int, value_dim: int, masked: bool) -> AttentionTile:
+    """From the tables above."""
+    if arch in (80, 87):
+        tiles = _SM80_TILES
+    elif 90 <= arch < 100:
+        tiles = _SM90_TILES
+    elif 100 <= arch < 120:
+        tiles = _SM100_TILES
+    else:
+        tiles = _SM86_TILES
+    width = next(width for width in (64, 128, 256) if max(head_dim, value_dim) <= width)
+    tile = tiles[kernel, width]
+    if not head_dim == value_dim == width:
+        return tiles.get((kernel, width, "padded"), tile)
+    return tiles.get((kernel, width, "masked"), tile) if masked else tile
+
 
 def attention_forward_tile(
     arch: int, head_dim: int, value_dim: int, masked: bool = False, crowded: bool = False
@@ -59,27 +139,17 @@ def attention_forward_tile(
     """Tile of `attention_forward_kernel`.
 
     ``masked``: causal or window; ``crowded``: bias, ALiBi, softcap or dropout, which need registers for every score, or
-    pages, which need them for every key.
-    So far neither ``arch`` nor ``masked`` changes the choice: every tile fits the 99 KB of the smallest architecture
-    (AOT), and no GPU has been at hand to show that another one is faster.
+    pages, which need them for every key: one tile for all architectures, which fits 99 KB (AOT).
     """
     width = max(padded_head_dim(head_dim), padded_head_dim(value_dim))
+    if not crowded:
+        return _plain_tile(arch, "forward", head_dim, value_dim, masked)
     if width <= 64:
-        if crowded:
-            # 128 x 64 spills on sm_80 and sm_90, and so does 64 x 64 with four warps where the width is padded (AOT).
-            return AttentionTile(64, 64, num_warps=8, num_stages=2)
-        # Eight warps: with four, the causal loop spills on sm_80 and sm_90 (AOT). Three stages: prediction.
-        return AttentionTile(128, 64, num_warps=8, num_stages=3)
+        # 128 x 64 spills on sm_80 and sm_90, and so does 64 x 64 with four warps where the width is padded (AOT).
+        return AttentionTile(64, 64, num_warps=8, num_stages=2)
     if width <= 128:
-        if crowded:
-            return AttentionTile(64, 32, num_warps=8, num_stages=2)  # 64 x 64 and 128 x 32 spill on sm_90 (AOT)
-        # 64 KB (sm_80) to 96 KB (sm_90). Where the width is padded, 128 x 64 spills on sm_80 (AOT).
-        # Two stages: prediction.
-        padded = head_dim != width or value_dim != width
-        return AttentionTile(128, 32 if padded else 64, num_warps=8, num_stages=2)
-    if crowded:
-        return AttentionTile(32, 32, num_warps=8, num_stages=1)  # 64 x 32 spills on sm_90 (AOT)
-    return AttentionTile(64, 32, num_warps=8, num_stages=2)  # 64 x 64 spills on sm_90 and needs 104 KB on sm_80 (AOT)
+        return AttentionTile(64, 32, num_warps=8, num_stages=2)  # 64 x 64 and 128 x 32 spill on sm_90 (AOT)
+    return AttentionTile(32, 32, num_warps=8, num_stages=1)  # 64 x 32 spills on sm_90 (AOT)
 
 
 def attention_backward_tile(
@@ -87,7 +157,7 @@ def attention_backward_tile(
 ) -> AttentionTile:
     """Tile of one of the backward kernels: "key_value" (dK, dV), "query" (dQ, and delta) or "bias" (its gradient).
 
-    Parameters and what they do not change yet are those of `attention_forward_tile`.
+    Parameters are those of `attention_forward_tile`.
     """
     width = max(padded_head_dim(head_dim), padded_head_dim(value_dim))
     if kernel == "bias":  # always crowded; its accumulator is the tile itself
@@ -95,23 +165,16 @@ def attention_backward_tile(
             return AttentionTile(32, 32, num_warps=4, num_stages=2)  # 64 x 32 spills on sm_100 (AOT)
         # Eight warps: with four, 64 x 32 spills on sm_100 (AOT). One stage from 256 dims on: two exceed 99 KB.
         return AttentionTile(64, 32, num_warps=8, num_stages=2 if width <= 128 else 1)
+    if not crowded:
+        return _plain_tile(arch, kernel, head_dim, value_dim, masked)
     if width > 128:
-        # The accumulators alone are 256 columns wide: 64 x 32 (query) and 32 x 64 (key_value) spill on sm_90, and 32 x
-        # 32 on sm_100 if it is crowded, in either kernel (AOT).
-        if crowded:
-            return AttentionTile(*((32, 16) if kernel == "query" else (16, 32)), num_warps=8, num_stages=1)
-        return AttentionTile(32, 32, num_warps=8, num_stages=1)
+        # The accumulators alone are 256 columns wide: 32 x 32 spills on sm_100, in either kernel (AOT).
+        return AttentionTile(*((32, 16) if kernel == "query" else (16, 32)), num_warps=8, num_stages=1)
     if kernel == "query":
         if width <= 64:
-            side = 32 if crowded else 64  # 64 x 32, crowded, spills on sm_80 and sm_100 (AOT)
-            return AttentionTile(side, side, num_warps=4, num_stages=2)
-        return AttentionTile(
-            64, 32 if crowded else 64, num_warps=8, num_stages=2
-        )  # 64 x 64, crowded, spills on sm_90 (AOT)
-    if crowded:
-        return AttentionTile(32, 32, num_warps=4, num_stages=2)  # 32 x 64 spills on sm_80 and sm_90 (AOT)
-    # Four warps suffice for 64 dims; at 128, 64 x 64 spills on sm_90 with eight warps, and 32 x 64 with four (AOT).
-    return AttentionTile(32, 64, num_warps=4 if width <= 64 else 8, num_stages=2)
+            return AttentionTile(32, 32, num_warps=4, num_stages=2)  # 64 x 32 spills on sm_80 and sm_100 (AOT)
+        return AttentionTile(64, 32, num_warps=8, num_stages=2)  # 64 x 64 spills on sm_90 (AOT)
+    return AttentionTile(32, 32, num_warps=4, num_stages=2)  # 32 x 64 spills on sm_80 and sm_90 (AOT)
 
 
 def describe_attention(

@@ -47,6 +47,10 @@ CASES = [
         shape=(1, 2, 1, 33, 47), head_dims=(64, 64), mask="float", dropout=0.3, small_tile=False, dtype=torch.bfloat16
     ),
     Case(shape=(1, 2, 1, 33, 47), head_dims=(64, 64), mask="bool", mask_shape=(1, 0, 1, 1), small_tile=False),
+    # Long enough for each pipeline of three stages to come round, with whole, masked and partial tiles.
+    Case(shape=(1, 1, 1, 330, 340), head_dims=(64, 64), small_tile=False, dtype=torch.bfloat16),
+    Case(shape=(1, 1, 1, 330, 340), head_dims=(128, 128), window=CAUSAL, small_tile=False),
+    Case(shape=(1, 1, 1, 140, 150), head_dims=(256, 256), window=CAUSAL, small_tile=False, dtype=torch.bfloat16),
     Case(
         shape=(1, 2, 1, 0, 0), head_dims=(64, 64), lengths=((17, 0, 33), (20, 5, 47)), window=CAUSAL, small_tile=False
     ),
@@ -59,6 +63,20 @@ def test_attention_forward_and_backward(
 ) -> None:
     attention_cases.check(case, monkeypatch)
     assert used(launched, "wgmma.mma_async")
+
+
+@pytest.mark.parametrize("window", [(-1, -1), CAUSAL], ids=str)
+def test_a_value_that_is_nan_reaches_the_rows_that_see_it(
+    window: tuple[int, int], launched: list[launches.Launched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last, masked tile leaves it out, and stores it after the output."""
+    case = Case(shape=(1, 1, 1, 140, 150), head_dims=(64, 64), window=window, small_tile=False)
+    problem = attention_cases.make_problem(case)
+    problem.value[:, :, 141, 3] = torch.nan
+    out = attention_cases.run_kernels(case, problem, monkeypatch)["out"]
+    expected = torch.zeros(out.shape, dtype=torch.bool)
+    expected[:, :, 0 if window == (-1, -1) else 131 :, 3] = True
+    assert torch.equal(out.isnan(), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["f16", "bf16"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from aot import Build
@@ -56,6 +57,12 @@ def tile_of(
         )
     which: Any = "query" if kernel == "rows" else kernel
     return attention_backward_tile(arch, head_dim, value_dim, which, **tile_options(options))
+
+
+def smallest_user(kernel: str, arch: int, head_dim: int, options: dict[str, Any], page_size: int = 0) -> int:
+    """The architecture with least shared memory that runs the code of ``arch`` with the same tile."""
+    arguments = head_dim, head_dim, options, page_size
+    return 86 if arch == 80 and tile_of(kernel, 86, *arguments) == tile_of(kernel, 80, *arguments) else arch
 
 
 def argument_types(
@@ -118,7 +125,7 @@ def build(
         arch=target or arch,
         types=argument_types(function, dtype, options, head_dim, page_size),
         constexprs={name: constexprs[name] for name in (*used, *LAUNCH_OPTIONS)},
-        shared_limit=shared_memory_limit(arch),
+        shared_limit=shared_memory_limit(smallest_user(kernel, arch, head_dim, options, page_size)),
     )
 
 
@@ -131,10 +138,12 @@ def builds() -> list[Build]:
                 for kernel in KERNELS if options is EVERYTHING else ("forward", "query", "key_value"):
                     if kernel != "rows" or head_dim == 128:  # rows: the query kernel's tile, and much less in it
                         found.append(build(kernel, arch, head_dim, options, ("fp16", "bf16")[(index + turn) % 2]))
-    for head_dim in (64, 128, 256):  # 99 KB of shared memory; the code is that of sm_80
-        found += [
-            build(kernel, 86, head_dim, CAUSAL, "bf16", target=80) for kernel in ("forward", "query", "key_value")
-        ]
+    for head_dim, options in itertools.product((64, 128), (DEFAULTS, CAUSAL)):
+        for kernel in ("forward", "query", "key_value"):
+            if options is DEFAULTS:  # what most calls are; without a mask, other values are in registers
+                found += [build(kernel, arch, head_dim, options, "bf16") for arch in (80, 90)]
+            if smallest_user(kernel, 80, head_dim, options) != 86:  # the code is that of sm_80, the tile is not
+                found.append(build(kernel, 86, head_dim, options, "bf16", target=80))
     for arch in (80, 90):  # head dims that are padded, and strides that are no multiples of 16
         for head_dim, options in ((72, CAUSAL), (40, EVERYTHING)):
             found += [build(kernel, arch, head_dim, options, "bf16") for kernel in ("forward", "query", "key_value")]
