@@ -118,22 +118,28 @@ def _attend_tile(
     return out, new_max, row_sum, spoiled
 
 
+# Keys that `_spoiled_values` looks at: few, as a matrix instruction takes them, so that it needs few registers.
+SPOILED_KEYS = tl.constexpr(16)
+
+
 @triton.jit
-def _spoiled_in_tile(
+def _spoiled_values(
     count, v_base, stride_vb, stride_vn, block_table, max_pages, num_pages, batch, first_row, first_key,
     bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
     window_left, window_right, VALUE_DIM: tl.constexpr, WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Add to ``count [BLOCK_M, WIDTH_V]`` how many values that are not finite each row sees in each column."""
+    """Add to ``count [BLOCK_M, WIDTH_V]``: of the keys from ``first_key`` on, those that a row sees with a value there
+    that is not finite."""
     if PAGE_SIZE > 0:
-        page, page_row, exists = locate_keys(first_key, seqlen_k, block_table, max_pages, num_pages, batch, BLOCK_N,
-                                             PAGE_SIZE)  # fmt: skip
+        page, page_row, exists = locate_keys(
+            first_key, seqlen_k, block_table, max_pages, num_pages, batch, SPOILED_KEYS, PAGE_SIZE
+        )
         v = load_paged_rows(v_base, page, page_row, exists, stride_vb, stride_vn, VALUE_DIM, WIDTH_V)
     else:
-        v = load_rows(v_base, first_key, seqlen_k, stride_vn, BLOCK_N, VALUE_DIM, WIDTH_V)
+        v = load_rows(v_base, first_key, seqlen_k, stride_vn, SPOILED_KEYS, VALUE_DIM, WIDTH_V)
     row = first_row + tl.arange(0, BLOCK_M)[:, None]
-    column = first_key + tl.arange(0, BLOCK_N)[None, :]
+    column = first_key + tl.arange(0, SPOILED_KEYS)[None, :]
     visible = visible_keys(row, column, offset, seqlen_k, window_left, window_right, LEFT, RIGHT) & (row < seqlen_q)
     if BIAS != NO_BIAS:
         _unused, visible = apply_bias(
@@ -252,12 +258,14 @@ def attention_forward_kernel(
     # been stored, so that its registers are free.
     if tl.max(spoiled, 0) > 0:
         count = tl.zeros([BLOCK_M, WIDTH_V], tl.float32)
-        for step in tl.range(num_masked, num_stages=1):  # so rare that registers count for more than speed
-            tile = begin + step + tl.where(begin + step < full_begin, 0, full_end - full_begin)
-            count = _spoiled_in_tile(
+        PARTS: tl.constexpr = BLOCK_N // SPOILED_KEYS
+        for step in tl.range(num_masked * PARTS, num_stages=1):  # so rare that registers count for more than speed
+            tile = begin + step // PARTS + tl.where(begin + step // PARTS < full_begin, 0, full_end - full_begin)
+            count = _spoiled_values(
                 count, v_base, stride_vb, stride_vn, block_table, max_pages, num_pages, batch, first_row,
-                tile * BLOCK_N, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
-                window_left, window_right, VALUE_DIM, WIDTH_V, BLOCK_M, BLOCK_N, LEFT, RIGHT, BIAS, PAGE_SIZE,
+                tile * BLOCK_N + step % PARTS * SPOILED_KEYS, bias_base, stride_bias_m, stride_bias_n,
+                offset, seqlen_q, seqlen_k, window_left, window_right,
+                VALUE_DIM, WIDTH_V, BLOCK_M, LEFT, RIGHT, BIAS, PAGE_SIZE,
             )  # fmt: skip
         tl.debug_barrier()  # orders both stores, should the compiler give an element to another thread this time
         spoil_rows(o_base, count > 0, first_row, seqlen_q, stride_om, BLOCK_M, VALUE_DIM, WIDTH_V)
