@@ -27,13 +27,13 @@ from fastattn.triton_kernels.attention_launch import (
     Arguments,
     attention_constexprs,
     broadcast_strides,
+    is_crowded,
     launch,
     lse_strides,
     packed_lengths,
     score_arguments,
     score_options,
     strides,
-    tile_options,
 )
 from fastattn.triton_kernels.tiles import BackwardKernel, attention_backward_tile, ceil_div
 
@@ -121,7 +121,7 @@ def attention_backward(
     arch = kernel_facts(query.device).arch
 
     def with_tile(kernel: BackwardKernel) -> Arguments:
-        tile = attention_backward_tile(arch, head_dim, value_dim, kernel, **tile_options(options))
+        tile = attention_backward_tile(arch, head_dim, value_dim, kernel, is_crowded(options))
         return {**arguments, **attention_constexprs(tile, head_dim, value_dim, **options)}
 
     if lse.numel() > 0:

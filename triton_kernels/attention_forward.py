@@ -42,13 +42,13 @@ from fastattn.triton_kernels.attention_common import (
 )
 from fastattn.triton_kernels.attention_launch import (
     attention_constexprs,
+    is_crowded,
     launch,
     lse_strides,
     packed_lengths,
     score_arguments,
     score_options,
     strides,
-    tile_options,
 )
 from fastattn.triton_kernels.attention_pages import load_paged_rows, locate_keys, paged_length
 from fastattn.triton_kernels.tiles import attention_forward_tile, ceil_div
@@ -314,9 +314,8 @@ def attention_forward(
     options = score_options(
         bias, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, window_left, window_right, top_left, softcap, dropout_p
     )
-    needs = tile_options(options)
-    needs["crowded"] |= block_table is not None
-    tile = attention_forward_tile(kernel_facts(query.device).arch, head_dim, value_dim, **needs)
+    crowded = is_crowded(options) or block_table is not None
+    tile = attention_forward_tile(kernel_facts(query.device).arch, head_dim, value_dim, crowded)
     arguments = {
         **score_arguments(
             readable(query), readable(key), readable(value), bias, alibi_slopes, sinks, dropout_seed,

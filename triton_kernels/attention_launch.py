@@ -153,10 +153,10 @@ def score_options(
     }
 
 
-def tile_options(options: Arguments) -> dict[str, bool]:
+def is_crowded(options: Arguments) -> bool:
     """What the choosers of tiles in tiles.py need to know of `score_options`."""
-    crowded = options["bias"] != NO_BIAS.value or options["dropout"] or options["alibi"] or options["softcap"]
-    return {"masked": options["left"] or options["right"], "crowded": crowded}
+    crowded: bool = options["bias"] != NO_BIAS.value or options["dropout"] or options["alibi"] or options["softcap"]
+    return crowded
 
 
 def bias_kind(bias: Tensor | None) -> int:

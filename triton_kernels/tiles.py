@@ -52,9 +52,8 @@ class AttentionTile:
 
 BackwardKernel = Literal["key_value", "query", "bias"]
 
-# Kernel, widest head dim, and which calls get a tile of their own: causal and windowed ones ("masked"), and those with
-# a head dim that is narrower ("padded", which goes before "masked").
-TileKey = tuple[str, int] | tuple[str, int, Literal["masked", "padded"]]
+# Kernel, widest head dim, and where calls with a head dim that is narrower get a tile of their own, "padded".
+TileKey = tuple[str, int] | tuple[str, int, Literal["padded"]]
 
 # Kernels that are not crowded (below). The comments give clocks of an SM for 64 x 64 scores, full and causal:
 # predictions from the machine code for bf16 on an A100 and an H100, with as many CTAs on an SM as registers and shared
@@ -62,16 +61,15 @@ TileKey = tuple[str, int] | tuple[str, int, Literal["masked", "padded"]]
 
 # 99 KB of shared memory: sm_86, sm_89, sm_120.
 _SM86_TILES: dict[TileKey, AttentionTile] = {
-    ("forward", 64): AttentionTile(128, 64, num_warps=4, num_stages=3),  # 843; eight warps 1002
-    ("forward", 64, "masked"): AttentionTile(128, 32, num_warps=4, num_stages=3),  # 995; 128 x 64 spills
-    ("forward", 64, "padded"): AttentionTile(128, 32, num_warps=4, num_stages=3),
-    ("forward", 128): AttentionTile(128, 64, num_warps=8, num_stages=3),  # 1734, 1743; two stages spill, full
+    ("forward", 64): AttentionTile(128, 64, num_warps=4, num_stages=3),  # 850, 864; eight warps 1002, 128 x 32 986
+    ("forward", 64, "padded"): AttentionTile(128, 32, num_warps=4, num_stages=3),  # 128 x 64 spills
+    ("forward", 128): AttentionTile(128, 64, num_warps=8, num_stages=3),  # 1726, 1741; two stages spill
     ("forward", 128, "padded"): AttentionTile(128, 32, num_warps=8, num_stages=3),  # 128 x 64 spills
-    ("forward", 256): AttentionTile(64, 32, num_warps=8, num_stages=2),  # 64 x 64 needs 104 KB
+    ("forward", 256): AttentionTile(64, 32, num_warps=8, num_stages=2),  # 3291; 64 x 64 needs 104 KB
     ("query", 64): AttentionTile(128, 32, num_warps=4, num_stages=2),  # 1092, 1099; 64 x 64 1392, 128 x 64 spills
     ("query", 64, "padded"): AttentionTile(64, 64, num_warps=4, num_stages=3),  # 128 x 32 spills
     ("query", 128): AttentionTile(128, 32, num_warps=8, num_stages=2),  # 2853, 3007; 64 x 64 4169
-    ("query", 256): AttentionTile(32, 32, num_warps=8, num_stages=1),
+    ("query", 256): AttentionTile(32, 32, num_warps=8, num_stages=1),  # 8344; others have not been tried
     ("key_value", 64): AttentionTile(64, 64, num_warps=4, num_stages=2),  # 1718, 1628; 32 x 64 1789, 2013
     ("key_value", 128): AttentionTile(16, 64, num_warps=4, num_stages=3),  # 3297, 3322; 32 x 64, eight warps, 4008
     ("key_value", 256): AttentionTile(32, 32, num_warps=8, num_stages=1),
@@ -87,18 +85,18 @@ _SM80_TILES: dict[TileKey, AttentionTile] = _SM86_TILES | {
 # key_value block_n) would be mma.sync. Keys and values through descriptors (TMA) gain 8 % at most, and each descriptor
 # costs the host microseconds a launch.
 _SM90_TILES: dict[TileKey, AttentionTile] = {
-    ("forward", 64): AttentionTile(128, 64, num_warps=4, num_stages=3),  # 586, 571; eight warps 712
+    ("forward", 64): AttentionTile(128, 64, num_warps=4, num_stages=3),  # 525, 527; eight warps 712
     ("forward", 64, "padded"): AttentionTile(128, 32, num_warps=4, num_stages=3),  # 128 x 64 spills
-    ("forward", 128): AttentionTile(128, 64, num_warps=8, num_stages=3),  # 1003, 1027; two stages 1664
-    ("forward", 256): AttentionTile(128, 32, num_warps=8, num_stages=3),  # 2062, 2075; 64 x 32 2328, 64 x 64 spills
+    ("forward", 128): AttentionTile(128, 64, num_warps=8, num_stages=3),  # 1008, 994; two stages 1664
+    ("forward", 256): AttentionTile(128, 32, num_warps=8, num_stages=3),  # 2074, 2067; 64 x 32 2328, 64 x 64 spills
     ("forward", 256, "padded"): AttentionTile(64, 32, num_warps=8, num_stages=3),  # 128 x 32 spills
     ("query", 64): AttentionTile(128, 32, num_warps=4, num_stages=3),  # 656, 660; 64 x 64 693, 128 x 64 spills
     ("query", 128): AttentionTile(128, 64, num_warps=8, num_stages=3),  # 1176, 1174; 64 x 64 1332
-    ("query", 256): AttentionTile(64, 32, num_warps=8, num_stages=3),  # causal 3512; 32 x 32 9710, 64 x 64 spills
+    ("query", 256): AttentionTile(64, 32, num_warps=8, num_stages=3),  # 3508, 3512; 32 x 32 9710, 64 x 64 spills
     ("key_value", 64): AttentionTile(64, 64, num_warps=4, num_stages=3),  # 855, 861; 32 x 64 1116, 64 x 128 982
     ("key_value", 128): AttentionTile(64, 64, num_warps=8, num_stages=3),  # 1586, 1586; 32 x 64, four warps, 1627
     ("key_value", 128, "padded"): AttentionTile(32, 64, num_warps=4, num_stages=3),  # 64 x 64 spills
-    ("key_value", 256): AttentionTile(32, 32, num_warps=8, num_stages=1),  # causal 10578; 16 x 64 and 32 x 64 spill
+    ("key_value", 256): AttentionTile(32, 32, num_warps=8, num_stages=1),  # 10318, 10578; 16 x 64 and 32 x 64 spill
 }
 
 # sm_100, sm_103, ...: what does not spill, nothing is predicted.
@@ -116,7 +114,7 @@ _SM100_TILES: dict[TileKey, AttentionTile] = {
 }
 
 
-def _plain_tile(arch: int, kernel: str, head_dim: int, value_dim: int, masked: bool) -> AttentionTile:
+def _plain_tile(arch: int, kernel: str, head_dim: int, value_dim: int) -> AttentionTile:
     """From the tables above."""
     if arch in (80, 87):
         tiles = _SM80_TILES
@@ -128,22 +126,18 @@ def _plain_tile(arch: int, kernel: str, head_dim: int, value_dim: int, masked: b
         tiles = _SM86_TILES
     width = next(width for width in (64, 128, 256) if max(head_dim, value_dim) <= width)
     tile = tiles[kernel, width]
-    if not head_dim == value_dim == width:
-        return tiles.get((kernel, width, "padded"), tile)
-    return tiles.get((kernel, width, "masked"), tile) if masked else tile
+    return tile if head_dim == value_dim == width else tiles.get((kernel, width, "padded"), tile)
 
 
-def attention_forward_tile(
-    arch: int, head_dim: int, value_dim: int, masked: bool = False, crowded: bool = False
-) -> AttentionTile:
+def attention_forward_tile(arch: int, head_dim: int, value_dim: int, crowded: bool = False) -> AttentionTile:
     """Tile of `attention_forward_kernel`.
 
-    ``masked``: causal or window; ``crowded``: bias, ALiBi, softcap or dropout, which need registers for every score, or
-    pages, which need them for every key: one tile for all architectures, which fits 99 KB (AOT).
+    ``crowded``: bias, ALiBi, softcap or dropout, which need registers for every score, or pages, which need them for
+    every key: one tile for all architectures, which fits 99 KB (AOT).
     """
     width = max(padded_head_dim(head_dim), padded_head_dim(value_dim))
     if not crowded:
-        return _plain_tile(arch, "forward", head_dim, value_dim, masked)
+        return _plain_tile(arch, "forward", head_dim, value_dim)
     if width <= 64:
         # 128 x 64 spills on sm_80 and sm_90, and so does 64 x 64 with four warps where the width is padded (AOT).
         return AttentionTile(64, 64, num_warps=8, num_stages=2)
@@ -153,7 +147,7 @@ def attention_forward_tile(
 
 
 def attention_backward_tile(
-    arch: int, head_dim: int, value_dim: int, kernel: BackwardKernel, masked: bool = False, crowded: bool = False
+    arch: int, head_dim: int, value_dim: int, kernel: BackwardKernel, crowded: bool = False
 ) -> AttentionTile:
     """Tile of one of the backward kernels: "key_value" (dK, dV), "query" (dQ, and delta) or "bias" (its gradient).
 
@@ -166,7 +160,7 @@ def attention_backward_tile(
         # Eight warps: with four, 64 x 32 spills on sm_100 (AOT). One stage from 256 dims on: two exceed 99 KB.
         return AttentionTile(64, 32, num_warps=8, num_stages=2 if width <= 128 else 1)
     if not crowded:
-        return _plain_tile(arch, kernel, head_dim, value_dim, masked)
+        return _plain_tile(arch, kernel, head_dim, value_dim)
     if width > 128:
         # The accumulators alone are 256 columns wide: 32 x 32 spills on sm_100, in either kernel (AOT).
         return AttentionTile(*((32, 16) if kernel == "query" else (16, 32)), num_warps=8, num_stages=1)
@@ -182,9 +176,8 @@ def describe_attention(
 ) -> tuple[str, AttentionTile]:
     """The forward kernel's name and tile, for ``fastattn.explain``; ``features`` as in fastattn.dispatch.support."""
     crowded = bool(features & {"mask", "bias", "alibi", "softcap", "dropout", "paged"})
-    masked = bool(features & {"causal", "window"})
     return "attention_forward.attention_forward_kernel", attention_forward_tile(
-        facts.arch, head_dim, value_dim, masked, crowded
+        facts.arch, head_dim, value_dim, crowded
     )
 
 

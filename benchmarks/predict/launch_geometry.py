@@ -96,7 +96,7 @@ def native_forward_tile(head_dim: int) -> tiles.AttentionTile | None:
 
 
 def triton_forward_tile(case: AttentionCase, machine: Machine) -> tiles.AttentionTile:
-    return tiles.attention_forward_tile(machine.arch, case.head_dim, case.head_dim, masked=case.causal)
+    return tiles.attention_forward_tile(machine.arch, case.head_dim, case.head_dim)
 
 
 def attention_backward(case: AttentionCase, machine: Machine) -> dict[str, Geometry]:
@@ -119,7 +119,7 @@ def attention_backward(case: AttentionCase, machine: Machine) -> dict[str, Geome
         ),
     )
     for kernel, steps_of, products, heads, passes, nbytes in shapes:
-        tile = tiles.attention_backward_tile(machine.arch, case.head_dim, case.head_dim, kernel, masked=case.causal)
+        tile = tiles.attention_backward_tile(machine.arch, case.head_dim, case.head_dim, kernel)
         steps = steps_of(case.seqlen, tile.block_m, tile.block_n, case.causal)
         steps = [(passes * unmasked, passes * masked) for unmasked, masked in steps]
         macs = products * tile.block_m * tile.block_n * width

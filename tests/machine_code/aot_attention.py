@@ -12,7 +12,7 @@ from fastattn.triton_kernels.attention_backward_query import attention_backward_
 from fastattn.triton_kernels.attention_backward_rows import attention_backward_rows_kernel
 from fastattn.triton_kernels.attention_common import ADDITIVE_BIAS, BOOL_BIAS, NO_BIAS
 from fastattn.triton_kernels.attention_forward import attention_forward_kernel
-from fastattn.triton_kernels.attention_launch import LAUNCH_OPTIONS, attention_constexprs, tile_options
+from fastattn.triton_kernels.attention_launch import LAUNCH_OPTIONS, attention_constexprs, is_crowded
 from fastattn.triton_kernels.tiles import (
     AttentionTile,
     attention_backward_tile,
@@ -51,12 +51,9 @@ def tile_of(
     kernel: str, arch: int, head_dim: int, value_dim: int, options: dict[str, Any], page_size: int = 0
 ) -> AttentionTile:
     if kernel == "forward":
-        needs = tile_options(options)
-        return attention_forward_tile(
-            arch, head_dim, value_dim, **needs | {"crowded": page_size > 0 or needs["crowded"]}
-        )
+        return attention_forward_tile(arch, head_dim, value_dim, page_size > 0 or is_crowded(options))
     which: Any = "query" if kernel == "rows" else kernel
-    return attention_backward_tile(arch, head_dim, value_dim, which, **tile_options(options))
+    return attention_backward_tile(arch, head_dim, value_dim, which, is_crowded(options))
 
 
 def smallest_user(kernel: str, arch: int, head_dim: int, options: dict[str, Any], page_size: int = 0) -> int:
