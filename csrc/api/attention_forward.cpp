@@ -64,10 +64,9 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     ScoreTensors tensors;
     attention.scores = score_params(kOp, options, query, sizes, tensors);
     attention.scale_log2 = scale == 0 ? 1.0f : static_cast<float>(std::abs(scale) * kLog2E);
-    const ForwardTraits traits{options.window_right == 0, options.change_scores(), block_table.has_value()};
+    const ForwardTraits traits{options.change_scores(), block_table.has_value()};
     if (is_plain(traits)) {
-        plain_forward_kernel(facts.compute_capability, sizes.widest(), sizes.dtype, traits)
-            .launch(attention, device.stream());
+        plain_forward_kernel(facts.compute_capability, sizes.widest(), sizes.dtype).launch(attention, device.stream());
     } else {
         options_forward_kernel(facts.compute_capability, sizes.widest(), sizes.dtype, traits)
             .launch(params, device.stream());

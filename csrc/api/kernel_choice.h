@@ -17,7 +17,6 @@ namespace fastattn {
 
 // What decides which forward kernel runs, beside head dims and dtype.
 struct ForwardTraits {
-    bool is_causal;       // no key to the right of a row's position
     bool changes_scores;  // which are more than scaled and masked by a window
     bool is_paged;
 };
@@ -29,8 +28,8 @@ inline bool is_plain(const ForwardTraits& traits) {
 
 // The kernel for plain calls, and the one for others. `widest`: the larger one of the two head dims.
 inline KernelTable<AttentionForwardParams>::Row& plain_forward_kernel(int32_t compute_capability, int32_t widest,
-                                                                      DataType dtype, const ForwardTraits& traits) {
-    return attention_forward_kernels().find(compute_capability, widest, dtype, traits.is_causal);
+                                                                      DataType dtype) {
+    return attention_forward_kernels().find(compute_capability, widest, dtype, /*variant=*/false);
 }
 
 inline KernelTable<AttentionOptionsParams>::Row& options_forward_kernel(int32_t compute_capability, int32_t widest,

@@ -62,7 +62,7 @@ FASTATTN_ASKED_BY_PYTHON fastattn::DeviceFacts fastattn_device_facts() {
     }
 }
 
-// Every kernel's tile, {"attention_forward_sm80<64, bfloat16, causal>": {"block_m": …}, …}; null where it has none.
+// Every kernel's tile, {"attention_forward_sm80<64, bfloat16>": {"block_m": …}, …}; null where it has none.
 FASTATTN_ASKED_BY_PYTHON const char* fastattn_kernels() {
     using namespace fastattn;
     static const std::string text = [] {
@@ -81,12 +81,10 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_attention_forward_kernel(int32_t c
                                                                        const fastattn::ForwardTraits* traits) {
     using namespace fastattn;
     const DataType dtype = dtype_of(is_bfloat16);
-    return is_plain(*traits) ? name_or_null([&]() -> auto& {
-        return plain_forward_kernel(compute_capability, widest, dtype, *traits);
-    })
-                             : name_or_null([&]() -> auto& {
-                                   return options_forward_kernel(compute_capability, widest, dtype, *traits);
-                               });
+    return is_plain(*traits)
+               ? name_or_null([&]() -> auto& { return plain_forward_kernel(compute_capability, widest, dtype); })
+               : name_or_null(
+                     [&]() -> auto& { return options_forward_kernel(compute_capability, widest, dtype, *traits); });
 }
 
 // In the order in which they run; returns how many there are, at most 5.

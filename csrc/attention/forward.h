@@ -6,7 +6,7 @@
 
 namespace fastattn {
 
-// By head dim; variant: causal.
+// By head dim; there are no variants.
 inline KernelTable<AttentionForwardParams>& attention_forward_kernels() {
     static auto& table = *new KernelTable<AttentionForwardParams>("attention_forward");
     return table;

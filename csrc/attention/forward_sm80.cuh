@@ -61,7 +61,7 @@ struct alignas(128) ForwardStorageSm80 {
     int32_t num_keys;
 };
 
-template <int kHeadDim, DataType kDataType, bool kCausal>
+template <int kHeadDim, DataType kDataType>
 __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, ForwardConfigSm80<kHeadDim>::kMinCtasPerSm)
     attention_forward_sm80(const __grid_constant__ AttentionForwardParams params) {
     using Config = ForwardConfigSm80<kHeadDim>;
@@ -85,8 +85,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     const int32_t first_row = tile.idx * kBlockM;
     if (first_row >= rows.length) return;
     const int32_t last_row = min(first_row + kBlockM, rows.length) - 1;
-    Window window = window_of(params.scores, rows.length, keys.length);
-    if constexpr (kCausal) window.right = 0;
+    const Window window = window_of(params.scores, rows.length, keys.length);
     const KeyRange first_sees = window.keys_of(first_row), last_sees = window.keys_of(last_row);
     const KeyTiles tiles(first_sees, last_sees, kBlockN);
     if (threadIdx.x < kBlockM) shared.sees[threadIdx.x] = window.keys_of(first_row + threadIdx.x);
@@ -206,13 +205,13 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     });
 }
 
-template <int kHeadDim, DataType kDataType, bool kCausal>
+template <int kHeadDim, DataType kDataType>
 void launch_attention_forward_sm80(LaunchedKernel& kernel, const AttentionForwardParams& params, Stream stream) {
     using Config = ForwardConfigSm80<kHeadDim>;
     const int64_t num_tiles = ceil_div(params.query.rows, Config::kBlockM);
     const int64_t num_ctas = num_tiles * params.query.heads * params.query.batch;
     const Launch launch{num_ctas, Config::kNumThreads, sizeof(ForwardStorageSm80<Config>)};
-    kernel.launch(attention_forward_sm80<kHeadDim, kDataType, kCausal>, launch, params, stream);
+    kernel.launch(attention_forward_sm80<kHeadDim, kDataType>, launch, params, stream);
 }
 
 }  // namespace fastattn

@@ -53,7 +53,7 @@ __device__ __forceinline__ void separate_nonfinite(float (&rO)[kTilesM][kTilesD]
     for (int row = 0; row < TileLoader::kNumRows; ++row) {
 #pragma unroll
         for (int d = 0; d < kTilesD; ++d) {
-            const char* chunk = reinterpret_cast<const char*>(sV) + Swizzle<kTilesD * kMmaN>::offset(row, d);
+            const char* chunk = reinterpret_cast<const char*>(sV) + TileLoader::Layout::offset(row, d);
             const uint32_t pair = reinterpret_cast<const uint32_t*>(chunk)[lane % kLanesPerRow];
             const uint32_t nonfinite = pair & nonfinite_mask<kDataType>(pair);
             if (nonfinite == 0) continue;

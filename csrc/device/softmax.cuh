@@ -153,6 +153,48 @@ struct OnlineSoftmax {
         }
     }
 
+    // The same without the maxima, and rP for P: references stay as they are, S too, and the sums are returned. Only what
+    // is_outgrown_by_sums() lets pass is right.
+    template <DataType kDataType, int kTilesN>
+    __device__ __forceinline__ RowNumbers<kTilesM> exponentiate_to(uint32_t (&rP)[kTilesN / 2][4],
+                                                                   const float (&rS)[1][kTilesN][4]) const {
+        static_assert(kTilesM == 1, "rP is the operand A of one row of tiles");
+        RowNumbers<kTilesM> tile_sum;
+#pragma unroll
+        for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float left = ptx::ex2_approx_ftz_f32(above_reference(rS[0][n][2 * half], reference[0][half]));
+                const float right =
+                    ptx::ex2_approx_ftz_f32(above_reference(rS[0][n][2 * half + 1], reference[0][half]));
+                float& sum = tile_sum.of[0][half];
+                sum = n == 0 ? left + right : sum + left + right;
+                rP[n / 2][2 * (n % 2) + half] = pack<kDataType>(left, right);
+            }
+        }
+        return tile_sum;
+    }
+
+    // Whether a lane's probabilities, from their sums, may be too large for 16 bits or for their sums; NaN counts as that.
+    // The same for all lanes of the warp.
+    __device__ __forceinline__ bool is_outgrown_by_sums(const RowNumbers<kTilesM>& tile_sum) const {
+        constexpr float kLargestSum = 16384.0f;
+        bool grows = false;
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+            grows |= !(tile_sum.of[m][0] <= kLargestSum) || !(tile_sum.of[m][1] <= kLargestSum);
+        }
+        return __any_sync(0xffffffff, grows);
+    }
+
+    __device__ __forceinline__ void add(const RowNumbers<kTilesM>& tile_sum) {
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) row_sum[m][half] += tile_sum.of[m][half];
+        }
+    }
+
     // Divides rO by the sums, times `factor`, and takes their logarithms. A row without a key gets 0 and -inf.
     template <int kTilesD>
     __device__ __forceinline__ void finish(float (&rO)[kTilesM][kTilesD][4], float factor = 1.0f) {

@@ -14,9 +14,10 @@
 namespace fastattn {
 
 struct Launch {
-    int64_t num_ctas;     // grid, in x
-    int32_t threads;      // of a CTA
-    size_t shared_bytes;  // dynamic shared memory of a CTA
+    int64_t num_ctas;          // grid, in x
+    int32_t threads;           // of a CTA
+    size_t shared_bytes;       // dynamic shared memory of a CTA
+    int32_t cluster_size = 1;  // CTAs that run together and see each other's shared memory; divides num_ctas
 };
 
 // One kernel with its template arguments, for the life of the process: what errors call it, and on which devices it may
@@ -39,8 +40,18 @@ class LaunchedKernel {
         if (launch.shared_bytes > kSharedBytesByDefault) allow_shared_memory(address, launch);
         Params copy = params;
         void* arguments[] = {&copy};
-        check(launch, cudaLaunchKernel(address, dim3(static_cast<unsigned>(launch.num_ctas)), dim3(launch.threads),
-                                       arguments, launch.shared_bytes, stream));
+        cudaLaunchAttribute cluster{};
+        cluster.id = cudaLaunchAttributeClusterDimension;
+        cluster.val.clusterDim.x = launch.cluster_size;
+        cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+        cudaLaunchConfig_t config{};
+        config.gridDim = dim3(static_cast<unsigned>(launch.num_ctas));
+        config.blockDim = dim3(launch.threads);
+        config.dynamicSmemBytes = launch.shared_bytes;
+        config.stream = stream;
+        config.attrs = &cluster;
+        config.numAttrs = launch.cluster_size > 1 ? 1 : 0;
+        check(launch, cudaLaunchKernelExC(&config, address, arguments));
     }
 
   private:

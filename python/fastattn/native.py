@@ -56,7 +56,7 @@ class NativeDeviceFacts(ctypes.Structure):
 class _ForwardTraits(ctypes.Structure):
     """ForwardTraits of csrc/api/kernel_choice.h."""
 
-    _fields_ = tuple((name, ctypes.c_bool) for name in ("is_causal", "changes_scores", "is_paged"))
+    _fields_ = tuple((name, ctypes.c_bool) for name in ("changes_scores", "is_paged"))
 
 
 # What the library exports, where it has kernels: its result.
@@ -140,12 +140,11 @@ def attention_forward_kernel(
     widest: int,
     dtype: torch.dtype,
     *,
-    causal: bool = False,
     changes_scores: bool = False,
     paged: bool = False,
 ) -> str | None:
-    """``causal``: no key to the right; ``changes_scores``: by a bias or mask, ALiBi, dropout or softcap."""
-    traits = _ForwardTraits(causal, changes_scores, paged)
+    """``changes_scores``: by a bias or mask, ALiBi, dropout or softcap."""
+    traits = _ForwardTraits(changes_scores, paged)
     is_bfloat16 = dtype == torch.bfloat16
     return _text(_LIBRARY.fastattn_attention_forward_kernel(arch, widest, is_bfloat16, ctypes.byref(traits)))
 

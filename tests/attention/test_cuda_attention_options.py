@@ -214,7 +214,7 @@ def test_key_tiles_that_no_row_sees_are_not_visited() -> None:
 @each_dtype
 def test_the_public_functions_choose_the_kernel_without_options(dtype: torch.dtype) -> None:
     query, key, value = (torch.randn(1, 2, 40, 64, dtype=dtype, device=DEVICE) for _ in range(3))
-    name = f"{PLAIN_KERNEL}<64, {str(dtype).removeprefix('torch.')}, full>"
+    name = f"{PLAIN_KERNEL}<64, {str(dtype).removeprefix('torch.')}>"
     options: dict[str, Any] = {"window": (5, 5), "sinks": torch.zeros(2, device=DEVICE)}
     assert fastattn.explain(fastattn.attention, query, key, value, **options).kernel == name
     offsets = torch.tensor([0, 15, 40], dtype=torch.int32, device=DEVICE)

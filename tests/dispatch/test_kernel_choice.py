@@ -190,7 +190,7 @@ def test_shared_memory_is_asked_for_once_per_kernel_and_gpu() -> None:
         before = emulator_native.runtime.attribute_calls()
         with device.emulated(80, num_sms=num_sms), launches.recorded() as found, fastattn.use_backend("cuda"):
             fastattn.attention(query, query, query)
-        assert launched_names(found) == ["attention_forward_sm80<128, bfloat16, full>"]
+        assert launched_names(found) == ["attention_forward_sm80<128, bfloat16>"]
         asked: int = emulator_native.runtime.attribute_calls() - before
         return asked
 

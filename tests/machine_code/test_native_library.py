@@ -59,10 +59,6 @@ MAX_SPILLED_BYTES = 16  # of a thread, outside of loops
 # Bytes of the stack frame on sm_90, for what does not fit in registers, by kernel and template arguments; nothing
 # elsewhere.
 SPILLED_BYTES_SM90 = {
-    # One 64-bit number, needed by the loop of masked tiles alone: stored and loaded once a step.
-    **{("forward", 128, dtype, causal): 8 for dtype in DTYPES for causal in (False, True)},
-    ("forward", 256, "bfloat16", True): 8,  # needed by the loop of masked tiles alone, at most two loads a step
-    ("forward", 256, "float16", True): 8,
     ("decode", 256, "bfloat16", True): 8,  # one number, stored outside of the loop of steps and loaded once a step
     ("decode", 256, "float16", True): 8,  # likewise
 }
@@ -143,10 +139,10 @@ with_sm80_kernels = pytest.mark.skipif(
 )
 
 
-def forward_instance(symbol: str) -> tuple[int, str, bool] | None:
-    """(head dim, dtype, causal) of a mangled attention_forward_sm80, None for any other symbol."""
-    match = re.search(r"attention_forward_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
-    return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
+def forward_instance(symbol: str, gpu: int = 80) -> tuple[int, str] | None:
+    """(head dim, dtype) of a mangled attention_forward_sm80 (or 90), None for any other symbol."""
+    match = re.search(rf"attention_forward_sm{gpu}ILi(\d+)E(?:Li\d+E)?LN\w*?8DataTypeE(\d)E", symbol)
+    return (int(match[1]), DTYPES[int(match[2])]) if match else None
 
 
 def options_instance(symbol: str) -> tuple[int, str, bool] | None:
@@ -188,7 +184,7 @@ def machine_code(code: str = "sm_80") -> dict[str, KernelFacts]:
 
 
 @functools.cache
-def forward_kernels() -> dict[tuple[int, str, bool], KernelFacts]:
+def forward_kernels() -> dict[tuple[int, str], KernelFacts]:
     return {
         instance: facts for name, facts in machine_code().items() if (instance := forward_instance(name)) is not None
     }
@@ -229,7 +225,7 @@ def test_every_forward_instance_is_there() -> None:
 
 @with_sm80_kernels
 @pytest.mark.parametrize("instance", FORWARD_INSTANCES, ids=str)
-def test_forward_stays_within_its_registers_and_shared_memory(instance: tuple[int, str, bool]) -> None:
+def test_forward_stays_within_its_registers_and_shared_memory(instance: tuple[int, str]) -> None:
     kernel = forward_kernels()[instance]
     assert 0 < kernel.registers <= MAX_REGISTERS
     assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
@@ -237,7 +233,7 @@ def test_forward_stays_within_its_registers_and_shared_memory(instance: tuple[in
 
 @with_sm80_kernels
 @pytest.mark.parametrize("instance", FORWARD_INSTANCES, ids=str)
-def test_forward_never_touches_local_memory_in_a_loop(instance: tuple[int, str, bool]) -> None:
+def test_forward_never_touches_local_memory_in_a_loop(instance: tuple[int, str]) -> None:
     kernel = forward_kernels()[instance]
     assert kernel.local_in_loops == 0
     assert kernel.stack_bytes <= MAX_SPILLED_BYTES
@@ -264,7 +260,7 @@ def check_main_loop(kernel: KernelFacts, stated: dict[str, int]) -> None:
 
 @with_sm80_kernels
 @pytest.mark.parametrize("instance", FORWARD_INSTANCES, ids=str)
-def test_main_loop_of_forward_is_what_the_tile_table_states(instance: tuple[int, str, bool]) -> None:
+def test_main_loop_of_forward_is_what_the_tile_table_states(instance: tuple[int, str]) -> None:
     check_main_loop(forward_kernels()[instance], stated_counts("Forward")[instance[0]])
 
 
@@ -276,8 +272,8 @@ def test_main_loop_of_backward_is_what_the_tile_table_states(instance: tuple[int
 
 @with_sm80_kernels
 @pytest.mark.parametrize("instance", FORWARD_INSTANCES, ids=str)
-def test_forward_multiplies_on_the_tensor_cores(instance: tuple[int, str, bool]) -> None:
-    head_dim, dtype, _ = instance
+def test_forward_multiplies_on_the_tensor_cores(instance: tuple[int, str]) -> None:
+    head_dim, dtype = instance
     instructions = forward_kernels()[instance].instructions
     expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
     # Two products in a warp, in the masked loop and in the other.
@@ -288,7 +284,7 @@ def test_forward_multiplies_on_the_tensor_cores(instance: tuple[int, str, bool])
 
 @with_sm80_kernels
 @pytest.mark.parametrize("instance", FORWARD_INSTANCES, ids=str)
-def test_forward_copies_asynchronously_and_loads_matrices(instance: tuple[int, str, bool]) -> None:
+def test_forward_copies_asynchronously_and_loads_matrices(instance: tuple[int, str]) -> None:
     kinds = {name.split(".")[0] for name in forward_kernels()[instance].instructions}
     assert {"LDGSTS", "LDSM", "MUFU"} <= kinds
 

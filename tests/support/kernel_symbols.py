@@ -7,7 +7,6 @@ import re
 DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
 # What a kernel's bool stands for: where it is false, and where it is true.
 FLAGS = {
-    "attention_forward_sm80": ("full", "causal"),
     "attention_forward_options_sm80": ("", "paged"),
     "attention_backward_key_value_sm80": ("plain", "options"),
     "decode_split_sm80": ("", "int8"),
@@ -15,7 +14,7 @@ FLAGS = {
 
 
 def name_of(symbol: str) -> str:
-    """``attention_forward_sm80<64, bfloat16, causal>`` of the mangled name of that kernel."""
+    """``attention_forward_sm80<64, bfloat16>`` of the mangled name of that kernel."""
     arguments = r"(?:Li(\d+)E)?(?:LN\w*?8DataTypeE(\d)E)?(?:Lb([01])E)?"
     match = re.match(rf"_ZN8fastattn\d+(\w+?_sm\d+)(?:I{arguments}E)?E", symbol)
     assert match is not None, symbol

@@ -207,7 +207,6 @@ def _native_kernel(call: Call, device_facts: DeviceFacts) -> str:
             arch,
             widest,
             dtype,
-            causal="causal" in features,
             changes_scores=not features.isdisjoint(_CHANGES_SCORES),
             paged="paged" in features,
         )

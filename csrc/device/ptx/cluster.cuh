@@ -1,0 +1,31 @@
+// Clusters: CTAs that run at the same time and reach each other's shared memory. PTX ISA, "Parallel Synchronization and
+// Communication Instructions: barrier.cluster" and "Special Registers: %cluster_ctarank".
+#pragma once
+
+#include <cstdint>
+
+namespace fastattn::ptx {
+
+__device__ __forceinline__ uint32_t cluster_ctarank() {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// All threads of the cluster that have not exited.
+__device__ __forceinline__ void barrier_cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Where another CTA of the cluster has what this one has at an address of its shared memory.
+__device__ __forceinline__ uint32_t mapa(uint32_t shared, uint32_t rank) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
+    return there;
+}
+
+}  // namespace fastattn::ptx

@@ -1,0 +1,48 @@
+// mbarrier: barriers in shared memory that count arrivals and the bytes of copies. A phase completes when both are there.
+// PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier".
+#pragma once
+
+#include <cstdint>
+
+namespace fastattn::ptx {
+
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers known to the async proxy, whose copies arrive at them.
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// At a barrier of any CTA of the cluster: see mapa.
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and has the phase wait for so many more bytes of copies.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+// Waits for the end of the phase of this parity: phases count from 0, and the one before the first counts as over.
+__device__ __forceinline__ void mbarrier_wait_parity(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra over;\n"
+        "bra again;\n"
+        "over:\n"
+        "}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+}  // namespace fastattn::ptx

@@ -1,0 +1,49 @@
+// Accumulators, rounded to 16 bits, from registers to global memory.
+#pragma once
+
+#include <cstdint>
+
+#include "device/fragment.cuh"
+
+namespace fastattn {
+
+// The four lanes of a row exchange registers: lane i then holds what all four had in pairs[i], in the order of the lanes.
+__device__ __forceinline__ void transpose_over_quad(uint32_t (&pairs)[4], int lane) {
+#pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+        const bool upper = (lane & distance) != 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & distance) continue;
+            uint32_t &low = pairs[i], &high = pairs[i + distance];
+            const uint32_t received = __shfl_xor_sync(0xffffffff, upper ? low : high, distance);
+            (upper ? low : high) = received;
+        }
+    }
+}
+
+// A warp's rows [16, 8 * kTilesD], those that exist: num_rows, and of each head_dim elements, a multiple of 8. A lane
+// stores 16 bytes at a time, and the four lanes of a row 64 bytes that lie side by side.
+template <DataType kDataType, int kTilesD>
+__device__ __forceinline__ void store_accumulators(uint16_t* gRows, int64_t row_stride, int num_rows,
+                                                   const float (&rO)[1][kTilesD][4], int lane, int head_dim) {
+    static_assert(kTilesD % 4 == 0, "four tiles are one chunk of 16 bytes for each lane of a row");
+    for_own_rows<1>(lane, [&](int, int half, int row) {
+        uint16_t* gRow = gRows + row * row_stride;
+#pragma unroll
+        for (int first = 0; first < kTilesD; first += 4) {
+            uint32_t pairs[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                pairs[i] = pack<kDataType>(rO[0][first + i][2 * half], rO[0][first + i][2 * half + 1]);
+            }
+            transpose_over_quad(pairs, lane);
+            const int column = (first + lane % kLanesPerRow) * kMmaN;
+            if (row < num_rows && column < head_dim) {
+                *reinterpret_cast<uint4*>(gRow + column) = uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
+            }
+        }
+    });
+}
+
+}  // namespace fastattn

@@ -1,0 +1,68 @@
+// Tiles in shared memory as TMA leaves them and wgmma reads them: blocks of 64 columns of 16-bit elements, one after the
+// other, each [kRows][64] with 128 bytes a row and the 128-byte swizzle: chunk c of row r stands where c ^ (r % 8) would.
+// A block begins at a multiple of 1024 bytes, where the pattern does.
+#pragma once
+
+#include <cstdint>
+
+#include "device/ptx/bulk_tensor.cuh"
+#include "device/swizzle.cuh"
+#include "host/tensor_map.h"
+
+namespace fastattn {
+
+template <int kRows, int kColumns>
+struct TmaTile {
+    static constexpr int kBlockColumns = 64;
+    static constexpr int kRowBytes = 128;
+    static constexpr int kNumBlocks = (kColumns + kBlockColumns - 1) / kBlockColumns;
+    static constexpr int kBlockBytes = kRows * kRowBytes;
+    static constexpr int kBytes = kNumBlocks * kBlockBytes;
+    static constexpr int kElements = kBytes / 2;
+    static_assert(kRows % 8 == 0, "blocks begin where the swizzle's pattern does");
+
+    // In bytes from the start of the tile; a chunk is 16 bytes.
+    __device__ __forceinline__ static uint32_t offset(int row, int chunk) {
+        return chunk / 8 * kBlockBytes + row * kRowBytes + (chunk % 8 ^ row % 8) * kChunkBytes;
+    }
+
+    // One thread: starts to copy rows of one head from `row` on. What lies outside of the tensor becomes zero, and its bytes
+    // count too.
+    __device__ __forceinline__ static void load(uint32_t tile, const TensorMap& map, int32_t batch, int32_t head,
+                                                int32_t row, uint32_t barrier) {
+#pragma unroll
+        for (int block = 0; block < kNumBlocks; ++block) {
+            ptx::cp_async_bulk_tensor_4d(tile + block * kBlockBytes, &map.encoded, block * kBlockColumns, row,
+                                         map.has_heads ? head : 0, map.has_batch ? batch : 0, barrier);
+        }
+    }
+
+    // The same for a tile that two CTAs of a cluster share: each copies its half of the rows, `rank` 0 or 1, into both.
+    __device__ __forceinline__ static void load_half(uint32_t tile, const TensorMap& map, int32_t batch, int32_t head,
+                                                     int32_t row, uint32_t barrier, int rank) {
+        static_assert(kRows % 16 == 0, "a half begins where the swizzle's pattern does");
+        const int first_row = rank * (kRows / 2);
+#pragma unroll
+        for (int block = 0; block < kNumBlocks; ++block) {
+            ptx::cp_async_bulk_tensor_4d_multicast(tile + block * kBlockBytes + first_row * kRowBytes, &map.encoded,
+                                                   block * kBlockColumns, row + first_row, map.has_heads ? head : 0,
+                                                   map.has_batch ? batch : 0, barrier, /*ctas=*/0b11);
+        }
+    }
+
+    // Calls function(uint32_t& pair_of_elements) for this thread's share of the tile among `threads`.
+    template <typename Function>
+    __device__ __forceinline__ static void for_pairs_of(uint16_t* sTile, int thread, int threads, Function&& function) {
+        for (int i = thread; i < kBytes / kChunkBytes; i += threads) {
+            uint4& bits = reinterpret_cast<uint4*>(sTile)[i];
+            uint4 pairs = bits;
+            function(pairs.x);
+            function(pairs.y);
+            function(pairs.z);
+            function(pairs.w);
+            bits = pairs;
+        }
+    }
+};
+
+}  // namespace fastattn

@@ -1,0 +1,70 @@
+// Tensor maps: how TMA finds boxes of a tensor. CUDA Driver API, cuTensorMapEncodeTiled.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "host/params.h"
+
+namespace fastattn {
+
+// Of a HeadsView, for boxes of 64 columns (128 bytes, swizzled) of some rows of one head.
+struct TensorMap {
+    CUtensorMap encoded;  // aligned to 64 bytes
+    // False where all heads, or the whole batch, are the same memory: the coordinate is 0 then.
+    bool has_heads, has_batch;
+};
+
+// The driver's function, looked up once. It exists wherever there is a GPU with TMA.
+inline auto* encode_tiled_function() {
+    using Function = decltype(cuTensorMapEncodeTiled);
+    static Function* const function = [] {
+        constexpr unsigned kCudaVersion = 12000;  // that the function came with
+        void* found = nullptr;
+        cudaDriverEntryPointQueryResult status = cudaDriverEntryPointSymbolNotFound;
+        const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, kCudaVersion,
+                                                                   cudaEnableDefault, &status);
+        if (error != cudaSuccess || status != cudaDriverEntryPointSuccess) {
+            cudaGetLastError();  // the error is reported here, not again by whoever calls the runtime next
+            throw std::runtime_error("fastattn: the CUDA driver has no cuTensorMapEncodeTiled; it needs CUDA 12.0");
+        }
+        return reinterpret_cast<Function*>(found);
+    }();
+    return function;
+}
+
+// Rows of packed sequences count over the whole tensor: `rows` is how many of them there are.
+inline TensorMap tensor_map(const HeadsView<const uint16_t>& view, int32_t rows, int32_t box_rows, DataType dtype) {
+    TensorMap map{};
+    if (rows == 0) return map;  // there may be no memory, and nobody copies any of it
+    map.has_heads = view.head_stride != 0 && view.heads > 1;
+    map.has_batch = view.batch_stride != 0 && view.batch > 1;
+    const auto size_of = [](int32_t size, bool counts = true) { return counts ? std::max<cuuint64_t>(size, 1) : 1; };
+    // The stride of a dimension with one element means nothing, and may be what no map can hold.
+    const auto bytes_of = [](int64_t stride, bool counts) { return counts ? static_cast<cuuint64_t>(stride) * 2 : 16; };
+    const cuuint64_t sizes[] = {size_of(view.head_dim), size_of(rows), size_of(view.heads, map.has_heads),
+                                size_of(view.batch, map.has_batch)};
+    const cuuint64_t strides[] = {bytes_of(view.row_stride, rows > 1), bytes_of(view.head_stride, map.has_heads),
+                                  bytes_of(view.batch_stride, map.has_batch)};
+    const cuuint32_t box[] = {64, static_cast<cuuint32_t>(box_rows), 1, 1};
+    const cuuint32_t element_strides[] = {1, 1, 1, 1};
+    const CUresult result = encode_tiled_function()(
+        &map.encoded, dtype == DataType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        4, const_cast<uint16_t*>(view.data), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS) {
+        throw std::runtime_error("fastattn: the CUDA driver refuses a tensor map of [" + std::to_string(view.batch) +
+                                 ", " + std::to_string(view.heads) + ", " + std::to_string(rows) + ", " +
+                                 std::to_string(view.head_dim) + "] with strides " + std::to_string(view.batch_stride) +
+                                 ", " + std::to_string(view.head_stride) + ", " + std::to_string(view.row_stride) +
+                                 ": error " + std::to_string(result));
+    }
+    return map;
+}
+
+}  // namespace fastattn

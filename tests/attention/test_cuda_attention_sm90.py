@@ -1,0 +1,284 @@
+"""The forward kernel for Hopper against the oracle: what those for sm_80 are tested with, and its own rings, clusters and
+persistent CTAs.
+
+On an H100 or H200 where there is one, else as PTX on the emulated sm_90, with all of its checks and at several seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+import instances
+import test_cuda_attention as dense
+import test_cuda_attention_options as options
+from attention_cases import Case, compare, forward_arguments, make_problem
+from cuda_kernels import EMULATED, MARKS, checked, each_dtype, only_emulated
+from fastattn import native
+from kernel_device import DEVICE
+
+if EMULATED:
+    from emulator import EmulatorError, cuda_runtime, device, launches
+
+IS_HOPPER = EMULATED or torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [
+    *MARKS,
+    pytest.mark.usefixtures("hopper"),
+    pytest.mark.skipif(not IS_HOPPER or "90a" not in native.BUILD["archs"], reason="needs kernels for sm_90a"),
+]
+
+HEAD_DIMS = (64, 96, 128, 192, 256)
+BLOCK_M = {64: 192, 96: 128, 128: 128, 192: 128, 256: 128}
+BLOCK_N = {64: 96, 96: 128, 128: 128, 192: 96, 256: 80}
+CAUSAL = (-1, 0)
+KERNEL = "attention_forward_sm90"
+
+each_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
+
+
+@pytest.fixture(scope="module")
+def hopper(emulated_gpu: None) -> Iterator[None]:
+    """A Hopper GPU with three SMs, so that CTAs take several tiles each."""
+    if not EMULATED:
+        yield
+        return
+    with device.emulated(90, num_sms=3):
+        yield
+
+
+def run(case: Case, **launching: Any) -> dict[str, Tensor]:
+    problem = make_problem(case)
+    with checked(**launching):
+        out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+    return {"out": out, "lse": lse}
+
+
+def check(case: Case, **launching: Any) -> None:
+    """Against the oracle; the kernel for Hopper must be the one that ran."""
+    if not EMULATED:
+        compare(case, make_problem(case), run(case), names=("out", "lse"))
+        return
+    with launches.recorded() as found:
+        result = run(case, **launching)
+    assert [KERNEL in launched.report.kernel for launched in found] == [True]
+    compare(case, make_problem(case), result, names=("out", "lse"))
+
+
+# --- What every forward kernel has to do ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@each_dtype
+@pytest.mark.parametrize("window", [(-1, -1), CAUSAL], ids=["full", "causal"])
+@pytest.mark.parametrize(("rows", "keys"), [*dense.SHAPES, (193, 97), (128, 129), (385, 383)])
+def test_shapes(rows: int, keys: int, head_dim: int, dtype: torch.dtype, window: tuple[int, int]) -> None:
+    case = Case(
+        shape=(1, 2, 2, rows, keys), head_dims=(head_dim, head_dim), window=window, dtype=dtype, small_tile=False
+    )
+    check(case, seed=rows)
+
+
+@each_dtype
+@each_head_dim
+@pytest.mark.parametrize("case", options.PLAIN_CASES, ids=str)
+def test_windows_sinks_and_packed_sequences(case: Case, head_dim: int, dtype: torch.dtype) -> None:
+    check(replace(case, head_dims=(head_dim, head_dim), dtype=dtype))
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "head_dims", [(8, 24), (40, 64), (72, 96), (128, 16), (16, 128), (192, 128), (200, 256)], ids=str
+)
+def test_head_dims_below_the_kernels_own(head_dims: tuple[int, int], dtype: torch.dtype) -> None:
+    check(Case(head_dims=head_dims, dtype=dtype, window=(150, 4), sinks=True, shape=(1, 4, 2, 70, 300)))
+
+
+@each_head_dim
+@each_dtype
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1.7])
+def test_any_scale(scale: float, head_dim: int, dtype: torch.dtype) -> None:
+    check(Case(head_dims=(head_dim, head_dim), dtype=dtype, scale=scale, shape=(1, 2, 1, 140, 230), window=CAUSAL))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sliced", "misaligned"])
+@each_dtype
+def test_layouts(layout: str, dtype: torch.dtype) -> None:
+    check(Case(layout=layout, shape=(2, 4, 2, 130, 200), head_dims=(64, 64), dtype=dtype))
+
+
+@each_dtype
+@pytest.mark.parametrize("dims", [(0,), (1,), (0, 1), (2,), (0, 1, 2)], ids=str)
+def test_expanded_tensors(dims: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Strides of 0: a dimension of the tensor map that stands for the same memory many times."""
+    generator = torch.Generator().manual_seed(1)
+    full = (2, 3, 100, 64)
+    shape = [1 if dim in dims else size for dim, size in enumerate(full)]
+    key, value = (torch.randn(shape, generator=generator).to(DEVICE, dtype).expand(full) for _ in range(2))
+    query = torch.randn(full, generator=generator).to(DEVICE, dtype)
+    dense.check(query, key, value, False)
+
+
+@pytest.mark.parametrize("growth", dense.GROWTHS)
+@each_dtype
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_maxima_that_grow_from_tile_to_tile(growth: str, head_dim: int, dtype: torch.dtype) -> None:
+    """By less and by more than what makes a row's reference follow; the kernel looks only where sums tell it to."""
+    levels, block_n = dense.GROWTHS[growth], BLOCK_N[head_dim]
+    level = torch.tensor(levels[::-1]).repeat_interleave(block_n) * 0.6931 / head_dim**0.5
+    query, key, value = dense.inputs(head_dim, dtype, 40, len(levels) * block_n)
+    direction = torch.where(torch.arange(head_dim) % 2 == 0, 1.0, -1.0)
+    key = (key.float().cpu() * 0.2 + level[:, None] * direction).to(DEVICE, dtype)
+    sign = torch.where(torch.arange(40) % 2 == 0, 1.0, -1.0)
+    query = (query.float().cpu() * 0.1 + sign[:, None] * direction).to(DEVICE, dtype)
+    dense.check(query, key, value, False)
+
+
+@each_head_dim
+@each_dtype
+@pytest.mark.parametrize("spoiled", ["nan", "inf"])
+def test_masked_keys_have_no_influence(spoiled: str, head_dim: int, dtype: torch.dtype) -> None:
+    """NaN or infinities in one key reach the rows that see it, and no other, also where two CTAs share the tile."""
+    case = Case(window=CAUSAL, shape=(1, 4, 2, 300, 300), head_dims=(head_dim, head_dim), dtype=dtype)
+    problem, clean, at = make_problem(case), run(case), 170
+    problem.key[:, :, at], problem.value[:, :, at] = float(spoiled), float(spoiled)
+    with checked(seed=head_dim):
+        out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+    assert torch.equal(out[:, :, :at], clean["out"][:, :, :at]) and torch.equal(lse[..., :at], clean["lse"][..., :at])
+    if spoiled == "nan":
+        assert out[:, :, at:].isnan().all()
+
+
+def test_what_stands_beyond_a_sequence_has_no_influence() -> None:
+    """TMA copies whole boxes: of packed tensors also what belongs to the next sequence, or to none."""
+    case = Case(lengths=((70, 30), (150, 200)), window=(20, 5), sinks=True, head_dims=(64, 64))
+    problem, clean = make_problem(case), run(case)
+    problem.value[150 + 140 :][:5] = torch.nan  # row i of the second sees 150 + 170 + i - 20 and later ones
+    problem.key[:40] = torch.nan  # row i of the first sees 60 + i to 85 + i
+    with checked():
+        out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+    assert torch.equal(out, clean["out"]) and torch.equal(lse, clean["lse"])
+
+
+@pytest.mark.parametrize("broken", [(0, 300, 2, 40), (-7, 5, 2**31 - 1, 9), (9, 9, 9, 9)], ids=str)
+def test_offsets_in_device_memory_are_not_trusted(broken: tuple[int, ...]) -> None:
+    case = Case(lengths=((20, 13, 7), (11, 30, 8)), head_dims=(64, 64))
+    problem = make_problem(case)
+    problem.cu_seqlens_q = torch.tensor(broken, dtype=torch.int32, device=DEVICE)
+    problem.cu_seqlens_k = torch.tensor(broken[::-1], dtype=torch.int32, device=DEVICE)
+    with checked(**({"races": False} if EMULATED else {})):
+        out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+    assert not out.isnan().any() and not lse.isnan().any()
+
+
+# --- Rings, persistent CTAs, clusters ---------------------------------------------------------------------------------
+
+
+@each_head_dim
+@pytest.mark.parametrize("tiles", range(1, 9))
+def test_rings_go_round(tiles: int, head_dim: int) -> None:
+    """Any number of key tiles, full ones and with a masked one, in CTAs that take several tiles of rows."""
+    for missing in (0, 5):
+        keys = tiles * BLOCK_N[head_dim] - missing
+        check(Case(shape=(1, 3, 1, 2 * BLOCK_M[head_dim], keys), head_dims=(head_dim, head_dim)), seed=tiles)
+
+
+@only_emulated
+@pytest.mark.parametrize("num_sms", [1, 2, 78, 132])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1), (3, 3)], ids=str)
+def test_any_number_of_sms(heads: tuple[int, int], num_sms: int) -> None:
+    """With pairs of CTAs that share tiles of keys, by heads or by rows, and without."""
+    num_heads, group = heads[0], heads[0] // heads[1]
+    with device.emulated(90, num_sms=num_sms):
+        for window in ((-1, -1), CAUSAL):
+            check(Case(shape=(1, num_heads, group, 500, 300), head_dims=(128, 128), window=window), seed=num_sms)
+
+
+@only_emulated
+@pytest.mark.parametrize(
+    ("case", "cluster"),
+    [
+        (Case(shape=(1, 4, 2, 200, 200), head_dims=(128, 128), window=CAUSAL), 2),  # two heads of a key head
+        (Case(shape=(1, 2, 1, 256, 200), head_dims=(128, 128)), 2),  # two tiles of rows
+        (Case(shape=(1, 2, 1, 256, 200), head_dims=(128, 128), window=CAUSAL), 1),  # these see different keys
+        (Case(shape=(1, 1, 1, 64 * 128, 100), head_dims=(128, 128), window=CAUSAL), 2),  # many of them: it pays
+        (Case(shape=(1, 1, 1, 17 * 128 - 3, 100), head_dims=(256, 256)), 2),  # the last CTA has no rows
+        (Case(shape=(1, 4, 2, 200, 200), head_dims=(64, 64)), 1),  # the L2 cache serves every CTA
+        (Case(lengths=((130, 0, 1, 264), (200, 64, 0, 300)), shape=(1, 4, 2, 0, 0), head_dims=(128, 128)), 2),
+        (Case(lengths=((130, 0, 1, 140), (200, 64, 0, 300)), shape=(1, 3, 1, 0, 0), head_dims=(128, 128)), 2),
+    ],
+    ids=str,
+)
+def test_clusters(case: Case, cluster: int) -> None:
+    with device.emulated(90, num_sms=4), launches.recorded() as found:
+        check(case)
+    (launched,) = found
+    assert (launched.report.waits.get("cluster barrier", 0) > 0) == (cluster == 2)
+
+
+@each_head_dim
+@each_dtype
+@pytest.mark.parametrize("seed", range(2))
+def test_order_of_warps_and_copies_has_no_influence(seed: int, head_dim: int, dtype: torch.dtype) -> None:
+    case = Case(shape=(1, 4, 2, 400, 500), head_dims=(head_dim, head_dim), dtype=dtype, window=CAUSAL)
+    first, again = run(case, seed=100), run(case, seed=seed)
+    assert torch.equal(first["out"], again["out"]) and torch.equal(first["lse"], again["lse"])
+
+
+@only_emulated
+@pytest.mark.parametrize(
+    ("instruction", "instead", "kinds"),
+    [
+        ("wgmma.wait_group.sync.aligned 1;", "", {"wgmma"}),
+        ("wgmma.wait_group.sync.aligned 0;", "wgmma.wait_group.sync.aligned 1;", {"wgmma"}),
+        ("wgmma.fence.sync.aligned;", "", {"wgmma"}),
+    ],
+    ids=["no wait for QK", "no wait for PV", "no fence"],
+)
+def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str, kinds: set[str]) -> None:
+    case = Case(shape=(1, 2, 1, 200, 500), head_dims=(64, 64))
+    with cuda_runtime.replaced(instruction, instead):
+        for seed in range(2):
+            with pytest.raises(EmulatorError) as caught:
+                check(case, seed=seed)
+            assert caught.value.kind in kinds
+
+
+# --- The dispatcher ---------------------------------------------------------------------------------------------------
+
+
+@each_head_dim
+@each_dtype
+def test_the_dispatcher_chooses_the_kernel(head_dim: int, dtype: torch.dtype) -> None:
+    query, key, value = dense.inputs(head_dim, dtype, 20, 30)
+    name = f"{KERNEL}<{head_dim}, {str(dtype).removeprefix('torch.')}>"
+    explained = fastattn.explain(fastattn.attention, query, key, value, causal=True)
+    assert (explained.backend, explained.kernel) == ("cuda", name)
+    with fastattn.record() as calls, checked():
+        fastattn.attention(query, key, value, causal=True)
+    assert calls == [("attention", "cuda", name)]
+
+
+def test_gradients_go_through_the_kernels_for_sm_80() -> None:
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (
+        torch.randn(1, 2, 70, 64, generator=generator).to(DEVICE, torch.bfloat16).requires_grad_() for _ in range(3)
+    )
+    exact = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
+    with checked(), fastattn.use_backend("cuda"):
+        fastattn.attention(query, key, value, causal=True).float().square().sum().backward()
+    fastattn.reference.attention(*exact, causal=True)[0].square().sum().backward()
+    for tensor, expected in zip((query, key, value), exact, strict=True):
+        assert tensor.grad is not None and expected.grad is not None
+        assert (tensor.grad.double() - expected.grad).abs().max() < 0.03 * expected.grad.abs().max()
+
+
+def test_every_instance_is_launched() -> None:
+    assert instances.rows_of("attention/instances/forward_sm90.cu") == sorted(
+        (head_dim, dtype) for head_dim in HEAD_DIMS for dtype in instances.DTYPES
+    )
