@@ -123,8 +123,9 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
                 const uint32_t q_landed = query_ring.acquire(Config::kNumConsumers * QueryTile::kBytes);
 #pragma unroll
                 for (int consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
-                    QueryTile::load(shared_address(shared.sQ[consumer]), all_params.query, work.batch, work.head,
-                                    work.rows.begin + work.first_row + consumer * kWarpgroupM, q_landed);
+                    QueryTile::load(shared_address(shared.sQ[consumer]), all_params.query, work.batch,
+                                    work.head >> work.log2_packed,
+                                    work.rows.begin + work.row_of(work.first_row + consumer * kWarpgroupM), q_landed);
                 }
                 query_ring.advance();
                 for (int32_t num_left = tiles.num_tiles(); num_left > 0; --num_left) {
@@ -161,7 +162,9 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         const int32_t own_row = work.first_row + warpgroup * kWarpgroupM + warp * kMmaM;
         OnlineSoftmax<1> softmax(params.scale_log2);
         if (params.scores.sinks != nullptr) {
-            softmax.set_sink(params.scores.sinks[work.head], lane % kLanesPerRow == 0);
+            const int32_t row = own_row + accumulator_row(lane);
+            softmax.set_sinks(params.scores.sinks[work.head_of(row)], params.scores.sinks[work.head_of(row + 8)],
+                              lane % kLanesPerRow == 0);
         }
         float rO[1][kTilesD][4];     // [64, kValueDim] of the warpgroup
         float rS[1][kTilesN][4];     // [64, kBlockN]
@@ -170,8 +173,8 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         for (int d = 0; d < kTilesD; ++d) rO[0][d][0] = rO[0][d][1] = rO[0][d][2] = rO[0][d][3] = 0.0f;
 
         // The keys that this lane's upper and lower row see.
-        const KeyRange seen_by[2] = {work.window.keys_of(own_row + accumulator_row(lane)),
-                                     work.window.keys_of(own_row + accumulator_row(lane) + 8)};
+        const KeyRange seen_by[2] = {work.keys_of(own_row + accumulator_row(lane)),
+                                     work.keys_of(own_row + accumulator_row(lane) + 8)};
 
         const auto start_qk = [&] {
             key_ring.wait_full();
@@ -284,13 +287,18 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
 
         // Epilogue.
         softmax.finish(rO);
-        const int32_t rows_left = work.rows.length - own_row;
-        uint16_t* gO = row_pointer(params.out, work.batch, work.head, work.rows.begin + own_row);
-        store_accumulators<kDataType>(gO, params.out.row_stride, rows_left, rO, lane, params.out.head_dim);
-        float* gLse = row_pointer(params.lse, work.batch, work.head) + work.rows.begin + own_row;
+        const int32_t rows_left = work.num_rows() - own_row;
+        store_accumulators<kDataType>(rO, lane, params.out.head_dim, [&](int row) -> uint16_t* {
+            if (row >= rows_left) return nullptr;
+            return row_pointer(params.out, work.batch, work.head_of(own_row + row),
+                               work.rows.begin + work.row_of(own_row + row));
+        });
         for_own_rows<1>(lane, [&](int, int half, int row) {
             const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
-            if (one_of_four && row < rows_left) gLse[row] = softmax.row_lse[0][half];
+            if (!one_of_four || row >= rows_left) return;
+            row_pointer(params.lse, work.batch,
+                        work.head_of(own_row + row))[work.rows.begin + work.row_of(own_row + row)] =
+                softmax.row_lse[0][half];
         });
     }
     wait_for_cluster();  // waits until the other CTA's consumers have arrived at this one's barriers for the last time
@@ -300,15 +308,17 @@ template <int kHeadDim, int kValueDim, DataType kDataType>
 void launch_attention_forward_sm90(LaunchedKernel& kernel, const AttentionForwardParams& params, Stream stream) {
     using Config = ForwardConfigSm90<kHeadDim, kValueDim>;
     const DeviceFacts facts = device_facts();
-    const ForwardWorkSm90 work = forward_work_sm90(params, Config::kBlockM, Config::kSharesKeys, facts.num_sms);
+    const ForwardWorkSm90 work =
+        forward_work_sm90(params, Config::kBlockM, Config::kTilesToShareUnderMask, facts.num_sms);
     const bool is_packed = params.packed.cu_seqlens_q != nullptr;
-    const auto map_of = [&](const HeadsView<const uint16_t>& view, int32_t total, int box_rows) {
-        return tensor_map(view, is_packed ? total : view.rows, box_rows, kDataType);
+    const auto map_of = [&](const HeadsView<const uint16_t>& view, int32_t total, int group, int box_rows) {
+        return tensor_map(view, is_packed ? total : view.rows, group, box_rows, kDataType);
     };
-    const int32_t key_rows = Config::kBlockN / work.cluster_size();
-    const AttentionForwardParamsSm90 all_params{params, work, map_of(params.query, params.packed.total_q, kWarpgroupM),
-                                                map_of(params.key, params.packed.total_k, key_rows),
-                                                map_of(params.value, params.packed.total_k, key_rows)};
+    const int packed_heads = 1 << work.log2_packed, key_rows = Config::kBlockN / work.cluster_size();
+    const AttentionForwardParamsSm90 all_params{
+        params, work, map_of(params.query, params.packed.total_q, packed_heads, kWarpgroupM / packed_heads),
+        map_of(params.key, params.packed.total_k, 1, key_rows),
+        map_of(params.value, params.packed.total_k, 1, key_rows)};
     const int64_t num_clusters = std::min<int64_t>(work.num, std::max(facts.num_sms / work.cluster_size(), 1));
     const Launch launch{num_clusters * work.cluster_size(), Config::kNumThreads, sizeof(ForwardStorageSm90<Config>),
                         work.cluster_size()};

@@ -14,9 +14,11 @@
 namespace fastattn {
 
 // A cluster takes one piece of work after the other. Its CTAs need the same tiles of keys: two heads that read one key head,
-// or two tiles of one head's rows, side by side.
+// or two tiles of rows, side by side. The rows of a tile are those of one head, or of all heads that read a key head, row by
+// row: row m of a head with 2^log2_packed heads packed is row m / 2^log2_packed of head m % 2^log2_packed.
 struct ForwardWorkSm90 {
     int32_t heads_per_cluster, tiles_per_cluster;  // 1 and 1, 2 and 1, or 1 and 2
+    int32_t log2_packed;                           // 0: a tile has rows of one head
     uint32_t num;                                  // pieces of work
 
     FASTATTN_HOST_DEVICE int cluster_size() const { return heads_per_cluster * tiles_per_cluster; }
@@ -29,24 +31,34 @@ struct AttentionForwardParamsSm90 {
     TensorMap query, key, value;
 };
 
-// shares_keys: whether sharing the copies of keys pays at all, because the L2 cache could not deliver them to each CTA.
-inline ForwardWorkSm90 forward_work_sm90(const AttentionForwardParams& params, int32_t block_m, bool shares_keys,
-                                         int32_t num_sms) {
-    ForwardWorkSm90 work{1, 1, 0};
-    const int32_t tiles = ceil_div(params.query.rows, block_m), group = params.query.heads / params.key.heads;
-    const bool fills_gpu = int64_t{tiles} * params.query.heads * params.query.batch >= num_sms;
-    if (shares_keys && fills_gpu && num_sms % 2 == 0) {
-        // Under a mask two tiles of rows see different keys: both then take what either sees.
+// tiles_to_share_under_mask: two tiles of rows under a mask see different keys; both then take what either sees, which pays
+// where a head has at least so many tiles. 0: sharing never pays, as the L2 cache delivers what each CTA needs.
+inline ForwardWorkSm90 forward_work_sm90(const AttentionForwardParams& params, int32_t block_m,
+                                         int32_t tiles_to_share_under_mask, int32_t num_sms) {
+    ForwardWorkSm90 work{1, 1, 0, 0};
+    const int32_t group = params.query.heads / params.key.heads;
+    int64_t tiles = ceil_div(params.query.rows, block_m), heads = params.query.heads;
+    // Where a box of TMA, 64 rows of a tile, can hold whole rows of all heads.
+    const bool can_pack = group > 1 && group <= 64 && (group & (group - 1)) == 0;
+    const int64_t packed_tiles = (int64_t{params.query.rows} * group + block_m - 1) / block_m;
+    constexpr int64_t kMostRows = 1 << 30;  // what 32 bits hold, with a tile to spare
+    if (can_pack && packed_tiles < tiles * group && int64_t{params.query.rows} * group < kMostRows) {
+        while (1 << work.log2_packed < group) ++work.log2_packed;
+        tiles = packed_tiles;
+        heads = params.key.heads;
+    }
+    const bool fills_gpu = tiles * heads * params.query.batch >= num_sms;
+    if (tiles_to_share_under_mask > 0 && fills_gpu && num_sms % 2 == 0) {
         const bool is_masked = params.scores.window_left >= 0 || params.scores.window_right >= 0;
-        constexpr int32_t kManyTiles = 64;  // of rows, so that a few tiles of keys too many do not count
-        if (group % 2 == 0) {
+        constexpr int64_t kTilesOfOddCount = 16;  // one CTA too many among so many does not count
+        if (group % 2 == 0 && work.log2_packed == 0) {
             work.heads_per_cluster = 2;
-        } else if (!is_masked ? tiles % 2 == 0 || tiles >= 16 : tiles >= kManyTiles) {
+        } else if (is_masked ? tiles >= tiles_to_share_under_mask : tiles % 2 == 0 || tiles >= kTilesOfOddCount) {
             work.tiles_per_cluster = 2;
         }
     }
-    const int64_t num = int64_t{ceil_div(tiles, work.tiles_per_cluster)} *
-                        (params.query.heads / work.heads_per_cluster) * params.query.batch;
+    const int64_t num = (tiles + work.tiles_per_cluster - 1) / work.tiles_per_cluster *
+                        (heads / work.heads_per_cluster) * params.query.batch;
     if (num > 0x7fffffff) throw std::runtime_error("fastattn: attention_forward_sm90: more than 2147483647 tiles");
     work.num = static_cast<uint32_t>(num);
     return work;
@@ -55,33 +67,45 @@ inline ForwardWorkSm90 forward_work_sm90(const AttentionForwardParams& params, i
 #ifdef __CUDACC__
 // The rows of a CTA in one piece of work of its cluster, where it is number `rank`. They may lie behind the last one.
 struct RowsOfCta {
-    int32_t batch, head, kv_head, first_row;
-    int32_t cluster_begin, cluster_end;  // rows of all of the cluster's CTAs
-    Sequence rows, keys;
+    int32_t batch, kv_head;
+    int32_t head, log2_packed;           // the first head, and how many follow
+    int32_t first_row;                   // counted with packed heads, as all of these are
+    int32_t cluster_begin, cluster_end;  // of all of the cluster's CTAs
+    Sequence rows, keys;                 // counted without
     Window window;
 
     __device__ __forceinline__ RowsOfCta(const AttentionForwardParams& params, const ForwardWorkSm90& work, uint32_t i,
-                                         int rank, int32_t block_m) {
+                                         int rank, int32_t block_m)
+        : log2_packed(work.log2_packed) {
         const int32_t rows_per_cluster = block_m * work.tiles_per_cluster;
-        const int32_t num_positions = ceil_div(params.query.rows, rows_per_cluster);
-        const HeadTile tile = head_tile(i, params.query.batch, params.query.heads / work.heads_per_cluster,
-                                        max(params.heads_per_group / work.heads_per_cluster, 1), num_positions);
+        const int32_t num_positions = ceil_div(params.query.rows << log2_packed, rows_per_cluster);
+        const int32_t heads_per_tile = 1 << log2_packed, heads_apart = heads_per_tile * work.heads_per_cluster;
+        const HeadTile tile = head_tile(i, params.query.batch, params.query.heads / heads_apart,
+                                        max(params.heads_per_group / heads_apart, 1), num_positions);
         batch = tile.batch;
-        head = tile.head * work.heads_per_cluster + (work.heads_per_cluster > 1 ? rank : 0);
+        head = tile.head * heads_apart + (work.heads_per_cluster > 1 ? rank : 0);
         kv_head = head / (params.query.heads / params.key.heads);
         // The last tiles come first: under a causal mask these are the longest.
         cluster_begin = (num_positions - 1 - tile.position) * rows_per_cluster;
         first_row = cluster_begin + (work.tiles_per_cluster > 1 ? rank * block_m : 0);
         rows = sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
         keys = sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows);
-        cluster_end = min(cluster_begin + rows_per_cluster, rows.length);
+        cluster_end = min(cluster_begin + rows_per_cluster, num_rows());
         window = window_of(params.scores, rows.length, keys.length);
     }
 
+    __device__ __forceinline__ int32_t num_rows() const { return rows.length << log2_packed; }
+    __device__ __forceinline__ int32_t row_of(int32_t packed_row) const { return packed_row >> log2_packed; }
+    __device__ __forceinline__ int32_t head_of(int32_t packed_row) const {
+        return head + (packed_row & ((1 << log2_packed) - 1));
+    }
+
+    __device__ __forceinline__ KeyRange keys_of(int32_t packed_row) const { return window.keys_of(row_of(packed_row)); }
+
     // The same for all CTAs of the cluster. None where it has no rows.
     __device__ __forceinline__ KeyTiles key_tiles(int32_t block_n) const {
-        if (cluster_begin >= rows.length) return {KeyRange{0, 0}, KeyRange{0, 0}, block_n};
-        return {window.keys_of(cluster_begin), window.keys_of(cluster_end - 1), block_n};
+        if (cluster_begin >= num_rows()) return {KeyRange{0, 0}, KeyRange{0, 0}, block_n};
+        return {keys_of(cluster_begin), keys_of(cluster_end - 1), block_n};
     }
 };
 #endif

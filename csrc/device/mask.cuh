@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/fragment.cuh"
+#include "device/ptx/opaque.cuh"
 #include "device/sequence.cuh"
 #include "device/softmax.cuh"
 
@@ -42,7 +43,8 @@ __device__ __forceinline__ void mask_own_columns(float (&rS)[1][kTilesN][4], con
     for (int half = 0; half < 2; ++half) {
         const uint64_t before_end = (uint64_t{1} << columns_before(seen_by[half].end)) - 1;
         const uint64_t before_begin = (uint64_t{1} << columns_before(seen_by[half].begin)) - 1;
-        const uint32_t bits = static_cast<uint32_t>(before_end & ~before_begin);
+        // Opaque, so that the compiler has all bits in one register, from which it sets seven predicates at a time.
+        const uint32_t bits = ptx::opaque(static_cast<int32_t>(before_end & ~before_begin));
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {
 #pragma unroll

@@ -100,6 +100,16 @@ struct OnlineSoftmax {
         }
     }
 
+    // The same for a lane whose upper and lower row have sinks of their own.
+    __device__ __forceinline__ void set_sinks(float upper, float lower, bool one_of_four) {
+        static_assert(kTilesM == 1, "two rows of a lane");
+        set_sink(lower, one_of_four);
+        const float reference_below = reference[0][1], sum_below = row_sum[0][1];
+        set_sink(upper, one_of_four);
+        reference[0][1] = reference_below;
+        row_sum[0][1] = sum_below;
+    }
+
     // Whether some row of the warp needs another reference; the same for all lanes. What a row's maximum is over all
     // lanes matters only then.
     __device__ __forceinline__ bool is_outgrown_by(const RowNumbers<kTilesM>& max_of_lane) const {

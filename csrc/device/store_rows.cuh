@@ -22,14 +22,14 @@ __device__ __forceinline__ void transpose_over_quad(uint32_t (&pairs)[4], int la
     }
 }
 
-// A warp's rows [16, 8 * kTilesD], those that exist: num_rows, and of each head_dim elements, a multiple of 8. A lane
+// A warp's rows [16, 8 * kTilesD], of each head_dim elements, a multiple of 8. place_of(row): where a row goes, or null. A lane
 // stores 16 bytes at a time, and the four lanes of a row 64 bytes that lie side by side.
-template <DataType kDataType, int kTilesD>
-__device__ __forceinline__ void store_accumulators(uint16_t* gRows, int64_t row_stride, int num_rows,
-                                                   const float (&rO)[1][kTilesD][4], int lane, int head_dim) {
+template <DataType kDataType, int kTilesD, typename PlaceOf>
+__device__ __forceinline__ void store_accumulators(const float (&rO)[1][kTilesD][4], int lane, int head_dim,
+                                                   PlaceOf&& place_of) {
     static_assert(kTilesD % 4 == 0, "four tiles are one chunk of 16 bytes for each lane of a row");
     for_own_rows<1>(lane, [&](int, int half, int row) {
-        uint16_t* gRow = gRows + row * row_stride;
+        uint16_t* gRow = place_of(row);
 #pragma unroll
         for (int first = 0; first < kTilesD; first += 4) {
             uint32_t pairs[4];
@@ -39,7 +39,7 @@ __device__ __forceinline__ void store_accumulators(uint16_t* gRows, int64_t row_
             }
             transpose_over_quad(pairs, lane);
             const int column = (first + lane % kLanesPerRow) * kMmaN;
-            if (row < num_rows && column < head_dim) {
+            if (gRow != nullptr && column < head_dim) {
                 *reinterpret_cast<uint4*>(gRow + column) = uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
             }
         }

@@ -13,11 +13,12 @@
 
 namespace fastattn {
 
-// Of a HeadsView, for boxes of 64 columns (128 bytes, swizzled) of some rows of one head.
+// Of a HeadsView as [batch, heads / group, rows, group, head_dim], in boxes of 64 columns (128 bytes, swizzled), all heads of a
+// group, and some rows: the rows of heads that follow each other lie side by side in a box.
 struct TensorMap {
     CUtensorMap encoded;  // aligned to 64 bytes
-    // False where all heads, or the whole batch, are the same memory: the coordinate is 0 then.
-    bool has_heads, has_batch;
+    // False where all groups of heads, or the whole batch, are the same memory: the coordinate is 0 then.
+    bool has_groups, has_batch;
 };
 
 // The driver's function, looked up once. It exists wherever there is a GPU with TMA.
@@ -39,23 +40,25 @@ inline auto* encode_tiled_function() {
 }
 
 // Rows of packed sequences count over the whole tensor: `rows` is how many of them there are.
-inline TensorMap tensor_map(const HeadsView<const uint16_t>& view, int32_t rows, int32_t box_rows, DataType dtype) {
+inline TensorMap tensor_map(const HeadsView<const uint16_t>& view, int32_t rows, int32_t group, int32_t box_rows,
+                            DataType dtype) {
     TensorMap map{};
     if (rows == 0) return map;  // there may be no memory, and nobody copies any of it
-    map.has_heads = view.head_stride != 0 && view.heads > 1;
+    map.has_groups = view.head_stride != 0 && view.heads > group;
     map.has_batch = view.batch_stride != 0 && view.batch > 1;
-    const auto size_of = [](int32_t size, bool counts = true) { return counts ? std::max<cuuint64_t>(size, 1) : 1; };
+    const auto size_of = [](int32_t size, bool counts = true) { return counts ? static_cast<cuuint64_t>(size) : 1; };
     // The stride of a dimension with one element means nothing, and may be what no map can hold.
     const auto bytes_of = [](int64_t stride, bool counts) { return counts ? static_cast<cuuint64_t>(stride) * 2 : 16; };
-    const cuuint64_t sizes[] = {size_of(view.head_dim), size_of(rows), size_of(view.heads, map.has_heads),
-                                size_of(view.batch, map.has_batch)};
-    const cuuint64_t strides[] = {bytes_of(view.row_stride, rows > 1), bytes_of(view.head_stride, map.has_heads),
+    const cuuint64_t sizes[] = {size_of(view.head_dim), size_of(group), size_of(rows),
+                                size_of(view.heads / group, map.has_groups), size_of(view.batch, map.has_batch)};
+    const cuuint64_t strides[] = {bytes_of(view.head_stride, group > 1), bytes_of(view.row_stride, rows > 1),
+                                  bytes_of(view.head_stride * group, map.has_groups),
                                   bytes_of(view.batch_stride, map.has_batch)};
-    const cuuint32_t box[] = {64, static_cast<cuuint32_t>(box_rows), 1, 1};
-    const cuuint32_t element_strides[] = {1, 1, 1, 1};
+    const cuuint32_t box[] = {64, static_cast<cuuint32_t>(group), static_cast<cuuint32_t>(box_rows), 1, 1};
+    const cuuint32_t element_strides[] = {1, 1, 1, 1, 1};
     const CUresult result = encode_tiled_function()(
         &map.encoded, dtype == DataType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        4, const_cast<uint16_t*>(view.data), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        5, const_cast<uint16_t*>(view.data), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
         CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS) {
         throw std::runtime_error("fastattn: the CUDA driver refuses a tensor map of [" + std::to_string(view.batch) +

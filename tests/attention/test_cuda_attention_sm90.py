@@ -1,5 +1,5 @@
-"""The forward kernel for Hopper against the oracle: what those for sm_80 are tested with, and its own rings, clusters and
-persistent CTAs.
+"""The forward kernel for Hopper against the oracle: what those for sm_80 are tested with, and its own rings, clusters
+and persistent CTAs.
 
 On an H100 or H200 where there is one, else as PTX on the emulated sm_90, with all of its checks and at several seeds.
 """
@@ -206,10 +206,10 @@ def test_any_number_of_sms(heads: tuple[int, int], num_sms: int) -> None:
         (Case(shape=(1, 4, 2, 200, 200), head_dims=(128, 128), window=CAUSAL), 2),  # two heads of a key head
         (Case(shape=(1, 2, 1, 256, 200), head_dims=(128, 128)), 2),  # two tiles of rows
         (Case(shape=(1, 2, 1, 256, 200), head_dims=(128, 128), window=CAUSAL), 1),  # these see different keys
-        (Case(shape=(1, 1, 1, 64 * 128, 100), head_dims=(128, 128), window=CAUSAL), 2),  # many of them: it pays
+        (Case(shape=(1, 1, 1, 24 * 128, 100), head_dims=(256, 256), window=CAUSAL), 2),  # many of them: it pays
         (Case(shape=(1, 1, 1, 17 * 128 - 3, 100), head_dims=(256, 256)), 2),  # the last CTA has no rows
         (Case(shape=(1, 4, 2, 200, 200), head_dims=(64, 64)), 1),  # the L2 cache serves every CTA
-        (Case(lengths=((130, 0, 1, 264), (200, 64, 0, 300)), shape=(1, 4, 2, 0, 0), head_dims=(128, 128)), 2),
+        (Case(lengths=((130, 0, 1, 256), (200, 64, 0, 300)), shape=(1, 4, 2, 0, 0), head_dims=(128, 128)), 2),
         (Case(lengths=((130, 0, 1, 140), (200, 64, 0, 300)), shape=(1, 3, 1, 0, 0), head_dims=(128, 128)), 2),
     ],
     ids=str,
@@ -219,6 +219,42 @@ def test_clusters(case: Case, cluster: int) -> None:
         check(case)
     (launched,) = found
     assert (launched.report.waits.get("cluster barrier", 0) > 0) == (cluster == 2)
+
+
+@each_dtype
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(shape=(2, 4, 2, 17, 300)),
+        Case(shape=(1, 8, 8, 33, 500), window=CAUSAL, sinks=True),
+        Case(shape=(2, 16, 16, 5, 200), window=(60, 0), scale=-0.3),
+        Case(shape=(1, 64, 64, 3, 130), window=CAUSAL, top_left=True),
+        Case(shape=(1, 8, 4, 100, 90), window=CAUSAL, layout="bshd"),  # rows before the first key
+        Case(lengths=((30, 0, 1, 64), (90, 64, 0, 300)), shape=(1, 8, 4, 0, 0), window=(200, 3), sinks=True),
+        Case(shape=(1, 6, 3, 40, 200), window=CAUSAL),  # 3 heads a key head: rows of one head in a tile
+    ],
+    ids=str,
+)
+def test_query_heads_in_the_rows_of_a_tile(case: Case, head_dim: int, dtype: torch.dtype) -> None:
+    check(replace(case, head_dims=(head_dim, head_dim), dtype=dtype), seed=3)
+
+
+@only_emulated
+@pytest.mark.parametrize(
+    ("shape", "tiles"),
+    [
+        ((1, 16, 8, 33, 200), 2 * 3),  # 264 rows of 8 heads in 3 tiles of 128, not 8 of 33
+        ((2, 16, 8, 3, 200), 2 * 2),
+        ((1, 16, 8, 128, 200), 16),  # a head fills its tiles
+        ((1, 12, 6, 33, 200), 12),  # 64 rows are no multiple of 6
+    ],
+    ids=str,
+)
+def test_heads_are_packed_where_that_takes_fewer_tiles(shape: tuple[int, int, int, int, int], tiles: int) -> None:
+    with device.emulated(90, num_sms=1000), launches.recorded() as found:
+        check(Case(shape=shape, head_dims=(128, 128)))
+    assert [launched.grid for launched in found] == [(tiles, 1, 1)]
 
 
 @each_head_dim

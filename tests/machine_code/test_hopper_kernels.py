@@ -1,0 +1,144 @@
+"""The machine code for sm_90a: warp roles, products, registers, and the instructions of the main loops.
+
+None of these tests needs a GPU. What two steps of a loop execute is read off the code along the path that is taken where
+barriers have completed and references are not outgrown.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+import instances
+from emulator import static_facts
+from emulator.static_facts import KernelFacts, full_opcode
+from installed_library import BUILD, LIBRARY_PATH
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("hopper_kernels"),  # the library is taken apart once
+    pytest.mark.skipif("90a" not in BUILD["archs"], reason="the native library was built without kernels for sm_90a"),
+]
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
+BLOCK_N = {64: 96, 96: 128, 128: 128, 192: 96, 256: 80}
+REGISTERS = {64: (160, 32), 96: (232, 40), 128: (232, 40), 192: (232, 40), 256: (240, 24)}  # of consumers, producer
+FORWARD = instances.rows_of("attention/instances/forward_sm90.cu")
+MAX_STACK_BYTES = 32  # of a thread, for what the producer has no registers for; never in a main loop
+
+each_forward = pytest.mark.parametrize("instance", FORWARD, ids=str)
+
+
+@functools.cache
+def forward_kernels() -> dict[tuple[int, str], KernelFacts]:
+    found = {}
+    for symbol, facts in static_facts.of_library(LIBRARY_PATH, "sm_90a").items():
+        match = re.search(r"attention_forward_sm90ILi(\d+)ELi\d+ELN\w*?8DataTypeE(\d)E", symbol)
+        if match:
+            found[int(match[1]), DTYPES[int(match[2])]] = facts
+    return found
+
+
+def usual_path(kernel: KernelFacts, body: frozenset[int]) -> list[str]:
+    """The opcodes that one round of a loop executes: branches are not taken, but for the one behind a vote of the warp,
+    which skips what is done where a reference is outgrown."""
+    order = sorted(body)
+    target = {line.rstrip(":"): index for index, line in enumerate(kernel.lines) if line.endswith(":")}
+    path, at, has_voted = [], order[0], False
+    while True:
+        line = kernel.lines[at]
+        opcode = full_opcode(line)
+        if opcode:
+            path.append(opcode)
+        has_voted = has_voted or opcode.startswith("VOTE")
+        jump = re.search(r"BRA(?:\.\w+)*\s.*\(?(\.L[\w.]*)\)?", line)
+        if jump and (not line.startswith("@") or has_voted):
+            has_voted = False
+            if target[jump[1]] <= order[0]:
+                return path
+            at = target[jump[1]]
+        elif jump and target[jump[1]] <= order[0]:
+            return path
+        else:
+            at += 1
+        assert at in body, line
+
+
+def loops(kernel: KernelFacts) -> tuple[list[str], list[str]]:
+    """(of tiles with masks: all that is in it, of full tiles: the usual path of two steps)"""
+    masked, full = sorted(kernel.main_loops, key=min)
+    return kernel.opcodes_of(masked), usual_path(kernel, full)
+
+
+def stated_counts() -> dict[int, dict[str, int]]:
+    """Head dim → column → number, of the table in tiles_sm90.h."""
+    lines = iter((CSRC / "attention" / "tiles_sm90.h").read_text().splitlines())
+    heading = next(line for line in lines if line.startswith("// Forward: head dim "))
+    columns = re.findall(r"\S+", heading.partition(": head dim ")[2])
+    rows = itertools.takewhile(lambda line: re.match(r"//\s+\d", line), lines)
+    numbers = [[int(number) for number in re.findall(r"\d+", row)] for row in rows]
+    return {head_dim: dict(zip(columns, rest, strict=True)) for head_dim, *rest in numbers}
+
+
+def test_every_instance_is_there() -> None:
+    assert sorted(forward_kernels()) == sorted(FORWARD)
+
+
+@each_forward
+def test_warpgroups_exchange_registers_as_planned(instance: tuple[int, str]) -> None:
+    kernel = forward_kernels()[instance]
+    assert kernel.registers == stated_counts()[instance[0]]["registers"]
+    changes = sorted(int(line.split()[-1].rstrip(";"), 16) for line in kernel.lines if "USETMAXREG" in line)
+    assert changes == sorted(REGISTERS[instance[0]])
+
+
+@each_forward
+def test_local_memory_is_no_part_of_the_loops(instance: tuple[int, str]) -> None:
+    kernel = forward_kernels()[instance]
+    assert kernel.local_in_loops == 0
+    assert kernel.stack_bytes <= MAX_STACK_BYTES
+
+
+@each_forward
+def test_products_are_those_of_warpgroups(instance: tuple[int, str]) -> None:
+    head_dim, dtype = instance
+    kernel = forward_kernels()[instance]
+    assert list(kernel.tensor_core) == ["HGMMA"]
+    products = head_dim // 16 + BLOCK_N[head_dim] // 16  # of Q·Kᵀ and of P·V, in a step
+    masked, full = loops(kernel)
+    for opcodes, steps in ((masked, 1), (full, 2)):
+        found = [opcode for opcode in opcodes if opcode.startswith("HGMMA")]
+        assert len(found) == steps * products
+        assert all(("BF16" in opcode) == (dtype == "bfloat16") for opcode in found)
+
+
+@each_forward
+def test_the_producer_copies_with_tma(instance: tuple[int, str]) -> None:
+    kinds = {opcode.split(".")[0] for opcode in forward_kernels()[instance].instructions}
+    assert "UTMALDG" in kinds and not kinds & {"LDGSTS", "LDSM"}
+
+
+@each_forward
+def test_main_loop_is_what_the_tile_table_states(instance: tuple[int, str]) -> None:
+    stated = stated_counts()[instance[0]]
+    _, full = loops(forward_kernels()[instance])
+    for kind in ("HGMMA", "MUFU.EX2"):
+        assert sum(opcode.startswith(kind) for opcode in full) == stated[kind], kind
+    assert len(full) == pytest.approx(stated["instructions"], rel=0.03)
+    assert not [
+        opcode for opcode in full if opcode.startswith(("FMNMX", "FSEL", "FMUL", "SHFL"))
+    ]  # no maxima, no masks
+
+
+@each_forward
+def test_a_step_is_short(instance: tuple[int, str]) -> None:
+    """Per 64 rows by 128 keys of a warpgroup; FlashAttention-3 has 423 and 433 with 64 and 128 dims."""
+    head_dim, _ = instance
+    _, full = loops(forward_kernels()[instance])
+    per_128_keys = len(full) / 2 * 128 / BLOCK_N[head_dim]
+    assert per_128_keys <= {64: 400, 96: 420, 128: 420, 192: 460, 256: 540}[head_dim]
