@@ -1,15 +1,22 @@
 // Attention forward for Hopper, FlashAttention-2 (Dao 2023, algorithm 1) with the roles and overlaps of FlashAttention-3
 // (Shah et al. 2024): O = softmax(scale · Q·Kᵀ + mask) · V, and the lse.
 //
-// A CTA stays on its SM and takes one tile of kBlockM query rows of one head after the other. The last of its warpgroups is
-// the producer: one thread of it issues TMA for Q and, through two rings, for tiles of K and V, and runs ahead. The others
-// consume: each owns 64 of the rows from start to end. Two products of a warpgroup are in flight at a time (wgmma groups):
+// A CTA stays on its SM and takes one tile of kBlockM rows after the other: rows of a head, or of all heads that read a key
+// head. Its last warpgroup is the producer: one thread fills shared memory by TMA and runs ahead; the others, to which it
+// gives registers, consume. Each of these owns 64 rows from start to end.
+//
+//   ring, stages    full: its bytes have landed       empty: every consumer's warps have read it
+//   Q      1        before a tile's first Q·Kᵀ        after its last
+//   K, V   kStages  before Q·Kᵀ, before P·V           after each
+//
+// Tiles of keys come as in key_tiles.cuh, masked ones first. Two products of a consumer are in flight at a time, Q·Kᵀ of a
+// tile and P·V of the one before, each a wgmma group; while one consumer is in its softmax, the tensor cores have the
+// products of the others. S, O and P stay in registers, P as the operand A of P·V:
 //
 //   tensor cores   Q·K0ᵀ |           Q·K1ᵀ | P0·V0 |           Q·K2ᵀ | P1·V1 | …
 //   other units          | softmax → P0    |       softmax → P1      |       softmax → P2
 //
-// and while one warpgroup is in its softmax, the tensor cores have the products of the others. S, P and O stay in registers.
-// Two CTAs of a cluster may share the tiles of K and V, of which each copies one half into both.
+// Where a cluster has two CTAs, both need the same tiles of keys, and each copies one half of every tile into both.
 // Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim. Any lengths, packed or not,
 // any window, sinks, any finite scale.
 #pragma once
@@ -112,8 +119,8 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
     const ForwardWorkSm90& all_work = all_params.work;
     const uint32_t num_clusters = gridDim.x / cluster_size;
 
+    // Producer.
     if (warpgroup == Config::kNumConsumers) {
-        // Producer.
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
         if (warp == 0 && lane == 0) {
             for (uint32_t i = blockIdx.x / cluster_size; i < all_work.num; i += num_clusters) {
@@ -193,7 +200,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
                 OperandDescriptor::of_columns(shared_address(shared.sV[value_ring.stage]), ValueTile::kBlockBytes));
             ptx::wgmma_commit_group();
         };
-        // Waits for Q·Kᵀ; leaves so many products in flight, P·V of the tile before.
+        // Leaves so many products in flight: none, or P·V of the tile before.
         const auto wait_qk = [&](auto in_flight) {
             ptx::wgmma_wait_group<in_flight.value>();
             ptx::written_by_wgmma(rS);
@@ -204,7 +211,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             ptx::written_by_wgmma(rO);
         };
 
-        // The scores of a tile that may be masked, or the first, become P. Leaves nothing in flight.
+        // S of a tile that may be masked, or of the first, becomes rP[0]. Leaves no product in flight.
         const auto exact_softmax = [&](int32_t num_left) {
             if (num_left > tiles.num_full) mask_own_columns(rS, seen_by, tiles.tile(num_left) * kBlockN, lane);
             const auto max = maxima_of_lane(rS);
@@ -217,7 +224,8 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
 #pragma unroll
             for (int k = 0; k < kTilesK; ++k) accumulators_to_a<kDataType>(rP[0][k], rS[0][2 * k], rS[0][2 * k + 1]);
         };
-        // Of a tile that all rows see: maxima are only looked for where the sums of P tell that the references are outgrown.
+        // The same for a tile that all rows see. It does not look for maxima, which saves a tenth of the clocks: sums of P
+        // tell where a reference is outgrown, and S is still there then.
         const auto full_softmax = [&](uint32_t (&rP)[kTilesK][4]) {
             auto sums = softmax.template exponentiate_to<kDataType>(rP, rS);
             wait_pv();
