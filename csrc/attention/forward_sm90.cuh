@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
 #pragma unroll
             for (int k = 0; k < kTilesK; ++k) accumulators_to_a<kDataType>(rP[0][k], rS[0][2 * k], rS[0][2 * k + 1]);
         };
-        // The same for a tile that all rows see. It does not look for maxima, which saves a tenth of the clocks: sums of P
+        // The same for a tile that all rows see. It looks for no maxima, predicted to save a tenth of the clocks: sums of P
         // tell where a reference is outgrown, and S is still there then.
         const auto full_softmax = [&](uint32_t (&rP)[kTilesK][4]) {
             auto sums = softmax.template exponentiate_to<kDataType>(rP, rS);
