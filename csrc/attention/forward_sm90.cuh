@@ -117,13 +117,13 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
     Ring<1> query_ring(shared.query);
     Ring<kStages> key_ring(shared.key), value_ring(shared.value);
     const ForwardWorkSm90& all_work = all_params.work;
-    const uint32_t num_clusters = gridDim.x / cluster_size;
+    const uint32_t cluster = blockIdx.x / cluster_size, num_clusters = gridDim.x / cluster_size;
 
     // Producer.
     if (warpgroup == Config::kNumConsumers) {
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
         if (warp == 0 && lane == 0) {
-            for (uint32_t i = blockIdx.x / cluster_size; i < all_work.num; i += num_clusters) {
+            for (uint32_t n = 0, i; (i = nth_piece(n, cluster, num_clusters)) < all_work.num; ++n) {
                 const RowsOfCta work(params, all_work, i, rank, kBlockM);
                 const KeyTiles tiles = work.key_tiles(kBlockN);
                 if (tiles.num_tiles() == 0) continue;
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
     const auto of_all = [&] { ptx::bar_sync(kAllConsumers, Config::kConsumerThreads); };
     const float scale = params.scores.scale, sign = scale > 0 ? 1.0f : scale < 0 ? -1.0f : scale;
 
-    for (uint32_t i = blockIdx.x / cluster_size; i < all_work.num; i += num_clusters) {
+    for (uint32_t n = 0, i; (i = nth_piece(n, cluster, num_clusters)) < all_work.num; ++n) {
         const RowsOfCta work(params, all_work, i, rank, kBlockM);
         const KeyTiles tiles = work.key_tiles(kBlockN);
         const int32_t own_row = work.first_row + warpgroup * kWarpgroupM + warp * kMmaM;
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
                 return;
             }
             const int32_t first_key = tiles.tile(num_left) * kBlockN;
-            const auto sees = [&](int, int half, int n) { return seen_by[half].has(first_key + n); };
+            const auto sees = [&](int, int half, int key) { return seen_by[half].has(first_key + key); };
             separate_nonfinite<kDataType>(rO, sV, SharedTile<ValueTile, kBlockN, Config::kConsumerThreads>{sV}, sees,
                                           lane, of_all);
             ptx::fence_proxy_async_shared();

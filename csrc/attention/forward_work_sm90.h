@@ -65,6 +65,12 @@ inline ForwardWorkSm90 forward_work_sm90(const AttentionForwardParams& params, i
 }
 
 #ifdef __CUDACC__
+// The n-th piece of work of a cluster. They are dealt back and forth: under a causal mask pieces get shorter and shorter, and
+// who got the longest of one round gets the shortest of the next.
+__device__ __forceinline__ uint32_t nth_piece(uint32_t n, uint32_t cluster, uint32_t num_clusters) {
+    return n * num_clusters + (n % 2 == 0 ? cluster : num_clusters - 1 - cluster);
+}
+
 // The rows of a CTA in one piece of work of its cluster, where it is number `rank`. They may lie behind the last one.
 struct RowsOfCta {
     int32_t batch, kv_head;
