@@ -20,11 +20,11 @@ To add them: install a CUDA toolkit, set CUDA_HOME to it and install fastattn ag
 def native_code_for(arch: int) -> str:
     """Which of the library's code a GPU of compute capability ``arch`` (times ten) runs."""
     code = native.code_for(arch)
-    if code is None:
+    if not code:
         return "no CUDA C++ kernels"
-    if code == "PTX":
+    if "PTX" in code:
         return "CUDA C++ kernels, compiled from PTX by the driver at first use"
-    return f"CUDA C++ kernels in machine code for {code}"
+    return f"CUDA C++ kernels in machine code for {' and '.join(code)}"
 
 
 def triton_version() -> str:

@@ -115,15 +115,18 @@ def _tiles_by_size() -> dict[str, dict[str, Any]]:
 TILES = _tiles_by_size()
 
 
-def code_for(arch: int) -> str | None:
-    """What a GPU runs of the library: the best of its machine codes ("sm_90a", "sm_90", "sm_80"), "PTX" that the driver
-    compiles, or None."""
-    code = {name for names in BUILD["code"].values() for name in names}
+def code_for(arch: int) -> tuple[str, ...]:
+    """What a GPU runs of the library, the newest first: of the kernels for each architecture the best machine code
+    ("sm_90a", "sm_90", "sm_80"), or "PTX" that the driver compiles. Empty where nothing of it runs there."""
     own = [f"sm_{arch}a", *(f"sm_{each}" for each in range(arch, arch // 10 * 10 - 1, -1))]  # of the same major version
-    best = next((name for name in own if name in code), None)
-    if best is not None:
-        return best
-    return "PTX" if arch >= 80 and "compute_80" in code else None
+    found = []
+    for code in BUILD["code"].values():
+        best = next((name for name in own if name in code), None)
+        if best is None and arch >= 80 and "compute_80" in code:
+            best = "PTX"
+        if best is not None:
+            found.append(best)
+    return tuple(reversed(found))
 
 
 def device_facts() -> NativeDeviceFacts:

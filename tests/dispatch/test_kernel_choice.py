@@ -153,20 +153,25 @@ def test_a_gpu_without_kernels_is_an_error_that_names_it() -> None:
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        ({"80": ["sm_80", "sm_90", "compute_80"]}, {75: None, 80: "sm_80", 89: "sm_80", 90: "sm_90", 120: "PTX"}),
-        ({"80": ["sm_80", "compute_80"]}, {80: "sm_80", 90: "PTX"}),
-        ({"80": ["sm_90"], "90a": ["sm_90a"]}, {80: None, 89: None, 90: "sm_90a", 100: None}),
-        ({}, {80: None, 90: None}),
+        ({"80": ["sm_80", "compute_80"]}, {75: (), 80: ("sm_80",), 89: ("sm_80",), 90: ("PTX",), 120: ("PTX",)}),
+        (
+            {"80": ["sm_80", "sm_90", "compute_80"], "90a": ["sm_90a"]},
+            {80: ("sm_80",), 90: ("sm_90a", "sm_90"), 100: ("PTX",)},
+        ),
+        ({"80": ["sm_90"], "90a": ["sm_90a"]}, {80: (), 89: (), 90: ("sm_90a", "sm_90"), 100: ()}),
+        ({}, {80: (), 90: ()}),
     ],
 )
 def test_the_code_that_a_gpu_runs(
-    monkeypatch: pytest.MonkeyPatch, code: dict[str, list[str]], expected: dict[int, str | None]
+    monkeypatch: pytest.MonkeyPatch, code: dict[str, list[str]], expected: dict[int, tuple[str, ...]]
 ) -> None:
+    """Of the kernels that are written for sm_90a, and of those for sm_80 that do what no kernel for sm_90a does."""
     monkeypatch.setitem(native.BUILD, "code", code)
     assert {arch: native.code_for(arch) for arch in expected} == expected
-    for arch, name in expected.items():
+    for arch, names in expected.items():
         described = native_code_for(arch)
-        assert described.endswith("no CUDA C++ kernels" if name is None else "first use" if name == "PTX" else name)
+        words = "no CUDA C++ kernels" if not names else "first use" if names == ("PTX",) else " and ".join(names)
+        assert described.endswith(words)
 
 
 # --- What is asked of a device ----------------------------------------------------------------------------------------

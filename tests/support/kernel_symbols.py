@@ -15,7 +15,7 @@ FLAGS = {
 
 def name_of(symbol: str) -> str:
     """``attention_forward_sm80<64, bfloat16>`` of the mangled name of that kernel."""
-    arguments = r"(?:Li(\d+)E)?(?:LN\w*?8DataTypeE(\d)E)?(?:Lb([01])E)?"
+    arguments = r"(?:Li(\d+)E)?(?:Li\d+E)?(?:LN\w*?8DataTypeE(\d)E)?(?:Lb([01])E)?"
     match = re.match(rf"_ZN8fastattn\d+(\w+?_sm\d+)(?:I{arguments}E)?E", symbol)
     assert match is not None, symbol
     kernel, size, dtype, flag = match.groups()

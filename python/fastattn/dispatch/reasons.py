@@ -89,7 +89,7 @@ def _unavailable(backend: str, device: torch.device, device_facts: DeviceFacts) 
             return (
                 "the library was built without CUDA C++ kernels for sm_80; `python -m fastattn` says how to get them."
             )
-        if device_facts.arch >= 80 and native.code_for(device_facts.arch) is None:
+        if device_facts.arch >= 80 and not native.code_for(device_facts.arch):
             return "the library was built for other GPUs; build fastattn with FASTATTN_ARCHS=native, or without it."
         major, minor = (int(part) for part in native.BUILD["cuda"].split("."))
         if device_facts.driver_cuda < 1000 * major + 10 * minor:
