@@ -18,13 +18,13 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from emulator import device, launches, native_library, options, static_facts
 from emulator.launches import Launched
-from emulator.report import Report
+from emulator.report import InstructionCounts, Report
 from emulator.static_facts import KernelFacts
 
 if "fastattn" not in sys.modules:
     native_library.import_fastattn()
 
-from benchmarks.predict.launch_geometry import Geometry
+from benchmarks.predict.launch_geometry import Geometry, WarpSpecialised
 from benchmarks.predict.machine_model import Load, Machine, ctas_per_sm, largest
 from fastattn import native
 
@@ -32,7 +32,8 @@ from fastattn import native
 HAS_NATIVE = native.BUILD["version"] == "0+emulated"
 _SPECIAL_FUNCTIONS = {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh"}  # of PTX
 _HMMA_MACS = {"16816": 16 * 8 * 16, "1688": 16 * 8 * 8}
-SECTOR_BYTES = 32
+SECTOR_BYTES, WAVEFRONT_BYTES = 32, 128
+SHARING_CTAS = 2  # of a cluster that shares the copies of keys
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class Loop:
     @property
     def macs(self) -> int:
         return self.mma_macs + self.wgmma_macs
+
+    def of_one(self, steps: int) -> Loop:
+        """Of one step where a pass has so many."""
+        mix = {kind: round(count / steps) for kind, count in self.mix.items()}
+        return Loop(mix, self.mma_macs // steps, self.wgmma_macs // steps)
 
     @property
     def tensor_share(self) -> float:
@@ -97,13 +103,16 @@ def loops(profile: Profile) -> list[Loop]:
 
     Loops of an attention kernel with fewer products than others are its repair of values that are not finite, which
     does not run; one of the int8 gradient with more products also adds up a bias's. Of those that are left the shortest
-    does not mask.
+    does not mask. In a warp-specialised kernel a pass may have several steps.
     """
     assert profile.facts is not None
-    of_step = profile.counted.step_macs // (profile.threads // 32)
+    roles = profile.counted.roles
+    of_step = profile.counted.step_macs // (profile.threads // 32 if roles is None else roles.consumers)
     found = [
         loop for loop in (loop_of(profile.facts.opcodes_of(body)) for body in profile.facts.main_loops) if loop.macs
     ]
+    if roles is not None:
+        found = [loop.of_one(loop.macs // of_step) for loop in found if loop.macs % of_step == 0]
     macs = {loop.macs for loop in found}
     chosen = of_step if of_step in macs else max(macs, default=0)
     whole = sorted((loop for loop in found if loop.macs == chosen), key=lambda loop: loop.instructions)
@@ -114,8 +123,13 @@ def load(profile: Profile, geometry: Geometry, steps: float, masked_steps: float
     """Of a CTA with so many steps. Needs ``facts``, and a kernel with products.
 
     Instructions of a loop count for each pass of each warp, others once; but no more of them than were counted, where
-    that is known: machine code for options that nobody asked for does not run. The rest: `traffic_of`, `by_difference`.
+    that is known: machine code for options that nobody asked for does not run. The rest: `traffic_of`, `by_difference`;
+    all of a warp-specialised kernel: `by_role`.
     """
+    if profile.counted.roles is not None:
+        traffic = by_role(profile.counts, profile.counted, profile.counted.roles)
+        macs = (geometry.first_steps + steps + masked_steps) * geometry.step_macs * profile.redundancy
+        return traffic.once + traffic.step * steps + traffic.masked_step * masked_steps + Load(wgmma_macs=macs)
     assert profile.facts is not None
     found = loops(profile)
     plain, masked = found[0], found[-1]
@@ -174,6 +188,38 @@ def traffic_of(counts: Report, geometry: Geometry, warps: int) -> Traffic:
     return Traffic(step, masked, once)
 
 
+def by_role(counts: Report, geometry: Geometry, roles: WarpSpecialised) -> Traffic:
+    """What the emulator counted on the shape of ``geometry`` in a warp-specialised kernel, instructions (those of the
+    PTX) and special functions too: its loops have branches that hardly ever run, which machine code does not tell.
+
+    An instruction that all consumers executed for every two unmasked steps belongs to these, one that they executed for
+    each masked step to those. What TMA copies is dealt to all steps; it also passes into shared memory, twice where a
+    CTA copies for the other one of its cluster too. The rest, like the first step, is once in a tile.
+    """
+    steps, masked_steps = geometry.ctas * geometry.mean_steps, geometry.ctas * geometry.mean_masked_steps
+    step = masked = total = Load()
+    copied = receivers = 0
+    for row in counts.rows:
+        part = counted_part(row)
+        if row.opcode.startswith("cp.async.bulk.tensor"):
+            copied += row.global_bytes
+            receivers = max(receivers, SHARING_CTAS if "multicast" in row.opcode else 1)
+            part = replace(part, l2_bytes=0)
+        if 2 * row.warps == roles.consumers * steps:
+            step += part * (1 / steps)
+        elif row.warps == roles.consumers * masked_steps and masked_steps != geometry.ctas:
+            masked += part * (1 / masked_steps)
+        total += part
+    if not masked.instructions:  # none, or as many as tiles, which tells them from nothing that is once in a tile
+        masked = step
+    once = largest((total + step * -steps + masked * -masked_steps) * (1 / geometry.ctas), Load())
+    key_bytes = (copied - roles.query_bytes) / (steps + masked_steps + geometry.ctas)
+    query_bytes = roles.query_bytes / geometry.ctas
+    copies = Load(wavefronts=receivers * key_bytes / WAVEFRONT_BYTES, l2_bytes=key_bytes)
+    query = Load(wavefronts=query_bytes / WAVEFRONT_BYTES, l2_bytes=query_bytes)
+    return Traffic(step + copies, masked + copies, once + query + copies)
+
+
 def by_difference(profile: Profile) -> Traffic:
     """What the longer of two shapes counted more, dealt to its additional steps: no guess at what is in the loop. Steps
     are of one kind. Instructions are those of the PTX."""
@@ -187,13 +233,17 @@ def by_difference(profile: Profile) -> Traffic:
     return Traffic(step, step, once)
 
 
-def _counted_load(counts: Report) -> Load:
+def counted_part(row: InstructionCounts) -> Load:
     return Load(
-        instructions=sum(counts.instructions.values()),
-        special=sum(row.warps for row in counts.rows if row.opcode.split(".")[0] in _SPECIAL_FUNCTIONS),
-        wavefronts=counts.shared_wavefronts,
-        l2_bytes=SECTOR_BYTES * counts.global_sectors,
+        instructions=row.warps,
+        special=row.warps if row.opcode.split(".")[0] in _SPECIAL_FUNCTIONS else 0,
+        wavefronts=row.shared_wavefronts,
+        l2_bytes=SECTOR_BYTES * row.global_sectors,
     )
+
+
+def _counted_load(counts: Report) -> Load:
+    return sum(map(counted_part, counts.rows), Load())
 
 
 def streaming_load(profile: Profile, machine: Machine, geometry: Geometry) -> Load:
@@ -231,9 +281,9 @@ class Counted:
             one = next((one for one in self.launched if part in one.report.kernel), None)
             if one is None:
                 continue
-            if geometry.step_macs and (math.prod(one.grid) != geometry.ctas or macs_of(one.report) < geometry.macs):
+            if geometry.step_macs and (math.prod(one.grid) != geometry.launched or macs_of(one.report) < geometry.macs):
                 raise ValueError(
-                    f"{one.report.kernel}: expected {geometry.ctas} CTAs and {geometry.macs:.0f} multiply-adds, "
+                    f"{one.report.kernel}: expected {geometry.launched} CTAs and {geometry.macs:.0f} multiply-adds, "
                     f"counted {math.prod(one.grid)} and {macs_of(one.report)}"
                 )
             found[part] = one, geometry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.measure.cases.attention import AttentionCase
 from benchmarks.measure.cases.decode import DecodeCase
@@ -18,10 +18,24 @@ ceil_div = tiles.ceil_div
 
 
 @dataclass(frozen=True)
+class WarpSpecialised:
+    """Of a kernel whose ``launched`` CTAs stay on their SMs and take tiles in turn.
+
+    ``consumers`` of their warps multiply, two unmasked steps in each pass of the loop; others copy. The first step of a
+    tile stands before the loops.
+    """
+
+    launched: int
+    consumers: int
+    query_bytes: int  # that are copied once and not in each step, of all tiles
+
+
+@dataclass(frozen=True)
 class Geometry:
     """Of one kernel's launch. A masked step is one that compares positions; ``step_macs`` are those of all its warps.
 
-    A kernel without steps is described by its bytes alone.
+    A kernel without steps is described by its bytes alone. Of a warp-specialised one ``ctas`` are tiles, which go to
+    the SMs as CTAs would, and steps are those in loops.
     """
 
     tile: str  # for people
@@ -32,10 +46,21 @@ class Geometry:
     longest_masked_steps: int
     step_macs: int
     hbm_bytes: int  # read and written at the least
+    roles: WarpSpecialised | None = None
+
+    @property
+    def launched(self) -> int:
+        """CTAs of the launch."""
+        return self.ctas if self.roles is None else self.roles.launched
+
+    @property
+    def first_steps(self) -> int:
+        """Of each CTA, outside of its loops."""
+        return 0 if self.roles is None else 1
 
     @property
     def macs(self) -> float:
-        return self.ctas * (self.mean_steps + self.mean_masked_steps) * self.step_macs
+        return self.ctas * (self.first_steps + self.mean_steps + self.mean_masked_steps) * self.step_macs
 
 
 def streaming(hbm_bytes: int) -> Geometry:
@@ -79,24 +104,57 @@ def _dealt(
     return Geometry(name, len(steps) * heads, unmasked, masked, *longest, step_macs, nbytes)
 
 
-def attention_forward(case: AttentionCase, tile: tiles.AttentionTile) -> Geometry:
-    """Either backend's forward kernel: one CTA for each tile of queries."""
-    width = tiles.padded_head_dim(case.head_dim)
+def attention_forward(case: AttentionCase, tile: tiles.AttentionTile, width: int) -> Geometry:
+    """One CTA for each tile of queries. ``width``: the head dim that the kernel computes with."""
     steps = steps_over_keys(case.seqlen, tile.block_m, tile.block_n, case.causal)
     macs = 2 * tile.block_m * tile.block_n * width
     return _dealt(steps, case.batch * case.heads, tile, macs, case.forward_work().bytes)
 
 
-def native_forward_tile(head_dim: int) -> tiles.AttentionTile | None:
-    """Of the native kernel, where there is one for that head dim."""
-    known = native.TILES.get("attention_forward_sm80", {}).get(str(head_dim))
-    if known is None:
-        return None
-    return tiles.AttentionTile(known["block_m"], known["block_n"], known["num_warps"], num_stages=0)
+def native_forward_kernel(case: AttentionCase, machine: Machine) -> str | None:
+    return native.attention_forward_kernel(machine.arch, case.head_dim, case.torch_dtype)
 
 
-def triton_forward_tile(case: AttentionCase, machine: Machine) -> tiles.AttentionTile:
-    return tiles.attention_forward_tile(machine.arch, case.head_dim, case.head_dim)
+def native_attention_forward(case: AttentionCase, machine: Machine) -> dict[str, Geometry]:
+    """The CUDA C++ kernel that the library chooses for the GPU, by its name."""
+    name = native_forward_kernel(case, machine)
+    assert name is not None
+    kernel, tile, width = _native_tile(name)
+    geometry = attention_forward(case, tile, width)
+    return {kernel: _with_roles(case, machine, tile, geometry) if kernel.endswith("_sm90") else geometry}
+
+
+def _native_tile(name: str) -> tuple[str, tiles.AttentionTile, int]:
+    """``attention_forward_sm80``, its tile and 64 of ``attention_forward_sm80<64, bfloat16>``."""
+    kernel, _, arguments = name.partition("<")
+    known = native.KERNELS[name]
+    tile = tiles.AttentionTile(known["block_m"], known["block_n"], known["num_warps"], num_stages=0)
+    return kernel, tile, int(arguments.split(",")[0])
+
+
+def steps_in_loops(full: int, masked: int) -> tuple[int, int]:
+    """Unmasked and masked steps in the loops of attention/forward_sm90.cuh for a tile of queries with so many.
+
+    The first one, masked where any is, stands before the loops; that of masked steps also takes one more where the
+    others are odd in number.
+    """
+    if masked == 0:
+        full -= 1
+    return full - full % 2, max(masked - 1, 0) + full % 2
+
+
+def _with_roles(case: AttentionCase, machine: Machine, tile: tiles.AttentionTile, geometry: Geometry) -> Geometry:
+    """Of the kernel for sm_90a. A warpgroup of it owns 64 rows."""
+    every = [steps_in_loops(*each) for each in steps_over_keys(case.seqlen, tile.block_m, tile.block_n, case.causal)]
+    query_bytes = case.batch * case.heads * case.seqlen * case.head_dim * case.torch_dtype.itemsize
+    roles = WarpSpecialised(min(geometry.ctas, machine.num_sms), 4 * (tile.block_m // 64), query_bytes)
+    dealt = _dealt(every, case.batch * case.heads, tile, geometry.step_macs, geometry.hbm_bytes)
+    return replace(dealt, roles=roles)
+
+
+def triton_attention_forward(case: AttentionCase, machine: Machine) -> dict[str, Geometry]:
+    tile = tiles.attention_forward_tile(machine.arch, case.head_dim, case.head_dim)
+    return {"attention_forward_kernel": attention_forward(case, tile, tiles.padded_head_dim(case.head_dim))}
 
 
 def attention_backward(case: AttentionCase, machine: Machine) -> dict[str, Geometry]:
@@ -128,10 +186,11 @@ def attention_backward(case: AttentionCase, machine: Machine) -> dict[str, Geome
     return found
 
 
-def native_attention_backward(case: AttentionCase) -> dict[str, Geometry]:
+def native_attention_backward(case: AttentionCase, machine: Machine) -> dict[str, Geometry]:
     """The CUDA C++ kernels by their names: what precedes the scores, dK and dV with sums of dQ in fp32, and these."""
-    known = native.TILES["attention_backward_key_value_sm80"][str(case.head_dim)]
-    tile = tiles.AttentionTile(known["block_m"], known["block_n"], known["num_warps"], num_stages=0)
+    names = native.attention_backward_kernels(machine.arch, case.head_dim, case.torch_dtype)
+    rows_kernel, key_value_kernel, query_kernel = (name.partition("<")[0] for name in names)
+    _, tile, width = _native_tile(names[1])
     itemsize, rows = case.torch_dtype.itemsize, case.batch * case.heads * case.seqlen
     query_bytes = rows * case.head_dim * itemsize
     key_bytes = query_bytes // case.heads * case.kv_heads
@@ -139,12 +198,12 @@ def native_attention_backward(case: AttentionCase) -> dict[str, Geometry]:
     group = case.heads // case.kv_heads
     steps = steps_over_queries(case.seqlen, tile.block_m, tile.block_n, case.causal)
     steps = [(group * unmasked, group * masked) for unmasked, masked in steps]
-    macs = 5 * tile.block_m * tile.block_n * case.head_dim
+    macs = 5 * tile.block_m * tile.block_n * width
     nbytes = 2 * query_bytes + 4 * key_bytes + sums_bytes + 2 * row_bytes
     return {
-        "attention_backward_rows_sm80": streaming(2 * query_bytes + 3 * row_bytes),
-        "attention_backward_key_value_sm80": _dealt(steps, case.batch * case.kv_heads, tile, macs, nbytes),
-        "attention_backward_query_sm80": streaming(sums_bytes + query_bytes),
+        rows_kernel: streaming(2 * query_bytes + 3 * row_bytes),
+        key_value_kernel: _dealt(steps, case.batch * case.kv_heads, tile, macs, nbytes),
+        query_kernel: streaming(sums_bytes + query_bytes),
     }
 
 
@@ -193,9 +252,10 @@ def decode(case: DecodeCase, machine: Machine, shared_bytes: int) -> dict[str, G
 
 def native_decode(case: DecodeCase, machine: Machine) -> dict[str, Geometry]:
     """The CUDA C++ kernel, which merges the parts of a tile itself. CTAs have as many blocks of keys, whoever's."""
-    by_dim = native.TILES["decode_split_sm80"]
-    width = next(int(dim) for dim in by_dim if int(dim) >= case.head_dim)
-    tile, rows = by_dim[str(width)], case.heads // case.kv_heads
+    name = native.decode_kernel(machine.arch, case.head_dim, case.torch_dtype, is_int8=False)
+    assert name is not None
+    kernel, _, arguments = name.partition("<")
+    tile, width, rows = native.KERNELS[name], int(arguments.split(",")[0]), case.heads // case.kv_heads
     capacity = case.pages_per_sequence * case.page_size if case.page_size else case.context
     dealt = native.dealt_decode(
         machine.arch, machine.num_sms, case.head_dim, False, case.batch, case.kv_heads, rows, capacity
@@ -214,7 +274,7 @@ def native_decode(case: DecodeCase, machine: Machine) -> dict[str, Geometry]:
         tile["block_m"] * tile["block_n"] * 2 * width,
         case.work().bytes + partial,
     )
-    return {"decode_split_sm80": geometry}
+    return {kernel: geometry}
 
 
 # --- int8 ----------------------------------------------------------------------------------------------------------
@@ -255,16 +315,18 @@ def native_int8_matmul(case: Int8Case, machine: Machine) -> dict[str, Geometry]:
 
     Steps with scales of groups are told as masked ones: the matmul has a loop of its own for them.
     """
-    kernel = "int8_matmul_grad_input_sm80" if case.gradient else "int8_matmul_sm80"
+    op = "int8_matmul_grad_input" if case.gradient else "int8_matmul"
     outputs, depth, of_outputs, of_depth = case.n, case.k, "block_n", "block_k"
     if case.gradient:
         outputs, depth, of_outputs, of_depth = depth, outputs, of_depth, of_outputs
-    op = kernel.removesuffix("_sm80")
+    name = native.int8_matmul_kernel(op, machine.arch, machine.num_sms, case.torch_dtype, case.m, outputs, depth)
+    assert name is not None
     dealt = native.dealt_int8_matmul(op, machine.arch, machine.num_sms, case.m, outputs, depth)
-    tile = native.TILES[kernel][str(dealt.block_m)]
+    tile = native.KERNELS[name]
     num_tiles = ceil_div(case.m, tile["block_m"]) * ceil_div(outputs, tile[of_outputs])
     mean = num_tiles * ceil_div(depth, tile[of_depth]) / dealt.ctas
     is_grouped = case.group is not None and not case.gradient
+    kernel = name.partition("<")[0]
     plain, grouped = (0, 1) if is_grouped else (1, 0)
     partial = dealt.parts * tile["block_m"] * tile[of_outputs] * 4
     geometry = Geometry(

@@ -10,7 +10,7 @@ largest of these, and that resource binds:
 What it leaves out, all of which makes a GPU slower than predicted: latencies and dependences (as if enough warps were
 resident to hide them: occupancy is printed, and does not enter), barriers, the single pipes for floats and integers,
 launches, the power limit that lowers clocks, operands that wgmma reads from shared memory, and caches: what several
-CTAs read comes once from device memory and each time from the L2.
+CTAs read comes once from device memory and each time from the L2, or once for the CTAs of a cluster that share a copy.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Machine:
 #   It rises to 1.98 GHz at most, the clock for which csrc/host/sm_rates.h gives the bytes of device memory in a clock.
 # issue, special, warps, ctas, registers, shared memory: CUDA Programming Guide, "Arithmetic Instructions" (4
 #   schedulers, 16 results of special functions) and "Technical Specifications per Compute Capability".
-# mma_macs, wgmma_macs: the data sheets' dense bf16 rates. NVIDIA says nothing of mma.sync on Hopper: 5/8 of wgmma's
-#   rate is an assumption, after microbenchmarks (Luo et al., arXiv 2402.13499, found it well below the peak).
+# mma_macs, wgmma_macs: the data sheets' dense bf16 rates. NVIDIA says nothing of mma.sync on Hopper: it counts 5/8 of
+#   wgmma's rate, as in csrc/host/sm_rates.h, where the source stands.
 # wavefronts: 32 banks of 4 bytes (Programming Guide, "Shared Memory").
 # l2_bytes: NVIDIA's A100 white paper (5120 bytes a clock). None is published for the H200: the same is assumed.
 H200 = Machine("H200", 90, 132, 1.83e9, 4, 1280, 2048, 16, 1, 5120, 4.8e12, 228 * KIB)

@@ -89,14 +89,11 @@ class Point:
             return launch_geometry.int8_matmul(case, machine, shared_bytes)
         if self.benchmark == BACKWARD:
             if is_native:
-                return launch_geometry.native_attention_backward(case)
+                return launch_geometry.native_attention_backward(case, machine)
             return launch_geometry.attention_backward(case, machine)
-        if not is_native:
-            tile = launch_geometry.triton_forward_tile(case, machine)
-            return {"attention_forward_kernel": launch_geometry.attention_forward(case, tile)}
-        native_tile = launch_geometry.native_forward_tile(case.head_dim)
-        assert native_tile is not None
-        return {"attention_forward_sm80": launch_geometry.attention_forward(case, native_tile)}
+        if is_native:
+            return launch_geometry.native_attention_forward(case, machine)
+        return launch_geometry.triton_attention_forward(case, machine)
 
     def work(self) -> Work:
         case: Any = self.case
@@ -112,8 +109,12 @@ class Point:
         """A shape that the emulator runs in a second and that gets the same code: tiles, masks, splits or none."""
         case, num_sms = self.case, 1
         if isinstance(case, AttentionCase):
-            seqlen = 1024 if self.benchmark == FORWARD else 256
-            case = replace(case, seqlen=seqlen, batch=1, heads=1, kv_heads=1)
+            seqlen, heads = 1024 if self.benchmark == FORWARD else 256, 1
+            if any(geometry.roles for geometry in self.geometries().values()):
+                # CTAs share keys as in the large shape, unless that does so for its many tiles alone: a causal mask and
+                # as many key heads as query heads. There, the L2 is predicted to deliver more than it has to.
+                num_sms, heads = 2, 2 - case.heads // case.kv_heads % 2
+            case = replace(case, seqlen=seqlen, batch=1, heads=heads, kv_heads=1)
         elif isinstance(case, DecodeCase):
             is_split = len(self.geometries()) > 1
             num_sms, context = (2, 1024) if is_split else (1, 1024 if self.implementation == CUDA else 256)
@@ -183,6 +184,10 @@ def _is_quick(benchmark: str, case: Any) -> bool:
     return case.group is None and case.m in (1, 2048)
 
 
+def has_native_kernel(case: Any, machine: Machine) -> bool:
+    return not isinstance(case, AttentionCase) or launch_geometry.native_forward_kernel(case, machine) is not None
+
+
 def points(full: bool) -> list[Point]:
     """Of the benchmarks' quick grids, or of all of them."""
     attention = case_attention.full_cases() if full else case_attention.quick_cases()
@@ -197,11 +202,9 @@ def points(full: bool) -> list[Point]:
         for case in cases:
             if not is_modelled(case) or not (full or _is_quick(benchmark, case)):
                 continue
-            has_native = kernel_profiles.HAS_NATIVE and (
-                not isinstance(case, AttentionCase) or launch_geometry.native_forward_tile(case.head_dim) is not None
-            )
-            for implementation in (CUDA, TRITON) if has_native else (TRITON,):
-                found += [Point(benchmark, implementation, case, machine) for machine in MACHINES]
+            if kernel_profiles.HAS_NATIVE:
+                found += [Point(benchmark, CUDA, case, each) for each in MACHINES if has_native_kernel(case, each)]
+            found += [Point(benchmark, TRITON, case, machine) for machine in MACHINES]
     return found
 
 

@@ -37,6 +37,7 @@ from benchmarks.predict.machine_model import (
 )
 from benchmarks.predict.profile import BACKWARD, CUDA, DECODE, FORWARD, INT8, TRITON, Point
 from emulator.report import InstructionCounts, Report
+from fastattn import native
 from fastattn.triton_kernels import tiles
 
 # Two SMs, one clock a second.
@@ -127,11 +128,26 @@ def test_steps_are_the_tiles_that_a_mask_leaves(block_m: int, block_n: int, seql
 
 def test_geometry_by_hand() -> None:
     case = replace(multi_head(128, 256), batch=2, heads=3, kv_heads=3, causal=True)
-    found = launch_geometry.attention_forward(case, tiles.AttentionTile(128, 64, 8, 2))
+    found = launch_geometry.attention_forward(case, tiles.AttentionTile(128, 64, 8, 2), width=128)
     # Two tiles of queries: 0 + 2 and 2 + 2 steps; two products of 128 x 64 x 128.
     assert (found.ctas, found.mean_steps, found.mean_masked_steps) == (12, 1, 2)
     assert (found.longest_steps, found.longest_masked_steps) == (2, 2)
     assert found.step_macs == 2 * 128 * 64 * 128 and found.macs == 12 * 3 * found.step_macs
+
+
+@pytest.mark.parametrize("full", range(6))
+@pytest.mark.parametrize("masked", range(4))
+def test_steps_in_loops_are_those_that_the_kernel_takes(full: int, masked: int) -> None:
+    """As the consumers of attention/forward_sm90.cuh count down: the first tile of keys, masked ones until those that
+    are left are full and even in number, then two in each pass."""
+    num_left = full + masked
+    if num_left == 0:
+        return
+    num_left -= 1
+    in_masked_loop = 0
+    while num_left > full or num_left % 2 != 0:
+        num_left, in_masked_loop = num_left - 1, in_masked_loop + 1
+    assert launch_geometry.steps_in_loops(full, masked) == (num_left, in_masked_loop)
 
 
 # --- loads -----------------------------------------------------------------------------------------------------------
@@ -178,6 +194,26 @@ def test_the_difference_of_two_shapes_is_what_steps_take() -> None:
     assert (traffic.step.l2_bytes, traffic.once.l2_bytes) == (0, 7 * 32 / 2)
 
 
+def test_what_a_warp_specialised_kernel_counted_is_dealt_by_role() -> None:
+    """3 tiles, 8 consumers: 10 unmasked steps each, two in a pass, 2 masked ones, and the first. CTAs share keys."""
+    geometry = Geometry("", 3, 10, 2, 10, 2, 64, 0, launch_geometry.WarpSpecialised(2, 8, query_bytes=3 * 1280))
+    copied = 3 * 1280 + 39 * 2560
+    rows = (
+        counts_of("add.f32", 8 * 30 // 2),
+        counts_of("ex2.approx.ftz.f32", 8 * 30 // 2),
+        counts_of("mov.b32", 8 * 6),
+        counts_of("st.global.u32", 8 * 3, sectors=48),
+        replace(counts_of("cp.async.bulk.tensor.4d.multicast::cluster", 42, copied // 32), global_bytes=copied),
+    )
+    found = kernel_profiles.by_role(Report("", rows, 0, {}), geometry, geometry.roles)
+    assert found.step == Load(instructions=8, special=4, wavefronts=2 * 2560 / 128, l2_bytes=2560)
+    assert found.masked_step == Load(instructions=8, wavefronts=2 * 2560 / 128, l2_bytes=2560)
+    assert found.once == Load(
+        instructions=8 + 42 / 3, wavefronts=(1280 + 2 * 2560) / 128, l2_bytes=16 * 32 + 1280 + 2560
+    )
+    assert geometry.macs == 3 * 13 * 64 and geometry.launched == 2
+
+
 # --- from kernels to predictions -------------------------------------------------------------------------------------
 
 needs_emulator = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels run on it")
@@ -188,12 +224,64 @@ POINTS = [
     Point(DECODE, TRITON, DecodeCase(1, 4096, heads=32), A100),
     Point(INT8, TRITON, Int8Case("square", 1, 4096, 4096), H200),
     Point(FORWARD, CUDA, replace(multi_head(64, 4096), causal=True), A100),
+    Point(FORWARD, CUDA, multi_head(128, 4096), H200),
+    Point(FORWARD, CUDA, replace(multi_head(64, 4096), causal=True), H200),
     Point(BACKWARD, CUDA, replace(multi_head(64, 4096), causal=True), H200),
     Point(DECODE, CUDA, DecodeCase(1, 16384, heads=32), A100),
     Point(INT8, CUDA, Int8Case("square", 1, 4096, 4096), H200),
     Point(INT8, CUDA, Int8Case("square", 2048, 4096, 4096, granularity="64"), A100),
     Point(INT8, CUDA, Int8Case("square", 2048, 4096, 4096, gradient=True), H200),
 ]
+
+
+def forward_on(machine: Machine, head_dim: int = 128, **changes: Any) -> Point:
+    return Point(FORWARD, CUDA, replace(multi_head(head_dim, 4096), **changes), machine)
+
+
+needs_native = pytest.mark.skipif(not kernel_profiles.HAS_NATIVE, reason="needs nvcc")
+
+
+@needs_native
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_the_library_says_which_kernel_a_gpu_gets_and_its_tile(head_dim: int) -> None:
+    for machine, kernel in ((A100, "attention_forward_sm80"), (H200, "attention_forward_sm90")):
+        (name, geometry), *others = forward_on(machine, head_dim).geometries().items()
+        tile = native.KERNELS[f"{name}<{head_dim}, bfloat16>"]
+        assert (name, others) == (kernel, [])
+        assert geometry.tile == "{block_m}x{block_n}, {num_warps} warps".format(**tile)
+        assert geometry.launched == (geometry.ctas if machine is A100 else H200.num_sms)  # persistent CTAs
+
+
+@needs_emulator
+@needs_native
+@needs_tools
+def test_ctas_that_share_keys_fetch_them_once_from_the_l2() -> None:
+    """Two query heads of one key head do, heads of their own with a few tiles under a causal mask do not. Into the
+    shared memory of each CTA goes as much."""
+    alone, shared = (forward_on(H200, causal=True, heads=16, kv_heads=heads) for heads in (16, 4))
+    (tile,) = {point.geometries()["attention_forward_sm90"].tile for point in (alone, shared)}
+    block_n = int(tile.split(",")[0].split("x")[1])
+    found = []
+    for code in predicted_profile.codes([alone, shared]).values():
+        profile = code.profiles["attention_forward_sm90"]
+        assert profile.counted.roles is not None and profile.redundancy == 1
+        found.append(kernel_profiles.by_role(profile.counts, profile.counted, profile.counted.roles).step)
+    bytes_of_keys = block_n * 2 * 128 * 2
+    assert [step.l2_bytes for step in found] == [bytes_of_keys, bytes_of_keys / 2]
+    assert [step.wavefronts for step in found] == [bytes_of_keys / 128] * 2
+
+
+@needs_emulator
+@needs_native
+@needs_tools
+def test_products_of_the_hopper_kernel_count_at_the_rate_of_wgmma() -> None:
+    point = forward_on(H200, batch=1, heads=132, kv_heads=132)
+    (code,) = predicted_profile.codes([point]).values()
+    (prediction,) = predicted_profile.predict_point(point, code).values()
+    on_every_sm = 4 * 4096**2 * 128 / 2  # multiply-adds of both products of a head, and as many heads as SMs
+    assert prediction.seconds_by[TENSOR] == pytest.approx(on_every_sm / H200.wgmma_macs / H200.clock_hz)
+    (loop, *_) = kernel_profiles.loops(code.profiles["attention_forward_sm90"])
+    assert loop.mma_macs == 0 and loop.wgmma_macs > 0
 
 
 def longer(point: Point, factor: int) -> Point:
