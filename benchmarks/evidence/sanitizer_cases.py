@@ -15,6 +15,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn.activations import result_columns
+from fastattn.dispatch.device import kernel_facts
 from fastattn.dispatch.support import KERNEL_BACKENDS
 
 DTYPE = torch.bfloat16
@@ -35,6 +36,14 @@ def query_key_value(device: torch.device, head_dim: int, dtype: torch.dtype = DT
 
 def forward(device: torch.device, head_dim: int, causal: bool, dtype: torch.dtype = DTYPE) -> None:
     fastattn.attention(*query_key_value(device, head_dim, dtype), causal=causal)
+
+
+def shared_keys(device: torch.device) -> None:
+    """Two query heads to each key head, in as many tiles as there are SMs: the forward for Hopper runs in clusters of
+    two CTAs, which share the copies of keys. For other kernels this is one more shape."""
+    batch = -(-kernel_facts(device).num_sms // 2)
+    query, key, value = query_key_value(device, 128)
+    fastattn.attention(*(tensor.repeat(batch, 1, 1, 1) for tensor in (query, key, value)))
 
 
 def backward(device: torch.device, head_dim: int, causal: bool, deterministic: bool = False) -> None:
@@ -154,6 +163,7 @@ CASES: dict[str, Case] = {
     },
     "forward float16": partial(forward, head_dim=64, causal=True, dtype=torch.float16),
     "forward d=256": partial(forward, head_dim=256, causal=True),
+    "forward with shared keys": shared_keys,
     "backward d=64": partial(backward, head_dim=64, causal=True),
     "backward d=128 deterministic": partial(backward, head_dim=128, causal=False, deterministic=True),
     "backward d=256": partial(backward, head_dim=256, causal=True),

@@ -20,10 +20,13 @@ _SHOWN = 12
 
 
 def kernel_test_modules(tests: Path) -> list[str]:
-    """The test modules with kernels in them, as paths from ``tests``; what says most first."""
+    """The test modules with kernels in them, as paths from ``tests``; what says most first: the kernel for Hopper,
+    which no GPU of another kind runs, then the other kernels."""
     modules = [path for path in sorted(tests.rglob("test_*.py")) if tests / "emulator" not in path.parents]
     chosen = [path for path in modules if _ON_GPU.search(path.read_text())]
-    chosen.sort(key=lambda path: not path.name.startswith(("test_cuda_", "test_triton_")))
+    chosen.sort(
+        key=lambda path: (not path.stem.endswith("_sm90"), not path.name.startswith(("test_cuda_", "test_triton_")))
+    )
     return [path.relative_to(tests).as_posix() for path in chosen]
 
 

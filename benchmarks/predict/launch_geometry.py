@@ -71,12 +71,16 @@ def streaming(hbm_bytes: int) -> Geometry:
 # --- attention -----------------------------------------------------------------------------------------------------
 
 
-def steps_over_keys(seqlen: int, block_m: int, block_n: int, causal: bool) -> list[tuple[int, int]]:
-    """Unmasked and masked steps of each tile of queries that passes over its keys, as many keys as queries."""
+def steps_over_keys(seqlen: int, block_m: int, block_n: int, causal: bool, packed: int = 1) -> list[tuple[int, int]]:
+    """Unmasked and masked steps of each tile of queries that passes over its keys, as many keys as queries.
+
+    ``packed``: heads whose rows a tile has, for each query those of all of them.
+    """
     found = []
-    for first in range(0, seqlen, block_m):
-        keys = min(first + block_m, seqlen) if causal else seqlen
-        full = (first + 1 if causal else seqlen) // block_n
+    for first in range(0, seqlen * packed, block_m):
+        last = min(first + block_m, seqlen * packed) - 1
+        keys = last // packed + 1 if causal else seqlen
+        full = (first // packed + 1 if causal else seqlen) // block_n
         found.append((full, ceil_div(keys, block_n) - full))
     return found
 
@@ -145,11 +149,21 @@ def steps_in_loops(full: int, masked: int) -> tuple[int, int]:
 
 def _with_roles(case: AttentionCase, machine: Machine, tile: tiles.AttentionTile, geometry: Geometry) -> Geometry:
     """Of the kernel for sm_90a. A warpgroup of it owns 64 rows."""
-    every = [steps_in_loops(*each) for each in steps_over_keys(case.seqlen, tile.block_m, tile.block_n, case.causal)]
+    packed = packed_heads(case, tile.block_m)
+    every = steps_over_keys(case.seqlen, tile.block_m, tile.block_n, case.causal, packed)
+    in_loops = [steps_in_loops(*steps) for steps in every]
+    dealt = _dealt(in_loops, case.batch * case.heads // packed, tile, geometry.step_macs, geometry.hbm_bytes)
     query_bytes = case.batch * case.heads * case.seqlen * case.head_dim * case.torch_dtype.itemsize
-    roles = WarpSpecialised(min(geometry.ctas, machine.num_sms), 4 * (tile.block_m // 64), query_bytes)
-    dealt = _dealt(every, case.batch * case.heads, tile, geometry.step_macs, geometry.hbm_bytes)
+    roles = WarpSpecialised(min(dealt.ctas, machine.num_sms), 4 * (tile.block_m // 64), query_bytes)
     return replace(dealt, roles=roles)
+
+
+def packed_heads(case: AttentionCase, block_m: int) -> int:
+    """As csrc/attention/forward_work_sm90.h decides: all heads that read a key head, where that takes fewer tiles."""
+    group = case.heads // case.kv_heads
+    can_pack = group <= 64 and group & (group - 1) == 0
+    fewer = ceil_div(case.seqlen * group, block_m) < ceil_div(case.seqlen, block_m) * group
+    return group if can_pack and fewer else 1
 
 
 def triton_attention_forward(case: AttentionCase, machine: Machine) -> dict[str, Geometry]:

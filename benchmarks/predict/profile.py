@@ -410,7 +410,7 @@ def show(rows: list[dict[str, Any]], predicted: dict[Point, dict[str, Prediction
     for row in rows:
         groups.setdefault(row["configuration"], []).append(row)
     render: tuple[tuple[str, Callable[[Iterable[dict[str, Any]]], str]], ...] = (
-        ("Machine code; instructions are those of a warp in one step of the main loop", static_table),
+        ("Machine code; instructions: of a warp in one step of the main loop, rare branches included", static_table),
         ("Counted by the emulator on a small shape", counts_table),
     )
     for title, make in render:

@@ -21,7 +21,8 @@ struct ForwardTraits {
     bool is_paged;
 };
 
-// Whether attention/forward_sm80.cuh computes it: any window, packed sequences and sinks cost its loop nothing.
+// Whether attention/forward_sm80.cuh or forward_sm90.cuh computes it: any window, packed sequences and sinks cost neither
+// loop anything.
 inline bool is_plain(const ForwardTraits& traits) {
     return !traits.changes_scores && !traits.is_paged;
 }

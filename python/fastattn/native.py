@@ -120,13 +120,13 @@ def code_for(arch: int) -> tuple[str, ...]:
     ("sm_90a", "sm_90", "sm_80"), or "PTX" that the driver compiles. Empty where nothing of it runs there."""
     own = [f"sm_{arch}a", *(f"sm_{each}" for each in range(arch, arch // 10 * 10 - 1, -1))]  # of the same major version
     found = []
-    for code in BUILD["code"].values():
+    for _, code in sorted(BUILD["code"].items(), key=lambda of: int(of[0].rstrip("a")), reverse=True):
         best = next((name for name in own if name in code), None)
         if best is None and arch >= 80 and "compute_80" in code:
             best = "PTX"
         if best is not None:
             found.append(best)
-    return tuple(reversed(found))
+    return tuple(found)
 
 
 def device_facts() -> NativeDeviceFacts:

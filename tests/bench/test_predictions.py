@@ -15,7 +15,7 @@ from benchmarks.predict import kernel_profiles  # isort: skip  (before whatever 
 
 from benchmark_cases import synthetic_documents
 from benchmarks.measure import tables as table
-from benchmarks.measure.cases.attention import multi_head
+from benchmarks.measure.cases.attention import grouped, multi_head
 from benchmarks.measure.cases.decode import DecodeCase
 from benchmarks.measure.cases.int8 import Int8Case
 from benchmarks.predict import launch_geometry, machine_model, predictions
@@ -135,6 +135,16 @@ def test_geometry_by_hand() -> None:
     assert found.step_macs == 2 * 128 * 64 * 128 and found.macs == 12 * 3 * found.step_macs
 
 
+def test_a_tile_may_have_the_rows_of_all_heads_that_read_a_key_head() -> None:
+    case = replace(multi_head(64, 1024), batch=1, heads=8, kv_heads=1, causal=True)
+    # 8 * 1024 rows are 43 tiles of 192, one head's are 6 tiles; of 128 rows either takes 64.
+    assert [launch_geometry.packed_heads(case, block_m) for block_m in (192, 128)] == [8, 1]
+    assert launch_geometry.packed_heads(replace(case, heads=6), 192) == 1, "6 is no power of two"
+    # Queries 0 to 23, 24 to 47, …
+    steps = launch_geometry.steps_over_keys(1024, 192, 96, True, packed=8)
+    assert len(steps) == 43 and steps[:6] == [(0, 1), (0, 1), (0, 1), (0, 1), (1, 1), (1, 1)]
+
+
 @pytest.mark.parametrize("full", range(6))
 @pytest.mark.parametrize("masked", range(4))
 def test_steps_in_loops_are_those_that_the_kernel_takes(full: int, masked: int) -> None:
@@ -226,6 +236,7 @@ POINTS = [
     Point(FORWARD, CUDA, replace(multi_head(64, 4096), causal=True), A100),
     Point(FORWARD, CUDA, multi_head(128, 4096), H200),
     Point(FORWARD, CUDA, replace(multi_head(64, 4096), causal=True), H200),
+    Point(FORWARD, CUDA, replace(grouped(64, 4096), causal=True), H200),
     Point(BACKWARD, CUDA, replace(multi_head(64, 4096), causal=True), H200),
     Point(DECODE, CUDA, DecodeCase(1, 16384, heads=32), A100),
     Point(INT8, CUDA, Int8Case("square", 1, 4096, 4096), H200),

@@ -18,15 +18,16 @@ pytestmark = pytest.mark.usefixtures("emulated_gpu")
 ROOT = Path(__file__).parents[2]
 
 
-def kernels_in(folder: str, pattern: str) -> set[str]:
+def kernels_in(folder: str, suffixes: tuple[str, ...], pattern: str) -> set[str]:
     """The names that the pattern finds in the sources of a folder."""
-    sources = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cuh", ".cu")]
+    sources = [path for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
     return {name for path in sources for name in re.findall(pattern, path.read_text())}
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the emulator is who knows which kernels ran")
 def test_every_kernel_runs() -> None:
-    from emulator import launches
+    """Those for sm_80 and Triton's on an A100, the one for sm_90a on a Hopper GPU, in clusters too."""
+    from emulator import device, launches
 
     with launches.recorded() as found:
         ran = {
@@ -34,13 +35,18 @@ def test_every_kernel_runs() -> None:
             for backend in KERNEL_BACKENDS
             for case in sanitizer_cases.CASES
         }
-    names = {launched.report.kernel for launched in found}
-    expected = kernels_in("triton_kernels", r"\ndef (\w+_kernel)\(")
+    with launches.recorded() as on_hopper, device.emulated(90, num_sms=2):
+        for case in sanitizer_cases.CASES:
+            if case.startswith("forward"):
+                sanitizer_cases.run("cuda", case, torch.device(DEVICE))
+    names = {launched.report.kernel for launched in (*found, *on_hopper)}
+    expected = kernels_in("triton_kernels", (".py",), r"\ndef (\w+_kernel)\(")
     assert len(expected) >= 10
     if any(ran["cuda", case] for case in sanitizer_cases.CASES):
-        native = kernels_in("csrc", r"__global__ void (?:__launch_bounds__\([^()]*\)\s+)?(\w+)\(")
+        native = kernels_in("csrc", (".cuh", ".cu"), r"__global__ void (?:__launch_bounds__\([^()]*\)\s+)?(\w+)\(")
         assert native
         expected |= native
+        assert any("multicast" in opcode for launched in on_hopper for opcode in launched.report.opcodes)
     assert not {kernel for kernel in expected if not any(kernel in name for name in names)}
     without_triton = {case for case in sanitizer_cases.CASES if not ran["triton", case]}
     assert without_triton == {case for case in sanitizer_cases.CASES if case.startswith("int8 activations")}
