@@ -33,13 +33,14 @@ struct AttentionForwardParamsSm90 {
 
 // tiles_to_share_under_mask: two tiles of rows under a mask see different keys; both then take what either sees, which pays
 // where a head has at least so many tiles. 0: sharing never pays, as the L2 cache delivers what each CTA needs.
+// packs_heads: whether a tile may hold rows of several heads.
 inline ForwardWorkSm90 forward_work_sm90(const AttentionForwardParams& params, int32_t block_m,
-                                         int32_t tiles_to_share_under_mask, int32_t num_sms) {
+                                         int32_t tiles_to_share_under_mask, bool packs_heads, int32_t num_sms) {
     ForwardWorkSm90 work{1, 1, 0, 0};
     const int32_t group = params.query.heads / params.key.heads;
     int64_t tiles = ceil_div(params.query.rows, block_m), heads = params.query.heads;
     // Where a box of TMA, 64 rows of a tile, can hold whole rows of all heads.
-    const bool can_pack = group > 1 && group <= 64 && (group & (group - 1)) == 0;
+    const bool can_pack = packs_heads && group > 1 && group <= 64 && (group & (group - 1)) == 0;
     const int64_t packed_tiles = (int64_t{params.query.rows} * group + block_m - 1) / block_m;
     constexpr int64_t kMostRows = 1 << 30;  // what 32 bits hold, with a tile to spare
     if (can_pack && packed_tiles < tiles * group && int64_t{params.query.rows} * group < kMostRows) {

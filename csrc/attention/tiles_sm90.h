@@ -78,4 +78,10 @@ struct ForwardTileSm90<256, 256> {
     static constexpr int kTilesToShareUnderMask = 24;
 };
 
+// The kernel with every option. P is one tile of keys at a time there, and a bias kBlockN / 2 registers more.
+template <int kHeadDim>
+struct ForwardOptionsTileSm90 : ForwardTileSm90<kHeadDim, kHeadDim> {
+    static constexpr int kBlockN = kHeadDim == 64 ? 64 : kHeadDim <= 128 ? 96 : 64;
+};
+
 }  // namespace fastattn

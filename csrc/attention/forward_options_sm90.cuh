@@ -1,0 +1,156 @@
+// Attention forward for Hopper with every option: what forward_sm90.cuh computes, with softcap, ALiBi or a bias on the
+// scores, and dropout.
+//
+// Roles, rings, work and shared memory are those of forward_sm90.cuh; see there. A tile has rows of one head. Every step looks for maxima, because
+// scores come out of Q·Kᵀ unfinished: they are scaled, capped and biased, and P is thinned after the softmax. All of that
+// stands once, in a loop that starts in the middle of a step:
+//
+//   tensor cores   Q·K0ᵀ |                    Q·K1ᵀ | P0·V0 |                    Q·K2ᵀ | P1·V1 | …
+//   other units          | scores, P0, dropout       | scores, P1, dropout              | scores, P2, dropout
+//
+// Which options there are is decided at run time, alike for a whole CTA. Where there is a bias, every tile may hide keys.
+// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim. Any lengths, packed or not, any window,
+// sinks, any finite scale; no keys in pages.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "attention/forward.h"
+#include "attention/forward_parts_sm90.cuh"
+#include "device/bias_tile.cuh"
+#include "device/dropout.cuh"
+#include "device/mask.cuh"
+#include "device/ptx/setmaxnreg.cuh"
+#include "device/scores.cuh"
+#include "device/sequence.cuh"
+#include "device/softmax.cuh"
+
+namespace fastattn {
+
+template <int kHeadDim>
+using ForwardOptionsConfigSm90 = ForwardConfigSm90<kHeadDim, kHeadDim, ForwardOptionsTileSm90<kHeadDim>>;
+
+template <int kHeadDim, DataType kDataType>
+__global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim>::kNumThreads, 1)
+    attention_forward_options_sm90(const __grid_constant__ AttentionForwardParamsSm90 all_params) {
+    using Config = ForwardOptionsConfigSm90<kHeadDim>;
+    constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
+    constexpr int kTilesN = Config::kTilesN, kTilesD = Config::kTilesD, kTilesK = kBlockN / kMmaK;
+    extern __shared__ __align__(1024) char shared_bytes[];
+    auto& shared = *reinterpret_cast<ForwardStorageSm90<Config>*>(shared_bytes);
+    static_assert(sizeof(shared) <= 227 << 10, "sm_90");
+
+    // Prologue: barriers; and how each side learns of its work.
+    const AttentionForwardParams& params = all_params.attention;
+    const ScoreParams& options = params.scores;
+    const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
+    const int cluster_size = all_params.work.cluster_size();
+    const int rank = ptx::cluster_ctarank();
+    if (threadIdx.x == 0) init_barriers(shared, cluster_size);
+    const auto wait_for_cluster = [&] {
+        if (cluster_size == 1) return;
+        ptx::barrier_cluster_arrive();
+        ptx::barrier_cluster_wait();
+    };
+    __syncthreads();     // waits until the barriers are initialised
+    wait_for_cluster();  // waits until those of the other CTA are
+    const ForwardWorkSm90& all_work = all_params.work;
+    const uint32_t cluster = blockIdx.x / cluster_size, num_clusters = gridDim.x / cluster_size;
+
+    // Producer.
+    if (warpgroup == Config::kNumConsumers) {
+        ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+        if (warp == 0 && lane == 0) {
+            produce(shared, all_params, rank, cluster_size,
+                    [](const RowsOfCta& work) { return work.key_tiles(kBlockN); });
+        }
+        __syncwarp();
+        wait_for_cluster();  // as below
+        return;
+    }
+
+    // Consumers.
+    ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+    ForwardConsumerSm90<Config, kDataType> consumer(shared, warpgroup, lane, cluster_size);
+
+    for (uint32_t n = 0, i; (i = nth_piece(n, cluster, num_clusters)) < all_work.num; ++n) {
+        const RowsOfCta work(params, all_work, i, rank, kBlockM);
+        const KeyTiles tiles = work.key_tiles(kBlockN);
+        const int32_t own_row = work.first_row + warpgroup * kWarpgroupM + warp * kMmaM;
+        const HeadScores scores(options, work.batch, work.head, work.rows.length, work.keys.length);
+        BiasTile<kTilesN> bias(scores, own_row, lane);  // of the tile that is computed
+        const Dropout dropout(options, work.batch * params.query.heads + work.head);
+        OnlineSoftmax<1, /*kInNats=*/true> softmax(kLog2E);
+        if (options.sinks != nullptr) softmax.set_sink(options.sinks[work.head], lane % kLanesPerRow == 0);
+        float rO[1][kTilesD][4];  // [64, kHeadDim] of the warpgroup
+        float rS[1][kTilesN][4];  // [64, kBlockN]: scores, then probabilities
+        uint32_t rP[kTilesK][4];  // [64, kBlockN] 16-bit
+#pragma unroll
+        for (int d = 0; d < kTilesD; ++d) rO[0][d][0] = rO[0][d][1] = rO[0][d][2] = rO[0][d][3] = 0.0f;
+
+        // The keys that this lane's upper and lower row see, as the window has it.
+        const KeyRange seen_by[2] = {work.window.keys_of(own_row + accumulator_row(lane)),
+                                     work.window.keys_of(own_row + accumulator_row(lane) + 8)};
+
+        // Q·Kᵀ of a tile becomes scores in nats, -inf where a row does not see a key.
+        const auto to_scores = [&](int32_t first_key, bool is_masked) {
+            scores.template to_scores<false>(rS, own_row, first_key, lane);
+            bias.add_to(rS, first_key);
+            if (is_masked) mask_own_columns(rS, seen_by, first_key, lane);
+        };
+
+        const int32_t num_tiles = tiles.num_tiles();
+        if (num_tiles > 0) {
+            bias.load(tiles.tile(num_tiles) * kBlockN);
+            consumer.query_ring.wait_full();
+            consumer.start_qk(rS);
+            consumer.template wait_qk<0>(rS);
+            for (int32_t num_left = num_tiles;; --num_left) {
+                // In flight: P·V of the tile before.
+                const int32_t first_key = tiles.tile(num_left) * kBlockN;
+                const bool is_masked = num_left > tiles.num_full;
+                to_scores(first_key, is_masked);
+                const auto max = maxima_of_lane(rS);
+                const bool grows = softmax.is_outgrown_by(max);
+                RowNumbers<1> factor{{{1.0f, 1.0f}}};
+                if (grows) factor = softmax.follow(max);
+                softmax.exponentiate(rS);
+                if (options.dropout_seed != nullptr) dropout.drop(rS, own_row, first_key, lane);
+                consumer.wait_pv(rO);
+                if (num_left < num_tiles) consumer.release_value();
+                if (grows) rescale(rO, factor);
+#pragma unroll
+                for (int k = 0; k < kTilesK; ++k) accumulators_to_a<kDataType>(rP[k], rS[0][2 * k], rS[0][2 * k + 1]);
+                if (is_masked || scores.has_bias()) {
+                    consumer.separate_nonfinite_values(rO, [&](int, int half, int n) {
+                        return scores.sees(own_row + accumulator_row(lane) + 8 * half, first_key + n);
+                    });
+                }
+                if (num_left == 1) break;
+                consumer.start_qk(rS);
+                consumer.start_pv(rO, rP);
+                bias.load(tiles.tile(num_left - 1) * kBlockN);
+                consumer.template wait_qk<1>(rS);
+            }
+            consumer.query_ring.release(lane);
+            consumer.start_pv(rO, rP);
+            consumer.wait_pv(rO);
+            consumer.release_value();
+        }
+
+        // Epilogue.
+        softmax.finish(rO, options.dropout_seed != nullptr ? options.dropout_factor : 1.0f);
+        consumer.store(params, work, own_row, rO, softmax);
+    }
+    wait_for_cluster();  // waits until the other CTA's consumers have arrived at this one's barriers for the last time
+}
+
+template <int kHeadDim, DataType kDataType>
+void launch_attention_forward_options_sm90(LaunchedKernel& kernel, const AttentionOptionsParams& params,
+                                           Stream stream) {
+    launch_forward_sm90<ForwardOptionsConfigSm90<kHeadDim>, kDataType>(
+        kernel, attention_forward_options_sm90<kHeadDim, kDataType>, params.attention, /*packs_heads=*/false, stream);
+}
+
+}  // namespace fastattn

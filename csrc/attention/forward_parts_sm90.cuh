@@ -1,0 +1,226 @@
+// What the two forward kernels for Hopper have in common: config, shared memory, the producer, products and the launch. See
+// forward_sm90.cuh for how these work together.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention/forward_work_sm90.h"
+#include "attention/key_tiles.cuh"
+#include "attention/tiles_sm90.h"
+#include "device/nonfinite.cuh"
+#include "device/ptx/fence.cuh"
+#include "device/ptx/named_barrier.cuh"
+#include "device/ptx/opaque.cuh"
+#include "device/ring.cuh"
+#include "device/store_rows.cuh"
+#include "device/tile_copy.cuh"
+#include "device/tma_nonfinite.cuh"
+#include "device/tma_tile.cuh"
+#include "device/warpgroup_gemm.cuh"
+#include "host/device_facts.h"
+#include "host/launch.h"
+#include "host/tensor_map.h"
+
+namespace fastattn {
+
+template <int kHeadDim_, int kValueDim_, typename Tile_ = ForwardTileSm90<kHeadDim_, kValueDim_>>
+struct ForwardConfigSm90 : Tile_ {
+    using Tile = Tile_;
+    static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
+    static constexpr int kBlockM = Tile::kNumConsumers * kWarpgroupM;
+    static constexpr int kNumWarps = 4 * Tile::kNumConsumers + 4;
+    static constexpr int kMinCtasPerSm = 1;
+    static constexpr int kConsumerThreads = Tile::kNumConsumers * kWarpgroupSize;
+    static constexpr int kNumThreads = kConsumerThreads + kWarpgroupSize;
+    static constexpr int kTilesN = Tile::kBlockN / kMmaN;
+    static constexpr int kTilesD = kValueDim / kMmaN;
+    using QueryTile = TmaTile<kWarpgroupM, kHeadDim>;  // of one warpgroup
+    using KeyTile = TmaTile<Tile::kBlockN, kHeadDim>;
+    using ValueTile = TmaTile<Tile::kBlockN, kValueDim>;
+    static_assert(Tile::kBlockN % kMmaK == 0, "P·V takes 16 keys at a time");
+    // A CTA starts with as many registers as all its threads can have alike, which comes in steps of 8.
+    static constexpr int kStartRegisters = 65536 / kNumThreads / 8 * 8;
+    static_assert(Tile::kConsumerRegisters * Tile::kNumConsumers + Tile::kProducerRegisters <=
+                      kStartRegisters * (Tile::kNumConsumers + 1),
+                  "warpgroups exchange the registers that the CTA has");
+};
+
+template <typename Config>
+struct alignas(1024) ForwardStorageSm90 {
+    uint16_t sQ[Config::kNumConsumers][Config::QueryTile::kElements];
+    uint16_t sK[Config::kStages][Config::KeyTile::kElements];
+    uint16_t sV[Config::kStages][Config::ValueTile::kElements];
+    RingBarriers<1> query;
+    RingBarriers<Config::kStages> key, value;
+};
+
+// Named barriers; 0 is that of __syncthreads().
+enum ForwardBarrierSm90 : int { kAllConsumers = 1, kOneConsumer };  // kOneConsumer + i: of warpgroup i
+
+// One thread of the CTA.
+template <typename Config>
+__device__ __forceinline__ void init_barriers(ForwardStorageSm90<Config>& shared, int cluster_size) {
+    constexpr int kConsumerWarps = 4 * Config::kNumConsumers;
+    shared.query.init(kConsumerWarps);
+    shared.key.init(kConsumerWarps * cluster_size);
+    shared.value.init(kConsumerWarps * cluster_size);
+    ptx::fence_mbarrier_init();
+}
+
+// The producer, one thread: copies Q, and tiles of K and V, for all pieces of the CTA's work, as far ahead as the rings
+// let it. tiles_of(RowsOfCta): the tiles of keys that the consumers take.
+template <typename Config, typename TilesOf>
+__device__ __forceinline__ void produce(ForwardStorageSm90<Config>& shared,
+                                        const AttentionForwardParamsSm90& all_params, int rank, int cluster_size,
+                                        TilesOf&& tiles_of) {
+    using QueryTile = typename Config::QueryTile;
+    Ring<1> query_ring(shared.query);
+    Ring<Config::kStages> key_ring(shared.key), value_ring(shared.value);
+    const ForwardWorkSm90& all_work = all_params.work;
+    const uint32_t cluster = blockIdx.x / cluster_size, num_clusters = gridDim.x / cluster_size;
+    for (uint32_t n = 0, i; (i = nth_piece(n, cluster, num_clusters)) < all_work.num; ++n) {
+        const RowsOfCta work(all_params.attention, all_work, i, rank, Config::kBlockM);
+        const KeyTiles tiles = tiles_of(work);
+        if (tiles.num_tiles() == 0) continue;
+        const uint32_t q_landed = query_ring.acquire(Config::kNumConsumers * QueryTile::kBytes);
+#pragma unroll
+        for (int consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
+            QueryTile::load(shared_address(shared.sQ[consumer]), all_params.query, work.batch,
+                            work.head >> work.log2_packed,
+                            work.rows.begin + work.row_of(work.first_row + consumer * kWarpgroupM), q_landed);
+        }
+        query_ring.advance();
+        for (int32_t num_left = tiles.num_tiles(); num_left > 0; --num_left) {
+            const int32_t row = work.keys.begin + tiles.tile(num_left) * Config::kBlockN;
+            const auto fill = [&](auto& ring, auto& stages, auto tile, const TensorMap& map) {
+                const uint32_t landed = ring.acquire(tile.kBytes);
+                const uint32_t stage = shared_address(stages[ring.stage]);
+                if (cluster_size == 1) {
+                    tile.load(stage, map, work.batch, work.kv_head, row, landed);
+                } else {
+                    tile.load_half(stage, map, work.batch, work.kv_head, row, landed, rank);
+                }
+                ring.advance();
+            };
+            fill(key_ring, shared.sK, typename Config::KeyTile{}, all_params.key);
+            fill(value_ring, shared.sV, typename Config::ValueTile{}, all_params.value);
+        }
+    }
+}
+
+// One consumer's side of the rings, and the products that it starts, each a group of wgmma.
+template <typename Config, DataType kDataType>
+struct ForwardConsumerSm90 {
+    static constexpr int kTilesN = Config::kTilesN, kTilesD = Config::kTilesD, kTilesK = Config::kBlockN / kMmaK;
+    using ValueTile = typename Config::ValueTile;
+
+    ForwardStorageSm90<Config>& shared;
+    int warpgroup, lane, cluster_size;
+    uint32_t sQ;
+    Ring<1> query_ring;
+    Ring<Config::kStages> key_ring, value_ring;
+
+    __device__ __forceinline__ ForwardConsumerSm90(ForwardStorageSm90<Config>& shared, int warpgroup, int lane,
+                                                   int cluster_size)
+        : shared(shared),
+          warpgroup(warpgroup),
+          lane(lane),
+          cluster_size(cluster_size),
+          sQ(shared_address(shared.sQ[warpgroup])),
+          query_ring(shared.query),
+          key_ring(shared.key),
+          value_ring(shared.value) {}
+
+    __device__ __forceinline__ void start_qk(float (&rS)[1][kTilesN][4]) {
+        key_ring.wait_full();
+        ptx::wgmma_fence();
+        start_gemm_qk<kDataType, Config::kHeadDim>(
+            rS,
+            OperandDescriptor::of_rows(ptx::opaque(sQ)),  // else what follows from it takes registers in the loops
+            OperandDescriptor::of_rows(shared_address(shared.sK[key_ring.stage])));
+        ptx::wgmma_commit_group();
+    }
+
+    __device__ __forceinline__ void start_pv(float (&rO)[1][kTilesD][4], const uint32_t (&rP)[kTilesK][4]) {
+        value_ring.wait_full();
+        ptx::wgmma_fence();
+        start_gemm_pv<kDataType>(
+            rO, rP, OperandDescriptor::of_columns(shared_address(shared.sV[value_ring.stage]), ValueTile::kBlockBytes));
+        ptx::wgmma_commit_group();
+    }
+
+    // Leaves so many products in flight: none, or P·V of the tile before.
+    template <int kInFlight>
+    __device__ __forceinline__ void wait_qk(float (&rS)[1][kTilesN][4]) {
+        ptx::wgmma_wait_group<kInFlight>();
+        ptx::written_by_wgmma(rS);
+        key_ring.release_to_cluster(lane, cluster_size);
+    }
+
+    __device__ __forceinline__ void wait_pv(float (&rO)[1][kTilesD][4]) {
+        ptx::wgmma_wait_group<0>();
+        ptx::written_by_wgmma(rO);
+    }
+
+    __device__ __forceinline__ void release_value() { value_ring.release_to_cluster(lane, cluster_size); }
+
+    // What nobody may see through a mask, in the tile of V that comes next: see device/nonfinite.cuh. All consumers look at
+    // the whole tile and come to the same answer.
+    template <typename Sees>
+    __device__ __forceinline__ void separate_nonfinite_values(float (&rO)[1][kTilesD][4], Sees&& sees) {
+        value_ring.wait_full();
+        uint16_t* sV = shared.sV[value_ring.stage];
+        if (!ptx::bar_red_or(kOneConsumer + warpgroup, kWarpgroupSize,
+                             tile_has_nonfinite<kDataType, ValueTile>(sV, threadIdx.x % kWarpgroupSize))) {
+            return;
+        }
+        const auto of_all = [] { ptx::bar_sync(kAllConsumers, Config::kConsumerThreads); };
+        separate_nonfinite<kDataType>(rO, sV, SharedTile<ValueTile, Config::kBlockN, Config::kConsumerThreads>{sV},
+                                      sees, lane, of_all);
+        ptx::fence_proxy_async_shared();
+        of_all();  // waits until wgmma can read V as it is now
+    }
+
+    // Writes the output and the lse of a warp's rows from own_row on.
+    template <typename Softmax>
+    __device__ __forceinline__ void store(const AttentionForwardParams& params, const RowsOfCta& work, int32_t own_row,
+                                          const float (&rO)[1][kTilesD][4], const Softmax& softmax) const {
+        const int32_t rows_left = work.num_rows() - own_row;
+        store_accumulators<kDataType>(rO, lane, params.out.head_dim, [&](int row) -> uint16_t* {
+            if (row >= rows_left) return nullptr;
+            return row_pointer(params.out, work.batch, work.head_of(own_row + row),
+                               work.rows.begin + work.row_of(own_row + row));
+        });
+        for_own_rows<1>(lane, [&](int, int half, int row) {
+            const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
+            if (!one_of_four || row >= rows_left) return;
+            row_pointer(params.lse, work.batch,
+                        work.head_of(own_row + row))[work.rows.begin + work.row_of(own_row + row)] =
+                softmax.row_lse[0][half];
+        });
+    }
+};
+
+template <typename Config, DataType kDataType>
+void launch_forward_sm90(LaunchedKernel& kernel, void (*function)(AttentionForwardParamsSm90),
+                         const AttentionForwardParams& params, bool packs_heads, Stream stream) {
+    const DeviceFacts facts = device_facts();
+    const ForwardWorkSm90 work =
+        forward_work_sm90(params, Config::kBlockM, Config::kTilesToShareUnderMask, packs_heads, facts.num_sms);
+    const bool is_packed = params.packed.cu_seqlens_q != nullptr;
+    const auto map_of = [&](const HeadsView<const uint16_t>& view, int32_t total, int group, int box_rows) {
+        return tensor_map(view, is_packed ? total : view.rows, group, box_rows, kDataType);
+    };
+    const int packed_heads = 1 << work.log2_packed, key_rows = Config::kBlockN / work.cluster_size();
+    const AttentionForwardParamsSm90 all_params{
+        params, work, map_of(params.query, params.packed.total_q, packed_heads, kWarpgroupM / packed_heads),
+        map_of(params.key, params.packed.total_k, 1, key_rows),
+        map_of(params.value, params.packed.total_k, 1, key_rows)};
+    const int64_t num_clusters = std::min<int64_t>(work.num, std::max(facts.num_sms / work.cluster_size(), 1));
+    const Launch launch{num_clusters * work.cluster_size(), Config::kNumThreads, sizeof(ForwardStorageSm90<Config>),
+                        work.cluster_size()};
+    kernel.launch(function, launch, all_params, stream);
+}
+
+}  // namespace fastattn

@@ -1,0 +1,128 @@
+// The bias of one tile of scores, as a warp of a warpgroup holds them, with as many registers as a bias of 16 bits needs: it
+// is loaded while Q·Kᵀ is computed, and added afterwards. One of 32 bits does not fit beside Q·Kᵀ and is loaded as it is
+// added. Tiles that lie inside of the keys are loaded two neighbouring keys at a time, where the bias allows it, without any
+// comparison. What lies outside is never read.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "device/fragment.cuh"
+#include "device/scores.cuh"
+
+namespace fastattn {
+
+template <int kTilesN>
+struct BiasTile {
+    using Kind = BiasView::Kind;
+
+    const BiasView& view;
+    const char* rows[2];  // key 0 of this lane's upper and lower row; of the last row where there are no such rows
+    int32_t num_keys, own_column;
+    uint32_t pairs[kTilesN][2];  // bits of two keys, the first in the lower half, for the upper and the lower row
+
+    // first_row: the warp's. There is at least one row.
+    __device__ __forceinline__ BiasTile(const HeadScores& scores, int32_t first_row, int lane)
+        : view(scores.params.bias), num_keys(scores.window.num_keys), own_column(accumulator_column(lane)) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int32_t row = min(first_row + accumulator_row(lane) + 8 * half, scores.num_rows - 1);
+            rows[half] = scores.bias + row * view.row_stride * scores.bias_bytes();
+        }
+    }
+
+    __device__ __forceinline__ void load(int32_t first_key) {
+        if (view.kind == Kind::kBool) {
+            load_pairs<uint8_t>(first_key);
+        } else if (view.kind == Kind::kFloat16 || view.kind == Kind::kBFloat16) {
+            load_pairs<uint16_t>(first_key);
+        }
+    }
+
+    __device__ __forceinline__ void add_to(float (&rS)[1][kTilesN][4], int32_t first_key) const {
+        switch (view.kind) {
+            case Kind::kNone:
+                return;
+            case Kind::kBool:
+                return add_pairs<Kind::kBool>(rS);
+            case Kind::kFloat16:
+                return add_pairs<Kind::kFloat16>(rS);
+            case Kind::kBFloat16:
+                return add_pairs<Kind::kBFloat16>(rS);
+            case Kind::kFloat32:
+                for_each_pair<uint32_t>(first_key, [&](int n, int half, uint32_t first, uint32_t second) {
+                    add<Kind::kFloat32>(rS[0][n][2 * half], first);
+                    add<Kind::kFloat32>(rS[0][n][2 * half + 1], second);
+                });
+        }
+    }
+
+  private:
+    // -inf is a mask also where the score is NaN.
+    template <Kind kKind>
+    __device__ __forceinline__ static void add(float& score, uint32_t bits) {
+        const float added = HeadScores::bias_value<kKind>(bits);
+        if constexpr (kKind == Kind::kBool) {
+            score = bits != 0 ? score : -kInfinity;
+        } else {
+            score = added == -kInfinity ? -kInfinity : score + added;
+        }
+    }
+
+    template <Kind kKind>
+    __device__ __forceinline__ void add_pairs(float (&rS)[1][kTilesN][4]) const {
+        constexpr int kBits = kKind == Kind::kBool ? 8 : 16;
+#pragma unroll
+        for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                add<kKind>(rS[0][n][2 * half], pairs[n][half] & ((1u << kBits) - 1));
+                add<kKind>(rS[0][n][2 * half + 1], pairs[n][half] >> kBits);
+            }
+        }
+    }
+
+    template <typename T>
+    __device__ __forceinline__ void load_pairs(int32_t first_key) {
+        for_each_pair<T>(first_key, [&](int n, int half, uint32_t first, uint32_t second) {
+            pairs[n][half] = first | second << 8 * sizeof(T);
+        });
+    }
+
+    // Calls function(n, half, bits, bits) for each two neighbouring keys of a tile.
+    template <typename T, typename Function>
+    __device__ __forceinline__ void for_each_pair(int32_t first_key, Function&& function) const {
+        using Two = std::conditional_t<sizeof(T) == 4, uint2, std::conditional_t<sizeof(T) == 2, uint32_t, uint16_t>>;
+        const int32_t own_key = first_key + own_column;
+        if (view.in_pairs && first_key + kTilesN * kMmaN <= num_keys) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const Two* own = reinterpret_cast<const Two*>(rows[half] + own_key * int64_t{sizeof(T)});
+#pragma unroll
+                for (int n = 0; n < kTilesN; ++n) {
+                    const Two two = own[n * kMmaN / 2];
+                    if constexpr (sizeof(T) == 4) {
+                        function(n, half, two.x, two.y);
+                    } else {
+                        function(n, half, static_cast<T>(two), two >> 8 * sizeof(T));
+                    }
+                }
+            }
+        } else {
+            const int64_t key_bytes = view.key_stride * int64_t{sizeof(T)};
+#pragma unroll
+            for (int n = 0; n < kTilesN; ++n) {
+                const int32_t last = num_keys - 1;
+                const int64_t first = min(own_key + n * kMmaN, last) * key_bytes;
+                const int64_t second = min(own_key + n * kMmaN + 1, last) * key_bytes;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    function(n, half, *reinterpret_cast<const T*>(rows[half] + first),
+                             *reinterpret_cast<const T*>(rows[half] + second));
+                }
+            }
+        }
+    }
+};
+
+}  // namespace fastattn
