@@ -20,7 +20,7 @@ _SHOWN = 12
 
 
 def kernel_test_modules(tests: Path) -> list[str]:
-    """The test modules with kernels in them, as paths from ``tests``; what says most first: the kernel for Hopper,
+    """The test modules with kernels in them, as paths from ``tests``; what says most first: the kernels for Hopper,
     which no GPU of another kind runs, then the other kernels."""
     modules = [path for path in sorted(tests.rglob("test_*.py")) if tests / "emulator" not in path.parents]
     chosen = [path for path in modules if _ON_GPU.search(path.read_text())]
