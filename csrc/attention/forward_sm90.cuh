@@ -22,7 +22,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "attention/forward.h"
 #include "attention/forward_parts_sm90.cuh"

@@ -29,19 +29,36 @@ DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
 BLOCK_N = {64: 96, 96: 128, 128: 128, 192: 96, 256: 80}
 REGISTERS = {64: (160, 32), 96: (232, 40), 128: (232, 40), 192: (232, 40), 256: (240, 24)}  # of consumers, producer
 FORWARD = instances.rows_of("attention/instances/forward_sm90.cu")
+OPTIONS = instances.rows_of("attention/instances/forward_options_sm90.cu")
+# Of the kernel with options, by head dim: accesses to local memory in its loop, and bytes of the stack.
+LOCAL_OF_OPTIONS = {64: (0, 0), 96: (0, 0), 128: (0, 0), 192: (8, 40), 256: (16, 64)}
 MAX_STACK_BYTES = 32  # of a thread, for what the producer has no registers for; never in a main loop
 
 each_forward = pytest.mark.parametrize("instance", FORWARD, ids=str)
+each_with_options = pytest.mark.parametrize("instance", OPTIONS, ids=str)
 
 
 @functools.cache
-def forward_kernels() -> dict[tuple[int, str], KernelFacts]:
+def machine_code() -> dict[str, KernelFacts]:
+    return static_facts.of_library(LIBRARY_PATH, "sm_90a")
+
+
+def kernels(name: str) -> dict[tuple[int, str], KernelFacts]:
+    """(head dim, dtype) → instance."""
     found = {}
-    for symbol, facts in static_facts.of_library(LIBRARY_PATH, "sm_90a").items():
-        match = re.search(r"attention_forward_sm90ILi(\d+)ELi\d+ELN\w*?8DataTypeE(\d)E", symbol)
+    for symbol, facts in machine_code().items():
+        match = re.search(rf"{name}ILi(\d+)E(?:Li\d+E)?LN\w*?8DataTypeE(\d)E", symbol)
         if match:
             found[int(match[1]), DTYPES[int(match[2])]] = facts
     return found
+
+
+def forward_kernels() -> dict[tuple[int, str], KernelFacts]:
+    return kernels("attention_forward_sm90")
+
+
+def options_kernels() -> dict[tuple[int, str], KernelFacts]:
+    return kernels("attention_forward_options_sm90")
 
 
 def usual_path(kernel: KernelFacts, body: frozenset[int]) -> list[str]:
@@ -86,7 +103,22 @@ def stated_counts() -> dict[int, dict[str, int]]:
 
 
 def test_every_instance_is_there() -> None:
-    assert sorted(forward_kernels()) == sorted(FORWARD)
+    assert sorted(forward_kernels()) == FORWARD
+    assert sorted(options_kernels()) == OPTIONS
+
+
+@each_with_options
+def test_options_leave_products_and_copies_to_the_hopper_units(instance: tuple[int, str]) -> None:
+    kernel = options_kernels()[instance]
+    assert list(kernel.tensor_core) == ["HGMMA"]
+    assert "UTMALDG" in {opcode.split(".")[0] for opcode in kernel.instructions}
+
+
+@each_with_options
+def test_options_hardly_use_local_memory(instance: tuple[int, str]) -> None:
+    kernel = options_kernels()[instance]
+    in_loops, stack_bytes = LOCAL_OF_OPTIONS[instance[0]]
+    assert kernel.local_in_loops <= in_loops and kernel.stack_bytes <= stack_bytes
 
 
 @each_forward
