@@ -83,7 +83,7 @@ struct ScoreParams {
     float dropout_factor;         // of what is kept
 };
 
-// attention/forward_sm80.cuh and forward_sm90.cuh, for scores that are only scaled and masked by a window. Head dims may be smaller than the
+// attention/forward_sm80.cuh, for scores that are only scaled and masked by a window. Head dims may be smaller than the
 // kernel's, and differ.
 struct AttentionForwardParams {
     HeadsView<const uint16_t> query;  // [B, Hq, Sq, D]
@@ -97,7 +97,7 @@ struct AttentionForwardParams {
     int32_t heads_per_group;  // heads whose tiles are scheduled side by side, see attention/tile_order.h
 };
 
-// attention/forward_options_sm80.cuh and forward_options_sm90.cuh, for any scores.
+// attention/forward_options_sm80.cuh, for any scores.
 struct AttentionOptionsParams {
     AttentionForwardParams attention;
     PagedParams paged;  // for the kernels of pages alone

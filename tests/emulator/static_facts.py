@@ -226,7 +226,7 @@ def of_library(library: Path, arch: str) -> dict[str, KernelFacts]:
     kernels: dict[str, KernelFacts] = {}
     with tempfile.TemporaryDirectory() as folder:
         run("cuobjdump", "-arch", arch, "-xelf", "all", library.resolve(), cwd=Path(folder))
-        for file in sorted(Path(folder).glob("*.cubin")):
+        for file in sorted(Path(folder).glob(f"*.{arch}.cubin")):
             kernels |= of_cubin(file.read_bytes())
     return kernels
 
