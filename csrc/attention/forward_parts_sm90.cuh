@@ -9,6 +9,7 @@
 #include "attention/key_tiles.cuh"
 #include "attention/tiles_sm90.h"
 #include "device/nonfinite.cuh"
+#include "device/ptx/cluster.cuh"
 #include "device/ptx/fence.cuh"
 #include "device/ptx/named_barrier.cuh"
 #include "device/ptx/opaque.cuh"
@@ -68,12 +69,18 @@ __device__ __forceinline__ void init_barriers(ForwardStorageSm90<Config>& shared
     ptx::fence_mbarrier_init();
 }
 
+// Waits until every thread of the cluster is here.
+__device__ __forceinline__ void wait_for_cluster(int cluster_size) {
+    if (cluster_size == 1) return;
+    ptx::barrier_cluster_arrive();
+    ptx::barrier_cluster_wait();
+}
+
 // The producer, one thread: copies Q, and tiles of K and V, for all pieces of the CTA's work, as far ahead as the rings
-// let it. tiles_of(RowsOfCta): the tiles of keys that the consumers take.
-template <typename Config, typename TilesOf>
+// let it.
+template <typename Config>
 __device__ __forceinline__ void produce(ForwardStorageSm90<Config>& shared,
-                                        const AttentionForwardParamsSm90& all_params, int rank, int cluster_size,
-                                        TilesOf&& tiles_of) {
+                                        const AttentionForwardParamsSm90& all_params, int rank, int cluster_size) {
     using QueryTile = typename Config::QueryTile;
     Ring<1> query_ring(shared.query);
     Ring<Config::kStages> key_ring(shared.key), value_ring(shared.value);
@@ -81,7 +88,7 @@ __device__ __forceinline__ void produce(ForwardStorageSm90<Config>& shared,
     const uint32_t cluster = blockIdx.x / cluster_size, num_clusters = gridDim.x / cluster_size;
     for (uint32_t n = 0, i; (i = nth_piece(n, cluster, num_clusters)) < all_work.num; ++n) {
         const RowsOfCta work(all_params.attention, all_work, i, rank, Config::kBlockM);
-        const KeyTiles tiles = tiles_of(work);
+        const KeyTiles tiles = work.key_tiles(Config::kBlockN);
         if (tiles.num_tiles() == 0) continue;
         const uint32_t q_landed = query_ring.acquire(Config::kNumConsumers * QueryTile::kBytes);
 #pragma unroll

@@ -49,25 +49,17 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
     const int cluster_size = all_params.work.cluster_size();
     const int rank = ptx::cluster_ctarank();
     if (threadIdx.x == 0) init_barriers(shared, cluster_size);
-    const auto wait_for_cluster = [&] {
-        if (cluster_size == 1) return;
-        ptx::barrier_cluster_arrive();
-        ptx::barrier_cluster_wait();
-    };
-    __syncthreads();     // waits until the barriers are initialised
-    wait_for_cluster();  // waits until those of the other CTA are
+    __syncthreads();                 // waits until the barriers are initialised
+    wait_for_cluster(cluster_size);  // waits until those of the other CTA are
     const ForwardWorkSm90& all_work = all_params.work;
     const uint32_t cluster = blockIdx.x / cluster_size, num_clusters = gridDim.x / cluster_size;
 
     // Producer.
     if (warpgroup == Config::kNumConsumers) {
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-        if (warp == 0 && lane == 0) {
-            produce(shared, all_params, rank, cluster_size,
-                    [](const RowsOfCta& work) { return work.key_tiles(kBlockN); });
-        }
+        if (warp == 0 && lane == 0) produce(shared, all_params, rank, cluster_size);
         __syncwarp();
-        wait_for_cluster();  // as below
+        wait_for_cluster(cluster_size);  // as below
         return;
     }
 
@@ -171,7 +163,8 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         softmax.finish(rO);
         consumer.store(params, work, own_row, rO, softmax);
     }
-    wait_for_cluster();  // waits until the other CTA's consumers have arrived at this one's barriers for the last time
+    // Waits until the other CTA's consumers have arrived at this one's barriers for the last time.
+    wait_for_cluster(cluster_size);
 }
 
 template <int kHeadDim, int kValueDim, DataType kDataType>

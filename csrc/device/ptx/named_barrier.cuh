@@ -4,7 +4,7 @@
 
 namespace fastattn::ptx {
 
-// num_threads: all that meet there, those that only arrive included.
+// num_threads: all that meet there.
 __device__ __forceinline__ void bar_sync(int id, int num_threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
@@ -18,11 +18,6 @@ __device__ __forceinline__ bool bar_red_or(int id, int num_threads, bool predica
         : "r"(id), "r"(num_threads), "r"(int{predicate})
         : "memory");
     return any != 0;
-}
-
-// Counts as having come, and goes on.
-__device__ __forceinline__ void bar_arrive(int id, int num_threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
 }  // namespace fastattn::ptx
