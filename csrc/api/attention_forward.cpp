@@ -15,8 +15,10 @@
 #include "api/kernel_choice.h"
 #include "api/scores.h"
 #include "attention/forward.h"
+#include "attention/key_shares.h"
 #include "attention/tile_order.h"
 #include "host/device_facts.h"
+#include "host/launch_token.h"
 
 namespace fastattn {
 namespace {
@@ -64,12 +66,27 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     ScoreTensors tensors;
     attention.scores = score_params(kOp, options, query, sizes, tensors);
     attention.scale_log2 = scale == 0 ? 1.0f : static_cast<float>(std::abs(scale) * kLog2E);
+    std::optional<Tensor> part_values, part_sums, arrivals;
+    const auto allow_shared_keys = [&](const TileFacts& tile) {
+        const int64_t num_ctas = int64_t{facts.num_sms} * tile.ctas_per_sm;
+        const int64_t rows = rows_of_parts(attention, tile.block_m, tile.block_n, num_ctas);
+        if (rows == 0) return;
+        part_values = torch::stable::new_empty(query, {rows, sizes.value_dim}, ScalarType::Float);
+        part_sums = torch::stable::new_empty(query, {rows, 2}, ScalarType::Float);
+        arrivals = torch::stable::new_empty(query, {num_ctas * kMostSlotsPerCta * kMergeSteps}, ScalarType::Long);
+        attention.resident_ctas = static_cast<int32_t>(num_ctas);
+        attention.parts = {static_cast<float*>(part_values->data_ptr()), static_cast<float*>(part_sums->data_ptr()),
+                           static_cast<uint64_t*>(arrivals->data_ptr()), launch_token()};
+    };
     const ForwardTraits traits{options.change_scores(), block_table.has_value()};
     if (is_plain(traits)) {
-        plain_forward_kernel(facts.compute_capability, sizes.widest(), sizes.dtype).launch(attention, device.stream());
+        auto& kernel = plain_forward_kernel(facts.compute_capability, sizes.widest(), sizes.dtype);
+        allow_shared_keys(kernel.tile);
+        kernel.launch(attention, device.stream());
     } else {
-        options_forward_kernel(facts.compute_capability, sizes.widest(), sizes.dtype, traits)
-            .launch(params, device.stream());
+        auto& kernel = options_forward_kernel(facts.compute_capability, sizes.widest(), sizes.dtype, traits);
+        allow_shared_keys(kernel.tile);
+        kernel.launch(params, device.stream());
     }
     return {out, lse};
 }

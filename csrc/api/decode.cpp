@@ -234,11 +234,11 @@ std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor
         const int64_t rows = num_slots(params.plan) * kernel.tile.block_m;
         partial_out = torch::stable::new_empty(query, {rows, value_dim}, ScalarType::Float);
         partial_sums = torch::stable::new_empty(query, {rows, 2}, ScalarType::Float);
-        params.partial_out = static_cast<float*>(partial_out->data_ptr());
-        params.partial_sums = static_cast<float*>(partial_sums->data_ptr());
+        params.parts.values = static_cast<float*>(partial_out->data_ptr());
+        params.parts.sums = static_cast<float*>(partial_sums->data_ptr());
         arrivals = torch::stable::new_empty(query, {num_counters(params.plan)}, ScalarType::Long);
-        params.arrivals = static_cast<uint64_t*>(arrivals->data_ptr());
-        params.token = launch_token();
+        params.parts.arrivals = static_cast<uint64_t*>(arrivals->data_ptr());
+        params.parts.token = launch_token();
     }
     kernel.launch(params, device.stream());
     return {out, lse};

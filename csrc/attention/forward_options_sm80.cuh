@@ -12,7 +12,9 @@
 #include <type_traits>
 
 #include "attention/forward.h"
-#include "attention/tile_order.h"
+#include "attention/forward_work_sm80.h"
+#include "attention/key_tiles.cuh"
+#include "attention/part_rows.cuh"
 #include "attention/tiles_sm80.h"
 #include "device/dropout.cuh"
 #include "device/fragment.cuh"
@@ -48,6 +50,7 @@ struct alignas(128) ForwardOptionsStorageSm80 {
     uint16_t sQ[Config::kBlockM * Config::kRowElements];  // swizzled; holds the output at the end
     uint16_t sK[Config::kBlockN * Config::kRowElements];  // swizzled
     uint16_t sV[Config::kBlockN * Config::kRowElements];  // swizzled
+    KeyPortion portion;
     static_assert((Config::kBlockM + 2 * Config::kBlockN) * Config::kRowElements * 2 <= 99 << 10,
                   "sm_86, sm_89, sm_120");
 };
@@ -66,26 +69,35 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     const AttentionForwardParams& attention = params.attention;
     const ScoreParams& options = attention.scores;
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const QueryTile tile = query_tile(blockIdx.x, attention, ceil_div(attention.query.rows, kBlockM));
+    const auto keys_of = [&](int32_t batch) {
+        const PackedParams& packed = attention.packed;
+        return kPaged ? Sequence{0, paged_keys(packed.cu_seqlens_k, batch, attention.key.rows)}
+                      : sequence_of(packed.cu_seqlens_k, batch, packed.total_k, attention.key.rows);
+    };
+    if (warp == 0) find_portion(shared.portion, attention, kBlockM, kBlockN, lane, keys_of);
+    __syncthreads();  // waits until the portion is known
+    const KeyPortion portion = shared.portion;
+    if (!portion.exists) return;
+    const QueryTile tile = query_tile(attention, kBlockM, portion.piece, portion.is_cut);
     const int32_t kv_head = tile.head / (attention.query.heads / attention.key.heads);
-    const Sequence rows =
-        sequence_of(attention.packed.cu_seqlens_q, tile.batch, attention.packed.total_q, attention.query.rows);
-    const Sequence keys =
-        kPaged ? Sequence{0, paged_keys(attention.packed.cu_seqlens_k, tile.batch, attention.key.rows)}
-               : sequence_of(attention.packed.cu_seqlens_k, tile.batch, attention.packed.total_k, attention.key.rows);
+    const Sequence rows = query_rows(attention, tile.batch), keys = keys_of(tile.batch);
     const int32_t first_row = tile.idx * kBlockM;
     if (first_row >= rows.length) return;
     const int32_t last_row = min(first_row + kBlockM, rows.length) - 1;
     const int32_t warp_row = first_row + warp * kWarpM;
     const HeadScores scores(options, tile.batch, tile.head, rows.length, keys.length);
     const KeyRange first_sees = scores.window.keys_of(first_row), last_sees = scores.window.keys_of(last_row);
-    const int32_t begin_tile = first_sees.begin / kBlockN, end_tile = ceil_div(last_sees.end, kBlockN);
+    const KeyTiles all_tiles(first_sees, last_sees, kBlockN);
+    const Steps steps = steps_of(portion, all_tiles.num_tiles());
+    const int32_t begin_tile = all_tiles.begin + steps.end, end_tile = all_tiles.begin + steps.begin;
     // Tiles that every row sees all of.
     const int32_t begin_full = scores.has_bias() ? end_tile : ceil_div(last_sees.begin, kBlockN);
     const int32_t end_full = first_sees.end / kBlockN;
 
     OnlineSoftmax<kTilesM, /*kInNats=*/true> softmax(kLog2E);
-    if (options.sinks != nullptr) softmax.set_sink(options.sinks[tile.head], lane % kLanesPerRow == 0);
+    if (options.sinks != nullptr && portion.part == 0) {  // once for all parts of a tile
+        softmax.set_sink(options.sinks[tile.head], lane % kLanesPerRow == 0);
+    }
     const Dropout dropout(options, tile.batch * attention.query.heads + tile.head);
     float rO[kTilesM][kTilesD][4] = {};  // [kWarpM, kHeadDim]
 
@@ -180,8 +192,18 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         }
     }
 
-    // Epilogue: a warp stages its rows of the output where its rows of Q were.
-    softmax.finish(rO, options.dropout_seed != nullptr ? options.dropout_factor : 1.0f);
+    // Epilogue. It looks again which tile this is: the loops have no registers for it.
+    const float factor = options.dropout_seed != nullptr ? options.dropout_factor : 1.0f;
+    if (shared.portion.num_parts > 1) {  // other CTAs have the other keys
+        const KeyPortion& own = shared.portion;
+        const QueryTile own_tile = query_tile(attention, kBlockM, own.piece, own.is_cut);
+        using Rows = PartRows<kBlockM, kHeadDim, kDataType, /*kSlotsPerCta=*/1, PlaceOfTile>;
+        const PlaceOfTile place{own_tile, query_rows(attention, own_tile.batch), own_tile.idx * kBlockM};
+        leave_and_merge<Config::kNumThreads, kWarpM>(Rows{attention, place, factor}, own, rO, softmax, shared.sQ);
+        return;
+    }
+    // A warp stages its rows of the output where its rows of Q were.
+    softmax.finish(rO, factor);
     uint16_t* sO = shared.sQ + warp * kWarpM * Config::kRowElements;
     stage_rows<kDataType>(sO, rO, lane);
     __syncwarp();  // the rows are complete
@@ -199,11 +221,11 @@ template <int kHeadDim, DataType kDataType, bool kPaged>
 void launch_attention_forward_options_sm80(LaunchedKernel& kernel, const AttentionOptionsParams& params,
                                            Stream stream) {
     using Config = ForwardOptionsConfigSm80<kHeadDim>;
-    const HeadsView<const uint16_t>& query = params.attention.query;
-    const int64_t num_tiles = ceil_div(query.rows, Config::kBlockM);
-    const int64_t num_ctas = num_tiles * query.heads * query.batch;
-    const Launch launch{num_ctas, Config::kNumThreads, sizeof(ForwardOptionsStorageSm80<Config>)};
-    kernel.launch(attention_forward_options_sm80<kHeadDim, kDataType, kPaged>, launch, params, stream);
+    AttentionOptionsParams work = params;
+    work.attention = forward_work_sm80(params.attention, Config::kBlockM, Config::kBlockN);
+    const Launch launch{num_ctas_sm80(work.attention, Config::kBlockM), Config::kNumThreads,
+                        sizeof(ForwardOptionsStorageSm80<Config>)};
+    kernel.launch(attention_forward_options_sm80<kHeadDim, kDataType, kPaged>, launch, work, stream);
 }
 
 }  // namespace fastattn

@@ -34,7 +34,7 @@ template <int kHeadDim, DataType kDataType>
 __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim>::kNumThreads, 1)
     attention_forward_options_sm90(const __grid_constant__ AttentionForwardParamsSm90 all_params) {
     using Config = ForwardOptionsConfigSm90<kHeadDim>;
-    constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
+    constexpr int kBlockN = Config::kBlockN;
     constexpr int kTilesN = Config::kTilesN, kTilesD = Config::kTilesD, kTilesK = kBlockN / kMmaK;
     extern __shared__ __align__(1024) char shared_bytes[];
     auto& shared = *reinterpret_cast<ForwardStorageSm90<Config>*>(shared_bytes);
@@ -49,12 +49,12 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim>::kNumThread
     if (threadIdx.x == 0) init_barriers(shared, cluster_size);
     __syncthreads();                 // waits until the barriers are initialised
     wait_for_cluster(cluster_size);  // waits until those of the other CTA are
-    const ForwardWorkSm90& all_work = all_params.work;
-    const uint32_t cluster = blockIdx.x / cluster_size, num_clusters = gridDim.x / cluster_size;
 
     // Producer.
     if (warpgroup == Config::kNumConsumers) {
+        if (warp == 0) find_share(shared, all_params, lane);
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+        __syncwarp();  // waits until the share is in shared memory
         if (warp == 0 && lane == 0) produce(shared, all_params, rank, cluster_size);
         __syncwarp();
         wait_for_cluster(cluster_size);  // as below
@@ -65,15 +65,21 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim>::kNumThread
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     ForwardConsumerSm90<Config, kDataType> consumer(shared, warpgroup, lane, cluster_size);
 
-    for (uint32_t n = 0, i; (i = nth_piece(n, cluster, num_clusters)) < all_work.num; ++n) {
-        const RowsOfCta work(params, all_work, i, rank, kBlockM);
-        const KeyTiles tiles = work.key_tiles(kBlockN);
+    const float factor = options.dropout_seed != nullptr ? options.dropout_factor : 1.0f;  // of the output
+    for (const TileOfWork* next; (next = consumer.next_tile()) != nullptr; consumer.release_tile()) {
+        const TileOfWork& tile = *next;
+        consumer.wait_query();
+        const RowsOfCta& work = tile.rows;
+        const KeyTiles& tiles = tile.tiles;
+        const int32_t num_tiles = warp_uniform(tiles.num_tiles());
         const int32_t own_row = work.first_row + warpgroup * kWarpgroupM + warp * kMmaM;
         const HeadScores scores(options, work.batch, work.head, work.rows.length, work.keys.length);
         BiasTile<kTilesN> bias(scores, own_row, lane);  // of the tile that is computed
         const Dropout dropout(options, work.batch * params.query.heads + work.head);
         OnlineSoftmax<1, /*kInNats=*/true> softmax(kLog2E);
-        if (options.sinks != nullptr) softmax.set_sink(options.sinks[work.head], lane % kLanesPerRow == 0);
+        if (options.sinks != nullptr && tile.is_first_part()) {  // once for all parts of a tile
+            softmax.set_sink(options.sinks[work.head], lane % kLanesPerRow == 0);
+        }
         float rO[1][kTilesD][4];  // [64, kHeadDim] of the warpgroup
         float rS[1][kTilesN][4];  // [64, kBlockN]: scores, then probabilities
         uint32_t rP[kTilesK][4];  // [64, kBlockN] 16-bit
@@ -91,10 +97,8 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim>::kNumThread
             if (is_masked) mask_own_columns(rS, seen_by, first_key, lane);
         };
 
-        const int32_t num_tiles = tiles.num_tiles();
         if (num_tiles > 0) {
             bias.load(tiles.tile(num_tiles) * kBlockN);
-            consumer.query_ring.wait_full();
             consumer.start_qk(rS);
             consumer.template wait_qk<0>(rS);
             for (int32_t num_left = num_tiles;; --num_left) {
@@ -124,16 +128,23 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim>::kNumThread
                 bias.load(tiles.tile(num_left - 1) * kBlockN);
                 consumer.template wait_qk<1>(rS);
             }
-            consumer.query_ring.release(lane);
+            consumer.release_query();
             consumer.start_pv(rO, rP);
             consumer.wait_pv(rO);
             consumer.release_value();
+        } else {
+            consumer.release_query();
         }
 
         // Epilogue.
-        softmax.finish(rO, options.dropout_seed != nullptr ? options.dropout_factor : 1.0f);
-        consumer.store(params, work, own_row, rO, softmax);
+        if (tile.parts.count > 1) {
+            consumer.leave_part(params, tile, rO, softmax);
+        } else {
+            softmax.finish(rO, factor);
+            consumer.store(params, work, own_row, rO, softmax);
+        }
     }
+    consumer.merge_shared_tiles(params, factor);
     // Waits until the other CTA's consumers have arrived at this one's barriers for the last time.
     wait_for_cluster(cluster_size);
 }

@@ -9,6 +9,7 @@
 //   cp.async      K2 |   V2   |         K1         |   V1   |         K0         |   V0   |
 //   tensor cores     | Q·K2ᵀ  | softmax     P·V2   | Q·K1ᵀ  | softmax     P·V1   | Q·K0ᵀ  | softmax     P·V0
 //
+// Where there are few tiles of rows, CTAs share the keys of one: they leave parts, and the last one merges (key_shares.h).
 // S, P and O stay in registers (PTX ISA, mma.m16n8k16), and Q where they last; else it is reloaded for each tile.
 // Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim. Any lengths, packed or not, any
 // window, sinks, any finite scale; other options of scores are those of forward_options_sm80.cuh.
@@ -18,8 +19,9 @@
 #include <type_traits>
 
 #include "attention/forward.h"
+#include "attention/forward_work_sm80.h"
 #include "attention/key_tiles.cuh"
-#include "attention/tile_order.h"
+#include "attention/part_rows.cuh"
 #include "attention/tiles_sm80.h"
 #include "device/fragment.cuh"
 #include "device/mask.cuh"
@@ -59,6 +61,7 @@ struct alignas(128) ForwardStorageSm80 {
     KeyRange sees[Config::kBlockM];  // the keys that each row sees
     KeyTiles tiles;
     int32_t num_keys;
+    KeyPortion portion;
 };
 
 template <int kHeadDim, DataType kDataType>
@@ -74,20 +77,23 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     // Prologue: which query rows of which sequence, and which keys they see.
     const int warp = warp_in_cta(), lane = threadIdx.x % kWarpSize;
     const PackedParams& packed = params.packed;
-    const auto tile_of = [&](uint32_t cta) { return query_tile(cta, params, ceil_div(params.query.rows, kBlockM)); };
-    const auto rows_of = [&](const QueryTile& tile) {
-        return sequence_of(packed.cu_seqlens_q, tile.batch, packed.total_q, params.query.rows);
+    const auto keys_of = [&](int32_t batch) {
+        return sequence_of(packed.cu_seqlens_k, batch, packed.total_k, params.key.rows);
     };
-    const QueryTile tile = tile_of(blockIdx.x);
-    const Sequence rows = rows_of(tile);
-    const Sequence keys = sequence_of(packed.cu_seqlens_k, tile.batch, packed.total_k, params.key.rows);
+    if (warp == 0) find_portion(shared.portion, params, kBlockM, kBlockN, lane, keys_of);
+    __syncthreads();  // waits until the portion is known
+    const KeyPortion portion = shared.portion;
+    if (!portion.exists) return;
+    const QueryTile tile = query_tile(params, kBlockM, portion.piece, portion.is_cut);
+    const Sequence rows = query_rows(params, tile.batch), keys = keys_of(tile.batch);
     const int32_t kv_head = tile.head / (params.query.heads / params.key.heads);
     const int32_t first_row = tile.idx * kBlockM;
     if (first_row >= rows.length) return;
     const int32_t last_row = min(first_row + kBlockM, rows.length) - 1;
     const Window window = window_of(params.scores, rows.length, keys.length);
     const KeyRange first_sees = window.keys_of(first_row), last_sees = window.keys_of(last_row);
-    const KeyTiles tiles(first_sees, last_sees, kBlockN);
+    const KeyTiles all_tiles(first_sees, last_sees, kBlockN);
+    const KeyTiles tiles = all_tiles.part(steps_of(portion, all_tiles.num_tiles()));
     if (threadIdx.x < kBlockM) shared.sees[threadIdx.x] = window.keys_of(first_row + threadIdx.x);
     if (threadIdx.x == 0) {
         shared.tiles = tiles;
@@ -98,7 +104,9 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     // 0.
     const float scale = params.scores.scale, sign = scale > 0 ? 1.0f : scale < 0 ? -1.0f : scale;
     OnlineSoftmax<kTilesM> softmax(params.scale_log2);
-    if (params.scores.sinks != nullptr) softmax.set_sink(params.scores.sinks[tile.head], lane % kLanesPerRow == 0);
+    if (params.scores.sinks != nullptr && portion.part == 0) {  // once for all parts of a tile
+        softmax.set_sink(params.scores.sinks[tile.head], lane % kLanesPerRow == 0);
+    }
     float rO[kTilesM][kTilesD][4] = {};  // [kWarpM, kHeadDim]
 
     // Producer: every thread copies its chunks of each tile.
@@ -188,13 +196,21 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     for (; num_left > tiles.num_full; --num_left) step(num_left, std::true_type{});
     for (; num_left > 0; --num_left) step(num_left, std::false_type{});
 
-    // Epilogue: a warp stages its rows of the output where its rows of Q were.
+    // Epilogue. It looks again which tile this is: the loops have no registers for it.
+    const KeyPortion& own = shared.portion;
+    const QueryTile out_tile = query_tile(params, kBlockM, own.piece, own.is_cut);
+    const Sequence out_rows = query_rows(params, out_tile.batch);
+    if (own.num_parts > 1) {  // other CTAs have the other keys
+        using Rows = PartRows<kBlockM, kHeadDim, kDataType, /*kSlotsPerCta=*/1, PlaceOfTile>;
+        const Rows part_rows{params, {out_tile, out_rows, out_tile.idx * kBlockM}};
+        leave_and_merge<Config::kNumThreads, kWarpM>(part_rows, own, rO, softmax, shared.sQ);
+        return;
+    }
+    // A warp stages its rows of the output where its rows of Q were.
     softmax.finish(rO);
     uint16_t* sO = shared.sQ + warp * kWarpM * kHeadDim;
     stage_rows<kDataType>(sO, rO, lane);
-    __syncwarp();                                                 // the rows are complete
-    const QueryTile out_tile = tile_of(ptx::opaque(blockIdx.x));  // once more: the loops have no registers for it
-    const Sequence out_rows = rows_of(out_tile);
+    __syncwarp();  // the rows are complete
     const int32_t out_row = out_tile.idx * kBlockM + warp * kWarpM;
     uint16_t* gO = row_pointer(params.out, out_tile.batch, out_tile.head, out_rows.begin + out_row);
     store_rows<kWarpM, kHeadDim>(gO, params.out.row_stride, out_rows.length - out_row, sO, lane, params.out.head_dim);
@@ -208,10 +224,9 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
 template <int kHeadDim, DataType kDataType>
 void launch_attention_forward_sm80(LaunchedKernel& kernel, const AttentionForwardParams& params, Stream stream) {
     using Config = ForwardConfigSm80<kHeadDim>;
-    const int64_t num_tiles = ceil_div(params.query.rows, Config::kBlockM);
-    const int64_t num_ctas = num_tiles * params.query.heads * params.query.batch;
-    const Launch launch{num_ctas, Config::kNumThreads, sizeof(ForwardStorageSm80<Config>)};
-    kernel.launch(attention_forward_sm80<kHeadDim, kDataType>, launch, params, stream);
+    const AttentionForwardParams work = forward_work_sm80(params, Config::kBlockM, Config::kBlockN);
+    const Launch launch{num_ctas_sm80(work, Config::kBlockM), Config::kNumThreads, sizeof(ForwardStorageSm80<Config>)};
+    kernel.launch(attention_forward_sm80<kHeadDim, kDataType>, launch, work, stream);
 }
 
 }  // namespace fastattn

@@ -6,6 +6,7 @@
 // gives registers, consume. Each of these owns 64 rows from start to end.
 //
 //   ring, stages    full: its bytes have landed       empty: every consumer's warps have read it
+//   work   2        says which tile of rows           after its output
 //   Q      1        before a tile's first Q·Kᵀ        after its last
 //   K, V   kStages  before Q·Kᵀ, before P·V           after each
 //
@@ -16,7 +17,8 @@
 //   tensor cores   Q·K0ᵀ |           Q·K1ᵀ | P0·V0 |           Q·K2ᵀ | P1·V1 | …
 //   other units          | softmax → P0    |       softmax → P1      |       softmax → P2
 //
-// Where a cluster has two CTAs, both need the same tiles of keys, and each copies one half of every tile into both.
+// Where a cluster has two CTAs, both need the same tiles of keys, and each copies one half of every tile into both. Where there
+// are few tiles of rows, CTAs share the keys of a tile: they leave parts, which are merged at the end (key_shares.h).
 // Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim. Any lengths, packed or not,
 // any window, sinks, any finite scale.
 #pragma once
@@ -37,7 +39,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
     attention_forward_sm90(const __grid_constant__ AttentionForwardParamsSm90 all_params) {
     using Config = ForwardConfigSm90<kHeadDim, kValueDim>;
     using QueryTile = typename Config::QueryTile;
-    constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
+    constexpr int kBlockN = Config::kBlockN;
     constexpr int kTilesN = Config::kTilesN, kTilesD = Config::kTilesD, kTilesK = kBlockN / kMmaK;
     extern __shared__ __align__(1024) char shared_bytes[];
     auto& shared = *reinterpret_cast<ForwardStorageSm90<Config>*>(shared_bytes);
@@ -51,12 +53,12 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
     if (threadIdx.x == 0) init_barriers(shared, cluster_size);
     __syncthreads();                 // waits until the barriers are initialised
     wait_for_cluster(cluster_size);  // waits until those of the other CTA are
-    const ForwardWorkSm90& all_work = all_params.work;
-    const uint32_t cluster = blockIdx.x / cluster_size, num_clusters = gridDim.x / cluster_size;
 
     // Producer.
     if (warpgroup == Config::kNumConsumers) {
+        if (warp == 0) find_share(shared, all_params, lane);
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+        __syncwarp();  // waits until the share is in shared memory
         if (warp == 0 && lane == 0) produce(shared, all_params, rank, cluster_size);
         __syncwarp();
         wait_for_cluster(cluster_size);  // as below
@@ -68,12 +70,15 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
     ForwardConsumerSm90<Config, kDataType> consumer(shared, warpgroup, lane, cluster_size);
     const float scale = params.scores.scale, sign = scale > 0 ? 1.0f : scale < 0 ? -1.0f : scale;
 
-    for (uint32_t n = 0, i; (i = nth_piece(n, cluster, num_clusters)) < all_work.num; ++n) {
-        const RowsOfCta work(params, all_work, i, rank, kBlockM);
-        const KeyTiles tiles = work.key_tiles(kBlockN);
+    for (const TileOfWork* next; (next = consumer.next_tile()) != nullptr; consumer.release_tile()) {
+        const TileOfWork& tile = *next;
+        consumer.wait_query();
+        const RowsOfCta& work = tile.rows;
+        const KeyTiles& tiles = tile.tiles;
+        const int32_t num_tiles = warp_uniform(tiles.num_tiles()), num_full = warp_uniform(tiles.num_full);
         const int32_t own_row = work.first_row + warpgroup * kWarpgroupM + warp * kMmaM;
         OnlineSoftmax<1> softmax(params.scale_log2);
-        if (params.scores.sinks != nullptr) {
+        if (params.scores.sinks != nullptr && tile.is_first_part()) {  // once for all parts of a tile
             const int32_t row = own_row + accumulator_row(lane);
             softmax.set_sinks(params.scores.sinks[work.head_of(row)], params.scores.sinks[work.head_of(row + 8)],
                               lane % kLanesPerRow == 0);
@@ -90,7 +95,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
 
         // S of a tile that may be masked, or of the first, becomes rP[0]. Leaves no product in flight.
         const auto exact_softmax = [&](int32_t num_left) {
-            if (num_left > tiles.num_full) mask_own_columns(rS, seen_by, tiles.tile(num_left) * kBlockN, lane);
+            if (num_left > num_full) mask_own_columns(rS, seen_by, tiles.tile(num_left) * kBlockN, lane);
             const auto max = maxima_of_lane(rS);
             const bool grows = softmax.is_outgrown_by(max);
             RowNumbers<1> factor{{{1.0f, 1.0f}}};
@@ -113,7 +118,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             softmax.add(sums);
         };
         const auto separate_nonfinite_values = [&](int32_t num_left) {
-            if (num_left <= tiles.num_full) return;
+            if (num_left <= num_full) return;
             const int32_t first_key = tiles.tile(num_left) * kBlockN;
             consumer.separate_nonfinite_values(
                 rO, [&](int, int half, int key) { return seen_by[half].has(first_key + key); });
@@ -127,9 +132,8 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             consumer.release_value();
         };
 
-        int32_t num_left = tiles.num_tiles();
-        if (num_left > 0) {
-            consumer.query_ring.wait_full();
+        if (num_tiles > 0) {
+            int32_t num_left = num_tiles;
             if (sign != 1.0f) {  // scores grow with Q·Kᵀ then, whose maxima the softmax takes
                 QueryTile::for_pairs_of(shared.sQ[warpgroup], threadIdx.x % kWarpgroupSize, kWarpgroupSize,
                                         [&](uint32_t& pair) { pair = multiply<kDataType>(pair, sign); });
@@ -141,7 +145,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             exact_softmax(num_left);
             separate_nonfinite_values(num_left);
             // Masked tiles, and one more where the number of others is odd.
-            for (--num_left; num_left > tiles.num_full || num_left % 2 != 0; --num_left) {
+            for (--num_left; num_left > num_full || num_left % 2 != 0; --num_left) {
                 consumer.start_qk(rS);
                 consumer.start_pv(rO, rP[0]);
                 consumer.template wait_qk<1>(rS);
@@ -153,16 +157,23 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
                 full_step(rP[0], rP[1]);
                 full_step(rP[1], rP[0]);
             }
-            consumer.query_ring.release(lane);
+            consumer.release_query();
             consumer.start_pv(rO, rP[0]);
             consumer.wait_pv(rO);
             consumer.release_value();
+        } else {
+            consumer.release_query();
         }
 
         // Epilogue.
-        softmax.finish(rO);
-        consumer.store(params, work, own_row, rO, softmax);
+        if (tile.parts.count > 1) {
+            consumer.leave_part(params, tile, rO, softmax);
+        } else {
+            softmax.finish(rO);
+            consumer.store(params, work, own_row, rO, softmax);
+        }
     }
+    consumer.merge_shared_tiles(params);
     // Waits until the other CTA's consumers have arrived at this one's barriers for the last time.
     wait_for_cluster(cluster_size);
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <stdexcept>
 
+#include "attention/key_shares.h"
 #include "attention/key_tiles.cuh"
 #include "attention/tile_order.h"
 #include "device/sequence.cuh"
@@ -20,6 +21,7 @@ struct ForwardWorkSm90 {
     int32_t heads_per_cluster, tiles_per_cluster;  // 1 and 1, 2 and 1, or 1 and 2
     int32_t log2_packed;                           // 0: a tile has rows of one head
     uint32_t num;                                  // pieces of work
+    bool may_cut;                                  // a piece's keys may be shared by several clusters: see key_shares.h
 
     FASTATTN_HOST_DEVICE int cluster_size() const { return heads_per_cluster * tiles_per_cluster; }
 };
@@ -34,9 +36,9 @@ struct AttentionForwardParamsSm90 {
 // tiles_to_share_under_mask: two tiles of rows under a mask see different keys; both then take what either sees, which pays
 // where a head has at least so many tiles. 0: sharing never pays, as the L2 cache delivers what each CTA needs.
 // packs_heads: whether a tile may hold rows of several heads.
-inline ForwardWorkSm90 forward_work_sm90(const AttentionForwardParams& params, int32_t block_m,
+inline ForwardWorkSm90 forward_work_sm90(const AttentionForwardParams& params, int32_t block_m, int32_t block_n,
                                          int32_t tiles_to_share_under_mask, bool packs_heads, int32_t num_sms) {
-    ForwardWorkSm90 work{1, 1, 0, 0};
+    ForwardWorkSm90 work{1, 1, 0, 0, false};
     const int32_t group = params.query.heads / params.key.heads;
     int64_t tiles = ceil_div(params.query.rows, block_m), heads = params.query.heads;
     // Where a box of TMA, 64 rows of a tile, can hold whole rows of all heads.
@@ -62,14 +64,29 @@ inline ForwardWorkSm90 forward_work_sm90(const AttentionForwardParams& params, i
                         (heads / work.heads_per_cluster) * params.query.batch;
     if (num > 0x7fffffff) throw std::runtime_error("fastattn: attention_forward_sm90: more than 2147483647 tiles");
     work.num = static_cast<uint32_t>(num);
+    work.may_cut =
+        params.parts.values != nullptr && may_cut(params, block_n, num, num / (heads / work.heads_per_cluster),
+                                                  std::max(num_sms / work.cluster_size(), 1));
     return work;
 }
 
 #ifdef __CUDACC__
+__device__ __forceinline__ uint32_t cluster_in_grid(const ForwardWorkSm90& work) {
+    return blockIdx.x / work.cluster_size();
+}
+
+__device__ __forceinline__ uint32_t num_clusters(const ForwardWorkSm90& work) {
+    return gridDim.x / work.cluster_size();
+}
+
 // The n-th piece of work of a cluster. They are dealt back and forth: under a causal mask pieces get shorter and shorter, and
 // who got the longest of one round gets the shortest of the next.
 __device__ __forceinline__ uint32_t nth_piece(uint32_t n, uint32_t cluster, uint32_t num_clusters) {
     return n * num_clusters + (n % 2 == 0 ? cluster : num_clusters - 1 - cluster);
+}
+
+__device__ __forceinline__ int32_t heads_of_pieces(const AttentionForwardParams& params, const ForwardWorkSm90& work) {
+    return params.query.heads / (work.heads_per_cluster << work.log2_packed);
 }
 
 // The rows of a CTA in one piece of work of its cluster, where it is number `rank`. They may lie behind the last one.
@@ -81,14 +98,16 @@ struct RowsOfCta {
     Sequence rows, keys;                 // counted without
     Window window;
 
-    __device__ __forceinline__ RowsOfCta(const AttentionForwardParams& params, const ForwardWorkSm90& work, uint32_t i,
-                                         int rank, int32_t block_m)
+    // in_line: pieces are numbered as on the line of key_shares.h.
+    __device__ __forceinline__ RowsOfCta(const AttentionForwardParams& params, const ForwardWorkSm90& work,
+                                         uint32_t piece, bool in_line, int rank, int32_t block_m)
         : log2_packed(work.log2_packed) {
         const int32_t rows_per_cluster = block_m * work.tiles_per_cluster;
         const int32_t num_positions = ceil_div(params.query.rows << log2_packed, rows_per_cluster);
-        const int32_t heads_per_tile = 1 << log2_packed, heads_apart = heads_per_tile * work.heads_per_cluster;
-        const HeadTile tile = head_tile(i, params.query.batch, params.query.heads / heads_apart,
-                                        max(params.heads_per_group / heads_apart, 1), num_positions);
+        const int32_t num_heads = heads_of_pieces(params, work), heads_apart = params.query.heads / num_heads;
+        const HeadTile tile =
+            head_tile(piece, params.query.batch, num_heads,
+                      in_line ? num_heads : max(params.heads_per_group / heads_apart, 1), num_positions);
         batch = tile.batch;
         head = tile.head * heads_apart + (work.heads_per_cluster > 1 ? rank : 0);
         kv_head = head / (params.query.heads / params.key.heads);
@@ -109,9 +128,11 @@ struct RowsOfCta {
 
     __device__ __forceinline__ KeyRange keys_of(int32_t packed_row) const { return window.keys_of(row_of(packed_row)); }
 
+    __device__ __forceinline__ bool cluster_has_rows() const { return cluster_begin < num_rows(); }
+
     // The same for all CTAs of the cluster. None where it has no rows.
     __device__ __forceinline__ KeyTiles key_tiles(int32_t block_n) const {
-        if (cluster_begin >= num_rows()) return {KeyRange{0, 0}, KeyRange{0, 0}, block_n};
+        if (!cluster_has_rows()) return {KeyRange{0, 0}, KeyRange{0, 0}, block_n};
         return {keys_of(cluster_begin), keys_of(cluster_end - 1), block_n};
     }
 };

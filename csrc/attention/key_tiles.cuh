@@ -8,31 +8,49 @@
 
 namespace fastattn {
 
+// The steps of a tile of query rows that a CTA takes, in KeyTiles' count of those that are left: from `begin` down to above
+// `end`.
+struct Steps {
+    int32_t begin, end;
+
+    __device__ __forceinline__ int32_t count() const { return begin - end; }
+};
+
 // The tiles of keys that a CTA goes through. First come the tiles that some row sees only in part, which need masks: those
 // at the end of the rows' keys, the last tile first, then those at the beginning. The others follow, the last one first.
 struct KeyTiles {
-    int32_t begin, end;            // tiles that some row sees a key of
+    int32_t begin, count;          // of tiles that some row sees a key of
     int32_t begin_full, end_full;  // tiles that every row sees all of
-    int32_t num_full;
+    int32_t all_full;              // how many these are
+    int32_t num_full;              // the same, without those that are left to other CTAs
 
     // What the first and the last row of the CTA see: what others see begins and ends between.
     __device__ __forceinline__ KeyTiles(KeyRange first_row, KeyRange last_row, int32_t block_n)
         : begin(first_row.begin / block_n),
-          end(ceil_div(last_row.end, block_n)),
+          count(max(ceil_div(last_row.end, block_n) - begin, 0)),
           begin_full(ceil_div(last_row.begin, block_n)),
           end_full(first_row.end / block_n) {
-        if (end < begin) end = begin;
         if (begin_full >= end_full) begin_full = end_full = begin;
-        num_full = end_full - begin_full;
+        all_full = num_full = end_full - begin_full;
     }
 
-    __device__ __forceinline__ int32_t num_tiles() const { return end - begin; }
+    __device__ __forceinline__ int32_t num_tiles() const { return count; }
+
+    // Those of some steps alone: their tile(num_left) is this one's tile(num_left + steps.end).
+    __device__ __forceinline__ KeyTiles part(Steps steps) const {
+        KeyTiles tiles = *this;
+        tiles.begin += steps.end;
+        tiles.count = steps.count();
+        tiles.begin_full += steps.end;
+        tiles.num_full = max(num_full - steps.end, 0);
+        return tiles;
+    }
 
     // The tile that comes next where num_left are left.
     __device__ __forceinline__ int32_t tile(int32_t num_left) const {
         if (num_left <= num_full) return begin_full - 1 + num_left;
         const int32_t from_begin = begin - 1 + num_left;  // its place if there were no full tiles
-        return from_begin >= end_full ? from_begin : from_begin - num_full;
+        return from_begin >= end_full ? from_begin : from_begin - all_full;
     }
 
     // In tiles: from the one that lies directly before tile(num_left) in memory to the one that is taken next.

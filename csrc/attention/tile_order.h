@@ -28,16 +28,6 @@ FASTATTN_HOST_DEVICE HeadTile head_tile(uint32_t cta, uint32_t batch, uint32_t h
             static_cast<int32_t>(cta_in_group / heads_here)};
 }
 
-struct QueryTile {
-    int32_t batch, head, idx;
-};
-
-// The last tiles of all heads come first: under a causal mask these are the longest.
-FASTATTN_HOST_DEVICE QueryTile query_tile(uint32_t cta, const AttentionForwardParams& params, int32_t num_tiles) {
-    const HeadTile tile = head_tile(cta, params.query.batch, params.query.heads, params.heads_per_group, num_tiles);
-    return {tile.batch, tile.head, num_tiles - 1 - tile.position};
-}
-
 // What a group may read again and again. The L2 of an A100 and of an H100 has two partitions, each of which holds what its
 // SMs read, so that only half of the bytes can differ; a fifth of that is left for what passes through: 16 MB of 40.
 inline int64_t kept_in_l2(int64_t l2_bytes) {

@@ -9,7 +9,8 @@
 //   num_splits      a tile has at most so many spans of equal size, each a CTA's share.
 //   batch_invariant a span is 1024 keys, counted from the first; shares are as large as the line needs.
 //
-// What a CTA makes of a tile that it shares with others is a part, merged with the others' in the order of part_tree.h.
+// What a CTA makes of a tile that it shares with others is a part, merged with the others' in the order of
+// device/part_tree.h.
 // As a rule all that a CTA has of a tile is one part. With batch_invariant each span is one: then the cut of a sequence's
 // keys into parts, and the tree that merges them, depend on this sequence alone. The batch, the capacity and the size of
 // the GPU only decide which CTA does which of these steps. A CTA merges its own parts while it goes through them, so that
@@ -20,10 +21,14 @@
 #include <cstdint>
 
 #include "attention/tile_order.h"
-#include "decode/part_tree.h"
+#include "device/part_tree.h"
 #include "host/decode_params.h"
 
 namespace fastattn {
+
+// Of 16 rows so many nodes are merged side by side, four levels of the tree at once: one level at a time would wait four
+// times as often for memory.
+inline constexpr int kLog2MergedNodes = 4, kMergedNodes = 1 << kLog2MergedNodes;
 
 // A sequence's tokens before and after the append, and the first key on which anything depends.
 struct CachedSequence {
@@ -88,20 +93,6 @@ FASTATTN_HOST_DEVICE TileShare tile_share(const SplitPlan& plan, const TileSpans
     return share;
 }
 
-// The parts of a tile. Part 0 has number `first` on the line of all parts, and CTA c makes numbers
-// [c * per_cta, (c + 1) * per_cta).
-struct TileParts {
-    int32_t count;
-    int64_t first, per_cta;
-
-    FASTATTN_HOST_DEVICE int32_t cta_of(int32_t part) const { return static_cast<int32_t>((first + part) / per_cta); }
-
-    FASTATTN_HOST_DEVICE PartRange of_cta(int32_t cta) const {
-        const int64_t begin = cta * per_cta - first, end = begin + per_cta;
-        return {static_cast<int32_t>(begin > 0 ? begin : 0), static_cast<int32_t>(end < count ? end : count)};
-    }
-};
-
 // The tiles of the sequence start at first_span on the line.
 FASTATTN_HOST_DEVICE TileParts tile_parts(const SplitPlan& plan, const TileSpans& spans, int64_t first_span,
                                           int32_t tile_idx, int64_t spans_per_cta) {
@@ -109,21 +100,6 @@ FASTATTN_HOST_DEVICE TileParts tile_parts(const SplitPlan& plan, const TileSpans
     if (plan.spans_are_parts) return {spans.num_spans, first, spans_per_cta};
     const int64_t first_cta = first / spans_per_cta, last_cta = (first + spans.num_spans - 1) / spans_per_cta;
     return {static_cast<int32_t>(last_cta - first_cta) + 1, first_cta, 1};
-}
-
-// The slot of the workspace where a CTA leaves a node that holds its own parts alone, until that is merged.
-//
-// A CTA shares two tiles with others at most: one in which its share begins, and one in which it ends. In the tree of
-// the first, the nodes that it leaves to others are right children: a CTA that makes a left child there makes its right
-// sibling too, unless that holds no part. In the tree of the second they are left children, because the CTA has the
-// tile from its beginning on. Nodes that wait until the CTA itself has made their right siblings are left children too,
-// in any tile. In a tile that it shares at both ends, it leaves children of both kinds. No two nodes of one level and
-// kind ever wait at the same time: so two slots for each level are enough, and what a CTA does next never touches what
-// others still have to read. Where the CTA has one part of each tile only, these are two nodes at most: the left child
-// of level 0, and any other.
-FASTATTN_HOST_DEVICE int64_t slot_of(const SplitPlan& plan, int32_t cta, PartNode node) {
-    const int32_t own = 2 * node.level + node.index % 2, last = plan.slots_per_cta - 1;
-    return int64_t{cta} * plan.slots_per_cta + (own < last ? own : last);
 }
 
 // The most blocks of keys that a tile of any length can have.

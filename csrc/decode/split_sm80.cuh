@@ -5,7 +5,7 @@
 // A CTA has a share of the keys of all sequences (split_plan.h), and goes through it tile by tile: the rows of a tile
 // are all query heads of a KV head times the queries, so that each key is loaded once for all of them. Its warps take
 // a few keys at a time, in turn, each with a softmax, a sum and a pipeline of its own; no warp waits for another before
-// the end of the tile, where the warps' results are merged. CTAs that share a tile each leave a part (merge_parts.cuh).
+// the end of the tile, where the warps' results are merged. CTAs that share a tile each leave a part (device/merge_parts.cuh).
 //
 //   ring of a warp   K0 V0 K1 V1 …   kStages of each; what a product has read is loaded anew at once
 //   step             wait K → Q·Kᵀ → load K → softmax → wait V → P·V → load V
@@ -21,15 +21,16 @@
 
 #include "decode/cache_tokens.cuh"
 #include "decode/decode.h"
-#include "decode/finish_row.cuh"
 #include "decode/int8_gemm.cuh"
-#include "decode/merge_parts.cuh"
 #include "decode/new_tokens.cuh"
 #include "decode/packed_rows.cuh"
 #include "decode/planned_work.cuh"
 #include "decode/query_tile.cuh"
+#include "decode/tile_rows.cuh"
 #include "decode/tiles_sm80.h"
 #include "decode/value_rows.cuh"
+#include "device/finish_row.cuh"
+#include "device/merge_parts.cuh"
 #include "device/shared_memory.h"
 #include "device/warp_gemm.cuh"
 #include "host/launch.h"
@@ -71,6 +72,11 @@ struct alignas(128) DecodeStorageSm80 {
     TileInHand tile;
 };
 
+template <typename Config>
+struct DecodeThreads : AllThreadsOfCta {
+    static constexpr int kCount = Config::kNumThreads;
+};
+
 // Where a warp's output stands: [kBlockM, kHeadDim] fp32. Lanes write eight columns of four rows at a time, of an int8
 // cache 16 columns of two, and read along a row: each covers all banks.
 template <typename Config>
@@ -103,7 +109,7 @@ __device__ __forceinline__ void store_part(const Rows& rows, const DecodeStorage
                                            const TileParts& parts, PartRange own, int32_t part) {
     constexpr int kQuads = Config::kHeadDim / 4;
     const auto cta = static_cast<int32_t>(blockIdx.x);
-    const SplitPlan& plan = rows.params.plan;
+    const int32_t slots_per_cta = rows.slots_per_cta();
     const PartNode node = largest_node(part, {own.begin, part + 1}, parts.count);
     const bool is_result = node.holds_all(parts.count);
     for (int item = threadIdx.x; item < rows.num_rows() * kQuads; item += Config::kNumThreads) {
@@ -123,13 +129,13 @@ __device__ __forceinline__ void store_part(const Rows& rows, const DecodeStorage
         for (int level = 0; level < node.level; ++level) {
             const int32_t index = part >> level;
             if (index % 2 == 0) continue;  // it has no right sibling: its parent is the same
-            const int64_t slot = slot_of(plan, cta, {level, index - 1});
-            result = merged(rows.load(slot, row, column), result);
+            const int64_t slot = slot_of(slots_per_cta, cta, {level, index - 1});
+            result = merged(rows.slots().load(slot, row, column), result);
         }
         if (is_result) {
             rows.store_result(row, column, result);
         } else {
-            rows.store(slot_of(plan, cta, node), row, column, result);
+            rows.slots().store(slot_of(slots_per_cta, cta, node), row, column, result);
         }
     }
 }
@@ -288,7 +294,8 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
             store_output_row<Config>(sO, rO[m], output_factor, row, half, lane);
         });
         __syncthreads();  // waits until the results of every warp are in shared memory
-        const TileRows<Config::kBlockM, kDataType> tile_rows{params, batch, kv_head, first_row};
+        using Rows = TileRows<Config::kBlockM, kHeadDim, kDataType>;
+        const Rows tile_rows{params, batch, kv_head, first_row};
         const TileInHand& in_hand = shared.tile;
         const TileParts parts =
             tile_parts(params.plan, in_hand.spans, in_hand.first_span, in_hand.tile_idx, work.spans_per_cta());
@@ -298,9 +305,9 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
         store_part<Config>(tile_rows, shared, parts, own, part);
         __syncthreads();  // waits until every thread has read the results: rings and queries may be overwritten
         const bool shares_tile = own.end - own.begin < parts.count;
-        if (shares_tile && part + 1 == own.end && params.arrivals != nullptr) {
-            auto& merge_storage = *reinterpret_cast<MergeStorage<Config::kBlockM>*>(shared.ring);
-            PartMerger<Config, kDataType>{tile_rows, merge_storage, parts, own}.run();
+        if (shares_tile && part + 1 == own.end && params.parts.arrivals != nullptr) {
+            auto& merge_storage = *reinterpret_cast<MergeStorage<Rows>*>(shared.ring);
+            PartMerger<Rows, DecodeThreads<Config>>{tile_rows, merge_storage, parts, own}.run();
             __syncthreads();  // waits until every thread is done with the merge, which uses the rings
         }
     }

@@ -17,10 +17,15 @@ inline constexpr int kMmaN = 8;
 inline constexpr int kMmaK = 16;
 inline constexpr int kLanesPerRow = 4;  // lanes that share a row of an accumulator
 
-// A warp's place in its CTA. All lanes get it from one lane, so that the compiler keeps it, and what follows from it,
-// in registers that the lanes share.
+// What is the same in all lanes. They get it from one of them, so that the compiler knows, and keeps it, and what follows from
+// it, in registers that the lanes share.
+__device__ __forceinline__ int32_t warp_uniform(int32_t value) {
+    return static_cast<int32_t>(__reduce_or_sync(0xffffffff, static_cast<uint32_t>(value)));
+}
+
+// A warp's place in its CTA.
 __device__ __forceinline__ int warp_in_cta() {
-    return __shfl_sync(0xffffffff, threadIdx.x / kWarpSize, 0);
+    return warp_uniform(threadIdx.x / kWarpSize);
 }
 
 // Accumulator register e of a lane is element [accumulator_row(lane) + 8 * (e / 2)][accumulator_column(lane) + e % 2]:

@@ -1,5 +1,5 @@
-// A ring of stages in shared memory between a producer, which fills them by TMA, and the warps that consume them. A stage
-// has two mbarriers: `full` completes when the bytes of its tile have landed, `empty` when every consumer has read it. In a
+// A ring of stages in shared memory between a producer, which fills them, by TMA as a rule, and the warps that consume them. A
+// stage has two mbarriers: `full` completes when the bytes of its tile have landed, `empty` when every consumer has read it. In a
 // cluster each CTA has the same ring, and a part of each tile comes from every CTA: so the consumers of all CTAs empty a
 // stage of all.
 #pragma once
@@ -35,12 +35,24 @@ struct Ring {
     __device__ __forceinline__ explicit Ring(const RingBarriers<kStages>& barriers)
         : barriers(shared_address(&barriers)) {}
 
-    // Producer, one thread: waits until every consumer has read what the stage held. The stage then gets so many bytes,
-    // which have to arrive at the barrier that is returned.
+    // Where a side stands that has gone on so many times: for those that keep one number for several rings.
+    __device__ __forceinline__ Ring(const RingBarriers<kStages>& barriers, uint32_t times)
+        : barriers(shared_address(&barriers)), stage(times % kStages), phase(times / kStages % 2) {}
+
+    // Producer, one thread: waits until every consumer has read what the stage held.
+    __device__ __forceinline__ void wait_empty() const { ptx::mbarrier_wait_parity(empty(), phase ^ 1); }
+
+    // The same for a stage that gets so many bytes, which have to arrive at the barrier that is returned.
     __device__ __forceinline__ uint32_t acquire(uint32_t bytes) const {
-        ptx::mbarrier_wait_parity(empty(), phase ^ 1);
+        wait_empty();
         ptx::mbarrier_arrive_expect_tx(full(), bytes);
         return full();
+    }
+
+    // Producer, for a stage that it has written itself.
+    __device__ __forceinline__ void pass_on() {
+        ptx::mbarrier_arrive(full());
+        advance();
     }
 
     // Consumer: waits until the tile has landed.

@@ -205,6 +205,10 @@ struct OnlineSoftmax {
         }
     }
 
+    __device__ __forceinline__ float reference_in_nats(int m, int half) const {
+        return kInNats ? reference[m][half] : reference[m][half] * kLn2;
+    }
+
     // Divides rO by the sums, times `factor`, and takes their logarithms. A row without a key gets 0 and -inf.
     template <int kTilesD>
     __device__ __forceinline__ void finish(float (&rO)[kTilesM][kTilesD][4], float factor = 1.0f) {
@@ -215,8 +219,7 @@ struct OnlineSoftmax {
             for (int half = 0; half < 2; ++half) {
                 const float sum = row_reduce_sum(row_sum[m][half]);
                 const bool empty = sum == 0.0f;
-                const float nats = kInNats ? reference[m][half] : reference[m][half] * kLn2;
-                row_lse[m][half] = empty ? -kInfinity : nats + logf(sum);
+                row_lse[m][half] = empty ? -kInfinity : reference_in_nats(m, half) + logf(sum);
                 quotient.of[m][half] = empty ? 0.0f : ptx::rcp_approx_ftz_f32(sum) * factor;
             }
         }

@@ -71,12 +71,7 @@ struct DecodeParams {
     int32_t kv_heads, group, row_tiles;  // group: query heads of a KV head
     ScoreParams scores;                  // without bias and dropout
     SplitPlan plan;
-    // Parts of tiles that several CTAs share, in slots: [slots, rows of a tile, Dv], and maximum and sum of each row
-    // [slots, rows of a tile, 2]. arrivals: counters, see device/arrivals.cuh. How many: num_slots() and num_counters()
-    // of decode/split_plan.h. All are null where no tile can be shared, or has rows.
-    float *partial_out, *partial_sums;
-    uint64_t* arrivals;
-    uint64_t token;
+    PartWorkspace parts;  // num_slots() and num_counters() of decode/split_plan.h; null too where no tile has rows
 };
 
 }  // namespace fastattn

@@ -66,6 +66,15 @@ struct PagedParams {
     PageStrides key, value;
 };
 
+// Parts of tiles whose keys several CTAs share, in slots: values [slots, rows of a tile, Dv], and maximum and sum of each row
+// [slots, rows of a tile, 2]; see device/part_tree.h. arrivals: kMergeSteps counters for each CTA, see device/arrivals.cuh.
+// All are null where no tile can be shared.
+struct PartWorkspace {
+    float *values, *sums;
+    uint64_t* arrivals;
+    uint64_t token;
+};
+
 // What a score becomes between Q·Kᵀ and the softmax, and which of them count.
 struct ScoreParams {
     static constexpr int32_t kUnbounded = -1;
@@ -95,6 +104,9 @@ struct AttentionForwardParams {
     ScoreParams scores;
     float scale_log2;         // the absolute value of scores.scale, times log2(e), or 1 where that is 0
     int32_t heads_per_group;  // heads whose tiles are scheduled side by side, see attention/tile_order.h
+    // Null: no CTAs share the keys of a tile. Else how many run at a time. See attention/key_shares.h.
+    PartWorkspace parts;
+    int32_t resident_ctas;
 };
 
 // attention/forward_options_sm80.cuh, for any scores.

@@ -69,7 +69,7 @@ uint64_t hash_of(uint64_t left, uint64_t right) {
 }
 
 // The work of all CTAs, each from its beginning to its end, in some order. As decode/split_sm80.cuh and
-// decode/merge_parts.cuh do it, with hashes in the place of numbers.
+// device/merge_parts.cuh do it, with hashes in the place of numbers.
 struct Simulation {
     const Call& call;
     std::map<int64_t, Merged> slots;
@@ -114,7 +114,7 @@ struct Simulation {
         for (int32_t i = 0; i < end_node - first_node; ++i) {
             const int32_t part = first_part + (i << shift), cta = parts.cta_of(part);
             const PartNode node = largest_node(part, parts.of_cta(cta), parts.count);
-            if (node.first_part() == part) found[i] = at(slot_of(call.plan, cta, node), tile, part);
+            if (node.first_part() == part) found[i] = at(slot_of(call.plan.slots_per_cta, cta, node), tile, part);
         }
         for (int32_t distance = 1; distance < kMergedNodes; distance *= 2) {
             for (int32_t i = 0; i < kMergedNodes; i += 2 * distance) {
@@ -123,7 +123,7 @@ struct Simulation {
         }
         const int32_t first_cta = parts.cta_of(first_part);
         const PartNode first = largest_node(first_part, parts.of_cta(first_cta), parts.count);
-        store(num_nodes <= kMergedNodes, slot_of(call.plan, first_cta, first), parts, *found[0]);
+        store(num_nodes <= kMergedNodes, slot_of(call.plan.slots_per_cta, first_cta, first), parts, *found[0]);
         return true;
     }
 
@@ -137,11 +137,11 @@ struct Simulation {
             for (int32_t level = 0; level < made.level; ++level) {
                 const int32_t index = part >> level;
                 if (index % 2 == 0) continue;
-                Merged left = at(slot_of(call.plan, cta, {level, index - 1}), tile, (index - 1) << level);
+                Merged left = at(slot_of(call.plan.slots_per_cta, cta, {level, index - 1}), tile, (index - 1) << level);
                 merge(left, merged);
                 merged = left;
             }
-            store(made.holds_all(parts.count), slot_of(call.plan, cta, made), parts, merged);
+            store(made.holds_all(parts.count), slot_of(call.plan.slots_per_cta, cta, made), parts, merged);
             if (own.end - own.begin == parts.count || part + 1 < own.end) return;
             PartRange nodes = own;
             int32_t num_nodes = parts.count;

@@ -11,4 +11,11 @@ __device__ __forceinline__ int32_t opaque(int32_t value) {
     return value;
 }
 
+// threadIdx.x, read anew: it then takes no register before. PTX ISA, "Special Registers: %tid".
+__device__ __forceinline__ int32_t tid_x() {
+    int32_t tid;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
+    return tid;
+}
+
 }  // namespace fastattn::ptx

@@ -47,10 +47,38 @@ FASTATTN_HOST_DEVICE PartNode largest_node(int32_t part, PartRange own, int32_t 
     return node;
 }
 
-// A CTA that merges nodes which several CTAs have made takes so many side by side, four levels of the tree at once: one
-// level at a time would wait four times as often for memory.
-inline constexpr int32_t kLog2MergedNodes = 4, kMergedNodes = 1 << kLog2MergedNodes;
-// 16^6 parts: as many blocks of 64 keys as a capacity below 2^30 has at most.
-inline constexpr int32_t kMergeSteps = 6;
+// The parts of a tile. Part 0 has number `first` on the line of all parts, and CTA c makes numbers
+// [c * per_cta, (c + 1) * per_cta).
+struct TileParts {
+    int32_t count;
+    int64_t first, per_cta;
+
+    FASTATTN_HOST_DEVICE int32_t cta_of(int32_t part) const { return static_cast<int32_t>((first + part) / per_cta); }
+
+    FASTATTN_HOST_DEVICE PartRange of_cta(int32_t cta) const {
+        const int64_t begin = cta * per_cta - first, end = begin + per_cta;
+        return {static_cast<int32_t>(begin > 0 ? begin : 0), static_cast<int32_t>(end < count ? end : count)};
+    }
+};
+
+// The slot of the workspace where a CTA leaves a node that holds its own parts alone, until that is merged.
+//
+// A CTA shares two tiles with others at most: one in which its share begins, and one in which it ends. In the tree of
+// the first, the nodes that it leaves to others are right children: a CTA that makes a left child there makes its right
+// sibling too, unless that holds no part. In the tree of the second they are left children, because the CTA has the
+// tile from its beginning on. Nodes that wait until the CTA itself has made their right siblings are left children too,
+// in any tile. In a tile that it shares at both ends, it leaves children of both kinds. No two nodes of one level and
+// kind ever wait at the same time: so two slots for each level are enough, and what a CTA does next never touches what
+// others still have to read. Where the CTA has one part of each tile only, these are two nodes at most: the left child
+// of level 0, and any other.
+FASTATTN_HOST_DEVICE int64_t slot_of(int32_t slots_per_cta, int32_t cta, PartNode node) {
+    const int32_t own = 2 * node.level + node.index % 2, last = slots_per_cta - 1;
+    return int64_t{cta} * slots_per_cta + (own < last ? own : last);
+}
+
+// In how many steps a tile's parts become one at most, each step by CTAs that merge several nodes side by side. 16 at a time
+// (flash-decoding): 16^6 parts, as many blocks of 64 keys as a capacity below 2^30 has at most. 4 at a time (attention): 4^6
+// CTAs, more than any GPU runs at a time.
+inline constexpr int kMergeSteps = 6;
 
 }  // namespace fastattn

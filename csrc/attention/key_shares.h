@@ -1,0 +1,219 @@
+// Which keys a CTA takes where whole tiles of query rows would leave CTAs idle: 17 to 512 queries over a long cache, or packed
+// sequences of unlike lengths.
+//
+// A piece is what a CTA takes at a time otherwise: a tile of rows. (On Hopper it is that of a cluster, which stands for "CTA" in
+// this file.) Its steps are the tiles of keys that its rows see. The steps of all pieces form a line: by sequence, then by
+// rows, then by head. CTA c takes steps [c * share, (c + 1) * share), which may be the end of one piece, whole ones, and the
+// beginning of another; so the work of CTAs differs by no more than a step. What a CTA makes of a piece that it shares with
+// others is a part, merged with theirs as device/merge_parts.cuh says.
+//
+// Each CTA computes this for itself, from the lengths in device memory: it holds in the replay of a CUDA graph too.
+#pragma once
+
+#include <cstdint>
+
+#include "device/part_tree.h"
+#include "host/host_device.h"
+#include "host/params.h"
+#ifdef __CUDACC__
+#include "attention/key_tiles.cuh"
+#include "device/fragment.cuh"
+#endif
+
+namespace fastattn {
+
+// Each step of flash-decoding's merge reads what one CTA computes in about three steps here, so shares are not smaller than
+// this, and a cut has to save more. Predictions both, from bytes and the bandwidth of an SM (H100): not measured.
+inline constexpr int32_t kStepsOfMerge = 4;
+// Dealt whole, so many pieces for each CTA are balanced, and keep keys in the L2 cache that a line would not.
+inline constexpr uint32_t kPiecesOfCutCta = 2;
+// Sequences times tiles of rows that CTAs count through: of so many, a lane counts 32.
+inline constexpr uint32_t kMostEntries = 1024;
+// Of the workspace, for each CTA that runs at a time: 2 where it stays (see part_tree.h: it has one part of each tile); where CTAs
+// end with a part, as many as there are CTAs.
+inline constexpr int32_t kMostSlotsPerCta = 1 + kPiecesOfCutCta;
+
+// Whether CTAs may find that cutting pieces pays: the host knows no lengths of packed sequences. num_entries: pieces, where those
+// of heads side by side count as one.
+inline bool may_cut(const AttentionForwardParams& params, int32_t block_n, int64_t num_pieces, int64_t num_entries,
+                    int64_t num_ctas) {
+    if (ceil_div(params.key.rows, block_n) <= kStepsOfMerge) return false;
+    const bool is_packed = params.packed.cu_seqlens_q != nullptr;
+    return is_packed ? num_entries <= kMostEntries : num_pieces <= kPiecesOfCutCta * num_ctas;
+}
+
+// Rows of the workspace that a launch of num_ctas CTAs may need, each of value_dim values and two sums; 0: none. No kernel makes
+// fewer pieces than are counted here.
+inline int64_t rows_of_parts(const AttentionForwardParams& params, int32_t block_m, int32_t block_n, int64_t num_ctas) {
+    const int64_t group = params.query.heads / params.key.heads;
+    const int64_t entries = (params.query.rows * group + block_m - 1) / block_m * params.query.batch;
+    if (!may_cut(params, block_n, entries * params.key.heads, 0, num_ctas)) return 0;
+    return num_ctas * kMostSlotsPerCta * block_m;
+}
+
+// What a CTA takes. It is in shared memory, where every warp finds it.
+struct KeyShare {
+    bool is_cut;     // else pieces are dealt whole
+    uint32_t piece;  // the share begins in this one, at this step
+    int32_t step;
+    int32_t count;    // steps, of this CTA
+    int32_t per_cta;  // and of all
+};
+
+// What a CTA takes where it has a single piece or a part of one.
+struct KeyPortion {
+    bool is_cut;
+    bool exists;
+    uint32_t piece;
+    int32_t part, num_parts;
+};
+
+#ifdef __CUDACC__
+// Counts something of all entries: each lane of a warp that of neighbours. An entry is `heads` pieces side by side, which have
+// as many steps each.
+struct EntryScan {
+    uint32_t first, end;  // of this lane
+    int64_t own, upto;    // of this lane, and of all up to this lane
+    int64_t all;
+
+    template <typename CountOf>
+    __device__ __forceinline__ EntryScan(uint32_t num_entries, int lane, CountOf&& count_of) : own(0) {
+        const uint32_t per_lane = (num_entries + kWarpSize - 1) / kWarpSize;
+        first = min(lane * per_lane, num_entries);
+        end = min(first + per_lane, num_entries);
+        for (uint32_t entry = first; entry < end; ++entry) own += count_of(entry);
+        upto = own;
+#pragma unroll
+        for (int distance = 1; distance < kWarpSize; distance *= 2) {
+            const int64_t before = __shfl_up_sync(0xffffffff, upto, distance);
+            if (lane >= distance) upto += before;
+        }
+        all = __shfl_sync(0xffffffff, upto, kWarpSize - 1);
+    }
+
+    // The entry that has number `index` of what is counted, 0 <= index < all, and how many it has before that.
+    struct Place {
+        uint32_t entry;
+        int64_t before;
+    };
+
+    template <typename CountOf>
+    __device__ __forceinline__ Place find(int64_t index, CountOf&& count_of) const {
+        Place place{first, index - (upto - own)};
+        const bool is_owner = place.before >= 0 && index < upto;
+        if (is_owner) {
+            for (int64_t count; place.before >= (count = count_of(place.entry)); ++place.entry) place.before -= count;
+        }
+        const int owner = __ffs(__ballot_sync(0xffffffff, is_owner)) - 1;
+        return {__shfl_sync(0xffffffff, place.entry, owner), __shfl_sync(0xffffffff, place.before, owner)};
+    }
+};
+
+// One warp. steps_of(entry): of each of its pieces, 0 where there are no rows; a piece of rows that see no key has one step,
+// because some CTA has to say so. Steps for each CTA if pieces are cut, or 0 where that does not pay.
+template <typename StepsOf>
+__device__ __forceinline__ int32_t steps_per_cta(const EntryScan& steps, uint32_t heads, uint32_t num_ctas,
+                                                 StepsOf&& steps_of) {
+    uint32_t num_pieces = 0;
+    int32_t longest = 0;
+    for (uint32_t entry = steps.first; entry < steps.end; ++entry) {
+        const int32_t of_piece = steps_of(entry);
+        if (of_piece > 0) num_pieces += heads;
+        longest = max(longest, of_piece);
+    }
+    num_pieces = __reduce_add_sync(0xffffffff, num_pieces);
+    longest = __reduce_max_sync(0xffffffff, longest);
+    if (num_pieces == 0 || num_pieces > kPiecesOfCutCta * num_ctas) return 0;
+    // The CTA with the most steps, if pieces are cut and if they are not.
+    const int64_t most_cut = max((steps.all + num_ctas - 1) / num_ctas, int64_t{kStepsOfMerge});
+    const int64_t rounds = (num_pieces + num_ctas - 1) / num_ctas;
+    const int64_t most_whole = max(int64_t{longest}, rounds * steps.all / num_pieces);
+    return most_cut + kStepsOfMerge < most_whole ? static_cast<int32_t>(most_cut) : 0;
+}
+
+// One warp, for a CTA that stays on its SM and takes one piece after the other.
+template <typename StepsOf>
+__device__ __forceinline__ KeyShare key_share(uint32_t num_entries, uint32_t heads, uint32_t cta, uint32_t num_ctas,
+                                              int lane, StepsOf&& steps_of) {
+    const auto steps_of_entry = [&](uint32_t entry) { return int64_t{steps_of(entry)} * heads; };
+    const EntryScan steps(num_entries, lane, steps_of_entry);
+    KeyShare share{};
+    share.per_cta = steps_per_cta(steps, heads, num_ctas, steps_of);
+    share.is_cut = share.per_cta > 0;
+    const int64_t begin = int64_t{cta} * share.per_cta;
+    if (!share.is_cut || begin >= steps.all) return share;
+    share.count = static_cast<int32_t>(min(int64_t{share.per_cta}, steps.all - begin));
+    const auto [entry, before] = steps.find(begin, steps_of_entry);
+    const int32_t of_piece = steps_of(entry);
+    share.piece = entry * heads + static_cast<uint32_t>(before / of_piece);
+    share.step = static_cast<int32_t>(before % of_piece);
+    return share;
+}
+
+// One warp, for a CTA that ends with what it has: the share of a CTA becomes parts of one piece each, of equal length, no more
+// than num_ctas and one for each piece.
+template <typename StepsOf>
+__device__ __forceinline__ KeyPortion key_portion(uint32_t num_entries, uint32_t heads, uint32_t cta, uint32_t num_ctas,
+                                                  int lane, StepsOf&& steps_of) {
+    const EntryScan steps(num_entries, lane, [&](uint32_t entry) { return int64_t{steps_of(entry)} * heads; });
+    const int32_t per_part = steps_per_cta(steps, heads, num_ctas, steps_of);
+    if (per_part == 0) return {false, cta < num_entries * heads, cta, 0, 1};
+    const auto parts_of_piece = [&](uint32_t entry) {
+        const int32_t of_piece = steps_of(entry);
+        return of_piece == 0 ? 0 : max(of_piece / per_part, 1);
+    };
+    const auto parts_of_entry = [&](uint32_t entry) { return int64_t{parts_of_piece(entry)} * heads; };
+    const EntryScan parts(num_entries, lane, parts_of_entry);
+    if (cta >= parts.all) return {};
+    const auto [entry, before] = parts.find(cta, parts_of_entry);
+    const int32_t num_parts = parts_of_piece(entry), of_entry = static_cast<int32_t>(before);
+    return {true, true, entry * heads + of_entry / num_parts, of_entry % num_parts, num_parts};
+}
+
+// Of a portion, where all rows see num_tiles tiles of keys.
+__device__ __forceinline__ Steps steps_of(const KeyPortion& portion, int32_t num_tiles) {
+    const auto left_before = [&](int32_t part) {
+        return num_tiles - static_cast<int32_t>(int64_t{num_tiles} * part / portion.num_parts);
+    };
+    return {left_before(portion.part), left_before(portion.part + 1)};
+}
+
+// Goes through the pieces of one CTA, or of a cluster. Everybody who has a part in them has a walk.
+struct PieceWalk {
+    uint32_t place;      // the piece, or where pieces are dealt whole, how many there were before
+    int32_t step, left;  // where they are cut: the next step of the piece, and how many are left of the share
+
+    __device__ __forceinline__ explicit PieceWalk(const KeyShare& share)
+        : place(share.piece), step(share.step), left(share.count) {}
+
+    // num_tiles: of keys, in this piece.
+    __device__ __forceinline__ Steps steps(bool is_cut, int32_t num_tiles) const {
+        if (!is_cut) return {num_tiles, 0};
+        const int32_t begin = max(num_tiles - step, 0);
+        return {begin, max(begin - left, 0)};
+    }
+
+    __device__ __forceinline__ void advance(bool is_cut, bool has_rows, int32_t num_tiles) {
+        if (!is_cut) {
+            ++place;
+            return;
+        }
+        const int32_t of_piece = has_rows ? max(num_tiles, 1) : 0, taken = min(of_piece - step, left);
+        left -= taken;
+        step += taken;
+        if (step == of_piece) {
+            step = 0;
+            ++place;
+        }
+    }
+
+    // Of this piece, as CTA `cta` of the line sees it. Where the piece begins and ends, counted from the CTA's own share.
+    __device__ __forceinline__ TileParts parts(const KeyShare& share, uint32_t cta, int32_t num_tiles) const {
+        const int32_t first = share.count - left - step, last = first + max(num_tiles, 1) - 1;
+        const int32_t ctas_before = first < 0 ? ceil_div(-first, share.per_cta) : 0;
+        return {ctas_before + last / share.per_cta + 1, static_cast<int32_t>(cta) - ctas_before, 1};
+    }
+};
+#endif
+
+}  // namespace fastattn

@@ -1,0 +1,90 @@
+// A forward kernel's side of device/merge_parts.cuh: how a CTA leaves its part of a tile, and what becomes of merged rows.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/key_shares.h"
+#include "device/finish_row.cuh"
+#include "device/fragment.cuh"
+#include "device/merge_parts.cuh"
+#include "device/part_slots.cuh"
+#include "device/ptx/opaque.cuh"
+#include "device/softmax.cuh"
+#include "device/tile_copy.cuh"
+#include "host/params.h"
+
+namespace fastattn {
+
+// Place: of the rows of a tile: num_rows() that exist, batch, head_of(row), and row_in_memory(row).
+// kSlotsPerCta: 1 where a CTA has a single part, else 2.
+template <int kBlockM_, int kValueDim_, DataType kDataType, int kSlotsPerCta, typename Place>
+struct PartRows {
+    static constexpr int kBlockM = kBlockM_, kValueDim = kValueDim_, kLog2Nodes = 2, kQuadsAtOnce = 4;
+
+    const AttentionForwardParams& params;
+    const Place place;
+    float factor = 1.0f;  // of the output
+
+    __device__ __forceinline__ int num_rows() const { return min(max(place.num_rows(), 0), kBlockM); }
+
+    __device__ __forceinline__ int32_t slots_per_cta() const { return kSlotsPerCta; }
+
+    __device__ __forceinline__ PartSlots<kBlockM> slots() const { return {params.parts, params.value.head_dim}; }
+
+    // Of all of the tile's keys; the sink, if there is one, is in one of the parts.
+    __device__ __forceinline__ void store_result(int row, int column, const RowPart& part) const {
+        const RowResult result = finish_row(part.max, part.sum, -kInfinity);
+        const int32_t head = place.head_of(row), row_in_memory = place.row_in_memory(row);
+        if (column == 0) row_pointer(params.lse, place.batch(), head)[row_in_memory] = result.lse;
+        if (column >= params.out.head_dim) return;
+        store_rounded<kDataType>(row_pointer(params.out, place.batch(), head, row_in_memory) + column, part.values,
+                                 result.factor * factor);
+    }
+
+    // A warp's accumulators, of rows from first_row of the tile on, and their softmax.
+    template <int kTilesM, int kTilesD, typename Softmax>
+    __device__ __forceinline__ void leave(int64_t slot, int first_row, const float (&rO)[kTilesM][kTilesD][4],
+                                          const Softmax& softmax, int lane) const {
+        const PartSlots<kBlockM> own_slots = slots();
+        for_own_rows<kTilesM>(lane, [&](int m, int half, int warp_row) {
+            const int row = first_row + warp_row;
+            const float sum = row_reduce_sum(softmax.row_sum[m][half]);
+            if (row >= num_rows()) return;
+            const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
+            if (one_of_four) own_slots.store_sums(slot, row, softmax.reference_in_nats(m, half), sum);
+            float* gValues = own_slots.values_of(slot, row);
+#pragma unroll
+            for (int d = 0; d < kTilesD; ++d) {
+                const int column = d * kMmaN + accumulator_column(lane);
+                if (column >= own_slots.value_dim) continue;
+                *reinterpret_cast<float2*>(gValues + column) = {rO[m][d][2 * half], rO[m][d][2 * half + 1]};
+            }
+        });
+    }
+};
+
+// The threads of a CTA that ends with one part of a tile. Nothing that follows from their index is kept in registers during
+// the main loops.
+template <int kNumThreads>
+struct LateThreadsOfCta : AllThreadsOfCta {
+    static constexpr int kCount = kNumThreads;
+    __device__ __forceinline__ static int index() { return ptx::tid_x(); }
+};
+
+// All of them: leaves the part, of which each warp has kWarpM rows, and merges where this CTA is the last one. sTile: shared memory
+// that nobody reads any more.
+template <int kNumThreads, int kWarpM, typename Rows, int kTilesM, int kTilesD, typename Softmax>
+__device__ __forceinline__ void leave_and_merge(const Rows& rows, const KeyPortion& portion,
+                                                const float (&rO)[kTilesM][kTilesD][4], const Softmax& softmax,
+                                                void* sTile) {
+    using Threads = LateThreadsOfCta<kNumThreads>;
+    const auto cta = static_cast<int32_t>(blockIdx.x);
+    const int warp = Threads::index() / kWarpSize, lane = Threads::index() % kWarpSize;
+    const TileParts parts{portion.num_parts, cta - portion.part, 1};
+    const PartRange own = parts.of_cta(cta);
+    rows.leave(slot_of(rows.slots_per_cta(), cta, largest_node(own.begin, own, parts.count)), warp * kWarpM, rO,
+               softmax, lane);
+    PartMerger<Rows, Threads>{rows, *static_cast<MergeStorage<Rows>*>(sTile), parts, own}.run();
+}
+
+}  // namespace fastattn

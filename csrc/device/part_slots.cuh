@@ -1,0 +1,46 @@
+// The workspace in which CTAs leave parts of tiles for each other: four columns of a row at a time.
+#pragma once
+
+#include <cstdint>
+
+#include "device/finish_row.cuh"
+#include "host/params.h"
+
+namespace fastattn {
+
+// Slots of kBlockM rows. value_dim is a multiple of 4.
+template <int kBlockM>
+struct PartSlots {
+    const PartWorkspace& workspace;
+    int32_t value_dim;
+
+    // What other CTAs have written stands in L2.
+    __device__ __forceinline__ float2 load_sums(int64_t slot, int row) const {
+        return __ldcg(reinterpret_cast<const float2*>(workspace.sums) + slot * kBlockM + row);
+    }
+
+    __device__ __forceinline__ float4 load_values(int64_t slot, int row, int column) const {
+        if (column >= value_dim) return {0.0f, 0.0f, 0.0f, 0.0f};
+        return __ldcg(reinterpret_cast<const float4*>(values_of(slot, row) + column));
+    }
+
+    __device__ __forceinline__ RowPart load(int64_t slot, int row, int column) const {
+        const float2 sums = load_sums(slot, row);
+        return {sums.x, sums.y, load_values(slot, row, column)};
+    }
+
+    __device__ __forceinline__ void store_sums(int64_t slot, int row, float max, float sum) const {
+        reinterpret_cast<float2*>(workspace.sums)[slot * kBlockM + row] = {max, sum};
+    }
+
+    __device__ __forceinline__ void store(int64_t slot, int row, int column, const RowPart& part) const {
+        if (column == 0) store_sums(slot, row, part.max, part.sum);
+        if (column < value_dim) *reinterpret_cast<float4*>(values_of(slot, row) + column) = part.values;
+    }
+
+    __device__ __forceinline__ float* values_of(int64_t slot, int row) const {
+        return workspace.values + (slot * kBlockM + row) * value_dim;
+    }
+};
+
+}  // namespace fastattn
