@@ -35,7 +35,7 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
                                              std::optional<Tensor> block_table) {
     const AttentionSizes sizes =
         check_attention(kOp, query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                        attention_forward_options_kernels().largest_size(), block_table);
+                        attention_forward_options_kernels().largest_head_dim(), block_table);
     Tensor out = empty_like_heads(query, sizes.value_dim), lse = empty_rows(query);
     if (sizes.is_packed) {  // rows that belong to no sequence
         torch::stable::zero_(out);
@@ -65,10 +65,11 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     attention.scores = score_params(kOp, options, query, sizes, tensors);
     attention.scale_log2 = scale == 0 ? 1.0f : static_cast<float>(std::abs(scale) * kLog2E);
     const ForwardTraits traits{options.change_scores(), block_table.has_value()};
+    const KernelSize head_dims(static_cast<int32_t>(sizes.head_dim), static_cast<int32_t>(sizes.value_dim));
     if (is_plain(traits)) {
-        plain_forward_kernel(facts.compute_capability, sizes.widest(), sizes.dtype).launch(attention, device.stream());
+        plain_forward_kernel(facts.compute_capability, head_dims, sizes.dtype).launch(attention, device.stream());
     } else {
-        options_forward_kernel(facts.compute_capability, sizes.widest(), sizes.dtype, traits)
+        options_forward_kernel(facts.compute_capability, head_dims, sizes.dtype, traits)
             .launch(params, device.stream());
     }
     return {out, lse};

@@ -195,17 +195,18 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
 def _native_kernel(call: Call, device_facts: DeviceFacts) -> str:
     """The name of the CUDA C++ kernel that the library chooses."""
     features, arch, dtype = call.features, device_facts.arch, call.dtype
-    widest = int(max(call.head_dim, call.value_dim))  # a tracer's may be a symbol, and becomes a number
+    head_dim, value_dim = int(call.head_dim), int(call.value_dim)  # a tracer's may be symbols, and become numbers
     if call.op == "int8_matmul":
         op = "int8_matmul_s8" if "int8 activations" in features else "int8_matmul"
         tokens, outputs, depth = map(int, call.sizes[:3])
         name = native.int8_matmul_kernel(op, arch, device_facts.num_sms, dtype, tokens, outputs, depth)
     elif call.op == "decode":
-        name = native.decode_kernel(arch, widest, dtype, "int8 cache" in features)
+        name = native.decode_kernel(arch, max(head_dim, value_dim), dtype, "int8 cache" in features)
     else:
         name = native.attention_forward_kernel(
             arch,
-            widest,
+            head_dim,
+            value_dim,
             dtype,
             changes_scores=not features.isdisjoint(_CHANGES_SCORES),
             paged="paged" in features,
