@@ -174,6 +174,24 @@ def test_forward_for_hopper_launches_what_the_library_names(
     assert launched_names(found) == [named] == [explained.kernel]
 
 
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_a_compiled_call_with_gradients_runs_what_an_eager_one_does_on_hopper(head_dim: int, dynamic: bool) -> None:
+    """That is Triton with 64 dims, and CUDA C++ with 96: dispatch/order.py."""
+    query, key = heads(33, head_dim).requires_grad_(), heads(40, head_dim)
+
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        return fastattn.attention(query, key, key, causal=True)
+
+    gradients, ran = [], []
+    for call in (attend, torch.compile(attend, fullgraph=True, dynamic=dynamic, backend="aot_eager")):
+        with device.emulated(90, num_sms=2), launches.recorded() as found:
+            gradients += torch.autograd.grad(call(query).sum(), query)
+        ran.append([launched.report.kernel for launched in found])
+    assert ran[0] == ran[1] and torch.equal(*gradients)
+    assert (head_dim == 64) == all("_sm" not in kernel for kernel in ran[0])
+
+
 def test_the_library_names_no_kernel_for_a_gpu_that_has_none() -> None:
     for dtype in DTYPES:
         assert native.attention_forward_kernel(75, 64, 64, dtype) is None
