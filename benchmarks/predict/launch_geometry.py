@@ -116,7 +116,7 @@ def attention_forward(case: AttentionCase, tile: tiles.AttentionTile, width: int
 
 
 def native_forward_kernel(case: AttentionCase, machine: Machine) -> str | None:
-    return native.attention_forward_kernel(machine.arch, case.head_dim, case.torch_dtype)
+    return native.attention_forward_kernel(machine.arch, case.head_dim, case.head_dim, case.torch_dtype)
 
 
 def native_attention_forward(case: AttentionCase, machine: Machine) -> dict[str, Geometry]:

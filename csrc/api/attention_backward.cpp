@@ -92,7 +92,8 @@ Workspace make_workspace(AttentionBackwardParams& params, const Tensor& query, c
     Workspace workspace;
     workspace.shift = empty_rows(query);
     workspace.delta = empty_rows(query);
-    workspace.query_sums = torch::stable::new_zeros(query, {num_tiles * block_m * kernel.key.size}, ScalarType::Float);
+    workspace.query_sums =
+        torch::stable::new_zeros(query, {num_tiles * block_m * kernel.key.size.head_dim}, ScalarType::Float);
     params.shift = rows_view(workspace.shift, params.query);
     params.delta = rows_view(workspace.delta, params.query);
     params.query_sums = static_cast<float*>(workspace.query_sums.data_ptr());
@@ -115,8 +116,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     std::optional<Tensor> dropout_seed, std::optional<Tensor> cu_seqlens_q, std::optional<Tensor> cu_seqlens_k,
     int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, int64_t window_left, int64_t window_right, bool top_left,
     double softcap, double dropout_p, bool deterministic, bool bias_grad) {
-    const AttentionSizes sizes = check_attention(kOp, query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-                                                 max_seqlen_k, attention_backward_key_value_kernels().largest_size());
+    const AttentionSizes sizes =
+        check_attention(kOp, query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                        attention_backward_key_value_kernels().largest_head_dim());
     check_like_query("grad_out", grad_out, query, sizes.value_dim);
     check_like_query("out", out, query, sizes.value_dim);
     lse = checked_rows("lse", lse, query);

@@ -37,7 +37,7 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
                                              std::optional<Tensor> block_table) {
     const AttentionSizes sizes =
         check_attention(kOp, query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                        attention_forward_options_kernels().largest_size(), block_table);
+                        attention_forward_options_kernels().largest_head_dim(), block_table);
     Tensor out = empty_like_heads(query, sizes.value_dim), lse = empty_rows(query);
     if (sizes.is_packed) {  // rows that belong to no sequence
         torch::stable::zero_(out);
@@ -79,12 +79,13 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
                            static_cast<uint64_t*>(arrivals->data_ptr()), launch_token()};
     };
     const ForwardTraits traits{options.change_scores(), block_table.has_value()};
+    const KernelSize head_dims(static_cast<int32_t>(sizes.head_dim), static_cast<int32_t>(sizes.value_dim));
     if (is_plain(traits)) {
-        auto& kernel = plain_forward_kernel(facts.compute_capability, sizes.widest(), sizes.dtype);
+        auto& kernel = plain_forward_kernel(facts.compute_capability, head_dims, sizes.dtype);
         allow_shared_keys(kernel.tile);
         kernel.launch(attention, device.stream());
     } else {
-        auto& kernel = options_forward_kernel(facts.compute_capability, sizes.widest(), sizes.dtype, traits);
+        auto& kernel = options_forward_kernel(facts.compute_capability, head_dims, sizes.dtype, traits);
         allow_shared_keys(kernel.tile);
         kernel.launch(params, device.stream());
     }

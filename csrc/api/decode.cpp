@@ -30,7 +30,7 @@ void check_int32(const char* name, const Tensor& tensor, const Tensor& query) {
 }
 
 void check_head_dim(const char* name, const Tensor& tensor) {
-    const int32_t most = decode_split_kernels().largest_size();
+    const int32_t most = decode_split_kernels().largest_head_dim();
     const int64_t head_dim = tensor.size(3);
     check(head_dim > 0 && head_dim % 8 == 0 && head_dim <= most, kOp, name,
           " must have a head dim that is a multiple of 8 up to ", most, ", got ", head_dim);

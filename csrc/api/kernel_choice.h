@@ -27,18 +27,20 @@ inline bool is_plain(const ForwardTraits& traits) {
     return !traits.changes_scores && !traits.is_paged;
 }
 
-// The kernel for plain calls, and the one for others. `widest`: the larger one of the two head dims.
-inline KernelTable<AttentionForwardParams>::Row& plain_forward_kernel(int32_t compute_capability, int32_t widest,
+// The kernel for plain calls, and the one for others.
+inline KernelTable<AttentionForwardParams>::Row& plain_forward_kernel(int32_t compute_capability, KernelSize head_dims,
                                                                       DataType dtype) {
-    return attention_forward_kernels().find(compute_capability, widest, dtype, /*variant=*/false);
+    return attention_forward_kernels().find(compute_capability, head_dims, dtype, /*variant=*/false);
 }
 
-inline KernelTable<AttentionOptionsParams>::Row& options_forward_kernel(int32_t compute_capability, int32_t widest,
-                                                                        DataType dtype, const ForwardTraits& traits) {
-    return attention_forward_options_kernels().find(compute_capability, widest, dtype, traits.is_paged);
+inline KernelTable<AttentionOptionsParams>::Row& options_forward_kernel(int32_t compute_capability,
+                                                                        KernelSize head_dims, DataType dtype,
+                                                                        const ForwardTraits& traits) {
+    return attention_forward_options_kernels().find(compute_capability, head_dims, dtype, traits.is_paged);
 }
 
-// Of one backward pass. Null: not for this call.
+// Of one backward pass, whose kernels have one head dim, at least `widest`: the larger one of the call's. Null: not for
+// this call.
 struct BackwardKernels {
     using Row = BackwardKernelTable::Row;
     Row *rows, *key_value, *query, *bias, *sinks;

@@ -9,8 +9,8 @@
 //   other units          | scores, P0, dropout       | scores, P1, dropout              | scores, P2, dropout
 //
 // Which options there are is decided at run time, alike for a whole CTA. Where there is a bias, every tile may hide keys.
-// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim. Any lengths, packed or not, any window,
-// sinks, any finite scale; no keys in pages.
+// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim. Any lengths, packed or
+// not, any window, sinks, any finite scale; no keys in pages.
 #pragma once
 
 #include <cstdint>
@@ -27,13 +27,13 @@
 
 namespace fastattn {
 
-template <int kHeadDim>
-using ForwardOptionsConfigSm90 = ForwardConfigSm90<kHeadDim, kHeadDim, ForwardOptionsTileSm90<kHeadDim>>;
+template <int kHeadDim, int kValueDim>
+using ForwardOptionsConfigSm90 = ForwardConfigSm90<kHeadDim, kValueDim, ForwardOptionsTileSm90<kHeadDim, kValueDim>>;
 
-template <int kHeadDim, DataType kDataType>
-__global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim>::kNumThreads, 1)
+template <int kHeadDim, int kValueDim, DataType kDataType>
+__global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>::kNumThreads, 1)
     attention_forward_options_sm90(const __grid_constant__ AttentionForwardParamsSm90 all_params) {
-    using Config = ForwardOptionsConfigSm90<kHeadDim>;
+    using Config = ForwardOptionsConfigSm90<kHeadDim, kValueDim>;
     constexpr int kBlockN = Config::kBlockN;
     constexpr int kTilesN = Config::kTilesN, kTilesD = Config::kTilesD, kTilesK = kBlockN / kMmaK;
     extern __shared__ __align__(1024) char shared_bytes[];
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim>::kNumThread
         if (options.sinks != nullptr && tile.is_first_part()) {  // once for all parts of a tile
             softmax.set_sink(options.sinks[work.head], lane % kLanesPerRow == 0);
         }
-        float rO[1][kTilesD][4];  // [64, kHeadDim] of the warpgroup
+        float rO[1][kTilesD][4];  // [64, kValueDim] of the warpgroup
         float rS[1][kTilesN][4];  // [64, kBlockN]: scores, then probabilities
         uint32_t rP[kTilesK][4];  // [64, kBlockN] 16-bit
 #pragma unroll
@@ -149,11 +149,12 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim>::kNumThread
     wait_for_cluster(cluster_size);
 }
 
-template <int kHeadDim, DataType kDataType>
+template <int kHeadDim, int kValueDim, DataType kDataType>
 void launch_attention_forward_options_sm90(LaunchedKernel& kernel, const AttentionOptionsParams& params,
                                            Stream stream) {
-    launch_forward_sm90<ForwardOptionsConfigSm90<kHeadDim>, kDataType>(
-        kernel, attention_forward_options_sm90<kHeadDim, kDataType>, params.attention, /*packs_heads=*/false, stream);
+    launch_forward_sm90<ForwardOptionsConfigSm90<kHeadDim, kValueDim>, kDataType>(
+        kernel, attention_forward_options_sm90<kHeadDim, kValueDim, kDataType>, params.attention, /*packs_heads=*/false,
+        stream);
 }
 
 }  // namespace fastattn

@@ -1,4 +1,4 @@
-// Tiles of the attention kernels for sm_90a. Adding a head dim: a row here, and its number in instances.json.
+// Tiles of the attention kernels for sm_90a. Adding a head dim: a row here, and its numbers in instances.json.
 #pragma once
 
 namespace fastattn {
@@ -12,13 +12,15 @@ struct ForwardTileSm90;
 // that is taken as long as references are not outgrown; the machine code is held to them by
 // tests/machine_code/test_hopper_kernels.py. Clocks are those of 64 rows by 64 keys on an SM: what the tensor cores and the
 // exponentials (16 lanes a clock) take at least, and what a simulation of the machine code predicts, with tiles of keys
-// shared by two CTAs from 128 dims on. Nothing here is measured. What binds in the prediction are the ports of the register
-// file, for every head dim; FlashAttention-3 is at 476, 727 and 1338 clocks for 64, 128 and 256 dims in the same simulation.
+// shared by two CTAs where a tile below has a number for that. Nothing here is measured. What binds in the prediction are
+// the ports of the register file, for every head dim; FlashAttention-3 is at 476, 727 and 1338 clocks for 64, 128 and 256
+// dims in the same simulation.
 //
 // Forward: head dim  instructions  HGMMA  MUFU.EX2  registers  shared-KB  clocks:HGMMA  :EX2  :predicted
 //                64           555     20        96        128         96           256   256         412
 //                96           706     28       128        168        160           384   256         539
 //               128           730     32       128        168        160           512   256         664
+//          192, 128           581     34        80        128        172           640   256         805
 //               192           649     36        96        168        192           768   256         928
 //               256           631     42        80        168        224          1024   256        1194
 
@@ -57,6 +59,19 @@ struct ForwardTileSm90<128, 128> {
     static constexpr int kTilesToShareUnderMask = 96;
 };
 
+// What DeepSeek's latent attention (MLA) computes for prompts. Three consumers take so much less from the L2 cache than
+// two, 4.1 TB/s, that nothing has to be shared. Two with 128 keys are predicted at 792 clocks where they share these, and
+// at 884 where they do not.
+template <>
+struct ForwardTileSm90<192, 128> {
+    static constexpr int kNumConsumers = 3;
+    static constexpr int kBlockN = 80;  // 96: products are serialised, as P and S do not fit in 160 registers
+    static constexpr int kStages = 2;
+    static constexpr int kConsumerRegisters = 160;
+    static constexpr int kProducerRegisters = 32;
+    static constexpr int kTilesToShareUnderMask = 0;
+};
+
 template <>
 struct ForwardTileSm90<192, 192> {
     static constexpr int kNumConsumers = 2;
@@ -81,15 +96,19 @@ struct ForwardTileSm90<256, 256> {
 // The kernel with every option. P is one tile of keys at a time there, and a bias kBlockN / 2 registers more. With these tiles
 // nothing is in local memory up to 128 dims; above, a few numbers are, most of them where NaN is taken out of values. Fewer keys
 // a step would cure that and starve the tensor cores. Predicted clocks of 64 rows by 64 keys, of scores that are only scaled: 634
-// with 64 dims, 1012 with 128, 1836 with 256.
-template <int kHeadDim>
-struct ForwardOptionsTileSm90 : ForwardTileSm90<kHeadDim, kHeadDim> {
+// with 64 dims, 1012 with 128, 1166 with 192 and values of 128, 1836 with 256.
+template <int kHeadDim, int kValueDim>
+struct ForwardOptionsTileSm90 : ForwardTileSm90<kHeadDim, kValueDim> {
     static constexpr int kBlockN = kHeadDim <= 96 ? 96 : 64;  // with 128 dims, 80 keys and more spill in the loop
 };
 
+// As many registers as with 128 dims: O and S are those of its tile.
+template <>
+struct ForwardOptionsTileSm90<192, 128> : ForwardOptionsTileSm90<128, 128> {};
+
 // Three consumers with 64 keys are predicted at 600 clocks, but spill in the loop.
 template <>
-struct ForwardOptionsTileSm90<64> : ForwardTileSm90<64, 64> {
+struct ForwardOptionsTileSm90<64, 64> : ForwardTileSm90<64, 64> {
     static constexpr int kNumConsumers = 2;
     static constexpr int kBlockN = 96;
     static constexpr int kConsumerRegisters = 232;

@@ -27,10 +27,25 @@ constexpr TileFacts tile_facts() {
     return {Tile::kBlockM, Tile::kBlockN, 0, Tile::kNumWarps, Tile::kMinCtasPerSm};
 }
 
+// The head dims that a kernel has room for, or that a call has: of queries and keys, and of values. Of a matmul both
+// are the rows of a tile. 0: any.
+struct KernelSize {
+    int32_t head_dim, value_dim;
+
+    constexpr KernelSize(int32_t both) : head_dim(both), value_dim(both) {}
+    constexpr KernelSize(int32_t head_dim, int32_t value_dim) : head_dim(head_dim), value_dim(value_dim) {}
+
+    constexpr bool holds(const KernelSize& call) const {
+        return head_dim >= call.head_dim && value_dim >= call.value_dim;
+    }
+
+    constexpr int32_t cost() const { return head_dim + value_dim; }  // as the products of attention grow with them
+};
+
 // For what one instance is compiled.
 struct KernelKey {
-    int32_t architecture;           // that it is written for
-    int32_t size;                   // head dim, or rows of a tile; 0: any
+    int32_t architecture;  // that it is written for
+    KernelSize size;
     std::optional<DataType> dtype;  // none: any
     bool variant;                   // each table says what is meant
 };
@@ -38,6 +53,12 @@ struct KernelKey {
 // A kernel of sm_80 runs on all later GPUs; sm_90a has instructions that no other GPU has.
 inline bool runs_on(int32_t architecture, int32_t compute_capability) {
     return architecture == 90 ? compute_capability == 90 : compute_capability >= architecture;
+}
+
+// "64", or "192, 128" where the head dim of values differs.
+inline std::string to_string(const KernelSize& size) {
+    return std::to_string(size.head_dim) +
+           (size.value_dim != size.head_dim ? ", " + std::to_string(size.value_dim) : "");
 }
 
 // "kernel<64, bfloat16>"; empty arguments are left out.
@@ -84,16 +105,17 @@ class KernelTable {
     void add(const KernelKey& key, std::string name, const Tile& tile, Launcher launcher) {
         listed_kernels().push_back({name, tile});
         const auto place = std::find_if(rows_.begin(), rows_.end(), [&](const Row& row) {
-            return std::pair(-key.architecture, key.size) < std::pair(-row.key.architecture, row.key.size);
+            return std::pair(-key.architecture, key.size.cost()) <
+                   std::pair(-row.key.architecture, row.key.size.cost());
         });
         rows_.emplace(place, key, std::move(name), tile, launcher);
     }
 
-    // The row for a GPU: of the newest architecture that has one for it, the smallest whose size is not less. Null where
-    // there is none.
-    Row* find_or_null(int32_t compute_capability, int32_t size, std::optional<DataType> dtype, bool variant) {
+    // The row for a GPU: of the newest architecture that has one for it, the cheapest that holds a call of this size.
+    // Null where there is none.
+    Row* find_or_null(int32_t compute_capability, KernelSize size, std::optional<DataType> dtype, bool variant) {
         for (Row& row : rows_) {
-            if (row.key.size >= size && row.key.dtype == dtype && row.key.variant == variant &&
+            if (row.key.size.holds(size) && row.key.dtype == dtype && row.key.variant == variant &&
                 runs_on(row.key.architecture, compute_capability)) {
                 return &row;
             }
@@ -102,10 +124,10 @@ class KernelTable {
     }
 
     // The same. Throws std::runtime_error where there is none.
-    Row& find(int32_t compute_capability, int32_t size, std::optional<DataType> dtype, bool variant) {
+    Row& find(int32_t compute_capability, KernelSize size, std::optional<DataType> dtype, bool variant) {
         if (Row* row = find_or_null(compute_capability, size, dtype, variant)) return *row;
-        throw std::runtime_error("fastattn: no kernel of " + std::string(operation_) + " for size " +
-                                 std::to_string(size) + (dtype ? std::string(" and ") + to_string(*dtype) : "") +
+        throw std::runtime_error("fastattn: no kernel of " + std::string(operation_) + " for size " + to_string(size) +
+                                 (dtype ? std::string(" and ") + to_string(*dtype) : "") +
                                  " runs on a GPU of compute capability " + std::to_string(compute_capability / 10) +
                                  '.' + std::to_string(compute_capability % 10));
     }
@@ -121,15 +143,15 @@ class KernelTable {
         }
     }
 
-    int32_t largest_size() const {
+    int32_t largest_head_dim() const {
         int32_t largest = 0;
-        for (const Row& row : rows_) largest = std::max(largest, row.key.size);
+        for (const Row& row : rows_) largest = std::max(largest, row.key.size.head_dim);
         return largest;
     }
 
   private:
     const char* operation_;
-    std::list<Row> rows_;  // by architecture, the newest first, and then by size; addresses stay
+    std::list<Row> rows_;  // by architecture, the newest first, and then by cost; addresses stay
 };
 
 // Adds a row while the library is being loaded.

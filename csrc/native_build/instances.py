@@ -42,14 +42,23 @@ def macro_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def named_values(names: str, values: Sequence[object]) -> list[list[tuple[str, str]]]:
+    """Of a key of the instance table, (name, text) for each value, or for each list where there are several names."""
+    each = names.split()
+    lists = [value if isinstance(value, list) else [value] for value in values]
+    if wrong := [value for value in lists if len(value) != len(each)]:
+        raise BuildError(f"instances.json: {names!r} has {len(each)} names, and {wrong[0]} as a value.")
+    return [list(zip(each, map(macro_text, value), strict=True)) for value in lists]
+
+
 def all_instances(csrc: Path) -> list[Instance]:
     """Every instance in csrc/instances.json with all of its code, in the order of the table."""
     table = json.loads((csrc / "instances.json").read_text())
     instances: list[Instance] = []
     for row in table["kernels"]:
         source, architecture = row["source"], row["architecture"]
-        axes = {name: values for name, values in row.items() if name not in ("source", "architecture", "code")}
-        if unknown := [name for name in axes if not re.fullmatch("[A-Z][A-Z0-9_]*", name)]:
+        axes = {names: values for names, values in row.items() if names not in ("source", "architecture", "code")}
+        if unknown := [names for names in axes if not re.fullmatch("[A-Z][A-Z0-9_]*( [A-Z][A-Z0-9_]*)*", names)]:
             raise BuildError(f"instances.json: {source} has an unknown key, {unknown[0]!r}.")
         if architecture not in table["architectures"]:
             raise BuildError(f"instances.json: {source} is for an unknown architecture, {architecture!r}.")
@@ -58,9 +67,8 @@ def all_instances(csrc: Path) -> list[Instance]:
         code = tuple(row.get("code", table["architectures"][architecture]["code"]))
         if unknown := [name for name in code if not any(name in target.code for target in TARGETS)]:
             raise BuildError(f"instances.json: {source} has unknown code, {unknown[0]!r}.")
-        for values in itertools.product(*axes.values()):
-            pairs = tuple(zip(axes, map(macro_text, values), strict=True))
-            instances.append(Instance(source, architecture, code, pairs))
+        for choice in itertools.product(*(named_values(*axis) for axis in axes.items())):
+            instances.append(Instance(source, architecture, code, tuple(itertools.chain(*choice))))
     paths = [instance.object_path for instance in instances]
     if repeated := [path for path in paths if paths.count(path) > 1]:
         raise BuildError(f"instances.json: {repeated[0].with_suffix('')} is there twice.")

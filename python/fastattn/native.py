@@ -5,11 +5,11 @@
                   empty if it has none), "code" (architecture → what is embedded for its kernels, as nvcc names it),
                   "cuda" and "nvcc" (versions, or None), "torch" (the one whose headers it was compiled with)
 ``KERNELS``       the name of every kernel → its tile, {"block_m", "block_n", "num_warps", …}, or None
-``TILES``         the same tiles: kernel → head dim, or block_m → tile
+``TILES``         the same tiles: kernel → head dim ("192, 128" where that of values differs), or block_m → tile
 ``TAKES_CPU_TENSORS``  whether it is a build for an emulator, whose kernels run in the host's memory
 
 Which kernel runs a call is the library's choice: ``*_kernel`` give the name that a launch would have, None where no
-kernel runs. ``arch`` is a compute capability times ten, and ``widest`` the larger one of two head dims.
+kernel runs. ``arch`` is a compute capability times ten, and ``widest`` the larger one of the two head dims of a call.
 """
 
 from __future__ import annotations
@@ -104,11 +104,11 @@ def _tiles_by_size() -> dict[str, dict[str, Any]]:
     tiles: dict[str, dict[str, Any]] = {}
     for name, tile in KERNELS.items():
         kernel, _, arguments = name.rstrip(">").partition("<")
-        size, *others = arguments.split(", ")
-        for variant in {"options", "int8"} & set(others):
+        sizes = [text for text in arguments.split(", ") if text.isdigit()]
+        for variant in {"options", "int8"} & set(arguments.split(", ")):
             kernel = kernel.replace("_sm", f"_{variant}_sm")
         if tile is not None:
-            tiles.setdefault(kernel, {})[size] = tile
+            tiles.setdefault(kernel, {})[", ".join(sizes)] = tile
     return tiles
 
 
@@ -140,7 +140,8 @@ def _text(name: bytes | None) -> str | None:
 
 def attention_forward_kernel(
     arch: int,
-    widest: int,
+    head_dim: int,
+    value_dim: int,
     dtype: torch.dtype,
     *,
     changes_scores: bool = False,
@@ -149,7 +150,9 @@ def attention_forward_kernel(
     """``changes_scores``: by a bias or mask, ALiBi, dropout or softcap."""
     traits = _ForwardTraits(changes_scores, paged)
     is_bfloat16 = dtype == torch.bfloat16
-    return _text(_LIBRARY.fastattn_attention_forward_kernel(arch, widest, is_bfloat16, ctypes.byref(traits)))
+    return _text(
+        _LIBRARY.fastattn_attention_forward_kernel(arch, head_dim, value_dim, is_bfloat16, ctypes.byref(traits))
+    )
 
 
 def attention_backward_kernels(

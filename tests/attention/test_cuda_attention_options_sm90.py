@@ -32,13 +32,14 @@ pytestmark = [
     pytest.mark.skipif(not IS_HOPPER or "90a" not in native.BUILD["archs"], reason="needs kernels for sm_90a"),
 ]
 
-HEAD_DIMS = (64, 96, 128, 192, 256)
+Dims = tuple[int, int]  # of queries and keys, and of values
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 CAUSAL = (-1, 0)
 KERNEL = "attention_forward_options_sm90"
 # A softcap so large that it changes nothing, so that cases without any option reach this kernel.
 NO_OPTION = 1e4
 
-each_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
+each_head_dim = pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,10 @@ def hopper(emulated_gpu: None) -> Iterator[None]:
         return
     with device.emulated(90, num_sms=3):
         yield
+
+
+def name_of(head_dims: Dims, dtype: torch.dtype) -> str:
+    return f"{KERNEL}<{', '.join(map(str, dict.fromkeys(head_dims)))}, {str(dtype).removeprefix('torch.')}>"
 
 
 def changes_scores(case: Case) -> bool:
@@ -93,9 +98,11 @@ def test_packed(case: Case, dtype: torch.dtype) -> None:
 
 @each_dtype
 @pytest.mark.parametrize(
-    "head_dims", [(8, 24), (64, 64), (96, 72), (128, 16), (16, 128), (192, 128), (200, 256)], ids=str
+    "head_dims",
+    [(8, 24), (64, 64), (96, 72), (128, 16), (16, 128), (192, 128), (136, 72), (192, 136), (200, 256)],
+    ids=str,
 )
-def test_head_dims(head_dims: tuple[int, int], dtype: torch.dtype) -> None:
+def test_head_dims(head_dims: Dims, dtype: torch.dtype) -> None:
     check(Case(head_dims=head_dims, dtype=dtype, window=(150, 4), sinks=True, shape=(1, 4, 2, 70, 300)))
 
 
@@ -116,9 +123,9 @@ LARGE = (1, 4, 2, 200, 330)
     ],
     ids=str,
 )
-def test_options_at_each_head_dim(case: Case, head_dim: int) -> None:
+def test_options_at_each_head_dim(case: Case, head_dims: Dims) -> None:
     dtype = torch.bfloat16 if case.mask == "float" or case.softcap > 0 else torch.float16
-    check(replace(case, head_dims=(head_dim, head_dim), dtype=dtype), seed=head_dim)
+    check(replace(case, head_dims=head_dims, dtype=dtype), seed=sum(head_dims))
 
 
 # --- Biases -----------------------------------------------------------------------------------------------------------
@@ -163,6 +170,7 @@ def test_each_kind_of_bias(kind: torch.dtype, keys: int, expanded: tuple[int, ..
         Case(window=(20, 3), shape=(1, 2, 1, 160, 180), softcap=4.0, head_dims=(64, 64)),
         Case(mask="bool", mask_shape=(0, 0, 1, 1), shape=(1, 2, 1, 40, 370), head_dims=(128, 128)),
         Case(mask="inf", mask_shape=(0, 1, 1, 1), shape=(1, 2, 1, 240, 270), dropout=0.3, head_dims=(256, 256)),
+        Case(mask="bool", mask_shape=(0, 1, 1, 1), shape=(1, 2, 1, 140, 270), head_dims=(192, 128)),
     ],
     ids=str,
 )
@@ -175,12 +183,12 @@ def test_masked_keys_have_no_influence(case: Case, spoiled: str, dtype: torch.dt
 
 @each_head_dim
 @pytest.mark.parametrize("tiles", range(1, 7))
-def test_rings_go_round(tiles: int, head_dim: int) -> None:
+def test_rings_go_round(tiles: int, head_dims: Dims) -> None:
     """Any number of key tiles, full ones and with a masked one, in CTAs that take several tiles of rows."""
-    tile = native.KERNELS[f"{KERNEL}<{head_dim}, float16>"]
+    tile = native.KERNELS[name_of(head_dims, torch.float16)]
     for missing in (0, 5):
         keys = tiles * tile["block_n"] - missing
-        case = Case(shape=(1, 3, 1, 2 * tile["block_m"], keys), head_dims=(head_dim, head_dim), alibi="head")
+        case = Case(shape=(1, 3, 1, 2 * tile["block_m"], keys), head_dims=head_dims, alibi="head")
         check(case, seed=tiles)
 
 
@@ -226,9 +234,10 @@ def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str) 
 
 @each_head_dim
 @each_dtype
-def test_the_dispatcher_chooses_the_kernel(head_dim: int, dtype: torch.dtype) -> None:
-    query, key, value = (torch.randn(1, 2, 40, head_dim, dtype=dtype, device=DEVICE) for _ in range(3))
-    name = f"{KERNEL}<{head_dim}, {str(dtype).removeprefix('torch.')}>"
+def test_the_dispatcher_chooses_the_kernel(head_dims: Dims, dtype: torch.dtype) -> None:
+    dims = head_dims[0], *head_dims
+    query, key, value = (torch.randn(1, 2, 40, dim, dtype=dtype, device=DEVICE) for dim in dims)
+    name = name_of(head_dims, dtype)
     explained = fastattn.explain(fastattn.attention, query, key, value, softcap=2.0)
     assert (explained.backend, explained.kernel) == ("cuda", name)
     with fastattn.record() as calls, checked():
@@ -237,11 +246,11 @@ def test_the_dispatcher_chooses_the_kernel(head_dim: int, dtype: torch.dtype) ->
 
 
 def test_keys_in_pages_take_the_kernel_for_sm_80() -> None:
-    name = native.attention_forward_kernel(90, 64, torch.float16, changes_scores=True, paged=True)
+    name = native.attention_forward_kernel(90, 64, 64, torch.float16, changes_scores=True, paged=True)
     assert name == "attention_forward_options_sm80<64, float16, paged>"
 
 
 def test_every_instance_is_launched() -> None:
     assert instances.rows_of("attention/instances/forward_options_sm90.cu") == sorted(
-        (head_dim, dtype) for head_dim in HEAD_DIMS for dtype in instances.DTYPES
+        (*head_dims, dtype) for head_dims in HEAD_DIMS for dtype in instances.DTYPES
     )

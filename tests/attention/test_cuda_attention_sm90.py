@@ -33,13 +33,14 @@ pytestmark = [
     pytest.mark.skipif(not IS_HOPPER or "90a" not in native.BUILD["archs"], reason="needs kernels for sm_90a"),
 ]
 
-HEAD_DIMS = (64, 96, 128, 192, 256)
-BLOCK_M = {64: 192, 96: 128, 128: 128, 192: 128, 256: 128}
-BLOCK_N = {64: 96, 96: 128, 128: 128, 192: 96, 256: 80}
+Dims = tuple[int, int]  # of queries and keys, and of values
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+BLOCK_M = dict(zip(HEAD_DIMS, (192, 128, 128, 192, 128, 128), strict=True))
+BLOCK_N = dict(zip(HEAD_DIMS, (96, 128, 128, 80, 96, 80), strict=True))
 CAUSAL = (-1, 0)
 KERNEL = "attention_forward_sm90"
 
-each_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
+each_head_dim = pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
 
 
 @pytest.fixture(scope="module")
@@ -87,23 +88,37 @@ def test_shapes(rows: int, keys: int, head_dim: int, dtype: torch.dtype, window:
 @each_dtype
 @each_head_dim
 @pytest.mark.parametrize("case", options.PLAIN_CASES, ids=str)
-def test_windows_sinks_and_packed_sequences(case: Case, head_dim: int, dtype: torch.dtype) -> None:
-    check(replace(case, head_dims=(head_dim, head_dim), dtype=dtype))
+def test_windows_sinks_and_packed_sequences(case: Case, head_dims: Dims, dtype: torch.dtype) -> None:
+    check(replace(case, head_dims=head_dims, dtype=dtype))
 
 
 @each_dtype
 @pytest.mark.parametrize(
-    "head_dims", [(8, 24), (40, 64), (72, 96), (128, 16), (16, 128), (192, 128), (200, 256)], ids=str
+    "head_dims",
+    [
+        (8, 24),
+        (40, 64),
+        (72, 96),
+        (128, 16),
+        (16, 128),
+        (136, 8),
+        (144, 96),
+        (184, 128),
+        (192, 136),
+        (72, 192),
+        (200, 256),
+    ],
+    ids=str,
 )
-def test_head_dims_below_the_kernels_own(head_dims: tuple[int, int], dtype: torch.dtype) -> None:
+def test_head_dims_below_the_kernels_own(head_dims: Dims, dtype: torch.dtype) -> None:
     check(Case(head_dims=head_dims, dtype=dtype, window=(150, 4), sinks=True, shape=(1, 4, 2, 70, 300)))
 
 
 @each_head_dim
 @each_dtype
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1.7])
-def test_any_scale(scale: float, head_dim: int, dtype: torch.dtype) -> None:
-    check(Case(head_dims=(head_dim, head_dim), dtype=dtype, scale=scale, shape=(1, 2, 1, 140, 230), window=CAUSAL))
+def test_any_scale(scale: float, head_dims: Dims, dtype: torch.dtype) -> None:
+    check(Case(head_dims=head_dims, dtype=dtype, scale=scale, shape=(1, 2, 1, 140, 230), window=CAUSAL))
 
 
 @pytest.mark.parametrize("layout", ["bshd", "sliced", "misaligned"])
@@ -129,7 +144,7 @@ def test_expanded_tensors(dims: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_maxima_that_grow_from_tile_to_tile(growth: str, head_dim: int, dtype: torch.dtype) -> None:
     """By less and by more than what makes a row's reference follow; the kernel looks only where sums tell it to."""
-    levels, block_n = dense.GROWTHS[growth], BLOCK_N[head_dim]
+    levels, block_n = dense.GROWTHS[growth], BLOCK_N[head_dim, head_dim]
     level = torch.tensor(levels[::-1]).repeat_interleave(block_n) * 0.6931 / head_dim**0.5
     query, key, value = dense.inputs(head_dim, dtype, 40, len(levels) * block_n)
     direction = torch.where(torch.arange(head_dim) % 2 == 0, 1.0, -1.0)
@@ -142,12 +157,12 @@ def test_maxima_that_grow_from_tile_to_tile(growth: str, head_dim: int, dtype: t
 @each_head_dim
 @each_dtype
 @pytest.mark.parametrize("spoiled", ["nan", "inf"])
-def test_masked_keys_have_no_influence(spoiled: str, head_dim: int, dtype: torch.dtype) -> None:
+def test_masked_keys_have_no_influence(spoiled: str, head_dims: Dims, dtype: torch.dtype) -> None:
     """NaN or infinities in one key reach the rows that see it, and no other, also where two CTAs share the tile."""
-    case = Case(window=CAUSAL, shape=(1, 4, 2, 300, 300), head_dims=(head_dim, head_dim), dtype=dtype)
+    case = Case(window=CAUSAL, shape=(1, 4, 2, 300, 300), head_dims=head_dims, dtype=dtype)
     problem, clean, at = make_problem(case), run(case), 170
     problem.key[:, :, at], problem.value[:, :, at] = float(spoiled), float(spoiled)
-    with checked(seed=head_dim):
+    with checked(seed=sum(head_dims)):
         out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
     assert torch.equal(out[:, :, :at], clean["out"][:, :, :at]) and torch.equal(lse[..., :at], clean["lse"][..., :at])
     if spoiled == "nan":
@@ -181,11 +196,11 @@ def test_offsets_in_device_memory_are_not_trusted(broken: tuple[int, ...]) -> No
 
 @each_head_dim
 @pytest.mark.parametrize("tiles", range(1, 9))
-def test_rings_go_round(tiles: int, head_dim: int) -> None:
+def test_rings_go_round(tiles: int, head_dims: Dims) -> None:
     """Any number of key tiles, full ones and with a masked one, in CTAs that take several tiles of rows."""
     for missing in (0, 5):
-        keys = tiles * BLOCK_N[head_dim] - missing
-        check(Case(shape=(1, 3, 1, 2 * BLOCK_M[head_dim], keys), head_dims=(head_dim, head_dim)), seed=tiles)
+        keys = tiles * BLOCK_N[head_dims] - missing
+        check(Case(shape=(1, 3, 1, 2 * BLOCK_M[head_dims], keys), head_dims=head_dims), seed=tiles)
 
 
 @only_emulated
@@ -209,6 +224,7 @@ def test_any_number_of_sms(heads: tuple[int, int], num_sms: int) -> None:
         (Case(shape=(1, 1, 1, 24 * 128, 100), head_dims=(256, 256), window=CAUSAL), 2),  # many of them: it pays
         (Case(shape=(1, 1, 1, 17 * 128 - 3, 100), head_dims=(256, 256)), 2),  # the last CTA has no rows
         (Case(shape=(1, 4, 2, 200, 200), head_dims=(64, 64)), 1),  # the L2 cache serves every CTA
+        (Case(shape=(1, 4, 2, 200, 200), head_dims=(192, 128)), 1),  # likewise
         (Case(lengths=((130, 0, 1, 256), (200, 64, 0, 300)), shape=(1, 4, 2, 0, 0), head_dims=(128, 128)), 2),
         (Case(lengths=((130, 0, 1, 140), (200, 64, 0, 300)), shape=(1, 3, 1, 0, 0), head_dims=(128, 128)), 2),
     ],
@@ -222,7 +238,7 @@ def test_clusters(case: Case, cluster: int) -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128)], ids=str)
 @pytest.mark.parametrize(
     "case",
     [
@@ -236,8 +252,8 @@ def test_clusters(case: Case, cluster: int) -> None:
     ],
     ids=str,
 )
-def test_query_heads_in_the_rows_of_a_tile(case: Case, head_dim: int, dtype: torch.dtype) -> None:
-    check(replace(case, head_dims=(head_dim, head_dim), dtype=dtype), seed=3)
+def test_query_heads_in_the_rows_of_a_tile(case: Case, head_dims: Dims, dtype: torch.dtype) -> None:
+    check(replace(case, head_dims=head_dims, dtype=dtype), seed=3)
 
 
 @only_emulated
@@ -260,8 +276,8 @@ def test_heads_are_packed_where_that_takes_fewer_tiles(shape: tuple[int, int, in
 @each_head_dim
 @each_dtype
 @pytest.mark.parametrize("seed", range(2))
-def test_order_of_warps_and_copies_has_no_influence(seed: int, head_dim: int, dtype: torch.dtype) -> None:
-    case = Case(shape=(1, 4, 2, 400, 500), head_dims=(head_dim, head_dim), dtype=dtype, window=CAUSAL)
+def test_order_of_warps_and_copies_has_no_influence(seed: int, head_dims: Dims, dtype: torch.dtype) -> None:
+    case = Case(shape=(1, 4, 2, 400, 500), head_dims=head_dims, dtype=dtype, window=CAUSAL)
     first, again = run(case, seed=100), run(case, seed=seed)
     assert torch.equal(first["out"], again["out"]) and torch.equal(first["lse"], again["lse"])
 
@@ -290,9 +306,10 @@ def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str, 
 
 @each_head_dim
 @each_dtype
-def test_the_dispatcher_chooses_the_kernel(head_dim: int, dtype: torch.dtype) -> None:
-    query, key, value = dense.inputs(head_dim, dtype, 20, 30)
-    name = f"{KERNEL}<{head_dim}, {str(dtype).removeprefix('torch.')}>"
+def test_the_dispatcher_chooses_the_kernel(head_dims: Dims, dtype: torch.dtype) -> None:
+    query, key, value = dense.inputs(head_dims[0], dtype, 20, 30)
+    value = value[..., : head_dims[1]]
+    name = f"{KERNEL}<{', '.join(map(str, dict.fromkeys(head_dims)))}, {str(dtype).removeprefix('torch.')}>"
     explained = fastattn.explain(fastattn.attention, query, key, value, causal=True)
     assert (explained.backend, explained.kernel) == ("cuda", name)
     with fastattn.record() as calls, checked():
@@ -300,10 +317,12 @@ def test_the_dispatcher_chooses_the_kernel(head_dim: int, dtype: torch.dtype) ->
     assert calls == [("attention", "cuda", name)]
 
 
-def test_gradients_go_through_the_kernels_for_sm_80() -> None:
+@pytest.mark.parametrize("head_dims", [(64, 64), (192, 128)], ids=str)
+def test_gradients_go_through_the_kernels_for_sm_80(head_dims: Dims) -> None:
     generator = torch.Generator().manual_seed(3)
     query, key, value = (
-        torch.randn(1, 2, 70, 64, generator=generator).to(DEVICE, torch.bfloat16).requires_grad_() for _ in range(3)
+        torch.randn(1, 2, 70, dim, generator=generator).to(DEVICE, torch.bfloat16).requires_grad_()
+        for dim in (head_dims[0], *head_dims)
     )
     exact = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
     with checked(), fastattn.use_backend("cuda"):
@@ -316,5 +335,5 @@ def test_gradients_go_through_the_kernels_for_sm_80() -> None:
 
 def test_every_instance_is_launched() -> None:
     assert instances.rows_of("attention/instances/forward_sm90.cu") == sorted(
-        (head_dim, dtype) for head_dim in HEAD_DIMS for dtype in instances.DTYPES
+        (*head_dims, dtype) for head_dims in HEAD_DIMS for dtype in instances.DTYPES
     )

@@ -51,7 +51,7 @@ class TestChoice:
 
     @pytest.mark.parametrize("feature", sorted(SUPPORT["attention"]["triton"].features))
     def test_every_feature_finds_a_kernel(self, feature: str) -> None:
-        choice = dispatch.choose(call(features=frozenset({feature})))
+        choice = dispatch.choose(call(features=frozenset({feature}), head_dim=96, value_dim=96))
         native = feature in SUPPORT["attention"]["cuda"].features
         assert choice.backend == ("cuda" if native else "triton")
         if not native:

@@ -131,10 +131,72 @@ def test_int8_matmul_launches_what_the_library_names(tokens: int, arch: int) -> 
     assert [call.kernel for call in calls] == named[:1]
 
 
+@each_dtype
+@pytest.mark.parametrize("changes_scores", [False, True], ids=["plain", "options"])
+@pytest.mark.parametrize(
+    ("head_dims", "on_hopper", "on_ampere"),
+    [
+        ((64, 64), "64", "64"),
+        ((64, 8), "64", "64"),
+        ((8, 64), "64", "64"),
+        ((128, 64), "128", "128"),
+        ((64, 128), "128", "128"),
+        ((192, 128), "192, 128", "192"),
+        ((136, 72), "192, 128", "192"),
+        ((192, 136), "192", "192"),
+        ((128, 192), "192", "192"),
+        ((192, 192), "192", "192"),
+        ((200, 128), "256", "256"),
+    ],
+    ids=str,
+)
+def test_the_cheapest_kernel_that_has_room_for_both_head_dims(
+    head_dims: tuple[int, int], on_hopper: str, on_ampere: str, changes_scores: bool, dtype: torch.dtype
+) -> None:
+    name = "attention_forward_options" if changes_scores else "attention_forward"
+    text = str(dtype).removeprefix("torch.")
+    for arch, dims in ((90, on_hopper), (80, on_ampere)):
+        found = native.attention_forward_kernel(arch, *head_dims, dtype, changes_scores=changes_scores)
+        assert found == f"{name}_sm{arch}<{dims}, {text}>"
+
+
+@each_dtype
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("dims", [(192, 128), (144, 96), (192, 192), (128, 64), (64, 128)], ids=str)
+def test_forward_for_hopper_launches_what_the_library_names(
+    dims: tuple[int, int], softcap: float, dtype: torch.dtype
+) -> None:
+    query, key, value = heads(9, dims[0], dtype=dtype), heads(33, dims[0], dtype=dtype), heads(33, dims[1], dtype=dtype)
+    with device.emulated(90, num_sms=2), fastattn.use_backend("cuda"), launches.recorded() as found:
+        explained = fastattn.explain(fastattn.attention, query, key, value, softcap=softcap)
+        fastattn.attention(query, key, value, softcap=softcap)
+    named = native.attention_forward_kernel(90, *dims, dtype, changes_scores=softcap > 0)
+    assert launched_names(found) == [named] == [explained.kernel]
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_a_compiled_call_with_gradients_runs_what_an_eager_one_does_on_hopper(head_dim: int, dynamic: bool) -> None:
+    """That is Triton with 64 dims, and CUDA C++ with 96: dispatch/order.py."""
+    query, key = heads(33, head_dim).requires_grad_(), heads(40, head_dim)
+
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        return fastattn.attention(query, key, key, causal=True)
+
+    gradients, ran = [], []
+    for call in (attend, torch.compile(attend, fullgraph=True, dynamic=dynamic, backend="aot_eager")):
+        with device.emulated(90, num_sms=2), launches.recorded() as found:
+            gradients += torch.autograd.grad(call(query).sum(), query)
+        ran.append([launched.report.kernel for launched in found])
+    assert ran[0] == ran[1] and torch.equal(*gradients)
+    assert (head_dim == 64) == all("_sm" not in kernel for kernel in ran[0])
+
+
 def test_the_library_names_no_kernel_for_a_gpu_that_has_none() -> None:
     for dtype in DTYPES:
-        assert native.attention_forward_kernel(75, 64, dtype) is None
-        assert native.attention_forward_kernel(80, 264, dtype) is None
+        assert native.attention_forward_kernel(75, 64, 64, dtype) is None
+        assert native.attention_forward_kernel(80, 264, 64, dtype) is None
+        assert native.attention_forward_kernel(80, 64, 264, dtype) is None
         assert native.attention_backward_kernels(75, 64, dtype) == ()
         assert native.decode_kernel(75, 64, dtype, False) is None
         assert native.int8_matmul_kernel("int8_matmul", 75, 40, dtype, 1, 64, 64) is None

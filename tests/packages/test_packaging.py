@@ -314,6 +314,7 @@ def _calls_without_a_kernel(instances, gpu):
         operation = re.sub(r"_sm\d+\.cu$", "", instance.source)
         values = dict(instance.values)
         size = int(values.pop("HEAD_DIM", values.pop("BLOCK_M", "0")))
+        size = min(size, int(values.pop("VALUE_DIM", size)))
         return (operation, tuple(values.items())), size
 
     largest = {}
@@ -391,6 +392,17 @@ def test_a_row_is_compiled_for_every_combination_of_its_values_into_objects_of_t
     assert {instance.gencode() for instance in instances} == {"arch=compute_80,code=[sm_80,sm_90,compute_80]"}
 
 
+def test_values_under_several_names_go_together(tmp_path):
+    csrc = _table(tmp_path, [{"HEAD_DIM VALUE_DIM": [[64, 64], [192, 128]], "CAUSAL": [False, True]}])
+    instances = all_instances(csrc)
+    assert [instance.defines for instance in instances] == [
+        [f"-DFASTATTN_HEAD_DIM={dims[0]}", f"-DFASTATTN_VALUE_DIM={dims[1]}", f"-DFASTATTN_CAUSAL={causal}"]
+        for dims in ((64, 64), (192, 128))
+        for causal in ("false", "true")
+    ]
+    assert len({instance.object_path for instance in instances}) == 4
+
+
 def test_an_instance_has_the_code_of_its_architecture_or_of_its_row_as_far_as_the_targets_want_it(tmp_path):
     rows = [
         {"HEAD_DIM": [64]},
@@ -416,6 +428,8 @@ def test_an_instance_has_the_code_of_its_architecture_or_of_its_row_as_far_as_th
         ([{"architecture": "75"}], "unknown architecture, '75'"),
         ([{"code": ["sm_80", "sm_999"]}], "unknown code, 'sm_999'"),
         ([{"head_dim": [64]}], "unknown key, 'head_dim'"),
+        ([{"HEAD_DIM VALUE_DIM": [[64, 64], [64]]}], "has 2 names, and \\[64\\] as a value"),
+        ([{"HEAD_DIM VALUE_DIM": [64]}], "has 2 names, and \\[64\\] as a value"),
         ([{"HEAD_DIM": [64]}, {"HEAD_DIM": [128, 64]}], "HEAD_DIM_64 is there twice"),
         ([], "no row for attention/instances/forward_sm80.cu"),
     ],

@@ -15,12 +15,13 @@ FLAGS = {
 
 def name_of(symbol: str) -> str:
     """``attention_forward_sm80<64, bfloat16>`` of the mangled name of that kernel."""
-    arguments = r"(?:Li(\d+)E)?(?:Li\d+E)?(?:LN\w*?8DataTypeE(\d)E)?(?:Lb([01])E)?"
+    arguments = r"(?:Li(\d+)E)?(?:Li(\d+)E)?(?:LN\w*?8DataTypeE(\d)E)?(?:Lb([01])E)?"
     match = re.match(rf"_ZN8fastattn\d+(\w+?_sm\d+)(?:I{arguments}E)?E", symbol)
     assert match is not None, symbol
-    kernel, size, dtype, flag = match.groups()
+    kernel, size, value_dim, dtype, flag = match.groups()
     texts = (
         size or "",
+        value_dim if value_dim is not None and value_dim != size else "",
         DTYPES[int(dtype)] if dtype is not None else "",
         FLAGS[kernel][int(flag)] if flag is not None else "",
     )

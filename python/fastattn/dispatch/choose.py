@@ -13,9 +13,10 @@ from fastattn.checks import check_choice
 from fastattn.dispatch import reasons
 from fastattn.dispatch.call import Call, Choice
 from fastattn.dispatch.device import DeviceFacts, facts, when_emulation_changes
+from fastattn.dispatch.order import order_for
 from fastattn.dispatch.reasons import reason_against
 from fastattn.dispatch.recording import is_recording
-from fastattn.dispatch.support import FEATURES, KERNEL_BACKENDS, SUPPORT, Support
+from fastattn.dispatch.support import CHANGES_SCORES, FEATURES, KERNEL_BACKENDS, SUPPORT, Support
 from fastattn.dispatch.thread_state import Explained, thread
 from fastattn.dispatch.users_line import warn_at_users_line
 from fastattn.errors import InputError
@@ -94,7 +95,8 @@ def _decide(call: Call, forced: str | None, torch_asked_for: bool) -> Choice:
     device_facts = facts(call.device)
     rejected: dict[str, str] = {}
     chosen = "torch"
-    for backend in KERNEL_BACKENDS:
+    order = order_for(call, device_facts.arch) if device_facts is not None else None
+    for backend in KERNEL_BACKENDS if order is None else order.backends:
         reason = reason_against(backend, call, device_facts)
         if reason is None and forced is not None and forced != backend:
             reason = reasons.another_is_forced(forced)
@@ -105,7 +107,8 @@ def _decide(call: Call, forced: str | None, torch_asked_for: bool) -> Choice:
         elif chosen == "torch":
             chosen = backend
         else:
-            rejected[backend] = reasons.another_comes_first(chosen, backend)
+            assert order is not None
+            rejected[backend] = reasons.another_comes_first(chosen, backend, order.reason)
     if forced is not None and forced != chosen:
         raise InputError(f'use_backend("{forced}") cannot run this call: {rejected[forced]}')
     if chosen != "torch":
@@ -195,26 +198,24 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
 def _native_kernel(call: Call, device_facts: DeviceFacts) -> str:
     """The name of the CUDA C++ kernel that the library chooses."""
     features, arch, dtype = call.features, device_facts.arch, call.dtype
-    widest = int(max(call.head_dim, call.value_dim))  # a tracer's may be a symbol, and becomes a number
+    head_dim, value_dim = int(call.head_dim), int(call.value_dim)  # a tracer's may be symbols, and become numbers
     if call.op == "int8_matmul":
         op = "int8_matmul_s8" if "int8 activations" in features else "int8_matmul"
         tokens, outputs, depth = map(int, call.sizes[:3])
         name = native.int8_matmul_kernel(op, arch, device_facts.num_sms, dtype, tokens, outputs, depth)
     elif call.op == "decode":
-        name = native.decode_kernel(arch, widest, dtype, "int8 cache" in features)
+        name = native.decode_kernel(arch, max(head_dim, value_dim), dtype, "int8 cache" in features)
     else:
         name = native.attention_forward_kernel(
             arch,
-            widest,
+            head_dim,
+            value_dim,
             dtype,
-            changes_scores=not features.isdisjoint(_CHANGES_SCORES),
+            changes_scores=not features.isdisjoint(CHANGES_SCORES),
             paged="paged" in features,
         )
     assert name is not None, f"the library has no kernel for {call}"
     return name
-
-
-_CHANGES_SCORES = frozenset({"softcap", "alibi", "mask", "bias", "dropout"})
 
 
 def is_watched() -> bool:

@@ -36,9 +36,9 @@ def another_is_forced(forced: str) -> str:
     return f'use_backend("{forced}") is in force.'
 
 
-def another_comes_first(chosen: str, backend: str) -> str:
-    """Against ``backend``, which could run the call, as ``chosen`` can."""
-    return f'"{chosen}" comes first; use_backend("{backend}") selects it.'
+def another_comes_first(chosen: str, backend: str, reason: str) -> str:
+    """Against ``backend``, which could run the call, as ``chosen`` can; ``reason`` is that of the order."""
+    return f'"{chosen}" comes first: {reason}. use_backend("{backend}") selects this one.'
 
 
 def reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) -> str | None:

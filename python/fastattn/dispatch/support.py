@@ -53,6 +53,9 @@ FEATURES: dict[str, dict[str, str]] = {
     },
 }
 
+# Options of attention that do more to scores than scaling them and hiding some by position.
+CHANGES_SCORES = frozenset({"softcap", "alibi", "mask", "bias", "dropout"})
+
 # What the table's rows call the operations.
 FUNCTIONS = {
     "attention": "`scaled_dot_product_attention`, `attention`, `attention_varlen`",
