@@ -44,8 +44,7 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     if (lse.numel() == 0) return {out, lse};
 
     const Tensor aligned_query = aligned(query), aligned_key = aligned(key), aligned_value = aligned(value);
-    AttentionOptionsParams params{};
-    AttentionForwardParams& attention = params.attention;
+    AttentionForwardParams attention{};
     attention.query = heads_view<const uint16_t>(kOp, "query", aligned_query, sizes.query_sequences());
     const Sequences key_sequences =
         block_table ? Sequences{/*are_packed=*/false, key.size(0), sizes.keys} : sizes.key_sequences();
@@ -54,7 +53,7 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     attention.out = heads_view<uint16_t>(kOp, "out", out, sizes.query_sequences());
     attention.lse = rows_view(lse, attention.query);
     attention.packed = packed_params(kOp, query, key, cu_seqlens_q, cu_seqlens_k);
-    if (block_table) params.paged = paged_params(kOp, key, value, block_table);
+    if (block_table) attention.paged = paged_params(kOp, key, value, block_table);
 
     const ScoreOptions options{bias,        alibi_slopes, sinks,    dropout_seed, scale,
                                window_left, window_right, top_left, softcap,      dropout_p};
@@ -65,12 +64,7 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     attention.scores = score_params(kOp, options, query, sizes, tensors);
     attention.scale_log2 = scale == 0 ? 1.0f : static_cast<float>(std::abs(scale) * kLog2E);
     const ForwardTraits traits{options.change_scores(), block_table.has_value()};
-    if (is_plain(traits)) {
-        plain_forward_kernel(facts.compute_capability, sizes.widest(), sizes.dtype).launch(attention, device.stream());
-    } else {
-        options_forward_kernel(facts.compute_capability, sizes.widest(), sizes.dtype, traits)
-            .launch(params, device.stream());
-    }
+    forward_kernel(facts.compute_capability, sizes.widest(), sizes.dtype, traits).launch(attention, device.stream());
     return {out, lse};
 }
 

@@ -10,13 +10,14 @@
 //
 // Which options there are is decided at run time, alike for a whole CTA. Where there is a bias, every tile may hide keys.
 // Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim. Any lengths, packed or not, any window,
-// sinks, any finite scale; no keys in pages.
+// sinks, any finite scale.
 #pragma once
 
 #include <cstdint>
 
 #include "attention/forward.h"
 #include "attention/forward_parts_sm90.cuh"
+#include "attention/paged_tiles_sm90.cuh"
 #include "device/bias_tile.cuh"
 #include "device/dropout.cuh"
 #include "device/mask.cuh"
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim>::kNumThread
     // Producer.
     if (warpgroup == Config::kNumConsumers) {
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-        if (warp == 0 && lane == 0) produce(shared, all_params, rank, cluster_size);
+        produce(shared, all_params, rank, cluster_size, warp, lane);
         __syncwarp();
         wait_for_cluster(cluster_size);  // as below
         return;
@@ -84,11 +85,13 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim>::kNumThread
         const KeyRange seen_by[2] = {work.window.keys_of(own_row + accumulator_row(lane)),
                                      work.window.keys_of(own_row + accumulator_row(lane) + 8)};
 
+        const MissingPages<Config> missing(shared, params, work, tiles, warpgroup);
+
         // Q·Kᵀ of a tile becomes scores in nats, -inf where a row does not see a key.
         const auto to_scores = [&](int32_t first_key, bool is_masked) {
             scores.template to_scores<false>(rS, own_row, first_key, lane);
             bias.add_to(rS, first_key);
-            if (is_masked) mask_own_columns(rS, seen_by, first_key, lane);
+            if (is_masked) mask_own_columns(rS, seen_by, missing.present(first_key, lane), first_key, lane);
         };
 
         const int32_t num_tiles = tiles.num_tiles();
@@ -100,7 +103,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim>::kNumThread
             for (int32_t num_left = num_tiles;; --num_left) {
                 // In flight: P·V of the tile before.
                 const int32_t first_key = tiles.tile(num_left) * kBlockN;
-                const bool is_masked = num_left > tiles.num_full;
+                const bool is_masked = num_left > missing.num_unmasked();
                 to_scores(first_key, is_masked);
                 const auto max = maxima_of_lane(rS);
                 const bool grows = softmax.is_outgrown_by(max);
@@ -139,10 +142,10 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim>::kNumThread
 }
 
 template <int kHeadDim, DataType kDataType>
-void launch_attention_forward_options_sm90(LaunchedKernel& kernel, const AttentionOptionsParams& params,
+void launch_attention_forward_options_sm90(LaunchedKernel& kernel, const AttentionForwardParams& params,
                                            Stream stream) {
     launch_forward_sm90<ForwardOptionsConfigSm90<kHeadDim>, kDataType>(
-        kernel, attention_forward_options_sm90<kHeadDim, kDataType>, params.attention, /*packs_heads=*/false, stream);
+        kernel, attention_forward_options_sm90<kHeadDim, kDataType>, params, /*packs_heads=*/false, stream);
 }
 
 }  // namespace fastattn

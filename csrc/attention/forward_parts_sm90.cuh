@@ -47,6 +47,10 @@ struct ForwardConfigSm90 : Tile_ {
                   "warpgroups exchange the registers that the CTA has");
 };
 
+// Of the producer's four warps, those that gather rows where keys lie in small pages.
+inline constexpr int kGatheringWarps = 3;
+inline constexpr int kGatheringThreads = kGatheringWarps * kWarpSize;
+
 template <typename Config>
 struct alignas(1024) ForwardStorageSm90 {
     uint16_t sQ[Config::kNumConsumers][Config::QueryTile::kElements];
@@ -54,6 +58,8 @@ struct alignas(1024) ForwardStorageSm90 {
     uint16_t sV[Config::kStages][Config::ValueTile::kElements];
     RingBarriers<1> query;
     RingBarriers<Config::kStages> key, value;
+    GatherBarriers<Config::kStages> gathered_key, gathered_value;
+    int32_t some_pages_missing[4 * Config::kNumConsumers];  // see MissingPages
 };
 
 // Named barriers; 0 is that of __syncthreads().
@@ -66,6 +72,8 @@ __device__ __forceinline__ void init_barriers(ForwardStorageSm90<Config>& shared
     shared.query.init(kConsumerWarps);
     shared.key.init(kConsumerWarps * cluster_size);
     shared.value.init(kConsumerWarps * cluster_size);
+    shared.gathered_key.init(kGatheringThreads);
+    shared.gathered_value.init(kGatheringThreads);
     ptx::fence_mbarrier_init();
 }
 
@@ -76,44 +84,70 @@ __device__ __forceinline__ void wait_for_cluster(int cluster_size) {
     ptx::barrier_cluster_wait();
 }
 
-// The producer, one thread: copies Q, and tiles of K and V, for all pieces of the CTA's work, as far ahead as the rings
-// let it.
-template <typename Config>
-__device__ __forceinline__ void produce(ForwardStorageSm90<Config>& shared,
-                                        const AttentionForwardParamsSm90& all_params, int rank, int cluster_size) {
-    using QueryTile = typename Config::QueryTile;
-    Ring<1> query_ring(shared.query);
-    Ring<Config::kStages> key_ring(shared.key), value_ring(shared.value);
+// What a producer copies for the CTA's pieces of work: calls begin(work) for each that has keys, then take(work, key) with the
+// first key of each of its tiles, in the order in which consumers take them.
+template <typename Config, typename Begin, typename Take>
+__device__ __forceinline__ void for_tiles_of_cta(const AttentionForwardParamsSm90& all_params, int rank,
+                                                 int cluster_size, Begin&& begin, Take&& take) {
     const ForwardWorkSm90& all_work = all_params.work;
     const uint32_t cluster = blockIdx.x / cluster_size, num_clusters = gridDim.x / cluster_size;
     for (uint32_t n = 0, i; (i = nth_piece(n, cluster, num_clusters)) < all_work.num; ++n) {
         const RowsOfCta work(all_params.attention, all_work, i, rank, Config::kBlockM);
         const KeyTiles tiles = work.key_tiles(Config::kBlockN);
         if (tiles.num_tiles() == 0) continue;
-        const uint32_t q_landed = query_ring.acquire(Config::kNumConsumers * QueryTile::kBytes);
-#pragma unroll
-        for (int consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
-            QueryTile::load(shared_address(shared.sQ[consumer]), all_params.query, work.batch,
-                            work.head >> work.log2_packed,
-                            work.rows.begin + work.row_of(work.first_row + consumer * kWarpgroupM), q_landed);
-        }
-        query_ring.advance();
+        begin(work);
         for (int32_t num_left = tiles.num_tiles(); num_left > 0; --num_left) {
-            const int32_t row = work.keys.begin + tiles.tile(num_left) * Config::kBlockN;
-            const auto fill = [&](auto& ring, auto& stages, auto tile, const TensorMap& map) {
-                const uint32_t landed = ring.acquire(tile.kBytes);
-                const uint32_t stage = shared_address(stages[ring.stage]);
-                if (cluster_size == 1) {
-                    tile.load(stage, map, work.batch, work.kv_head, row, landed);
-                } else {
-                    tile.load_half(stage, map, work.batch, work.kv_head, row, landed, rank);
-                }
-                ring.advance();
-            };
-            fill(key_ring, shared.sK, typename Config::KeyTile{}, all_params.key);
-            fill(value_ring, shared.sV, typename Config::ValueTile{}, all_params.value);
+            take(work, tiles.tile(num_left) * Config::kBlockN);
         }
     }
+}
+
+// One thread: copies Q of a piece of work.
+template <typename Config>
+__device__ __forceinline__ void load_query(ForwardStorageSm90<Config>& shared, const TensorMap& query,
+                                           const RowsOfCta& work, Ring<1>& ring) {
+    using QueryTile = typename Config::QueryTile;
+    const uint32_t landed = ring.acquire(Config::kNumConsumers * QueryTile::kBytes);
+#pragma unroll
+    for (int consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
+        QueryTile::load(shared_address(shared.sQ[consumer]), query, work.batch, work.head >> work.log2_packed,
+                        work.rows.begin + work.row_of(work.first_row + consumer * kWarpgroupM), landed);
+    }
+    ring.advance();
+}
+
+// One warp: copies Q by its first lane, and of each tile of K and V a box by each lane that has one. A tile is a box, or in
+// pages several, none of which lies in two pages.
+template <typename Config>
+__device__ __forceinline__ void produce_boxes(ForwardStorageSm90<Config>& shared,
+                                              const AttentionForwardParamsSm90& all_params, int rank, int cluster_size,
+                                              int lane) {
+    const AttentionForwardParams& params = all_params.attention;
+    Ring<1> query_ring(shared.query);
+    Ring<Config::kStages> key_ring(shared.key);
+    const int rows_of_cta = Config::kBlockN / cluster_size, own_row = lane * all_params.key_box_rows;
+    const int first_row = rank * rows_of_cta + own_row;
+    for_tiles_of_cta<Config>(
+        all_params, rank, cluster_size,
+        [&](const RowsOfCta& work) {
+            if (lane == 0) load_query(shared, all_params.query, work, query_ring);
+        },
+        [&](const RowsOfCta& work, int32_t first_key) {
+            const bool has_box = own_row < rows_of_cta;
+            const TokenPlace place = has_box ? work.place_of(params, first_key + first_row) : TokenPlace{};
+            const auto fill = [&](const auto& ring, auto& stages, auto tile, const TensorMap& map) {
+                const uint32_t landed = ring.acquire_by_warp(tile.kBytes, lane);
+                const uint32_t rows = shared_address(stages[ring.stage]) + first_row * tile.kRowBytes;
+                if (has_box && cluster_size == 1) {
+                    tile.load(rows, map, place.block, work.kv_head, place.row, landed);
+                } else if (has_box) {
+                    tile.load_into_both(rows, map, place.block, work.kv_head, place.row, landed);
+                }
+            };
+            fill(key_ring, shared.sK, typename Config::KeyTile{}, all_params.key);
+            fill(key_ring.at_same_stage(shared.value), shared.sV, typename Config::ValueTile{}, all_params.value);
+            key_ring.advance();
+        });
 }
 
 // One consumer's side of the rings, and the products that it starts, each a group of wgmma.
@@ -213,17 +247,24 @@ template <typename Config, DataType kDataType>
 void launch_forward_sm90(LaunchedKernel& kernel, void (*function)(AttentionForwardParamsSm90),
                          const AttentionForwardParams& params, bool packs_heads, Stream stream) {
     const DeviceFacts facts = device_facts();
-    const ForwardWorkSm90 work =
-        forward_work_sm90(params, Config::kBlockM, Config::kTilesToShareUnderMask, packs_heads, facts.num_sms);
-    const bool is_packed = params.packed.cu_seqlens_q != nullptr;
-    const auto map_of = [&](const HeadsView<const uint16_t>& view, int32_t total, int group, int box_rows) {
-        return tensor_map(view, is_packed ? total : view.rows, group, box_rows, kDataType);
+    const bool is_packed = params.packed.cu_seqlens_q != nullptr, is_paged = params.paged.block_table != nullptr;
+    const auto box_rows = [&](int rows) { return key_box_rows(params.paged, params.key.batch, rows); };
+    const bool has_boxes = box_rows(Config::kBlockN) > 0;
+    const ForwardWorkSm90 work = forward_work_sm90(
+        params, Config::kBlockM, has_boxes ? Config::kTilesToShareUnderMask : 0, packs_heads, facts.num_sms);
+    const int packed_heads = 1 << work.log2_packed, rows_of_box = box_rows(Config::kBlockN / work.cluster_size());
+    const auto map_of_keys = [&](const HeadsView<const uint16_t>& view) {
+        const int32_t rows = is_paged ? params.paged.page_size : is_packed ? params.packed.total_k : view.rows;
+        return tensor_map(view, has_boxes && view.rows > 0 ? rows : 0, 1, rows_of_box, kDataType);
     };
-    const int packed_heads = 1 << work.log2_packed, key_rows = Config::kBlockN / work.cluster_size();
     const AttentionForwardParamsSm90 all_params{
-        params, work, map_of(params.query, params.packed.total_q, packed_heads, kWarpgroupM / packed_heads),
-        map_of(params.key, params.packed.total_k, 1, key_rows),
-        map_of(params.value, params.packed.total_k, 1, key_rows)};
+        params,
+        work,
+        tensor_map(params.query, is_packed ? params.packed.total_q : params.query.rows, packed_heads,
+                   kWarpgroupM / packed_heads, kDataType),
+        map_of_keys(params.key),
+        map_of_keys(params.value),
+        rows_of_box};
     const int64_t num_clusters = std::min<int64_t>(work.num, std::max(facts.num_sms / work.cluster_size(), 1));
     const Launch launch{num_clusters * work.cluster_size(), Config::kNumThreads, sizeof(ForwardStorageSm90<Config>),
                         work.cluster_size()};

@@ -2,8 +2,8 @@
 // (Shah et al. 2024): O = softmax(scale · Q·Kᵀ + mask) · V, and the lse.
 //
 // A CTA stays on its SM and takes one tile of kBlockM rows after the other: rows of a head, or of all heads that read a key
-// head. Its last warpgroup is the producer: one thread fills shared memory by TMA and runs ahead; the others, to which it
-// gives registers, consume. Each of these owns 64 rows from start to end.
+// head. Its last warpgroup is the producer: one warp fills shared memory by TMA and runs ahead; the others, to which it
+// gives registers, consume. Each of these owns 64 rows from start to end. Keys may lie in pages: see paged_tiles_sm90.cuh.
 //
 //   ring, stages    full: its bytes have landed       empty: every consumer's warps have read it
 //   Q      1        before a tile's first Q·Kᵀ        after its last
@@ -25,6 +25,7 @@
 
 #include "attention/forward.h"
 #include "attention/forward_parts_sm90.cuh"
+#include "attention/paged_tiles_sm90.cuh"
 #include "device/mask.cuh"
 #include "device/ptx/setmaxnreg.cuh"
 #include "device/sequence.cuh"
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
     // Producer.
     if (warpgroup == Config::kNumConsumers) {
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-        if (warp == 0 && lane == 0) produce(shared, all_params, rank, cluster_size);
+        produce(shared, all_params, rank, cluster_size, warp, lane);
         __syncwarp();
         wait_for_cluster(cluster_size);  // as below
         return;
@@ -88,9 +89,16 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         const KeyRange seen_by[2] = {work.keys_of(own_row + accumulator_row(lane)),
                                      work.keys_of(own_row + accumulator_row(lane) + 8)};
 
+        const MissingPages<Config> missing(shared, params, work, tiles, warpgroup);
+        const int32_t num_unmasked =
+            missing.num_unmasked();  // asked in the loops, it costs these their uniform registers
+
         // S of a tile that may be masked, or of the first, becomes rP[0]. Leaves no product in flight.
         const auto exact_softmax = [&](int32_t num_left) {
-            if (num_left > tiles.num_full) mask_own_columns(rS, seen_by, tiles.tile(num_left) * kBlockN, lane);
+            if (num_left > num_unmasked) {
+                const int32_t first_key = tiles.tile(num_left) * kBlockN;
+                mask_own_columns(rS, seen_by, missing.present(first_key, lane), first_key, lane);
+            }
             const auto max = maxima_of_lane(rS);
             const bool grows = softmax.is_outgrown_by(max);
             RowNumbers<1> factor{{{1.0f, 1.0f}}};
@@ -141,7 +149,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             exact_softmax(num_left);
             separate_nonfinite_values(num_left);
             // Masked tiles, and one more where the number of others is odd.
-            for (--num_left; num_left > tiles.num_full || num_left % 2 != 0; --num_left) {
+            for (--num_left; num_left > num_unmasked || num_left % 2 != 0; --num_left) {
                 consumer.start_qk(rS);
                 consumer.start_pv(rO, rP[0]);
                 consumer.template wait_qk<1>(rS);

@@ -32,7 +32,7 @@ struct KernelKey {
     int32_t architecture;           // that it is written for
     int32_t size;                   // head dim, or rows of a tile; 0: any
     std::optional<DataType> dtype;  // none: any
-    bool variant;                   // each table says what is meant
+    std::optional<bool> variant;    // each table says what is meant; none: both
 };
 
 // A kernel of sm_80 runs on all later GPUs; sm_90a has instructions that no other GPU has.
@@ -93,7 +93,7 @@ class KernelTable {
     // there is none.
     Row* find_or_null(int32_t compute_capability, int32_t size, std::optional<DataType> dtype, bool variant) {
         for (Row& row : rows_) {
-            if (row.key.size >= size && row.key.dtype == dtype && row.key.variant == variant &&
+            if (row.key.size >= size && row.key.dtype == dtype && row.key.variant.value_or(variant) == variant &&
                 runs_on(row.key.architecture, compute_capability)) {
                 return &row;
             }

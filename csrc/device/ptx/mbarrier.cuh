@@ -25,6 +25,11 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
     asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrives for this thread once all cp.async that it has started have landed. Counts like any other arrival.
+__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Arrives, and has the phase wait for so many more bytes of copies.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
