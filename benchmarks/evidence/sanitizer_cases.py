@@ -126,9 +126,10 @@ def decode_paged_int8(device: torch.device) -> None:
     )
 
 
-def prompts_in_pages(device: torch.device) -> None:
-    """Two prompts, taken in part by part over the pages of one cache."""
-    cache = fastattn.PagedKVCache(1, 12, 2, 64, page_size=16, dtype=DTYPE, device=device)
+def prompts_in_pages(device: torch.device, page_size: int) -> None:
+    """Two prompts, taken in part by part over the pages of one cache. The forward for Hopper copies parts of tiles from
+    pages of 16 rows, and gathers the rows of pages of 5."""
+    cache = fastattn.PagedKVCache(1, 192 // page_size, 2, 64, page_size=page_size, dtype=DTYPE, device=device)
     sequences = [cache.add(), cache.add()]
     for lengths in ((70, 5), (20, 33)):
         query, key, value = (random(device, sum(lengths), heads, 64, seed=heads) for heads in (4, 2, 2))
@@ -172,7 +173,8 @@ CASES: dict[str, Case] = {
     "every option, gradients": partial(every_option, gradients=True),
     "packed": partial(packed, gradients=False),
     "packed, gradients": partial(packed, gradients=True),
-    "prompts in pages": prompts_in_pages,
+    "prompts in pages of 16": partial(prompts_in_pages, page_size=16),
+    "prompts in pages of 5": partial(prompts_in_pages, page_size=5),
     "decode in one part": partial(decode, num_splits=1),
     "decode in 3 parts": partial(decode, num_splits=3),
     "decode paged int8": decode_paged_int8,

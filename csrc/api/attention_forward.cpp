@@ -46,8 +46,7 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     if (lse.numel() == 0) return {out, lse};
 
     const Tensor aligned_query = aligned(query), aligned_key = aligned(key), aligned_value = aligned(value);
-    AttentionOptionsParams params{};
-    AttentionForwardParams& attention = params.attention;
+    AttentionForwardParams attention{};
     attention.query = heads_view<const uint16_t>(kOp, "query", aligned_query, sizes.query_sequences());
     const Sequences key_sequences =
         block_table ? Sequences{/*are_packed=*/false, key.size(0), sizes.keys} : sizes.key_sequences();
@@ -56,7 +55,7 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     attention.out = heads_view<uint16_t>(kOp, "out", out, sizes.query_sequences());
     attention.lse = rows_view(lse, attention.query);
     attention.packed = packed_params(kOp, query, key, cu_seqlens_q, cu_seqlens_k);
-    if (block_table) params.paged = paged_params(kOp, key, value, block_table);
+    if (block_table) attention.paged = paged_params(kOp, key, value, block_table);
 
     const ScoreOptions options{bias,        alibi_slopes, sinks,    dropout_seed, scale,
                                window_left, window_right, top_left, softcap,      dropout_p};
@@ -66,29 +65,22 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     ScoreTensors tensors;
     attention.scores = score_params(kOp, options, query, sizes, tensors);
     attention.scale_log2 = scale == 0 ? 1.0f : static_cast<float>(std::abs(scale) * kLog2E);
+    const ForwardTraits traits{options.change_scores(), block_table.has_value()};
+    const KernelSize head_dims(static_cast<int32_t>(sizes.head_dim), static_cast<int32_t>(sizes.value_dim));
+    auto& kernel = forward_kernel(facts.compute_capability, head_dims, sizes.dtype, traits);
+    // CTAs may share the keys of a tile: see attention/key_shares.h.
     std::optional<Tensor> part_values, part_sums, arrivals;
-    const auto allow_shared_keys = [&](const TileFacts& tile) {
-        const int64_t num_ctas = int64_t{facts.num_sms} * tile.ctas_per_sm;
-        const int64_t rows = rows_of_parts(attention, tile.block_m, tile.block_n, num_ctas);
-        if (rows == 0) return;
-        part_values = torch::stable::new_empty(query, {rows, sizes.value_dim}, ScalarType::Float);
-        part_sums = torch::stable::new_empty(query, {rows, 2}, ScalarType::Float);
+    const int64_t num_ctas = int64_t{facts.num_sms} * kernel.tile.ctas_per_sm;
+    const int64_t rows_of_workspace = rows_of_parts(attention, kernel.tile.block_m, kernel.tile.block_n, num_ctas);
+    if (rows_of_workspace > 0) {
+        part_values = torch::stable::new_empty(query, {rows_of_workspace, sizes.value_dim}, ScalarType::Float);
+        part_sums = torch::stable::new_empty(query, {rows_of_workspace, 2}, ScalarType::Float);
         arrivals = torch::stable::new_empty(query, {num_ctas * kMostSlotsPerCta * kMergeSteps}, ScalarType::Long);
         attention.resident_ctas = static_cast<int32_t>(num_ctas);
         attention.parts = {static_cast<float*>(part_values->data_ptr()), static_cast<float*>(part_sums->data_ptr()),
                            static_cast<uint64_t*>(arrivals->data_ptr()), launch_token()};
-    };
-    const ForwardTraits traits{options.change_scores(), block_table.has_value()};
-    const KernelSize head_dims(static_cast<int32_t>(sizes.head_dim), static_cast<int32_t>(sizes.value_dim));
-    if (is_plain(traits)) {
-        auto& kernel = plain_forward_kernel(facts.compute_capability, head_dims, sizes.dtype);
-        allow_shared_keys(kernel.tile);
-        kernel.launch(attention, device.stream());
-    } else {
-        auto& kernel = options_forward_kernel(facts.compute_capability, head_dims, sizes.dtype, traits);
-        allow_shared_keys(kernel.tile);
-        kernel.launch(params, device.stream());
     }
+    kernel.launch(attention, device.stream());
     return {out, lse};
 }
 

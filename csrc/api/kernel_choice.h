@@ -21,21 +21,14 @@ struct ForwardTraits {
     bool is_paged;
 };
 
-// Whether attention/forward_sm80.cuh or forward_sm90.cuh computes it: any window, packed sequences and sinks cost neither
-// loop anything.
-inline bool is_plain(const ForwardTraits& traits) {
-    return !traits.changes_scores && !traits.is_paged;
-}
-
-// The kernel for plain calls, and the one for others.
-inline KernelTable<AttentionForwardParams>::Row& plain_forward_kernel(int32_t compute_capability, KernelSize head_dims,
-                                                                      DataType dtype) {
-    return attention_forward_kernels().find(compute_capability, head_dims, dtype, /*variant=*/false);
-}
-
-inline KernelTable<AttentionOptionsParams>::Row& options_forward_kernel(int32_t compute_capability,
-                                                                        KernelSize head_dims, DataType dtype,
-                                                                        const ForwardTraits& traits) {
+// The kernel with options also computes what the plain one does not have:
+// keys in pages, before Hopper.
+inline KernelTable<AttentionForwardParams>::Row& forward_kernel(int32_t compute_capability, KernelSize head_dims,
+                                                                DataType dtype, const ForwardTraits& traits) {
+    if (!traits.changes_scores) {
+        auto* plain = attention_forward_kernels().find_or_null(compute_capability, head_dims, dtype, traits.is_paged);
+        if (plain != nullptr) return *plain;
+    }
     return attention_forward_options_kernels().find(compute_capability, head_dims, dtype, traits.is_paged);
 }
 

@@ -80,12 +80,9 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_attention_forward_kernel(int32_t c
                                                                        int32_t value_dim, int32_t is_bfloat16,
                                                                        const fastattn::ForwardTraits* traits) {
     using namespace fastattn;
-    const DataType dtype = dtype_of(is_bfloat16);
     const KernelSize head_dims(head_dim, value_dim);
-    return is_plain(*traits)
-               ? name_or_null([&]() -> auto& { return plain_forward_kernel(compute_capability, head_dims, dtype); })
-               : name_or_null(
-                     [&]() -> auto& { return options_forward_kernel(compute_capability, head_dims, dtype, *traits); });
+    return name_or_null(
+        [&]() -> auto& { return forward_kernel(compute_capability, head_dims, dtype_of(is_bfloat16), *traits); });
 }
 
 // In the order in which they run; returns how many there are, at most 5.

@@ -6,15 +6,15 @@
 
 namespace fastattn {
 
-// By head dim; there are no variants.
+// Scores that are only scaled and masked by a window, which cost neither loop anything. By head dim; variant: keys in pages.
 inline KernelTable<AttentionForwardParams>& attention_forward_kernels() {
     static auto& table = *new KernelTable<AttentionForwardParams>("attention_forward");
     return table;
 }
 
-// By head dim; variant: keys in pages.
-inline KernelTable<AttentionOptionsParams>& attention_forward_options_kernels() {
-    static auto& table = *new KernelTable<AttentionOptionsParams>("attention_forward with options");
+// Any scores. By head dim; variant: keys in pages.
+inline KernelTable<AttentionForwardParams>& attention_forward_options_kernels() {
+    static auto& table = *new KernelTable<AttentionForwardParams>("attention_forward with options");
     return table;
 }
 

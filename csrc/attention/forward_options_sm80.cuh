@@ -58,7 +58,7 @@ struct alignas(128) ForwardOptionsStorageSm80 {
 template <int kHeadDim, DataType kDataType, bool kPaged>
 __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThreads,
                                   ForwardOptionsConfigSm80<kHeadDim>::kMinCtasPerSm)
-    attention_forward_options_sm80(const __grid_constant__ AttentionOptionsParams params) {
+    attention_forward_options_sm80(const __grid_constant__ AttentionForwardParams attention) {
     using Config = ForwardOptionsConfigSm80<kHeadDim>;
     constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kWarpM = Config::kWarpM;
     constexpr int kTilesM = Config::kTilesM, kTilesN = Config::kTilesN, kTilesD = Config::kTilesD;
@@ -66,7 +66,6 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     auto& shared = *reinterpret_cast<ForwardOptionsStorageSm80<Config>*>(shared_bytes);
 
     // Prologue: which query rows of which sequence, and which keys they see.
-    const AttentionForwardParams& attention = params.attention;
     const ScoreParams& options = attention.scores;
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     const auto keys_of = [&](int32_t batch) {
@@ -116,9 +115,9 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
                                                                       view.head_dim);
         }
     };
-    auto load_k = loader_of(shared.sK, attention.key, params.paged.key);
-    auto load_v = loader_of(shared.sV, attention.value, params.paged.value);
-    const PageTable table(params.paged, tile.batch, attention.key.batch, keys.length);
+    auto load_k = loader_of(shared.sK, attention.key, attention.paged.key);
+    auto load_v = loader_of(shared.sV, attention.value, attention.paged.value);
+    const PageTable table(attention.paged, tile.batch, attention.key.batch, keys.length);
     typename PagedLoader::Rows own_rows;  // of the tile that is copied next
     const auto find_rows = [&](int32_t first_key) {
         if constexpr (kPaged) own_rows.find(table, first_key, threadIdx.x);
@@ -218,12 +217,11 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
 }
 
 template <int kHeadDim, DataType kDataType, bool kPaged>
-void launch_attention_forward_options_sm80(LaunchedKernel& kernel, const AttentionOptionsParams& params,
+void launch_attention_forward_options_sm80(LaunchedKernel& kernel, const AttentionForwardParams& params,
                                            Stream stream) {
     using Config = ForwardOptionsConfigSm80<kHeadDim>;
-    AttentionOptionsParams work = params;
-    work.attention = forward_work_sm80(params.attention, Config::kBlockM, Config::kBlockN);
-    const Launch launch{num_ctas_sm80(work.attention, Config::kBlockM), Config::kNumThreads,
+    const AttentionForwardParams work = forward_work_sm80(params, Config::kBlockM, Config::kBlockN);
+    const Launch launch{num_ctas_sm80(work, Config::kBlockM), Config::kNumThreads,
                         sizeof(ForwardOptionsStorageSm80<Config>)};
     kernel.launch(attention_forward_options_sm80<kHeadDim, kDataType, kPaged>, launch, work, stream);
 }

@@ -10,13 +10,14 @@
 //
 // Which options there are is decided at run time, alike for a whole CTA. Where there is a bias, every tile may hide keys.
 // Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim. Any lengths, packed or
-// not, any window, sinks, any finite scale; no keys in pages.
+// not, any window, sinks, any finite scale.
 #pragma once
 
 #include <cstdint>
 
 #include "attention/forward.h"
 #include "attention/forward_parts_sm90.cuh"
+#include "attention/paged_tiles_sm90.cuh"
 #include "device/bias_tile.cuh"
 #include "device/dropout.cuh"
 #include "device/mask.cuh"
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
     const int cluster_size = all_params.work.cluster_size();
     const int rank = ptx::cluster_ctarank();
-    if (threadIdx.x == 0) init_barriers(shared, cluster_size);
+    if (threadIdx.x == 0) init_barriers(shared, cluster_size, /*gathers=*/all_params.key_box_rows == 0);
     __syncthreads();                 // waits until the barriers are initialised
     wait_for_cluster(cluster_size);  // waits until those of the other CTA are
 
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
         if (warp == 0) find_share(shared, all_params, lane);
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
         __syncwarp();  // waits until the share is in shared memory
-        if (warp == 0 && lane == 0) produce(shared, all_params, rank, cluster_size);
+        produce(shared, all_params, rank, cluster_size, warp, lane);
         __syncwarp();
         wait_for_cluster(cluster_size);  // as below
         return;
@@ -90,11 +91,13 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
         const KeyRange seen_by[2] = {work.window.keys_of(own_row + accumulator_row(lane)),
                                      work.window.keys_of(own_row + accumulator_row(lane) + 8)};
 
+        const MissingPages<Config> missing(shared, params, work, tiles, warpgroup);
+
         // Q·Kᵀ of a tile becomes scores in nats, -inf where a row does not see a key.
         const auto to_scores = [&](int32_t first_key, bool is_masked) {
             scores.template to_scores<false>(rS, own_row, first_key, lane);
             bias.add_to(rS, first_key);
-            if (is_masked) mask_own_columns(rS, seen_by, first_key, lane);
+            if (is_masked) mask_own_columns(rS, seen_by, missing.present(first_key, lane), first_key, lane);
         };
 
         if (num_tiles > 0) {
@@ -104,7 +107,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
             for (int32_t num_left = num_tiles;; --num_left) {
                 // In flight: P·V of the tile before.
                 const int32_t first_key = tiles.tile(num_left) * kBlockN;
-                const bool is_masked = num_left > tiles.num_full;
+                const bool is_masked = num_left > missing.num_unmasked();
                 to_scores(first_key, is_masked);
                 const auto max = maxima_of_lane(rS);
                 const bool grows = softmax.is_outgrown_by(max);
@@ -150,11 +153,10 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
 }
 
 template <int kHeadDim, int kValueDim, DataType kDataType>
-void launch_attention_forward_options_sm90(LaunchedKernel& kernel, const AttentionOptionsParams& params,
+void launch_attention_forward_options_sm90(LaunchedKernel& kernel, const AttentionForwardParams& params,
                                            Stream stream) {
     launch_forward_sm90<ForwardOptionsConfigSm90<kHeadDim, kValueDim>, kDataType>(
-        kernel, attention_forward_options_sm90<kHeadDim, kValueDim, kDataType>, params.attention, /*packs_heads=*/false,
-        stream);
+        kernel, attention_forward_options_sm90<kHeadDim, kValueDim, kDataType>, params, /*packs_heads=*/false, stream);
 }
 
 }  // namespace fastattn

@@ -50,6 +50,10 @@ struct ForwardConfigSm90 : Tile_ {
                   "warpgroups exchange the registers that the CTA has");
 };
 
+// Of the producer's four warps, those that gather rows where keys lie in small pages.
+inline constexpr int kGatheringWarps = 3;
+inline constexpr int kGatheringThreads = kGatheringWarps * kWarpSize;
+
 // What the producer tells the consumers of a tile of rows. It is in shared memory, because they have no registers for it.
 struct TileOfWork {
     RowsOfCta rows;
@@ -69,6 +73,8 @@ struct alignas(1024) ForwardStorageSm90 {
     uint16_t sV[Config::kStages][Config::ValueTile::kElements];
     RingBarriers<1> query;
     RingBarriers<Config::kStages> key, value;
+    GatherBarriers<Config::kStages> gathered_key, gathered_value;
+    int32_t some_pages_missing[4 * Config::kNumConsumers];  // see MissingPages
     RingBarriers<2> work;
     KeyShare share;  // for the producer, which has no registers for these two
     PieceWalk walk;
@@ -80,14 +86,16 @@ struct alignas(1024) ForwardStorageSm90 {
 // Named barriers; 0 is that of __syncthreads().
 enum ForwardBarrierSm90 : int { kAllConsumers = 1, kOneConsumer };  // kOneConsumer + i: of warpgroup i
 
-// One thread of the CTA.
+// One thread of the CTA. gathers: whether rows are gathered; these warps then are told of the work too.
 template <typename Config>
-__device__ __forceinline__ void init_barriers(ForwardStorageSm90<Config>& shared, int cluster_size) {
+__device__ __forceinline__ void init_barriers(ForwardStorageSm90<Config>& shared, int cluster_size, bool gathers) {
     constexpr int kConsumerWarps = 4 * Config::kNumConsumers;
-    shared.work.init(kConsumerWarps);
+    shared.work.init(kConsumerWarps + (gathers ? kGatheringWarps : 0));
     shared.query.init(kConsumerWarps);
     shared.key.init(kConsumerWarps * cluster_size);
     shared.value.init(kConsumerWarps * cluster_size);
+    shared.gathered_key.init(kGatheringThreads);
+    shared.gathered_value.init(kGatheringThreads);
     ptx::fence_mbarrier_init();
 }
 
@@ -112,37 +120,29 @@ __device__ __forceinline__ void find_share(ForwardStorageSm90<Config>& shared,
                 return rows.cluster_has_rows() ? max(rows.key_tiles(Config::kBlockN).num_tiles(), 1) : 0;
             });
     }
-    if (lane == 0) shared.share = share;
+    if (lane != 0) return;
+    shared.share = share;
+    shared.walk = PieceWalk(share);
+    shared.num_shared = 0;
 }
 
-// The producer, one thread: tells consumers of their work, and copies Q, and tiles of K and V, for all of it, as far ahead as
-// the rings let it.
+// The producer, one thread: tells of the next tile of work. The ring stays where it is.
 template <typename Config>
-__device__ __forceinline__ void produce(ForwardStorageSm90<Config>& shared,
-                                        const AttentionForwardParamsSm90& all_params, int rank, int cluster_size) {
-    using QueryTile = typename Config::QueryTile;
-    Ring<2> work_ring(shared.work);
-    Ring<1> query_ring(shared.query);
-    Ring<Config::kStages> key_ring(shared.key), value_ring(shared.value);
+__device__ __forceinline__ void tell_next_work(ForwardStorageSm90<Config>& shared,
+                                               const AttentionForwardParamsSm90& all_params, int rank,
+                                               const Ring<2>& ring) {
     const ForwardWorkSm90& all_work = all_params.work;
-    const bool& is_cut = shared.share.is_cut;
     PieceWalk& walk = shared.walk;
-    walk = PieceWalk(shared.share);
-    shared.num_shared = 0;
+    const bool is_cut = shared.share.is_cut;
     const uint32_t cluster = cluster_in_grid(all_work);
-    for (;;) {
-        work_ring.wait_empty();
-        const uint32_t piece = is_cut ? walk.place : nth_piece(walk.place, cluster, num_clusters(all_work));
-        if (is_cut ? walk.left == 0 : piece >= all_work.num) {
-            shared.place_of_next[work_ring.stage] = kNoMoreWork;
-            work_ring.pass_on();
-            return;
-        }
-        // Reads of `work` below come from shared memory each time: this thread has few registers.
+    const uint32_t piece = is_cut ? walk.place : nth_piece(walk.place, cluster, num_clusters(all_work));
+    ring.wait_empty();
+    int place = kNoMoreWork;
+    if (is_cut ? walk.left > 0 : piece < all_work.num) {
         const RowsOfCta rows(all_params.attention, all_work, piece, is_cut, rank, Config::kBlockM);
         const KeyTiles tiles = rows.key_tiles(Config::kBlockN);
         const TileParts parts = is_cut ? walk.parts(shared.share, cluster, tiles.num_tiles()) : TileParts{1, 0, 1};
-        const int place = parts.count > 1 ? kPlaceOfShared + shared.num_shared++ : work_ring.stage;
+        place = parts.count > 1 ? kPlaceOfShared + shared.num_shared++ : ring.stage;
         TileOfWork& work = shared.work_places[place];
         work.rows = rows;
         work.tiles = tiles.part(walk.steps(is_cut, tiles.num_tiles()));
@@ -150,40 +150,95 @@ __device__ __forceinline__ void produce(ForwardStorageSm90<Config>& shared,
         const auto first_of_rank = static_cast<int32_t>(rank * num_clusters(all_work));
         work.parts = {parts.count, first_of_rank + parts.first, 1};
         work.cta = first_of_rank + static_cast<int32_t>(cluster);
-        shared.place_of_next[work_ring.stage] = place;
         walk.advance(is_cut, rows.cluster_has_rows(), tiles.num_tiles());
-        work_ring.pass_on();
-        if (work.tiles.num_tiles() == 0) {
-            query_ring.wait_empty();
-            query_ring.pass_on();
-            continue;
-        }
+    }
+    shared.place_of_next[ring.stage] = place;
+    ring.arrive_full();
+}
 
-        const uint32_t q_landed = query_ring.acquire(Config::kNumConsumers * QueryTile::kBytes);
-#pragma unroll
-        for (int consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
-            const RowsOfCta& rows = work.rows;
-            QueryTile::load(shared_address(shared.sQ[consumer]), all_params.query, rows.batch,
-                            rows.head >> rows.log2_packed,
-                            rows.rows.begin + rows.row_of(rows.first_row + consumer * kWarpgroupM), q_landed);
+// What a warp of the producer copies: calls begin(work) for each tile of work, then take(work, key) with the first key of each
+// of its tiles of keys, in the order in which consumers take them. The warp that tells of the work, and those that are told.
+template <bool kTells, typename Config, typename Begin, typename Take>
+__device__ __forceinline__ void for_tiles_of_cta(ForwardStorageSm90<Config>& shared,
+                                                 const AttentionForwardParamsSm90& all_params, int rank, int lane,
+                                                 Begin&& begin, Take&& take) {
+    for (Ring<2> ring(shared.work);;) {
+        if (!kTells) {
+            ring.wait_full();
+        } else if (lane == 0) {
+            tell_next_work(shared, all_params, rank, ring);
         }
-        query_ring.advance();
+        __syncwarp();  // all lanes see what has been told
+        const int place = shared.place_of_next[ring.stage];
+        if (place == kNoMoreWork) return;
+        // Read from shared memory again each time: the producer has few registers.
+        const TileOfWork& work = shared.work_places[place];
+        begin(work);
         for (int32_t num_left = work.tiles.num_tiles(); num_left > 0; --num_left) {
-            const int32_t row = work.rows.keys.begin + work.tiles.tile(num_left) * Config::kBlockN;
-            const auto fill = [&](auto& ring, auto& stages, auto tile, const TensorMap& map) {
-                const uint32_t landed = ring.acquire(tile.kBytes);
-                const uint32_t stage = shared_address(stages[ring.stage]);
-                if (cluster_size == 1) {
-                    tile.load(stage, map, work.rows.batch, work.rows.kv_head, row, landed);
-                } else {
-                    tile.load_half(stage, map, work.rows.batch, work.rows.kv_head, row, landed, rank);
-                }
-                ring.advance();
-            };
-            fill(key_ring, shared.sK, typename Config::KeyTile{}, all_params.key);
-            fill(value_ring, shared.sV, typename Config::ValueTile{}, all_params.value);
+            take(work.rows, work.tiles.tile(num_left) * Config::kBlockN);
+        }
+        __syncwarp();  // waits until every lane has read it
+        if (kTells) {
+            ring.advance();
+        } else {
+            ring.release(lane);
         }
     }
+}
+
+// One thread: copies Q of a tile of work.
+template <typename Config>
+__device__ __forceinline__ void load_query(ForwardStorageSm90<Config>& shared, const TensorMap& query,
+                                           const TileOfWork& work, Ring<1>& ring) {
+    using QueryTile = typename Config::QueryTile;
+    if (work.tiles.num_tiles() == 0) {  // there are no products: consumers pass it
+        ring.wait_empty();
+        ring.arrive_full();
+        ring.advance();
+        return;
+    }
+    const uint32_t landed = ring.acquire(Config::kNumConsumers * QueryTile::kBytes);
+#pragma unroll
+    for (int consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
+        const RowsOfCta& rows = work.rows;
+        QueryTile::load(shared_address(shared.sQ[consumer]), query, rows.batch, rows.head >> rows.log2_packed,
+                        rows.rows.begin + rows.row_of(rows.first_row + consumer * kWarpgroupM), landed);
+    }
+    ring.advance();
+}
+
+// One warp: copies Q by its first lane, and of each tile of K and V a box by each lane that has one. A tile is a box, or in
+// pages several, none of which lies in two pages.
+template <typename Config>
+__device__ __forceinline__ void produce_boxes(ForwardStorageSm90<Config>& shared,
+                                              const AttentionForwardParamsSm90& all_params, int rank, int cluster_size,
+                                              int lane) {
+    const AttentionForwardParams& params = all_params.attention;
+    Ring<1> query_ring(shared.query);
+    Ring<Config::kStages> key_ring(shared.key);
+    const int rows_of_cta = Config::kBlockN / cluster_size, own_row = lane * all_params.key_box_rows;
+    const int first_row = rank * rows_of_cta + own_row;
+    for_tiles_of_cta</*kTells=*/true>(
+        shared, all_params, rank, lane,
+        [&](const TileOfWork& work) {
+            if (lane == 0) load_query(shared, all_params.query, work, query_ring);
+        },
+        [&](const RowsOfCta& work, int32_t first_key) {
+            const bool has_box = own_row < rows_of_cta;
+            const TokenPlace place = has_box ? work.place_of(params, first_key + first_row) : TokenPlace{};
+            const auto fill = [&](const auto& ring, auto& stages, auto tile, const TensorMap& map) {
+                const uint32_t landed = ring.acquire_by_warp(tile.kBytes, lane);
+                const uint32_t rows = shared_address(stages[ring.stage]) + first_row * tile.kRowBytes;
+                if (has_box && cluster_size == 1) {
+                    tile.load(rows, map, place.block, work.kv_head, place.row, landed);
+                } else if (has_box) {
+                    tile.load_into_both(rows, map, place.block, work.kv_head, place.row, landed);
+                }
+            };
+            fill(key_ring, shared.sK, typename Config::KeyTile{}, all_params.key);
+            fill(key_ring.at_same_stage(shared.value), shared.sV, typename Config::ValueTile{}, all_params.value);
+            key_ring.advance();
+        });
 }
 
 // Where the rows of a CTA's tile stand in memory.
@@ -349,17 +404,25 @@ template <typename Config, DataType kDataType>
 void launch_forward_sm90(LaunchedKernel& kernel, void (*function)(AttentionForwardParamsSm90),
                          const AttentionForwardParams& params, bool packs_heads, Stream stream) {
     const DeviceFacts facts = device_facts();
-    const ForwardWorkSm90 work = forward_work_sm90(params, Config::kBlockM, Config::kBlockN,
-                                                   Config::kTilesToShareUnderMask, packs_heads, facts.num_sms);
-    const bool is_packed = params.packed.cu_seqlens_q != nullptr;
-    const auto map_of = [&](const HeadsView<const uint16_t>& view, int32_t total, int group, int box_rows) {
-        return tensor_map(view, is_packed ? total : view.rows, group, box_rows, kDataType);
+    const bool is_packed = params.packed.cu_seqlens_q != nullptr, is_paged = params.paged.block_table != nullptr;
+    const auto box_rows = [&](int rows) { return key_box_rows(params.paged, params.key.batch, rows); };
+    const bool has_boxes = box_rows(Config::kBlockN) > 0;
+    const ForwardWorkSm90 work =
+        forward_work_sm90(params, Config::kBlockM, Config::kBlockN, has_boxes ? Config::kTilesToShareUnderMask : 0,
+                          packs_heads, facts.num_sms);
+    const int packed_heads = 1 << work.log2_packed, rows_of_box = box_rows(Config::kBlockN / work.cluster_size());
+    const auto map_of_keys = [&](const HeadsView<const uint16_t>& view) {
+        const int32_t rows = is_paged ? params.paged.page_size : is_packed ? params.packed.total_k : view.rows;
+        return tensor_map(view, has_boxes && view.rows > 0 ? rows : 0, 1, rows_of_box, kDataType);
     };
-    const int packed_heads = 1 << work.log2_packed, key_rows = Config::kBlockN / work.cluster_size();
     const AttentionForwardParamsSm90 all_params{
-        params, work, map_of(params.query, params.packed.total_q, packed_heads, kWarpgroupM / packed_heads),
-        map_of(params.key, params.packed.total_k, 1, key_rows),
-        map_of(params.value, params.packed.total_k, 1, key_rows)};
+        params,
+        work,
+        tensor_map(params.query, is_packed ? params.packed.total_q : params.query.rows, packed_heads,
+                   kWarpgroupM / packed_heads, kDataType),
+        map_of_keys(params.key),
+        map_of_keys(params.value),
+        rows_of_box};
     const int64_t most_clusters = std::max(facts.num_sms / work.cluster_size(), 1);
     const int64_t num_clusters = work.may_cut ? most_clusters : std::min<int64_t>(work.num, most_clusters);
     const Launch launch{num_clusters * work.cluster_size(), Config::kNumThreads, sizeof(ForwardStorageSm90<Config>),

@@ -2,8 +2,8 @@
 // (Shah et al. 2024): O = softmax(scale · Q·Kᵀ + mask) · V, and the lse.
 //
 // A CTA stays on its SM and takes one tile of kBlockM rows after the other: rows of a head, or of all heads that read a key
-// head. Its last warpgroup is the producer: one thread fills shared memory by TMA and runs ahead; the others, to which it
-// gives registers, consume. Each of these owns 64 rows from start to end.
+// head. Its last warpgroup is the producer: one warp fills shared memory by TMA and runs ahead; the others, to which it
+// gives registers, consume. Each of these owns 64 rows from start to end. Keys may lie in pages: see paged_tiles_sm90.cuh.
 //
 //   ring, stages    full: its bytes have landed       empty: every consumer's warps have read it
 //   work   2        says which tile of rows           after its output
@@ -27,6 +27,7 @@
 
 #include "attention/forward.h"
 #include "attention/forward_parts_sm90.cuh"
+#include "attention/paged_tiles_sm90.cuh"
 #include "device/mask.cuh"
 #include "device/ptx/setmaxnreg.cuh"
 #include "device/sequence.cuh"
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
     const int cluster_size = all_params.work.cluster_size();
     const int rank = ptx::cluster_ctarank();
-    if (threadIdx.x == 0) init_barriers(shared, cluster_size);
+    if (threadIdx.x == 0) init_barriers(shared, cluster_size, /*gathers=*/all_params.key_box_rows == 0);
     __syncthreads();                 // waits until the barriers are initialised
     wait_for_cluster(cluster_size);  // waits until those of the other CTA are
 
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         if (warp == 0) find_share(shared, all_params, lane);
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
         __syncwarp();  // waits until the share is in shared memory
-        if (warp == 0 && lane == 0) produce(shared, all_params, rank, cluster_size);
+        produce(shared, all_params, rank, cluster_size, warp, lane);
         __syncwarp();
         wait_for_cluster(cluster_size);  // as below
         return;
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         consumer.wait_query();
         const RowsOfCta& work = tile.rows;
         const KeyTiles& tiles = tile.tiles;
-        const int32_t num_tiles = warp_uniform(tiles.num_tiles()), num_full = warp_uniform(tiles.num_full);
+        const int32_t num_tiles = warp_uniform(tiles.num_tiles());
         const int32_t own_row = work.first_row + warpgroup * kWarpgroupM + warp * kMmaM;
         OnlineSoftmax<1> softmax(params.scale_log2);
         if (params.scores.sinks != nullptr && tile.is_first_part()) {  // once for all parts of a tile
@@ -93,9 +94,16 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         const KeyRange seen_by[2] = {work.keys_of(own_row + accumulator_row(lane)),
                                      work.keys_of(own_row + accumulator_row(lane) + 8)};
 
+        const MissingPages<Config> missing(shared, params, work, tiles, warpgroup);
+        // Asked in the loops, it costs these their uniform registers.
+        const int32_t num_unmasked = warp_uniform(missing.num_unmasked());
+
         // S of a tile that may be masked, or of the first, becomes rP[0]. Leaves no product in flight.
         const auto exact_softmax = [&](int32_t num_left) {
-            if (num_left > num_full) mask_own_columns(rS, seen_by, tiles.tile(num_left) * kBlockN, lane);
+            if (num_left > num_unmasked) {
+                const int32_t first_key = tiles.tile(num_left) * kBlockN;
+                mask_own_columns(rS, seen_by, missing.present(first_key, lane), first_key, lane);
+            }
             const auto max = maxima_of_lane(rS);
             const bool grows = softmax.is_outgrown_by(max);
             RowNumbers<1> factor{{{1.0f, 1.0f}}};
@@ -118,7 +126,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             softmax.add(sums);
         };
         const auto separate_nonfinite_values = [&](int32_t num_left) {
-            if (num_left <= num_full) return;
+            if (num_left <= tiles.num_full) return;  // what is missing from pages is zeros
             const int32_t first_key = tiles.tile(num_left) * kBlockN;
             consumer.separate_nonfinite_values(
                 rO, [&](int, int half, int key) { return seen_by[half].has(first_key + key); });
@@ -145,7 +153,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             exact_softmax(num_left);
             separate_nonfinite_values(num_left);
             // Masked tiles, and one more where the number of others is odd.
-            for (--num_left; num_left > num_full || num_left % 2 != 0; --num_left) {
+            for (--num_left; num_left > num_unmasked || num_left % 2 != 0; --num_left) {
                 consumer.start_qk(rS);
                 consumer.start_pv(rO, rP[0]);
                 consumer.template wait_qk<1>(rS);

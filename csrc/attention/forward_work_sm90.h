@@ -3,11 +3,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <stdexcept>
 
 #include "attention/key_shares.h"
 #include "attention/key_tiles.cuh"
 #include "attention/tile_order.h"
+#include "device/paged_rows.cuh"
 #include "device/sequence.cuh"
 #include "host/params.h"
 #include "host/tensor_map.h"
@@ -31,10 +33,22 @@ struct AttentionForwardParamsSm90 {
     AttentionForwardParams attention;
     ForwardWorkSm90 work;
     TensorMap query, key, value;
+    int32_t key_box_rows;  // of K and V: see key_box_rows()
 };
 
+// How many rows of K or V a box of TMA has, where a CTA copies so many rows of a tile: in pages, the most that never lie in
+// two of them. 0: boxes would begin where no pattern of the swizzle does, and rows are gathered one by one.
+inline int32_t key_box_rows(const PagedParams& paged, int32_t num_pages, int32_t rows) {
+    if (paged.block_table == nullptr) return rows;
+    if (num_pages == 0) return 0;  // nor is there a tensor to make boxes of
+    if (paged.max_pages == 1) return rows;
+    const int32_t box_rows = std::gcd(paged.page_size, rows);
+    return box_rows % kSwizzleRows == 0 ? box_rows : 0;
+}
+
 // tiles_to_share_under_mask: two tiles of rows under a mask see different keys; both then take what either sees, which pays
-// where a head has at least so many tiles. 0: sharing never pays, as the L2 cache delivers what each CTA needs.
+// where a head has at least so many tiles. 0: sharing never pays, as the L2 cache delivers what each CTA needs, or there is
+// no TMA to copy into both.
 // packs_heads: whether a tile may hold rows of several heads.
 inline ForwardWorkSm90 forward_work_sm90(const AttentionForwardParams& params, int32_t block_m, int32_t block_n,
                                          int32_t tiles_to_share_under_mask, bool packs_heads, int32_t num_sms) {
@@ -115,9 +129,23 @@ struct RowsOfCta {
         cluster_begin = (num_positions - 1 - tile.position) * rows_per_cluster;
         first_row = cluster_begin + (work.tiles_per_cluster > 1 ? rank * block_m : 0);
         rows = sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
-        keys = sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows);
+        keys = params.paged.block_table != nullptr
+                   ? Sequence{0, paged_keys(params.packed.cu_seqlens_k, batch, params.key.rows)}
+                   : sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows);
         cluster_end = min(cluster_begin + rows_per_cluster, num_rows());
         window = window_of(params.scores, rows.length, keys.length);
+    }
+
+    // Where the keys lie, if in pages.
+    __device__ __forceinline__ PageTable page_table(const AttentionForwardParams& params) const {
+        return {params.paged, batch, params.key.batch, keys.length};
+    }
+
+    // Where the maps of K and V have a key. One that is absent lies behind the last row, where TMA copies zeros.
+    __device__ __forceinline__ TokenPlace place_of(const AttentionForwardParams& params, int32_t key) const {
+        if (params.paged.block_table == nullptr) return {batch, keys.begin + key};
+        const TokenPlace place = page_table(params).find(key);
+        return place.is_present() ? place : TokenPlace{0, params.paged.page_size};
     }
 
     __device__ __forceinline__ int32_t num_rows() const { return rows.length << log2_packed; }

@@ -62,8 +62,7 @@ struct KeyShare {
 
 // What a CTA takes where it has a single piece or a part of one.
 struct KeyPortion {
-    bool is_cut;
-    bool exists;
+    int32_t is_cut, exists;  // not bool: the struct is copied as a whole, and has no bytes that nobody writes
     uint32_t piece;
     int32_t part, num_parts;
 };
@@ -150,17 +149,17 @@ __device__ __forceinline__ KeyShare key_share(uint32_t num_entries, uint32_t hea
     return share;
 }
 
-// One warp, for a CTA that ends with what it has: the share of a CTA becomes parts of one piece each, of equal length, no more
-// than num_ctas and one for each piece.
+// One warp, for a CTA that ends with what it has, which is a part of one piece, or all of it. Pieces have as many parts as their
+// share of the steps is of num_ctas, rounded down: so these run at a time, but for pieces that are too short for a share.
 template <typename StepsOf>
 __device__ __forceinline__ KeyPortion key_portion(uint32_t num_entries, uint32_t heads, uint32_t cta, uint32_t num_ctas,
                                                   int lane, StepsOf&& steps_of) {
     const EntryScan steps(num_entries, lane, [&](uint32_t entry) { return int64_t{steps_of(entry)} * heads; });
-    const int32_t per_part = steps_per_cta(steps, heads, num_ctas, steps_of);
-    if (per_part == 0) return {false, cta < num_entries * heads, cta, 0, 1};
+    if (steps_per_cta(steps, heads, num_ctas, steps_of) == 0) return {false, cta < num_entries * heads, cta, 0, 1};
     const auto parts_of_piece = [&](uint32_t entry) {
         const int32_t of_piece = steps_of(entry);
-        return of_piece == 0 ? 0 : max(of_piece / per_part, 1);
+        const auto proportional = static_cast<int32_t>(int64_t{of_piece} * num_ctas / steps.all);
+        return of_piece == 0 ? 0 : max(min(proportional, of_piece / kStepsOfMerge), 1);
     };
     const auto parts_of_entry = [&](uint32_t entry) { return int64_t{parts_of_piece(entry)} * heads; };
     const EntryScan parts(num_entries, lane, parts_of_entry);

@@ -34,6 +34,19 @@ struct PageTable {
           num_pages(num_pages),
           num_keys(num_keys) {}
 
+    // Whether a page does not exist of those that hold keys [begin, end) of the sequence, among the ones that this thread of
+    // `threads` looks at.
+    __device__ __forceinline__ bool lacks_some(int32_t begin, int32_t end, int thread, int threads) const {
+        const int32_t last_key = min(end, num_keys) - 1;
+        if (last_key < begin) return false;
+        bool lacks = false;
+        const int32_t last_page = params.by_page_size.quotient(last_key);
+        for (int32_t i = params.by_page_size.quotient(begin) + thread; i <= last_page; i += threads) {
+            lacks |= static_cast<uint32_t>(__ldg(pages + i)) >= static_cast<uint32_t>(num_pages);
+        }
+        return lacks;
+    }
+
     // Keys from num_keys on are absent, and the table is not read for them.
     __device__ __forceinline__ TokenPlace find(int32_t key) const {
         const int32_t page_idx = params.by_page_size.quotient(key);
@@ -41,6 +54,22 @@ struct PageTable {
         return place_in_page(page, num_pages, key, page_idx, params.page_size);
     }
 };
+
+// Of a tile's keys from first_key on, those that are present: bit 2n + e is key accumulator_column(lane) + 8n + e, as a lane
+// has the columns of accumulators. A whole warp.
+template <int kTilesN>
+__device__ __forceinline__ uint32_t present_columns(const PageTable& table, int32_t first_key, int lane) {
+    constexpr int kTilesPerWord = kWarpSize / kMmaN;
+    uint32_t present = 0;
+#pragma unroll
+    for (int n = 0; n < kTilesN; n += kTilesPerWord) {
+        const bool is_present = table.find(first_key + n * kMmaN + lane).is_present();
+        const uint32_t own = __ballot_sync(0xffffffff, is_present) >> accumulator_column(lane) & 0x03030303;
+        // The two bits of each byte move side by side.
+        present |= ((own | own >> 6 | own >> 12 | own >> 18) & 0xff) << 2 * n;
+    }
+    return present;
+}
 
 // The tiles of keys or values of one head, each copied into the same place.
 template <int kRows, int kHeadDim, int kThreads>

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "device/ptx/cluster.cuh"
+#include "device/ptx/fence.cuh"
 #include "device/ptx/mbarrier.cuh"
 #include "device/swizzle.cuh"
 
@@ -25,6 +26,17 @@ struct RingBarriers {
     }
 };
 
+// Beside a ring whose stages may be filled by cp.async: for each stage, an mbarrier at which the threads that copy arrive.
+template <int kStages>
+struct GatherBarriers {
+    uint64_t landed[kStages];
+
+    // One thread, before anybody uses them.
+    __device__ __forceinline__ void init(int num_threads) {
+        for (int stage = 0; stage < kStages; ++stage) ptx::mbarrier_init(shared_address(&landed[stage]), num_threads);
+    }
+};
+
 // Where one side stands in the ring. The phase, the parity of the rounds, is kept here and nowhere else.
 template <int kStages>
 struct Ring {
@@ -39,10 +51,19 @@ struct Ring {
     __device__ __forceinline__ Ring(const RingBarriers<kStages>& barriers, uint32_t times)
         : barriers(shared_address(&barriers)), stage(times % kStages), phase(times / kStages % 2) {}
 
-    // Producer, one thread: waits until every consumer has read what the stage held.
+    // The same place in another ring, for a side that goes through two in step: one stage and phase serve both.
+    __device__ __forceinline__ Ring at_same_stage(const RingBarriers<kStages>& other) const {
+        Ring ring(other);
+        ring.stage = stage;
+        ring.phase = phase;
+        return ring;
+    }
+
+    // Producer: waits until every consumer has read what the stage held.
     __device__ __forceinline__ void wait_empty() const { ptx::mbarrier_wait_parity(empty(), phase ^ 1); }
 
-    // The same for a stage that gets so many bytes, which have to arrive at the barrier that is returned.
+    // The same for one thread that fills the stage by TMA. The stage then gets so many bytes, which have to arrive at the
+    // barrier that is returned.
     __device__ __forceinline__ uint32_t acquire(uint32_t bytes) const {
         wait_empty();
         ptx::mbarrier_arrive_expect_tx(full(), bytes);
@@ -50,9 +71,22 @@ struct Ring {
     }
 
     // Producer, for a stage that it has written itself.
-    __device__ __forceinline__ void pass_on() {
-        ptx::mbarrier_arrive(full());
-        advance();
+    __device__ __forceinline__ void arrive_full() const { ptx::mbarrier_arrive(full()); }
+
+    // The same for a warp whose lanes share the copies.
+    __device__ __forceinline__ uint32_t acquire_by_warp(uint32_t bytes, int lane) const {
+        wait_empty();
+        if (lane == 0) ptx::mbarrier_arrive_expect_tx(full(), bytes);
+        __syncwarp();  // the barrier knows of the bytes before any arrive
+        return full();
+    }
+
+    // Producer, one thread, where other threads copy with cp.async: waits until their copies have landed in the stage, and
+    // tells the consumers. What wgmma is to read, which threads have written, passes the fence on its way.
+    __device__ __forceinline__ void publish(const GatherBarriers<kStages>& gathered) const {
+        ptx::mbarrier_wait_parity(shared_address(&gathered.landed[stage]), phase);
+        ptx::fence_proxy_async_shared();
+        arrive_full();
     }
 
     // Consumer: waits until the tile has landed.

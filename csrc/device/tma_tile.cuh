@@ -26,27 +26,26 @@ struct TmaTile {
         return chunk / 8 * kBlockBytes + row * kRowBytes + (chunk % 8 ^ row % 8) * kChunkBytes;
     }
 
-    // One thread: starts to copy rows from `row` on, of a group of heads of the map. What lies outside of the tensor becomes
-    // zero, and its bytes count too.
-    __device__ __forceinline__ static void load(uint32_t tile, const TensorMap& map, int32_t batch, int32_t group,
-                                                int32_t row, uint32_t barrier) {
+    // One thread: starts to copy rows from `row` on, of a group of heads of the map: a box, which may be a part of the tile
+    // and goes to the rows of it that begin there. What lies outside of the tensor becomes zero, and its bytes count too.
+    __device__ __forceinline__ static void load(uint32_t rows_of_tile, const TensorMap& map, int32_t batch,
+                                                int32_t group, int32_t row, uint32_t barrier) {
 #pragma unroll
         for (int block = 0; block < kNumBlocks; ++block) {
-            ptx::cp_async_bulk_tensor_5d(tile + block * kBlockBytes, &map.encoded, block * kBlockColumns, 0, row,
-                                         map.has_groups ? group : 0, map.has_batch ? batch : 0, barrier);
+            ptx::cp_async_bulk_tensor_5d(rows_of_tile + block * kBlockBytes, &map.encoded, block * kBlockColumns, 0,
+                                         row, map.has_groups ? group : 0, map.has_batch ? batch : 0, barrier);
         }
     }
 
-    // The same for a tile that two CTAs of a cluster share: each copies its half of the rows, `rank` 0 or 1, into both.
-    __device__ __forceinline__ static void load_half(uint32_t tile, const TensorMap& map, int32_t batch, int32_t group,
-                                                     int32_t row, uint32_t barrier, int rank) {
+    // The same to two CTAs of a cluster, to the same place of their tiles. Each of them copies a half of the rows.
+    __device__ __forceinline__ static void load_into_both(uint32_t rows_of_tile, const TensorMap& map, int32_t batch,
+                                                          int32_t group, int32_t row, uint32_t barrier) {
         static_assert(kRows % 16 == 0, "a half begins where the swizzle's pattern does");
-        const int first_row = rank * (kRows / 2);
 #pragma unroll
         for (int block = 0; block < kNumBlocks; ++block) {
-            ptx::cp_async_bulk_tensor_5d_multicast(
-                tile + block * kBlockBytes + first_row * kRowBytes, &map.encoded, block * kBlockColumns, 0,
-                row + first_row, map.has_groups ? group : 0, map.has_batch ? batch : 0, barrier, /*ctas=*/0b11);
+            ptx::cp_async_bulk_tensor_5d_multicast(rows_of_tile + block * kBlockBytes, &map.encoded,
+                                                   block * kBlockColumns, 0, row, map.has_groups ? group : 0,
+                                                   map.has_batch ? batch : 0, barrier, /*ctas=*/0b11);
         }
     }
 

@@ -47,7 +47,7 @@ struct KernelKey {
     int32_t architecture;  // that it is written for
     KernelSize size;
     std::optional<DataType> dtype;  // none: any
-    bool variant;                   // each table says what is meant
+    std::optional<bool> variant;    // each table says what is meant; none: both
 };
 
 // A kernel of sm_80 runs on all later GPUs; sm_90a has instructions that no other GPU has.
@@ -115,7 +115,7 @@ class KernelTable {
     // Null where there is none.
     Row* find_or_null(int32_t compute_capability, KernelSize size, std::optional<DataType> dtype, bool variant) {
         for (Row& row : rows_) {
-            if (row.key.size.holds(size) && row.key.dtype == dtype && row.key.variant == variant &&
+            if (row.key.size.holds(size) && row.key.dtype == dtype && row.key.variant.value_or(variant) == variant &&
                 runs_on(row.key.architecture, compute_capability)) {
                 return &row;
             }

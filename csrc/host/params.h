@@ -60,7 +60,7 @@ struct PageStrides {
 // lengths as rows. The lengths are differences of cu_seqlens_k. Neither these nor the table are trusted: see
 // device/paged_rows.cuh.
 struct PagedParams {
-    const int32_t* block_table;  // [batch, max_pages]
+    const int32_t* block_table;  // [batch, max_pages], or null: keys lie in no pages, or there are none
     int32_t max_pages, page_size;
     Divisor by_page_size;
     PageStrides key, value;
@@ -92,8 +92,8 @@ struct ScoreParams {
     float dropout_factor;         // of what is kept
 };
 
-// attention/forward_sm80.cuh, for scores that are only scaled and masked by a window. Head dims may be smaller than the
-// kernel's, and differ.
+// attention/forward_*.cuh. Those without options compute scores that are only scaled and masked by a window. Head dims may
+// be smaller than the kernel's, and differ.
 struct AttentionForwardParams {
     HeadsView<const uint16_t> query;  // [B, Hq, Sq, D]
     HeadsView<const uint16_t> key;    // [B, Hkv, Sk, D]
@@ -104,15 +104,10 @@ struct AttentionForwardParams {
     ScoreParams scores;
     float scale_log2;         // the absolute value of scores.scale, times log2(e), or 1 where that is 0
     int32_t heads_per_group;  // heads whose tiles are scheduled side by side, see attention/tile_order.h
+    PagedParams paged;        // for the kernels that take pages
     // Null: no CTAs share the keys of a tile. Else how many run at a time. See attention/key_shares.h.
     PartWorkspace parts;
     int32_t resident_ctas;
-};
-
-// attention/forward_options_sm80.cuh, for any scores.
-struct AttentionOptionsParams {
-    AttentionForwardParams attention;
-    PagedParams paged;  // for the kernels of pages alone
 };
 
 // The gradient of a bias: [batch, heads, rows, keys] fp32 with the bias's own sizes, 1 where it was broadcast.
@@ -123,7 +118,7 @@ struct BiasGradientView {
 };
 
 // attention/backward_*_sm80.cuh, the kernels of one backward pass in the order in which they run: rows, key_value, query,
-// and where they are asked for bias and sinks. Packed sequences as in AttentionOptionsParams.
+// and where they are asked for bias and sinks. Packed sequences as in AttentionForwardParams.
 struct AttentionBackwardParams {
     HeadsView<const uint16_t> query, key, value, out, grad_out;
     HeadsView<uint16_t> grad_query, grad_key, grad_value;

@@ -245,11 +245,6 @@ def test_the_dispatcher_chooses_the_kernel(head_dims: Dims, dtype: torch.dtype) 
     assert calls == [("attention", "cuda", name)]
 
 
-def test_keys_in_pages_take_the_kernel_for_sm_80() -> None:
-    name = native.attention_forward_kernel(90, 64, 64, torch.float16, changes_scores=True, paged=True)
-    assert name == "attention_forward_options_sm80<64, float16, paged>"
-
-
 def test_every_instance_is_launched() -> None:
     assert instances.rows_of("attention/instances/forward_options_sm90.cu") == sorted(
         (*head_dims, dtype) for head_dims in HEAD_DIMS for dtype in instances.DTYPES

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 import fastattn
-from cuda_kernels import MARKS, checked
-from fastattn import reference
+from cuda_kernels import EMULATED, MARKS, checked, only_emulated
+from fastattn import native, reference
 from kernel_device import DEVICE
 from oracle import check_against_oracle
+
+if EMULATED:
+    from emulator import device
 
 pytestmark = MARKS
 each_backend = pytest.mark.parametrize("backend", ["cuda", "triton"])
@@ -82,6 +85,21 @@ def test_a_prompt(options: dict[str, Any], paged: bool, backend: str) -> None:
     check_against_oracle("lse", found_lse, lse, composite_lse)
     for name in ("k_cache", "v_cache"):
         torch.testing.assert_close(made[name], expected[name].to(made[name].dtype), rtol=2e-3, atol=2e-3)
+
+
+@only_emulated
+@pytest.mark.skipif("90a" not in native.BUILD["archs"], reason="needs kernels for sm_90a")
+@pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+def test_a_prompt_on_hopper(options: dict[str, Any], paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels for Hopper read pages, and a contiguous cache as one page for each sequence."""
+    has_options = not options.keys().isdisjoint({"softcap", "alibi_slopes"})
+    kernel = "attention_forward_options_sm90" if has_options else "attention_forward_sm90"
+    name = f"{kernel}<64, float16>"
+    monkeypatch.setitem(KERNELS, "cuda", name)
+    with device.emulated(90, num_sms=3):
+        assert kernel_of(arguments(paged, **options)) == name
+        test_a_prompt(options, paged, "cuda")
 
 
 def kernel_of(made: dict[str, Any]) -> str:

@@ -163,8 +163,12 @@ def test_products_are_those_of_warpgroups(instance: Instance) -> None:
 
 @each_forward
 def test_the_producer_copies_with_tma(instance: Instance) -> None:
-    kinds = {opcode.split(".")[0] for opcode in forward_kernels()[instance].instructions}
-    assert "UTMALDG" in kinds and not kinds & {"LDGSTS", "LDSM"}
+    """It gathers rows of small pages with LDGSTS; consumers copy nothing, and wait for no fence of memory."""
+    kernel = forward_kernels()[instance]
+    kinds = {opcode.split(".")[0] for opcode in kernel.instructions}
+    assert "UTMALDG" in kinds and "LDSM" not in kinds
+    _, full = loops(kernel)
+    assert not {opcode.split(".")[0] for opcode in full} & {"LDGSTS", "LDG", "LDS", "STS", "MEMBAR", "ERRBAR"}
 
 
 @each_forward

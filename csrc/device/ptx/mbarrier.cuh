@@ -19,9 +19,15 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// At a barrier of any CTA of the cluster: see mapa.
+// At a barrier of any CTA of the cluster: see mapa. Its scope is the CTA, as who arrives has written nothing that another CTA
+// reads: that of the cluster would be a fence of all memory, for which every warp waits.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+    asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives for this thread once all cp.async that it has started have landed. Counts like any other arrival.
+__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // Arrives, and has the phase wait for so many more bytes of copies.

@@ -1,0 +1,178 @@
+// Keys and values in pages, for the forward kernels for Hopper: the producer that finds their rows, and the tiles that consumers
+// have to mask because a page is missing.
+//
+// A box of TMA lies in one page. Where pages hold whole tiles, or one page holds all of a sequence, a tile is a box as it is
+// without pages; else it is several, and each lane of a warp looks up and copies one of them. Where the pages are so small or
+// so odd that boxes would begin in the middle of the swizzle's pattern, three warps gather the rows with cp.async:
+//
+//   warps 1 to 3   wait for `empty` → look up, copy → arrive at `landed` when the copies have landed
+//   warp 0         wait for `landed` → fence between the proxies → arrive at `full`; and Q, by TMA
+//
+// The copies run on while the threads that have started them go on to the next stage; so another thread waits for them.
+//
+// What a key whose page does not exist gives: see device/paged_rows.cuh. Zeros come from boxes that lie behind a page's last
+// row, or from copies of no bytes.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention/forward_parts_sm90.cuh"
+#include "device/paged_rows.cuh"
+#include "device/ptx/cp_async.cuh"
+#include "device/ptx/mbarrier.cuh"
+#include "device/ptx/named_barrier.cuh"
+#include "device/ptx/opaque.cuh"
+
+namespace fastattn {
+
+// The rows of a tile that a warp gathers, four at a time: eight lanes copy 128 bytes of one row. Each lane looks up one of
+// every 32 of the warp's rows, and the others have it from there.
+template <int kBlockN>
+struct GatheredRows {
+    static constexpr int kRowsPerPass = 4, kLanesPerGatheredRow = kWarpSize / kRowsPerPass;
+    static constexpr int kPasses = (kBlockN / kRowsPerPass + kGatheringWarps - 1) / kGatheringWarps;
+    static constexpr int kPassesPerLookUp = kWarpSize / kRowsPerPass;
+    static constexpr int kLookUps = (kPasses + kPassesPerLookUp - 1) / kPassesPerLookUp;
+
+    int warp, lane;  // warp: from 0 to kGatheringWarps - 1
+    TokenPlace found[kLookUps];
+
+    // In the tile; it may lie behind the last one.
+    __device__ __forceinline__ int row(int pass, int row_in_pass) const {
+        return (pass * kGatheringWarps + warp) * kRowsPerPass + row_in_pass;
+    }
+
+    __device__ __forceinline__ void find(const PageTable& table, int32_t first_key) {
+#pragma unroll
+        for (int i = 0; i < kLookUps; ++i) {
+            const int row_here = row(i * kPassesPerLookUp + lane / kRowsPerPass, lane % kRowsPerPass);
+            found[i] = table.find(first_key + row_here);
+        }
+    }
+
+    // Starts to copy these rows of a head into their places in a tile.
+    template <typename Tile>
+    __device__ __forceinline__ void copy(Tile, uint32_t tile, const HeadsView<const uint16_t>& pages,
+                                         const PageStrides& strides, int32_t head) const {
+        const int own_lane = ptx::opaque(lane);  // else what follows from it takes registers over the loop
+        const int row_in_pass = own_lane / kLanesPerGatheredRow, chunk = own_lane % kLanesPerGatheredRow;
+        const uint16_t* gHead = row_pointer(pages, 0, head, 0) + chunk * kChunkElements;
+        const int chunks_from_here = pages.head_dim / kChunkElements - chunk;
+        constexpr int kUnroll = kLookUps > 1 ? kPasses : 2;  // a producer with few registers has no room for more
+#pragma unroll kUnroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const TokenPlace& of_lane = found[kLookUps > 1 ? pass / kPassesPerLookUp : 0];
+            const int from = pass % kPassesPerLookUp * kRowsPerPass + row_in_pass;
+            const TokenPlace place{__shfl_sync(0xffffffff, of_lane.block, from),
+                                   __shfl_sync(0xffffffff, of_lane.row, from)};
+            const int row_here = row(pass, row_in_pass);
+            if (row_here >= kBlockN) continue;
+            const uint64_t chunks = uint64_t{static_cast<uint32_t>(place.block)} * strides.page +
+                                    uint64_t{static_cast<uint32_t>(place.row)} * strides.row;
+            const uint16_t* gRow = gHead + chunks * kChunkElements;
+            const uint32_t sRow = tile + Tile::offset(row_here, chunk);
+#pragma unroll
+            for (int block = 0; block < Tile::kNumBlocks; ++block) {
+                const int first_chunk = block * kLanesPerGatheredRow;
+                const bool exists = first_chunk < chunks_from_here && place.is_present();
+                ptx::cp_async_cg_16(sRow + block * Tile::kBlockBytes, gRow + first_chunk * kChunkElements,
+                                    exists ? kChunkBytes : 0);
+            }
+        }
+    }
+};
+
+// kGatheringWarps warps: copy K and V.
+template <typename Config>
+__device__ __forceinline__ void gather_rows(ForwardStorageSm90<Config>& shared,
+                                            const AttentionForwardParamsSm90& all_params, int warp, int lane) {
+    const AttentionForwardParams& params = all_params.attention;
+    Ring<Config::kStages> key_ring(shared.key);
+    GatheredRows<Config::kBlockN> rows{warp, lane};
+    for_tiles_of_cta</*kTells=*/false>(
+        shared, all_params, /*rank=*/0, lane, [](const TileOfWork&) {},
+        [&](const RowsOfCta& work, int32_t first_key) {
+            rows.find(work.page_table(params), first_key);
+            const auto fill = [&](const auto& ring, auto& stages, auto tile, const HeadsView<const uint16_t>& pages,
+                                  const PageStrides& strides, const auto& gathered) {
+                ring.wait_empty();
+                rows.copy(tile, shared_address(stages[ring.stage]), pages, strides, work.kv_head);
+                ptx::cp_async_mbarrier_arrive_noinc(shared_address(&gathered.landed[ring.stage]));
+            };
+            fill(key_ring, shared.sK, typename Config::KeyTile{}, params.key, params.paged.key, shared.gathered_key);
+            fill(key_ring.at_same_stage(shared.value), shared.sV, typename Config::ValueTile{}, params.value,
+                 params.paged.value, shared.gathered_value);
+            key_ring.advance();
+        });
+}
+
+// One warp, whose first lane copies Q, and tells the consumers which tiles have landed.
+template <typename Config>
+__device__ __forceinline__ void publish_gathered(ForwardStorageSm90<Config>& shared,
+                                                 const AttentionForwardParamsSm90& all_params, int lane) {
+    Ring<1> query_ring(shared.query);
+    Ring<Config::kStages> key_ring(shared.key);
+    for_tiles_of_cta</*kTells=*/true>(
+        shared, all_params, /*rank=*/0, lane,
+        [&](const TileOfWork& work) {
+            if (lane == 0) load_query(shared, all_params.query, work, query_ring);
+        },
+        [&](const RowsOfCta&, int32_t) {
+            if (lane != 0) return;
+            key_ring.publish(shared.gathered_key);
+            key_ring.at_same_stage(shared.value).publish(shared.gathered_value);
+            key_ring.advance();
+        });
+}
+
+// The producer's warpgroup, whose warps are 0 to 3.
+template <typename Config>
+__device__ __forceinline__ void produce(ForwardStorageSm90<Config>& shared,
+                                        const AttentionForwardParamsSm90& all_params, int rank, int cluster_size,
+                                        int warp, int lane) {
+    if (all_params.key_box_rows > 0) {
+        if (warp == 0) produce_boxes(shared, all_params, rank, cluster_size, lane);
+    } else if (warp > 0) {
+        gather_rows(shared, all_params, warp - 1, lane);
+    } else {
+        publish_gathered(shared, all_params, lane);
+    }
+}
+
+// Which keys of a piece of work are absent because their page is missing. Where one is, all tiles are taken for masked ones;
+// elsewhere the loops are those of keys in no pages.
+template <typename Config>
+struct MissingPages {
+    PageTable table;
+    int32_t num_full;  // tiles of which every row would see all
+    int32_t* some;     // in shared memory, of each warp: a register for it would be one too many in some loops
+
+    // All threads of a warpgroup, and all warpgroups alike.
+    __device__ __forceinline__ MissingPages(ForwardStorageSm90<Config>& shared, const AttentionForwardParams& params,
+                                            const RowsOfCta& work, const KeyTiles& tiles, int warpgroup)
+        : table(work.page_table(params)), num_full(tiles.num_full), some(&shared.some_pages_missing[warp_in_cta()]) {
+        if (!are_pages()) return;
+        const KeyTiles all = work.key_tiles(Config::kBlockN);  // with those of other CTAs
+        const bool lacks =
+            table.lacks_some(all.begin * Config::kBlockN, (all.begin + all.num_tiles()) * Config::kBlockN,
+                             threadIdx.x % kWarpgroupSize, kWarpgroupSize);
+        const bool any = ptx::bar_red_or(kOneConsumer + warpgroup, kWarpgroupSize, lacks);
+        if (threadIdx.x % kWarpSize == 0) *some = any ? 1 : 0;
+        __syncwarp();  // the warp can read what its first lane has written
+    }
+
+    // How many tiles, the last ones that the CTA takes, need no mask.
+    __device__ __forceinline__ int32_t num_unmasked() const { return is_any() ? 0 : num_full; }
+
+    // Of a masked tile, as mask_own_columns() takes it.
+    __device__ __forceinline__ uint32_t present(int32_t first_key, int lane) const {
+        return is_any() ? present_columns<Config::kTilesN>(table, first_key, lane) : 0xffffffff;
+    }
+
+  private:
+    __device__ __forceinline__ bool are_pages() const { return table.params.block_table != nullptr; }
+    __device__ __forceinline__ bool is_any() const { return are_pages() && *some != 0; }
+};
+
+}  // namespace fastattn

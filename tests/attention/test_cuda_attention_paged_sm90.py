@@ -1,0 +1,334 @@
+"""Keys and values in pages on the forward kernels for Hopper: each way in which their producer finds them, against the
+oracle, and what stands in tables and in rows that nobody may see.
+
+On an H100 or H200 where there is one, else as PTX on the emulated sm_90, with all of its checks and at several seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+import test_attention_paged as paged
+from cuda_kernels import EMULATED, MARKS, checked, each_dtype, only_emulated
+from fastattn import native
+from kernel_device import DEVICE
+from test_attention_paged import CAUSAL, HUGE, Case
+
+if EMULATED:
+    from emulator import EmulatorError, cuda_runtime, device, launches
+
+IS_HOPPER = EMULATED or torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [
+    *MARKS,
+    pytest.mark.usefixtures("hopper"),
+    pytest.mark.skipif(not IS_HOPPER or "90a" not in native.BUILD["archs"], reason="needs kernels for sm_90a"),
+]
+
+PLAIN, OPTIONS = "attention_forward_sm90", "attention_forward_options_sm90"
+HEAD_DIMS = (64, 96, 128, 192, 256)
+# A page holds whole tiles of some head dims (128, 256), parts of tiles (8 to 96), or rows that are gathered (others).
+PAGE_SIZES = (1, 5, 8, 16, 24, 64, 96, 128, 256)
+each_page_size = pytest.mark.parametrize("page_size", PAGE_SIZES)
+# Pages of each kind.
+SOME_SIZES = (5, 16, 128)
+each_kind = pytest.mark.parametrize("page_size", SOME_SIZES)
+PLAIN_OPTIONS = {"window", "scale"}
+
+
+@pytest.fixture(scope="module")
+def hopper(emulated_gpu: None) -> Iterator[None]:
+    """A Hopper GPU with three SMs, so that CTAs take several tiles each."""
+    if not EMULATED:
+        yield
+        return
+    with device.emulated(90, num_sms=3):
+        yield
+
+
+def kernel_of(case: Case) -> str:
+    return OPTIONS if case.alibi or dict(case.options).keys() - PLAIN_OPTIONS else PLAIN
+
+
+def check(arguments: dict[str, Any], kernel: str) -> tuple[Tensor, Tensor]:
+    """Against the oracle; this kernel must be the one that ran."""
+    with fastattn.record() as calls:
+        result = paged.check(arguments, "cuda")
+    assert [call.kernel.partition("<")[0] for call in calls] == [kernel]
+    return result
+
+
+def check_case(case: Case) -> tuple[Tensor, Tensor]:
+    return check(paged.make(case), kernel_of(case))
+
+
+def run(arguments: dict[str, Any], kernel: str = PLAIN, **launching: Any) -> tuple[Tensor, Tensor]:
+    with fastattn.use_backend("cuda"), fastattn.record() as calls, checked(**launching):
+        out, lse = fastattn.attention_varlen(**arguments, return_lse=True)
+    assert [call.kernel.partition("<")[0] for call in calls] == [kernel]
+    return out, lse
+
+
+def whole(case: Case) -> Case:
+    """One page for each sequence, as a prompt over a contiguous cache has."""
+    return replace(case, page_size=max(case.lengths[1]) + 6)
+
+
+def only_first_page(arguments: dict[str, Any]) -> dict[str, Any]:
+    return arguments | {"block_table": arguments["block_table"][:, :1].contiguous()}
+
+
+# --- Against the oracle -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", paged.CASES, ids=str)
+def test_what_the_kernel_for_sm_80_computes(case: Case) -> None:
+    check_case(case)
+
+
+# Several tiles of rows and of keys for each head dim, full ones and masked ones.
+LARGE = Case(lengths=((200, 33, 1), (370, 97, 260)))
+
+
+@each_page_size
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_page_sizes(page_size: int, head_dim: int) -> None:
+    dtype = torch.float16 if page_size % 3 else torch.bfloat16
+    options = () if page_size in (5, 16, 96) else (("window", CAUSAL),)
+    check_case(replace(LARGE, page_size=page_size, dims=(head_dim, head_dim), dtype=dtype, options=options))
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 24, 96])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_page_sizes_with_options(page_size: int, head_dim: int) -> None:
+    chosen: tuple[tuple[str, Any], ...] = (("window", (150, 20)), ("softcap", 3.0))
+    if page_size == 8:
+        chosen = (("window", CAUSAL), ("dropout_p", 0.3), ("scale", -0.2))
+    dtype = torch.bfloat16 if page_size == 24 else torch.float16
+    case = replace(LARGE, page_size=page_size, dims=(head_dim, head_dim), options=chosen, dtype=dtype)
+    check_case(replace(case, alibi=page_size == 96, sinks=page_size == 1))
+
+
+@each_dtype
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("window", [(-1, -1), CAUSAL], ids=["full", "causal"])
+def test_one_page_holds_a_sequence(head_dim: int, window: tuple[int, int], dtype: torch.dtype) -> None:
+    case = whole(replace(LARGE, dims=(head_dim, head_dim), options=(("window", window),), dtype=dtype))
+    check(only_first_page(paged.make(case)), PLAIN)
+
+
+@pytest.mark.parametrize("options", [{"sinks": True}, {"options": (("window", (70, 9)),)}], ids=str)
+@each_kind
+def test_sinks_and_windows(page_size: int, options: dict[str, Any]) -> None:
+    check_case(replace(LARGE, page_size=page_size, dims=(128, 64), **options))
+
+
+@pytest.mark.parametrize("head_dims", [(8, 24), (72, 96), (16, 128), (200, 256)], ids=str)
+@each_kind
+def test_head_dims_below_the_kernels_own(page_size: int, head_dims: tuple[int, int]) -> None:
+    check_case(Case(page_size=page_size, dims=head_dims, lengths=((70, 5), (180, 60))))
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (8, 2), (6, 2), (5, 5)], ids=str)
+@each_kind
+def test_query_heads_in_the_rows_of_a_tile(page_size: int, heads: tuple[int, int]) -> None:
+    for lengths in (((1, 1, 1), (300, 5, 130)), ((17, 0, 40), (300, 0, 90))):
+        check_case(Case(page_size=page_size, heads=heads, dims=(128, 128), lengths=lengths, sinks=True))
+
+
+@only_emulated
+@pytest.mark.parametrize(("page_size", "cluster"), [(5, 1), (8, 2), (16, 2), (96, 2), (128, 2), (256, 2)])
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
+def test_two_ctas_share_tiles_by_tma(page_size: int, cluster: int, head_dim: int) -> None:
+    """Two heads of a key head, then two tiles of rows; rows that are gathered are not shared."""
+    case = Case(page_size=page_size, dims=(head_dim, head_dim), lengths=((256, 140), (330, 290)), options=())
+    for heads in ((2, 1), (1, 1)):
+        arguments = paged.make(replace(case, heads=heads))
+        with device.emulated(90, num_sms=4), launches.recorded() as found:
+            check(arguments, PLAIN)
+            arguments["block_table"][1, 100 // page_size] = -1
+            check(arguments, PLAIN)
+        for launched in found:
+            assert (launched.report.waits.get("cluster barrier", 0) > 0) == (cluster == 2)
+
+
+@only_emulated
+@pytest.mark.parametrize("num_sms", [1, 132])
+@each_kind
+def test_any_number_of_sms(page_size: int, num_sms: int) -> None:
+    """Rings go on from one piece of work to the next."""
+    with device.emulated(90, num_sms=num_sms):
+        for head_dim in (64, 256):
+            check_case(replace(LARGE, page_size=page_size, dims=(head_dim, head_dim), heads=(3, 3)))
+
+
+# --- What is in tables and in rows that nobody may see ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", [PLAIN, OPTIONS])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("page_size", [1, 16, 48, 128])
+def test_pages_out_of_range_are_absent(page_size: int, head_dim: int, kernel: str) -> None:
+    """In full tiles and in masked ones: neither read nor counted, and the other keys stay where they are."""
+    case = Case(page_size=page_size, lengths=((210, 20, 9), (500, 96, 48)), dims=(head_dim, head_dim))
+    arguments = paged.make(replace(case, alibi=kernel == OPTIONS, sinks=False))
+    for window in ((-1, -1), CAUSAL):
+        broken = arguments["block_table"].clone()
+        broken[0, 0], broken[0, 300 // page_size], broken[1, 32 // page_size] = HUGE, -1, arguments["key"].shape[0]
+        broken[2] = -5
+        out, lse = check(arguments | {"block_table": broken, "window": window}, kernel)
+        assert bool((out[230:] == 0).all()) and bool((lse[:, 230:] == -torch.inf).all())
+
+
+def test_one_page_that_does_not_exist() -> None:
+    case = whole(LARGE)
+    arguments = only_first_page(paged.make(case))
+    arguments["block_table"][1] = len(arguments["key"])
+    out, _ = check(arguments, PLAIN)
+    assert bool((out[200:233] == 0).all())
+
+
+def test_lengths_and_tables_in_device_memory_are_not_trusted() -> None:
+    arguments = paged.make(Case(lengths=((20, 13, 7, 5), (50, 30, 8, 20))))
+    for broken in ([0, HUGE, -HUGE - 1, HUGE, 2], [5, 5, -9, 100, 20]):
+        arguments["cu_seqlens_k"] = torch.tensor(broken, dtype=torch.int32, device=DEVICE)
+        arguments["max_seqlen_k"] = HUGE
+        arguments["key"], arguments["value"] = arguments["key"].nan_to_num(), arguments["value"].nan_to_num()
+        check(arguments, PLAIN)
+
+
+def test_few_pages() -> None:
+    """A pool without pages, a table without columns, pages without rows, and bounds below the lengths."""
+    arguments = paged.make(Case())
+    short = check(arguments | {"max_seqlen_k": 30, "max_seqlen_q": 9}, PLAIN)
+    assert not bool(short[0].isnan().any())
+    empty = {name: arguments[name][:0] for name in ("key", "value")}
+    no_rows = {name: arguments[name][:, :, :0] for name in ("key", "value")}
+    for changed in (empty, no_rows, {"block_table": arguments["block_table"][:, :0]}):
+        out, lse = run(arguments | changed)
+        assert bool((out == 0).all()) and bool((lse == -torch.inf).all())
+
+
+@each_kind
+@pytest.mark.parametrize("spoiled", [torch.nan, torch.inf])
+@pytest.mark.parametrize("kernel", [PLAIN, OPTIONS])
+def test_keys_that_are_masked_have_no_influence(spoiled: float, page_size: int, kernel: str) -> None:
+    case = Case(lengths=((200,), (300,)), page_size=page_size, dims=(128, 128), alibi=kernel == OPTIONS)
+    arguments = paged.make(case)
+    clean = run(arguments, kernel)
+    page = int(arguments["block_table"][0, 170 // page_size])
+    arguments["key"][page, :, 170 % page_size] = arguments["value"][page, :, 170 % page_size] = spoiled
+    out, lse = run(arguments, kernel)
+    sees = torch.arange(200, device=DEVICE) + 100 >= 170
+    assert torch.equal(out[~sees], clean[0][~sees]) and torch.equal(lse[:, ~sees], clean[1][:, ~sees])
+    if spoiled != spoiled:
+        assert bool(out[sees].isnan().all())
+
+
+@pytest.mark.parametrize("layout", ["keys beside values", "rows before heads", "larger pool"])
+@each_kind
+def test_views_are_read_where_they_lie(page_size: int, layout: str) -> None:
+    arguments = paged.make(Case(page_size=page_size, dims=(128, 128)))
+    expected = run(arguments)
+    key, value = arguments["key"], arguments["value"]
+    pages, heads, rows, dim = key.shape
+    if layout == "keys beside values":
+        both = torch.cat([key, value], dim=-1)
+        views = {"key": both[..., :dim], "value": both[..., dim:]}
+    elif layout == "rows before heads":
+        views = {name: arguments[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("key", "value")}
+    else:
+        larger = key.new_full((2, pages, rows + 3, heads + 1, dim + 8), torch.nan).transpose(2, 3)
+        larger = larger[:, :, :heads, :rows, :dim]
+        views = {"key": larger[0].copy_(key), "value": larger[1].copy_(value)}
+    for got, want in zip(run(arguments | views), expected, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_pages_that_are_the_same_memory() -> None:
+    """A stride of 0 between pages: the tensor map has one, and a page that does not exist is absent nevertheless."""
+    for page_size in SOME_SIZES:
+        arguments = paged.make(Case(page_size=page_size, lengths=((20, 9), (130, 60))))
+        for name in ("key", "value"):
+            pages = arguments[name]
+            arguments[name] = torch.randn_like(pages[:1]).expand(pages.shape)
+        arguments["block_table"][0, 30 // page_size] = -1
+        check(arguments, PLAIN)
+
+
+# --- Rings and roles --------------------------------------------------------------------------------------------------
+
+
+@only_emulated
+@pytest.mark.parametrize("page_size", [1, 8, 16, 128])
+@pytest.mark.parametrize("seed", range(3))
+def test_order_of_warps_and_copies_has_no_influence(seed: int, page_size: int) -> None:
+    head_dim = (64, 256, 128)[seed]
+    case = Case(dims=(head_dim, head_dim), page_size=page_size, lengths=((140, 20), (290, 90)))
+    arguments = paged.make(case)
+    arguments["block_table"][1, 3 if page_size < 30 else 0] = -1
+    first, again = run(arguments, seed=100), run(arguments, seed=seed)
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+@only_emulated
+@pytest.mark.parametrize(
+    ("instruction", "instead", "kinds"),
+    [
+        (
+            "cp.async.mbarrier.arrive.noinc.shared::cta.b64",
+            "mbarrier.arrive.shared::cta.b64 _,",
+            {"race", "uninitialised"},
+        ),
+        ("fence.proxy.async.shared::cta;", "", {"proxy"}),
+    ],
+    ids=["copies are not waited for", "no fence between the proxies"],
+)
+def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str, kinds: set[str]) -> None:
+    arguments = paged.make(Case(page_size=5, lengths=((20,), (130,)), options=()))
+    arguments["key"], arguments["value"] = arguments["key"].nan_to_num(), arguments["value"].nan_to_num()
+    with cuda_runtime.replaced(instruction, instead), pytest.raises(EmulatorError) as caught:
+        run(arguments)
+    assert caught.value.kind in kinds
+
+
+@only_emulated
+def test_the_table_is_read_within_a_sequence_alone() -> None:
+    """Also where a tile reaches beyond its keys: entries behind them may lie outside of the table."""
+    for page_size in SOME_SIZES:
+        arguments = paged.make(Case(page_size=page_size, lengths=((9,), (4 * page_size,)), options=()))
+        exact = arguments["block_table"][:, :4].clone()
+        check(arguments | {"block_table": exact}, PLAIN)
+
+
+@only_emulated
+@pytest.mark.parametrize(("page_size", "gathers"), [(1, True), (5, True), (12, True), (8, False), (128, False)])
+def test_which_pages_are_copied_by_tma(page_size: int, gathers: bool) -> None:
+    arguments = paged.make(Case(page_size=page_size, dims=(128, 128), lengths=((64,), (256,)), options=()))
+    with launches.recorded() as found:
+        run(arguments)
+    (launched,) = found
+    opcodes = {row.opcode for row in launched.report.rows}
+    assert any(opcode.startswith("cp.async.cg") for opcode in opcodes) == gathers
+    assert launched.report.bank_conflicts == 0 or not gathers
+
+
+# --- The dispatcher ---------------------------------------------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_explain_and_record_name_the_kernel(softcap: float, dtype: torch.dtype) -> None:
+    arguments = paged.make(Case(dims=(72, 72), dtype=dtype)) | {"softcap": softcap}
+    name = f"{OPTIONS if softcap else PLAIN}<96, {str(dtype).removeprefix('torch.')}>"
+    explained = fastattn.explain(fastattn.attention_varlen, **arguments)
+    assert (explained.backend, explained.kernel, explained.copied) == ("cuda", name, {})
+    with fastattn.record() as calls, checked():
+        fastattn.attention_varlen(**arguments)
+    assert calls == [("attention", "cuda", name)]
