@@ -120,8 +120,8 @@ def make_model(family: str, implementation: str, dtype: torch.dtype = torch.floa
     )
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1 or parameter.shape == (config.num_attention_heads,):  # weights, and sinks
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 or name.endswith(("bias", "sinks")):  # the others are those of norms
                 parameter.normal_(0, 0.3, generator=generator)
     return model.to(dtype).eval()
 

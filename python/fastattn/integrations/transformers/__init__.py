@@ -6,7 +6,8 @@
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="fastattn")
 
 attention.py is the function that models call, masks.py decides what a model's mask becomes, patterns.py reads what mask
-transformers means, and marks.py says it in a few numbers instead of a mask ``[B, 1, Sq, Sk]``.
+transformers means, and marks.py says it in a few numbers instead of a mask ``[B, 1, Sq, Sk]``. cache.py has a cache for
+``generate``, also of int8.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ except ImportError as error:
 
 from fastattn.errors import InputError
 from fastattn.integrations.transformers.attention import attend
+from fastattn.integrations.transformers.cache import Cache
 from fastattn.integrations.transformers.masks import make_mask
 
-__all__ = ["register"]
+__all__ = ["Cache", "register"]
 
 
 def register(name: str = "fastattn") -> None:

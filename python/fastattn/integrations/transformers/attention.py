@@ -12,6 +12,7 @@ from fastattn.dispatch.device import facts
 from fastattn.errors import InputError
 from fastattn.functional.attention import attention, attention_varlen
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
+from fastattn.integrations.transformers.int8_cache import attend_int8
 from fastattn.integrations.transformers.marks import Keys, Lengths, Offsets, read
 
 _REFUSED = {
@@ -93,19 +94,17 @@ def attend(
             window = (sliding_window - 1, sliding_window - 1) if sliding_window else (-1, -1)
         return _attend_packed(query, key, value, offsets, window, options, deterministic), None
 
+    if key.dtype == torch.int8:
+        options_of_cache = _options_of_cache(position_bias, options)
+        out = attend_int8(query, key, value, attention_mask, causal_window, **options_of_cache)
+        return out.transpose(1, 2).contiguous(), None
     window = (-1, -1)
     mask = attention_mask
     if isinstance(mark, Lengths):
         if _kernel_reads_cache(query, key, value, position_bias, options):
+            options_of_cache = _options_of_cache(position_bias, options)
             out = attention_with_kv_cache(
-                query,
-                key,
-                value,
-                mark.lengths,
-                window=causal_window,
-                softcap=options.softcap,
-                sinks=options.sinks,
-                scale=options.scale,
+                query, key, value, mark.lengths, causal=False, window=causal_window, **options_of_cache
             )
             return out.transpose(1, 2).contiguous(), None
         mask = _cached(mark.lengths, key.shape[2], causal_window[0])
@@ -137,6 +136,17 @@ def _refuse(module: nn.Module, others: dict[str, Any]) -> None:
         came = others.get(name)
         if came is not None and came is not False:
             raise InputError(f"{name}: expected None from {type(module).__name__}, got a value; {why}")
+
+
+def _options_of_cache(position_bias: Tensor | None, options: _Options) -> dict[str, Any]:
+    """Raises where attention over a cache lacks one."""
+    if position_bias is not None:
+        raise InputError(
+            "position_bias: expected None over an int8 cache, got a tensor; use a cache of the model's dtype"
+        )
+    if options.dropout_p > 0:
+        raise InputError(f"dropout: expected 0 over an int8 cache, got {options.dropout_p}; call model.eval()")
+    return {"softcap": options.softcap, "sinks": options.sinks, "scale": options.scale}
 
 
 def _attend_packed(
