@@ -223,6 +223,18 @@ class TestDropout:
         assert flash_attn.flash_attn_func(q, q, q, return_attn_probs=True)[2].shape == (0,)
 
 
+def test_a_graph_without_breaks() -> None:
+    q, k = random(1, 5, HEADS, DIM), random(1, 7, KV_HEADS, DIM, seed=1)
+    options = {"causal": True, "alibi_slopes": torch.full((HEADS,), 0.5), "return_attn_probs": True}
+    compiled = torch.compile(flash_attn.flash_attn_func, fullgraph=True, backend="aot_eager")
+    came, wanted = (
+        compiled(q, k, k, **options),
+        flash_attention(q, k, k, causal=True, alibi_slopes=options["alibi_slopes"]),
+    )
+    torch.testing.assert_close(came[:2], wanted)
+    check_gradients([q, k], came[0], wanted[0])
+
+
 class TestKeywords:
     def test_signatures_are_flash_attns(self) -> None:
         common = "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1, -1) softcap=0.0 alibi_slopes=None "

@@ -18,8 +18,10 @@ from tiny_models import DECODERS, ENCODER_DECODERS, FAMILIES, make_model, output
 
 EXACT = {"rtol": 2e-4, "atol": 2e-5}
 
-# The mask of a window that the layers keep to themselves, and a bias that has every position in it anyway.
-NEEDS_WHOLE_MASKS = ("qwen2_moe", "t5")
+# The mask of a window that the layers keep to themselves; a bias that has every position in it anyway; masks that some
+# layers, with attention of their own, add to their scores.
+NEEDS_WHOLE_MASKS = ("qwen2_moe", "t5", "pegasus_x", "bigbird_pegasus")
+NUM_CALLS = dict.fromkeys(ENCODER_DECODERS, 6) | {"pegasus_x": 4, "bigbird_pegasus": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +56,7 @@ class TestForwardAndBackward:
         with fastattn.record() as calls:
             outputs = [output_of(model, inputs) for model in (eager, ours)]
         torch.testing.assert_close(outputs[1], outputs[0], **EXACT)
-        assert len(calls) == (6 if family in ENCODER_DECODERS else 2)
+        assert len(calls) == NUM_CALLS.get(family, 2)
         for output in outputs:
             output.cos().sum().backward()
         for (name, wanted), came in zip(eager.named_parameters(), ours.parameters(), strict=True):
@@ -91,6 +93,14 @@ class TestForwardAndBackward:
         assert torch.equal(outputs[0], outputs[1])
         assert not torch.allclose(outputs[0], outputs[2])
         torch.testing.assert_close(output_of(model.eval(), tokens()), output_of(make_model("llama", "eager"), tokens()))
+
+    @pytest.mark.parametrize("padding", ["none", "left"])
+    def test_masks_say_what_is_causal_whatever_the_layers_say(self, padding: str) -> None:
+        model = make_model("mistral", "fastattn")
+        wanted = output_of(model, tokens(padding))
+        for layer in model.model.layers:
+            layer.self_attn.is_causal = False
+        assert torch.equal(output_of(model, tokens(padding)), wanted)
 
     def test_a_decoder_that_is_told_to_look_both_ways(self) -> None:
         for padding in ("none", "right"):

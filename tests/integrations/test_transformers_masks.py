@@ -27,6 +27,7 @@ def as_whole_mask(mask: Tensor | None, q_length: int, kv_length: int, *, causal:
     ``window``: as the layers of a causal model know it.
     """
     mark = None if mask is None else read(mask)
+    assert mask is not None or q_length == 1
     column, row = torch.arange(kv_length), torch.arange(q_length)[:, None]
     if mask is not None and mark is None:
         assert mask.dtype == torch.bool
@@ -179,7 +180,8 @@ def test_what_is_not_recognised_becomes_a_whole_mask() -> None:
 
 def test_chunks_that_are_longer_than_everything_are_causal() -> None:
     chunks = masking_utils.chunked_causal_mask_function(6, torch.zeros(BATCH, dtype=torch.int64))
-    assert make_mask(BATCH, 6, 6, mask_function=chunks, local_size=6, config=LlamaConfig()) is None
+    mask = make_mask(BATCH, 6, 6, mask_function=chunks, local_size=6, config=LlamaConfig())
+    assert read(mask) == Keys(6, None, None)
 
 
 def test_who_asks_for_a_whole_mask_gets_one() -> None:
@@ -192,7 +194,7 @@ def test_a_window_that_the_layers_keep_to_themselves_is_in_the_mask() -> None:
     unknown = SimpleNamespace(sliding_window=WINDOW)
     for config, is_whole in ((MistralConfig(sliding_window=WINDOW), False), (unknown, True)):
         mask = make_mask(BATCH, 6, 6, mask_function=sliding(), local_size=WINDOW, config=config)
-        assert (mask is not None) is is_whole
+        assert (read(mask) is None) is is_whole
 
 
 def test_marks_survive_what_generate_does_to_masks() -> None:

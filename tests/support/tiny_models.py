@@ -106,8 +106,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
+_PEGASUS = {**FAMILIES["bart"][2], "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+FAMILIES |= {
+    # Decoder layers that do not say that they are causal; encoder layers with attention of their own.
+    "pegasus_x": ("PegasusXForConditionalGeneration", "PegasusXConfig", _PEGASUS),
+    "bigbird_pegasus": ("BigBirdPegasusForConditionalGeneration", "BigBirdPegasusConfig", _PEGASUS),
+}
 ENCODERS = ("bert", "modernbert")
-ENCODER_DECODERS = ("t5", "bart")
+ENCODER_DECODERS = ("t5", "bart", "pegasus_x", "bigbird_pegasus")
 DECODERS = tuple(name for name in FAMILIES if name not in ENCODERS + ENCODER_DECODERS)
 
 

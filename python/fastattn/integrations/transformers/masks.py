@@ -1,4 +1,8 @@
-"""The mask function: what is left of a mask where kernels see to causality, windows, lengths and packed sequences."""
+"""The mask function: what is left of a mask where kernels see to causality, windows, lengths and packed sequences.
+
+It never leaves causality to the layers' own ``is_causal``: not every model has it right, since eager code reads masks
+alone.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, prepare_padding_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 from fastattn.integrations.transformers.marks import mark_keys, mark_lengths, mark_offsets
-from fastattn.integrations.transformers.model_code import check_uses_interface, tells_its_window, wants_whole_masks
+from fastattn.integrations.transformers.model_code import (
+    check_uses_interface,
+    has_attention_of_its_own,
+    tells_its_window,
+    wants_whole_masks,
+)
 from fastattn.integrations.transformers.patterns import Pattern, recognise, recognise_traced
 
 
@@ -29,10 +38,11 @@ def make_mask(
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
     config: Any = None,
     **ignored: Any,
 ) -> Tensor | None:
-    """None where causality says it all, a mark where a few numbers do (marks.py), else a bool mask ``[B, 1, Sq, Sk]``.
+    """A mark where a few numbers say it all (marks.py), else a mask ``[B, 1, Sq, Sk]``; None: one query sees every key.
 
     Registered as an ``AttentionMaskInterface``: the arguments are those that transformers passes. Query ``i`` stands at
     ``q_offset + i``, key ``j`` at ``kv_offset + j``; ``attention_mask`` is the padding, ``[B, positions]``.
@@ -41,8 +51,9 @@ def make_mask(
         InputError: the model's layers do not call the attention function.
     """
     check_uses_interface(config)
+    is_read_by_others = has_attention_of_its_own(config)
     whole_mask = partial(
-        sdpa_mask,
+        partial(eager_mask, dtype=dtype) if is_read_by_others else sdpa_mask,
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -61,7 +72,7 @@ def make_mask(
         pattern = recognise_traced(mask_function, config, local_size, is_plain)
     else:
         pattern = recognise(mask_function, last_position=kv_offset + kv_length - 1)
-    if pattern is None:
+    if pattern is None or is_read_by_others:
         return whole_mask()
 
     if pattern.sequence_ids is not None:  # transformers finds packed sequences without padding and without a cache
@@ -80,10 +91,7 @@ def make_mask(
             present = None
         if pattern.window is not None and pattern.window < kv_length - 1:
             return mark_keys(present, kv_length, pattern.window, device) if ends_together else whole_mask()
-        if present is not None:
-            return present[:, None, None, :]
-        # None leaves it to the layers, which are causal although the config says that the model is not.
-        return mark_keys(None, kv_length, -1, device) if getattr(config, "is_causal", None) is False else None
+        return mark_keys(None, kv_length, -1, device) if present is None else present[:, None, None, :]
 
     if not _window_is_known(pattern, kv_length, config):
         return whole_mask()
@@ -92,7 +100,9 @@ def make_mask(
             is_later = torch.arange(kv_length, device=present.device) > q_offset - kv_offset
             if traced or not bool((present | is_later).all()):
                 return whole_mask()  # [B, 1, 1, Sk]
-        return None if ends_together else mark_lengths(q_offset + 1 - kv_offset, batch_size, device)
+        if not ends_together:
+            return mark_lengths(q_offset + 1 - kv_offset, batch_size, device)
+        return None if _hides_nothing(pattern, kv_length) else mark_keys(None, kv_length, None, device)
     if not allow_is_causal_skip or (traced and isinstance(q_offset, Tensor)):
         return whole_mask()
     count = int(q_offset) + q_length - kv_offset
@@ -102,9 +112,14 @@ def make_mask(
         present = present[:, :count]
         if not traced and bool(present.all()):
             present = None
-    return None if present is None and count == kv_length else mark_keys(present, count, None, device)
+    return mark_keys(present, count, None, device)
 
 
 def _window_is_known(pattern: Pattern, kv_length: int, config: Any) -> bool:
     """Whether the attention function will know the window, or it hides no key."""
-    return pattern.window is None or pattern.window >= kv_length or tells_its_window(config)
+    return _hides_nothing(pattern, kv_length) or tells_its_window(config)
+
+
+def _hides_nothing(pattern: Pattern, kv_length: int) -> bool:
+    """The window of a causal pattern."""
+    return pattern.window is None or pattern.window >= kv_length

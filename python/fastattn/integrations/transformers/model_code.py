@@ -26,6 +26,11 @@ def check_uses_interface(config: Any) -> None:
         )
 
 
+def has_attention_of_its_own(config: Any) -> bool:
+    """Whether some layers use the interface and others do not: these add their mask to their scores."""
+    return _has_own_softmax(type(config).__module__)
+
+
 def tells_its_window(config: Any) -> bool:
     """Whether the layers pass their ``sliding_window`` to the attention function.
 
@@ -53,6 +58,13 @@ def _ignores_interface(config_module: str) -> bool:
     code = _model_code(config_module)
     has_layers = code is not None and re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE)
     return bool(has_layers) and not _contains(config_module, "ALL_ATTENTION_FUNCTIONS.get_interface(")
+
+
+@torch.compiler.assume_constant_result
+def _has_own_softmax(config_module: str) -> bool:
+    classes = re.split(r"^(?=class )", _model_code(config_module) or "", flags=re.MULTILINE)
+    layers = [code for code in classes if re.match(r"class \w*Attention\w*\(nn\.Module\):", code)]
+    return any("softmax(" in code and ".get_interface(" not in code for code in layers)
 
 
 def _model_code(config_module: str) -> str | None:
