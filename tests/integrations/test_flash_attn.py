@@ -223,6 +223,7 @@ class TestDropout:
         assert flash_attn.flash_attn_func(q, q, q, return_attn_probs=True)[2].shape == (0,)
 
 
+@pytest.mark.slow
 def test_a_graph_without_breaks() -> None:
     q, k = random(1, 5, HEADS, DIM), random(1, 7, KV_HEADS, DIM, seed=1)
     options = {"causal": True, "alibi_slopes": torch.full((HEADS,), 0.5), "return_attn_probs": True}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,12 @@ pytestmark = [*MARKS, pytest.mark.filterwarnings("error:fastattn runs this call 
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 NEAR = {"rtol": 1e-2, "atol": 1e-2}
+
+
+@pytest.fixture(autouse=True)
+def cuda_kernels_alone() -> Iterator[None]:
+    with fastattn.use_backend("cuda"):
+        yield
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

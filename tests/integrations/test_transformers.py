@@ -241,6 +241,7 @@ class TestCaches:
         torch.testing.assert_close(torch.cat(parts, 1)[is_token], wanted[is_token], **EXACT)
 
 
+@pytest.mark.slow
 class TestCompiled:
     @pytest.mark.parametrize("padding", ["none", "left"])
     def test_a_graph_without_breaks(self, padding: str) -> None:

@@ -136,6 +136,7 @@ def test_cropped_and_selected_caches_go_on(dtype: str | None) -> None:
     torch.testing.assert_close(model(ids[rows][:, 6:], past_key_values=cache).logits, wanted[rows])
 
 
+@pytest.mark.slow
 @each_dtype
 @pytest.mark.parametrize("padding", ["none", "left"])
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,8 +22,10 @@ DTYPE = torch.float16
 
 
 @pytest.fixture(autouse=True)
-def registered() -> None:
+def registered() -> Iterator[None]:
     integration.register()
+    with fastattn.use_backend("cuda"):
+        yield
 
 
 def to_device(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
