@@ -167,6 +167,26 @@ def test_int8_takes_a_byte_and_a_scale() -> None:
     assert layer.keys.untyped_storage().nbytes() == layer.keys.numel()
 
 
+@torch.no_grad()
+def test_a_mask_that_is_written_to_is_read_again() -> None:
+    model = make_model("llama", "fastattn")
+    ids = tokens()["input_ids"]
+    mask = torch.zeros(2, 1, 1, 20, dtype=torch.bool)
+    parts, caches = [], [make_cache(model, "int8"), make_cache(model, "int8")]
+    for cache in caches:
+        model(ids[:, :7], past_key_values=cache)
+    for step in (7, 8):
+        mask[..., 2 : step + 1] = True
+        parts.append(
+            [
+                model(ids[:, step : step + 1], attention_mask=each, past_key_values=cache).logits
+                for each, cache in zip((mask, mask.clone()), caches, strict=True)
+            ]
+        )
+    for came, wanted in parts:
+        torch.testing.assert_close(came, wanted)
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("changes", "error"),

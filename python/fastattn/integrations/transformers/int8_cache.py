@@ -46,11 +46,30 @@ def attend_int8(
         return _attend(query, key, value, lengths, window, options)
     if present.shape[1] != 1:
         raise InputError("attention_mask: expected one for all heads over an int8 cache, got one for each")
-    is_there = present[:, 0, 0].expand(batch, -1)
-    order = (~is_there).to(torch.int8).argsort(dim=1, stable=True)
-    table = order + torch.arange(batch, device=order.device)[:, None] * capacity
-    lengths = is_there.sum(1, dtype=torch.int32)
-    return _attend(query, key, value, lengths, window, {**options, "block_table": table.to(torch.int32)})
+    assert attention_mask is not None
+    table, lengths = _pages_of(attention_mask, present[:, 0, 0].expand(batch, -1), capacity)
+    return _attend(query, key, value, lengths, window, {**options, "block_table": table})
+
+
+def _pages_of(mask: Tensor, is_there: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """The tokens that ``is_there [B, keys]`` leaves, int32 ``[B, keys]``, and how many there are, int32 ``[B]``.
+
+    Every layer gets the same mask: what the first one found goes with it, until somebody writes to it.
+    """
+    may_keep = not torch.compiler.is_compiling() and not mask.is_inference()  # that has no version
+    if may_keep:
+        version, *found = getattr(mask, "fastattn_pages", (None,))
+        if version == mask._version:
+            return found[0], found[1]
+    place = is_there.cumsum(1)
+    token = torch.arange(is_there.shape[1], device=mask.device)
+    rows = torch.arange(is_there.shape[0], device=mask.device)[:, None] * capacity
+    table = torch.full((is_there.shape[0], is_there.shape[1] + 1), -1, dtype=torch.int64, device=mask.device)
+    table = table.scatter(1, torch.where(is_there, place - 1, is_there.shape[1]), rows + token)
+    pages, lengths = table[:, :-1].to(torch.int32).contiguous(), place[:, -1].to(torch.int32)
+    if may_keep:
+        mask.fastattn_pages = (mask._version, pages, lengths)  # type: ignore[attr-defined]
+    return pages, lengths
 
 
 def _attend(
