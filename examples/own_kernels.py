@@ -1,7 +1,7 @@
 """fastattn's own kernels at work: two sentences embedded, a few tokens generated, each beside plain PyTorch.
 
-    python examples/kernels.py                                        # on an NVIDIA GPU
-    PYTHONPATH=tests python -m emulator run examples/kernels.py       # without one, on an emulated GPU
+    python examples/own_kernels.py                                        # on an NVIDIA GPU
+    PYTHONPATH=tests python -m emulator run examples/own_kernels.py       # without one, on an emulated GPU
 
 The emulator executes the PTX of the very kernels that a GPU runs, instruction by instruction, in the host's memory: it
 shows that they compute the right thing, and nothing about speed. Exits with 1 if a check failed.
@@ -117,7 +117,9 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=4, help="how many to generate (default: %(default)s)")
     arguments = parser.parse_args()
     if not torch.cuda.is_available() and not is_emulated():
-        parser.error("there is no NVIDIA GPU; PYTHONPATH=tests python -m emulator run examples/kernels.py emulates one")
+        parser.error(
+            "there is no NVIDIA GPU; PYTHONPATH=tests python -m emulator run examples/own_kernels.py emulates one"
+        )
     checks = CheckList()
     run(default.device, arguments.model, arguments.tokens, checks)
     return checks.finish("kernels")

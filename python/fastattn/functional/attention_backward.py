@@ -1,0 +1,148 @@
+"""The gradients of a block of attention whose softmax runs over more keys than the block has.
+
+Sequences that are spread over GPUs are attended to block by block: the results of the blocks are merged by their lse,
+and each block's gradients then need the output and the lse of the whole (Liu et al., "Ring attention", 2023).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattn.dispatch.choose import choose
+from fastattn.dispatch.recording import is_recording, note
+from fastattn.functional.attention import attention, attention_varlen, is_deterministic
+from fastattn.functional.attention_checks import Options, check_call
+from fastattn.functional.checked_once import CheckedOnce
+from fastattn.ops.attention import AttentionBackwardArguments, backward_kernels
+from fastattn.ops.registration import call
+
+
+class Packed(NamedTuple):
+    """Of packed sequences, as ``attention_varlen`` takes them."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+_checked_calls = CheckedOnce(check_call)
+
+
+def attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    packed: Packed | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, where ``out`` and ``lse`` are those of all blocks together.
+
+    Layouts and options are those of ``fastattn.attention``, with ``packed`` those of ``attention_varlen``.
+    """
+    max_seqlens = (0, 0) if packed is None else (packed.max_seqlen_q, packed.max_seqlen_k)
+    cu_seqlens_q, cu_seqlens_k = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
+    with torch.enable_grad():
+        inputs = (query.detach(), key.detach(), value.detach())
+        for tensor in inputs:
+            tensor.requires_grad_()
+        checked = _checked_calls.get(
+            (*inputs, None, alibi_slopes, None, cu_seqlens_q, cu_seqlens_k, None),
+            Options(*max_seqlens, False, window, softcap, dropout_p, scale),
+        )
+        choice = choose(checked.call)
+        if choice.backend == "torch" or choice.padded is not None:
+            options = {
+                "window": window,
+                "softcap": softcap,
+                "alibi_slopes": alibi_slopes,
+                "dropout_p": dropout_p,
+                "dropout_seed": dropout_seed,
+                "scale": scale,
+                "deterministic": deterministic,
+            }
+            if packed is None:
+                block_out, block_lse = attention(*inputs, return_lse=True, **options)  # type: ignore[call-overload]
+            else:
+                block_out, block_lse = attention_varlen(*inputs, *packed, return_lse=True, **options)  # type: ignore[call-overload]
+            return _through_the_block(grad_out, inputs, out, lse, block_out, block_lse)
+    slopes = None if alibi_slopes is None else torch.atleast_2d(alibi_slopes.detach().float())
+    arguments = AttentionBackwardArguments(
+        grad_out=grad_out,
+        grad_lse=None,
+        query=query.detach(),
+        key=key.detach(),
+        value=value.detach(),
+        out=out.detach(),
+        lse=lse.detach(),
+        bias=None,
+        alibi_slopes=slopes,
+        sinks=None,
+        dropout_seed=dropout_seed,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=checked.max_seqlens[0],
+        max_seqlen_k=checked.max_seqlens[1],
+        scale=checked.scale,
+        window_left=checked.window[0],
+        window_right=checked.window[1],
+        top_left=False,
+        softcap=checked.softcap,
+        dropout_p=checked.dropout_p,
+        deterministic=is_deterministic(deterministic),
+        bias_grad=False,
+    )
+    with torch.no_grad():
+        grad_query, grad_key, grad_value, _, _ = call(choice.backend, "attention_backward", arguments)
+    if is_recording():
+        note("attention backward", choice.backend, backward_kernels(choice.backend, arguments))
+    return grad_query, grad_key, grad_value
+
+
+def _through_the_block(
+    grad_out: Tensor,
+    inputs: tuple[Tensor, ...],
+    out: Tensor,
+    lse: Tensor,
+    block_out: Tensor,
+    block_lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By autograd, from the block's own output and lse.
+
+    A row of the block has the share ``w = exp(block_lse - lse)`` in the whole, whose scores have the gradient
+    ``w P (dP - rowsum(dO * O))``, with the block's own P. The gradient ``g`` of the block's output gives
+    ``P (g V^T - rowsum(g * block_out))`` and that of its lse, ``h``, gives ``P h``: together they are that, for
+    ``g = w dO`` and ``h = w (rowsum(dO * block_out) - rowsum(dO * O))``.
+    """
+    is_packed = grad_out.dim() == 3
+
+    def row_sum(result: Tensor) -> Tensor:
+        rows = (grad_out.to(lse.dtype) * result.detach().to(lse.dtype)).sum(-1)
+        return rows.transpose(0, 1) if is_packed else rows
+
+    with torch.no_grad():
+        share = (block_lse - lse).exp().masked_fill(block_lse == -math.inf, 0.0)
+        grad_lse = share * (row_sum(block_out) - row_sum(out))
+        of_rows = share.transpose(0, 1) if is_packed else share
+        grad_block_out = of_rows[..., None] * grad_out.to(lse.dtype)
+    grads = torch.autograd.grad(
+        (block_out, block_lse), inputs, (grad_block_out.to(block_out.dtype), grad_lse), allow_unused=True
+    )
+    grad_query, grad_key, grad_value = (
+        torch.zeros_like(tensor) if grad is None else grad for grad, tensor in zip(grads, inputs, strict=True)
+    )
+    return grad_query, grad_key, grad_value

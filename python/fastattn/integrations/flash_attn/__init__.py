@@ -1,0 +1,49 @@
+"""flash-attn's interface (2.8), computed by fastattn: ``import fastattn.integrations.flash_attn as flash_attn``.
+
+Names, argument order, defaults, layouts and conventions are flash-attn's, also where fastattn's own differ:
+
+- layouts are ``[B, S, H, D]`` and ``[total, H, D]``, pages ``[num_pages, page_size, H, D]``; any page size works;
+- the lse of a row without keys is +inf; with ALiBi under a causal mask without a left window, the lse lacks
+  ``-slope * (i + Sk - Sq)``, since flash-attn adds ``slope * j`` there;
+- ``rotary_interleaved`` is True by default, and without a causal mask or window all new queries are rotated as the
+  token at ``cache_seqlens`` is, otherwise query ``i`` as the one at ``cache_seqlens + i``;
+- ``S_dmask`` has its rows and columns rounded up to multiples of 128, and a minus sign where dropout hit.
+
+What goes further than flash-attn: float32 and float64 (in PyTorch), head dims that are no multiple of 8, values of
+another head dim, dropout with every option, gradients through the lse, and of FlashAttention-3 and -4 the keywords
+``learnable_sink``, ``seqused_q``, ``seqused_k``, ``page_table``. Those that only steer how their kernels are launched
+(``num_splits``, ``pack_gqa``, ``sm_margin``, ``scheduler_metadata``) are taken and mean nothing; the others raise.
+
+`install_as_flash_attn` puts this module where ``import flash_attn`` finds it.
+"""
+
+from __future__ import annotations
+
+from fastattn.integrations.flash_attn import bert_padding, flash_attn_interface
+from fastattn.integrations.flash_attn.flash_attn_interface import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+from fastattn.integrations.flash_attn.installing import install_as_flash_attn, uninstall_as_flash_attn
+
+__all__ = [
+    "bert_padding",
+    "flash_attn_func",
+    "flash_attn_interface",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "install_as_flash_attn",
+    "uninstall_as_flash_attn",
+]
+
+# Of the interface: programs ask for it before they choose the arguments that they pass.
+__version__ = "2.8.3"

@@ -1,0 +1,68 @@
+"""flash-attn's helpers that pack padded batches and pad them again. All are differentiable."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
+    """Rows ``indices`` of ``input [rows, ...]``."""
+    return input.index_select(0, indices)
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """``values`` as the rows ``indices`` of zeros ``[first_axis_dim, ...]``."""
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+
+
+def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows ``indices`` of ``input``, and ``input`` itself."""
+    return input.index_select(0, indices), input.view_as(input)
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Packs what ``attention_mask [B, S]`` marks, and what ``unused_mask`` does (room for later tokens).
+
+    Returns:
+        ``(packed [total, ...], indices [total], cu_seqlens int32 [B + 1], max_seqlen, seqused int32 [B])``; the indices
+        are those of the flattened batch, ``seqused`` counts ``attention_mask`` alone.
+    """
+    taken = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = taken.sum(dim=-1, dtype=torch.int32)
+    indices = taken.flatten().nonzero().flatten()
+    return (
+        index_first_axis(hidden_states.flatten(0, 1), indices),
+        indices,
+        _offsets(lengths),
+        int(lengths.max()),
+        attention_mask.sum(dim=-1, dtype=torch.int32),
+    )
+
+
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The same where each row holds several sequences, whose lengths begin ``attention_mask_in_length [B, S]``.
+
+    Returns:
+        ``(packed, indices, cu_seqlens, max_seqlen)``, of all sequences of all rows.
+    """
+    row_lengths = attention_mask_in_length.sum(dim=-1, keepdim=True)
+    is_token = torch.arange(attention_mask_in_length.shape[-1], device=row_lengths.device) < row_lengths
+    lengths = attention_mask_in_length[attention_mask_in_length != 0].to(torch.int32)
+    indices = is_token.flatten().nonzero().flatten()
+    packed = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return packed, indices, _offsets(lengths), int(lengths.max())
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """Undoes `unpad_input`: ``[batch, seqlen, ...]``, with zeros for padding."""
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

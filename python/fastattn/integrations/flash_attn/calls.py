@@ -1,0 +1,194 @@
+"""One call of flash-attn's as one of fastattn's: what the public functions and the private pairs have in common."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattn.errors import InputError
+from fastattn.functional.attention import attention, attention_varlen
+from fastattn.functional.attention_backward import Packed, attention_backward
+from fastattn.functional.dropout_seed import draw_seed
+from fastattn.integrations.flash_attn.conventions import (
+    Alibi,
+    alibi_of_dense,
+    alibi_of_packed,
+    bounds,
+    from_flash_lse,
+    signed_probabilities,
+    to_flash_lse,
+    used_first,
+)
+
+
+class Options(NamedTuple):
+    """fastattn's words for flash-attn's options."""
+
+    window: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    dropout_p: float
+    scale: float | None
+    deterministic: bool | None
+
+    @staticmethod
+    def of(
+        dropout_p: float,
+        softmax_scale: float | None,
+        causal: bool,
+        window_size: Any,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        deterministic: bool,
+        sinks: Tensor | None = None,
+    ) -> Options:
+        window = bounds(window_size, causal)
+        return Options(window, softcap, alibi_slopes, sinks, dropout_p, softmax_scale, deterministic or None)
+
+    def for_forward(self, seed: Tensor | None) -> dict[str, Any]:
+        return {**self._asdict(), "dropout_seed": seed}
+
+    def for_backward(self, seed: Tensor | None) -> dict[str, Any]:
+        options = {**self._asdict(), "dropout_seed": seed}
+        del options["sinks"]
+        return options
+
+    def for_probabilities(self) -> dict[str, Any]:
+        options = self._asdict()
+        del options["deterministic"]
+        return options
+
+
+class Results(NamedTuple):
+    """As flash-attn's private forward functions return them. What was not asked for is empty."""
+
+    out: Tensor
+    softmax_lse: Tensor
+    S_dmask: Tensor
+    rng_state: Tensor
+
+
+def forward_dense(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, return_lse: bool, return_softmax: bool
+) -> Results:
+    """``q [B, Sq, H, D]`` and its like."""
+    query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    seed = _seed(options, q.device)
+    if return_lse:
+        out, lse = attention(query, key, value, return_lse=True, **options.for_forward(seed))
+        lse = to_flash_lse(lse, _alibi(options, query, key, None))
+    else:
+        out, lse = attention(query, key, value, **options.for_forward(seed)), q.new_empty(0, dtype=torch.float32)
+    s_dmask = _s_dmask(query, key, seed, None, options, return_softmax)
+    return Results(out.transpose(1, 2).contiguous(), lse, s_dmask, _rng_state(seed, q.device))
+
+
+def forward_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: Packed,
+    options: Options,
+    *,
+    return_lse: bool,
+    return_softmax: bool,
+    block_table: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+) -> Results:
+    """``q [total_q, H, D]`` and its like; with a ``block_table`` k and v are pages ``[num_pages, page_size, H, D]``.
+
+    ``seqused_q``, ``seqused_k``: int32 ``[B]``, how many rows of each sequence there are, the first ones.
+    """
+    order = is_used = None
+    if block_table is not None:
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        if seqused_k is not None:
+            packed = packed._replace(
+                cu_seqlens_k=torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
+            )
+    elif seqused_k is not None:
+        order_k, cu_seqlens_k, _ = used_first(packed.cu_seqlens_k, seqused_k, k.shape[0])
+        packed, k, v = packed._replace(cu_seqlens_k=cu_seqlens_k), k[order_k], v[order_k]
+    if seqused_q is not None:
+        order, cu_seqlens_q, is_used = used_first(packed.cu_seqlens_q, seqused_q, q.shape[0])
+        packed, q = packed._replace(cu_seqlens_q=cu_seqlens_q), q[order]
+
+    seed = _seed(options, q.device)
+    arguments = (q, k, v, *packed)
+    if return_lse:
+        out, lse = attention_varlen(*arguments, block_table=block_table, return_lse=True, **options.for_forward(seed))
+        lse = to_flash_lse(lse, _alibi(options, q, k, packed))
+    else:
+        out = attention_varlen(*arguments, block_table=block_table, **options.for_forward(seed))
+        lse = q.new_empty(0, dtype=torch.float32)
+    if return_softmax and seed is not None and block_table is not None:
+        raise InputError("return_attn_probs: expected False beside a block_table and dropout, got True")
+    s_dmask = _s_dmask(q, k, seed, packed, options, return_softmax)
+    if is_used is not None and order is not None:
+        out = torch.zeros_like(out).index_copy(0, order, out).masked_fill(~is_used[:, None, None], 0.0)
+        if return_lse:
+            lse = torch.zeros_like(lse).index_copy(1, order, lse).masked_fill(~is_used, torch.inf)
+    return Results(out, lse, s_dmask, _rng_state(seed, q.device))
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+    options: Options,
+    rng_state: Tensor | None,
+    packed: Packed | None,
+) -> Tensor:
+    """Writes the gradients of q, k and v into ``grads``, and returns ``rowsum(dout * out)`` of every row.
+
+    ``out`` and ``softmax_lse`` may be those of more keys than k has.
+    """
+    if options.dropout_p > 0 and rng_state is None:
+        raise InputError("rng_state: expected the one of the forward pass, since there was dropout, got None")
+    seed = rng_state[0] if options.dropout_p > 0 and rng_state is not None else None
+    tensors = (dout, q, k, v, out)
+    if packed is None:
+        tensors = tuple(tensor.transpose(1, 2) for tensor in tensors)  # type: ignore[assignment]
+    grad_out, query, key, value, ours = tensors
+    lse = from_flash_lse(softmax_lse, _alibi(options, query, key, packed)).contiguous()
+    found = attention_backward(grad_out, query, key, value, ours, lse, packed=packed, **options.for_backward(seed))
+    with torch.no_grad():
+        for given, grad in zip(grads, found, strict=True):
+            if given is not None:
+                given.copy_(grad if packed is not None else grad.transpose(1, 2))
+        return (dout.float() * out.float()).sum(-1).transpose(-1, -2)
+
+
+def _alibi(options: Options, query: Tensor, key: Tensor, packed: Packed | None) -> Alibi | None:
+    if packed is not None:
+        return alibi_of_packed(options.alibi_slopes, options.window, query.shape[0], packed)
+    num_keys = key.shape[2]
+    return alibi_of_dense(options.alibi_slopes, options.window, query.shape[2], num_keys, num_keys)
+
+
+def _seed(options: Options, device: torch.device) -> Tensor | None:
+    return draw_seed(device) if options.dropout_p > 0 else None
+
+
+def _rng_state(seed: Tensor | None, device: torch.device) -> Tensor:
+    """int64 ``[2]``: seed and offset, as flash-attn's; fastattn needs no offset."""
+    state = torch.zeros(2, dtype=torch.int64, device=device)
+    if seed is not None:
+        state[0] = seed
+    return state
+
+
+def _s_dmask(
+    query: Tensor, key: Tensor, seed: Tensor | None, packed: Packed | None, options: Options, wanted: bool
+) -> Tensor:
+    if not wanted or seed is None:
+        return query.new_empty(0)
+    return signed_probabilities(query, key, seed, packed, **options.for_probabilities())

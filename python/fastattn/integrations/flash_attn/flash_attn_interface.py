@@ -1,0 +1,194 @@
+"""flash-attn's functions, under its names and in its argument order; the package's docstring lists its conventions.
+
+In all of them ``dropout_p`` is the probability with which an attention weight becomes 0, ``softmax_scale`` is
+``1 / sqrt(D)`` by default, ``window_size`` counts the keys before and after a query, ``softcap`` bounds the scores if
+positive, ``alibi_slopes`` are float32 ``[H]`` or ``[B, H]``, ``deterministic`` asks for gradients that have the same
+bits every time. They return the output, and with ``return_attn_probs`` also the lse, fp32 ``[B, H, Sq]`` or
+``[H, total_q]``, and S_dmask. What is wrong raises ``fastattn.InputError``, a keyword that flash-attn does not have a
+``TypeError``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from fastattn.functional.attention_backward import Packed
+from fastattn.integrations.flash_attn.calls import Options, Results, forward_dense, forward_packed
+from fastattn.integrations.flash_attn.keywords import read_keywords
+from fastattn.integrations.flash_attn.kvcache import flash_attn_with_kvcache
+from fastattn.integrations.flash_attn.private_pairs import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+    _wrapped_flash_attn_backward,
+    _wrapped_flash_attn_forward,
+    _wrapped_flash_attn_varlen_backward,
+    _wrapped_flash_attn_varlen_forward,
+)
+
+__all__ = [
+    "_flash_attn_backward",
+    "_flash_attn_forward",
+    "_flash_attn_varlen_backward",
+    "_flash_attn_varlen_forward",
+    "_wrapped_flash_attn_backward",
+    "_wrapped_flash_attn_forward",
+    "_wrapped_flash_attn_varlen_backward",
+    "_wrapped_flash_attn_varlen_forward",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+Returned: TypeAlias = Tensor | tuple[Tensor, Tensor, Tensor]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **newer: Any,
+) -> Returned:
+    """``q [B, Sq, H, D]``, ``k [B, Sk, Hk, D]``, ``v [B, Sk, Hk, Dv]`` to ``[B, Sq, H, Dv]``."""
+    sinks = read_keywords("flash_attn_func", newer, served=("sinks",)).sinks
+    options = Options.of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, sinks)
+    results = forward_dense(q, k, v, options, return_lse=return_attn_probs, return_softmax=return_attn_probs)
+    return _returned(results, return_attn_probs)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Returned:
+    """As `flash_attn_func`, with ``kv [B, Sk, 2, Hk, D]``."""
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    k, v = kv.unbind(dim=2)
+    return flash_attn_func(q, k, v, *options)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Returned:
+    """As `flash_attn_func`, with ``qkv [B, S, 3, H, D]``."""
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    q, k, v = qkv.unbind(dim=2)
+    return flash_attn_func(q, k, v, *options)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    **newer: Any,
+) -> Returned:
+    """Packed sequences: ``q [total_q, H, D]``, ``k [total_k, Hk, D]``, ``v [total_k, Hk, Dv]`` to ``[total_q, H, Dv]``.
+
+    With a ``block_table``, int32 ``[B, max_pages]``, k and v are pages ``[num_pages, page_size, Hk, D]``. ``seqused_q``
+    and ``seqused_k``, int32 ``[B]``: how many rows of each sequence there are; the others give 0.
+    """
+    served = ("sinks", "seqused_q", "seqused_k", "block_table")
+    keywords = read_keywords("flash_attn_varlen_func", newer, served=served)
+    results = forward_packed(
+        q,
+        k,
+        v,
+        Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        Options.of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, keywords.sinks),
+        return_lse=return_attn_probs,
+        return_softmax=return_attn_probs,
+        block_table=block_table if keywords.block_table is None else keywords.block_table,
+        seqused_q=keywords.seqused_q,
+        seqused_k=keywords.seqused_k,
+    )
+    return _returned(results, return_attn_probs)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Returned:
+    """As `flash_attn_varlen_func`, with ``kv [total_k, 2, Hk, D]``."""
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    k, v = kv.unbind(dim=1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Returned:
+    """As `flash_attn_varlen_func`, with ``qkv [total, 3, H, D]``."""
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    q, k, v = qkv.unbind(dim=1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options)
+
+
+def _returned(results: Results, return_attn_probs: bool) -> Returned:
+    if not return_attn_probs:
+        return results.out
+    return results.out, results.softmax_lse, results.S_dmask

@@ -1,0 +1,68 @@
+"""The keywords that FlashAttention-3 and -4 added: what they mean here, or why they are refused."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fastattn.errors import InputError
+
+# They steer how flash-attn's kernels are launched, and change no result.
+_MEANINGLESS = ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "zero_tensors")
+
+_REFUSED = {
+    "attention_chunk": "chunked local attention is not served; fastattn.attention takes it as a bias",
+    "qv": "a second query against the values is not served; concatenate it to q, and the values to k",
+    "q_descale": "fp8 is not served; pass 16-bit tensors",
+    "k_descale": "fp8 is not served; pass 16-bit tensors",
+    "v_descale": "fp8 is not served; pass 16-bit tensors",
+    "score_mod": "changes of scores by a function are not served; fastattn.attention takes a bias",
+    "mask_mod": "masks by a function are not served; fastattn.attention takes a bool bias",
+    "cu_seqlens_q": "ragged queries over a cache are not served here; call flash_attn_varlen_func with a block_table",
+    "cu_seqlens_k_new": "ragged new keys are not served; append them sequence by sequence",
+    "rotary_seqlens": "positions of their own for rotary embedding are not served; rotate before the call",
+    "leftpad_k": "a first key for each sequence is not served here; flash_attn_with_kvcache takes cache_leftpad",
+}
+
+
+class Keywords(NamedTuple):
+    """The extra keywords that change a result."""
+
+    sinks: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    block_table: Tensor | None = None
+
+
+_MEANINGS = {
+    "learnable_sink": "sinks",
+    "s_aux": "sinks",
+    "seqused_q": "seqused_q",
+    "seqused_k": "seqused_k",
+    "page_table": "block_table",
+}
+
+
+def read_keywords(function: str, given: dict[str, Any], *, served: tuple[str, ...]) -> Keywords:
+    """What ``given`` asks for; ``served``: the fields of `Keywords` that ``function`` has.
+
+    Raises:
+        InputError: a keyword asks for what fastattn does not have; TypeError: flash-attn has no such keyword.
+    """
+    found: dict[str, Tensor] = {}
+    for name, value in given.items():
+        meaning = _MEANINGS.get(name)
+        if name not in _MEANINGLESS and name not in _REFUSED and meaning is None:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        if value is None or value is False or (isinstance(value, (int, float)) and value == 0) or name in _MEANINGLESS:
+            continue
+        if name in _REFUSED:
+            raise InputError(f"{name}: expected None in {function}, got a value; {_REFUSED[name]}")
+        assert meaning is not None
+        if meaning not in served:
+            raise InputError(
+                f"{name}: expected None in {function}, which has no packed sequences or pages, got a value"
+            )
+        found[meaning] = value
+    return Keywords(**found)

@@ -1,0 +1,140 @@
+"""``flash_attn_with_kvcache`` over fastattn's cache kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.errors import InputError
+from fastattn.functional.kv_cache_attention import attention_with_kv_cache
+from fastattn.integrations.flash_attn.conventions import alibi_of_dense, bounds, to_flash_lse, without_idle_bounds
+from fastattn.integrations.flash_attn.keywords import read_keywords
+from fastattn.rotary import rotary
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    **newer: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Appends ``k`` and ``v`` to a cache in place, then attends over it. Not differentiable.
+
+    Args:
+        q: ``[B, Sq, H, D]``. k_cache, v_cache: ``[B, capacity, Hk, D]``, or with a ``block_table`` pages
+            ``[num_pages, page_size, Hk, D]``, of any size.
+        k, v: ``[B, S_new, Hk, D]``: new tokens. rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]``: rotate new
+            keys, token ``j`` by position ``cache_seqlens + j``, and the query.
+        cache_seqlens: an int, or int32 ``[B]``: the tokens before this call; by default the cache is full.
+        cache_batch_idx: int32 ``[B]``: the row of the cache that belongs to each sequence.
+        cache_leftpad: int32 ``[B]``: where in its row a sequence begins; its positions count from there.
+
+    Returns:
+        ``[B, Sq, H, Dv]``, and with ``return_softmax_lse`` the lse, fp32 ``[B, H, Sq]``.
+
+    Raises:
+        InputError, TypeError: an argument that the host can see is wrong.
+    """
+    keywords = read_keywords("flash_attn_with_kvcache", newer, served=("sinks", "block_table"))
+    if keywords.block_table is not None:
+        block_table = keywords.block_table
+    if (rotary_cos is not None or rotary_sin is not None) and k is None:
+        raise InputError("rotary_cos: expected None without new keys, got a tensor; flash-attn rotates them together")
+    if k is not None and cache_seqlens is None:
+        raise InputError("cache_seqlens: expected an int or a tensor beside new keys, got None")
+    for name, tensor in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+        if tensor is not None and block_table is not None:
+            raise InputError(f"{name}: expected None beside a block_table, got a tensor; a table says it all")
+    batch, num_queries = q.shape[:2]
+    query = q.detach().transpose(1, 2)
+    key_pages, value_pages = (cache.detach().transpose(1, 2) for cache in (k_cache, v_cache))
+    k_new, v_new = (None if new is None else new.detach().transpose(1, 2) for new in (k, v))
+    num_new = 0 if k_new is None else k_new.shape[2]
+    capacity = k_cache.shape[1] if block_table is None else k_cache.shape[1] * block_table.shape[1]
+    if not isinstance(cache_seqlens, Tensor):
+        length = capacity if cache_seqlens is None else cache_seqlens
+        cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
+
+    if cache_leftpad is not None:  # a page for each token
+        key_pages, value_pages = (_pages_of_a_token("k_cache", k_cache), _pages_of_a_token("v_cache", v_cache))
+        block_table = _tokens_from(cache_leftpad, cache_batch_idx, capacity)
+        cache_seqlens = cache_seqlens - cache_leftpad
+    elif cache_batch_idx is not None:  # a page for each row of the cache
+        block_table = cache_batch_idx.to(torch.int32)[:, None]
+
+    window = bounds(window_size, causal)
+    if rotary_cos is not None and rotary_sin is not None and k_new is not None:
+        is_one_position = without_idle_bounds(window, capacity) == (-1, -1)
+        if num_queries != num_new or (is_one_position and num_queries > 1):
+            row = torch.arange(max(num_queries, num_new), device=q.device)
+            position = cache_seqlens[:, None] + row
+            first = position[:, :1].expand(-1, num_queries) if is_one_position else position[:, :num_queries]
+            query = _rotated(query, rotary_cos, rotary_sin, first, rotary_interleaved)
+            k_new = _rotated(k_new, rotary_cos, rotary_sin, position[:, :num_new], rotary_interleaved)
+            rotary_cos = rotary_sin = None
+
+    with torch.no_grad():
+        out, lse = attention_with_kv_cache(
+            query,
+            key_pages,
+            value_pages,
+            cache_seqlens,
+            k_new=k_new,
+            v_new=v_new,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            rotary_interleaved=rotary_interleaved,
+            block_table=block_table,
+            causal=False,
+            window=window,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=keywords.sinks,
+            scale=softmax_scale,
+            return_lse=True,
+            num_splits=max(num_splits, 0),
+        )
+        out = out.transpose(1, 2).contiguous()
+        if not return_softmax_lse:
+            return out
+        alibi = alibi_of_dense(alibi_slopes, window, num_queries, cache_seqlens + num_new, capacity)
+        return out, to_flash_lse(lse, alibi)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interleaved: bool) -> Tensor:
+    position = position.clamp(0, cos.shape[0] - 1)
+    return rotary(x, cos[position], sin[position], interleaved)
+
+
+def _pages_of_a_token(name: str, cache: Tensor) -> Tensor:
+    """``[B, capacity, Hk, D]`` as pages ``[B * capacity, Hk, 1, D]``, where it lies."""
+    if cache.stride(0) != cache.stride(1) * cache.shape[1]:
+        raise InputError(
+            f"{name}: expected rows one after the other beside cache_leftpad, got strides {cache.stride()}"
+        )
+    return cache.detach().flatten(0, 1).unsqueeze(2)
+
+
+def _tokens_from(leftpad: Tensor, batch_idx: Tensor | None, capacity: int) -> Tensor:
+    """The pages of `_pages_of_a_token` that hold each sequence, int32 ``[B, capacity]``; -1 beyond its row."""
+    row = torch.arange(leftpad.shape[0], device=leftpad.device) if batch_idx is None else batch_idx
+    token = leftpad[:, None] + torch.arange(capacity, device=leftpad.device)
+    return torch.where(token < capacity, row[:, None] * capacity + token, -1).to(torch.int32)

@@ -1,0 +1,55 @@
+"""fastattn as an attention implementation of Hugging Face's ``transformers``, 5.23 or later::
+
+    import fastattn.integrations.transformers
+
+    fastattn.integrations.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="fastattn")
+
+attention.py is the function that models call, masks.py decides what a model's mask becomes, patterns.py reads what mask
+transformers means, and marks.py says it in a few numbers instead of a mask ``[B, 1, Sq, Sk]``. cache.py has a cache for
+``generate``, also of int8.
+"""
+
+from __future__ import annotations
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sliding_window_bidirectional_overlay  # noqa: F401  # patterns.py needs it
+except ImportError as error:
+    raise ImportError("fastattn.integrations.transformers needs transformers 5.23 or later") from error
+
+from fastattn.errors import InputError
+from fastattn.integrations.transformers.attention import attend
+from fastattn.integrations.transformers.cache import Cache
+from fastattn.integrations.transformers.masks import make_mask
+
+__all__ = ["Cache", "register"]
+
+
+def register(name: str = "fastattn") -> None:
+    """Makes ``attn_implementation=name`` and ``model.set_attn_implementation(name)`` run attention in fastattn.
+
+    Decoders, encoders and encoder-decoders; causal masks, sliding windows, softcap, sinks (``s_aux``), position biases
+    with their gradient, grouped queries (keys and values keep their few heads), dropout, padding on either side, packed
+    sequences, masks of the user's own, and generation over any ``Cache``. Padding and causality alone never become a
+    mask ``[B, 1, Sq, Sk]``. Registering again is fine.
+
+    Not served, and an ``InputError`` that says so: attention weights (``output_attentions=True``), continuous batching
+    (``generate_batch``), and what a model passes to its attention that fastattn does not know.
+
+    Raises:
+        InputError: ``name`` means something else to transformers.
+    """
+    if not isinstance(name, str) or not name:
+        raise InputError(f"name: expected a name for attn_implementation, got {name!r}")
+    if "flash" in name or "|" in name or "/" in name or name == "eager":
+        raise InputError(
+            f'name: expected one that means nothing else to transformers, got {name!r} (names with "flash" are taken '
+            'for packages like flash-attn, those with "/" for kernels of the Hub, "eager" for the models\' own code)'
+        )
+    for interface, function in ((AttentionInterface, attend), (AttentionMaskInterface, make_mask)):
+        registered = interface().get(name)
+        if registered not in (None, function):
+            raise InputError(f"name: expected one that is free in transformers, got {name!r}, which {registered} has")
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, make_mask)

@@ -1,0 +1,240 @@
+"""The attention function: what a model of transformers passes, as calls of fastattn."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.dispatch.device import facts
+from fastattn.errors import InputError
+from fastattn.functional.attention import attention, attention_varlen
+from fastattn.functional.kv_cache_attention import attention_with_kv_cache
+from fastattn.integrations.transformers.int8_cache import attend_int8
+from fastattn.integrations.transformers.marks import Keys, Lengths, Offsets, read
+
+_REFUSED = {
+    "output_attentions": 'attention weights are never formed; set attn_implementation="eager" to get them',
+    "cache": 'continuous batching is not served; set attn_implementation="sdpa" for it, or call generate()',
+    "indices": 'the model selects keys by indices; set attn_implementation="eager"',
+    "sinks": 'the model has sinks that differ between tokens; set attn_implementation="eager"',
+    "head_mask": 'weights of heads are not served; set attn_implementation="eager"',
+}
+
+
+class _Options(NamedTuple):
+    """What is the same for every way through fastattn."""
+
+    softcap: float
+    sinks: Tensor | None
+    dropout_p: float
+    scale: float | None
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | Tensor | None = None,
+    max_length_k: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Registered as an ``AttentionInterface``.
+
+    Args:
+        query: ``[B, Hq, Sq, D]``; key, value: ``[B, Hkv, Sk, D]`` with their own few heads.
+        attention_mask: a mark (marks.py), a bool or additive mask ``[B or 1, Hq or 1, Sq or 1, Sk]`` that says all
+            there is to say, or None: then the layer itself knows whether it is causal, and ends with its last key.
+        sliding_window: a causal query sees so many keys, itself included.
+        s_aux: ``[Hq]``: a logit in each row's denominator.
+        position_bias: ``[B or 1, Hq or 1, Sq, Sk]``: added to the scores. Differentiable.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: of sequences packed one after the other. They come
+            before ``attention_mask``.
+
+    Returns:
+        ``[B, Sq, Hq, Dv]``, and None for the attention weights.
+
+    Raises:
+        InputError: the model asks for something that is not served; the message says what to do.
+    """
+    _refuse(module, others)
+    options = _Options(softcap or 0.0, s_aux, float(dropout), scaling)
+    deterministic = deterministic or None
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    causal_window = (sliding_window - 1 if sliding_window else -1, 0)
+    if query.shape[0] != key.shape[0]:  # learned queries, the same for the whole batch
+        query = query.expand(key.shape[0], -1, -1, -1)
+
+    mark = None if attention_mask is None else read(attention_mask)
+    offsets = _offsets(query, key, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if offsets is None and isinstance(mark, Offsets):
+        offsets, is_causal = (mark, mark), True
+    if offsets is not None:
+        if position_bias is not None:
+            raise InputError(
+                "position_bias: expected None for packed sequences, got a tensor; pad the sequences instead"
+            )
+        window = causal_window
+        if not is_causal:
+            window = (sliding_window - 1, sliding_window - 1) if sliding_window else (-1, -1)
+        return _attend_packed(query, key, value, offsets, window, options, deterministic), None
+
+    if key.dtype == torch.int8:
+        options_of_cache = _options_of_cache(position_bias, options)
+        out = attend_int8(query, key, value, attention_mask, causal_window, **options_of_cache)
+        return out.transpose(1, 2).contiguous(), None
+    window = (-1, -1)
+    mask = attention_mask
+    if isinstance(mark, Lengths):
+        if _kernel_reads_cache(query, key, value, position_bias, options):
+            options_of_cache = _options_of_cache(position_bias, options)
+            out = attention_with_kv_cache(
+                query, key, value, mark.lengths, causal=False, window=causal_window, **options_of_cache
+            )
+            return out.transpose(1, 2).contiguous(), None
+        mask = _cached(mark.lengths, key.shape[2], causal_window[0])
+    elif isinstance(mark, Keys):
+        key, value, mask = key[:, :, : mark.num_keys], value[:, :, : mark.num_keys], mark.present
+        window = causal_window if mark.reach is None else (mark.reach, mark.reach)
+    elif mask is None and is_causal:
+        window = causal_window
+    out = attention(
+        query,
+        key,
+        value,
+        window=window,
+        softcap=options.softcap,
+        bias=_bias(mask, position_bias, query, key),
+        sinks=options.sinks,
+        dropout_p=options.dropout_p,
+        scale=options.scale,
+        deterministic=deterministic,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse(module: nn.Module, others: dict[str, Any]) -> None:
+    config = getattr(module, "config", None)
+    if getattr(config, "output_attentions", False):
+        raise InputError(f"output_attentions: expected False, got True in the config; {_REFUSED['output_attentions']}")
+    for name, why in _REFUSED.items():
+        came = others.get(name)
+        if came is not None and came is not False:
+            raise InputError(f"{name}: expected None from {type(module).__name__}, got a value; {why}")
+
+
+def _options_of_cache(position_bias: Tensor | None, options: _Options) -> dict[str, Any]:
+    """Raises where attention over a cache lacks one."""
+    if position_bias is not None:
+        raise InputError(
+            "position_bias: expected None over an int8 cache, got a tensor; use a cache of the model's dtype"
+        )
+    if options.dropout_p > 0:
+        raise InputError(f"dropout: expected 0 over an int8 cache, got {options.dropout_p}; call model.eval()")
+    return {"softcap": options.softcap, "sinks": options.sinks, "scale": options.scale}
+
+
+def _attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: tuple[Offsets, Offsets],
+    window: tuple[int, int],
+    options: _Options,
+    deterministic: bool | None,
+) -> Tensor:
+    """``[B, Sq, Hq, Dv]``. The rows of the batch are one after the other, too."""
+    (cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k) = offsets
+    out = attention_varlen(
+        query.transpose(1, 2).flatten(0, 1),
+        key.transpose(1, 2).flatten(0, 1),
+        value.transpose(1, 2).flatten(0, 1),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        window=window,
+        softcap=options.softcap,
+        sinks=options.sinks,
+        dropout_p=options.dropout_p,
+        scale=options.scale,
+        deterministic=deterministic,
+    )
+    return out.unflatten(0, (query.shape[0], query.shape[2])).contiguous()
+
+
+def _offsets(
+    query: Tensor,
+    key: Tensor,
+    cu_seq_lens_q: Tensor | None,
+    cu_seq_lens_k: Tensor | None,
+    max_length_q: int | Tensor | None,
+    max_length_k: int | Tensor | None,
+) -> tuple[Offsets, Offsets] | None:
+    """Of the queries and of the keys, where the user passed them to the model."""
+    if cu_seq_lens_q is None or cu_seq_lens_k is None:
+        return None
+    return (
+        Offsets(cu_seq_lens_q.to(torch.int32), _longest(max_length_q, query)),
+        Offsets(cu_seq_lens_k.to(torch.int32), _longest(max_length_k, key)),
+    )
+
+
+def _longest(longest: int | Tensor | None, tensor: Tensor) -> int:
+    """Of the packed sequences; where the host cannot know it, all of ``tensor``, ``[B, H, S, D]``."""
+    if longest is None or (isinstance(longest, Tensor) and torch.compiler.is_compiling()):
+        return tensor.shape[0] * tensor.shape[2]
+    return int(longest)
+
+
+def _kernel_reads_cache(
+    query: Tensor, key: Tensor, value: Tensor, position_bias: Tensor | None, options: _Options
+) -> bool:
+    """Whether the decoding kernel can run: it has no gradients, no bias, no dropout and no padding of head dims."""
+    tensors = (query, key, value, options.sinks)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return (
+        not needs_grad
+        and position_bias is None
+        and options.dropout_p == 0
+        and key.shape[-1] % 8 == value.shape[-1] % 8 == 0
+        and facts(query.device) is not None
+    )
+
+
+def _cached(lengths: Tensor, num_keys: int, left: int) -> Tensor:
+    """The keys of a static cache that the last of ``lengths`` sees: bool ``[B, 1, 1, Sk]``."""
+    column = torch.arange(num_keys, device=lengths.device)
+    is_there = column < lengths[:, None]
+    if left >= 0:
+        is_there = is_there & (column >= lengths[:, None] - 1 - left)
+    return is_there[:, None, None, :]
+
+
+def _bias(mask: Tensor | None, position_bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """One bias of both, no longer than the keys, in a dtype that goes with the query."""
+    mask, position_bias = (None if part is None else part[..., : key.shape[2]] for part in (mask, position_bias))
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise InputError(f"attention_mask: expected a bool or floating mask [B, 1, Sq, Sk], got {mask.dtype}")
+    bias = mask if position_bias is None else position_bias
+    if mask is not None and position_bias is not None:
+        is_bool = mask.dtype == torch.bool
+        bias = position_bias.masked_fill(~mask, -math.inf) if is_bool else position_bias + mask
+    if bias is not None and bias.dtype not in (torch.bool, torch.float32, query.dtype):
+        bias = bias.to(query.dtype)
+    return bias

@@ -1,0 +1,186 @@
+"""A cache for ``generate``: static memory, of the model's dtype or of int8 that the kernel reads as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, get_layer_types_and_kwargs
+
+from fastattn.checks import check_choice, check_int, expect
+from fastattn.errors import CacheFull, InputError
+from fastattn.layout import ALIGNMENT_BYTES
+from fastattn.quantization import quantize_rows
+
+_SERVED = ("full_attention", "sliding_attention", "dummy")
+
+
+class Cache(transformers.Cache):
+    """Keys and values of ``batch_size`` sequences of up to ``max_length`` tokens, for ``past_key_values``.
+
+    >>> cache = Cache(model.config, batch_size=2, max_length=4096, dtype="int8")
+    >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=100)
+
+    With ``dtype="int8"`` every token's head has a scale, and attention reads 8 bits: nothing is dequantised in memory.
+    The prompt that fills an empty cache is attended to in the model's own dtype. Only models whose
+    ``attn_implementation`` is fastattn's can read such a cache. Beam search takes ``batch_size * num_beams``.
+
+    The memory is taken at the first token and lies where it is until the end. Layers with a sliding window keep all
+    tokens, too. Encoder-decoders take ``EncoderDecoderCache(Cache(…), DynamicCache())``.
+
+    Raises:
+        InputError, TypeError: an argument is wrong, or the model has layers of a kind that is not served.
+    """
+
+    def __init__(self, config: Any, *, batch_size: int, max_length: int, dtype: str | None = None) -> None:
+        check_int("batch_size", batch_size, minimum=1)
+        check_int("max_length", max_length, minimum=1)
+        check_choice("dtype", dtype, (None, "int8"))
+        layer_types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+        for layer_type in layer_types:
+            expect(layer_type in _SERVED, "config", f"layers of the kinds {', '.join(_SERVED)}", repr(layer_type))
+        layers = [
+            DummyLayer() if layer_type == "dummy" else _Layer(batch_size, max_length, dtype == "int8")
+            for layer_type in layer_types
+        ]
+        super().__init__(layers=layers)
+
+
+def scale_of(cache: Tensor) -> Tensor:
+    """The scales of an int8 cache ``[B, Hkv, capacity, D]``, float32 ``[B, Hkv, capacity]``."""
+    scale = getattr(cache, "fastattn_scale", None)
+    if scale is None:
+        raise InputError(
+            "key: expected int8 keys as fastattn.integrations.transformers.Cache returns them, got int8 ones without "
+            "scales; the model must not change what the cache returns"
+        )
+    return scale
+
+
+class _Layer(CacheLayerMixin):
+    """``keys`` and ``values``: ``[B, Hkv, capacity, D]``, in memory ``[B, capacity, Hkv, D]``; int8 with their scales.
+
+    A token's heads lie together, so that each token can be a page (attention.py).
+    """
+
+    is_compileable = True
+    is_croppable = True
+    is_sliding = False
+    cumulative_length: Tensor
+
+    def __init__(self, batch_size: int, max_length: int, is_int8: bool) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.max_cache_len = max_length
+        self.is_int8 = is_int8
+        self.is_empty = True
+        self.cumulative_length = torch.tensor(0, dtype=torch.int64)
+        # What the host knows of it: without the tokens of compiled steps, whose graph it would be a guard of.
+        self.tokens_seen = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        expect(
+            key_states.shape[0] == self.batch_size,
+            "batch_size",
+            f"{key_states.shape[0]}, the sequences (times beams) that the model computes",
+            self.batch_size,
+        )
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
+        self.cumulative_length = self.cumulative_length.to(self.device)
+        if not torch.compiler.is_compiling():
+            for tensor in (*self._tensors(), self.cumulative_length):  # CUDA graphs need addresses that stay
+                torch._dynamo.mark_static_address(tensor)
+        self.is_initialized = True
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        """Every row on the boundary that the kernels' vector loads need."""
+        dtype = torch.int8 if self.is_int8 else like.dtype
+        _, heads, _, dim = like.shape
+        unit = ALIGNMENT_BYTES // dtype.itemsize
+        shape = (self.batch_size, self.max_cache_len, heads)
+        with torch.inference_mode(False):  # memory from inside could not be written outside of it
+            rows = torch.zeros(*shape, -(-dim // unit) * unit, dtype=dtype, device=like.device)[..., :dim]
+            cache = rows.transpose(1, 2)
+            if self.is_int8:
+                scale = torch.ones(shape, dtype=torch.float32, device=like.device).transpose(1, 2)
+                cache.fastattn_scale = scale  # type: ignore[attr-defined]
+        return cache
+
+    def _tensors(self) -> list[Tensor]:
+        """All that have a row for each sequence."""
+        caches = [self.keys, self.values]
+        return caches + [scale_of(cache) for cache in caches] if self.is_int8 else caches
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Appends, and returns what attention reads: the new states alone if the cache was empty, else all of it."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        num_new = key_states.shape[2]
+        if not torch.compiler.is_compiling():
+            if self.tokens_seen + num_new > self.max_cache_len:
+                raise CacheFull(
+                    f"the cache has room for {self.max_cache_len} tokens of a sequence; {self.tokens_seen} are there, "
+                    f"and {num_new} come"
+                )
+            self.tokens_seen += num_new
+        place = torch.arange(num_new, device=self.device) + self.cumulative_length
+        self.cumulative_length.add_(num_new)
+        for cache, states in ((self.keys, key_states), (self.values, value_states)):
+            if self.is_int8:
+                states, scale = quantize_rows(states)
+                scale_of(cache).index_copy_(2, place, scale.to(torch.float32))
+            cache.index_copy_(2, place, states)
+        if self.is_empty:
+            self.is_empty = False
+            return key_states, value_states
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The number of keys that `update` will return, and the position of the first."""
+        return (query_length if self.is_empty else self.max_cache_len), 0
+
+    def get_seq_length(self) -> int | Tensor:
+        return 0 if self.is_empty else self.cumulative_length
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len
+
+    def reset(self) -> None:
+        """Forgets all tokens. The memory stays."""
+        self.cumulative_length.zero_()
+        self.tokens_seen = 0
+        self.is_empty = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last ``-tokens_to_remove`` tokens, as transformers counts them."""
+        check_int("tokens_to_remove", tokens_to_remove)
+        expect(tokens_to_remove <= 0, "tokens_to_remove", "0 or a negative number", tokens_to_remove)
+        if not self.is_empty:
+            self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
+            self.tokens_seen = max(self.tokens_seen + tokens_to_remove, 0)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """In place: the memory of a compiled step stays where it is."""
+        if not self.is_empty:
+            for tensor in self._tensors():
+                tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select(indices)
+
+    def _select(self, indices: Tensor) -> None:
+        """The batch has another size from here on, and other memory."""
+        before, scales = (self.keys, self.values), self._tensors()[2:]
+        self.batch_size = indices.numel() if indices.dtype != torch.bool else int(indices.sum())
+        if not self.is_initialized:
+            return
+        rows = torch.arange(before[0].shape[0])[indices.cpu()].to(self.device)
+        self.keys, self.values = (self._allocate(tensor) for tensor in before)
+        for mine, theirs in zip(self._tensors(), (*before, *scales), strict=True):
+            mine.copy_(theirs.index_select(0, rows))

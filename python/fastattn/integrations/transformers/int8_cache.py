@@ -1,0 +1,84 @@
+"""Attention over the int8 cache of cache.py, whose kernel takes lengths and pages, and no masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.errors import InputError
+from fastattn.functional.kv_cache_attention import attention_with_kv_cache
+from fastattn.integrations.transformers.cache import scale_of
+from fastattn.integrations.transformers.marks import Keys, Lengths, read
+
+
+def attend_int8(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    causal_window: tuple[int, int],
+    **options: Any,
+) -> Tensor:
+    """``[B, Hq, Sq, Dv]``. ``key``, ``value``: int8 ``[B, Hkv, capacity, D]``, with their scales.
+
+    Where keys are masked out, each token is a page, and the table names those that are left, in their order: what
+    is left is as far from the queries as before wherever the gaps are padding on the left.
+    """
+    batch, _, capacity, _ = key.shape
+    mark = None if attention_mask is None else read(attention_mask)
+    present, count = None, capacity
+    window = causal_window
+    if isinstance(mark, Lengths):
+        return _attend(query, key, value, mark.lengths, window, options)
+    if isinstance(mark, Keys) and mark.reach is None:
+        present, count = mark.present, mark.num_keys
+    elif attention_mask is not None and mark is None and attention_mask.dtype == torch.bool and query.shape[2] == 1:
+        present, window = attention_mask[..., :capacity], (-1, -1)
+    elif attention_mask is not None:
+        raise InputError(
+            "attention_mask: expected padding and causality alone for several queries over an int8 cache, got another "
+            "mask; use a cache of the model's dtype"
+        )
+    if present is None:
+        lengths = torch.full((batch,), count, dtype=torch.int32, device=query.device)
+        return _attend(query, key, value, lengths, window, options)
+    if present.shape[1] != 1:
+        raise InputError("attention_mask: expected one for all heads over an int8 cache, got one for each")
+    assert attention_mask is not None
+    table, lengths = _pages_of(attention_mask, present[:, 0, 0].expand(batch, -1), capacity)
+    return _attend(query, key, value, lengths, window, {**options, "block_table": table})
+
+
+def _pages_of(mask: Tensor, is_there: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """The tokens that ``is_there [B, keys]`` leaves, int32 ``[B, keys]``, and how many there are, int32 ``[B]``.
+
+    Every layer gets the same mask: what the first one found goes with it, until somebody writes to it.
+    """
+    may_keep = not torch.compiler.is_compiling() and not mask.is_inference()  # that has no version
+    if may_keep:
+        version, *found = getattr(mask, "fastattn_pages", (None,))
+        if version == mask._version:
+            return found[0], found[1]
+    place = is_there.cumsum(1)
+    token = torch.arange(is_there.shape[1], device=mask.device)
+    rows = torch.arange(is_there.shape[0], device=mask.device)[:, None] * capacity
+    table = torch.full((is_there.shape[0], is_there.shape[1] + 1), -1, dtype=torch.int64, device=mask.device)
+    table = table.scatter(1, torch.where(is_there, place - 1, is_there.shape[1]), rows + token)
+    pages, lengths = table[:, :-1].to(torch.int32).contiguous(), place[:, -1].to(torch.int32)
+    if may_keep:
+        mask.fastattn_pages = (mask._version, pages, lengths)  # type: ignore[attr-defined]
+    return pages, lengths
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, window: tuple[int, int], options: dict[str, Any]
+) -> Tensor:
+    scales = [scale_of(key), scale_of(value)]
+    if "block_table" in options:
+        key, value = (cache.transpose(1, 2).flatten(0, 1).unsqueeze(2) for cache in (key, value))
+        scales = [scale.transpose(1, 2).flatten(0, 1).unsqueeze(2) for scale in scales]
+    return attention_with_kv_cache(
+        query, key, value, lengths, k_scale=scales[0], v_scale=scales[1], causal=False, window=window, **options
+    )

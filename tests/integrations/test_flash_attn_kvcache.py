@@ -1,0 +1,183 @@
+"""``flash_attn_with_kvcache``, in float64 against the formulas that it computes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn.integrations.flash_attn import flash_attn_with_kvcache
+from flash_formulas import flash_attention, rotated
+
+BATCH, CAPACITY, HEADS, KV_HEADS, DIM = 3, 10, 4, 2, 8
+LENGTHS = torch.tensor([5, 0, 7], dtype=torch.int32)
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+ANGLES = torch.outer(torch.arange(16.0, dtype=torch.float64), torch.tensor([1.0, 0.1], dtype=torch.float64))
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def cache(seed: int, batch: int = BATCH) -> Tensor:
+    """With NaN where no token is."""
+    filled = random(batch, CAPACITY, KV_HEADS, DIM, seed=seed)
+    if batch == BATCH:
+        filled[torch.arange(CAPACITY) >= LENGTHS[:, None]] = math.nan
+    return filled
+
+
+def wanted_of(q: Tensor, k: list[Tensor], v: list[Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    """Sequence by sequence."""
+    parts = [
+        flash_attention(query[None], key[None], value[None], **options)
+        for query, key, value in zip(q, k, v, strict=True)
+    ]
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def with_new(filled: Tensor, new: Tensor) -> list[Tensor]:
+    return [torch.cat([row[:length], own]) for row, length, own in zip(filled, LENGTHS.tolist(), new, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"window_size": (2, 0)},
+        {"softcap": 1.5},
+        {"causal": True, "alibi_slopes": SLOPES},
+        {"alibi_slopes": SLOPES},
+        {"softmax_scale": 0.3},
+        {"learnable_sink": SLOPES.double()},
+    ],
+    ids=["plain", "causal", "window", "softcap", "causal ALiBi", "ALiBi", "scale", "sinks"],
+)
+@pytest.mark.parametrize("num_new", [0, 2, 3])
+def test_appends_and_attends(options: dict[str, Any], num_new: int) -> None:
+    q = random(BATCH, 2, HEADS, DIM)
+    k_cache, v_cache = cache(1), cache(2)
+    k, v = (random(BATCH, num_new, KV_HEADS, DIM, seed=seed) for seed in (3, 4))
+    keys, values = with_new(k_cache, k), with_new(v_cache, v)
+    new = {"k": k, "v": v} if num_new else {}
+    out, lse = flash_attn_with_kvcache(
+        q, k_cache, v_cache, **new, cache_seqlens=LENGTHS, return_softmax_lse=True, **options
+    )
+    torch.testing.assert_close((out, lse), wanted_of(q, keys, values, **options))
+    for row, key, value in zip(range(BATCH), keys, values, strict=True):
+        assert torch.equal(k_cache[row, : len(key)], key) and torch.equal(v_cache[row, : len(value)], value)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (3, -1)}], ids=["none", "causal", "window"])
+@pytest.mark.parametrize(("num_queries", "num_new"), [(1, 1), (2, 2), (3, 1), (1, 2)])
+def test_rotary(num_queries: int, num_new: int, mask: dict[str, Any], interleaved: bool) -> None:
+    """All queries as the token at ``cache_seqlens`` where nothing is masked, else each by its own place."""
+    q = random(BATCH, num_queries, HEADS, DIM)
+    k_cache, v_cache = cache(1), cache(2)
+    k, v = (random(BATCH, num_new, KV_HEADS, DIM, seed=seed) for seed in (3, 4))
+    cos, sin = ANGLES.cos(), ANGLES.sin()
+    first = LENGTHS.long()[:, None]
+    of_queries = first + torch.arange(num_queries) if mask else first.expand(-1, num_queries)
+    turned_q = rotated(q, cos, sin, of_queries, interleaved)
+    turned_k = rotated(k, cos, sin, first + torch.arange(num_new), interleaved)
+    wanted = wanted_of(turned_q, with_new(k_cache, turned_k), with_new(v_cache, v), **mask)[0]
+    by_default = {} if interleaved else {"rotary_interleaved": False}
+    came = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cos, sin, cache_seqlens=LENGTHS, **by_default, **mask)
+    torch.testing.assert_close(came, wanted)
+    assert torch.equal(k_cache[1, :num_new], turned_k[1])
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 5])
+@pytest.mark.parametrize("keyword", ["block_table", "page_table"])
+def test_pages_of_any_size(page_size: int, keyword: str) -> None:
+    num_pages = -(-CAPACITY // page_size)
+    table = torch.randperm(BATCH * num_pages, generator=torch.Generator().manual_seed(0)).view(BATCH, -1).int()
+    k_pages, v_pages = (random(BATCH * num_pages, page_size, KV_HEADS, DIM, seed=seed) for seed in (1, 2))
+    rows_k, rows_v = (pages[table.long()].flatten(1, 2)[:, :CAPACITY] for pages in (k_pages, v_pages))
+    q = random(BATCH, 1, HEADS, DIM)
+    k, v = (random(BATCH, 1, KV_HEADS, DIM, seed=seed) for seed in (3, 4))
+    wanted = wanted_of(q, with_new(rows_k, k), with_new(rows_v, v))[0]
+    came = flash_attn_with_kvcache(q, k_pages, v_pages, k, v, cache_seqlens=LENGTHS, **{keyword: table})
+    torch.testing.assert_close(came, wanted)
+    assert torch.equal(k_pages[table.long()].flatten(1, 2)[0, 5], k[0, 0])
+
+
+def test_rows_of_the_cache_in_another_order() -> None:
+    k_cache, v_cache = cache(1, batch=5), cache(2, batch=5)
+    rows = torch.tensor([4, 0, 2], dtype=torch.int32)
+    q, k = random(BATCH, 1, HEADS, DIM), random(BATCH, 1, KV_HEADS, DIM, seed=3)
+    wanted = wanted_of(q, with_new(k_cache[rows], k), with_new(v_cache[rows], k))[0]
+    came = flash_attn_with_kvcache(q, k_cache, v_cache, k, k, cache_seqlens=LENGTHS, cache_batch_idx=rows)
+    torch.testing.assert_close(came, wanted)
+    assert torch.equal(k_cache[4, 5], k[0, 0])
+
+
+@pytest.mark.parametrize("rows", [None, [3, 0, 1]], ids=["in order", "another order"])
+def test_sequences_that_begin_later(rows: list[int] | None) -> None:
+    """Their positions count from where they begin."""
+    k_cache, v_cache = cache(1, batch=4), cache(2, batch=4)
+    leftpad = torch.tensor([2, 0, 3], dtype=torch.int32)
+    order = rows or [0, 1, 2]
+    used_k, used_v = k_cache[order].clone(), v_cache[order].clone()
+    q, k = random(BATCH, 2, HEADS, DIM), random(BATCH, 2, KV_HEADS, DIM, seed=3)
+    cos, sin = ANGLES.cos(), ANGLES.sin()
+    lengths = [5, 2, 7]
+    first = torch.tensor(lengths) - leftpad
+    places = first[:, None] + torch.arange(2)
+    turned_q, turned_k = rotated(q, cos, sin, places, True), rotated(k, cos, sin, places, True)
+    places_before = [slice(int(pad), length) for pad, length in zip(leftpad, lengths, strict=True)]
+    keys = [torch.cat([row[place], own]) for row, place, own in zip(used_k, places_before, turned_k, strict=True)]
+    values = [torch.cat([row[place], own]) for row, place, own in zip(used_v, places_before, k, strict=True)]
+    came = flash_attn_with_kvcache(
+        q,
+        k_cache if rows else k_cache[:3],
+        v_cache if rows else v_cache[:3],
+        k,
+        k,
+        cos,
+        sin,
+        cache_seqlens=torch.tensor(lengths, dtype=torch.int32),
+        cache_batch_idx=None if rows is None else torch.tensor(rows, dtype=torch.int32),
+        cache_leftpad=leftpad,
+        causal=True,
+    )
+    torch.testing.assert_close(came, wanted_of(turned_q, keys, values, causal=True)[0])
+    assert torch.equal(k_cache[order[0], 5:7], turned_k[0])
+
+
+def test_lengths_by_an_int_and_by_default() -> None:
+    q, filled = random(BATCH, 1, HEADS, DIM), random(BATCH, CAPACITY, KV_HEADS, DIM, seed=1)
+    for lengths, number in ((4, 4), (None, CAPACITY)):
+        came = flash_attn_with_kvcache(q, filled, filled, cache_seqlens=lengths)
+        torch.testing.assert_close(came, flash_attention(q, filled[:, :number], filled[:, :number])[0])
+
+
+def test_tensors_that_want_gradients_get_none() -> None:
+    q, filled = random(BATCH, 1, HEADS, DIM).requires_grad_(), random(BATCH, CAPACITY, KV_HEADS, DIM, seed=1)
+    assert not flash_attn_with_kvcache(q, filled, filled).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rotary_cos": ANGLES, "rotary_sin": ANGLES}, "^rotary_cos: expected None without new keys"),
+        ({"k": random(3, 1, 2, 8), "v": random(3, 1, 2, 8)}, "^cache_seqlens: expected an int or a tensor"),
+        ({"cache_leftpad": LENGTHS, "block_table": LENGTHS[:, None]}, "^cache_leftpad: expected None beside a block"),
+        ({"cache_batch_idx": LENGTHS, "block_table": LENGTHS[:, None]}, "^cache_batch_idx: expected None beside a"),
+        ({"cu_seqlens_q": LENGTHS}, "^cu_seqlens_q: expected None in flash_attn_with_kvcache"),
+        ({"rotary_seqlens": LENGTHS}, "^rotary_seqlens: expected None in flash_attn_with_kvcache"),
+        ({"q_descale": LENGTHS}, "^q_descale: expected None .* fp8 is not served"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else " and ".join(value),
+)
+def test_refusals(changes: dict[str, Any], message: str) -> None:
+    q, filled = random(BATCH, 1, HEADS, DIM), random(BATCH, CAPACITY, KV_HEADS, DIM, seed=1)
+    with pytest.raises(fastattn.InputError, match=message):
+        flash_attn_with_kvcache(q, filled, filled, **changes)
