@@ -18,7 +18,7 @@ STABLE_TORCH_LIBRARY(fastattn, m) {
         "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
         "Tensor? dropout_seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, "
         "float scale, int window_left, int window_right, bool top_left, float softcap, float dropout_p, "
-        "Tensor? block_table=None) -> (Tensor out, Tensor lse)");
+        "Tensor? block_table=None, bool batch_invariant=False) -> (Tensor out, Tensor lse)");
 
     m.def(
         "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "

@@ -290,6 +290,7 @@ def attention_forward(
     softcap: float,
     dropout_p: float,
     block_table: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Launch `attention_forward_kernel`: the op ``attention_forward`` of csrc/bindings.cpp, arguments already checked.
 
@@ -297,7 +298,8 @@ def attention_forward(
     int32 ``cu_seqlens [B + 1]``; with int32 ``block_table [B, max_pages]`` key and value are pages, ``[num_pages, Hkv,
     page_size, D]``. bias ``[B|1, Hq|1, Sq|1, Sk|1]`` bool or floating; alibi_slopes fp32 ``[B|1, Hq]``;
     sinks fp32 ``[Hq]``; a negative window is unbounded. Returns (out in query's dtype and order of dims, lse fp32 in
-    nats ``[B, Hq, Sq]`` or ``[Hq, total_q]``).
+    nats ``[B, Hq, Sq]`` or ``[Hq, total_q]``). Programs never share the keys of a row, so that results are
+    ``batch_invariant`` always.
     """
     num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
     if cu_seqlens_q is not None:

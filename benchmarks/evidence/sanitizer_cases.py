@@ -46,6 +46,12 @@ def shared_keys(device: torch.device) -> None:
     fastattn.attention(*(tensor.repeat(batch, 1, 1, 1) for tensor in (query, key, value)))
 
 
+def keys_in_parts(device: torch.device) -> None:
+    """A tile of rows for a GPU: CTAs take parts of its keys, and the last one merges them."""
+    shapes = (1, 1, 30, 64), (1, 1, 4000, 64), (1, 1, 4000, 64)
+    fastattn.attention(*(random(device, *shape, seed=seed) for seed, shape in enumerate(shapes)), causal=True)
+
+
 def backward(device: torch.device, head_dim: int, causal: bool, deterministic: bool = False) -> None:
     leaves = [tensor.requires_grad_() for tensor in query_key_value(device, head_dim)]
     out = fastattn.attention(*leaves, causal=causal, deterministic=deterministic)
@@ -165,6 +171,7 @@ CASES: dict[str, Case] = {
     "forward float16": partial(forward, head_dim=64, causal=True, dtype=torch.float16),
     "forward d=256": partial(forward, head_dim=256, causal=True),
     "forward with shared keys": shared_keys,
+    "forward with keys in parts": keys_in_parts,
     "backward d=64": partial(backward, head_dim=64, causal=True),
     "backward d=128 deterministic": partial(backward, head_dim=128, causal=False, deterministic=True),
     "backward d=256": partial(backward, head_dim=256, causal=True),

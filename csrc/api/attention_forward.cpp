@@ -34,7 +34,7 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
                                              std::optional<Tensor> cu_seqlens_k, int64_t max_seqlen_q,
                                              int64_t max_seqlen_k, double scale, int64_t window_left,
                                              int64_t window_right, bool top_left, double softcap, double dropout_p,
-                                             std::optional<Tensor> block_table) {
+                                             std::optional<Tensor> block_table, bool batch_invariant) {
     const AttentionSizes sizes =
         check_attention(kOp, query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                         attention_forward_options_kernels().largest_head_dim(), block_table);
@@ -68,11 +68,11 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     const ForwardTraits traits{options.change_scores(), block_table.has_value()};
     const KernelSize head_dims(static_cast<int32_t>(sizes.head_dim), static_cast<int32_t>(sizes.value_dim));
     auto& kernel = forward_kernel(facts.compute_capability, head_dims, sizes.dtype, traits);
-    // CTAs may share the keys of a tile: see attention/key_shares.h.
+    // CTAs may share the keys of a tile, as lengths in the whole batch have it: see attention/key_shares.h.
     std::optional<Tensor> part_values, part_sums, arrivals;
     const int64_t num_ctas = int64_t{facts.num_sms} * kernel.tile.ctas_per_sm;
     const int64_t rows_of_workspace = rows_of_parts(attention, kernel.tile.block_m, kernel.tile.block_n, num_ctas);
-    if (rows_of_workspace > 0) {
+    if (rows_of_workspace > 0 && !batch_invariant) {
         part_values = torch::stable::new_empty(query, {rows_of_workspace, sizes.value_dim}, ScalarType::Float);
         part_sums = torch::stable::new_empty(query, {rows_of_workspace, 2}, ScalarType::Float);
         arrivals = torch::stable::new_empty(query, {num_ctas * kMostSlotsPerCta * kMergeSteps}, ScalarType::Long);

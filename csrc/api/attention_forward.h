@@ -19,6 +19,6 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
                                              std::optional<Tensor> cu_seqlens_k, int64_t max_seqlen_q,
                                              int64_t max_seqlen_k, double scale, int64_t window_left,
                                              int64_t window_right, bool top_left, double softcap, double dropout_p,
-                                             std::optional<Tensor> block_table);
+                                             std::optional<Tensor> block_table, bool batch_invariant);
 
 }  // namespace fastattn

@@ -6,7 +6,8 @@
 
 namespace fastattn {
 
-// Scores that are only scaled and masked by a window, which cost neither loop anything. By head dim; variant: keys in pages.
+// Scores that are only scaled and masked by a window, which cost neither loop anything. By head dim; variant: keys in
+// pages.
 inline KernelTable<AttentionForwardParams>& attention_forward_kernels() {
     static auto& table = *new KernelTable<AttentionForwardParams>("attention_forward");
     return table;

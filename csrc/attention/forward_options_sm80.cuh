@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     if (shared.portion.num_parts > 1) {  // other CTAs have the other keys
         const KeyPortion& own = shared.portion;
         const QueryTile own_tile = query_tile(attention, kBlockM, own.piece, own.is_cut);
-        using Rows = PartRows<kBlockM, kHeadDim, kDataType, /*kSlotsPerCta=*/1, PlaceOfTile>;
+        using Rows = PartRowsSm80<kBlockM, kHeadDim, kDataType>;
         const PlaceOfTile place{own_tile, query_rows(attention, own_tile.batch), own_tile.idx * kBlockM};
         leave_and_merge<Config::kNumThreads, kWarpM>(Rows{attention, place, factor}, own, rO, softmax, shared.sQ);
         return;

@@ -1,16 +1,16 @@
 // Attention forward for Hopper with every option: what forward_sm90.cuh computes, with softcap, ALiBi or a bias on the
 // scores, and dropout.
 //
-// Roles, rings, work and shared memory are those of forward_sm90.cuh; see there. A tile has rows of one head. Every step looks for maxima, because
-// scores come out of Q·Kᵀ unfinished: they are scaled, capped and biased, and P is thinned after the softmax. All of that
-// stands once, in a loop that starts in the middle of a step:
+// Roles, rings, work and shared memory are those of forward_sm90.cuh; see there. A tile has rows of one head. Every
+// step looks for maxima, because scores come out of Q·Kᵀ unfinished: they are scaled, capped and biased, and P is
+// thinned after the softmax. All of that stands once, in a loop that starts in the middle of a step:
 //
 //   tensor cores   Q·K0ᵀ |                    Q·K1ᵀ | P0·V0 |                    Q·K2ᵀ | P1·V1 | …
 //   other units          | scores, P0, dropout       | scores, P1, dropout              | scores, P2, dropout
 //
-// Which options there are is decided at run time, alike for a whole CTA. Where there is a bias, every tile may hide keys.
-// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim. Any lengths, packed or
-// not, any window, sinks, any finite scale.
+// Which options there are is decided at run time, alike for a whole CTA. Where there is a bias, every tile may hide
+// keys. Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim. Any lengths,
+// packed or not, any window, sinks, any finite scale.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// What the two forward kernels for Hopper have in common: config, shared memory, the producer, products and the launch. See
-// forward_sm90.cuh for how these work together.
+// What the two forward kernels for Hopper have in common: config, shared memory, the producer, products and the launch.
+// See forward_sm90.cuh for how these work together.
 #pragma once
 
 #include <algorithm>
@@ -54,7 +54,8 @@ struct ForwardConfigSm90 : Tile_ {
 inline constexpr int kGatheringWarps = 3;
 inline constexpr int kGatheringThreads = kGatheringWarps * kWarpSize;
 
-// What the producer tells the consumers of a tile of rows. It is in shared memory, because they have no registers for it.
+// What the producer tells the consumers of a tile of rows. It is in shared memory, because they have no registers for
+// it.
 struct TileOfWork {
     RowsOfCta rows;
     KeyTiles tiles;   // of this CTA's part
@@ -141,7 +142,8 @@ __device__ __forceinline__ void tell_next_work(ForwardStorageSm90<Config>& share
     if (is_cut ? walk.left > 0 : piece < all_work.num) {
         const RowsOfCta rows(all_params.attention, all_work, piece, is_cut, rank, Config::kBlockM);
         const KeyTiles tiles = rows.key_tiles(Config::kBlockN);
-        const TileParts parts = is_cut ? walk.parts(shared.share, cluster, tiles.num_tiles()) : TileParts{1, 0, 1};
+        const TileParts parts = is_cut ? walk.parts(shared.share, cluster, tiles.num_tiles())
+                                       : TileParts{1, static_cast<int32_t>(cluster), 1};
         place = parts.count > 1 ? kPlaceOfShared + shared.num_shared++ : ring.stage;
         TileOfWork& work = shared.work_places[place];
         work.rows = rows;
@@ -156,8 +158,9 @@ __device__ __forceinline__ void tell_next_work(ForwardStorageSm90<Config>& share
     ring.arrive_full();
 }
 
-// What a warp of the producer copies: calls begin(work) for each tile of work, then take(work, key) with the first key of each
-// of its tiles of keys, in the order in which consumers take them. The warp that tells of the work, and those that are told.
+// What a warp of the producer copies: calls begin(work) for each tile of work, then take(work, key) with the first key
+// of each of its tiles of keys, in the order in which consumers take them. The warp that tells of the work, and those
+// that are told.
 template <bool kTells, typename Config, typename Begin, typename Take>
 __device__ __forceinline__ void for_tiles_of_cta(ForwardStorageSm90<Config>& shared,
                                                  const AttentionForwardParamsSm90& all_params, int rank, int lane,
@@ -207,8 +210,8 @@ __device__ __forceinline__ void load_query(ForwardStorageSm90<Config>& shared, c
     ring.advance();
 }
 
-// One warp: copies Q by its first lane, and of each tile of K and V a box by each lane that has one. A tile is a box, or in
-// pages several, none of which lies in two pages.
+// One warp: copies Q by its first lane, and of each tile of K and V a box by each lane that has one. A tile is a box,
+// or in pages several, none of which lies in two pages.
 template <typename Config>
 __device__ __forceinline__ void produce_boxes(ForwardStorageSm90<Config>& shared,
                                               const AttentionForwardParamsSm90& all_params, int rank, int cluster_size,
@@ -335,8 +338,8 @@ struct ForwardConsumerSm90 {
 
     __device__ __forceinline__ void release_value() { value_ring.release_to_cluster(lane, cluster_size); }
 
-    // What nobody may see through a mask, in the tile of V that comes next: see device/nonfinite.cuh. All consumers look at
-    // the whole tile and come to the same answer.
+    // What nobody may see through a mask, in the tile of V that comes next: see device/nonfinite.cuh. All consumers
+    // look at the whole tile and come to the same answer.
     template <typename Sees>
     __device__ __forceinline__ void separate_nonfinite_values(float (&rO)[1][kTilesD][4], Sees&& sees) {
         value_ring.wait_full();
@@ -352,7 +355,8 @@ struct ForwardConsumerSm90 {
         of_all();  // waits until wgmma can read V as it is now
     }
 
-    using PartRowsOfTile = PartRows<Config::kBlockM, Config::kValueDim, kDataType, /*kSlotsPerCta=*/2, PlaceOfRows>;
+    using PartRowsOfTile =
+        PartRows<Config::kBlockM, Config::kValueDim, kDataType, /*kSlotsPerCta=*/2, /*kQuadsAtOnce=*/4, PlaceOfRows>;
 
     // Leaves a warp's rows of a part of the tile for whoever merges it.
     template <typename Softmax>
@@ -365,8 +369,8 @@ struct ForwardConsumerSm90 {
                    ptx::opaque(lane));  // what follows from it would take registers in the main loops
     }
 
-    // All consumers, when there is no more work: merges the tiles that this CTA shares with others, where it is the last one.
-    // factor: of the output.
+    // All consumers, when there is no more work: merges the tiles that this CTA shares with others, where it is the
+    // last one. factor: of the output.
     __device__ __forceinline__ void merge_shared_tiles(const AttentionForwardParams& params, float factor = 1.0f) {
         using Storage = MergeStorage<PartRowsOfTile>;
         static_assert(sizeof(Storage) <= sizeof(shared.sQ), "takes the place of Q");

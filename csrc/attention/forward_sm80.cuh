@@ -1,18 +1,18 @@
 // Attention forward, FlashAttention-2 (Dao 2023, algorithm 1): O = softmax(scale · Q·Kᵀ + mask) · V, and the lse.
 //
 // One CTA computes kBlockM query rows of one head; each of its warps owns 32 of them (16 above 128 dims) from start to
-// end, and all lanes also copy. Keys pass in tiles of kBlockN. Tiles that some row sees in part, at either end of a window
-// or of the sequence, come first and have a loop of their own, which reads the bounds of each row from shared memory: the
-// loop of full tiles has no registers for them. K and V have one buffer each: while one is computed with, the other is on
-// its way.
+// end, and all lanes also copy. Keys pass in tiles of kBlockN. Tiles that some row sees in part, at either end of a
+// window or of the sequence, come first and have a loop of their own, which reads the bounds of each row from shared
+// memory: the loop of full tiles has no registers for them. K and V have one buffer each: while one is computed with,
+// the other is on its way.
 //
 //   cp.async      K2 |   V2   |         K1         |   V1   |         K0         |   V0   |
 //   tensor cores     | Q·K2ᵀ  | softmax     P·V2   | Q·K1ᵀ  | softmax     P·V1   | Q·K0ᵀ  | softmax     P·V0
 //
-// Where there are few tiles of rows, CTAs share the keys of one: they leave parts, and the last one merges (key_shares.h).
-// S, P and O stay in registers (PTX ISA, mma.m16n8k16), and Q where they last; else it is reloaded for each tile.
-// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim. Any lengths, packed or not, any
-// window, sinks, any finite scale; other options of scores are those of forward_options_sm80.cuh.
+// Where there are few tiles of rows, CTAs share the keys of one: they leave parts, and the last one merges
+// (key_shares.h). S, P and O stay in registers (PTX ISA, mma.m16n8k16), and Q where they last; else it is reloaded for
+// each tile. Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim. Any lengths, packed or
+// not, any window, sinks, any finite scale; other options of scores are those of forward_options_sm80.cuh.
 #pragma once
 
 #include <string>
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     const QueryTile out_tile = query_tile(params, kBlockM, own.piece, own.is_cut);
     const Sequence out_rows = query_rows(params, out_tile.batch);
     if (own.num_parts > 1) {  // other CTAs have the other keys
-        using Rows = PartRows<kBlockM, kHeadDim, kDataType, /*kSlotsPerCta=*/1, PlaceOfTile>;
+        using Rows = PartRowsSm80<kBlockM, kHeadDim, kDataType>;
         const Rows part_rows{params, {out_tile, out_rows, out_tile.idx * kBlockM}};
         leave_and_merge<Config::kNumThreads, kWarpM>(part_rows, own, rO, softmax, shared.sQ);
         return;

@@ -1,4 +1,5 @@
-// What a CTA of the forward kernels for sm_80 computes: a tile of query rows, with all keys that these see or a part of them.
+// What a CTA of the forward kernels for sm_80 computes: a tile of query rows, with all keys that these see or a part of
+// them.
 #pragma once
 
 #include <algorithm>
@@ -6,6 +7,9 @@
 
 #include "attention/key_shares.h"
 #include "attention/key_tiles.cuh"
+#ifdef __CUDACC__
+#include "attention/part_rows.cuh"
+#endif
 #include "attention/tile_order.h"
 #include "device/sequence.cuh"
 #include "host/params.h"
@@ -17,7 +21,8 @@ inline AttentionForwardParams forward_work_sm80(const AttentionForwardParams& pa
                                                 int32_t block_n) {
     AttentionForwardParams work = params;
     const int64_t entries = int64_t{ceil_div(params.query.rows, block_m)} * params.query.batch;
-    if (!may_cut(params, block_n, entries * params.query.heads, entries, params.resident_ctas)) work.parts = {};
+    if (!cuts_may_pay(params, block_m, block_n, entries * params.query.heads, entries, params.resident_ctas))
+        work.parts = {};
     return work;
 }
 
@@ -45,8 +50,8 @@ __device__ __forceinline__ Sequence query_rows(const AttentionForwardParams& par
     return sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
 }
 
-// A whole warp. keys_of(batch): the keys of a sequence. The portion goes into shared memory, and every thread reads it there: a
-// copy in registers costs the main loops their own.
+// A whole warp. keys_of(batch): the keys of a sequence. The portion goes into shared memory, and every thread reads it
+// there: a copy in registers costs the main loops their own.
 template <typename KeysOf>
 __device__ __forceinline__ void find_portion(KeyPortion& portion, const AttentionForwardParams& params, int32_t block_m,
                                              int32_t block_n, int lane, KeysOf&& keys_of) {
@@ -79,6 +84,11 @@ struct PlaceOfTile {
     __device__ __forceinline__ int32_t head_of(int) const { return tile.head; }
     __device__ __forceinline__ int32_t row_in_memory(int row) const { return rows.begin + first_row + row; }
 };
+
+// With more quads at a time, the plain kernel for 32 dims spills in its loops; the other CTAs of the SM hide the
+// latency.
+template <int kBlockM, int kHeadDim, DataType kDataType>
+using PartRowsSm80 = PartRows<kBlockM, kHeadDim, kDataType, /*kSlotsPerCta=*/1, /*kQuadsAtOnce=*/2, PlaceOfTile>;
 #endif
 
 }  // namespace fastattn

@@ -16,9 +16,9 @@
 
 namespace fastattn {
 
-// A cluster takes one piece of work after the other. Its CTAs need the same tiles of keys: two heads that read one key head,
-// or two tiles of rows, side by side. The rows of a tile are those of one head, or of all heads that read a key head, row by
-// row: row m of a head with 2^log2_packed heads packed is row m / 2^log2_packed of head m % 2^log2_packed.
+// A cluster takes one piece of work after the other. Its CTAs need the same tiles of keys: two heads that read one key
+// head, or two tiles of rows, side by side. The rows of a tile are those of one head, or of all heads that read a key
+// head, row by row: row m of a head with 2^log2_packed heads packed is row m / 2^log2_packed of head m % 2^log2_packed.
 struct ForwardWorkSm90 {
     int32_t heads_per_cluster, tiles_per_cluster;  // 1 and 1, 2 and 1, or 1 and 2
     int32_t log2_packed;                           // 0: a tile has rows of one head
@@ -36,8 +36,8 @@ struct AttentionForwardParamsSm90 {
     int32_t key_box_rows;  // of K and V: see key_box_rows()
 };
 
-// How many rows of K or V a box of TMA has, where a CTA copies so many rows of a tile: in pages, the most that never lie in
-// two of them. 0: boxes would begin where no pattern of the swizzle does, and rows are gathered one by one.
+// How many rows of K or V a box of TMA has, where a CTA copies so many rows of a tile: in pages, the most that never
+// lie in two of them. 0: boxes would begin where no pattern of the swizzle does, and rows are gathered one by one.
 inline int32_t key_box_rows(const PagedParams& paged, int32_t num_pages, int32_t rows) {
     if (paged.block_table == nullptr) return rows;
     if (num_pages == 0) return 0;  // nor is there a tensor to make boxes of
@@ -46,10 +46,9 @@ inline int32_t key_box_rows(const PagedParams& paged, int32_t num_pages, int32_t
     return box_rows % kSwizzleRows == 0 ? box_rows : 0;
 }
 
-// tiles_to_share_under_mask: two tiles of rows under a mask see different keys; both then take what either sees, which pays
-// where a head has at least so many tiles. 0: sharing never pays, as the L2 cache delivers what each CTA needs, or there is
-// no TMA to copy into both.
-// packs_heads: whether a tile may hold rows of several heads.
+// tiles_to_share_under_mask: two tiles of rows under a mask see different keys; both then take what either sees, which
+// pays where a head has at least so many tiles. 0: sharing never pays, as the L2 cache delivers what each CTA needs, or
+// there is no TMA to copy into both. packs_heads: whether a tile may hold rows of several heads.
 inline ForwardWorkSm90 forward_work_sm90(const AttentionForwardParams& params, int32_t block_m, int32_t block_n,
                                          int32_t tiles_to_share_under_mask, bool packs_heads, int32_t num_sms) {
     ForwardWorkSm90 work{1, 1, 0, 0, false};
@@ -78,9 +77,9 @@ inline ForwardWorkSm90 forward_work_sm90(const AttentionForwardParams& params, i
                         (heads / work.heads_per_cluster) * params.query.batch;
     if (num > 0x7fffffff) throw std::runtime_error("fastattn: attention_forward_sm90: more than 2147483647 tiles");
     work.num = static_cast<uint32_t>(num);
-    work.may_cut =
-        params.parts.values != nullptr && may_cut(params, block_n, num, num / (heads / work.heads_per_cluster),
-                                                  std::max(num_sms / work.cluster_size(), 1));
+    work.may_cut = params.parts.values != nullptr &&
+                   cuts_may_pay(params, block_m, block_n, num, num / (heads / work.heads_per_cluster),
+                                std::max(num_sms / work.cluster_size(), 1));
     return work;
 }
 
@@ -93,8 +92,8 @@ __device__ __forceinline__ uint32_t num_clusters(const ForwardWorkSm90& work) {
     return gridDim.x / work.cluster_size();
 }
 
-// The n-th piece of work of a cluster. They are dealt back and forth: under a causal mask pieces get shorter and shorter, and
-// who got the longest of one round gets the shortest of the next.
+// The n-th piece of work of a cluster. They are dealt back and forth: under a causal mask pieces get shorter and
+// shorter, and who got the longest of one round gets the shortest of the next.
 __device__ __forceinline__ uint32_t nth_piece(uint32_t n, uint32_t cluster, uint32_t num_clusters) {
     return n * num_clusters + (n % 2 == 0 ? cluster : num_clusters - 1 - cluster);
 }

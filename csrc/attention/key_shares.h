@@ -1,15 +1,16 @@
-// Which keys a CTA takes where whole tiles of query rows would leave CTAs idle: 17 to 512 queries over a long cache, or packed
-// sequences of unlike lengths.
+// Which keys a CTA takes where whole tiles of query rows would leave CTAs idle: 17 to 512 queries over a long cache, or
+// packed sequences of unlike lengths.
 //
-// A piece is what a CTA takes at a time otherwise: a tile of rows. (On Hopper it is that of a cluster, which stands for "CTA" in
-// this file.) Its steps are the tiles of keys that its rows see. The steps of all pieces form a line: by sequence, then by
-// rows, then by head. CTA c takes steps [c * share, (c + 1) * share), which may be the end of one piece, whole ones, and the
-// beginning of another; so the work of CTAs differs by no more than a step. What a CTA makes of a piece that it shares with
-// others is a part, merged with theirs as device/merge_parts.cuh says.
+// A piece is what a CTA takes at a time otherwise: a tile of rows. (On Hopper it is that of a cluster, which stands for
+// "CTA" in this file.) Its steps are the tiles of keys that its rows see. The steps of all pieces form a line: by
+// sequence, then by rows, then by head. CTA c takes steps [c * share, (c + 1) * share), which may be the end of one
+// piece, whole ones, and the beginning of another; so the work of CTAs differs by no more than a step. What a CTA makes
+// of a piece that it shares with others is a part, merged with theirs as device/merge_parts.cuh says.
 //
 // Each CTA computes this for itself, from the lengths in device memory: it holds in the replay of a CUDA graph too.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "device/part_tree.h"
@@ -22,32 +23,41 @@
 
 namespace fastattn {
 
-// Each step of flash-decoding's merge reads what one CTA computes in about three steps here, so shares are not smaller than
-// this, and a cut has to save more. Predictions both, from bytes and the bandwidth of an SM (H100): not measured.
-inline constexpr int32_t kStepsOfMerge = 4;
+// In steps: what it takes to merge a tile's parts. Shares are not smaller than this, and a cut has to save more. A
+// prediction, from bytes and the bandwidth of an SM of an H100: not measured.
+inline constexpr int32_t kCostOfMerge = 4;
 // Dealt whole, so many pieces for each CTA are balanced, and keep keys in the L2 cache that a line would not.
 inline constexpr uint32_t kPiecesOfCutCta = 2;
 // Sequences times tiles of rows that CTAs count through: of so many, a lane counts 32.
 inline constexpr uint32_t kMostEntries = 1024;
-// Of the workspace, for each CTA that runs at a time: 2 where it stays (see part_tree.h: it has one part of each tile); where CTAs
-// end with a part, as many as there are CTAs.
+// Of the workspace, for each CTA that runs at a time. A CTA that stays needs 2 (see part_tree.h: it has one part of
+// each tile). One that ends with a part needs 1, and up to three times as many are launched.
 inline constexpr int32_t kMostSlotsPerCta = 1 + kPiecesOfCutCta;
 
-// Whether CTAs may find that cutting pieces pays: the host knows no lengths of packed sequences. num_entries: pieces, where those
-// of heads side by side count as one.
-inline bool may_cut(const AttentionForwardParams& params, int32_t block_n, int64_t num_pieces, int64_t num_entries,
-                    int64_t num_ctas) {
-    if (ceil_div(params.key.rows, block_n) <= kStepsOfMerge) return false;
-    const bool is_packed = params.packed.cu_seqlens_q != nullptr;
-    return is_packed ? num_entries <= kMostEntries : num_pieces <= kPiecesOfCutCta * num_ctas;
+// Whether CTAs may find that cutting pieces pays: the host knows no lengths of packed sequences, but that their tiles
+// are at least as many as all rows together fill. num_entries: pieces, where those of heads side by side count as one.
+// num_ctas, and what is a piece, are those of one kernel.
+inline bool cuts_may_pay(const AttentionForwardParams& params, int32_t block_m, int32_t block_n, int64_t num_pieces,
+                         int64_t num_entries, int64_t num_ctas) {
+    if (ceil_div(params.key.rows, block_n) <= kCostOfMerge) return false;
+    const int64_t most_pieces = kPiecesOfCutCta * num_ctas;
+    if (params.packed.cu_seqlens_q == nullptr) return num_pieces <= most_pieces;
+    const int64_t group = params.query.heads / params.key.heads;
+    const int64_t filled = params.packed.total_q * group / block_m * params.key.heads;
+    return num_entries <= kMostEntries && filled <= most_pieces;
 }
 
-// Rows of the workspace that a launch of num_ctas CTAs may need, each of value_dim values and two sums; 0: none. No kernel makes
-// fewer pieces than are counted here.
+// Rows of the workspace that a launch of num_ctas CTAs may need, each of value_dim values and two sums; 0: none. It
+// counts no more pieces for each CTA than a kernel does: heads packed into rows make the fewest, and where a piece is
+// that of two CTAs, these count as one.
 inline int64_t rows_of_parts(const AttentionForwardParams& params, int32_t block_m, int32_t block_n, int64_t num_ctas) {
     const int64_t group = params.query.heads / params.key.heads;
-    const int64_t entries = (params.query.rows * group + block_m - 1) / block_m * params.query.batch;
-    if (!may_cut(params, block_n, entries * params.key.heads, 0, num_ctas)) return 0;
+    const int64_t packed_tiles = (params.query.rows * group + block_m - 1) / block_m;
+    const int64_t entries = std::min<int64_t>(packed_tiles, ceil_div(params.query.rows, block_m)) * params.query.batch;
+    if (!cuts_may_pay(params, block_m, block_n, packed_tiles * params.query.batch * params.key.heads, entries / 2,
+                      num_ctas)) {
+        return 0;
+    }
     return num_ctas * kMostSlotsPerCta * block_m;
 }
 
@@ -68,8 +78,8 @@ struct KeyPortion {
 };
 
 #ifdef __CUDACC__
-// Counts something of all entries: each lane of a warp that of neighbours. An entry is `heads` pieces side by side, which have
-// as many steps each.
+// Counts something of all entries: each lane of a warp that of neighbours. An entry is `heads` pieces side by side,
+// which have as many steps each.
 struct EntryScan {
     uint32_t first, end;  // of this lane
     int64_t own, upto;    // of this lane, and of all up to this lane
@@ -108,26 +118,28 @@ struct EntryScan {
     }
 };
 
-// One warp. steps_of(entry): of each of its pieces, 0 where there are no rows; a piece of rows that see no key has one step,
-// because some CTA has to say so. Steps for each CTA if pieces are cut, or 0 where that does not pay.
+template <typename StepsOf>
+__device__ __forceinline__ uint32_t num_pieces_of(const EntryScan& scan, uint32_t heads, StepsOf&& steps_of) {
+    uint32_t num_pieces = 0;
+    for (uint32_t entry = scan.first; entry < scan.end; ++entry) num_pieces += steps_of(entry) > 0 ? heads : 0;
+    return __reduce_add_sync(0xffffffff, num_pieces);
+}
+
+// One warp. steps_of(entry): of each of its pieces, 0 where there are no rows; a piece of rows that see no key has one
+// step, because some CTA has to say so. Steps for each CTA if pieces are cut, or 0 where that does not pay.
 template <typename StepsOf>
 __device__ __forceinline__ int32_t steps_per_cta(const EntryScan& steps, uint32_t heads, uint32_t num_ctas,
                                                  StepsOf&& steps_of) {
-    uint32_t num_pieces = 0;
+    const uint32_t num_pieces = num_pieces_of(steps, heads, steps_of);
     int32_t longest = 0;
-    for (uint32_t entry = steps.first; entry < steps.end; ++entry) {
-        const int32_t of_piece = steps_of(entry);
-        if (of_piece > 0) num_pieces += heads;
-        longest = max(longest, of_piece);
-    }
-    num_pieces = __reduce_add_sync(0xffffffff, num_pieces);
+    for (uint32_t entry = steps.first; entry < steps.end; ++entry) longest = max(longest, steps_of(entry));
     longest = __reduce_max_sync(0xffffffff, longest);
     if (num_pieces == 0 || num_pieces > kPiecesOfCutCta * num_ctas) return 0;
     // The CTA with the most steps, if pieces are cut and if they are not.
-    const int64_t most_cut = max((steps.all + num_ctas - 1) / num_ctas, int64_t{kStepsOfMerge});
+    const int64_t most_cut = max((steps.all + num_ctas - 1) / num_ctas, int64_t{kCostOfMerge});
     const int64_t rounds = (num_pieces + num_ctas - 1) / num_ctas;
     const int64_t most_whole = max(int64_t{longest}, rounds * steps.all / num_pieces);
-    return most_cut + kStepsOfMerge < most_whole ? static_cast<int32_t>(most_cut) : 0;
+    return most_cut + kCostOfMerge < most_whole ? static_cast<int32_t>(most_cut) : 0;
 }
 
 // One warp, for a CTA that stays on its SM and takes one piece after the other.
@@ -149,8 +161,9 @@ __device__ __forceinline__ KeyShare key_share(uint32_t num_entries, uint32_t hea
     return share;
 }
 
-// One warp, for a CTA that ends with what it has, which is a part of one piece, or all of it. Pieces have as many parts as their
-// share of the steps is of num_ctas, rounded down: so these run at a time, but for pieces that are too short for a share.
+// One warp, for a CTA that ends with what it has, which is a part of one piece, or all of it. Pieces have as many parts
+// as their share of the steps is of num_ctas, rounded down: so these run at a time, but for pieces that are too short
+// for a share.
 template <typename StepsOf>
 __device__ __forceinline__ KeyPortion key_portion(uint32_t num_entries, uint32_t heads, uint32_t cta, uint32_t num_ctas,
                                                   int lane, StepsOf&& steps_of) {
@@ -159,10 +172,11 @@ __device__ __forceinline__ KeyPortion key_portion(uint32_t num_entries, uint32_t
     const auto parts_of_piece = [&](uint32_t entry) {
         const int32_t of_piece = steps_of(entry);
         const auto proportional = static_cast<int32_t>(int64_t{of_piece} * num_ctas / steps.all);
-        return of_piece == 0 ? 0 : max(min(proportional, of_piece / kStepsOfMerge), 1);
+        return of_piece == 0 ? 0 : max(min(proportional, of_piece / kCostOfMerge), 1);
     };
     const auto parts_of_entry = [&](uint32_t entry) { return int64_t{parts_of_piece(entry)} * heads; };
     const EntryScan parts(num_entries, lane, parts_of_entry);
+    if (parts.all == num_pieces_of(steps, heads, steps_of)) return {false, cta < num_entries * heads, cta, 0, 1};
     if (cta >= parts.all) return {};
     const auto [entry, before] = parts.find(cta, parts_of_entry);
     const int32_t num_parts = parts_of_piece(entry), of_entry = static_cast<int32_t>(before);
@@ -206,7 +220,8 @@ struct PieceWalk {
         }
     }
 
-    // Of this piece, as CTA `cta` of the line sees it. Where the piece begins and ends, counted from the CTA's own share.
+    // Of this piece, as CTA `cta` of the line sees it. Where the piece begins and ends, counted from the CTA's own
+    // share.
     __device__ __forceinline__ TileParts parts(const KeyShare& share, uint32_t cta, int32_t num_tiles) const {
         const int32_t first = share.count - left - step, last = first + max(num_tiles, 1) - 1;
         const int32_t ctas_before = first < 0 ? ceil_div(-first, share.per_cta) : 0;

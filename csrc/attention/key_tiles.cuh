@@ -8,16 +8,17 @@
 
 namespace fastattn {
 
-// The steps of a tile of query rows that a CTA takes, in KeyTiles' count of those that are left: from `begin` down to above
-// `end`.
+// The steps of a tile of query rows that a CTA takes, in KeyTiles' count of those that are left: from `begin` down to
+// above `end`.
 struct Steps {
     int32_t begin, end;
 
     __device__ __forceinline__ int32_t count() const { return begin - end; }
 };
 
-// The tiles of keys that a CTA goes through. First come the tiles that some row sees only in part, which need masks: those
-// at the end of the rows' keys, the last tile first, then those at the beginning. The others follow, the last one first.
+// The tiles of keys that a CTA goes through. First come the tiles that some row sees only in part, which need masks:
+// those at the end of the rows' keys, the last tile first, then those at the beginning. The others follow, the last one
+// first.
 struct KeyTiles {
     int32_t begin, count;          // of tiles that some row sees a key of
     int32_t begin_full, end_full;  // tiles that every row sees all of

@@ -1,17 +1,18 @@
-// Keys and values in pages, for the forward kernels for Hopper: the producer that finds their rows, and the tiles that consumers
-// have to mask because a page is missing.
+// Keys and values in pages, for the forward kernels for Hopper: the producer that finds their rows, and the tiles that
+// consumers have to mask because a page is missing.
 //
-// A box of TMA lies in one page. Where pages hold whole tiles, or one page holds all of a sequence, a tile is a box as it is
-// without pages; else it is several, and each lane of a warp looks up and copies one of them. Where the pages are so small or
-// so odd that boxes would begin in the middle of the swizzle's pattern, three warps gather the rows with cp.async:
+// A box of TMA lies in one page. Where pages hold whole tiles, or one page holds all of a sequence, a tile is a box as
+// it is without pages; else it is several, and each lane of a warp looks up and copies one of them. Where the pages are
+// so small or so odd that boxes would begin in the middle of the swizzle's pattern, three warps gather the rows with
+// cp.async:
 //
 //   warps 1 to 3   wait for `empty` → look up, copy → arrive at `landed` when the copies have landed
 //   warp 0         wait for `landed` → fence between the proxies → arrive at `full`; and Q, by TMA
 //
 // The copies run on while the threads that have started them go on to the next stage; so another thread waits for them.
 //
-// What a key whose page does not exist gives: see device/paged_rows.cuh. Zeros come from boxes that lie behind a page's last
-// row, or from copies of no bytes.
+// What a key whose page does not exist gives: see device/paged_rows.cuh. Zeros come from boxes that lie behind a page's
+// last row, or from copies of no bytes.
 #pragma once
 
 #include <algorithm>
@@ -26,8 +27,8 @@
 
 namespace fastattn {
 
-// The rows of a tile that a warp gathers, four at a time: eight lanes copy 128 bytes of one row. Each lane looks up one of
-// every 32 of the warp's rows, and the others have it from there.
+// The rows of a tile that a warp gathers, four at a time: eight lanes copy 128 bytes of one row. Each lane looks up one
+// of every 32 of the warp's rows, and the others have it from there.
 template <int kBlockN>
 struct GatheredRows {
     static constexpr int kRowsPerPass = 4, kLanesPerGatheredRow = kWarpSize / kRowsPerPass;
@@ -140,8 +141,8 @@ __device__ __forceinline__ void produce(ForwardStorageSm90<Config>& shared,
     }
 }
 
-// Which keys of a piece of work are absent because their page is missing. Where one is, all tiles are taken for masked ones;
-// elsewhere the loops are those of keys in no pages.
+// Which keys of a piece of work are absent because their page is missing. Where one is, all tiles are taken for masked
+// ones; elsewhere the loops are those of keys in no pages.
 template <typename Config>
 struct MissingPages {
     PageTable table;

@@ -1,4 +1,5 @@
-// A forward kernel's side of device/merge_parts.cuh: how a CTA leaves its part of a tile, and what becomes of merged rows.
+// A forward kernel's side of device/merge_parts.cuh: how a CTA leaves its part of a tile, and what becomes of merged
+// rows.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +17,10 @@
 namespace fastattn {
 
 // Place: of the rows of a tile: num_rows() that exist, batch, head_of(row), and row_in_memory(row).
-// kSlotsPerCta: 1 where a CTA has a single part, else 2.
-template <int kBlockM_, int kValueDim_, DataType kDataType, int kSlotsPerCta, typename Place>
+// kSlotsPerCta: 1 where a CTA has a single part, else 2. kQuadsAtOnce: see device/merge_parts.cuh.
+template <int kBlockM_, int kValueDim_, DataType kDataType, int kSlotsPerCta, int kQuadsAtOnce_, typename Place>
 struct PartRows {
-    static constexpr int kBlockM = kBlockM_, kValueDim = kValueDim_, kLog2Nodes = 2, kQuadsAtOnce = 4;
+    static constexpr int kBlockM = kBlockM_, kValueDim = kValueDim_, kLog2Nodes = 2, kQuadsAtOnce = kQuadsAtOnce_;
 
     const AttentionForwardParams& params;
     const Place place;
@@ -63,20 +64,21 @@ struct PartRows {
     }
 };
 
-// The threads of a CTA that ends with one part of a tile. Nothing that follows from their index is kept in registers during
-// the main loops.
+// The threads of a CTA that ends with one part of a tile. Nothing that follows from their index is kept in registers
+// during the main loops.
 template <int kNumThreads>
 struct LateThreadsOfCta : AllThreadsOfCta {
     static constexpr int kCount = kNumThreads;
     __device__ __forceinline__ static int index() { return ptx::tid_x(); }
 };
 
-// All of them: leaves the part, of which each warp has kWarpM rows, and merges where this CTA is the last one. sTile: shared memory
-// that nobody reads any more.
-template <int kNumThreads, int kWarpM, typename Rows, int kTilesM, int kTilesD, typename Softmax>
+// All of them: leaves the part, of which each warp has kWarpM rows, and merges where this CTA is the last one. sTile:
+// shared memory that nobody reads any more.
+template <int kNumThreads, int kWarpM, typename Rows, int kTilesM, int kTilesD, typename Softmax, typename Tile>
 __device__ __forceinline__ void leave_and_merge(const Rows& rows, const KeyPortion& portion,
                                                 const float (&rO)[kTilesM][kTilesD][4], const Softmax& softmax,
-                                                void* sTile) {
+                                                Tile& sTile) {
+    static_assert(sizeof(MergeStorage<Rows>) <= sizeof(sTile));
     using Threads = LateThreadsOfCta<kNumThreads>;
     const auto cta = static_cast<int32_t>(blockIdx.x);
     const int warp = Threads::index() / kWarpSize, lane = Threads::index() % kWarpSize;
@@ -84,7 +86,7 @@ __device__ __forceinline__ void leave_and_merge(const Rows& rows, const KeyPorti
     const PartRange own = parts.of_cta(cta);
     rows.leave(slot_of(rows.slots_per_cta(), cta, largest_node(own.begin, own, parts.count)), warp * kWarpM, rO,
                softmax, lane);
-    PartMerger<Rows, Threads>{rows, *static_cast<MergeStorage<Rows>*>(sTile), parts, own}.run();
+    PartMerger<Rows, Threads>{rows, *reinterpret_cast<MergeStorage<Rows>*>(sTile), parts, own}.run();
 }
 
 }  // namespace fastattn

@@ -10,11 +10,10 @@
 //   batch_invariant a span is 1024 keys, counted from the first; shares are as large as the line needs.
 //
 // What a CTA makes of a tile that it shares with others is a part, merged with the others' in the order of
-// device/part_tree.h.
-// As a rule all that a CTA has of a tile is one part. With batch_invariant each span is one: then the cut of a sequence's
-// keys into parts, and the tree that merges them, depend on this sequence alone. The batch, the capacity and the size of
-// the GPU only decide which CTA does which of these steps. A CTA merges its own parts while it goes through them, so that
-// few of them ever lie in memory: see slots_per_cta().
+// device/part_tree.h. As a rule all that a CTA has of a tile is one part. With batch_invariant each span is one: then
+// the cut of a sequence's keys into parts, and the tree that merges them, depend on this sequence alone. The batch, the
+// capacity and the size of the GPU only decide which CTA does which of these steps. A CTA merges its own parts while it
+// goes through them, so that few of them ever lie in memory: see slots_per_cta().
 #pragma once
 
 #include <algorithm>
@@ -26,8 +25,8 @@
 
 namespace fastattn {
 
-// Of 16 rows so many nodes are merged side by side, four levels of the tree at once: one level at a time would wait four
-// times as often for memory.
+// Of 16 rows so many nodes are merged side by side, four levels of the tree at once: one level at a time would wait
+// four times as often for memory.
 inline constexpr int kLog2MergedNodes = 4, kMergedNodes = 1 << kLog2MergedNodes;
 
 // A sequence's tokens before and after the append, and the first key on which anything depends.

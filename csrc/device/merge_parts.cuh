@@ -1,10 +1,11 @@
 // Merges the parts of a tile whose keys several CTAs have shared, in the launch that made them and in the order of
 // part_tree.h.
 //
-// Of some nodes side by side (Rows says how many), the CTA that is the last to bring one of them merges them into one; it
-// brings that to the nodes of the next step, until one node is left: the tile's result. A second kernel would cost its launch
-// even where a batch fills the GPU and hardly a tile is shared; one CTA alone would have to read everything: 2 MB where one
-// sequence of flash-decoding fills an H200 (264 parts of 16 rows by 512 bytes), 8 MB of 132 parts in attention's tiles.
+// Of some nodes side by side (Rows says how many), the CTA that is the last to bring one of them merges them into one;
+// it brings that to the nodes of the next step, until one node is left: the tile's result. A second kernel would cost
+// its launch even where a batch fills the GPU and hardly a tile is shared; one CTA alone would have to read everything:
+// 2 MB where one sequence of flash-decoding fills an H200 (264 parts of 16 rows by 512 bytes), 8 MB of 132 parts in
+// attention's tiles.
 #pragma once
 
 #include <cstdint>
@@ -157,8 +158,8 @@ struct PartMerger {
         return result;
     }
 
-    // Nodes [first, first + 4) as one; their loads are on their way together. A node begins at the first. With 8 at a time,
-    // 84 bytes of registers spill in flash-decoding (256 dims, bf16, sm_80).
+    // Nodes [first, first + 4) as one; their loads are on their way together. A node begins at the first. With 8 at a
+    // time, 84 bytes of registers spill in flash-decoding (256 dims, bf16, sm_80).
     __device__ __forceinline__ RowPart merged_four(int first, int row, int column) const {
         const uint32_t present = shared.present >> first;
         RowPart nodes[4];

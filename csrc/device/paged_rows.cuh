@@ -34,8 +34,8 @@ struct PageTable {
           num_pages(num_pages),
           num_keys(num_keys) {}
 
-    // Whether a page does not exist of those that hold keys [begin, end) of the sequence, among the ones that this thread of
-    // `threads` looks at.
+    // Whether a page does not exist of those that hold keys [begin, end) of the sequence, among the ones that this
+    // thread of `threads` looks at.
     __device__ __forceinline__ bool lacks_some(int32_t begin, int32_t end, int thread, int threads) const {
         const int32_t last_key = min(end, num_keys) - 1;
         if (last_key < begin) return false;
@@ -55,8 +55,8 @@ struct PageTable {
     }
 };
 
-// Of a tile's keys from first_key on, those that are present: bit 2n + e is key accumulator_column(lane) + 8n + e, as a lane
-// has the columns of accumulators. A whole warp.
+// Of a tile's keys from first_key on, those that are present: bit 2n + e is key accumulator_column(lane) + 8n + e, as a
+// lane has the columns of accumulators. A whole warp.
 template <int kTilesN>
 __device__ __forceinline__ uint32_t present_columns(const PageTable& table, int32_t first_key, int lane) {
     constexpr int kTilesPerWord = kWarpSize / kMmaN;

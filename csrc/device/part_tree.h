@@ -1,9 +1,9 @@
 // The binary tree in which the parts of a tile become its result.
 //
-// A part is what one CTA made of some keys of a tile: for each row a maximum, a sum and a vector, in fp32. The parts of a
-// tile are numbered by their keys. Node (level, index) of the tree holds parts [index << level, (index + 1) << level), as
-// many of them as exist: it is merged(node (level - 1, 2 * index), node (level - 1, 2 * index + 1)), or the left one of
-// the two unchanged where the right one holds no part. The node that holds all parts is the result.
+// A part is what one CTA made of some keys of a tile: for each row a maximum, a sum and a vector, in fp32. The parts of
+// a tile are numbered by their keys. Node (level, index) of the tree holds parts [index << level, (index + 1) <<
+// level), as many of them as exist: it is merged(node (level - 1, 2 * index), node (level - 1, 2 * index + 1)), or the
+// left one of the two unchanged where the right one holds no part. The node that holds all parts is the result.
 //
 //   parts   0   1   2   3   4        a CTA that has parts 1 … 4 makes nodes 1, (2 3) and (4);
 //            \ /     \ /    |        the CTA that comes last merges 0 with 1, that with (2 3), and that with (4)
@@ -11,9 +11,9 @@
 //                  \________/
 //
 // So num_parts alone decides which values are merged with which, and in which order. A CTA may make the nodes that hold
-// nothing but its own parts, and any other CTA the rest: they execute the same operations, each with a rounding that the
-// source fixes (finish_row.cuh), on the same fp32 numbers, which are never rounded on their way. The bits of the result
-// therefore do not depend on where the parts of one CTA end and those of the next begin, nor on who comes last.
+// nothing but its own parts, and any other CTA the rest: they execute the same operations, each with a rounding that
+// the source fixes (finish_row.cuh), on the same fp32 numbers, which are never rounded on their way. The bits of the
+// result therefore do not depend on where the parts of one CTA end and those of the next begin, nor on who comes last.
 #pragma once
 
 #include <cstdint>
@@ -76,9 +76,9 @@ FASTATTN_HOST_DEVICE int64_t slot_of(int32_t slots_per_cta, int32_t cta, PartNod
     return int64_t{cta} * slots_per_cta + (own < last ? own : last);
 }
 
-// In how many steps a tile's parts become one at most, each step by CTAs that merge several nodes side by side. 16 at a time
-// (flash-decoding): 16^6 parts, as many blocks of 64 keys as a capacity below 2^30 has at most. 4 at a time (attention): 4^6
-// CTAs, more than any GPU runs at a time.
+// In how many steps a tile's parts become one at most, each step by CTAs that merge several nodes side by side. 16 at a
+// time (flash-decoding): 16^6 parts, as many blocks of 64 keys as a capacity below 2^30 has at most. 4 at a time
+// (attention): 4^6 CTAs, more than any GPU runs at a time.
 inline constexpr int kMergeSteps = 6;
 
 }  // namespace fastattn

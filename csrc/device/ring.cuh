@@ -1,7 +1,7 @@
-// A ring of stages in shared memory between a producer, which fills them, by TMA as a rule, and the warps that consume them. A
-// stage has two mbarriers: `full` completes when the bytes of its tile have landed, `empty` when every consumer has read it. In a
-// cluster each CTA has the same ring, and a part of each tile comes from every CTA: so the consumers of all CTAs empty a
-// stage of all.
+// A ring of stages in shared memory between a producer, which fills them, by TMA as a rule, and the warps that consume
+// them. A stage has two mbarriers: `full` completes when the bytes of its tile have landed, `empty` when every consumer
+// has read it. In a cluster each CTA has the same ring, and a part of each tile comes from every CTA: so the consumers
+// of all CTAs empty a stage of all.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,8 @@ struct RingBarriers {
     }
 };
 
-// Beside a ring whose stages may be filled by cp.async: for each stage, an mbarrier at which the threads that copy arrive.
+// Beside a ring whose stages may be filled by cp.async: for each stage, an mbarrier at which the threads that copy
+// arrive.
 template <int kStages>
 struct GatherBarriers {
     uint64_t landed[kStages];
@@ -62,8 +63,8 @@ struct Ring {
     // Producer: waits until every consumer has read what the stage held.
     __device__ __forceinline__ void wait_empty() const { ptx::mbarrier_wait_parity(empty(), phase ^ 1); }
 
-    // The same for one thread that fills the stage by TMA. The stage then gets so many bytes, which have to arrive at the
-    // barrier that is returned.
+    // The same for one thread that fills the stage by TMA. The stage then gets so many bytes, which have to arrive at
+    // the barrier that is returned.
     __device__ __forceinline__ uint32_t acquire(uint32_t bytes) const {
         wait_empty();
         ptx::mbarrier_arrive_expect_tx(full(), bytes);
@@ -81,8 +82,8 @@ struct Ring {
         return full();
     }
 
-    // Producer, one thread, where other threads copy with cp.async: waits until their copies have landed in the stage, and
-    // tells the consumers. What wgmma is to read, which threads have written, passes the fence on its way.
+    // Producer, one thread, where other threads copy with cp.async: waits until their copies have landed in the stage,
+    // and tells the consumers. What wgmma is to read, which threads have written, passes the fence on its way.
     __device__ __forceinline__ void publish(const GatherBarriers<kStages>& gathered) const {
         ptx::mbarrier_wait_parity(shared_address(&gathered.landed[stage]), phase);
         ptx::fence_proxy_async_shared();

@@ -1,6 +1,6 @@
-// Tiles in shared memory as TMA leaves them and wgmma reads them: blocks of 64 columns of 16-bit elements, one after the
-// other, each [kRows][64] with 128 bytes a row and the 128-byte swizzle: chunk c of row r stands where c ^ (r % 8) would.
-// A block begins at a multiple of 1024 bytes, where the pattern does.
+// Tiles in shared memory as TMA leaves them and wgmma reads them: blocks of 64 columns of 16-bit elements, one after
+// the other, each [kRows][64] with 128 bytes a row and the 128-byte swizzle: chunk c of row r stands where c ^ (r % 8)
+// would. A block begins at a multiple of 1024 bytes, where the pattern does.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,9 @@ struct TmaTile {
         return chunk / 8 * kBlockBytes + row * kRowBytes + (chunk % 8 ^ row % 8) * kChunkBytes;
     }
 
-    // One thread: starts to copy rows from `row` on, of a group of heads of the map: a box, which may be a part of the tile
-    // and goes to the rows of it that begin there. What lies outside of the tensor becomes zero, and its bytes count too.
+    // One thread: starts to copy rows from `row` on, of a group of heads of the map: a box, which may be a part of the
+    // tile and goes to the rows of it that begin there. What lies outside of the tensor becomes zero, and its bytes
+    // count too.
     __device__ __forceinline__ static void load(uint32_t rows_of_tile, const TensorMap& map, int32_t batch,
                                                 int32_t group, int32_t row, uint32_t barrier) {
 #pragma unroll

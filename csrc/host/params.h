@@ -66,9 +66,9 @@ struct PagedParams {
     PageStrides key, value;
 };
 
-// Parts of tiles whose keys several CTAs share, in slots: values [slots, rows of a tile, Dv], and maximum and sum of each row
-// [slots, rows of a tile, 2]; see device/part_tree.h. arrivals: kMergeSteps counters for each CTA, see device/arrivals.cuh.
-// All are null where no tile can be shared.
+// Parts of tiles whose keys several CTAs share, in slots: values [slots, rows of a tile, Dv], and maximum and sum of
+// each row [slots, rows of a tile, 2]; see device/part_tree.h. arrivals: kMergeSteps counters for each CTA, see
+// device/arrivals.cuh. All are null where no tile can be shared.
 struct PartWorkspace {
     float *values, *sums;
     uint64_t* arrivals;
@@ -92,8 +92,8 @@ struct ScoreParams {
     float dropout_factor;         // of what is kept
 };
 
-// attention/forward_*.cuh. Those without options compute scores that are only scaled and masked by a window. Head dims may
-// be smaller than the kernel's, and differ.
+// attention/forward_*.cuh. Those without options compute scores that are only scaled and masked by a window. Head dims
+// may be smaller than the kernel's, and differ.
 struct AttentionForwardParams {
     HeadsView<const uint16_t> query;  // [B, Hq, Sq, D]
     HeadsView<const uint16_t> key;    // [B, Hkv, Sk, D]
@@ -117,8 +117,8 @@ struct BiasGradientView {
     int64_t batch_stride, head_stride, row_stride, key_stride;
 };
 
-// attention/backward_*_sm80.cuh, the kernels of one backward pass in the order in which they run: rows, key_value, query,
-// and where they are asked for bias and sinks. Packed sequences as in AttentionForwardParams.
+// attention/backward_*_sm80.cuh, the kernels of one backward pass in the order in which they run: rows, key_value,
+// query, and where they are asked for bias and sinks. Packed sequences as in AttentionForwardParams.
 struct AttentionBackwardParams {
     HeadsView<const uint16_t> query, key, value, out, grad_out;
     HeadsView<uint16_t> grad_query, grad_key, grad_value;

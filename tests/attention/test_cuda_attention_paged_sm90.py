@@ -32,7 +32,7 @@ pytestmark = [
 ]
 
 PLAIN, OPTIONS = "attention_forward_sm90", "attention_forward_options_sm90"
-HEAD_DIMS = (64, 96, 128, 192, 256)
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # A page holds whole tiles of some head dims (128, 256), parts of tiles (8 to 96), or rows that are gathered (others).
 PAGE_SIZES = (1, 5, 8, 16, 24, 64, 96, 128, 256)
 each_page_size = pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -97,29 +97,29 @@ LARGE = Case(lengths=((200, 33, 1), (370, 97, 260)))
 
 
 @each_page_size
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_page_sizes(page_size: int, head_dim: int) -> None:
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+def test_page_sizes(page_size: int, head_dims: tuple[int, int]) -> None:
     dtype = torch.float16 if page_size % 3 else torch.bfloat16
     options = () if page_size in (5, 16, 96) else (("window", CAUSAL),)
-    check_case(replace(LARGE, page_size=page_size, dims=(head_dim, head_dim), dtype=dtype, options=options))
+    check_case(replace(LARGE, page_size=page_size, dims=head_dims, dtype=dtype, options=options))
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 24, 96])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_page_sizes_with_options(page_size: int, head_dim: int) -> None:
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+def test_page_sizes_with_options(page_size: int, head_dims: tuple[int, int]) -> None:
     chosen: tuple[tuple[str, Any], ...] = (("window", (150, 20)), ("softcap", 3.0))
     if page_size == 8:
         chosen = (("window", CAUSAL), ("dropout_p", 0.3), ("scale", -0.2))
     dtype = torch.bfloat16 if page_size == 24 else torch.float16
-    case = replace(LARGE, page_size=page_size, dims=(head_dim, head_dim), options=chosen, dtype=dtype)
+    case = replace(LARGE, page_size=page_size, dims=head_dims, options=chosen, dtype=dtype)
     check_case(replace(case, alibi=page_size == 96, sinks=page_size == 1))
 
 
 @each_dtype
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("window", [(-1, -1), CAUSAL], ids=["full", "causal"])
-def test_one_page_holds_a_sequence(head_dim: int, window: tuple[int, int], dtype: torch.dtype) -> None:
-    case = whole(replace(LARGE, dims=(head_dim, head_dim), options=(("window", window),), dtype=dtype))
+def test_one_page_holds_a_sequence(head_dims: tuple[int, int], window: tuple[int, int], dtype: torch.dtype) -> None:
+    case = whole(replace(LARGE, dims=head_dims, options=(("window", window),), dtype=dtype))
     check(only_first_page(paged.make(case)), PLAIN)
 
 
@@ -145,9 +145,9 @@ def test_query_heads_in_the_rows_of_a_tile(page_size: int, heads: tuple[int, int
 @only_emulated
 @pytest.mark.parametrize(("page_size", "cluster"), [(5, 1), (8, 2), (16, 2), (96, 2), (128, 2), (256, 2)])
 @pytest.mark.parametrize("head_dim", [128, 192, 256])
-def test_two_ctas_share_tiles_by_tma(page_size: int, cluster: int, head_dim: int) -> None:
+def test_two_ctas_share_tiles_by_tma(page_size: int, cluster: int, head_dims: tuple[int, int]) -> None:
     """Two heads of a key head, then two tiles of rows; rows that are gathered are not shared."""
-    case = Case(page_size=page_size, dims=(head_dim, head_dim), lengths=((256, 140), (330, 290)), options=())
+    case = Case(page_size=page_size, dims=head_dims, lengths=((256, 140), (330, 290)), options=())
     for heads in ((2, 1), (1, 1)):
         arguments = paged.make(replace(case, heads=heads))
         with device.emulated(90, num_sms=4), launches.recorded() as found:
@@ -174,9 +174,9 @@ def test_any_number_of_sms(page_size: int, num_sms: int) -> None:
 @pytest.mark.parametrize("kernel", [PLAIN, OPTIONS])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("page_size", [1, 16, 48, 128])
-def test_pages_out_of_range_are_absent(page_size: int, head_dim: int, kernel: str) -> None:
+def test_pages_out_of_range_are_absent(page_size: int, head_dims: tuple[int, int], kernel: str) -> None:
     """In full tiles and in masked ones: neither read nor counted, and the other keys stay where they are."""
-    case = Case(page_size=page_size, lengths=((210, 20, 9), (500, 96, 48)), dims=(head_dim, head_dim))
+    case = Case(page_size=page_size, lengths=((210, 20, 9), (500, 96, 48)), dims=head_dims)
     arguments = paged.make(replace(case, alibi=kernel == OPTIONS, sinks=False))
     for window in ((-1, -1), CAUSAL):
         broken = arguments["block_table"].clone()
@@ -332,3 +332,22 @@ def test_explain_and_record_name_the_kernel(softcap: float, dtype: torch.dtype) 
     with fastattn.record() as calls, checked():
         fastattn.attention_varlen(**arguments)
     assert calls == [("attention", "cuda", name)]
+
+
+@only_emulated
+@pytest.mark.parametrize("page_size", SOME_SIZES)
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
+@pytest.mark.parametrize("options", [(), (("softcap", 3.0),)], ids=["plain", "options"])
+def test_ctas_share_keys_in_pages(options: tuple[tuple[str, Any], ...], dims: tuple[int, int], page_size: int) -> None:
+    """Few rows over many keys: each CTA takes a part of them, and a page is missing in one of the parts."""
+    case = Case(lengths=((40, 3), (2000, 30)), page_size=page_size, dims=dims, options=options)
+    arguments = paged.make(case)
+    check_with_parts(arguments, kernel_of(case))
+    arguments["block_table"][0, 1000 // page_size] = -1
+    check_with_parts(arguments, kernel_of(case))
+
+
+def check_with_parts(arguments: dict[str, Any], kernel: str) -> None:
+    with device.emulated(90, num_sms=7), launches.recorded() as found:
+        check(arguments, kernel)
+    assert sum(launched.report.opcodes.get("atom.acq_rel.gpu.global.cas.b64", 0) for launched in found) > 0

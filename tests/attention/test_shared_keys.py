@@ -55,7 +55,7 @@ def test_few_queries_over_many_keys(window: tuple[int, int], head_dims: tuple[in
 
 @pytest.mark.parametrize("num_sms", [2, 3, 5, 9, 17, 40, 78])
 def test_parts_of_one_tile(num_sms: int) -> None:
-    """From two parts on: with 5, 17 and 65 the merge takes one more step."""
+    """From two parts on: with 5 and with 17 the merge takes one more step. So many SMs have 49."""
     check(Case(shape=(1, 1, 1, 20, 128 * 5 * 78 // 2 + 3), head_dims=(128, 128)), num_sms, seed=num_sms)
 
 
@@ -178,6 +178,43 @@ def test_keys_in_pages(architecture: int) -> None:
         exact, _ = reference.attention(*(t.double() for t in arguments), causal=True)
         composite, _ = reference.attention(*arguments, causal=True, compute_dtype=torch.float16)
         check_against_oracle("out", out[sequence : sequence + 1, :, max(0, 70 - length) :], exact, composite)
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("of_cache", [False, True], ids=["attention_varlen", "attention_with_kv_cache"])
+def test_batch_invariant_bits(of_cache: bool, architecture: int) -> None:
+    """A sequence alone, whose keys fill a GPU, and beside others: only with the option its keys are never shared."""
+    generator = torch.Generator().manual_seed(5)
+    lengths, num_queries = (2000, 3, 600), 70
+    query = torch.randn(3, 2, num_queries, 64, generator=generator).half()
+    key, value = (torch.randn(3, 2, 2000, 64, generator=generator).half() for _ in range(2))
+
+    def attend(batch: int, batch_invariant: bool) -> torch.Tensor:
+        if of_cache:
+            cached = torch.tensor(lengths[:batch], dtype=torch.int32)
+            of_batch = query[:batch], key[:batch], value[:batch]
+            return fastattn.attention_with_kv_cache(*of_batch, cached, batch_invariant=batch_invariant)[0]
+        packed = [query[:batch].transpose(1, 2).flatten(0, 1)]
+        for tensor in (key, value):
+            rows = [tensor[i, :, :length].transpose(0, 1) for i, length in enumerate(lengths[:batch])]
+            packed.append(torch.cat(rows))
+        offsets = [torch.tensor((0, *sizes)).cumsum(0).int() for sizes in ((num_queries,) * batch, lengths[:batch])]
+        out = fastattn.attention_varlen(*packed, *offsets, num_queries, 2000, batch_invariant=batch_invariant)
+        return out[:num_queries]
+
+    for batch_invariant in (False, True):
+        found = []
+        for batch in (1, 3):
+            with (
+                device.emulated(architecture, num_sms=9),
+                cuda_runtime.raising_faults(),
+                launches.recorded() as recorded,
+                fastattn.use_backend("cuda"),
+            ):
+                found.append(attend(batch, batch_invariant))
+            has_merged = any(launched.report.opcodes.get(MERGES, 0) > 0 for launched in recorded)
+            assert has_merged == (not batch_invariant)
+        assert torch.equal(*found) == batch_invariant
 
 
 @pytest.mark.parametrize("magnitude", [30.0, 300.0])

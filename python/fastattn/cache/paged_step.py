@@ -184,8 +184,7 @@ class PagedChunk(_NewTokens):
             query, k_new, v_new = (autocast_to(cast, tensor) for tensor in (query, k_new, v_new))
         num_splits = options.get("num_splits", 0)
         check_int("num_splits", num_splits)
-        expect(num_splits == 0, "num_splits", "0, since the keys of a chunk are not split", num_splits)
-        check_bool("batch_invariant", options.get("batch_invariant", False))  # as its attention always is
+        expect(num_splits == 0, "num_splits", "0, as the kernel decides how to share the keys of a chunk", num_splits)
         self._check_new(layer, k_new, v_new)
         query, k_new = self._rotated(query, k_new, options)
         key, value = self.cache.pools(layer)
@@ -257,7 +256,7 @@ class PagedChunk(_NewTokens):
         return turned(query), turned(k_new)
 
 
-_OF_ATTENTION_VARLEN = frozenset(("window", "softcap", "alibi_slopes", "sinks", "scale"))
+_OF_ATTENTION_VARLEN = frozenset(("window", "softcap", "alibi_slopes", "sinks", "scale", "batch_invariant"))
 
 
 def _check_call(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> None:

@@ -168,6 +168,7 @@ def attention_varlen(
     scale: float | None = ...,
     return_lse: Literal[False] = ...,
     deterministic: bool | None = ...,
+    batch_invariant: bool = ...,
 ) -> Tensor: ...
 
 
@@ -192,6 +193,7 @@ def attention_varlen(
     scale: float | None = ...,
     return_lse: Literal[True],
     deterministic: bool | None = ...,
+    batch_invariant: bool = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -216,6 +218,7 @@ def attention_varlen(
     scale: float | None = ...,
     return_lse: bool = ...,
     deterministic: bool | None = ...,
+    batch_invariant: bool = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -239,6 +242,7 @@ def attention_varlen(
     scale: float | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``attention`` over sequences of different lengths, packed one after the other without padding.
 
@@ -258,6 +262,8 @@ def attention_varlen(
             of page ``block_table[b, j // page_size]``. Where an entry names no page, its keys are absent. Gradients
             over pages are PyTorch's, through a copy of all that the table names.
         alibi_slopes: ``[Hq]`` or ``[B, Hq]``. The other options are those of ``attention``.
+        batch_invariant: a sequence's results have the same bits whatever else is in the batch. By default a GPU that a
+            batch does not fill shares out the keys of long sequences, as all lengths together have it.
 
     Returns:
         ``[total_q, Hq, Dv]``, and with ``return_lse`` the lse, ``[Hq, total_q]``.
@@ -274,6 +280,7 @@ def attention_varlen(
         dropout_seed,
         deterministic,
         return_lse,
+        check_bool("batch_invariant", batch_invariant),
     )
 
 
@@ -323,6 +330,7 @@ def _attend(
     dropout_seed: int | Tensor | None,
     deterministic: bool | None,
     return_lse: bool,
+    batch_invariant: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -384,6 +392,7 @@ def _attend(
                 checked.softcap,
                 checked.dropout_p,
                 block_table,
+                batch_invariant,
             ),
             checked.needs_grad,
             is_deterministic(deterministic),

@@ -23,7 +23,8 @@ class AttentionArguments(NamedTuple):
     """The arguments of ``attention_forward``: ``query [B, Hq, Sq, D]`` and its like, or packed, or over pages.
 
     ``alibi_slopes`` and ``sinks`` are float32, the slopes ``[1 or B, Hq]``; -1 is an unbounded window; ``top_left``
-    aligns the window to the first key instead of the last.
+    aligns the window to the first key instead of the last; ``batch_invariant``: a sequence's results have the same bits
+    whatever else is in the batch.
     """
 
     query: Tensor
@@ -44,6 +45,7 @@ class AttentionArguments(NamedTuple):
     softcap: float = 0.0
     dropout_p: float = 0.0
     block_table: Tensor | None = None
+    batch_invariant: bool = False
 
     def options(self) -> _Options:
         """What both operators take in a row, between the tensors and what each has of its own."""

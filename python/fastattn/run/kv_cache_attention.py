@@ -56,6 +56,7 @@ def _prefill(backend: str, arguments: DecodeArguments) -> tuple[Tensor, Tensor]:
             window_right=arguments.window_right,
             softcap=arguments.softcap,
             block_table=table,
+            batch_invariant=arguments.batch_invariant,
         ),
     )
     out = packed_out.view(batch, num_queries, heads, -1).transpose(1, 2)
