@@ -68,18 +68,17 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     // Prologue: which query rows of which sequence, and which keys they see.
     const ScoreParams& options = attention.scores;
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const auto keys_of = [&](int32_t batch) {
-        const PackedParams& packed = attention.packed;
-        return kPaged ? Sequence{0, paged_keys(packed.cu_seqlens_k, batch, attention.key.rows)}
-                      : sequence_of(packed.cu_seqlens_k, batch, packed.total_k, attention.key.rows);
-    };
-    if (warp == 0) find_portion(shared.portion, attention, kBlockM, kBlockN, lane, keys_of);
+    if (attention.parts.values == nullptr) {
+        if (ptx::tid_x() == 0) shared.portion = {false, true, blockIdx.x, 0, 1};
+    } else if (warp == 0) {
+        find_portion<kBlockM, kBlockN, kPaged>(shared.portion, attention);
+    }
     __syncthreads();  // waits until the portion is known
     const KeyPortion portion = shared.portion;
     if (!portion.exists) return;
     const QueryTile tile = query_tile(attention, kBlockM, portion.piece, portion.is_cut);
     const int32_t kv_head = tile.head / (attention.query.heads / attention.key.heads);
-    const Sequence rows = query_rows(attention, tile.batch), keys = keys_of(tile.batch);
+    const Sequence rows = query_rows(attention, tile.batch), keys = keys_of_sequence<kPaged>(attention, tile.batch);
     const int32_t first_row = tile.idx * kBlockM;
     if (first_row >= rows.length) return;
     const int32_t last_row = min(first_row + kBlockM, rows.length) - 1;
@@ -193,12 +192,13 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
 
     // Epilogue. It looks again which tile this is: the loops have no registers for it.
     const float factor = options.dropout_seed != nullptr ? options.dropout_factor : 1.0f;
-    if (shared.portion.num_parts > 1) {  // other CTAs have the other keys
-        const KeyPortion& own = shared.portion;
-        const QueryTile own_tile = query_tile(attention, kBlockM, own.piece, own.is_cut);
-        using Rows = PartRowsSm80<kBlockM, kHeadDim, kDataType>;
-        const PlaceOfTile place{own_tile, query_rows(attention, own_tile.batch), own_tile.idx * kBlockM};
-        leave_and_merge<Config::kNumThreads, kWarpM>(Rows{attention, place, factor}, own, rO, softmax, shared.sQ);
+    const KeyPortion& own = shared.portion;
+    const QueryTile out_tile = query_tile(attention, kBlockM, own.piece, own.is_cut);
+    const Sequence out_rows = query_rows(attention, out_tile.batch);
+    if (own.num_parts > 1) {  // other CTAs have the other keys
+        const PlaceOfTile place{out_tile, out_rows, out_tile.idx * kBlockM};
+        const PartRowsSm80<kBlockM, kHeadDim, kDataType> part_rows{attention, place, factor};
+        leave_and_merge<Config::kNumThreads, kWarpM>(part_rows, own, rO, softmax, shared.sQ);
         return;
     }
     // A warp stages its rows of the output where its rows of Q were.
@@ -206,13 +206,14 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     uint16_t* sO = shared.sQ + warp * kWarpM * Config::kRowElements;
     stage_rows<kDataType>(sO, rO, lane);
     __syncwarp();  // the rows are complete
-    uint16_t* gO = row_pointer(attention.out, tile.batch, tile.head, rows.begin + warp_row);
-    store_rows<kWarpM, kHeadDim>(gO, attention.out.row_stride, rows.length - warp_row, sO, lane,
+    const int32_t out_row = out_tile.idx * kBlockM + warp * kWarpM;
+    uint16_t* gO = row_pointer(attention.out, out_tile.batch, out_tile.head, out_rows.begin + out_row);
+    store_rows<kWarpM, kHeadDim>(gO, attention.out.row_stride, out_rows.length - out_row, sO, lane,
                                  attention.out.head_dim);
-    float* gLse = row_pointer(attention.lse, tile.batch, tile.head) + rows.begin;
+    float* gLse = row_pointer(attention.lse, out_tile.batch, out_tile.head) + out_rows.begin;
     for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
         const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
-        if (one_of_four && warp_row + row < rows.length) gLse[warp_row + row] = softmax.row_lse[m][half];
+        if (one_of_four && out_row + row < out_rows.length) gLse[out_row + row] = softmax.row_lse[m][half];
     });
 }
 

@@ -77,15 +77,16 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     // Prologue: which query rows of which sequence, and which keys they see.
     const int warp = warp_in_cta(), lane = threadIdx.x % kWarpSize;
     const PackedParams& packed = params.packed;
-    const auto keys_of = [&](int32_t batch) {
-        return sequence_of(packed.cu_seqlens_k, batch, packed.total_k, params.key.rows);
-    };
-    if (warp == 0) find_portion(shared.portion, params, kBlockM, kBlockN, lane, keys_of);
+    if (params.parts.values == nullptr) {
+        if (ptx::tid_x() == 0) shared.portion = {false, true, blockIdx.x, 0, 1};
+    } else if (warp == 0) {
+        find_portion<kBlockM, kBlockN, /*kPaged=*/false>(shared.portion, params);
+    }
     __syncthreads();  // waits until the portion is known
     const KeyPortion portion = shared.portion;
     if (!portion.exists) return;
     const QueryTile tile = query_tile(params, kBlockM, portion.piece, portion.is_cut);
-    const Sequence rows = query_rows(params, tile.batch), keys = keys_of(tile.batch);
+    const Sequence rows = query_rows(params, tile.batch), keys = keys_of_sequence<false>(params, tile.batch);
     const int32_t kv_head = tile.head / (params.query.heads / params.key.heads);
     const int32_t first_row = tile.idx * kBlockM;
     if (first_row >= rows.length) return;
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     const KeyTiles all_tiles(first_sees, last_sees, kBlockN);
     const KeyTiles tiles = all_tiles.part(steps_of(portion, all_tiles.num_tiles()));
     if (threadIdx.x < kBlockM) shared.sees[threadIdx.x] = window.keys_of(first_row + threadIdx.x);
-    if (threadIdx.x == 0) {
+    if (ptx::tid_x() == 0) {
         shared.tiles = tiles;
         shared.num_keys = keys.length;
     }

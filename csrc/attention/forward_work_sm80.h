@@ -11,6 +11,7 @@
 #include "attention/part_rows.cuh"
 #endif
 #include "attention/tile_order.h"
+#include "device/paged_rows.cuh"
 #include "device/sequence.cuh"
 #include "host/params.h"
 
@@ -50,26 +51,28 @@ __device__ __forceinline__ Sequence query_rows(const AttentionForwardParams& par
     return sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
 }
 
-// A whole warp. keys_of(batch): the keys of a sequence. The portion goes into shared memory, and every thread reads it
-// there: a copy in registers costs the main loops their own.
-template <typename KeysOf>
-__device__ __forceinline__ void find_portion(KeyPortion& portion, const AttentionForwardParams& params, int32_t block_m,
-                                             int32_t block_n, int lane, KeysOf&& keys_of) {
-    KeyPortion found{false, true, blockIdx.x, 0, 1};
-    if (params.parts.values != nullptr) {
-        const int32_t num_tiles = ceil_div(params.query.rows, block_m);
-        const auto steps_of = [&](uint32_t entry) {
-            const int32_t batch = entry / num_tiles, first_row = (num_tiles - 1 - entry % num_tiles) * block_m;
-            const Sequence rows = query_rows(params, batch);
-            if (first_row >= rows.length) return 0;
-            const Window window = window_of(params.scores, rows.length, keys_of(batch).length);
-            const int32_t last_row = min(first_row + block_m, rows.length) - 1;
-            const KeyTiles tiles(window.keys_of(first_row), window.keys_of(last_row), block_n);
-            return max(tiles.num_tiles(), 1);
-        };
-        found = key_portion(params.query.batch * num_tiles, params.query.heads, blockIdx.x, params.resident_ctas, lane,
-                            steps_of);
-    }
+template <bool kPaged>
+__device__ __forceinline__ Sequence keys_of_sequence(const AttentionForwardParams& params, int32_t batch) {
+    if (kPaged) return {0, paged_keys(params.packed.cu_seqlens_k, batch, params.key.rows)};
+    return sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows);
+}
+
+// A whole warp, where CTAs may share the keys of a tile. The portion goes into shared memory, and every thread reads it
+// there. A call, and no copy in registers: either would cost the main loops their own.
+template <int kBlockM, int kBlockN, bool kPaged>
+__device__ __noinline__ void find_portion(KeyPortion& portion, const AttentionForwardParams& params) {
+    const int lane = threadIdx.x % kWarpSize, num_tiles = ceil_div(params.query.rows, kBlockM);
+    const auto steps_of = [&](uint32_t entry) {
+        const int32_t batch = entry / num_tiles, first_row = (num_tiles - 1 - entry % num_tiles) * kBlockM;
+        const Sequence rows = query_rows(params, batch);
+        if (first_row >= rows.length) return 0;
+        const Window window = window_of(params.scores, rows.length, keys_of_sequence<kPaged>(params, batch).length);
+        const int32_t last_row = min(first_row + kBlockM, rows.length) - 1;
+        const KeyTiles tiles(window.keys_of(first_row), window.keys_of(last_row), kBlockN);
+        return max(tiles.num_tiles(), 1);
+    };
+    const KeyPortion found = key_portion(params.query.batch * num_tiles, params.query.heads, blockIdx.x,
+                                         params.resident_ctas, lane, steps_of);
     if (lane == 0) portion = found;
 }
 

@@ -544,7 +544,8 @@ def test_memory_grows_with_tokens_not_with_pairs(monkeypatch: pytest.MonkeyPatch
         most.append(0)
         run(case, problem, deterministic=True)
         most[-1] -= before
-    assert 0 < most[0] < 512 * 512 and most[1] <= 2 * most[0]
+    # Beside what does not grow: a workspace for each CTA that a GPU runs at a time.
+    assert 0 < most[1] - most[0] < 512 * 512 and most[1] <= 2 * most[0]
 
 
 # --- The public functions ---------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("native_library")]  # th
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 SCHEMA_ARGUMENTS = {
-    "attention_forward": 18,
+    "attention_forward": 19,
     "attention_backward": 23,
     "attention_decode": 20,
     "int8_matmul": 7,
@@ -514,12 +514,13 @@ has_sm90_code = pytest.mark.skipif(
 
 @has_sm90_code
 def test_sm80_kernels_have_machine_code_for_sm90() -> None:
-    """All but the plain forward, whose place the one for sm_90a takes there."""
+    """All but the forward kernels, whose place those for sm_90a take there."""
     names = {kernel_symbols.name_of(symbol) for symbol in machine_code("sm_90")}
     of_sm80 = [instance for instance in ALL_INSTANCES if instance.architecture == "80"]
-    assert {each.source for each in of_sm80 if "sm_90" not in each.code} == {"attention/instances/forward_sm80.cu"}
+    forward = {"attention/instances/forward_sm80.cu", "attention/instances/forward_options_sm80.cu"}
+    assert {each.source for each in of_sm80 if "sm_90" not in each.code} == forward
     everywhere = {name for name in native.KERNELS if re.search(r"_sm80\b", name)}
-    assert names == {name for name in everywhere if not name.startswith("attention_forward_sm80<")}
+    assert names == {name for name in everywhere if not re.match(r"attention_forward(_options)?_sm80<", name)}
 
 
 def sm90_instance(symbol: str) -> tuple[Any, ...]:

@@ -310,19 +310,21 @@ def _calls_without_a_kernel(instances, gpu):
     """Of those that the kernels for sm_80 are compiled for, where a larger head dim or tile does too."""
     runs = {"8.0": {"sm_80"}, "8.9": {"sm_80"}, "9.0": {"sm_90", "sm_90a"}, "12.0": {"compute_80"}}[gpu]
 
-    def call(instance):
+    def calls_of(instance):
+        """A kernel that takes keys in pages and others stands for both."""
         operation = re.sub(r"_sm\d+\.cu$", "", instance.source)
         values = dict(instance.values)
+        paged = [values.pop("PAGED")] if "PAGED" in values else ["false", "true"]
         size = int(values.pop("HEAD_DIM", values.pop("BLOCK_M", "0")))
         size = min(size, int(values.pop("VALUE_DIM", size)))
-        return (operation, tuple(values.items())), size
+        return [((operation, tuple(values.items()), each), size) for each in paged]
 
     largest = {}
     for instance in instances:
         if runs & set(instance.code):
-            kind, size = call(instance)
-            largest[kind] = max(size, largest.get(kind, 0))
-    calls = [call(instance) for instance in all_instances(CSRC) if instance.architecture == "80"]
+            for kind, size in calls_of(instance):
+                largest[kind] = max(size, largest.get(kind, 0))
+    calls = [call for instance in all_instances(CSRC) if instance.architecture == "80" for call in calls_of(instance)]
     return [(kind, size) for kind, size in calls if largest.get(kind, -1) < size]
 
 
