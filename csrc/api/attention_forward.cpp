@@ -6,6 +6,7 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <utility>
@@ -25,6 +26,14 @@ namespace {
 
 constexpr const char* kOp = "attention_forward";
 constexpr double kLog2E = 1.4426950408889634;
+
+// How many CTAs can have a part of a tile that others share, of num_ctas: shares are not shorter than kCostOfMerge steps.
+int64_t ctas_with_parts(const AttentionForwardParams& params, const TileFacts& tile, int64_t num_ctas) {
+    const int64_t tiles = int64_t{ceil_div(params.query.rows, tile.block_m)} * params.query.heads * params.query.batch;
+    if (tiles >= num_ctas) return num_ctas;  // in pairs, perhaps, which number their CTAs otherwise
+    const int64_t steps = tiles * ceil_div(params.key.rows, tile.block_n);
+    return std::min(num_ctas, (steps + kCostOfMerge - 1) / kCostOfMerge);
+}
 
 }  // namespace
 
@@ -71,7 +80,8 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     // CTAs may share the keys of a tile, as lengths in the whole batch have it: see attention/key_shares.h.
     std::optional<Tensor> part_values, part_sums, arrivals;
     const int64_t num_ctas = int64_t{facts.num_sms} * kernel.tile.ctas_per_sm;
-    const int64_t rows_of_workspace = rows_of_parts(attention, kernel.tile.block_m, kernel.tile.block_n, num_ctas);
+    const int64_t rows_of_workspace = rows_of_parts(attention, kernel.tile.block_m, kernel.tile.block_n, num_ctas) /
+                                      num_ctas * ctas_with_parts(attention, kernel.tile, num_ctas);
     if (rows_of_workspace > 0 && !batch_invariant) {
         part_values = torch::stable::new_empty(query, {rows_of_workspace, sizes.value_dim}, ScalarType::Float);
         part_sums = torch::stable::new_empty(query, {rows_of_workspace, 2}, ScalarType::Float);
