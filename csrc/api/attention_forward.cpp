@@ -30,9 +30,12 @@ constexpr double kLog2E = 1.4426950408889634;
 // How many CTAs can have a part of a tile that others share, of num_ctas: shares are not shorter than kCostOfMerge steps.
 int64_t ctas_with_parts(const AttentionForwardParams& params, const TileFacts& tile, int64_t num_ctas) {
     const int64_t tiles = int64_t{ceil_div(params.query.rows, tile.block_m)} * params.query.heads * params.query.batch;
+    const int64_t left = params.scores.window_left, right = params.scores.window_right;
+    int64_t steps = ceil_div(params.key.rows, tile.block_n);  // of a tile, at most
+    if (left >= 0 && right >= 0) steps = std::min(steps, (left + right + tile.block_m) / tile.block_n + 2);
+    if (steps <= kCostOfMerge) return 0;
     if (tiles >= num_ctas) return num_ctas;  // in pairs, perhaps, which number their CTAs otherwise
-    const int64_t steps = tiles * ceil_div(params.key.rows, tile.block_n);
-    return std::min(num_ctas, (steps + kCostOfMerge - 1) / kCostOfMerge);
+    return std::min(num_ctas, (tiles * steps + kCostOfMerge - 1) / kCostOfMerge);
 }
 
 }  // namespace
