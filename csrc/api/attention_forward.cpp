@@ -6,7 +6,6 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <utility>
@@ -26,17 +25,6 @@ namespace {
 
 constexpr const char* kOp = "attention_forward";
 constexpr double kLog2E = 1.4426950408889634;
-
-// How many CTAs can have a part of a tile that others share, of num_ctas: shares are not shorter than kCostOfMerge steps.
-int64_t ctas_with_parts(const AttentionForwardParams& params, const TileFacts& tile, int64_t num_ctas) {
-    const int64_t tiles = int64_t{ceil_div(params.query.rows, tile.block_m)} * params.query.heads * params.query.batch;
-    const int64_t left = params.scores.window_left, right = params.scores.window_right;
-    int64_t steps = ceil_div(params.key.rows, tile.block_n);  // of a tile, at most
-    if (left >= 0 && right >= 0) steps = std::min(steps, (left + right + tile.block_m) / tile.block_n + 2);
-    if (steps <= kCostOfMerge) return 0;
-    if (tiles >= num_ctas) return num_ctas;  // in pairs, perhaps, which number their CTAs otherwise
-    return std::min(num_ctas, (tiles * steps + kCostOfMerge - 1) / kCostOfMerge);
-}
 
 }  // namespace
 
@@ -83,8 +71,7 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     // CTAs may share the keys of a tile, as lengths in the whole batch have it: see attention/key_shares.h.
     std::optional<Tensor> part_values, part_sums, arrivals;
     const int64_t num_ctas = int64_t{facts.num_sms} * kernel.tile.ctas_per_sm;
-    const int64_t rows_of_workspace = rows_of_parts(attention, kernel.tile.block_m, kernel.tile.block_n, num_ctas) /
-                                      num_ctas * ctas_with_parts(attention, kernel.tile, num_ctas);
+    const int64_t rows_of_workspace = rows_of_parts(attention, kernel.tile.block_m, kernel.tile.block_n, num_ctas);
     if (rows_of_workspace > 0 && !batch_invariant) {
         part_values = torch::stable::new_empty(query, {rows_of_workspace, sizes.value_dim}, ScalarType::Float);
         part_sums = torch::stable::new_empty(query, {rows_of_workspace, 2}, ScalarType::Float);

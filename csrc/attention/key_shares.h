@@ -4,8 +4,9 @@
 // A piece is what a CTA takes at a time otherwise: a tile of rows. (On Hopper it is that of a cluster, which stands for
 // "CTA" in this file.) Its steps are the tiles of keys that its rows see. The steps of all pieces form a line: by
 // sequence, then by rows, then by head. CTA c takes steps [c * share, (c + 1) * share), which may be the end of one
-// piece, whole ones, and the beginning of another; so the work of CTAs differs by no more than a step. What a CTA makes
-// of a piece that it shares with others is a part, merged with theirs as device/merge_parts.cuh says.
+// piece, whole ones, and the beginning of another; so the work of CTAs differs by no more than a step. On sm_80, where a
+// CTA ends with one piece, it takes all of it or one of its equal parts. What a CTA makes of a piece that it shares with
+// others is a part, merged with theirs as device/merge_parts.cuh says.
 //
 // Each CTA computes this for itself, from the lengths in device memory: it holds in the replay of a CUDA graph too.
 #pragma once
@@ -34,12 +35,20 @@ inline constexpr uint32_t kMostEntries = 1024;
 // each tile). One that ends with a part needs 1, and up to three times as many are launched.
 inline constexpr int32_t kMostSlotsPerCta = 1 + kPiecesOfCutCta;
 
+// The most steps that a tile of block_m rows has, as far as the host knows.
+inline int64_t most_steps(const AttentionForwardParams& params, int32_t block_m, int32_t block_n) {
+    const int64_t of_all_keys = ceil_div(params.key.rows, block_n);
+    const int64_t left = params.scores.window_left, right = params.scores.window_right;
+    if (left < 0 || right < 0) return of_all_keys;
+    return std::min(of_all_keys, (left + right + block_m) / block_n + 2);
+}
+
 // Whether CTAs may find that cutting pieces pays: the host knows no lengths of packed sequences, but that their tiles
 // are at least as many as all rows together fill. num_entries: pieces, where those of heads side by side count as one.
 // num_ctas, and what is a piece, are those of one kernel.
 inline bool cuts_may_pay(const AttentionForwardParams& params, int32_t block_m, int32_t block_n, int64_t num_pieces,
                          int64_t num_entries, int64_t num_ctas) {
-    if (ceil_div(params.key.rows, block_n) <= kCostOfMerge) return false;
+    if (most_steps(params, block_m, block_n) <= kCostOfMerge) return false;
     const int64_t most_pieces = kPiecesOfCutCta * num_ctas;
     if (params.packed.cu_seqlens_q == nullptr) return num_pieces <= most_pieces;
     const int64_t group = params.query.heads / params.key.heads;
@@ -49,7 +58,7 @@ inline bool cuts_may_pay(const AttentionForwardParams& params, int32_t block_m, 
 
 // Rows of the workspace that a launch of num_ctas CTAs may need, each of value_dim values and two sums; 0: none. It
 // counts no more pieces for each CTA than a kernel does: heads packed into rows make the fewest, and where a piece is
-// that of two CTAs, these count as one.
+// that of two CTAs, these count as one. Shares are not shorter than kCostOfMerge steps, so that few steps have few parts.
 inline int64_t rows_of_parts(const AttentionForwardParams& params, int32_t block_m, int32_t block_n, int64_t num_ctas) {
     const int64_t group = params.query.heads / params.key.heads;
     const int64_t packed_tiles = (params.query.rows * group + block_m - 1) / block_m;
@@ -58,7 +67,11 @@ inline int64_t rows_of_parts(const AttentionForwardParams& params, int32_t block
                       num_ctas)) {
         return 0;
     }
-    return num_ctas * kMostSlotsPerCta * block_m;
+    const int64_t tiles = int64_t{ceil_div(params.query.rows, block_m)} * params.query.heads * params.query.batch;
+    const int64_t shares = (tiles * most_steps(params, block_m, block_n) + kCostOfMerge - 1) / kCostOfMerge;
+    // Where tiles fill the GPU, CTAs may come in pairs, which number their CTAs otherwise.
+    const int64_t ctas_with_parts = tiles >= num_ctas ? num_ctas : std::min(num_ctas, shares);
+    return ctas_with_parts * kMostSlotsPerCta * block_m;
 }
 
 // What a CTA takes. It is in shared memory, where every warp finds it.
@@ -191,7 +204,7 @@ __device__ __forceinline__ Steps steps_of(const KeyPortion& portion, int32_t num
     return {left_before(portion.part), left_before(portion.part + 1)};
 }
 
-// Goes through the pieces of one CTA, or of a cluster. Everybody who has a part in them has a walk.
+// Goes through the pieces of one CTA, or of a cluster.
 struct PieceWalk {
     uint32_t place;      // the piece, or where pieces are dealt whole, how many there were before
     int32_t step, left;  // where they are cut: the next step of the piece, and how many are left of the share

@@ -6,7 +6,6 @@ On an H100 or H200 where there is one, else as PTX on the emulated sm_90, with a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,20 +15,14 @@ from torch import Tensor
 
 import fastattn
 import test_attention_paged as paged
-from cuda_kernels import EMULATED, MARKS, checked, each_dtype, only_emulated
-from fastattn import native
+from cuda_kernels import EMULATED, HOPPER_MARKS, checked, each_dtype, only_emulated
 from kernel_device import DEVICE
 from test_attention_paged import CAUSAL, HUGE, Case
 
 if EMULATED:
     from emulator import EmulatorError, cuda_runtime, device, launches
 
-IS_HOPPER = EMULATED or torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    *MARKS,
-    pytest.mark.usefixtures("hopper"),
-    pytest.mark.skipif(not IS_HOPPER or "90a" not in native.BUILD["archs"], reason="needs kernels for sm_90a"),
-]
+pytestmark = HOPPER_MARKS
 
 PLAIN, OPTIONS = "attention_forward_sm90", "attention_forward_options_sm90"
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
@@ -40,16 +33,6 @@ each_page_size = pytest.mark.parametrize("page_size", PAGE_SIZES)
 SOME_SIZES = (5, 16, 128)
 each_kind = pytest.mark.parametrize("page_size", SOME_SIZES)
 PLAIN_OPTIONS = {"window", "scale"}
-
-
-@pytest.fixture(scope="module")
-def hopper(emulated_gpu: None) -> Iterator[None]:
-    """A Hopper GPU with three SMs, so that CTAs take several tiles each."""
-    if not EMULATED:
-        yield
-        return
-    with device.emulated(90, num_sms=3):
-        yield
 
 
 def kernel_of(case: Case) -> str:

@@ -6,7 +6,6 @@ On an H100 or H200 where there is one, else as PTX on the emulated sm_90, with a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,19 +18,13 @@ import instances
 import test_cuda_attention as dense
 import test_cuda_attention_options as options
 from attention_cases import Case, compare, forward_arguments, make_problem
-from cuda_kernels import EMULATED, MARKS, checked, each_dtype, only_emulated
-from fastattn import native
+from cuda_kernels import EMULATED, HOPPER_MARKS, checked, each_dtype, only_emulated
 from kernel_device import DEVICE
 
 if EMULATED:
     from emulator import EmulatorError, cuda_runtime, device, launches
 
-IS_HOPPER = EMULATED or torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    *MARKS,
-    pytest.mark.usefixtures("hopper"),
-    pytest.mark.skipif(not IS_HOPPER or "90a" not in native.BUILD["archs"], reason="needs kernels for sm_90a"),
-]
+pytestmark = HOPPER_MARKS
 
 Dims = tuple[int, int]  # of queries and keys, and of values
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
@@ -41,16 +34,6 @@ CAUSAL = (-1, 0)
 KERNEL = "attention_forward_sm90"
 
 each_head_dim = pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
-
-
-@pytest.fixture(scope="module")
-def hopper(emulated_gpu: None) -> Iterator[None]:
-    """A Hopper GPU with three SMs, so that CTAs take several tiles each."""
-    if not EMULATED:
-        yield
-        return
-    with device.emulated(90, num_sms=3):
-        yield
 
 
 def run(case: Case, **launching: Any) -> dict[str, Tensor]:

@@ -28,6 +28,13 @@ MARKS = [
     pytest.mark.usefixtures("emulated_gpu", "tracked_tensors"),
     pytest.mark.skipif(not HAS_KERNELS, reason=NO_KERNELS),
 ]
+# That of one about kernels for Hopper: see the fixture in tests/attention/conftest.py.
+IS_HOPPER = EMULATED or torch.cuda.get_device_capability() == (9, 0)
+HOPPER_MARKS = [
+    *MARKS,
+    pytest.mark.usefixtures("hopper"),
+    pytest.mark.skipif(not IS_HOPPER or "90a" not in native.BUILD["archs"], reason="needs kernels for sm_90a"),
+]
 
 
 @contextlib.contextmanager
