@@ -156,7 +156,10 @@ class Int8Tensor(Tensor):
 
             replacement = _OPERATORS.get(func)
         if replacement is None:
-            raise InputError(f"{func}: does not take int8 weights; dequantize() gives a floating tensor")
+            raise InputError(
+                f"{func}: does not take int8 weights; dequantize() gives a floating tensor, and that of a transformers "
+                "model a floating model, into which adapters can be merged"
+            )
         return replacement(func, *args, **(kwargs or {}))
 
     # What FSDP2 calls on the shard of each rank, for the collective that makes the whole weight: see int8_collectives.
@@ -411,8 +414,8 @@ def _data_ptr(tensor: Tensor) -> Any:
     raise InputError(
         "int8 weights: expected a reader that knows them, got one of raw memory, as safetensors and save_pretrained "
         "of transformers are. Use torch.save(model.state_dict(), file), or safetensors over "
-        "fastattn.nn.plain_state_dict(model.state_dict()), and load_state_dict of a model after quantize_model; "
-        "from_pretrained cannot load them"
+        "fastattn.nn.plain_state_dict(model.state_dict()), and load_state_dict of a model after quantize_model; or load "
+        "the model with Int8Config of fastattn.integrations.transformers, which save_pretrained and from_pretrained know"
     )
 
 

@@ -45,12 +45,23 @@ def layers_to_convert(
             check_granularity_of_layer(config.granularity, name, layer, "modules_to_not_convert")
             chosen[layer] = name
     if not chosen:
-        reasons = "".join(f"\n  {name}: {reason}" for name, reason in list(stays.items())[:8])
+        reasons = "".join(f"; {group}" for group in by_reason(stays))
         raise InputError(
             f"quantization_config: expected a model with nn.Linear layers that can be int8, got {type(model).__name__}, "
-            f"of which nothing would be; load it without Int8Config{'. What stays:' if reasons else ''}{reasons}"
+            f"of which nothing would be: load it without Int8Config{reasons}"
         )
     return chosen, stays
+
+
+def by_reason(stays: dict[str, str]) -> list[str]:
+    """A phrase for each reason why layers stay as they are."""
+    names: dict[str, list[str]] = {}
+    for name, reason in stays.items():
+        names.setdefault(reason, []).append(name)
+    return [
+        f"{some[0]} stays: {reason}" if len(some) == 1 else f"{len(some)} modules stay, {some[0]} the first: {reason}"
+        for reason, some in names.items()
+    ]
 
 
 def _experts(model: nn.Module) -> dict[str, str]:

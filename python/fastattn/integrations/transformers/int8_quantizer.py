@@ -22,7 +22,7 @@ from fastattn.functional.int8_tensor import Int8Tensor
 from fastattn.functional.int8_weight import quantize_int8, scale_shape
 from fastattn.integrations.transformers import int8_loading
 from fastattn.integrations.transformers.int8_config import QUANT_METHOD, Int8Config
-from fastattn.integrations.transformers.int8_layers import layers_to_convert
+from fastattn.integrations.transformers.int8_layers import by_reason, layers_to_convert
 from fastattn.nn import Int8Linear, plain_state_dict
 from fastattn.nn.quantize_model import replace_modules
 
@@ -120,15 +120,11 @@ class Int8Quantizer(HfQuantizer):  # type: ignore[misc]
         model._weight_conversions = [each for each in conversions if each not in [*self._left_out_conversions, *ours]]
         floating = {name: layer for name, layer in _int8_layers(model).items() if not _is_int8(layer)}
         absent = {name: layer for name, layer in floating.items() if not hasattr(layer.weight, "_is_hf_initialized")}
-        if self.pre_quantized and floating:
+        own_class = self.pre_quantized and type(model).__name__ in (model.config.architectures or ())
+        if absent and (own_class or len(absent) == len(_int8_layers(model))):
             raise InputError(
-                f"checkpoint: expected the int8 weight of every layer that its quantization_config makes int8, got none "
-                f"for {', '.join(floating)}"
-            )
-        if len(absent) == len(_int8_layers(model)):
-            raise InputError(
-                f"checkpoint: expected weights of {type(model).__name__}, got none for the layers that become int8, "
-                f"{', '.join(list(absent)[:4])} among them"
+                f"checkpoint: expected the weights of {type(model).__name__}'s linear layers, got none for "
+                f"{', '.join(list(absent)[:4])}{' and others' if len(absent) > 4 else ''}"
             )
         for name, layer in floating.items():
             if name not in absent:
@@ -157,13 +153,16 @@ class Int8Quantizer(HfQuantizer):  # type: ignore[misc]
     def is_compileable(self) -> bool:
         return True
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        """An ``nn.Linear`` for every int8 layer, those inside adapters too."""
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        """An ``nn.Linear`` for every int8 layer, those inside adapters too; trained if all else in the model is."""
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        layers = _int8_layers(model).values()
+        is_trained = all(each.requires_grad for each in model.parameters() if not isinstance(each, Int8Tensor))
         made: dict[int, nn.Parameter] = {}
         replacements = {}
-        for layer in _int8_layers(model).values():
+        for layer in layers:
             if id(layer.weight) not in made:
-                made[id(layer.weight)] = nn.Parameter(layer._int8_tensor().dequantize(dtype), requires_grad=False)
+                made[id(layer.weight)] = nn.Parameter(layer._int8_tensor().dequantize(dtype), is_trained)
             replacements[layer] = _linear_like(layer, made[id(layer.weight)])
         _replace(model, replacements)
         model._weight_conversions = [*getattr(model, "_weight_conversions", []), *self._left_out_conversions]
@@ -171,14 +170,9 @@ class Int8Quantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _warn_about_others(model: nn.Module, stays: dict[str, str]) -> None:
-    """Says what stays although somebody may expect that it is quantised."""
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in stays.items():
-        if reason.startswith("it is a "):
-            by_reason.setdefault(reason, []).append(name)
-    for reason, names in by_reason.items():
-        others = f" and {len(names) - 1} others like it stay" if len(names) > 1 else " stays"
-        warnings.warn(f"Int8Config: in {type(model).__name__}, {names[0]}{others} as before: {reason}", stacklevel=2)
+    """Says what stays although somebody may expect that it is quantised: what is no plain ``nn.Linear``."""
+    for phrase in by_reason({name: reason for name, reason in stays.items() if reason.startswith("it is a ")}):
+        warnings.warn(f"Int8Config, {type(model).__name__}: {phrase}", stacklevel=2)
 
 
 def _assembles(conversion: Any) -> bool:
