@@ -47,8 +47,8 @@ def layers_to_convert(
     if not chosen:
         reasons = "".join(f"; {group}" for group in by_reason(stays))
         raise InputError(
-            f"quantization_config: expected a model with nn.Linear layers that can be int8, got {type(model).__name__}, "
-            f"of which nothing would be: load it without Int8Config{reasons}"
+            "quantization_config: expected a model with nn.Linear layers that can be int8, got "
+            f"{type(model).__name__}, of which nothing would be: load it without Int8Config{reasons}"
         )
     return chosen, stays
 
@@ -71,7 +71,9 @@ def _experts(model: nn.Module) -> dict[str, str]:
         if "expert" in type(module).__name__.lower() or hasattr(module, "num_experts"):
             shapes = [list(p.shape) for p in module.parameters(recurse=False) if p.dim() == 3]
             if shapes:
-                found[name] = f"it is a {type(module).__name__}, whose weights {shapes[0]} are 3-D; no kernel takes them"
+                found[name] = (
+                    f"it is a {type(module).__name__}, whose weights {shapes[0]} are 3-D; no kernel takes them"
+                )
     return found
 
 

@@ -16,7 +16,7 @@ from transformers.quantizers.auto import (
 )
 from transformers.quantizers.base import HfQuantizer
 
-from fastattn.checks import FLOATING, check_choice, expect
+from fastattn.checks import FLOATING, check_choice
 from fastattn.errors import InputError
 from fastattn.functional.int8_tensor import Int8Tensor
 from fastattn.functional.int8_weight import quantize_int8, scale_shape
@@ -27,7 +27,7 @@ from fastattn.nn import Int8Linear, plain_state_dict
 from fastattn.nn.quantize_model import replace_modules
 
 
-class Int8Quantizer(HfQuantizer):  # type: ignore[misc]
+class Int8Quantizer(HfQuantizer):
     """Puts an ``Int8Linear`` in the place of each chosen layer before the checkpoint is read.
 
     Until its weight comes, such a layer has the model's own floating parameter on the meta device, so that transformers
@@ -43,29 +43,36 @@ class Int8Quantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self.stays: dict[str, str] = {}
         self._mismatched: set[str] = set()
+        self._problems: list[str] = []
         self._left_out_conversions: list[Any] = []
 
     # --- before the weights come -------------------------------------------------------------------------------------
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """transformers calls this with the ``device_map`` that came, and again with what ``"auto"`` became."""
-        devices = {str(device) for device in device_map.values()} if isinstance(device_map, dict) else {str(device_map)}
-        offloaded = "disk" in devices or ("cpu" in devices and len(devices) > 1)
-        expect(
-            not offloaded, "device_map", "all layers on GPUs, or all on the CPU: int8 weights are not offloaded",
-            sorted(devices),
-        )  # fmt: skip
+        devices = set(device_map.values()) if isinstance(device_map, dict) else set()
+        kinds = {"gpu" if isinstance(device, int) else str(device).partition(":")[0] for device in devices}
+        if "disk" in kinds or ("cpu" in kinds and len(kinds) > 1):
+            came = ", ".join(sorted(map(str, devices)))
+            raise InputError(
+                f"device_map: expected all layers on GPUs, or all on the CPU, since int8 weights are not offloaded; "
+                f"got {came}: give max_memory more, or take a device_map of your own"
+            )
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         check_choice("dtype", dtype, FLOATING)
         return dtype
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
         if getattr(model.config, "distributed_config", None) is not None:
             raise InputError(
                 "distributed_config, tp_plan: not served together with Int8Config; load on one device and shard the "
                 "int8 layers with torch's parallelize_module or fully_shard"
             )
+        if not self.pre_quantized:
+            int8_loading.check_is_floating(checkpoint_files)
         config = self.quantization_config = copy.deepcopy(self.quantization_config)
         chosen, self.stays = layers_to_convert(model, config, names_must_exist=not self.pre_quantized)
         _warn_about_others(model, self.stays)
@@ -84,7 +91,7 @@ class Int8Quantizer(HfQuantizer):  # type: ignore[misc]
         if not self.pre_quantized:
             return weight_conversions
         others = [each for each in weight_conversions if each not in self._left_out_conversions]
-        return [*others, int8_loading.assembling_converter()]
+        return [*others, int8_loading.assembling_converter(self._problems)]
 
     def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
         """Bytes of an element, by which transformers plans a ``device_map``."""
@@ -105,7 +112,7 @@ class Int8Quantizer(HfQuantizer):  # type: ignore[misc]
         return int8_loading.Quantize(self._mismatched)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """What to cast a tensor of an int8 checkpoint to. Scales stay float32, so the converter casts what is no scale."""
+        """What to cast a tensor of an int8 checkpoint to; None where the converter does it, which leaves scales alone."""
         for operation in getattr(converter, "operations", ()):
             if isinstance(operation, int8_loading.Assemble):
                 operation.dtype = dtype
@@ -120,6 +127,13 @@ class Int8Quantizer(HfQuantizer):  # type: ignore[misc]
         model._weight_conversions = [each for each in conversions if each not in [*self._left_out_conversions, *ours]]
         floating = {name: layer for name, layer in _int8_layers(model).items() if not _is_int8(layer)}
         absent = {name: layer for name, layer in floating.items() if not hasattr(layer.weight, "_is_hf_initialized")}
+        if self._problems:
+            listed = "".join(f"\n  {problem}" for problem in self._problems[:8])
+            more = f"\n  and {len(self._problems) - 8} more" if len(self._problems) > 8 else ""
+            raise InputError(
+                "checkpoint: expected what save_pretrained wrote for this model and its quantization_config, got"
+                f"{listed}{more}"
+            )
         own_class = self.pre_quantized and type(model).__name__ in (model.config.architectures or ())
         if absent and (own_class or len(absent) == len(_int8_layers(model))):
             raise InputError(
@@ -135,6 +149,7 @@ class Int8Quantizer(HfQuantizer):  # type: ignore[misc]
             config.modules_to_not_convert = [*(config.modules_to_not_convert or ()), *absent]
             self.stays.update(dict.fromkeys(absent, "the checkpoint did not have it: it is new, to be trained"))
             _replace(model, {layer: _linear_like(layer, layer.weight) for layer in absent.values()})
+        int8_loading.end_of_placing(model)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
@@ -187,7 +202,7 @@ def _is_int8(layer: Int8Linear) -> bool:
     return isinstance(layer.weight, Int8Tensor)
 
 
-def _linear_like(layer: Int8Linear, weight: nn.Parameter) -> nn.Linear:
+def _linear_like(layer: Int8Linear, weight: Any) -> nn.Linear:
     linear = nn.Linear(layer.in_features, layer.out_features, False, device="meta")
     linear.weight, linear.bias = weight, layer.bias
     return linear.train(layer.training)
