@@ -112,7 +112,7 @@ class Int8Quantizer(HfQuantizer):
         return int8_loading.Quantize(self._mismatched)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """What to cast a tensor of an int8 checkpoint to; None where the converter does it, which leaves scales alone."""
+        """What to cast a tensor of an int8 checkpoint to; None where the converter does that, but for scales."""
         for operation in getattr(converter, "operations", ()):
             if isinstance(operation, int8_loading.Assemble):
                 operation.dtype = dtype
