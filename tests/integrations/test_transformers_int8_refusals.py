@@ -69,8 +69,9 @@ class TestWhatIsRefused:
 
     def test_experts_stay_and_a_warning_says_so(self, tmp_path: Path) -> None:
         make_model("qwen2_moe", "eager").save_pretrained(tmp_path)
-        with pytest.warns(UserWarning, match="2 modules stay, model.layers.0.mlp.experts .*3-D"):
+        with pytest.warns(UserWarning, match="2 modules stay, model.layers.0.mlp.experts .*3-D") as given:
             model = load(tmp_path, Int8Config(), "qwen2_moe")
+        assert given[0].filename == load.__code__.co_filename  # the caller of from_pretrained
         assert model.model.layers[0].mlp.experts.down_proj.is_floating_point()
         experts = "'model.layers.0.mlp.experts' cannot be int8: it is a Qwen2MoeExperts"
         with pytest.raises(InputError, match=re.escape(experts)):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
@@ -17,6 +17,7 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 
 from fastattn.checks import FLOATING, check_choice
+from fastattn.dispatch.users_line import warn_at_users_line
 from fastattn.errors import InputError
 from fastattn.functional.int8_tensor import Int8Tensor
 from fastattn.functional.int8_weight import quantize_int8, scale_shape
@@ -75,7 +76,8 @@ class Int8Quantizer(HfQuantizer):
             int8_loading.check_is_floating(checkpoint_files)
         config = self.quantization_config = copy.deepcopy(self.quantization_config)
         chosen, self.stays = layers_to_convert(model, config, names_must_exist=not self.pre_quantized)
-        _warn_about_others(model, self.stays)
+        if not self.pre_quantized:
+            _warn_about_others(model, self.stays)
         replacements = {}
         for linear in chosen:
             layer = Int8Linear(
@@ -187,7 +189,7 @@ class Int8Quantizer(HfQuantizer):
 def _warn_about_others(model: nn.Module, stays: dict[str, str]) -> None:
     """Says what stays although somebody may expect that it is quantised: what is no plain ``nn.Linear``."""
     for phrase in by_reason({name: reason for name, reason in stays.items() if reason.startswith("it is a ")}):
-        warnings.warn(f"Int8Config, {type(model).__name__}: {phrase}", stacklevel=2)
+        warn_at_users_line(f"Int8Config, {type(model).__name__}: {phrase}", UserWarning, transformers)
 
 
 def _assembles(conversion: Any) -> bool:
