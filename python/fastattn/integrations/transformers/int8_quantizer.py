@@ -129,19 +129,7 @@ class Int8Quantizer(HfQuantizer):
         model._weight_conversions = [each for each in conversions if each not in [*self._left_out_conversions, *ours]]
         floating = {name: layer for name, layer in _int8_layers(model).items() if not _is_int8(layer)}
         absent = {name: layer for name, layer in floating.items() if not hasattr(layer.weight, "_is_hf_initialized")}
-        if self._problems:
-            listed = "".join(f"\n  {problem}" for problem in self._problems[:8])
-            more = f"\n  and {len(self._problems) - 8} more" if len(self._problems) > 8 else ""
-            raise InputError(
-                "checkpoint: expected what save_pretrained wrote for this model and its quantization_config, got"
-                f"{listed}{more}"
-            )
-        own_class = self.pre_quantized and type(model).__name__ in (model.config.architectures or ())
-        if absent and (own_class or len(absent) == len(_int8_layers(model))):
-            raise InputError(
-                f"checkpoint: expected the weights of {type(model).__name__}'s linear layers, got none for "
-                f"{', '.join(list(absent)[:4])}{' and others' if len(absent) > 4 else ''}"
-            )
+        self._check_checkpoint(model, absent)
         for name, layer in floating.items():
             if name not in absent:
                 quantized = quantize_int8(layer.weight, layer.granularity)
@@ -153,6 +141,23 @@ class Int8Quantizer(HfQuantizer):
             _replace(model, {layer: _linear_like(layer, layer.weight) for layer in absent.values()})
         int8_loading.end_of_placing(model)
         return model
+
+    def _check_checkpoint(self, model: Any, absent: dict[str, Int8Linear]) -> None:
+        """Raises ``InputError`` unless the checkpoint is whole; ``absent``: the layers of which it had nothing."""
+        if self._problems:
+            listed = "".join(f"\n  {problem}" for problem in self._problems[:8])
+            more = f"\n  and {len(self._problems) - 8} more" if len(self._problems) > 8 else ""
+            raise InputError(
+                "checkpoint: expected what save_pretrained wrote for this model and its quantization_config, got"
+                f"{listed}{more}"
+            )
+        # Another class may have layers of its own, a pooler for example, which are new then.
+        own_class = self.pre_quantized and type(model).__name__ in (model.config.architectures or ())
+        if absent and (own_class or len(absent) == len(_int8_layers(model))):
+            raise InputError(
+                f"checkpoint: expected the weights of {type(model).__name__}'s linear layers, got none for "
+                f"{', '.join(list(absent)[:4])}{' and others' if len(absent) > 4 else ''}"
+            )
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
         """What ``save_pretrained`` writes: plain tensors, in ``safetensors``."""
