@@ -1,10 +1,10 @@
-"""The whole of fastattn on real input: a sentence model changed and quantised, a decoder trained, quantised and served.
+"""The whole of fastattn on real input: a sentence model changed, quantised and adapted, a decoder trained and served.
 
     python examples/demo.py
 
-Runs sentence_embeddings.py, train_decoder.py, generate.py and own_kernels.py one after the other, the last of them on
-the tests' emulator where there is no GPU. The last line is ``demo: ok`` if every check held; otherwise it names what
-failed, and the exit status is 1.
+Runs sentence_embeddings.py, lora_int8.py, train_decoder.py, generate.py and own_kernels.py one after the other, the
+last of them on the tests' emulator where there is no GPU. The last line is ``demo: ok`` if every check held; otherwise
+it names what failed, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 
 import generate
+import lora_int8
 import sentence_embeddings
 import train_decoder
 from checks import CheckList
@@ -64,6 +65,8 @@ def main() -> int:
 
     print('== A sentence-embedding model: set_attn_implementation("fastattn") and quantize_model() ==')
     sentence_embeddings.run(options.device, checks)
+    print("\n== The same model in int8 learns to sort paragraphs: LoRA ==")
+    lora_int8.run(options.device, options.out, lora_int8.STEPS, checks)
     print("\n== A small decoder, trained on packed batches ==")
     trained = train_decoder.run(options, checks)
     print("\n== The decoder in int8, writing with a key-value cache ==")

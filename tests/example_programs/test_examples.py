@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import demo
 import generate
+import lora_int8
 import sentence_embeddings
 import text_data
 import train_decoder
@@ -319,6 +320,16 @@ def test_sentence_model_in_fastattn_and_int8(
     assert any("cosine of int8" in check.what for check in checks.failed)
 
 
+def test_lora_over_int8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After three steps nothing is learned yet, which the checks say; all else holds."""
+    checks = CheckList()
+    lora_int8.run(CPU, tmp_path, 3, checks)
+    assert len(checks.checks) == 6
+    assert [check.what for check in checks.failed] == ["lora: sorted rightly, against all put with the commonest topic"]
+    assert "trainable params: " in capsys.readouterr().out
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 2e6
+
+
 def test_check_list(capsys: pytest.CaptureFixture[str]) -> None:
     checks = CheckList()
     assert checks.finish("nothing") == 1
@@ -341,7 +352,7 @@ def test_check_list(capsys: pytest.CaptureFixture[str]) -> None:
     ],
     ids=["above", "NaN above", "below", "NaN below", "different"],
 )
-@pytest.mark.parametrize("part", range(4), ids=["sentence_embeddings", "train_decoder", "generate", "kernels"])
+@pytest.mark.parametrize("part", range(5), ids=["sentence_embeddings", "lora", "train_decoder", "generate", "kernels"])
 def test_one_failed_check_fails_the_demo(
     part: int, fail: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -358,7 +369,8 @@ def test_one_failed_check_fails_the_demo(
         fail(arguments[-1])
         return hold(*arguments)
 
-    parts = [(sentence_embeddings, "run"), (train_decoder, "run"), (generate, "run"), (demo, "run_kernels")]
+    modules = (sentence_embeddings, lora_int8, train_decoder, generate)
+    parts = [*((module, "run") for module in modules), (demo, "run_kernels")]
     for module, name in parts:
         monkeypatch.setattr(module, name, hold)
     monkeypatch.setattr(sys, "argv", ["demo.py", "--device", "cpu"])
@@ -366,7 +378,7 @@ def test_one_failed_check_fails_the_demo(
     assert capsys.readouterr().out.splitlines()[-1] == "demo: ok"
     monkeypatch.setattr(*parts[part], hold_and_fail)
     assert demo.main() == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "demo: FAILED (1 of 5 checks: bad)"
+    assert capsys.readouterr().out.splitlines()[-1] == "demo: FAILED (1 of 6 checks: bad)"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import StaticCache
+from transformers import AutoModelForCausalLM, StaticCache
 
 import fastattn
 import fastattn.integrations.transformers as integration
@@ -134,3 +135,44 @@ def test_an_int8_cache_is_read_by_the_decoding_kernel(padding: str) -> None:
             results.append(model.generate(**inputs, past_key_values=cache, **options))
     assert torch.equal(*results)
     assert [(call.op, call.backend) for call in calls] == [("attention", "cuda")] * 2 + [("decode", "cuda")] * 4
+
+
+@pytest.mark.parametrize(("input_precision", "width"), [("16bit", 37), ("int8", 48)])
+def test_int8_layers_come_as_int8_and_run_in_the_kernel(input_precision: str, width: int, tmp_path: Path) -> None:
+    """The results of the same model on the PyTorch path; also with rows that no vector load divides."""
+    make_model("llama", "eager", DTYPE, intermediate_size=width).save_pretrained(tmp_path)
+    config = integration.Int8Config(input_precision=input_precision)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, attn_implementation="eager")
+    ids = tokens()["input_ids"]
+    with torch.no_grad():
+        with fastattn.use_backend("torch"):
+            wanted = model(ids).logits
+        model.to(DEVICE)
+        with fastattn.record() as calls:
+            came = model(ids.to(DEVICE)).logits
+    assert [(call.op, call.backend) for call in calls] == [("int8_matmul", "cuda")] * 14
+    torch.testing.assert_close(came.cpu(), wanted, rtol=2e-2, atol=5e-2)
+
+
+def test_adapters_over_int8_layers_get_the_gradients_of_dequantised_ones(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    make_model("llama", "eager", DTYPE).save_pretrained(tmp_path)
+    config = integration.Int8Config()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, attn_implementation="eager")
+    lora = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(model, lora).to(DEVICE)
+    ids = tokens()["input_ids"].to(DEVICE)
+
+    def gradients() -> Tensor:
+        adapted(input_ids=ids, labels=ids).loss.backward()
+        found = [p.grad.float().flatten() for p in adapted.parameters() if p.grad is not None]
+        adapted.zero_grad()
+        return torch.cat(found)
+
+    with fastattn.record() as calls:
+        over_int8 = gradients()
+    assert {call.backend for call in calls} == {"cuda"}
+    assert {call.op for call in calls} >= {"int8_matmul"}
+    adapted.get_base_model().dequantize()
+    over_floats = gradients()
+    assert (over_int8 - over_floats).norm() <= 2e-2 * over_floats.norm()

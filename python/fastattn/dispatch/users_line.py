@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 
 import torch
 
@@ -14,11 +14,12 @@ import torch
 _NOT_THE_USERS = tuple(str(Path(path).parent) + os.sep for path in (Path(__file__).parent, torch.__file__))
 
 
-def warn_at_users_line(message: str, category: type[Warning]) -> None:
-    """``warnings.warn``, at the innermost frame that is neither fastattn's nor PyTorch's."""
+def warn_at_users_line(message: str, category: type[Warning], *packages: ModuleType) -> None:
+    """``warnings.warn``, at the innermost frame that is neither fastattn's nor PyTorch's nor that of ``packages``."""
+    others = tuple(str(Path(package.__file__).parent) + os.sep for package in packages if package.__file__)
     frame: FrameType | None = sys._getframe(1)
     outermost = frame
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS + others):
         outermost, frame = frame, frame.f_back
     frame = frame or outermost  # a thread of autograd's has no line of the user's
     assert frame is not None

@@ -57,12 +57,14 @@ class Int8Tensor(Tensor):
         granularity: as ``Int8Weight.granularity``.
         form: ``"matrix"``; ``"transposed"``, of shape ``[K, N]``; or ``"flat"``, of shape ``[N * K]``. The attributes
             above are the same in each.
+        is_being_placed: whether ``data_ptr`` answers, which it does while transformers spreads a model over devices.
     """
 
     int8_data: Tensor
     int8_scale: Tensor
     granularity: str | int
     form: str
+    is_being_placed: bool
 
     @staticmethod
     def __new__(
@@ -104,6 +106,10 @@ class Int8Tensor(Tensor):
     def nbytes(self) -> int:  # type: ignore[override]
         """What the int8 data and the scales take, in bytes, without room behind rows."""
         return self.int8_data.nbytes + self.int8_scale.nbytes
+
+    def element_size(self) -> int:
+        """1, by which transformers counts a model's memory."""
+        return self.int8_data.element_size()
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """A plain tensor of the same shape, in ``dtype`` or else in that of this one."""
@@ -156,7 +162,10 @@ class Int8Tensor(Tensor):
 
             replacement = _OPERATORS.get(func)
         if replacement is None:
-            raise InputError(f"{func}: does not take int8 weights; dequantize() gives a floating tensor")
+            raise InputError(
+                f"{func}: does not take int8 weights; dequantize() gives a floating tensor, and that of a transformers "
+                "model a floating model, into which adapters can be merged"
+            )
         return replacement(func, *args, **(kwargs or {}))
 
     # What FSDP2 calls on the shard of each rank, for the collective that makes the whole weight: see int8_collectives.
@@ -406,13 +415,15 @@ def _zero_(op: Any, weight: Int8Tensor) -> Int8Tensor:
 
 
 @replaces_function(Tensor.data_ptr, Tensor.storage)
-def _data_ptr(tensor: Tensor) -> Any:
+def _data_ptr(tensor: Int8Tensor) -> Any:
     """What reads raw memory (safetensors, and so ``save_pretrained``) would lose the scales, or read past the end."""
+    if vars(tensor).get("is_being_placed"):  # accelerate looks the address up among those of tied weights
+        return tensor.int8_data.data_ptr()
     raise InputError(
         "int8 weights: expected a reader that knows them, got one of raw memory, as safetensors and save_pretrained "
         "of transformers are. Use torch.save(model.state_dict(), file), or safetensors over "
-        "fastattn.nn.plain_state_dict(model.state_dict()), and load_state_dict of a model after quantize_model; "
-        "from_pretrained cannot load them"
+        "fastattn.nn.plain_state_dict(model.state_dict()), and load_state_dict of a model after quantize_model. Models "
+        "loaded with fastattn.integrations.transformers.Int8Config have a save_pretrained that knows them"
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +112,27 @@ def quantize_model(
     check_bool("include_tied", include_tied)
     check_granularity(granularity, 0)
 
+    chosen, skipped = choose_layers(model, filter)
+    tied = tied_to_others(model, chosen)
+    if not include_tied:
+        for module, owner in tied.items():
+            skipped[chosen.pop(module)] = f"its weight is also {owner} (include_tied=True quantises it all the same)"
+    for module, name in chosen.items():
+        check_granularity_of_layer(granularity, name, module, "a filter")
+
+    bytes_before = _model_bytes(model)
+    layers, replacements = _quantize(chosen, granularity, input_precision)
+    replace_modules(model, replacements)
+    report = QuantizationReport(layers, skipped, bytes_before, _model_bytes(model))
+    if not layers and not any(isinstance(module, Int8Linear) for module in model.modules()):
+        warnings.warn(f"quantize_model: {report}", stacklevel=2)
+    return report
+
+
+def choose_layers(
+    model: nn.Module, filter: Callable[[str, nn.Module], bool] | None = None
+) -> tuple[dict[nn.Linear, str], dict[str, str]]:
+    """The layers inside ``model`` that can become ``Int8Linear``, with their names; and why others stay, by name."""
     chosen: dict[nn.Linear, str] = {}
     skipped: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -126,25 +148,23 @@ def quantize_model(
                 chosen[module] = name
             else:
                 skipped[name] = reason
-    if not include_tied:
-        for module, owner in _tied_to_others(model, chosen).items():
-            skipped[chosen.pop(module)] = f"its weight is also {owner} (include_tied=True quantises it all the same)"
-    for module, name in chosen.items():
-        try:
-            check_granularity(granularity, module.in_features)
-        except InputError as error:
-            raise InputError(f"{error} in layer {name!r} (a filter can leave it out)") from None
+    return chosen, skipped
 
-    bytes_before = _model_bytes(model)
-    layers, replacements = _quantize(chosen, granularity, input_precision)
+
+def check_granularity_of_layer(granularity: str | int, name: str, layer: nn.Linear, way_out: str) -> None:
+    """``check_granularity``, saying which layer it is, and what can leave it out."""
+    try:
+        check_granularity(granularity, layer.in_features)
+    except InputError as error:
+        raise InputError(f"{error} in layer {name!r} ({way_out} can leave it out)") from None
+
+
+def replace_modules(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> None:
+    """Puts ``replacements`` in the place of modules inside ``model``, wherever it uses them."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
-            if isinstance(child, nn.Linear) and child in replacements:
+            if child in replacements:
                 setattr(parent, name, replacements[child])
-    report = QuantizationReport(layers, skipped, bytes_before, _model_bytes(model))
-    if not layers and not any(isinstance(module, Int8Linear) for module in model.modules()):
-        warnings.warn(f"quantize_model: {report}", stacklevel=2)
-    return report
 
 
 def _reason_if_like_linear(module: nn.Module) -> str | None:
@@ -173,7 +193,7 @@ def _reason_to_stay(linear: nn.Linear) -> str | None:
     return None
 
 
-def _tied_to_others(model: nn.Module, chosen: dict[nn.Linear, str]) -> dict[nn.Linear, str]:
+def tied_to_others(model: nn.Module, chosen: dict[nn.Linear, str]) -> dict[nn.Linear, str]:
     """The chosen layers whose weight is also a parameter elsewhere, and that parameter's name."""
     elsewhere: dict[int, str] = {}
     for module_name, module in model.named_modules():

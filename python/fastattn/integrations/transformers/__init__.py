@@ -8,6 +8,10 @@
 attention.py is the function that models call, masks.py decides what a model's mask becomes, patterns.py reads what mask
 transformers means, and marks.py says it in a few numbers instead of a mask ``[B, 1, Sq, Sk]``. cache.py has a cache for
 ``generate``, also of int8.
+
+int8_config.py is what makes a model's linear layers int8 while it is loaded; int8_layers.py chooses the layers,
+int8_loading.py makes their weights, and int8_quantizer.py is what transformers calls. Importing this package makes them
+known to transformers, so that int8 checkpoints load.
 """
 
 from __future__ import annotations
@@ -21,9 +25,13 @@ except ImportError as error:
 from fastattn.errors import InputError
 from fastattn.integrations.transformers.attention import attend
 from fastattn.integrations.transformers.cache import Cache
+from fastattn.integrations.transformers.int8_config import Int8Config
+from fastattn.integrations.transformers.int8_quantizer import register_int8
 from fastattn.integrations.transformers.masks import make_mask
 
-__all__ = ["Cache", "register"]
+__all__ = ["Cache", "Int8Config", "register"]
+
+register_int8()
 
 
 def register(name: str = "fastattn") -> None:
@@ -53,3 +61,4 @@ def register(name: str = "fastattn") -> None:
             raise InputError(f"name: expected one that is free in transformers, got {name!r}, which {registered} has")
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, make_mask)
+    register_int8()

@@ -1,0 +1,72 @@
+"""``Int8Config``: what ``from_pretrained(quantization_config=…)`` takes, and what ``config.json`` keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from fastattn.checks import check_choice
+from fastattn.errors import InputError
+from fastattn.functional.int8_linear import INPUT_PRECISIONS
+from fastattn.functional.int8_weight import check_granularity
+
+QUANT_METHOD = "fastattn_int8"
+
+
+class Int8Config(QuantizationConfigMixin):
+    """int8 weights for the linear layers of a model of transformers::
+
+        model = AutoModelForCausalLM.from_pretrained(path, quantization_config=Int8Config())
+        model.save_pretrained(path_of_int8)
+        model = AutoModelForCausalLM.from_pretrained(path_of_int8)  # the same bits
+
+    Each ``nn.Linear`` becomes a ``fastattn.nn.Int8Linear`` as its weight comes from the checkpoint, on the device that
+    it comes to. What stays as it is: the head (what is outside ``model.base_model``, the output embedding), layers that
+    share a weight with others or that the model keeps in float32, and what is no ``nn.Linear`` (GPT-2's ``Conv1D``,
+    experts whose weights are one 3-D parameter). ``model.hf_quantizer.stays`` has each with its reason.
+
+    Args:
+        granularity: what shares one scale, as in ``fastattn.quantize_int8``.
+        input_precision: ``"16bit"`` or ``"int8"``, as in ``fastattn.int8_linear``.
+        modules_to_not_convert: names of further modules that stay, with everything inside them: whole names
+            (``"model.layers.0.mlp"``) or parts of them (``"q_proj"``, ``"layers.0"``); ``*`` stands for anything but a
+            dot.
+        modules_to_convert: names of layers that would stay and become int8 all the same, ``"lm_head"`` for example. A
+            layer that both name stays.
+
+    Raises:
+        InputError, TypeError: an option is wrong. What a model cannot have is refused when it is loaded.
+    """
+
+    def __init__(
+        self,
+        granularity: str | int = "channel",
+        input_precision: str = "16bit",
+        modules_to_not_convert: Iterable[str] | None = None,
+        modules_to_convert: Iterable[str] | None = None,
+        **unknown: Any,
+    ) -> None:
+        quant_method = unknown.pop("quant_method", QUANT_METHOD)
+        if quant_method != QUANT_METHOD:
+            raise InputError(f"quant_method: expected {QUANT_METHOD!r}, got {quant_method!r}")
+        if unknown:
+            raise TypeError(f"Int8Config has no option {', '.join(map(repr, unknown))}; a later fastattn may have it")
+        check_granularity(granularity, 0)
+        check_choice("input_precision", input_precision, INPUT_PRECISIONS)
+        self.quant_method = QUANT_METHOD
+        self.granularity = granularity
+        self.input_precision = input_precision
+        self.modules_to_not_convert = _names("modules_to_not_convert", modules_to_not_convert)
+        self.modules_to_convert = _names("modules_to_convert", modules_to_convert)
+
+
+def _names(argument: str, names: Iterable[str] | None) -> list[str] | None:
+    """A list, which JSON keeps."""
+    if names is None:
+        return None
+    listed = [names] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
+    if isinstance(names, str) or not all(isinstance(name, str) and name for name in listed):
+        raise TypeError(f"{argument}: expected a list of names of modules, got {names!r}")
+    return listed

@@ -1,0 +1,145 @@
+"""What transformers does with a weight between the checkpoint and an int8 layer: quantise it, or put it together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from fastattn.errors import InputError
+from fastattn.functional.int8_tensor import Int8Tensor
+from fastattn.functional.int8_weight import Int8Weight, quantize_int8
+from fastattn.layout import with_aligned_rows
+from fastattn.nn import Int8Linear
+
+# What a file has for an int8 layer, as plain_state_dict of fastattn.nn writes it: int8 [1, N, K] and float32 scales.
+WEIGHT, SCALE = "weight", "weight_scale"
+
+
+def int8_layer(model: nn.Module, parameter: str) -> Int8Linear | None:
+    """The ``Int8Linear`` of whose weight ``parameter`` is the name."""
+    module_name, _, name = parameter.rpartition(".")
+    if name != WEIGHT:
+        return None
+    module = model.get_submodule(module_name)
+    return module if isinstance(module, Int8Linear) else None
+
+
+def as_parameter(weight: Int8Weight, dtype: torch.dtype) -> nn.Parameter:
+    parameter = nn.Parameter(Int8Tensor.from_weight(weight, dtype), requires_grad=False)
+    parameter.is_being_placed = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def end_of_placing(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if isinstance(parameter, Int8Tensor):
+            parameter.is_being_placed = False
+
+
+class Quantize(ConversionOps):
+    """A floating weight to an int8 one.
+
+    Attributes:
+        mismatched: collects the names of weights of another shape, which go on as they are: transformers reports them.
+    """
+
+    def __init__(self, mismatched: set[str]) -> None:
+        self.mismatched = mismatched
+
+    def convert(self, input_dict: dict[str, Any], *args: Any, model: Any = None, **kwargs: Any) -> dict[str, Any]:
+        converted: dict[str, Any] = {}
+        for name, found in input_dict.items():
+            weight = found[0] if isinstance(found, list) else found
+            layer = int8_layer(model, name)
+            if layer is None:
+                converted[name] = weight
+                continue
+            if tuple(weight.shape) == (layer.out_features, layer.in_features):
+                weight = as_parameter(quantize_int8(weight, layer.granularity), weight.dtype)
+            else:
+                self.mismatched.add(name)
+            converted[name] = weight
+        return converted
+
+
+class Assemble(ConversionOps):
+    """int8 values and their scales to an int8 weight. Every other ``weight`` of the checkpoint passes through.
+
+    Attributes:
+        problems: collects what is wrong with the checkpoint. Such a parameter is left out, and the quantizer reports
+            all of them in the end: an exception would only reach transformers' log.
+        dtype: what floating weights become, and what the int8 weight stands for.
+    """
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        self.dtype: torch.dtype | None = None
+
+    def __deepcopy__(self, memo: Any) -> Assemble:
+        """transformers gives each parameter a copy."""
+        return Assemble(self.problems)
+
+    def convert(
+        self, input_dict: dict[str, Any], *args: Any, model: Any = None, full_layer_name: str = "", **kwargs: Any
+    ) -> dict[str, Any]:
+        found = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        try:
+            return {WEIGHT: self._weight(int8_layer(model, full_layer_name), **found)}
+        except InputError as error:
+            came = " and ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in found.items())
+            self.problems.append(f"{full_layer_name}: {error}; the checkpoint has {came}")
+            return {}
+
+    def _weight(
+        self, layer: Int8Linear | None, weight: Tensor | None = None, weight_scale: Tensor | None = None
+    ) -> Tensor:
+        if layer is None:
+            if weight is None or weight_scale is not None or weight.dtype == torch.int8:
+                raise InputError("expected a floating weight, since its quantization_config leaves this one as it is")
+            return weight.to(self.dtype) if weight.is_floating_point() else weight
+        shape = (1, layer.out_features, layer.in_features)
+        is_int8 = weight is not None and weight.dtype == torch.int8 and tuple(weight.shape) == shape
+        if weight is None or weight_scale is None or not is_int8:
+            raise InputError(f"expected int8 {list(shape)} and its weight_scale")
+        int8_weight = Int8Weight(with_aligned_rows(weight[0]), weight_scale, layer.granularity)
+        return as_parameter(int8_weight, self.dtype or torch.get_default_dtype())
+
+
+def check_is_floating(checkpoint_files: list[str] | None) -> None:
+    """Raises ``InputError`` if a checkpoint that says nothing about quantisation is quantised all the same.
+
+    transformers would cast its weights, and forget their scales.
+    """
+    for file in checkpoint_files or ():
+        if not file.endswith(".safetensors"):
+            continue
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  # it is no dict
+                dtype = tensors.get_slice(name).get_dtype()
+                if name.endswith(f".{WEIGHT}") and dtype not in ("F16", "BF16", "F32", "F64"):
+                    raise InputError(
+                        f"checkpoint: expected floating weights to quantise, got {name} in {dtype}: it is quantised "
+                        "already, and its config.json has no quantization_config"
+                    )
+
+
+def assembling_converter(problems: list[str]) -> Any:
+    return WeightConverter([WEIGHT, SCALE], WEIGHT, [Assemble(problems)])
+
+
+def concerns(converter: Any, model: nn.Module) -> bool:
+    """Whether ``converter``, one of the model's own (one file weight for q, k and v, say), makes the weight of an int8
+    layer. It cannot be undone on int8 weights: files have these under the model's own names."""
+    if not isinstance(converter, WeightConverter):
+        return False
+    backwards = converter.copy(
+        list(converter._original_target_patterns),
+        list(converter._original_source_patterns),
+        operations=list(converter.operations),
+    )
+    names = [f"{name}.{WEIGHT}" for name, module in model.named_modules() if isinstance(module, Int8Linear)]
+    return any(backwards.rename_source_key(name)[1] is not None for name in names)
