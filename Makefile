@@ -14,7 +14,7 @@ NATIVE := $(shell find csrc -name __pycache__ -prune -o -print)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install test demo bench gpu-check lint clean
+.PHONY: help install test demo bench gpu-check hub-kernel lint clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -70,6 +70,9 @@ OUT ?= build/gpu_check/out
 
 gpu-check: ## all evidence from a GPU into OUT=dir in under 8 minutes; GPU_CHECK_ARGS="--stages tests,benchmarks"
 	$(GPU_CHECK_PYTHON) -m benchmarks gpu-check --out "$(OUT)" $(GPU_CHECK_ARGS)
+
+hub-kernel: $(BUILT) ## a kernel repository for the Hugging Face Hub in build/hub-kernel
+	PYTHONPATH=csrc $(BIN)/python -m native_build.hub_kernel
 
 # mypy needs the package as it is installed: triton_kernels inside fastattn. It leaves out the tests, which pass wrong types
 # on purpose.
