@@ -67,6 +67,16 @@ def test_an_import_that_has_no_relative_form_is_an_error():
         with_relative_imports("import torch\nimport fastattn.native as native\n", ())
 
 
+def _names_operators(node):
+    """``torch.ops.fastattn`` or ``torch.ops.fastattn_triton``."""
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr.startswith("fastattn")
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr == "ops"
+    )
+
+
 def test_modules_import_relatively_or_from_the_standard_library_torch_and_triton():
     # typing_extensions is a requirement of torch's own
     allowed = {*sys.stdlib_module_names, "torch", "triton", "typing_extensions"}
@@ -74,6 +84,7 @@ def test_modules_import_relatively_or_from_the_standard_library_torch_and_triton
     for name, text in modules():
         names.add(name.as_posix())
         for node in ast.walk(ast.parse(text)):
+            assert not _names_operators(node), f"{name}:{node.lineno}: native.OPS has them, in whatever namespace"
             if isinstance(node, ast.Import):
                 imported = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
