@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -41,7 +42,8 @@ def test_the_snippets_run_in_order(page: Path, tmp_path: Path) -> None:
     name = page.relative_to(DOCS).as_posix()
     script = tmp_path / "page.py"
     script.write_text("\n".join([TAKEN_FOR_GRANTED.get(name, ""), *snippets(page)]))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # tensors this small wait for threads longer than they compute
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
 
 
