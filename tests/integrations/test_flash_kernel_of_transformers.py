@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
+import transformers.integrations.hub_kernels as hub_kernels
+import transformers.modeling_flash_attention_utils as flash
 
 import fastattn
 import fastattn.integrations.flash_attn as flash_attn
+import tiny_models
 
-flash = pytest.importorskip("transformers.modeling_flash_attention_utils")
 NAME = "somebody/fastattn-flash2"
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
@@ -16,9 +19,9 @@ HEADS, KV_HEADS, DIM = 4, 2, 16
 @pytest.fixture(autouse=True)
 def _kernel(monkeypatch):
     """transformers finds the functions where it would find those of a repository."""
-    import transformers.integrations.hub_kernels as hub_kernels
-
-    monkeypatch.setattr(hub_kernels, "load_and_register_attn_kernel", lambda *args, **kwargs: flash_attn)
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *args, **kwargs: flash_attn)
+    # of a certain version, which is nowhere else asked for
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda *args, **kwargs: True)
     for name in ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn"):
         monkeypatch.setattr(flash, name, None)
     for name in ("_pad_fn", "_unpad_fn", "_process_flash_kwargs_fn", "_process_with_kvcache_kwargs_fn"):
@@ -92,3 +95,33 @@ def test_continuous_batching_appends_to_pages_and_attends(sinks):
         at = table[each, lengths[each] // page_size], lengths[each] % page_size
         assert torch.equal(k_cache[at], key[0, each])
         assert torch.equal(v_cache[at], value[0, each])
+
+
+@pytest.fixture
+def llama():
+    return tiny_models.make_model("llama", "eager").eval()
+
+
+TOKENS = torch.arange(1, 19).reshape(2, 9)
+
+
+def test_a_model_takes_the_repository_by_its_name(llama):
+    expected = llama(TOKENS).logits
+    words = llama.generate(TOKENS, max_new_tokens=4, do_sample=False)
+    llama.set_attn_implementation(NAME)
+    with fastattn.record() as calls:
+        torch.testing.assert_close(llama(TOKENS).logits, expected)
+    assert len(calls) == llama.config.num_hidden_layers
+    assert torch.equal(llama.generate(TOKENS, max_new_tokens=4, do_sample=False), words)
+
+
+def test_continuous_batching_generates_what_generate_does(llama):
+    words = llama.generate(TOKENS, max_new_tokens=4, do_sample=False)[:, 9:]
+    llama.set_attn_implementation(NAME)
+    config = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    # Without these numbers the cache would take most of the machine's memory.
+    small = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    answers = llama.generate_batch(
+        TOKENS.tolist(), generation_config=config, continuous_batching_config=small, warmup=False
+    )
+    assert [answers[name].generated_tokens for name in sorted(answers)] == words.tolist()
