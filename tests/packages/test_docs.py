@@ -28,7 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
                      num_key_value_heads=2, max_position_embeddings=4096, eos_token_id=None)
-path = "model"
+path, path_of_int8 = "model", "int8"
 LlamaForCausalLM(config).save_pretrained(path)
 inputs = {"input_ids": torch.randint(64, (2, 7))}
 """,
