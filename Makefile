@@ -14,13 +14,13 @@ NATIVE := $(shell find csrc -name __pycache__ -prune -o -print)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install test demo bench gpu-check lint clean
+.PHONY: help install test demo bench gpu-check hub-kernel docs lint clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 	@echo
 	@echo "PYTHON=python3.12 chooses the Python of a new $(VENV); a torch that is installed in $(VENV) stays as it is."
-	@echo "FASTATTN_ARCHS, CUDA_HOME, CXX and MAX_JOBS steer the build: see the top of setup.py."
+	@echo "FASTATTN_ARCHS, CUDA_HOME, CXX and MAX_JOBS steer the build: see docs/environment.md."
 
 # What is installed must not move: the versions of torch and of its CUDA libraries are constraints on whatever comes later.
 $(TOOLS): pyproject.toml
@@ -70,6 +70,14 @@ OUT ?= build/gpu_check/out
 
 gpu-check: ## all evidence from a GPU into OUT=dir in under 8 minutes; GPU_CHECK_ARGS="--stages tests,benchmarks"
 	$(GPU_CHECK_PYTHON) -m benchmarks gpu-check --out "$(OUT)" $(GPU_CHECK_ARGS)
+
+hub-kernel: $(BUILT) ## a kernel repository for the Hugging Face Hub in build/hub-kernel
+	PYTHONPATH=csrc $(BIN)/python -m native_build.hub_kernel
+
+docs: $(BUILT) ## the site in build/docs; warnings are errors
+	$(PIP) install --quiet -c $(VENV)/constraints.txt --group docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+	@echo "fastattn: build/docs/index.html"
 
 # mypy needs the package as it is installed: triton_kernels inside fastattn. It leaves out the tests, which pass wrong types
 # on purpose.

@@ -1,13 +1,7 @@
 """Builds fastattn: one native library, compiled by ninja, that serves every Python >= 3.10 and every torch >= 2.10.
 
 C++ sources (op schemas and argument checks) need a C++ compiler alone. CUDA kernels also need nvcc; without one,
-the package is built without them. Environment variables:
-
-    FASTATTN_ARCHS   GPU architectures to embed machine code for, default "80;90a"; "native" asks for those of this
-                     machine's GPUs; "none" builds without CUDA kernels
-    CUDA_HOME        CUDA toolkit whose nvcc is used first
-    CXX              C++ compiler, also nvcc's host compiler
-    MAX_JOBS         how many compilers run at once, by default one per core and 2 GiB of memory
+the package is built without them. docs/environment.md lists the environment variables that steer the build.
 """
 
 from __future__ import annotations

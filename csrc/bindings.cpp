@@ -2,6 +2,9 @@
 //
 // The meaning of each argument is documented in python/fastattn. The Triton kernels carry the same schemas in their own
 // namespace. An operation without a registration below has no native kernel: the dispatcher sends it elsewhere.
+//
+// FASTATTN_NAMESPACE is the operators' namespace, which the build passes in: a process may load this library twice, as
+// the installed package and as a kernel repository of the Hub, and each needs a namespace of its own.
 
 #include <torch/csrc/stable/library.h>
 
@@ -13,7 +16,11 @@
 #include "api/int8_matmul.h"
 #endif
 
-STABLE_TORCH_LIBRARY(fastattn, m) {
+// The compiler replaces FASTATTN_NAMESPACE by its value on the way through these, which torch's macros alone prevent.
+#define DEFINE_OPERATORS(name, library) STABLE_TORCH_LIBRARY(name, library)
+#define DEFINE_KERNELS(name, key, library) STABLE_TORCH_LIBRARY_IMPL(name, key, library)
+
+DEFINE_OPERATORS(FASTATTN_NAMESPACE, m) {
     m.def(
         "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
         "Tensor? dropout_seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, "
@@ -43,7 +50,7 @@ STABLE_TORCH_LIBRARY(fastattn, m) {
 }
 
 #ifdef FASTATTN_ARCH_80
-STABLE_TORCH_LIBRARY_IMPL(fastattn, FASTATTN_DISPATCH_KEY, m) {
+DEFINE_KERNELS(FASTATTN_NAMESPACE, FASTATTN_DISPATCH_KEY, m) {
     m.impl("attention_forward", TORCH_BOX(&fastattn::attention_forward));
     m.impl("attention_backward", TORCH_BOX(&fastattn::attention_backward));
     m.impl("int8_matmul", TORCH_BOX(&fastattn::int8_matmul));

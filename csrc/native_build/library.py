@@ -20,6 +20,7 @@ from native_build.tools import find_cxx, find_ninja, find_torch, host_compiler, 
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY_NAME = "libfastattn.so"
+NAMESPACE = "fastattn"
 
 # The oldest torch that can load the library, 2.10: one byte for each number, see torch/headeronly/version.h.
 TORCH_TARGET_VERSION = "0x020a000000000000"
@@ -47,6 +48,9 @@ class NativeBuild:
 
     With ``emulated_runtime``, a library that stands in for the CUDA runtime, this is the build of the tests' emulator:
     kernels are PTX alone, with the lines of their sources, and the ops are registered for CPU tensors.
+
+    ``namespace``: that of the operators in ``torch.ops``. Only ``bindings.o`` depends on it: a library with another one
+    takes every other object from the same ``output`` as it is.
     """
 
     source: Path
@@ -57,6 +61,7 @@ class NativeBuild:
     toolkit: CudaToolkit | None
     instances: Sequence[Instance]
     emulated_runtime: Path | None = None
+    namespace: str = NAMESPACE
 
     @property
     def architectures(self) -> list[str]:
@@ -70,6 +75,11 @@ class NativeBuild:
         for instance in self.instances:
             found.setdefault(instance.architecture, {}).update(dict.fromkeys(instance.code))
         return {architecture: list(code) for architecture, code in found.items()}
+
+    @property
+    def own_output(self) -> Path:
+        """Where that lies which depends on the namespace."""
+        return self.output if self.namespace == NAMESPACE else self.output / self.namespace
 
     def description(self) -> dict[str, object]:
         """What ``fastattn_build_info()`` of the library returns, as JSON."""
@@ -119,7 +129,7 @@ class NativeBuild:
         lines = [
             "ninja_required_version = 1.5",
             "rule cxx",
-            f"  command = {shell(self.cxx)} -MD -MF $out.d {shell(cxx_flags)} -c $in -o $out",
+            f"  command = {shell(self.cxx)} -MD -MF $out.d {shell(cxx_flags)} $defines -c $in -o $out",
             "  depfile = $out.d",
             "  deps = gcc",
             "  description = C++ $in",
@@ -145,8 +155,10 @@ class NativeBuild:
                 "  deps = gcc",
                 "  description = CUDA $out",
             ]
-        objects = []
-        for path in [self.source / "bindings.cpp", *sorted(self.source.glob("api/*.cpp"))]:
+        objects = [ninja_path(self.own_output / "bindings.o")]
+        lines += [f"build {objects[0]}: cxx {ninja_path(self.source / 'bindings.cpp')}"]
+        lines += [f"  defines = -DFASTATTN_NAMESPACE={self.namespace}"]
+        for path in sorted(self.source.glob("api/*.cpp")):
             objects.append(ninja_path(self.output / path.relative_to(self.source).with_suffix(".o")))
             lines += [f"build {objects[-1]}: cxx {ninja_path(path)}"]
         for instance in self.instances:
@@ -157,7 +169,7 @@ class NativeBuild:
                 f"  gencode = {shell([instance.gencode(ptx)])}",
                 f"  defines = {shell(instance.defines)}",
             ]
-        library, exports = ninja_path(self.output / LIBRARY_NAME), ninja_path(self.output / "exports.map")
+        library, exports = ninja_path(self.own_output / LIBRARY_NAME), ninja_path(self.output / "exports.map")
         return "\n".join([*lines, f"build {library}: link {' '.join(objects)} | {exports}", ""])
 
     def run(self, quiet: bool = False) -> Path:
@@ -167,13 +179,15 @@ class NativeBuild:
         """
         self.output.mkdir(parents=True, exist_ok=True)
         write_if_changed(self.output / "exports.map", "{ global: fastattn_*; local: *; };\n")
-        write_if_changed(self.output / "build.ninja", self.ninja_file())
-        command = [find_ninja(), "-C", str(self.output), "-j", num_jobs(os.environ)]
+        ninja_file = self.own_output / "build.ninja"
+        ninja_file.parent.mkdir(exist_ok=True)
+        write_if_changed(ninja_file, self.ninja_file())
+        command = [find_ninja(), "-C", str(self.output), "-f", str(ninja_file), "-j", num_jobs(os.environ)]
         result = subprocess.run(command, capture_output=quiet, text=True)
         if result.returncode:
             said = f"the compiler says:\n\n{result.stdout}" if quiet else "the compiler's own message stands above."
             raise BuildError(f"the native library did not compile; {said}")
-        return self.output / LIBRARY_NAME
+        return self.own_output / LIBRARY_NAME
 
 
 def configure(version: str, environ: Mapping[str, str]) -> NativeBuild:

@@ -1,6 +1,7 @@
 """Loads the native library, which defines ``torch.ops.fastattn``, and asks it about its kernels.
 
 ``LIBRARY_PATH``  the library that was loaded: the one beside this file, or the one that FASTATTN_LIBRARY names
+``OPS``           its operators, as they are in ``torch.ops``
 ``BUILD``         how it was built: "version", "archs" (the GPU architectures that its CUDA C++ kernels are written for;
                   empty if it has none), "code" (architecture → what is embedded for its kernels, as nvcc names it),
                   "cuda" and "nvcc" (versions, or None), "torch" (the one whose headers it was compiled with)
@@ -22,7 +23,11 @@ from typing import Any
 
 import torch
 
-LIBRARY_PATH = Path(os.environ.get("FASTATTN_LIBRARY") or Path(__file__).with_name("libfastattn.so"))
+from fastattn.namespace import NAMESPACE
+
+# The variable speaks of the installed package: a kernel repository's own library alone has its namespace.
+_other_library = os.environ.get("FASTATTN_LIBRARY") if NAMESPACE == "fastattn" else None
+LIBRARY_PATH = Path(_other_library or Path(__file__).with_name("libfastattn.so"))
 
 
 class Dealt(ctypes.Structure):
@@ -97,7 +102,8 @@ def _load(path: Path) -> tuple[ctypes.CDLL, dict[str, Any], dict[str, Any]]:
 
 
 _LIBRARY, BUILD, KERNELS = _load(LIBRARY_PATH)
-TAKES_CPU_TENSORS: bool = torch._C._dispatch_has_kernel_for_dispatch_key("fastattn::attention_forward", "CPU")
+OPS = getattr(torch.ops, NAMESPACE)
+TAKES_CPU_TENSORS: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::attention_forward", "CPU")
 
 
 def _tiles_by_size() -> dict[str, dict[str, Any]]:

@@ -260,7 +260,7 @@ class TestKeywords:
             came = [
                 p.name if p.default is p.empty else f"{p.name}={p.default}"
                 for p in parameters
-                if p.kind != p.VAR_KEYWORD
+                if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)
             ]
             assert " ".join(came) == signature, name
 

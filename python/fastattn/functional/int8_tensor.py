@@ -12,6 +12,7 @@ from fastattn.checks import FLOATING, check_choice, expect
 from fastattn.errors import InputError
 from fastattn.functional.int8_weight import Int8Weight, laid_out_like, quantize_int8, scale_shape
 from fastattn.layout import with_aligned_rows
+from fastattn.namespace import PACKAGE
 
 Operator = Callable[..., Any]
 
@@ -185,7 +186,7 @@ class Int8Tensor(Tensor):
         return weight_from_gathered(gathered, metadata, param_dtype, out)
 
 
-Int8Tensor.__module__ = "fastattn.nn"  # the public name, which saved files contain
+Int8Tensor.__module__ = f"{PACKAGE}.nn"  # the public name, which saved files contain
 torch.serialization.add_safe_globals([Int8Tensor])  # torch.load takes saved weights without being told to trust them
 
 

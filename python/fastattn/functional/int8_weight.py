@@ -22,6 +22,7 @@ from fastattn.checks import (
     expect,
 )
 from fastattn.layout import has_aligned_rows, with_aligned_rows
+from fastattn.namespace import PACKAGE
 
 GROUP_SIZES = (32, 64, 128)
 GRANULARITIES: tuple[str | int, ...] = ("tensor", "channel", *GROUP_SIZES)
@@ -108,7 +109,7 @@ pytree.register_pytree_node(
     Int8Weight,
     lambda weight: ([weight.data, weight.scale], weight.granularity),
     _unflatten,
-    serialized_type_name="fastattn.Int8Weight",
+    serialized_type_name=f"{PACKAGE}.Int8Weight",
     to_dumpable_context=lambda granularity: granularity,
     from_dumpable_context=lambda granularity: granularity,
     flatten_with_keys_fn=lambda weight: (
@@ -116,7 +117,7 @@ pytree.register_pytree_node(
         weight.granularity,
     ),
 )
-Int8Weight.__module__ = "fastattn"  # the public name, which saved files contain
+Int8Weight.__module__ = PACKAGE  # the public name, which saved files contain
 torch.serialization.add_safe_globals([Int8Weight])  # torch.load takes saved weights without being told to trust them
 
 

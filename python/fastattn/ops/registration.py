@@ -1,8 +1,7 @@
 """Makes PyTorch's operators of kernels: two namespaces, their shape functions, vmap rules and FLOP counts.
 
-The schemas are C++ (``csrc/bindings.cpp``). ``torch.ops.fastattn`` holds the CUDA C++ kernels,
-``torch.ops.fastattn_triton`` the Triton ones under the same schemas. Each operator has a file here, which registers it
-and holds the functions that differentiate it.
+The schemas are C++ (``csrc/bindings.cpp``); those of the Triton kernels are the same. Each operator has a file here,
+which registers it and holds the functions that differentiate it.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import native  # noqa: F401  (native loads the schemas)
+from fastattn import native
 from fastattn.after_import import after_import
 from fastattn.dispatch.device import is_emulated, when_emulation_changes
+from fastattn.namespace import NAMESPACE
 
-_NAMESPACES = {"cuda": "fastattn", "triton": "fastattn_triton"}
-_libraries = {backend: torch.library.Library(namespace, "FRAGMENT") for backend, namespace in _NAMESPACES.items()}
+NAMESPACES = {"cuda": NAMESPACE, "triton": f"{NAMESPACE}_triton"}
+_libraries = {backend: torch.library.Library(namespace, "FRAGMENT") for backend, namespace in NAMESPACES.items()}
 _overloads: dict[tuple[str, str], torch._ops.OpOverload] = {}
 _triton_launchers: dict[str, Callable[..., Any]] = {}
 
@@ -43,13 +43,13 @@ def register(
         flops: from its arguments, shapes instead of tensors, to the FLOPs that torch's counter shows.
         vmap: from an overload to what ``torch.library.register_vmap`` wants; None: ``torch.vmap`` raises.
     """
-    schema = getattr(torch.ops.fastattn, name).default._schema
+    schema = getattr(native.OPS, name).default._schema
     in_schema, in_tuple = [argument.name for argument in schema.arguments], list(arguments._fields)  # type: ignore[attr-defined]
     assert in_schema == in_tuple, f"{name}: the schema has {in_schema}, {arguments.__name__} {in_tuple}"
     _triton_launchers[name] = _triton_launcher(triton_module, name)
-    _libraries["triton"].define(str(schema).removeprefix("fastattn::"), tags=(torch.Tag.pt2_compliant_tag,))
+    _libraries["triton"].define(str(schema).removeprefix(f"{NAMESPACE}::"), tags=(torch.Tag.pt2_compliant_tag,))
     _libraries["triton"].impl(name, _triton_launchers[name], "CUDA")
-    for backend, namespace in _NAMESPACES.items():
+    for backend, namespace in NAMESPACES.items():
         packet = getattr(getattr(torch.ops, namespace), name)
         overload = _overloads[backend, name] = packet.default
         torch.library.register_fake(f"{namespace}::{name}", fake, lib=_libraries[backend])
@@ -74,7 +74,7 @@ def _triton_launcher(module: str, name: str) -> Callable[..., Any]:
     """Imports Triton at the first call only. Triton launches on the current device: that has to be the tensors'."""
 
     def launch(*args: Any) -> Any:
-        launcher = getattr(importlib.import_module(f"fastattn.triton_kernels.{module}"), name)
+        launcher = getattr(importlib.import_module(f"..triton_kernels.{module}", __package__), name)
         device = args[0].device
         if device.type != "cuda" or device.index == torch.cuda.current_device():
             return launcher(*args)
@@ -93,7 +93,7 @@ def _register_on_cpu() -> None:
     while _on_cpu:
         _on_cpu.pop()._destroy()
     if is_emulated():
-        library = torch.library.Library(_NAMESPACES["triton"], "FRAGMENT")
+        library = torch.library.Library(NAMESPACES["triton"], "FRAGMENT")
         for name, launcher in _triton_launchers.items():
             library.impl(name, launcher, "CPU")
         _on_cpu.append(library)

@@ -7,11 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
-from fastattn import native  # noqa: F401  (native loads the schemas)
-
-NAMESPACES = ("fastattn", "fastattn_triton")
+from fastattn import native
+from fastattn.ops.registration import NAMESPACES
 
 # The profiler's word for a dtype → torch's name and the bytes of an element.
 _DTYPES = {
@@ -45,7 +42,7 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """A call of ``torch.ops.fastattn.<name>`` or ``torch.ops.fastattn_triton.<name>``."""
+    """A call of an operator of either namespace."""
 
     name: str
     arguments: Mapping[str, Argument]
@@ -72,9 +69,9 @@ def operator_call(
 ) -> OperatorCall | None:
     """The call from the lists that the profiler keeps, one entry an argument; None if it is no operator of fastattn."""
     namespace, _, name = qualified_name.partition("::")
-    if namespace not in NAMESPACES:
+    if namespace not in NAMESPACES.values():
         return None
-    schema = getattr(torch.ops.fastattn, name).default._schema
+    schema = getattr(native.OPS, name).default._schema
     names = [argument.name for argument in schema.arguments]
     if not len(names) == len(shapes) == len(dtypes) == len(texts):
         return OperatorCall(name, {})

@@ -3,7 +3,8 @@
 In all of them ``dropout_p`` is the probability with which an attention weight becomes 0, ``softmax_scale`` is
 ``1 / sqrt(D)`` by default, ``window_size`` counts the keys before and after a query, ``softcap`` bounds the scores if
 positive, ``alibi_slopes`` are float32 ``[H]`` or ``[B, H]``, ``deterministic`` asks for gradients that have the same
-bits every time. They return the output, and with ``return_attn_probs`` also the lse, fp32 ``[B, H, Sq]`` or
+bits every time, and ``s_aux [H]`` are attention sinks: transformers passes them to functions alone that have a
+parameter of this name. They return the output, and with ``return_attn_probs`` also the lse, fp32 ``[B, H, Sq]`` or
 ``[H, total_q]``, and S_dmask. What is wrong raises ``fastattn.InputError``, a keyword that flash-attn does not have a
 ``TypeError``.
 """
@@ -62,10 +63,12 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
     **newer: Any,
 ) -> Returned:
     """``q [B, Sq, H, D]``, ``k [B, Sk, Hk, D]``, ``v [B, Sk, Hk, Dv]`` to ``[B, Sq, H, Dv]``."""
-    sinks = read_keywords("flash_attn_func", newer, served=("sinks",)).sinks
+    sinks = read_keywords("flash_attn_func", {"s_aux": s_aux, **newer}, served=("sinks",)).sinks
     options = Options.of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, sinks)
     results = forward_dense(q, k, v, options, return_lse=return_attn_probs, return_softmax=return_attn_probs)
     return _returned(results, return_attn_probs)
@@ -123,6 +126,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    *,
+    s_aux: Tensor | None = None,
     **newer: Any,
 ) -> Returned:
     """Packed sequences: ``q [total_q, H, D]``, ``k [total_k, Hk, D]``, ``v [total_k, Hk, Dv]`` to ``[total_q, H, Dv]``.
@@ -131,7 +136,7 @@ def flash_attn_varlen_func(
     and ``seqused_k``, int32 ``[B]``: how many rows of each sequence there are; the others give 0.
     """
     served = ("sinks", "seqused_q", "seqused_k", "block_table")
-    keywords = read_keywords("flash_attn_varlen_func", newer, served=served)
+    keywords = read_keywords("flash_attn_varlen_func", {"s_aux": s_aux, **newer}, served=served)
     results = forward_packed(
         q,
         k,

@@ -34,6 +34,8 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    s_aux: Tensor | None = None,
     **newer: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Appends ``k`` and ``v`` to a cache in place, then attends over it. Not differentiable.
@@ -46,6 +48,7 @@ def flash_attn_with_kvcache(
         cache_seqlens: an int, or int32 ``[B]``: the tokens before this call; by default the cache is full.
         cache_batch_idx: int32 ``[B]``: the row of the cache that belongs to each sequence.
         cache_leftpad: int32 ``[B]``: where in its row a sequence begins; its positions count from there.
+        s_aux: ``[H]``: attention sinks.
 
     Returns:
         ``[B, Sq, H, Dv]``, and with ``return_softmax_lse`` the lse, fp32 ``[B, H, Sq]``.
@@ -53,7 +56,7 @@ def flash_attn_with_kvcache(
     Raises:
         InputError, TypeError: an argument that the host can see is wrong.
     """
-    keywords = read_keywords("flash_attn_with_kvcache", newer, served=("sinks", "block_table"))
+    keywords = read_keywords("flash_attn_with_kvcache", {"s_aux": s_aux, **newer}, served=("sinks", "block_table"))
     if keywords.block_table is not None:
         block_table = keywords.block_table
     if (rotary_cos is not None or rotary_sin is not None) and k is None:

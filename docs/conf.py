@@ -1,0 +1,39 @@
+"""How Sphinx builds the site: ``make docs``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
+
+project = "fastattn"
+release = importlib.metadata.version("fastattn")
+html_title = f"fastattn {release}"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_show_copyright = False
+html_copy_source = False
+
+myst_heading_anchors = 3  # pages point at each other's headings
+
+# In docstrings a name between single backticks is code.
+default_role = "code"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True}
+autodoc_typehints = "signature"
+autodoc_inherit_docstrings = False
+
+
+def setup(app: Sphinx) -> None:
+    """A function's own signature says it all: those of its overloads, one for each result, are left out."""
+    analyze = ModuleAnalyzer.analyze
+
+    def without_overloads(self: ModuleAnalyzer) -> None:
+        analyze(self)
+        self.overloads = {}
+
+    ModuleAnalyzer.analyze = without_overloads

@@ -1,0 +1,75 @@
+"""The site: the snippets of every page run, in order, and Sphinx builds it without a warning."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def snippets(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+# What a page takes for granted: a reader's own model, its inputs and where it is.
+TAKEN_FOR_GRANTED = {
+    "integrations.md": """
+import os
+os.environ["HF_HUB_OFFLINE"] = "1"
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+                     num_key_value_heads=2, max_position_embeddings=4096, eos_token_id=None)
+path, path_of_int8 = "model", "int8"
+LlamaForCausalLM(config).save_pretrained(path)
+inputs = {"input_ids": torch.randint(64, (2, 7))}
+""",
+}
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if snippets(page)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_the_snippets_run_in_order(page: Path, tmp_path: Path) -> None:
+    name = page.relative_to(DOCS).as_posix()
+    script = tmp_path / "page.py"
+    script.write_text("\n".join([TAKEN_FOR_GRANTED.get(name, ""), *snippets(page)]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # tensors this small wait for threads longer than they compute
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_variable_is_in_the_table() -> None:
+    read = re.compile(r"environ(?:\.get|\.setdefault)?[\[(]\"(FASTATTN_\w+)\"|VARIABLE = \"(FASTATTN_\w+)\"")
+    places = [ROOT / name for name in ("python", "csrc", "triton_kernels", "tests", "benchmarks", "examples")]
+    sources = [path.read_text() for place in places for path in place.rglob("*.py") if path != Path(__file__)]
+    found = {first or second for source in sources for first, second in read.findall(source)}
+    listed = set(re.findall(r"^\| `(FASTATTN_\w+)`", (DOCS / "environment.md").read_text(), re.MULTILINE))
+    assert {"FASTATTN_CHECK", "FASTATTN_FALLBACK", "FASTATTN_LIBRARY", "FASTATTN_ARCHS"} <= listed
+    assert found == listed
+
+
+def test_every_page_is_in_the_contents() -> None:
+    index = (DOCS / "index.md").read_text()
+    for page in (*DOCS.rglob("*.md"), *DOCS.rglob("*.rst")):
+        name = page.relative_to(DOCS).with_suffix("").as_posix()
+        assert name == "index" or re.search(rf"^{re.escape(name)}$", index, re.MULTILINE), f"{name} is in no toctree"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("furo") is None, reason="make docs installs Sphinx")
+def test_sphinx_builds_the_site_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", DOCS, tmp_path / "site"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    reference = (tmp_path / "site" / "api" / "attention.html").read_text()
+    assert 'id="fastattn.attention"' in reference
+    assert "at position" in reference  # of its docstring
