@@ -177,7 +177,7 @@ def test_each_rank_attends_over_its_batch_and_heads(mesh: Any, dim: int | None, 
         out = fastattn.attention(*tensors, **options)
         expected = fastattn.attention(*plain, **options)
     assert isinstance(out, DTensor)
-    stays = dim in (0, 1) and "sinks" not in options  # that counts the heads
+    stays = dim in (0, 1)
     assert out.placements == (placement if stays else Replicate(),)
     torch.testing.assert_close(out.full_tensor(), expected)
     got = torch.autograd.grad(out.sum(), tensors)
@@ -193,7 +193,7 @@ def test_what_dtensors_cannot_do_is_named(mesh: Any) -> None:
         r"key: expected a DTensor.*got Tensor": lambda: A(sharded, DENSE, DENSE),
         r"key: expected a plain tensor, got a DTensor": lambda: A(DENSE, sharded, sharded),
         r"dropout_seed: expected a seed": lambda: A(sharded, sharded, sharded, dropout_p=0.5),
-        r"query: .*DTensor.*to_local": lambda: V(sharded[0], sharded[0], sharded[0], OFFSETS, OFFSETS, 5, 5),
+        r"key: .*DTensor.*to_local": lambda: V(DENSE[0], sharded[0], sharded[0], OFFSETS, OFFSETS, 5, 5),
         r"k_cache: .*DTensor.*to_local": lambda: C(DENSE, sharded, sharded, OFFSETS),
         r"softcap: expected": lambda: A(sharded, sharded, sharded, softcap=-1.0),
     }
