@@ -3,7 +3,7 @@ over its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -23,7 +23,7 @@ class Dims(NamedTuple):
 
 
 DENSE, PACKED, NEITHER = Dims(0, 1), Dims(None, 1), Dims(None, None)
-_PER_HEAD = _PACKED_LSE = Dims(None, 0)
+PER_HEAD = PACKED_LSE = Dims(None, 0)
 
 _Results = TypeVar("_Results")
 
@@ -41,33 +41,37 @@ def attend_over_distributed(
             "dropout_seed: expected a seed beside DTensors, which has to be the same on each rank, got None"
         )
     _, _, _, bias, alibi_slopes, sinks, cu_seqlens_q, *_ = tensors
-    queries, results = (DENSE, (DENSE, DENSE)) if cu_seqlens_q is None else (PACKED, (PACKED, _PACKED_LSE))
+    queries, results = (DENSE, (DENSE, DENSE)) if cu_seqlens_q is None else (PACKED, (PACKED, PACKED_LSE))
     dims = (
         *(queries,) * 3,
-        NEITHER if bias is None else dims_of_mask(bias),
-        NEITHER if alibi_slopes is None else dims_of_options(alibi_slopes),
-        NEITHER if sinks is None else dims_of_options(sinks),
+        dims_of_mask(_shape(bias)),
+        dims_of_options(_shape(alibi_slopes)),
+        dims_of_options(_shape(sinks)),
         *(NEITHER,) * 3,
     )
     return attend_locally(tensors, dims, results, dropout_p == 0, attend)
 
 
-def dims_of_options(option: Tensor) -> Dims:
-    """``[Hq]`` or ``[B, Hq]``."""
-    rank = option.dim() if isinstance(option, Tensor) else 0
-    return _PER_HEAD if rank == 1 else DENSE if rank == 2 else NEITHER
+def dims_of_options(shape: Sequence[int]) -> Dims:
+    """``[Hq]``, or ``[1 or B, Hq]``."""
+    if len(shape) == 2:
+        return Dims(0 if shape[0] > 1 else None, 1)
+    return PER_HEAD if len(shape) == 1 else NEITHER
 
 
-def dims_of_mask(mask: Tensor) -> Dims:
+def dims_of_mask(shape: Sequence[int]) -> Dims:
     """That broadcasts to ``[B, Hq, Sq, Sk]``: a dimension of size 1 is none."""
-    if not isinstance(mask, Tensor):  # the checks say what is wrong with it
-        return NEITHER
 
     def dim(place: int) -> int | None:
-        own = place + mask.dim() - 4
-        return own if own >= 0 and mask.shape[own] > 1 else None
+        own = place + len(shape) - 4
+        return own if own >= 0 and shape[own] > 1 else None
 
     return Dims(dim(0), dim(1))
+
+
+def _shape(tensor: Any) -> Sequence[int]:
+    """The checks say what is wrong with what is no tensor."""
+    return tensor.shape if isinstance(tensor, Tensor) else ()
 
 
 def attend_locally(

@@ -133,7 +133,7 @@ def _over_wrapped(
         # Not with dropout, for which torch's DTensor has a generator of its own, nor what context parallel has split.
         if dropout_p or not are_split_alike(query, key, value):
             return None
-        mask_dims = NEITHER if attn_mask is None else dims_of_mask(attn_mask)
+        mask_dims = NEITHER if attn_mask is None else dims_of_mask(attn_mask.shape)
         return attend_locally(
             (query, key, value, attn_mask),
             (DENSE, DENSE, DENSE, mask_dims),

@@ -8,7 +8,7 @@ sends there: functions imported by name, ``nn.MultiheadAttention``, ``varlen_att
 
 from __future__ import annotations
 
-from fastattn.integrations.torch_flash.switch import disable, enable
+from fastattn.integrations.torch_flash.switch import disable, enable, is_available
 from fastattn.integrations.torch_flash.varlen import varlen_attn
 
-__all__ = ["disable", "enable", "varlen_attn"]
+__all__ = ["disable", "enable", "is_available", "varlen_attn"]

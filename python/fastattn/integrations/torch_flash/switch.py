@@ -66,7 +66,7 @@ class Overrides:
 
 def _registry() -> Any:
     """``torch.nn.attention``, which knows of us from then on."""
-    if _version(torch.__version__) < _OLDEST_TORCH:
+    if not is_available():
         oldest = ".".join(map(str, _OLDEST_TORCH))
         raise RuntimeError(
             f"fastattn.integrations.torch_flash needs torch {oldest} or later, got {torch.__version__}; "
@@ -78,9 +78,14 @@ def _registry() -> Any:
     return registry
 
 
+def is_available() -> bool:
+    """Whether this torch has what ``enable()`` needs."""
+    return _version(torch.__version__) >= _OLDEST_TORCH
+
+
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")[:2])
 
 
-if _version(torch.__version__) >= _OLDEST_TORCH:
+if is_available():
     _registry()
