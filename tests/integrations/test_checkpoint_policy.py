@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from kernel_device import DEVICE
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
-SAVED = {torch.ops.fastattn.attention_forward.default, torch.ops.fastattn_triton.attention_forward.default}
+PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 
 
-def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+def documented() -> dict[str, Any]:
+    """What the page's snippet defines."""
+    snippets = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (snippet,) = [snippet for snippet in snippets if "CheckpointPolicy" in snippet]
+    names: dict[str, Any] = {}
+    exec(snippet, names)
+    return names
 
 
 class Launches(TorchDispatchMode):
@@ -41,6 +47,8 @@ class Launches(TorchDispatchMode):
 def test_a_policy_saves_what_attention_computed(backend: str, dropout_p: float) -> None:
     if backend == "cuda" and "80" not in fastattn.native.BUILD["archs"]:
         pytest.skip("needs kernels: no nvcc")
+    with fastattn.use_backend("torch"):
+        contexts = documented()["contexts"]
     x = torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(0)).half().to(DEVICE).requires_grad_()
 
     def block(x: Tensor) -> Tensor:
@@ -57,17 +65,12 @@ def test_a_policy_saves_what_attention_computed(backend: str, dropout_p: float) 
             plain = gradient_of(None)
         assert launches.names == ["attention_forward", "attention_forward", "attention_backward"]
         with Launches() as launches:
-            selective = gradient_of(functools.partial(create_selective_checkpoint_contexts, policy))
+            selective = gradient_of(contexts)
         assert launches.names == ["attention_forward", "attention_backward"]
         assert torch.equal(selective, plain)
         if dropout_p == 0:
             compiled = torch.compile(
-                lambda x: checkpoint(
-                    block,
-                    x,
-                    use_reentrant=False,
-                    context_fn=functools.partial(create_selective_checkpoint_contexts, policy),
-                ),
+                lambda x: checkpoint(block, x, use_reentrant=False, context_fn=contexts),
                 backend="aot_eager",
                 fullgraph=True,
             )

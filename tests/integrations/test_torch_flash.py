@@ -61,6 +61,12 @@ def check_near(came: Any, wanted: Any) -> None:
         torch.testing.assert_close(ours.detach().double().cpu(), theirs.detach().double(), **NEAR)
 
 
+def check_kernels(calls: list[Any]) -> None:
+    """Of a forward and a backward pass: a GPU's runs in a thread of its own, where no backend is forced."""
+    assert [call.op for call in calls] == ["attention", "attention backward"]
+    assert calls[0].backend == "cuda" and calls[1].backend in (("cuda",) if DEVICE == "cpu" else ("cuda", "triton"))
+
+
 def swapped(*tensors: Tensor) -> tuple[Tensor, ...]:
     """``[B, H, S, D]`` as ``[B, S, H, D]``, and back."""
     return tuple(tensor.transpose(1, 2) for tensor in tensors)
@@ -95,7 +101,7 @@ def test_sdpa(layout: str, options: dict[str, Any], dim: int) -> None:
     with fastattn.record() as calls:
         out, lse, *rest = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, **options)
         grads = torch.autograd.grad(out, (query, key, value), grad_out)
-    assert [(call.op, call.backend) for call in calls] == [("attention", "cuda"), ("attention backward", "cuda")]
+    check_kernels(calls)
     inputs = exact(query, key, value)
     flash_options = {"causal": options.get("is_causal", False), "softmax_scale": options.get("scale")}
     wanted, wanted_lse = flash_attention(*swapped(*inputs), **flash_options)
@@ -155,7 +161,7 @@ def test_dropout_of_another_implementation_is_not_ours() -> None:
 
 
 def test_half_a_ring() -> None:
-    """Context parallel: a block's gradients from the whole's output and lse, beside the whole's ``max_q``, ``max_k``."""
+    """Context parallel: a block's gradients from the whole's output and lse, and the whole's ``max_q``, ``max_k``."""
     query, grad_out = random(1, HEADS, 8, DIM), random(1, HEADS, 8, DIM, seed=3)
     key, value = random(1, KV_HEADS, 16, DIM, seed=1), random(1, KV_HEADS, 16, DIM, seed=2)
     inputs = exact(query, key, value)
@@ -237,7 +243,7 @@ def test_varlen_attn(varlen_attn: Callable[..., Any], window: tuple[int, int]) -
             q, k, v, *packed_sizes(), window_size=window, enable_gqa=True, return_aux=varlen.AuxRequest(lse=True)
         )
         grads = torch.autograd.grad(out, (q, k, v), grad_out)
-    assert {call.backend for call in calls} == {"cuda"} and len(calls) == 2
+    check_kernels(calls)
     check_near((out, lse), (wanted, wanted_lse.masked_fill(wanted_lse == math.inf, -math.inf)))
     check_near(grads, torch.autograd.grad(wanted, inputs, grad_out.double().cpu()))
 
@@ -334,6 +340,7 @@ def test_what_no_kernel_takes_goes_to_what_was_there(before: list[str], monkeypa
             monkeypatch.setattr(thread, "forced", backend)
             out, *_ = aten._scaled_dot_product_flash_attention(tensor, tensor, tensor)
             torch.testing.assert_close(out, torch._C._nn.scaled_dot_product_attention(tensor, tensor, tensor))
+            monkeypatch.setattr(thread, "forced", None)
             out.sum().backward()
         assert before == ["forward", "backward, lse inf"] * 3
         monkeypatch.setattr(thread, "forced", None)
@@ -355,6 +362,32 @@ def test_what_no_kernel_takes_goes_to_what_was_there(before: list[str], monkeypa
     assert before[7:] == ["forward"]
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU has kernels of torch's")
+def test_where_nothing_was_there_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread, "forced", None)
+    monkeypatch.setenv("FASTATTN_FALLBACK", "silent")
+    query = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(fastattn.InputError, match=r"aten::_scaled_dot_product_flash_attention: no kernel.*on cpu"):
+        aten._scaled_dot_product_flash_attention(query, query, query)
+
+
+def test_a_detour_is_announced(before: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread, "forced", None)
+    monkeypatch.setenv("FASTATTN_FALLBACK", "error")
+    overrides = Overrides(DEVICE.upper())
+    try:
+        with pytest.raises(fastattn.InputError, match=r"would run in PyTorch.*float32"):
+            aten._scaled_dot_product_flash_attention(*(torch.zeros(1, 1, 1, 8, device=DEVICE),) * 3)
+    finally:
+        overrides.remove()
+    assert before == []
+
+
+def test_explain_names_the_kernel_of_varlen_attn() -> None:
+    explanation = fastattn.explain(torch_flash.varlen_attn, *packed_tensors(), *packed_sizes(), enable_gqa=True)
+    assert explanation.backend == "cuda"
+
+
 def test_torchs_choice_of_backends_does_not_stop_us() -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -362,6 +395,30 @@ def test_torchs_choice_of_backends_does_not_stop_us() -> None:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), fastattn.record() as calls:
         aten._scaled_dot_product_flash_attention(query, query, query)
     assert [call.backend for call in calls] == ["cuda"]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="torch chooses its flash operators on a GPU alone")
+def test_torchs_function_reaches_the_kernels() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    torch_sdpa = torch._C._nn.scaled_dot_product_attention
+    inputs = leaves(*(random(2, HEADS, 64, 64, seed=seed) for seed in range(3)))
+    torch_flash.enable()
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), fastattn.record() as calls:
+            out = torch_sdpa(*inputs, is_causal=True)
+            grads = torch.autograd.grad(out.float().sum(), inputs)
+        check_kernels(calls)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), fastattn.record() as calls:
+            with fastattn.use_backend("torch"):
+                wanted = torch_sdpa(*inputs, is_causal=True)
+                dropped = torch_sdpa(*inputs, dropout_p=0.5)
+            wanted_grads = torch.autograd.grad(wanted.float().sum(), inputs)
+            torch.autograd.grad(dropped.float().sum(), inputs)
+        assert calls == []
+    finally:
+        torch_flash.disable()
+    torch.testing.assert_close((out, *grads), (wanted, *wanted_grads), **NEAR)
 
 
 # --- the switch -------------------------------------------------------------------------------------------------------

@@ -36,9 +36,7 @@ def _torch_is_asked_for(call: Call) -> bool:
     c = torch._C
     if call.op == "int8_matmul" or thread.serving_torch:
         return False
-    return not (
-        c._get_flash_sdp_enabled() and c._get_mem_efficient_sdp_enabled() and c._get_math_sdp_enabled()
-    )
+    return not (c._get_flash_sdp_enabled() and c._get_mem_efficient_sdp_enabled() and c._get_math_sdp_enabled())
 
 
 def choose(call: Call) -> Choice:

@@ -17,7 +17,6 @@ from fastattn.checks import (
 )
 from fastattn.dispatch.choose import choose
 from fastattn.dispatch.recording import note
-from fastattn.errors import InputError
 from fastattn.functional import nested
 from fastattn.functional.attention_checks import (
     UNBOUNDED,

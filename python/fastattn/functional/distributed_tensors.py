@@ -1,5 +1,5 @@
-"""DTensor as the functions of attention take it: batch entries and heads do not know of each other, so each rank attends
-over its own."""
+"""DTensor as the functions of attention take it: batch entries and heads do not know of each other, so each rank
+attends over its own."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def attend_over_distributed(
     dropout_seed: int | Tensor | None,
     attend: Callable[[tuple[Any, ...]], _Results],
 ) -> _Results:
-    """``attend`` over what each rank has of query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k and
-    block_table; the first is a DTensor."""
+    """``attend`` over what each rank has of query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k
+    and block_table; the first is a DTensor."""
     if dropout_p and dropout_seed is None:
         raise InputError(
             "dropout_seed: expected a seed beside DTensors, which has to be the same on each rank, got None"
@@ -112,14 +112,12 @@ def attend_locally(
         return DTensor.from_local(part, mesh, _placements(kinds, of), run_check=False)
 
     whole: Any = (
-        tuple(map(spread, result, dims_of_results))
-        if isinstance(result, tuple)
-        else spread(result, dims_of_results[0])
+        tuple(map(spread, result, dims_of_results)) if isinstance(result, tuple) else spread(result, dims_of_results[0])
     )
-    return whole  # type: ignore[no-any-return]
+    return whole
 
 
-def are_split_alike(query: DTensor, key: Any, value: Any) -> bool:
+def are_split_alike(query: Any, key: Any, value: Any) -> bool:
     """Whether query, key and value ``[B, H, S, D]`` are DTensor that all are split evenly over batch or heads alone."""
     tensors = (query, key, value)
     if not all(is_distributed(tensor) and tensor.dim() == 4 for tensor in tensors):
@@ -163,7 +161,7 @@ def _local(tensor: Any, mesh: Any, kinds: list[str | None], dims: Dims) -> Any:
     if not isinstance(tensor, Tensor):
         return tensor
     if not is_distributed(tensor):
-        if not any(kinds):
+        if not any(kinds) or (dims == NEITHER and not tensor.requires_grad):
             return tensor
         tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
     placements = _placements(kinds, dims)

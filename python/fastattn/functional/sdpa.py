@@ -134,15 +134,12 @@ def _over_wrapped(
         if dropout_p or not are_split_alike(query, key, value):
             return None
         mask_dims = NEITHER if attn_mask is None else dims_of_mask(attn_mask.shape)
-        return attend_locally(
-            (query, key, value, attn_mask),
-            (DENSE, DENSE, DENSE, mask_dims),
-            (DENSE,),
-            True,
-            lambda local: scaled_dot_product_attention(
-                *local, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-            ),
-        )
+
+        def attend(local: tuple[Any, ...]) -> Tensor:
+            q, k, v, mask = local
+            return scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+        return attend_locally((query, key, value, attn_mask), (DENSE, DENSE, DENSE, mask_dims), (DENSE,), True, attend)
     if query.layout != torch.jagged or attn_mask is not None:
         return None
     if torch.compiler.is_compiling():  # the operators' lengths are numbers, those of a traced jagged tensor are not
@@ -164,9 +161,7 @@ def _over_wrapped(
         return None
     choice = choose(checked.call)
     if choice.backend == "torch":
-        result: Tensor = torch_sdpa(
-            query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        result: Tensor = torch_sdpa(query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     else:
         arguments = AttentionArguments(
             q,
@@ -181,9 +176,7 @@ def _over_wrapped(
             window_right=checked.window[1],
             dropout_p=checked.dropout_p,
         )
-        out, _ = run.attention(
-            choice, arguments, checked.needs_grad, torch.are_deterministic_algorithms_enabled()
-        )
+        out, _ = run.attention(choice, arguments, checked.needs_grad, torch.are_deterministic_algorithms_enabled())
         result = packed.like_query(out)
     note(checked.call.op, choice.backend, choice.kernel)
     return result

@@ -110,9 +110,7 @@ def differentiable_attention(backend: str, arguments: AttentionArguments, determ
     return results
 
 
-def attention_backward_of_block(
-    backend: str, arguments: AttentionBackwardArguments
-) -> tuple[Tensor, Tensor, Tensor]:
+def attention_backward_of_block(backend: str, arguments: AttentionBackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, not differentiable; of neither a bias nor sinks."""
     with torch.no_grad():
         grad_query, grad_key, grad_value, _, _ = call(backend, "attention_backward", arguments)

@@ -3,8 +3,9 @@
 torch's conventions, read from its shape functions (``torch/_meta_registrations.py``) and from its own alternatives
 (``torch/nn/attention/_fa3.py``):
 
-- ``_scaled_dot_product_flash_attention`` takes ``[B, H, S, D]``, ``_flash_attention_forward`` ``[B, S, H, D]`` or packed
-  ``[total, H, D]``. Fewer KV heads are grouped-query attention, causal masks and windows align to the bottom right.
+- ``_scaled_dot_product_flash_attention`` takes ``[B, H, S, D]``, ``_flash_attention_forward`` ``[B, S, H, D]`` or
+  packed ``[total, H, D]``. Fewer KV heads are grouped-query attention, causal masks and windows align to the bottom
+  right.
 - Results and gradients lie in memory as ``torch.empty_like`` of the query, key or value does.
 - The lse is fp32 ``[B, H, Sq]``, packed ``[H, total_q]``. ALiBi under a causal mask leaves out a constant of each row
   (``fastattn.integrations.flash_attn``). In a row without keys it is -inf, as of the alternatives: +inf, as torch's own
@@ -39,7 +40,11 @@ from fastattn.integrations.flash_attn.conventions import (
 
 _OUR_RNG_STATE = 0x66617374_6174746E  # "fastattn"; torch's own offset is a small number
 # Where the arguments of both backward operators have them.
-_LSE, _DROPOUT_P, _RNG_STATE = 5, 10, 12
+_LSE, _DROPOUT_P, _RNG_STATE, _UNUSED = 5, 10, 12, 13
+
+# Of results that are not ours, torch's unused tensor lies so many elements behind the beginning of its memory: the host
+# sees there that their backward pass is not ours either.
+_NOT_OURS_OFFSET = 2
 
 
 class Override:
@@ -49,10 +54,13 @@ class Override:
         self._name, self._function = name, function
         is_there = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", dispatch_key)
         self._before = torch.library.get_kernel(f"aten::{name}", dispatch_key) if is_there else None
+        self._is_backward = name.endswith("_backward")
 
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         tensor: Tensor = args[0]
         try:
+            if self._is_backward and args[_UNUSED].storage_offset() == _NOT_OURS_OFFSET:
+                raise NoKernel
             with serving_torch(), without_autocast(tensor.device.type):
                 return self._function(*args, **kwargs)
         except NoKernel:
@@ -61,9 +69,26 @@ class Override:
                     f"aten::{self._name}: no kernel of fastattn takes this call, and on {tensor.device.type} torch has "
                     "none of its own"
                 ) from None
-        if self._function in (_flash_backward, _sdpa_backward):
-            args = _for_torch(args)
-        return self._before.call_boxed(keyset, *args, **kwargs)
+        if self._is_backward:
+            return self._before.call_boxed(keyset, *_for_torch(args), **kwargs)
+        results = self._before.call_boxed(keyset, *args, **kwargs)
+        return _marked(results) if isinstance(results, (tuple, list)) else results
+
+
+def _marked(results: Any) -> tuple[Any, ...]:
+    """The results of another implementation's forward pass; the last but one is unused by torch's kernels for CUDA."""
+    *others, unused, debug_mask = results
+    if isinstance(unused, Tensor) and unused.dim() == 0:
+        unused = unused.new_empty(_NOT_OURS_OFFSET + 1)[_NOT_OURS_OFFSET].copy_(unused)
+    return *others, unused, debug_mask
+
+
+def _for_torch(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A backward operator's arguments for torch's own kernel: the lse of a row without keys is +inf there."""
+    lse, dropout_p, rng_state = (arguments[place] for place in (_LSE, _DROPOUT_P, _RNG_STATE))
+    if dropout_p > 0 and rng_state.numel() == 2:
+        _check_whose(rng_state.view(torch.int64), is_ours=False)
+    return *arguments[:_LSE], lse.masked_fill(lse == -math.inf, math.inf), *arguments[_LSE + 1 :]
 
 
 def _sdpa_forward(
@@ -327,14 +352,6 @@ def _seed_of(rng_state: Tensor, dropout_p: float) -> Tensor | None:
     state = rng_state.view(torch.int64)
     _check_whose(state, is_ours=True)
     return state[0]
-
-
-def _for_torch(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A backward operator's arguments for torch's own kernel: the lse of a row without keys is +inf there."""
-    lse, dropout_p, rng_state = (arguments[place] for place in (_LSE, _DROPOUT_P, _RNG_STATE))
-    if dropout_p > 0 and rng_state.numel() == 2:
-        _check_whose(rng_state.view(torch.int64), is_ours=False)
-    return *arguments[:_LSE], lse.masked_fill(lse == -math.inf, math.inf), *arguments[_LSE + 1 :]
 
 
 def _check_whose(rng_state: Tensor, is_ours: bool) -> None:

@@ -1,4 +1,4 @@
-"""Puts the operators in place, through torch's registry of flash attention implementations, and takes them out again."""
+"""Puts the operators in place through torch's registry of flash attention implementations, and takes them out again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Restore what ``enable()`` replaced. Without one, or after another implementation was activated, nothing happens."""
+    """Restore what ``enable()`` replaced. Without one, or where another was activated since, nothing happens."""
     global _active_before
     registry = _registry()
     with _lock:
