@@ -109,6 +109,21 @@ def check_uneven_heads(rank: int, mesh: DeviceMesh) -> None:
         torch.testing.assert_close(out.full_tensor(), fastattn.attention(query, *keys))
 
 
+def check_tensors_on_their_way(rank: int, mesh: DeviceMesh) -> None:
+    """What is gathered asynchronously is waited for, and goes to the kernels."""
+    half = query_key_value(dtype=torch.float16)
+    spread = [distribute_tensor(tensor, mesh, [Shard(0)]).requires_grad_() for tensor in half]
+    for is_grad_enabled in (True, False):
+        with torch.set_grad_enabled(is_grad_enabled), fastattn.use_backend("cuda"):
+            out = fastattn.attention(*(tensor.redistribute(mesh, [Replicate()], async_op=True) for tensor in spread))
+            torch.testing.assert_close(out.full_tensor(), fastattn.attention(*half), **NEAR)
+            if is_grad_enabled:
+                plain = [tensor.requires_grad_() for tensor in half]
+                wanted = torch.autograd.grad(fastattn.attention(*plain).sum(), plain)
+                for ours, theirs in zip(torch.autograd.grad(out.sum(), spread), wanted, strict=True):
+                    torch.testing.assert_close(ours.full_tensor(), theirs, **NEAR)
+
+
 def check_varlen(rank: int, mesh: DeviceMesh) -> None:
     offsets = torch.tensor([0, 3, 8], dtype=torch.int32)
     tensors = [random(8, heads, DIM, seed=seed) for seed, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))]
@@ -233,7 +248,14 @@ def check_context_parallel(rank: int, mesh: DeviceMesh) -> None:
 @pytest.mark.skipif(DEVICE != "cpu" or not HAS_KERNELS, reason="two processes of the emulator, with kernels")
 def test_two_processes_compute_what_one_does() -> None:
     """One pair of processes for all checks: starting them takes longer than what they do."""
-    checks = [check_attention, check_uneven_heads, check_varlen, check_drop_in, check_operators]
+    checks = [
+        check_attention,
+        check_uneven_heads,
+        check_tensors_on_their_way,
+        check_varlen,
+        check_drop_in,
+        check_operators,
+    ]
     if torch_flash.is_available():
         checks.append(check_context_parallel)
     two_processes.run(__name__, *(check.__name__ for check in checks))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from fastattn.checks import is_distributed
@@ -169,4 +170,7 @@ def _local(tensor: Any, mesh: Any, kinds: list[str | None], dims: Dims) -> Any:
         Partial() if kind is not None and placement.is_replicate() else placement
         for kind, placement in zip(kinds, placements, strict=True)
     ]
-    return tensor.redistribute(mesh, placements).to_local(grad_placements=of_grad)
+    local = tensor.redistribute(mesh, placements).to_local(grad_placements=of_grad)
+    if type(local).__name__ == "AsyncCollectiveTensor":  # it is on its way still
+        return torch.ops._c10d_functional.wait_tensor(local)
+    return local
