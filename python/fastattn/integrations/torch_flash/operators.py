@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattn.checks import check_dtype, check_rank, check_same_device, check_shape, check_tensor
 from fastattn.dispatch.thread_state import NoKernel, serving_torch
 from fastattn.errors import InputError
 from fastattn.functional.attention import attention, attention_varlen
@@ -304,6 +305,20 @@ def packed_keys(
 
     ``seqused_k``: int32 ``[B]``, how many keys of each sequence there are, the first ones.
     """
+    row = "[total_k, Hkv, D]" if block_table is None else "[num_pages, page_size, Hkv, D]"
+    for name, tensor, layout in (
+        ("key", key, row),
+        ("value", value, row),
+        ("cum_seq_q", cum_seq_q, "[B + 1]"),
+        ("seqused_k", seqused_k, "[B]"),
+    ):
+        check_tensor(name, tensor, optional=name == "seqused_k")
+        if tensor is not None:
+            check_rank(name, tensor, layout)
+    if seqused_k is not None:
+        check_dtype("seqused_k", seqused_k, (torch.int32,))
+        check_same_device("seqused_k", seqused_k, key.device)
+        check_shape("seqused_k", seqused_k, (cum_seq_q.shape[0] - 1,), "[B]")
     if block_table is not None:
         key, value = key.transpose(1, 2), value.transpose(1, 2)
         if seqused_k is not None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fastattn.checks import check_rank, check_tensor
 from fastattn.errors import InputError
 from fastattn.functional.attention import attention_varlen
 from fastattn.integrations.torch_flash.operators import packed_keys
@@ -47,10 +48,12 @@ def varlen_attn(
     Raises:
         InputError, TypeError: an argument that the host can see is wrong.
     """
-    heads, kv_heads = query.shape[1], key.shape[1 if block_table is None else 2]
+    check_tensor("query", query)
+    check_rank("query", query, "[total_q, Hq, D]")
+    key, value, packed = packed_keys(key, value, cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table)
+    heads, kv_heads = query.shape[1], key.shape[1]
     if heads != kv_heads and not enable_gqa:
         raise InputError(f"key: expected the query's {heads} heads without enable_gqa, got {kv_heads}")
-    key, value, packed = packed_keys(key, value, cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table)
     return attention_varlen(
         query,
         key,
