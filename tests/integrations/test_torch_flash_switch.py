@@ -236,6 +236,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
         packed()[1], *packed(), False
     ),
     r"key: expected the query's 4 heads": lambda: torch_flash.varlen_attn(*packed()[:7]),
+    r"value: expected the query's head dim 16": lambda: aten._scaled_dot_product_flash_attention(
+        random(1, 2, 3, DIM), random(1, 2, 3, DIM), random(1, 2, 3, 8)
+    ),
     r"query: expected .*\[total_q, Hq, D\]": lambda: torch_flash.varlen_attn(packed()[0][0], *packed()[1:7]),
     r"key: expected .*\[num_pages, page_size, Hkv, D\]": lambda: torch_flash.varlen_attn(
         *packed()[:7], seqused_k=used(), block_table=used()[:, None]

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.checks import check_dtype, check_rank, check_same_device, check_shape, check_tensor
+from fastattn.checks import check_dtype, check_rank, check_same_device, check_shape, check_tensor, expect
 from fastattn.dispatch.thread_state import NoKernel, serving_torch
 from fastattn.errors import InputError
 from fastattn.functional.attention import attention, attention_varlen
@@ -102,7 +102,7 @@ def _sdpa_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    _refuse_debug_mask(return_debug_mask)
+    _check(query, value, return_debug_mask)
     seed = draw_seed(query.device) if dropout_p > 0 else None
     with torch.no_grad():
         out, lse = attention(
@@ -174,7 +174,7 @@ def _flash_forward(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[Tensor, ...]:
-    _refuse_debug_mask(return_debug_mask)
+    _check(query, value, return_debug_mask)
     is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     for name, given in (("alibi_slopes", alibi_slopes), ("seqused_k", seqused_k), ("block_table", block_table)):
         if given is None:
@@ -336,9 +336,11 @@ def _given(name: str, offsets: Tensor | None) -> Tensor:
     return offsets
 
 
-def _refuse_debug_mask(wanted: bool) -> None:
-    if wanted:
-        raise InputError("return_debug_mask: expected False, since fastattn keeps no probabilities, got True")
+def _check(query: Tensor, value: Tensor, return_debug_mask: bool) -> None:
+    """What fastattn's functions would take, or do not have."""
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    expect(value_dim == head_dim, "value", f"the query's head dim {head_dim}, as torch's operators have it", value_dim)
+    expect(not return_debug_mask, "return_debug_mask", "False, since fastattn keeps no probabilities", "True")
 
 
 def _lying_like(like: Tensor, result: Tensor) -> Tensor:
