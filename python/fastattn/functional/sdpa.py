@@ -80,7 +80,8 @@ def scaled_dot_product_attention(
     if facts(device) is None and not is_watched():
         return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if type(query) is not Tensor:
-        result = _over_wrapped(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        over_parts = _over_distributed if is_distributed(query) else _over_jagged
+        result = over_parts(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if result is not None:
             return result
     original = (query, key, value, attn_mask)
@@ -118,7 +119,7 @@ def scaled_dot_product_attention(
     return out.reshape((*checked.batch, checked.heads, *out.shape[-2:])[-rank:])
 
 
-def _over_wrapped(
+def _over_distributed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -128,18 +129,32 @@ def _over_wrapped(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor | None:
-    """The result for jagged tensors and DTensor that kernels can take part by part; None: torch knows what to do."""
-    if is_distributed(query):
-        # Not with dropout, for which torch's DTensor has a generator of its own, nor what context parallel has split.
-        if dropout_p or not are_split_alike(query, key, value):
-            return None
-        mask_dims = NEITHER if attn_mask is None else dims_of_mask(attn_mask.shape)
+    """Each rank by itself, over DTensor that are split by batch entries and heads; None: torch knows what to do.
 
-        def attend(local: tuple[Any, ...]) -> Tensor:
-            q, k, v, mask = local
-            return scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    It does with dropout, for which its DTensor has a generator of its own, and what its context parallel has split.
+    """
+    if dropout_p or not are_split_alike(query, key, value):
+        return None
+    mask_dims = dims_of_mask(attn_mask.shape) if isinstance(attn_mask, Tensor) else NEITHER
 
-        return attend_locally((query, key, value, attn_mask), (DENSE, DENSE, DENSE, mask_dims), (DENSE,), True, attend)
+    def attend(local: tuple[Any, ...]) -> Tensor:
+        q, k, v, mask = local
+        return scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    return attend_locally((query, key, value, attn_mask), (DENSE, DENSE, DENSE, mask_dims), (DENSE,), True, attend)
+
+
+def _over_jagged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor | None:
+    """Packed sequences, of jagged ``[B, H, j, D]``; None: torch knows what to do."""
     if query.layout != torch.jagged or attn_mask is not None:
         return None
     if torch.compiler.is_compiling():  # the operators' lengths are numbers, those of a traced jagged tensor are not
