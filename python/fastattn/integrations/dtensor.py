@@ -25,6 +25,7 @@ from fastattn.functional.distributed_tensors import (
     dims_of_options,
 )
 from fastattn.ops.attention import AttentionArguments, AttentionBackwardArguments
+from fastattn.ops.registration import NAMESPACES
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -41,9 +42,10 @@ def register_sharding() -> None:
     """
     from torch.distributed.tensor.experimental import register_sharding as register
 
-    for namespace in (torch.ops.fastattn, torch.ops.fastattn_triton):
-        register(namespace.attention_forward.default)(_forward_shardings)
-        register(namespace.attention_backward.default)(_backward_shardings)
+    for namespace in NAMESPACES.values():
+        operators = getattr(torch.ops, namespace)
+        register(operators.attention_forward.default)(_forward_shardings)
+        register(operators.attention_backward.default)(_backward_shardings)
 
 
 def _forward_shardings(*args: Any) -> list[_Sharding]:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from fastattn.integrations.torch_flash.operators import OPERATORS, Override
+from fastattn.namespace import NAMESPACE
 
-_NAME = "fastattn"
+_NAME = NAMESPACE  # of this copy of the package
 _OLDEST_TORCH = (2, 13)
 
 _lock = threading.Lock()
