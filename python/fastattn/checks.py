@@ -83,8 +83,8 @@ def refuse_wrapped(name: str, tensor: Tensor | None) -> None:
         )
     if is_distributed(tensor):
         raise InputError(
-            f"{name}: expected a plain tensor, got a DTensor; fastattn.attention takes query, key and value "
-            "that are all DTensor, other functions what to_local() returns"
+            f"{name}: expected a plain tensor, got a DTensor; fastattn.attention and attention_varlen take query, "
+            "key and value that are all DTensor, other functions what to_local() returns"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 import fastattn
 from fastattn import InputError
 from fastattn.functional.nested import unpack
+from fastattn.functional.torch_sdpa import torch_sdpa
 from kernel_device import DEVICE
 
 pytestmark = [
@@ -81,6 +83,102 @@ def test_explain_takes_jagged_tensors() -> None:
     with fastattn.use_backend("triton"):
         explanation = fastattn.explain(fastattn.attention, query, query, query)
     assert explanation.backend == "triton" and explanation.copied == {}
+
+
+# --- the drop-in ------------------------------------------------------------------------------------------------------
+
+
+def sdpa_of_parts(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> list[Tensor]:
+    """Of each sequence by itself, in float32 through torch."""
+    parts = zip(*(tensor.detach().float().unbind() for tensor in (query, key, value)), strict=True)
+    return [torch_sdpa(*(part[None] for part in each), **options)[0] for each in parts]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_drop_in_sends_jagged_tensors_to_kernels(kv_heads: int, is_causal: bool) -> None:
+    query = jagged(4)
+    key, value = jagged(kv_heads, like=query), jagged(kv_heads, like=query, dim=24)
+    options: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": kv_heads < 4, "scale": 0.3}
+    with fastattn.use_backend("triton"), fastattn.record() as calls:
+        out = fastattn.scaled_dot_product_attention(query, key, value, **options)
+        gradients = torch.autograd.grad(out.transpose(1, 2).values().float().square().sum(), (query, key, value))
+        rows = [t.transpose(1, 2).values() for t in (query, key, value)]
+        offsets = query.offsets().to(torch.int32)
+        expected = fastattn.attention_varlen(*rows, offsets, offsets, 5, 5, causal=is_causal, scale=0.3)
+        expected_gradients = torch.autograd.grad(expected.float().square().sum(), rows)
+    assert {call.backend for call in calls} == {"triton"} and len(calls) == 4
+    assert out.shape[:3] == query.shape[:3] and out.offsets() is query.offsets()
+    for got, part in zip(out.unbind(), sdpa_of_parts(query, key, value, **options), strict=True):
+        torch.testing.assert_close(got.float(), part, rtol=1e-2, atol=1e-2)
+    for got, want in zip(gradients, expected_gradients, strict=True):
+        assert torch.equal(got.transpose(1, 2).values(), want)
+
+
+def test_the_drop_in_draws_dropout_over_jagged_tensors() -> None:
+    query = jagged(2)
+    rows, offsets = query.transpose(1, 2).values(), query.offsets().to(torch.int32)
+    with fastattn.use_backend("triton"):
+        torch.manual_seed(1)
+        out = fastattn.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
+        torch.manual_seed(1)
+        expected = fastattn.attention_varlen(rows, rows, rows, offsets, offsets, 5, 5, dropout_p=0.5)
+    assert torch.equal(out.transpose(1, 2).values(), expected)
+
+
+def other_lengths() -> tuple[Tensor, ...]:
+    return jagged(2), *(jagged(2, lengths=(4, 2, 1)),) * 2
+
+
+# What torch alone can say the meaning of, or what is wrong with it.
+TO_TORCH: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
+    "strided": (lambda: (strided(),) * 3, {}),
+    "causal over other lengths": (other_lengths, {"is_causal": True}),
+    "with a mask": (lambda: (jagged(2),) * 3, {"attn_mask": torch.zeros(1, 1, 5, 5)}),
+    "fewer KV heads unasked": (lambda: (jagged(4), *(jagged(2),) * 2), {}),
+    "jagged heads": (lambda: (jagged(2).transpose(1, 2),) * 3, {}),
+    "dense keys": (lambda: (jagged(2), DENSE, DENSE), {}),
+}
+
+
+@pytest.mark.parametrize("what", TO_TORCH)
+def test_the_drop_in_leaves_other_structures_to_torch(what: str) -> None:
+    make, options = TO_TORCH[what]
+    tensors = make()
+
+    def result_of(function: Callable[..., Any]) -> Any:
+        try:
+            return function(*tensors, **options)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            return type(error)
+
+    with fastattn.record() as calls, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        came, wanted = result_of(fastattn.scaled_dot_product_attention), result_of(torch_sdpa)
+    assert {call.backend for call in calls} <= {"torch"}
+    if isinstance(wanted, type):
+        assert came is wanted
+    else:
+        for got, want in zip(came.unbind(), wanted.unbind(), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_torchs_selected_backend_gets_jagged_tensors() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    query = jagged(2)
+    with sdpa_kernel(SDPBackend.MATH), fastattn.record() as calls:
+        fastattn.scaled_dot_product_attention(query, query, query)
+    assert [call.backend for call in calls] == ["torch"]
+
+
+def test_compiled_the_drop_in_leaves_jagged_tensors_to_torch() -> None:
+    query = jagged(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = torch.compile(fastattn.scaled_dot_product_attention, backend="eager")(query, query, query)
+        wanted = torch_sdpa(query, query, query)
+    assert torch.equal(out.transpose(1, 2).values(), wanted.transpose(1, 2).values())
 
 
 def strided() -> Tensor:
@@ -177,7 +275,7 @@ def test_each_rank_attends_over_its_batch_and_heads(mesh: Any, dim: int | None, 
         out = fastattn.attention(*tensors, **options)
         expected = fastattn.attention(*plain, **options)
     assert isinstance(out, DTensor)
-    stays = dim in (0, 1) and "sinks" not in options  # that counts the heads
+    stays = dim in (0, 1)
     assert out.placements == (placement if stays else Replicate(),)
     torch.testing.assert_close(out.full_tensor(), expected)
     got = torch.autograd.grad(out.sum(), tensors)
@@ -193,7 +291,7 @@ def test_what_dtensors_cannot_do_is_named(mesh: Any) -> None:
         r"key: expected a DTensor.*got Tensor": lambda: A(sharded, DENSE, DENSE),
         r"key: expected a plain tensor, got a DTensor": lambda: A(DENSE, sharded, sharded),
         r"dropout_seed: expected a seed": lambda: A(sharded, sharded, sharded, dropout_p=0.5),
-        r"query: .*DTensor.*to_local": lambda: V(sharded[0], sharded[0], sharded[0], OFFSETS, OFFSETS, 5, 5),
+        r"key: .*DTensor.*to_local": lambda: V(DENSE[0], sharded[0], sharded[0], OFFSETS, OFFSETS, 5, 5),
         r"k_cache: .*DTensor.*to_local": lambda: C(DENSE, sharded, sharded, OFFSETS),
         r"softcap: expected": lambda: A(sharded, sharded, sharded, softcap=-1.0),
     }

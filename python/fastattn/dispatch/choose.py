@@ -17,7 +17,7 @@ from fastattn.dispatch.order import order_for
 from fastattn.dispatch.reasons import reason_against
 from fastattn.dispatch.recording import is_recording
 from fastattn.dispatch.support import CHANGES_SCORES, FEATURES, KERNEL_BACKENDS, SUPPORT, Support
-from fastattn.dispatch.thread_state import Explained, thread
+from fastattn.dispatch.thread_state import Explained, NoKernel, thread
 from fastattn.dispatch.users_line import warn_at_users_line
 from fastattn.errors import InputError
 
@@ -34,9 +34,9 @@ def _forget_choices() -> None:
 def _torch_is_asked_for(call: Call) -> bool:
     """For attention inside ``torch.nn.attention.sdpa_kernel``, or where a backend of torch's SDPA was switched off."""
     c = torch._C
-    return call.op != "int8_matmul" and not (
-        c._get_flash_sdp_enabled() and c._get_mem_efficient_sdp_enabled() and c._get_math_sdp_enabled()
-    )
+    if call.op == "int8_matmul" or thread.serving_torch:
+        return False
+    return not (c._get_flash_sdp_enabled() and c._get_mem_efficient_sdp_enabled() and c._get_math_sdp_enabled())
 
 
 def choose(call: Call) -> Choice:
@@ -69,6 +69,8 @@ def choose(call: Call) -> Choice:
         raise Explained(choice)
     if choice.detour is not None:
         _announce(choice.detour)
+    if thread.serving_torch and choice.backend == "torch":
+        raise NoKernel
     return choice
 
 

@@ -18,9 +18,14 @@ class Explained(BaseException):
         self.choice = choice
 
 
+class NoKernel(Exception):
+    """No kernel takes a call that came from an operator of torch's own: torch is to run what it ran before."""
+
+
 class _ThreadState(threading.local):
     forced: str | None = None
     explaining: bool = False
+    serving_torch: bool = False
 
 
 thread = _ThreadState()
@@ -51,6 +56,21 @@ def explaining() -> Iterator[None]:
         yield
     finally:
         thread.explaining = before
+
+
+@contextlib.contextmanager
+def serving_torch() -> Iterator[None]:
+    """Inside, calls come from an operator of torch's own, which must not come back to itself.
+
+    ``choose`` raises ``NoKernel`` where it would choose PyTorch. What ``torch.nn.attention.sdpa_kernel`` selects does
+    not count: torch has looked at it already.
+    """
+    before = thread.serving_torch
+    thread.serving_torch = True
+    try:
+        yield
+    finally:
+        thread.serving_torch = before
 
 
 def is_explaining() -> bool:

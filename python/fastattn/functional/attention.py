@@ -17,7 +17,6 @@ from fastattn.checks import (
 )
 from fastattn.dispatch.choose import choose
 from fastattn.dispatch.recording import note
-from fastattn.errors import InputError
 from fastattn.functional import nested
 from fastattn.functional.attention_checks import (
     UNBOUNDED,
@@ -31,7 +30,7 @@ from fastattn.functional.attention_checks import (
 )
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
 from fastattn.functional.checked_once import CheckedOnce
-from fastattn.functional.distributed_tensors import attend_locally
+from fastattn.functional.distributed_tensors import attend_over_distributed
 from fastattn.functional.dropout_seed import draw_seed, seed_tensor
 from fastattn.functional.torch_sdpa import attend, attend_packed, can_express_now
 from fastattn.ops.attention import AttentionArguments
@@ -274,14 +273,16 @@ def attention_varlen(
     check_tensor("cu_seqlens_q", cu_seqlens_q)
     check_tensor("cu_seqlens_k", cu_seqlens_k)
     check_tensor("block_table", block_table, optional=True)
-    return _attend(
-        (query, key, value, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table),
-        Options(max_seqlen_q, max_seqlen_k, causal, window, softcap, dropout_p, scale),
-        dropout_seed,
-        deterministic,
-        return_lse,
-        check_bool("batch_invariant", batch_invariant),
-    )
+    tensors = (query, key, value, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table)
+    options = Options(max_seqlen_q, max_seqlen_k, causal, window, softcap, dropout_p, scale)
+    batch_invariant = check_bool("batch_invariant", batch_invariant)
+
+    def attend(local: Tensors) -> Tensor | tuple[Tensor, Tensor]:
+        return _attend(local, options, dropout_seed, deterministic, return_lse, batch_invariant)
+
+    if type(query) is not Tensor and is_distributed(query):
+        return attend_over_distributed(tensors, dropout_p, dropout_seed, attend)
+    return attend(tensors)
 
 
 def _attend_over_wrapped(
@@ -295,13 +296,10 @@ def _attend_over_wrapped(
     query, key, value, bias, alibi_slopes, sinks, *_ = tensors
     check_tensor("query", query)
     if is_distributed(query):
-        if options.dropout_p and dropout_seed is None:
-            raise InputError(
-                "dropout_seed: expected a seed beside DTensors, which has to be the same on each rank, got None"
-            )
-        return attend_locally(
+        return attend_over_distributed(
             tensors,
-            options.dropout_p == 0 and bias is None and alibi_slopes is None and sinks is None,
+            options.dropout_p,
+            dropout_seed,
             lambda local: _attend(local, options, dropout_seed, deterministic, return_lse),
         )
     if not query.is_nested:

@@ -12,13 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastattn import run
 from fastattn.dispatch.choose import choose
-from fastattn.dispatch.recording import is_recording, note
 from fastattn.functional.attention import attention, attention_varlen, is_deterministic
 from fastattn.functional.attention_checks import Options, check_call
 from fastattn.functional.checked_once import CheckedOnce
-from fastattn.ops.attention import AttentionBackwardArguments, backward_kernels
-from fastattn.ops.registration import call
+from fastattn.ops.attention import AttentionBackwardArguments
 
 
 class Packed(NamedTuple):
@@ -65,7 +64,7 @@ def attention_backward(
             Options(*max_seqlens, False, window, softcap, dropout_p, scale),
         )
         choice = choose(checked.call)
-        if choice.backend == "torch" or choice.padded is not None:
+        if choice.backend == "torch":
             options = {
                 "window": window,
                 "softcap": softcap,
@@ -106,11 +105,7 @@ def attention_backward(
         deterministic=is_deterministic(deterministic),
         bias_grad=False,
     )
-    with torch.no_grad():
-        grad_query, grad_key, grad_value, _, _ = call(choice.backend, "attention_backward", arguments)
-    if is_recording():
-        note("attention backward", choice.backend, backward_kernels(choice.backend, arguments))
-    return grad_query, grad_key, grad_value
+    return run.attention_backward(choice, arguments)
 
 
 def _through_the_block(

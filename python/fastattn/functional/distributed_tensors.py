@@ -1,11 +1,12 @@
-"""DTensor as ``attention`` takes it: batch entries and heads do not know of each other, so each rank attends over its
-own."""
+"""DTensor as the functions of attention take it: batch entries and heads do not know of each other, so each rank
+attends over its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from fastattn.checks import is_distributed
@@ -14,19 +15,82 @@ from fastattn.errors import InputError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-_BATCH_AND_HEADS = (0, 1)
+
+class Dims(NamedTuple):
+    """Where a tensor has its batch and its query heads (KV heads, of keys and values); None: it has none of these."""
+
+    batch: int | None
+    heads: int | None
+
+
+DENSE, PACKED, NEITHER = Dims(0, 1), Dims(None, 1), Dims(None, None)
+PER_HEAD = PACKED_LSE = Dims(None, 0)
+
+_Results = TypeVar("_Results")
+
+
+def attend_over_distributed(
+    tensors: tuple[Any, ...],
+    dropout_p: float,
+    dropout_seed: int | Tensor | None,
+    attend: Callable[[tuple[Any, ...]], _Results],
+) -> _Results:
+    """``attend`` over what each rank has of query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k
+    and block_table; the first is a DTensor."""
+    if dropout_p and dropout_seed is None:
+        raise InputError(
+            "dropout_seed: expected a seed beside DTensors, which has to be the same on each rank, got None"
+        )
+    _, _, _, bias, alibi_slopes, sinks, cu_seqlens_q, *_ = tensors
+    queries, results = (DENSE, (DENSE, DENSE)) if cu_seqlens_q is None else (PACKED, (PACKED, PACKED_LSE))
+    dims = (
+        *(queries,) * 3,
+        dims_of_mask(_shape(bias)),
+        dims_of_options(_shape(alibi_slopes)),
+        dims_of_options(_shape(sinks)),
+        *(NEITHER,) * 3,
+    )
+    return attend_locally(tensors, dims, results, dropout_p == 0, attend)
+
+
+def dims_of_options(shape: Sequence[int]) -> Dims:
+    """``[Hq]``, or ``[1 or B, Hq]``."""
+    if len(shape) == 2:
+        return Dims(0 if shape[0] > 1 else None, 1)
+    return PER_HEAD if len(shape) == 1 else NEITHER
+
+
+def dims_of_mask(shape: Sequence[int]) -> Dims:
+    """That broadcasts to ``[B, Hq, Sq, Sk]``: a dimension of size 1 is none."""
+
+    def dim(place: int) -> int | None:
+        own = place + len(shape) - 4
+        return own if own >= 0 and shape[own] > 1 else None
+
+    return Dims(dim(0), dim(1))
+
+
+def _shape(tensor: Any) -> Sequence[int]:
+    """The checks say what is wrong with what is no tensor."""
+    return tensor.shape if isinstance(tensor, Tensor) else ()
 
 
 def attend_locally(
-    tensors: tuple[Any, ...], is_sharded_by_heads_allowed: bool, attend: Callable[[tuple[Any, ...]], Any]
-) -> Any:
+    tensors: tuple[Any, ...],
+    dims: tuple[Dims, ...],
+    dims_of_results: tuple[Dims, ...],
+    may_shard: bool,
+    attend: Callable[[tuple[Any, ...]], _Results],
+) -> _Results:
     """``attend`` over what each rank has; the result, a tensor or several, is laid out over the ranks as the query is.
 
     Args:
         tensors: query, key and value, DTensor all, then what else the call has: plain tensors, the same on each rank,
-            or DTensor.
-        is_sharded_by_heads_allowed: False gives each rank all batch entries and heads, since the call has options that
-            count them. So does a layout in which query, key and value differ, or that splits anything else.
+            or DTensor. Each rank gets what belongs to its batch entries and heads; gradients of plain tensors are those
+            of all ranks together.
+        dims: of each tensor. dims_of_results: of the results.
+        may_shard: False gives each rank all batch entries and heads, since the call has options that count them. So
+            does a query that is split otherwise, or unevenly.
 
     Raises:
         InputError: one of the first three is no DTensor, or they are on several meshes.
@@ -41,31 +105,72 @@ def attend_locally(
         if tensor.device_mesh != tensors[0].device_mesh:
             raise InputError(f"{name}: expected the query's mesh {tensors[0].device_mesh}, got {tensor.device_mesh}")
     mesh = tensors[0].device_mesh
-    placements = _placements(tensors[:3], is_sharded_by_heads_allowed)
-    local = [tensor.redistribute(mesh, placements).to_local() for tensor in tensors[:3]]
-    others = [tensor.full_tensor() if is_distributed(tensor) else tensor for tensor in tensors[3:]]
-    result = attend((*local, *others))
+    kinds = _kinds(tensors[:3], dims[0], may_shard)
+    local = tuple(_local(tensor, mesh, kinds, of) for tensor, of in zip(tensors, dims, strict=True))
+    result: Any = attend(local)
 
-    def spread(part: Tensor) -> DTensor:
-        return DTensor.from_local(part, mesh, placements, run_check=False)
+    def spread(part: Tensor, of: Dims) -> DTensor:
+        return DTensor.from_local(part, mesh, _placements(kinds, of), run_check=False)
 
-    return tuple(map(spread, result)) if isinstance(result, tuple) else spread(result)
+    whole: Any = (
+        tuple(map(spread, result, dims_of_results)) if isinstance(result, tuple) else spread(result, dims_of_results[0])
+    )
+    return whole
 
 
-def _placements(tensors: tuple[DTensor, ...], may_shard: bool) -> list[Placement]:
-    """Those of the query for each mesh dim on which all split the batch, or all the heads, evenly; else replicated."""
+def are_split_alike(query: Any, key: Any, value: Any) -> bool:
+    """Whether query, key and value ``[B, H, S, D]`` are DTensor that all are split evenly over batch or heads alone."""
+    tensors = (query, key, value)
+    if not all(is_distributed(tensor) and tensor.dim() == 4 for tensor in tensors):
+        return False
+    if any((t.device_mesh, t.placements) != (query.device_mesh, query.placements) for t in tensors):
+        return False
+    kinds = _kinds(tensors, DENSE, True)
+    return all(placement.is_replicate() or kind for placement, kind in zip(query.placements, kinds, strict=True))
+
+
+def _kinds(tensors: tuple[DTensor, ...], dims: Dims, may_shard: bool) -> list[str | None]:
+    """``"batch"`` or ``"heads"`` for each mesh dimension that splits those of the query, evenly; else None."""
+    from torch.distributed.tensor import Shard
+
+    query = tensors[0]
+    kinds: list[str | None] = []
+    shards = {"batch": 1, "heads": 1}
+    for mesh_dim, placement in enumerate(query.placements):
+        found = None
+        for kind, dim in dims._asdict().items():
+            if may_shard and dim is not None and type(placement) is Shard and placement.dim == dim:
+                count = shards[kind] * query.device_mesh.size(mesh_dim)
+                if all(tensor.dim() > dim and tensor.shape[dim] % count == 0 for tensor in tensors):
+                    shards[kind], found = count, kind
+        kinds.append(found)
+    return kinds
+
+
+def _placements(kinds: list[str | None], dims: Dims) -> list[Placement]:
     from torch.distributed.tensor import Replicate, Shard
 
-    mesh = tensors[0].device_mesh
-    kept: list[Placement] = []
-    shards = dict.fromkeys(_BATCH_AND_HEADS, 1)
-    for mesh_dim, placement in enumerate(tensors[0].placements):
-        agree = all(tensor.placements[mesh_dim] == placement for tensor in tensors)
-        if may_shard and agree and type(placement) is Shard and placement.dim in _BATCH_AND_HEADS:
-            count = shards[placement.dim] * mesh.size(mesh_dim)
-            if all(tensor.shape[placement.dim] % count == 0 for tensor in tensors):
-                shards[placement.dim] = count
-                kept.append(placement)
-                continue
-        kept.append(Replicate())
-    return kept
+    own = [None if kind is None else getattr(dims, kind) for kind in kinds]
+    return [Replicate() if dim is None else Shard(dim) for dim in own]
+
+
+def _local(tensor: Any, mesh: Any, kinds: list[str | None], dims: Dims) -> Any:
+    """What belongs to this rank. Where each rank has all of a tensor beside a part of the query, it has a part of its
+    gradient, too."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    if not isinstance(tensor, Tensor):
+        return tensor
+    if not is_distributed(tensor):
+        if not any(kinds) or (dims == NEITHER and not tensor.requires_grad):
+            return tensor
+        tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    placements = _placements(kinds, dims)
+    of_grad = [
+        Partial() if kind is not None and placement.is_replicate() else placement
+        for kind, placement in zip(kinds, placements, strict=True)
+    ]
+    local = tensor.redistribute(mesh, placements).to_local(grad_placements=of_grad)
+    if type(local).__name__ == "AsyncCollectiveTensor":  # it is on its way still
+        return torch.ops._c10d_functional.wait_tensor(local)
+    return local

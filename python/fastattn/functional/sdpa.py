@@ -18,14 +18,18 @@ import torch
 from torch import Tensor
 
 from fastattn import run
+from fastattn.checks import is_distributed
 from fastattn.dispatch.call import Call
 from fastattn.dispatch.choose import choose, is_watched
 from fastattn.dispatch.device import facts
 from fastattn.dispatch.reasons import only_torch_handles
 from fastattn.dispatch.recording import note
-from fastattn.functional.attention_checks import default_scale
+from fastattn.errors import InputError
+from fastattn.functional import nested
+from fastattn.functional.attention_checks import Options, check_call, default_scale
 from fastattn.functional.autocast import autocast_dtype, autocast_to
 from fastattn.functional.checked_once import CheckedOnce
+from fastattn.functional.distributed_tensors import DENSE, NEITHER, are_split_alike, attend_locally, dims_of_mask
 from fastattn.functional.dropout_seed import draw_seed
 from fastattn.functional.torch_sdpa import torch_sdpa
 from fastattn.ops.attention import AttentionArguments
@@ -75,6 +79,11 @@ def scaled_dot_product_attention(
     device = query.device
     if facts(device) is None and not is_watched():
         return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if type(query) is not Tensor:
+        over_parts = _over_distributed if is_distributed(query) else _over_jagged
+        result = over_parts(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if result is not None:
+            return result
     original = (query, key, value, attn_mask)
     cast = autocast_dtype(device.type)
     if cast is not None:
@@ -84,7 +93,7 @@ def scaled_dot_product_attention(
     checked = _checked_calls.get((query, key, value, attn_mask), options)
     choice = choose(checked.call)
     if choice.backend == "torch":
-        result: Tensor = torch_sdpa(*original, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        result = torch_sdpa(*original, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         note(checked.call.op, choice.backend, choice.kernel)
         return result
     out, _ = run.attention(
@@ -108,6 +117,84 @@ def scaled_dot_product_attention(
         return out
     rank = max(query.dim(), key.dim(), value.dim())
     return out.reshape((*checked.batch, checked.heads, *out.shape[-2:])[-rank:])
+
+
+def _over_distributed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor | None:
+    """Each rank by itself, over DTensor that are split by batch entries and heads; None: torch knows what to do.
+
+    It does with dropout, for which its DTensor has a generator of its own, and what its context parallel has split.
+    """
+    if dropout_p or not are_split_alike(query, key, value):
+        return None
+    mask_dims = dims_of_mask(attn_mask.shape) if isinstance(attn_mask, Tensor) else NEITHER
+
+    def attend(local: tuple[Any, ...]) -> Tensor:
+        q, k, v, mask = local
+        return scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    return attend_locally((query, key, value, attn_mask), (DENSE, DENSE, DENSE, mask_dims), (DENSE,), True, attend)
+
+
+def _over_jagged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor | None:
+    """Packed sequences, of jagged ``[B, H, j, D]``; None: torch knows what to do."""
+    if query.layout != torch.jagged or attn_mask is not None:
+        return None
+    if torch.compiler.is_compiling():  # the operators' lengths are numbers, those of a traced jagged tensor are not
+        return None
+    cast = autocast_dtype(query.device.type)
+    try:
+        packed = nested.unpack(query, key, value, None)
+        q, k, v = packed[:3] if cast is None else (autocast_to(cast, rows) for rows in packed[:3])
+        offsets = packed.cu_seqlens_q, packed.cu_seqlens_k
+        checked = _checked_jagged_calls.get(
+            (q, k, v, None, None, None, *offsets, None),
+            Options(packed.max_seqlen_q, packed.max_seqlen_k, is_causal, (-1, -1), 0.0, dropout_p, scale),
+        )
+    except (InputError, TypeError):
+        return None
+    if q.shape[1] != k.shape[1] and not enable_gqa:
+        return None
+    if is_causal and offsets[0] is not offsets[1]:  # torch counts from the top left, kernels over packed sequences not
+        return None
+    choice = choose(checked.call)
+    if choice.backend == "torch":
+        result: Tensor = torch_sdpa(query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    else:
+        arguments = AttentionArguments(
+            q,
+            k,
+            v,
+            dropout_seed=draw_seed(q.device) if dropout_p > 0 else None,
+            cu_seqlens_q=offsets[0],
+            cu_seqlens_k=offsets[1],
+            max_seqlen_q=packed.max_seqlen_q,
+            max_seqlen_k=packed.max_seqlen_k,
+            scale=checked.scale,
+            window_right=checked.window[1],
+            dropout_p=checked.dropout_p,
+        )
+        out, _ = run.attention(choice, arguments, checked.needs_grad, torch.are_deterministic_algorithms_enabled())
+        result = packed.like_query(out)
+    note(checked.call.op, choice.backend, choice.kernel)
+    return result
 
 
 def _check_call(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _CheckedCall:
@@ -149,6 +236,7 @@ def _check_call(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _CheckedC
 
 
 _checked_calls = CheckedOnce(_check_call)
+_checked_jagged_calls = CheckedOnce(check_call)
 
 
 def _reason_for_torch(

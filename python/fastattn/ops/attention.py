@@ -110,6 +110,15 @@ def differentiable_attention(backend: str, arguments: AttentionArguments, determ
     return results
 
 
+def attention_backward_of_block(backend: str, arguments: AttentionBackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, not differentiable; of neither a bias nor sinks."""
+    with torch.no_grad():
+        grad_query, grad_key, grad_value, _, _ = call(backend, "attention_backward", arguments)
+    if is_recording():
+        note("attention backward", backend, backward_kernels(backend, arguments))
+    return grad_query, grad_key, grad_value
+
+
 def _distinct(arguments: AttentionArguments) -> list[Any]:
     """One tensor in two places becomes two: torch.compile takes no autograd.Function with the same input twice."""
     result: list[Any] = []

@@ -8,7 +8,13 @@ from torch import Tensor
 
 from fastattn.dispatch.call import Choice
 from fastattn.layout import readable
-from fastattn.ops.attention import AttentionArguments, attention_forward, differentiable_attention
+from fastattn.ops.attention import (
+    AttentionArguments,
+    AttentionBackwardArguments,
+    attention_backward_of_block,
+    attention_forward,
+    differentiable_attention,
+)
 from fastattn.ops.decode import DecodeArguments, attention_decode
 
 
@@ -29,6 +35,23 @@ def attention(
     else:
         out, lse = attention_forward(choice.backend, arguments)
     return (out if choice.padded is None else out[..., :value_dim]), lse
+
+
+def attention_backward(choice: Choice, arguments: AttentionBackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, from results that may be those of more keys; not differentiable."""
+    if choice.padded is None:
+        return attention_backward_of_block(choice.backend, arguments)
+    head_dim, value_dim = choice.padded
+    padded = arguments._replace(
+        query=_pad(arguments.query, head_dim),
+        key=_pad(arguments.key, head_dim),
+        value=_pad(arguments.value, value_dim),
+        out=_pad(arguments.out, value_dim),
+        grad_out=_pad(arguments.grad_out, value_dim),
+    )
+    grad_query, grad_key, grad_value = attention_backward_of_block(choice.backend, padded)
+    head_dim, value_dim = arguments.query.shape[-1], arguments.value.shape[-1]
+    return grad_query[..., :head_dim], grad_key[..., :head_dim], grad_value[..., :value_dim]
 
 
 def _padded(arguments: AttentionArguments, head_dim: int, value_dim: int) -> AttentionArguments:

@@ -1,0 +1,125 @@
+"""Sharding rules of fastattn's operators for DTensor.
+
+``fastattn.attention``, ``attention_varlen`` and ``scaled_dot_product_attention`` take DTensor without them: each rank
+attends over its own batch entries and heads. The rules are for what holds the operators themselves
+(``torch.ops.fastattn.attention_forward`` and ``attention_backward``, and the same of ``fastattn_triton``): graphs that
+were exported or traced, and autograd functions of your own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from fastattn.functional.distributed_tensors import (
+    DENSE,
+    NEITHER,
+    PACKED,
+    PACKED_LSE,
+    PER_HEAD,
+    Dims,
+    dims_of_mask,
+    dims_of_options,
+)
+from fastattn.ops.attention import AttentionArguments, AttentionBackwardArguments
+from fastattn.ops.registration import NAMESPACES
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
+    # Of the results, of the arguments; None for what is no tensor.
+    _Sharding: TypeAlias = tuple[list[Placement | None], list[Placement | None]]
+
+_LIKE_QUERY = ("query", "key", "value", "out", "grad_out")
+
+
+def register_sharding() -> None:
+    """Tell DTensor how the operators of attention may be split: over batch entries, and over heads where the KV heads
+    divide evenly; packed sequences over heads alone, and with dropout not at all. Twice is fine.
+    """
+    from torch.distributed.tensor.experimental import register_sharding as register
+
+    for namespace in NAMESPACES.values():
+        operators = getattr(torch.ops, namespace)
+        register(operators.attention_forward.default)(_forward_shardings)
+        register(operators.attention_backward.default)(_backward_shardings)
+
+
+def _forward_shardings(*args: Any) -> list[_Sharding]:
+    given = AttentionArguments(*args)
+    of_results = (DENSE, DENSE) if given.cu_seqlens_q is None else (PACKED, PACKED_LSE)
+    return [
+        ([_placement(kind, dims) for dims in of_results], _of_arguments(kind, given, len(args)))
+        for kind in _kinds(given)
+    ]
+
+
+def _backward_shardings(*args: Any) -> list[_Sharding]:
+    given = AttentionBackwardArguments(*args)
+    shardings = []
+    for kind in _kinds(given):
+        arguments = _of_arguments(kind, given, len(args))
+        placed = dict(zip(given._fields, arguments, strict=True))
+        grads = [placed["query"], placed["key"], placed["value"]]
+        bias, sinks = (given.bias if given.bias_grad else None), given.sinks
+        for option, dims in ((bias, _dims("bias", given)), (sinks, PER_HEAD)):
+            # Of an option that all ranks have in common, each has a part of the gradient.
+            grads.append(_placement(None, NEITHER) if option is None else _placement(kind, dims, is_sum=True))
+        shardings.append((grads, arguments))
+    return shardings
+
+
+def _kinds(given: AttentionArguments | AttentionBackwardArguments) -> list[str | None]:
+    """What may be split: ``"batch"``, ``"heads"``; None is nothing."""
+    kinds: list[str | None] = [None]
+    if given.dropout_p > 0:  # the pattern counts batch entries and heads
+        return kinds
+    if given.cu_seqlens_q is None:
+        kinds.append("batch")
+    key: Any = given.key
+    if _divides_evenly(key.shape[1], key.mesh.shape):
+        kinds.append("heads")
+    return kinds
+
+
+def _divides_evenly(kv_heads: int, mesh_shape: tuple[int, ...]) -> bool:
+    """Over any of the mesh's dimensions that DTensor may choose: it does not split into more parts than there are."""
+    subsets = itertools.chain.from_iterable(
+        itertools.combinations(mesh_shape, length + 1) for length in range(len(mesh_shape))
+    )
+    return all(kv_heads % math.prod(sizes) == 0 for sizes in subsets if math.prod(sizes) <= kv_heads)
+
+
+def _of_arguments(kind: str | None, given: Any, count: int) -> list[Placement | None]:
+    """Of the first ``count`` arguments: DTensor leaves out those at the end that have their default."""
+    arguments = list(zip(given._fields, given, strict=True))[:count]
+    return [
+        _placement(kind, _dims(name, given)) if hasattr(argument, "placements") else None
+        for name, argument in arguments
+    ]
+
+
+def _dims(name: str, given: Any) -> Dims:
+    is_packed = given.cu_seqlens_q is not None
+    if name in _LIKE_QUERY:
+        return PACKED if is_packed else DENSE
+    if name in ("lse", "grad_lse"):
+        return PACKED_LSE if is_packed else DENSE
+    if name in ("alibi_slopes", "sinks"):
+        return dims_of_options(getattr(given, name).shape)
+    if name == "bias" and given.bias is not None:
+        return dims_of_mask(given.bias.shape)
+    return NEITHER
+
+
+def _placement(kind: str | None, dims: Dims, is_sum: bool = False) -> Placement:
+    """``is_sum``: what is not split is the sum of what the ranks have."""
+    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+    dim = None if kind is None else getattr(dims, kind)
+    if dim is not None:
+        return Shard(dim)
+    return Partial() if is_sum and kind is not None else Replicate()

@@ -1,0 +1,380 @@
+"""torch's flash attention operators over fastattn's functions.
+
+torch's conventions, read from its shape functions (``torch/_meta_registrations.py``) and from its own alternatives
+(``torch/nn/attention/_fa3.py``):
+
+- ``_scaled_dot_product_flash_attention`` takes ``[B, H, S, D]``, ``_flash_attention_forward`` ``[B, S, H, D]`` or
+  packed ``[total, H, D]``. Fewer KV heads are grouped-query attention, causal masks and windows align to the bottom
+  right.
+- Results and gradients lie in memory as ``torch.empty_like`` of the query, key or value does.
+- The lse is fp32 ``[B, H, Sq]``, packed ``[H, total_q]``. ALiBi under a causal mask leaves out a constant of each row
+  (``fastattn.integrations.flash_attn``). In a row without keys it is -inf, as of the alternatives: +inf, as torch's own
+  kernels have it, is wrong in a merge.
+- ``rng_state`` is uint64 ``[2]``: here the dropout seed, and a mark that it is ours.
+- The backward operators get neither ALiBi slopes nor ``seqused_k`` nor a ``block_table``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattn.checks import check_dtype, check_rank, check_same_device, check_shape, check_tensor, expect
+from fastattn.dispatch.thread_state import NoKernel, serving_torch
+from fastattn.errors import InputError
+from fastattn.functional.attention import attention, attention_varlen
+from fastattn.functional.attention_backward import Packed, attention_backward
+from fastattn.functional.autocast import without_autocast
+from fastattn.functional.dropout_seed import draw_seed
+from fastattn.integrations.flash_attn.conventions import (
+    Alibi,
+    alibi_of_dense,
+    alibi_of_packed,
+    bounds,
+    used_first,
+)
+
+_OUR_RNG_STATE = 0x66617374_6174746E  # "fastattn"; torch's own offset is a small number
+# Where the arguments of both backward operators have them.
+_LSE, _DROPOUT_P, _RNG_STATE, _UNUSED = 5, 10, 12, 13
+
+# Of results that are not ours, torch's unused tensor lies so many elements behind the beginning of its memory: the host
+# sees there that their backward pass is not ours either.
+_NOT_OURS_OFFSET = 2
+
+
+class Override:
+    """One operator: through our function, or where no kernel takes the call, through what was there before."""
+
+    def __init__(self, name: str, function: Callable[..., Any], dispatch_key: str) -> None:
+        self._name, self._function = name, function
+        is_there = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", dispatch_key)
+        self._before = torch.library.get_kernel(f"aten::{name}", dispatch_key) if is_there else None
+        self._is_backward = name.endswith("_backward")
+
+    def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        tensor: Tensor = args[0]
+        try:
+            if self._is_backward and args[_UNUSED].storage_offset() == _NOT_OURS_OFFSET:
+                raise NoKernel
+            with serving_torch(), without_autocast(tensor.device.type):
+                return self._function(*args, **kwargs)
+        except NoKernel:
+            if self._before is None:
+                raise InputError(
+                    f"aten::{self._name}: no kernel of fastattn takes this call, and on {tensor.device.type} torch has "
+                    "none of its own"
+                ) from None
+        if self._is_backward:
+            return self._before.call_boxed(keyset, *_for_torch(args), **kwargs)
+        results = self._before.call_boxed(keyset, *args, **kwargs)
+        return _marked(results) if isinstance(results, (tuple, list)) else results
+
+
+def _marked(results: Any) -> tuple[Any, ...]:
+    """The results of another implementation's forward pass; the last but one is unused by torch's kernels for CUDA."""
+    *others, unused, debug_mask = results
+    if isinstance(unused, Tensor) and unused.dim() == 0:
+        unused = unused.new_empty(_NOT_OURS_OFFSET + 1)[_NOT_OURS_OFFSET].copy_(unused)
+    return *others, unused, debug_mask
+
+
+def _for_torch(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A backward operator's arguments for torch's own kernel: the lse of a row without keys is +inf there."""
+    lse, dropout_p, rng_state = (arguments[place] for place in (_LSE, _DROPOUT_P, _RNG_STATE))
+    if dropout_p > 0 and rng_state.numel() == 2:
+        _check_whose(rng_state.view(torch.int64), is_ours=False)
+    return *arguments[:_LSE], lse.masked_fill(lse == -math.inf, math.inf), *arguments[_LSE + 1 :]
+
+
+def _sdpa_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    _check(query, value, return_debug_mask)
+    seed = draw_seed(query.device) if dropout_p > 0 else None
+    with torch.no_grad():
+        out, lse = attention(
+            query,
+            key,
+            value,
+            causal=is_causal,
+            dropout_p=dropout_p,
+            dropout_seed=seed,
+            scale=scale,
+            return_lse=True,
+        )
+        out = _lying_like(query, out)
+    rng_state, unused, debug_mask = _auxiliary(query, seed)
+    return out, lse, None, None, query.shape[2], key.shape[2], rng_state, unused, debug_mask
+
+
+def _sdpa_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """``max_q`` and ``max_k`` say nothing: context parallel passes those of the whole beside blocks."""
+    grads = attention_backward(
+        grad_out,
+        query,
+        key,
+        value,
+        out,
+        logsumexp.contiguous(),
+        window=(-1, 0 if is_causal else -1),
+        dropout_p=dropout_p,
+        dropout_seed=_seed_of(philox_seed, dropout_p),
+        scale=scale,
+    )
+    return tuple(map(_lying_like, (query, key, value), grads))
+
+
+def _flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, ...]:
+    _check(query, value, return_debug_mask)
+    is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    for name, given in (("alibi_slopes", alibi_slopes), ("seqused_k", seqused_k), ("block_table", block_table)):
+        if given is None:
+            continue
+        if is_recorded:
+            raise InputError(
+                f"{name}: expected None beside tensors that require gradients, got a tensor: torch's backward operator "
+                "is not told of it; fastattn.attention and attention_varlen have its gradients"
+            )
+        if cum_seq_q is None and name != "alibi_slopes":
+            raise InputError(f"{name}: expected None beside tensors [B, S, H, D], got a tensor; packed ones have it")
+    window = bounds((window_size_left, window_size_right), is_causal)
+    seed = draw_seed(query.device) if dropout_p > 0 else None
+    options: dict[str, Any] = {
+        "window": window,
+        "alibi_slopes": alibi_slopes,
+        "dropout_p": dropout_p,
+        "dropout_seed": seed,
+        "scale": scale,
+        "return_lse": True,
+    }
+    alibi: Alibi | None
+    with torch.no_grad():
+        if cum_seq_q is None:
+            q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+            out, lse = attention(q, k, v, **options)
+            out = out.transpose(1, 2)
+            alibi = alibi_of_dense(alibi_slopes, window, q.shape[2], k.shape[2], k.shape[2])
+        else:
+            k, v, packed = packed_keys(key, value, cum_seq_q, cum_seq_k, max_q, max_k, seqused_k, block_table)
+            is_invariant = num_splits == 1
+            out, lse = attention_varlen(
+                query, k, v, *packed, block_table=block_table, batch_invariant=is_invariant, **options
+            )
+            alibi = alibi_of_packed(alibi_slopes, window, query.shape[0], packed)
+        if alibi is not None:
+            lse = lse - alibi.left_out()
+        out = _lying_like(query, out)
+    return out, lse, *_auxiliary(query, seed)
+
+
+def _flash_forward_inplace(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    **options: Any,
+) -> Tensor:
+    if dropout_p > 0:
+        raise InputError(f"dropout_p: expected 0 in _flash_attention_forward_no_dropout_inplace, got {dropout_p}")
+    if out.shape != query.shape or out.dtype != query.dtype:
+        came = f"{out.dtype} {list(out.shape)}"
+        raise InputError(f"out: expected the query's shape and dtype, {query.dtype} {list(query.shape)}, got {came}")
+    sizes = (cum_seq_q, cum_seq_k, max_q, max_k)
+    result, lse, *_ = _flash_forward(query, key, value, *sizes, 0.0, is_causal, return_debug_mask, **options)
+    with torch.no_grad():
+        out.copy_(result)
+    return lse
+
+
+def _flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:
+    tensors = (grad_out, query, key, value, out)
+    packed = None
+    if cum_seq_q is None:
+        tensors = tuple(tensor.transpose(1, 2) for tensor in tensors)  # type: ignore[assignment]
+    else:
+        packed = Packed(cum_seq_q, _given("cum_seq_k", cum_seq_k), max_q, max_k)
+    grads = attention_backward(
+        *tensors,
+        logsumexp.contiguous(),
+        packed=packed,
+        window=bounds((window_size_left, window_size_right), is_causal),
+        dropout_p=dropout_p,
+        dropout_seed=_seed_of(rng_state, dropout_p),
+        scale=scale,
+    )
+    if packed is None:
+        grads = tuple(grad.transpose(1, 2) for grad in grads)  # type: ignore[assignment]
+    return tuple(map(_lying_like, (query, key, value), grads))
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "_scaled_dot_product_flash_attention": _sdpa_forward,
+    "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
+    "_flash_attention_forward": _flash_forward,
+    "_flash_attention_forward_no_dropout_inplace": _flash_forward_inplace,
+    "_flash_attention_backward": _flash_backward,
+}
+
+
+def packed_keys(
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+) -> tuple[Tensor, Tensor, Packed]:
+    """Keys, values and offsets as ``attention_varlen`` takes them; pages come as ``[num_pages, page_size, H, D]``.
+
+    ``seqused_k``: int32 ``[B]``, how many keys of each sequence there are, the first ones.
+    """
+    row = "[total_k, Hkv, D]" if block_table is None else "[num_pages, page_size, Hkv, D]"
+    for name, tensor, layout in (
+        ("key", key, row),
+        ("value", value, row),
+        ("cum_seq_q", cum_seq_q, "[B + 1]"),
+        ("seqused_k", seqused_k, "[B]"),
+    ):
+        check_tensor(name, tensor, optional=name == "seqused_k")
+        if tensor is not None:
+            check_rank(name, tensor, layout)
+    if seqused_k is not None:
+        check_dtype("seqused_k", seqused_k, (torch.int32,))
+        check_same_device("seqused_k", seqused_k, key.device)
+        check_shape("seqused_k", seqused_k, (cum_seq_q.shape[0] - 1,), "[B]")
+    if block_table is not None:
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+        if seqused_k is not None:
+            cum_seq_k = F.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
+    cum_seq_k = _given("cum_seq_k", cum_seq_k)
+    if seqused_k is not None and block_table is None:
+        order, cum_seq_k, _ = used_first(cum_seq_k, seqused_k, key.shape[0])
+        key, value = key[order], value[order]
+    return key, value, Packed(cum_seq_q, cum_seq_k, max_q, max_k)
+
+
+def _given(name: str, offsets: Tensor | None) -> Tensor:
+    if offsets is None:
+        raise InputError(f"{name}: expected the offsets of the keys, or seqused_k and a block_table, got None")
+    return offsets
+
+
+def _check(query: Tensor, value: Tensor, return_debug_mask: bool) -> None:
+    """What fastattn's functions would take, or do not have."""
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    expect(value_dim == head_dim, "value", f"the query's head dim {head_dim}, as torch's operators have it", value_dim)
+    expect(not return_debug_mask, "return_debug_mask", "False, since fastattn keeps no probabilities", "True")
+
+
+def _lying_like(like: Tensor, result: Tensor) -> Tensor:
+    """``result`` as ``torch.empty_like(like)`` would lie in memory: compiled graphs rely on it."""
+    if result.stride() == like.stride():
+        return result
+    wanted = torch.empty_like(like)
+    return result if result.stride() == wanted.stride() else wanted.copy_(result)
+
+
+# --- dropout --------------------------------------------------------------------------------------------------------
+
+
+def _auxiliary(query: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """``rng_state``, torch's unused tensor and the debug mask, which is empty."""
+    state = torch.zeros(2, dtype=torch.int64, device=query.device)
+    if seed is not None:
+        state[0], state[1] = seed, _OUR_RNG_STATE
+    unused = torch.zeros((), dtype=torch.uint64, device=query.device)
+    return state.view(torch.uint64), unused, query.new_empty(0)
+
+
+def _seed_of(rng_state: Tensor, dropout_p: float) -> Tensor | None:
+    if dropout_p == 0:
+        return None
+    state = rng_state.view(torch.int64)
+    _check_whose(state, is_ours=True)
+    return state[0]
+
+
+def _check_whose(rng_state: Tensor, is_ours: bool) -> None:
+    """Without reading it back: a wrong one stops the device."""
+    torch._assert_async(
+        (rng_state[1] == _OUR_RNG_STATE) == is_ours,
+        "rng_state: the forward pass with dropout ran in another implementation of flash attention than its backward "
+        "pass; call torch_flash.enable() and disable() between steps",
+    )

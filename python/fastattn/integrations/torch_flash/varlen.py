@@ -1,0 +1,67 @@
+"""``torch.nn.attention.varlen.varlen_attn`` by its signature, in every version of torch, with fastattn's autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fastattn.checks import check_rank, check_tensor
+from fastattn.errors import InputError
+from fastattn.functional.attention import attention_varlen
+from fastattn.integrations.torch_flash.operators import packed_keys
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over packed sequences; a causal mask is ``window_size=(-1, 0)``.
+
+    Args:
+        query: ``[total_q, Hq, D]``; key and value: ``[total_k, Hkv, D]``, or with a ``block_table`` pages ``[num_pages,
+            page_size, Hkv, D]`` of any size. cu_seq_q, cu_seq_k: int32 ``[B + 1]``; the latter may be None beside
+            ``seqused_k`` and a ``block_table``.
+        return_aux: ``torch.nn.attention.varlen.AuxRequest``: with ``lse=True`` the lse is returned, too.
+        enable_gqa: whether Hkv may be less than Hq.
+        seqused_k: int32 ``[B]``: how many keys of each sequence there are, the first ones. Without pages it copies
+            the keys, and has gradients.
+        block_table: int32 ``[B, max_pages]``: the pages of each sequence.
+        num_splits: 1 gives a sequence the same bits whatever else is in the batch; other numbers say nothing.
+
+    Returns:
+        ``[total_q, Hq, D]``, and with ``return_aux`` the lse, fp32 ``[Hq, total_q]``, as torch's operator has it.
+
+    Raises:
+        InputError, TypeError: an argument that the host can see is wrong.
+    """
+    check_tensor("query", query)
+    check_rank("query", query, "[total_q, Hq, D]")
+    key, value, packed = packed_keys(key, value, cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table)
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if heads != kv_heads and not enable_gqa:
+        raise InputError(f"key: expected the query's {heads} heads without enable_gqa, got {kv_heads}")
+    return attention_varlen(
+        query,
+        key,
+        value,
+        *packed,
+        block_table=block_table,
+        window=window_size,
+        scale=scale,
+        return_lse=return_aux is not None and bool(return_aux.lse),
+        batch_invariant=num_splits == 1,
+    )
