@@ -1,5 +1,7 @@
 #include "allocations.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -25,6 +27,24 @@ uint64_t first_other(uint64_t begin, uint64_t bytes, unsigned char value) {
     const auto* const data = reinterpret_cast<const unsigned char*>(begin);
     if (bytes == 0 || (data[0] == value && std::memcmp(data, data + 1, bytes - 1) == 0)) return bytes;
     return static_cast<uint64_t>(std::find_if(data, data + bytes, [=](auto byte) { return byte != value; }) - data);
+}
+
+// Large blocks are pages of their own, which go back at once: malloc would keep them, and how many depends on what else is
+// in its heap.
+constexpr uint64_t kLargeBytes = 1 << 20;
+
+// nullptr: there is no memory.
+void* take_memory(uint64_t bytes) {
+    void* begin = nullptr;
+    if (bytes < kLargeBytes)
+        return posix_memalign(&begin, TrackedAllocations::kAlignment, bytes) == 0 ? begin : nullptr;
+    begin = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return begin == MAP_FAILED ? nullptr : begin;
+}
+
+void give_memory_back(uint64_t begin, uint64_t bytes) {
+    if (bytes < kLargeBytes) return std::free(reinterpret_cast<void*>(begin));
+    munmap(reinterpret_cast<void*>(begin), bytes);
 }
 
 void fill(uint64_t begin, uint64_t end, unsigned char value) {
@@ -53,8 +73,8 @@ uint64_t TrackedAllocations::outer_bytes(const Block& block) {
 void* TrackedAllocations::allocate(size_t bytes) noexcept {
     if (bytes == 0) return nullptr;
     const uint64_t zone_bytes = zone_bytes_of(bytes);
-    void* raw = nullptr;
-    if (bytes > SIZE_MAX / 2 || posix_memalign(&raw, kAlignment, round_up(bytes) + 2 * zone_bytes) != 0) return nullptr;
+    const void* raw = bytes > SIZE_MAX / 2 ? nullptr : take_memory(round_up(bytes) + 2 * zone_bytes);
+    if (raw == nullptr) return nullptr;
     const uint64_t begin = reinterpret_cast<uint64_t>(raw) + zone_bytes;
     Block block{begin, begin + bytes, zone_bytes, 0, {}};
     fill(begin - zone_bytes, begin, kZonePattern);
@@ -83,7 +103,7 @@ void TrackedAllocations::release_oldest() {
     const Block& block = quarantine_.front();
     check_poison(block);
     quarantine_bytes_ -= outer_bytes(block);
-    std::free(reinterpret_cast<void*>(block.begin - block.zone_bytes));
+    give_memory_back(block.begin - block.zone_bytes, outer_bytes(block));
     quarantine_.pop_front();
 }
 
