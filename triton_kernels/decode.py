@@ -400,3 +400,25 @@ def attention_decode(
             enable_fp_fusion=True,
         )
     return out, lse
+
+
+def attention_split_keys(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """`attention_decode` over keys ``[B, Hkv, Sk, D]`` and values ``[B, Hkv, Sk, Dv]`` that are all there, copied where
+    a kernel cannot read them."""
+    key, value = readable(key), readable(value)
+    lengths = torch.full((key.shape[0],), key.shape[2], dtype=torch.int32, device=key.device)
+    nothing = (None,) * 4
+    return attention_decode(
+        query, key, value, lengths, *nothing, False, *nothing[:3], alibi_slopes, sinks,
+        scale, window_left, window_right, softcap, 0, False,
+    )  # fmt: skip

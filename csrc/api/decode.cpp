@@ -244,6 +244,18 @@ std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor
     return {out, lse};
 }
 
+std::tuple<Tensor, Tensor> attention_split_keys(Tensor query, Tensor key, Tensor value,
+                                                std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
+                                                double scale, int64_t window_left, int64_t window_right,
+                                                double softcap) {
+    const Tensor lengths = torch::stable::new_empty(query, {key.size(0)}, ScalarType::Int);
+    torch::stable::fill_(lengths, static_cast<double>(key.size(2)));
+    return attention_decode(query, aligned(key), aligned(value), lengths, std::nullopt, std::nullopt, std::nullopt,
+                            std::nullopt, /*rotary_interleaved=*/false, std::nullopt, std::nullopt, std::nullopt,
+                            alibi_slopes, sinks, scale, window_left, window_right, softcap, /*num_splits=*/0,
+                            /*batch_invariant=*/false);
+}
+
 }  // namespace fastattn
 
 #endif  // FASTATTN_ARCH_80

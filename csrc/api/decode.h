@@ -1,4 +1,5 @@
-// The native kernels behind fastattn::attention_decode; its schema is in bindings.cpp.
+// The native kernels behind fastattn::attention_decode and fastattn::attention_split_keys; their schemas are in
+// bindings.cpp.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -21,5 +22,12 @@ std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor
                                             std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
                                             double scale, int64_t window_left, int64_t window_right, double softcap,
                                             int64_t num_splits, bool batch_invariant);
+
+// The same over keys [B, Hkv, Sk, D] and values [B, Hkv, Sk, Dv] that are all there: nothing is written. They are copied
+// where a kernel cannot read them.
+std::tuple<Tensor, Tensor> attention_split_keys(Tensor query, Tensor key, Tensor value,
+                                                std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
+                                                double scale, int64_t window_left, int64_t window_right,
+                                                double softcap);
 
 }  // namespace fastattn

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 import fastattn
 from cuda_kernels import MARKS
@@ -85,12 +87,57 @@ def test_the_drop_in_decodes_where_its_mask_is_decodings() -> None:
     assert torch.equal(drop_in(query, key, value), fastattn.attention(query, key, value))
 
 
-def test_vmap_and_compile_keep_to_the_tiled_kernel() -> None:
+def test_vmap_keeps_to_the_tiled_kernel() -> None:
     query, key, value = inputs(1, heads=(2, 2))
     expected = fastattn.attention(query, key, value)
-    for run in (
-        torch.func.vmap(lambda q, k, v: fastattn.attention(q[None], k[None], v[None])[0]),
-        torch.compile(fastattn.attention, fullgraph=True, backend="eager"),
-    ):
-        with fastattn.use_backend("cuda"):
-            assert torch.allclose(run(query, key, value), expected, rtol=1e-2, atol=1e-3)
+    mapped = torch.func.vmap(lambda q, k, v: fastattn.attention(q[None], k[None], v[None])[0])
+    with fastattn.use_backend("cuda"):
+        assert torch.allclose(mapped(query, key, value), expected, rtol=1e-2, atol=1e-3)
+
+
+def operators_of(graph: torch.fx.GraphModule) -> set[str]:
+    return {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_compiled_graphs_decode_and_copy_nothing(backend: str) -> None:
+    """Few keys make another graph, of the tiled kernel; keys of another length take the graph that is there."""
+    torch._dynamo.reset()
+    namespace = {"cuda": "fastattn", "triton": "fastattn_triton"}[backend]
+    graphs: list[set[str]] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(operators_of(graph))
+        return make_boxed_func(graph.forward)
+
+    compiled = torch.compile(
+        lambda *tensors: fastattn.attention(*tensors, causal=True),
+        fullgraph=True,
+        dynamic=True,
+        backend=aot_autograd(fw_compiler=keep),
+    )
+    with fastattn.use_backend(backend), torch.no_grad():
+        for num_keys in (1100, 1200, 40):
+            tensors = inputs(4, num_keys=num_keys)
+            torch.testing.assert_close(compiled(*tensors), fastattn.attention(*tensors, causal=True), rtol=0, atol=1e-2)
+    assert [next(op for op in graph if op.startswith(namespace)) for graph in graphs] == [
+        f"{namespace}.attention_split_keys.default",
+        f"{namespace}.attention_forward.default",
+    ]
+    assert not any("clone" in op or "copy" in op or "auto_functionalized" in op for graph in graphs for op in graph)
+
+
+def test_an_exported_program_serves_every_length() -> None:
+    class Attend(torch.nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+            return fastattn.attention(query, key, value)
+
+    of_keys = {2: torch.export.Dim("keys", min=2, max=5000)}
+    with fastattn.use_backend("cuda"), torch.no_grad():
+        program = torch.export.export(Attend(), inputs(1), dynamic_shapes=(None, of_keys, of_keys))
+        fixed = torch.export.export(Attend(), inputs(1))
+        for num_keys in (1100, 60):
+            tensors = inputs(1, num_keys=num_keys)
+            torch.testing.assert_close(program.module()(*tensors), fastattn.attention(*tensors), rtol=0, atol=1e-2)
+    assert "fastattn.attention_forward.default" in operators_of(program.graph_module)
+    assert "fastattn.attention_split_keys.default" in operators_of(fixed.graph_module)

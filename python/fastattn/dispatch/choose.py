@@ -45,8 +45,7 @@ def choose(call: Call) -> Choice:
     if forward_ad._current_level >= 0 and call.only_torch is None:  # a kernel would drop the tangents silently
         call = call._replace(only_torch=reasons.FORWARD_MODE)
     is_compiling = torch.compiler.is_compiling()
-    # The decoding operator has no rule for vmap; a graph may serve many lengths.
-    if is_compiling or torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active():  # flash-decoding has no rule for vmap
         call = call._replace(may_decode=False)
     if is_compiling:  # tensors have no addresses to look at
         decided = _decide(call, forced, _torch_is_asked_for(call))
@@ -152,11 +151,23 @@ def _as_decoding(backend: str, call: Call, device_facts: DeviceFacts) -> Call | 
     if call.op != "attention" or not call.may_decode or not call.features <= _DECODED:
         return None
     batch, heads, kv_heads, num_queries, num_keys = call.sizes
-    if min(batch, heads) < 1 or not 1 <= num_queries <= _FEW_QUERIES or num_keys < _MANY_KEYS:
+    conditions = (batch > 0, heads > 0, num_queries > 0, num_queries <= _FEW_QUERIES, num_keys >= _MANY_KEYS)
+    if not (_hold_in_graph(conditions) if torch.compiler.is_compiling() else all(conditions)):
         return None
     rows = num_queries * (heads // kv_heads)
     decoding = call._replace(op="decode", sizes=(rows, call.dtype.itemsize, 0))
     return decoding if reason_against(backend, decoding, device_facts) is None else None
+
+
+def _hold_in_graph(conditions: tuple[Any, ...]) -> bool:
+    """Whether all conditions on sizes hold. torch.compile makes another graph where they do not; an exported program is
+    one for all sizes that it takes, and only what holds for all of these counts."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
+
+    for condition in conditions:
+        if not (statically_known_true(condition) if torch.compiler.is_exporting() else guard_or_false(condition)):
+            return False
+    return True
 
 
 def _as_prefilling(backend: str, call: Call, device_facts: DeviceFacts) -> Call | None:
@@ -171,9 +182,9 @@ def _as_prefilling(backend: str, call: Call, device_facts: DeviceFacts) -> Call 
 def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str, Any]:
     """The kernel's name and its tile, for ``explain``."""
     tile: Any
+    if torch.compiler.is_compiling():  # nobody reads it there, and the graph would be one for a range of sizes
+        return call.op, None
     if backend == "cuda":
-        if torch.compiler.is_compiling():  # nobody reads it there, and the graph would be one for a range of sizes
-            return call.op, None
         kernel = _native_kernel(call, device_facts)
         return kernel, native.KERNELS.get(kernel)
     from fastattn.triton_kernels import tiles

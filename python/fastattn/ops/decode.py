@@ -1,4 +1,5 @@
-"""The operator ``attention_decode``: appends to a key-value cache in place and attends over it."""
+"""Flash-decoding: the operators ``attention_decode``, which appends to a key-value cache in place and attends over it,
+and ``attention_split_keys``, which writes nothing."""
 
 from __future__ import annotations
 
@@ -40,6 +41,26 @@ class DecodeArguments(NamedTuple):
     batch_invariant: bool = False
 
 
+class SplitKeysArguments(NamedTuple):
+    """The arguments of ``attention_split_keys``: query ``[B, Hq, Sq, D]``, all keys ``[B, Hkv, Sk, D]`` and values."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    scale: float = 1.0
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+
+
+def attention_split_keys(backend: str, arguments: SplitKeysArguments) -> tuple[Tensor, Tensor]:
+    """Output and lse. Not differentiable."""
+    results: tuple[Tensor, Tensor] = call(backend, "attention_split_keys", arguments)
+    return results
+
+
 def attention_decode(backend: str, arguments: DecodeArguments) -> tuple[Tensor, Tensor]:
     """Output and lse; appends to the caches in place. Not differentiable."""
     results: tuple[Tensor, Tensor] = call(backend, "attention_decode", arguments)
@@ -61,4 +82,22 @@ def _flops(*args: Any, **kwargs: Any) -> int:
     return attention_flops(batch * heads * num_queries * capacity, head_dim, given.v_cache[-1])
 
 
+def _fake_split_keys(*args: Any) -> tuple[Tensor, Tensor]:
+    given = SplitKeysArguments(*args)
+    return _fake(given.query, given.key, given.value, None)
+
+
+def _split_keys_flops(*args: Any, **kwargs: Any) -> int:
+    given: Any = SplitKeysArguments(*args, **kwargs)
+    batch, heads, num_queries, head_dim = given.query
+    return attention_flops(batch * heads * num_queries * given.key[2], head_dim, given.value[-1])
+
+
 register("attention_decode", arguments=DecodeArguments, triton_module="decode", fake=_fake, flops=_flops)
+register(
+    "attention_split_keys",
+    arguments=SplitKeysArguments,
+    triton_module="decode",
+    fake=_fake_split_keys,
+    flops=_split_keys_flops,
+)

@@ -115,6 +115,11 @@ def _decode(call: OperatorCall) -> Work:
     return result._replace(is_upper_bound=True)
 
 
+def _split_keys(call: OperatorCall) -> Work:
+    query, key, itemsize = call["query"].shape, call["key"].shape, call["query"].itemsize
+    return work.attention_decode(query, key[1], call["value"].shape[-1], key[0] * key[2], itemsize, itemsize, False)
+
+
 def _append(call: OperatorCall) -> Work:
     new = [call[name] for name in ("k_new", "v_new") if call[name].is_tensor]
     written = sum(math.prod(each.shape) for each in new) * call["k_cache"].itemsize
@@ -161,6 +166,7 @@ _WORK: dict[str, dict[str, Callable[[OperatorCall], Work | None]]] = {
         "split": _decode,
         "combine": _unknown,
     },
+    "attention_split_keys": {"split": _split_keys, "combine": _unknown},
     "int8_matmul": {"merge": _unknown, "forward": _int8, "int8_matmul": _int8},
     "int8_matmul_grad_input": {"merge": _unknown, "grad_input": _int8},
 }
