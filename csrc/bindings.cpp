@@ -25,7 +25,8 @@ DEFINE_OPERATORS(FASTATTN_NAMESPACE, m) {
         "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
         "Tensor? dropout_seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, "
         "float scale, int window_left, int window_right, bool top_left, float softcap, float dropout_p, "
-        "Tensor? block_table=None, bool batch_invariant=False) -> (Tensor out, Tensor lse)");
+        "Tensor? block_table=None, bool batch_invariant=False, bool return_max_logit=False) "
+        "-> (Tensor out, Tensor lse, Tensor max_logit)");
 
     m.def(
         "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
@@ -39,6 +40,11 @@ DEFINE_OPERATORS(FASTATTN_NAMESPACE, m) {
         "Tensor? v_new, Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, Tensor? block_table, "
         "Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor? alibi_slopes, Tensor? sinks, float scale, int window_left, "
         "int window_right, float softcap, int num_splits, bool batch_invariant) -> (Tensor out, Tensor lse)");
+
+    m.def(
+        "attention_split_keys(Tensor query, Tensor key, Tensor value, Tensor? alibi_slopes, Tensor? sinks, float "
+        "scale, "
+        "int window_left, int window_right, float softcap) -> (Tensor out, Tensor lse)");
 
     m.def(
         "int8_matmul(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? residual, str activation, "
@@ -56,5 +62,6 @@ DEFINE_KERNELS(FASTATTN_NAMESPACE, FASTATTN_DISPATCH_KEY, m) {
     m.impl("int8_matmul", TORCH_BOX(&fastattn::int8_matmul));
     m.impl("int8_matmul_grad_input", TORCH_BOX(&fastattn::int8_matmul_grad_input));
     m.impl("attention_decode", TORCH_BOX(&fastattn::attention_decode));
+    m.impl("attention_split_keys", TORCH_BOX(&fastattn::attention_split_keys));
 }
 #endif

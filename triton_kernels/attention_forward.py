@@ -155,7 +155,8 @@ def _spoiled_values(
     ]
 )  # fmt: skip
 def attention_forward_kernel(
-    query, key, value, output, lse, bias, alibi_slopes, sinks, dropout_seed, cu_seqlens_q, cu_seqlens_k, block_table,
+    query, key, value, output, lse, max_logits, bias, alibi_slopes, sinks, dropout_seed,
+    cu_seqlens_q, cu_seqlens_k, block_table,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om, stride_lb, stride_lh,
     stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_b,
@@ -164,7 +165,7 @@ def attention_forward_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, NEGATE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, NEGATE: tl.constexpr, MAX_LOGIT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (query tiles * B * Hq), the tiles of one head side by side so that they share its keys in L2."""
     UNIT: tl.constexpr = LOG2_E if BIAS != ADDITIVE_BIAS else 1.0
@@ -210,7 +211,7 @@ def attention_forward_kernel(
         seed = tl.load(dropout_seed)
     row_max = tl.full([BLOCK_M], -INF, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if SINKS:  # a key that every row has seen already, and that has no value
+    if SINKS and not MAX_LOGIT:  # a key that every row has seen already, and that has no value
         sink = tl.load(sinks + head) * UNIT
         row_max = tl.zeros([BLOCK_M], tl.float32) + sink
         row_sum += tl.where(sink == -INF, 0.0, 1.0)
@@ -243,6 +244,18 @@ def attention_forward_kernel(
             window_left, window_right, scale, softcap, seed, dropout_threshold, HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
             BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, PAGE_SIZE, MASKED=True,
         )  # fmt: skip
+
+    if MAX_LOGIT:
+        in_sequence = first_row + tl.arange(0, BLOCK_M) < seqlen_q
+        tl.atomic_max(max_logits + head, tl.max(tl.where(in_sequence, row_max * NATURAL, -INF), 0), sem="relaxed")
+        if SINKS:  # not before: it is no score
+            sink = tl.load(sinks + head) * UNIT
+            new_max = tl.maximum(row_max, sink)
+            shift = tl.where(new_max == -INF, 0.0, new_max)
+            rescale = tl.exp2((row_max - shift) * (LOG2_E / UNIT))
+            row_sum = row_sum * rescale + tl.exp2((sink - shift) * (LOG2_E / UNIT))
+            out = out * rescale[:, None]
+            row_max = new_max
 
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row without keys: 0 / 1, and lse = -inf + log(1)
     factor = 1.0 / row_sum
@@ -291,15 +304,16 @@ def attention_forward(
     dropout_p: float,
     block_table: Tensor | None = None,
     batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor]:
+    return_max_logit: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Launch `attention_forward_kernel`: the op ``attention_forward`` of csrc/bindings.cpp, arguments already checked.
 
     Dense: query ``[B, Hq, Sq, D]``, key ``[B, Hkv, Sk, D]``, value ``[B, Hkv, Sk, Dv]``; packed: ``[total, H, D]`` with
     int32 ``cu_seqlens [B + 1]``; with int32 ``block_table [B, max_pages]`` key and value are pages, ``[num_pages, Hkv,
     page_size, D]``. bias ``[B|1, Hq|1, Sq|1, Sk|1]`` bool or floating; alibi_slopes fp32 ``[B|1, Hq]``;
     sinks fp32 ``[Hq]``; a negative window is unbounded. Returns (out in query's dtype and order of dims, lse fp32 in
-    nats ``[B, Hq, Sq]`` or ``[Hq, total_q]``). Programs never share the keys of a row, so that results are
-    ``batch_invariant`` always.
+    nats ``[B, Hq, Sq]`` or ``[Hq, total_q]``, the largest scores fp32 ``[Hq]``, or ``[0]`` where they are not wanted).
+    Programs never share the keys of a row, so that results are ``batch_invariant`` always.
     """
     num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
     if cu_seqlens_q is not None:
@@ -311,8 +325,9 @@ def attention_forward(
         batch, max_seqlen_q, max_seqlen_k = query.shape[0], query.shape[2], key.shape[2]
         out = empty_like_heads(query, value_dim)
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    max_logit = lse.new_full((num_heads if return_max_logit else 0,), -float("inf"))
     if lse.numel() == 0:
-        return out, lse
+        return out, lse, max_logit
     options = score_options(
         bias, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, window_left, window_right, top_left, softcap, dropout_p
     )
@@ -331,10 +346,12 @@ def attention_forward(
         "PAGE_SIZE": 0 if block_table is None else max(1, key.shape[2]),
         "output": out,
         "lse": lse,
+        "max_logits": max_logit if return_max_logit else None,
+        "MAX_LOGIT": return_max_logit,
         **strides("o", out),
         **lse_strides(lse),
         **attention_constexprs(tile, head_dim, value_dim, **options),
     }  # fmt: skip
     num_programs = ceil_div(max_seqlen_q, tile.block_m) * batch * num_heads
     launch(attention_forward_kernel, num_programs, arguments)
-    return out, lse
+    return out, lse, max_logit

@@ -28,22 +28,23 @@ constexpr double kLog2E = 1.4426950408889634;
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor value, std::optional<Tensor> bias,
-                                             std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
-                                             std::optional<Tensor> dropout_seed, std::optional<Tensor> cu_seqlens_q,
-                                             std::optional<Tensor> cu_seqlens_k, int64_t max_seqlen_q,
-                                             int64_t max_seqlen_k, double scale, int64_t window_left,
-                                             int64_t window_right, bool top_left, double softcap, double dropout_p,
-                                             std::optional<Tensor> block_table, bool batch_invariant) {
+std::tuple<Tensor, Tensor, Tensor> attention_forward(
+    Tensor query, Tensor key, Tensor value, std::optional<Tensor> bias, std::optional<Tensor> alibi_slopes,
+    std::optional<Tensor> sinks, std::optional<Tensor> dropout_seed, std::optional<Tensor> cu_seqlens_q,
+    std::optional<Tensor> cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, int64_t window_left,
+    int64_t window_right, bool top_left, double softcap, double dropout_p, std::optional<Tensor> block_table,
+    bool batch_invariant, bool return_max_logit) {
     const AttentionSizes sizes =
         check_attention(kOp, query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                         attention_forward_options_kernels().largest_head_dim(), block_table);
     Tensor out = empty_like_heads(query, sizes.value_dim), lse = empty_rows(query);
+    Tensor max_logit = torch::stable::new_empty(query, {return_max_logit ? query.size(1) : 0}, ScalarType::Float);
+    if (return_max_logit) torch::stable::fill_(max_logit, -std::numeric_limits<double>::infinity());
     if (sizes.is_packed) {  // rows that belong to no sequence
         torch::stable::zero_(out);
         torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
     }
-    if (lse.numel() == 0) return {out, lse};
+    if (lse.numel() == 0) return {out, lse, max_logit};
 
     const Tensor aligned_query = aligned(query), aligned_key = aligned(key), aligned_value = aligned(value);
     AttentionForwardParams attention{};
@@ -54,6 +55,7 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
     attention.value = heads_view<const uint16_t>(kOp, "value", aligned_value, key_sequences);
     attention.out = heads_view<uint16_t>(kOp, "out", out, sizes.query_sequences());
     attention.lse = rows_view(lse, attention.query);
+    if (return_max_logit) attention.max_logits = static_cast<float*>(max_logit.data_ptr());
     attention.packed = packed_params(kOp, query, key, cu_seqlens_q, cu_seqlens_k);
     if (block_table) attention.paged = paged_params(kOp, key, value, block_table);
 
@@ -81,7 +83,7 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor va
                            static_cast<uint64_t*>(arrivals->data_ptr()), launch_token()};
     }
     kernel.launch(attention, device.stream());
-    return {out, lse};
+    return {out, lse, max_logit};
 }
 
 }  // namespace fastattn

@@ -11,14 +11,14 @@ namespace fastattn {
 
 using torch::stable::Tensor;
 
-// Returns out [B, Hq, Sq, Dv] and lse [B, Hq, Sq]; packed, [total_q, Hq, Dv] and [Hq, total_q]. Raises for every option
+// Returns out [B, Hq, Sq, Dv], lse [B, Hq, Sq] and the largest scores [Hq], or [0] where these are not wanted; packed,
+// the first two are [total_q, Hq, Dv] and [Hq, total_q]. Raises for every option
 // that the native kernels lack: the dispatcher sends those calls elsewhere.
-std::tuple<Tensor, Tensor> attention_forward(Tensor query, Tensor key, Tensor value, std::optional<Tensor> bias,
-                                             std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
-                                             std::optional<Tensor> dropout_seed, std::optional<Tensor> cu_seqlens_q,
-                                             std::optional<Tensor> cu_seqlens_k, int64_t max_seqlen_q,
-                                             int64_t max_seqlen_k, double scale, int64_t window_left,
-                                             int64_t window_right, bool top_left, double softcap, double dropout_p,
-                                             std::optional<Tensor> block_table, bool batch_invariant);
+std::tuple<Tensor, Tensor, Tensor> attention_forward(
+    Tensor query, Tensor key, Tensor value, std::optional<Tensor> bias, std::optional<Tensor> alibi_slopes,
+    std::optional<Tensor> sinks, std::optional<Tensor> dropout_seed, std::optional<Tensor> cu_seqlens_q,
+    std::optional<Tensor> cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, int64_t window_left,
+    int64_t window_right, bool top_left, double softcap, double dropout_p, std::optional<Tensor> block_table,
+    bool batch_invariant, bool return_max_logit);
 
 }  // namespace fastattn

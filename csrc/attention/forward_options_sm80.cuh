@@ -18,6 +18,7 @@
 #include "attention/tiles_sm80.h"
 #include "device/dropout.cuh"
 #include "device/fragment.cuh"
+#include "device/largest_score.cuh"
 #include "device/nonfinite.cuh"
 #include "device/paged_rows.cuh"
 #include "device/ptx/cp_async.cuh"
@@ -51,6 +52,7 @@ struct alignas(128) ForwardOptionsStorageSm80 {
     uint16_t sK[Config::kBlockN * Config::kRowElements];  // swizzled
     uint16_t sV[Config::kBlockN * Config::kRowElements];  // swizzled
     KeyPortion portion;
+    LargestScores<Config::kNumWarps> largest_scores;
     static_assert((Config::kBlockM + 2 * Config::kBlockN) * Config::kRowElements * 2 <= 99 << 10,
                   "sm_86, sm_89, sm_120");
 };
@@ -91,6 +93,8 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     // Tiles that every row sees all of.
     const int32_t begin_full = scores.has_bias() ? end_tile : ceil_div(last_sees.begin, kBlockN);
     const int32_t end_full = first_sees.end / kBlockN;
+
+    if (attention.max_logits != nullptr) shared.largest_scores.start(rows.length - warp_row);
 
     OnlineSoftmax<kTilesM, /*kInNats=*/true> softmax(kLog2E);
     if (options.sinks != nullptr && portion.part == 0) {  // once for all parts of a tile
@@ -163,6 +167,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         scores.template to_scores<kMasked>(rS, warp_row, first_key, lane);
         if (some_absent) mask_absent(rS, table, first_key, lane);
         const auto max = maxima_of_lane(rS);
+        if (attention.max_logits != nullptr) shared.largest_scores.take(max);
         if (softmax.is_outgrown_by(max)) rescale(rO, softmax.follow(max));
         softmax.exponentiate(rS);
         if (options.dropout_seed != nullptr) dropout.drop(rS, warp_row, first_key, lane);
@@ -195,6 +200,9 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     const KeyPortion& own = shared.portion;
     const QueryTile out_tile = query_tile(attention, kBlockM, own.piece, own.is_cut);
     const Sequence out_rows = query_rows(attention, out_tile.batch);
+    if (attention.max_logits != nullptr) {
+        shared.largest_scores.leave(attention.max_logits + out_tile.head, /*factor=*/1.0f);
+    }
     if (own.num_parts > 1) {  // other CTAs have the other keys
         const PlaceOfTile place{out_tile, out_rows, out_tile.idx * kBlockM};
         const PartRowsSm80<kBlockM, kHeadDim, kDataType> part_rows{attention, place, factor};

@@ -16,7 +16,7 @@
 #include <cstdint>
 
 #include "attention/forward.h"
-#include "attention/forward_parts_sm90.cuh"
+#include "attention/forward_common_sm90.cuh"
 #include "attention/paged_tiles_sm90.cuh"
 #include "device/bias_tile.cuh"
 #include "device/dropout.cuh"
@@ -56,7 +56,11 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
         if (warp == 0) find_share(shared, all_params, lane);
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
         __syncwarp();  // waits until the share is in shared memory
-        produce(shared, all_params, rank, cluster_size, warp, lane);
+        produce(shared, all_params, rank, cluster_size, warp, lane, [&](const RowsOfCta& work, int32_t first_key) {
+            prefetch_bias(options.bias, work.batch, work.head, work.first_row,
+                          min(work.num_rows() - work.first_row, Config::kBlockM), first_key,
+                          min(work.keys.length - first_key, kBlockN), lane);
+        });
         __syncwarp();
         wait_for_cluster(cluster_size);  // as below
         return;
@@ -93,6 +97,8 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
 
         const MissingPages<Config> missing(shared, params, work, tiles, warpgroup);
 
+        if (params.max_logits != nullptr) shared.largest_scores.start(work.num_rows() - own_row);
+
         // Q·Kᵀ of a tile becomes scores in nats, -inf where a row does not see a key.
         const auto to_scores = [&](int32_t first_key, bool is_masked) {
             scores.template to_scores<false>(rS, own_row, first_key, lane);
@@ -110,6 +116,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
                 const bool is_masked = num_left > missing.num_unmasked();
                 to_scores(first_key, is_masked);
                 const auto max = maxima_of_lane(rS);
+                if (params.max_logits != nullptr) shared.largest_scores.take(max);
                 const bool grows = softmax.is_outgrown_by(max);
                 RowNumbers<1> factor{{{1.0f, 1.0f}}};
                 if (grows) factor = softmax.follow(max);
@@ -140,6 +147,9 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
         }
 
         // Epilogue.
+        if (params.max_logits != nullptr) {
+            shared.largest_scores.leave(params.max_logits + work.head, /*factor=*/1.0f);
+        }
         if (tile.parts.count > 1) {
             consumer.leave_part(params, tile, rO, softmax);
         } else {

@@ -24,6 +24,7 @@
 #include "attention/part_rows.cuh"
 #include "attention/tiles_sm80.h"
 #include "device/fragment.cuh"
+#include "device/largest_score.cuh"
 #include "device/mask.cuh"
 #include "device/nonfinite.cuh"
 #include "device/ptx/cp_async.cuh"
@@ -62,6 +63,7 @@ struct alignas(128) ForwardStorageSm80 {
     KeyTiles tiles;
     int32_t num_keys;
     KeyPortion portion;
+    LargestScores<Config::kNumWarps> largest_scores;
 };
 
 template <int kHeadDim, DataType kDataType>
@@ -76,7 +78,6 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
 
     // Prologue: which query rows of which sequence, and which keys they see.
     const int warp = warp_in_cta(), lane = threadIdx.x % kWarpSize;
-    const PackedParams& packed = params.packed;
     if (params.parts.values == nullptr) {
         if (ptx::tid_x() == 0) shared.portion = {false, true, blockIdx.x, 0, 1};
     } else if (warp == 0) {
@@ -100,6 +101,8 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         shared.tiles = tiles;
         shared.num_keys = keys.length;
     }
+
+    if (params.max_logits != nullptr) shared.largest_scores.start(rows.length - first_row - warp * kWarpM);
 
     // Scores are multiplied by |scale|, so that they grow with Q·Kᵀ, whose maximum softmax takes; Q gets the sign, or
     // 0.
@@ -163,10 +166,11 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         };
         if constexpr (!Config::kLoadsKeysLate) load_next_k();
 
-        const KeyRange* seen_by = &shared.sees[warp * kWarpM];
+        const KeyRange* seen_by = &shared.sees[ptx::tid_x() / kWarpSize * kWarpM];
         const int32_t first_key = shared.tiles.tile(num_left) * kBlockN;
         if constexpr (kMasked) mask_columns(rS, seen_by, first_key, lane);
         const auto max = maxima_of_lane(rS);
+        if (params.max_logits != nullptr) shared.largest_scores.take(max);
         if (softmax.is_outgrown_by(max)) rescale(rO, softmax.follow(max));
         softmax.exponentiate(rS);
         if (some_nonfinite) {
@@ -201,6 +205,9 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     const KeyPortion& own = shared.portion;
     const QueryTile out_tile = query_tile(params, kBlockM, own.piece, own.is_cut);
     const Sequence out_rows = query_rows(params, out_tile.batch);
+    if (params.max_logits != nullptr) {
+        shared.largest_scores.leave(params.max_logits + out_tile.head, fabsf(params.scores.scale));
+    }
     if (own.num_parts > 1) {  // other CTAs have the other keys
         using Rows = PartRowsSm80<kBlockM, kHeadDim, kDataType>;
         const Rows part_rows{params, {out_tile, out_rows, out_tile.idx * kBlockM}};

@@ -26,7 +26,7 @@
 #include <cstdint>
 
 #include "attention/forward.h"
-#include "attention/forward_parts_sm90.cuh"
+#include "attention/forward_common_sm90.cuh"
 #include "attention/paged_tiles_sm90.cuh"
 #include "device/mask.cuh"
 #include "device/ptx/setmaxnreg.cuh"
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         if (warp == 0) find_share(shared, all_params, lane);
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
         __syncwarp();  // waits until the share is in shared memory
-        produce(shared, all_params, rank, cluster_size, warp, lane);
+        produce(shared, all_params, rank, cluster_size, warp, lane, [](const RowsOfCta&, int32_t) {});
         __syncwarp();
         wait_for_cluster(cluster_size);  // as below
         return;
@@ -97,6 +97,9 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         const MissingPages<Config> missing(shared, params, work, tiles, warpgroup);
         // Asked in the loops, it costs these their uniform registers.
         const int32_t num_unmasked = warp_uniform(missing.num_unmasked());
+        if (params.max_logits != nullptr) shared.largest_scores.start(work.num_rows() - own_row);
+        // Tiles of which nobody wants the maxima.
+        const int32_t num_fast = params.max_logits == nullptr ? num_unmasked : 0;
 
         // S of a tile that may be masked, or of the first, becomes rP[0]. Leaves no product in flight.
         const auto exact_softmax = [&](int32_t num_left) {
@@ -105,6 +108,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
                 mask_own_columns(rS, seen_by, missing.present(first_key, lane), first_key, lane);
             }
             const auto max = maxima_of_lane(rS);
+            if (params.max_logits != nullptr) shared.largest_scores.take(max);
             const bool grows = softmax.is_outgrown_by(max);
             RowNumbers<1> factor{{{1.0f, 1.0f}}};
             if (grows) factor = softmax.follow(max);
@@ -153,7 +157,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             exact_softmax(num_left);
             separate_nonfinite_values(num_left);
             // Masked tiles, and one more where the number of others is odd.
-            for (--num_left; num_left > num_unmasked || num_left % 2 != 0; --num_left) {
+            for (--num_left; num_left > num_fast || num_left % 2 != 0; --num_left) {
                 consumer.start_qk(rS);
                 consumer.start_pv(rO, rP[0]);
                 consumer.template wait_qk<1>(rS);
@@ -174,6 +178,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         }
 
         // Epilogue.
+        if (params.max_logits != nullptr) shared.largest_scores.leave(params.max_logits + work.head, fabsf(scale));
         if (tile.parts.count > 1) {
             consumer.leave_part(params, tile, rO, softmax);
         } else {

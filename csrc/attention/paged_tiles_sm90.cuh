@@ -18,7 +18,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "attention/forward_parts_sm90.cuh"
+#include "attention/forward_common_sm90.cuh"
 #include "device/paged_rows.cuh"
 #include "device/ptx/cp_async.cuh"
 #include "device/ptx/mbarrier.cuh"
@@ -127,13 +127,13 @@ __device__ __forceinline__ void publish_gathered(ForwardStorageSm90<Config>& sha
         });
 }
 
-// The producer's warpgroup, whose warps are 0 to 3.
-template <typename Config>
+// The producer's warpgroup, whose warps are 0 to 3. ahead: see produce_boxes(); not called where rows are gathered.
+template <typename Config, typename Ahead>
 __device__ __forceinline__ void produce(ForwardStorageSm90<Config>& shared,
                                         const AttentionForwardParamsSm90& all_params, int rank, int cluster_size,
-                                        int warp, int lane) {
+                                        int warp, int lane, Ahead&& ahead) {
     if (all_params.key_box_rows > 0) {
-        if (warp == 0) produce_boxes(shared, all_params, rank, cluster_size, lane);
+        if (warp == 0) produce_boxes(shared, all_params, rank, cluster_size, lane, ahead);
     } else if (warp > 0) {
         gather_rows(shared, all_params, warp - 1, lane);
     } else {

@@ -1,5 +1,5 @@
 // The bias of one tile of scores, as a warp of a warpgroup holds them, with as many registers as a bias of 16 bits needs: it
-// is loaded while Q·Kᵀ is computed, and added afterwards. One of 32 bits does not fit beside Q·Kᵀ and is loaded as it is
+// is loaded while Q·Kᵀ is computed, from the L2 cache, where the producer has brought it, and added afterwards. One of 32 bits does not fit beside Q·Kᵀ and is loaded as it is
 // added. Tiles that lie inside of the keys are loaded two neighbouring keys at a time, where the bias allows it, without any
 // comparison. What lies outside is never read.
 #pragma once
@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "device/fragment.cuh"
+#include "device/ptx/prefetch.cuh"
 #include "device/scores.cuh"
 
 namespace fastattn {
@@ -27,7 +28,7 @@ struct BiasTile {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int32_t row = min(first_row + accumulator_row(lane) + 8 * half, scores.num_rows - 1);
-            rows[half] = scores.bias + row * view.row_stride * scores.bias_bytes();
+            rows[half] = scores.bias + row * view.row_stride * view.element_bytes();
         }
     }
 
@@ -124,5 +125,23 @@ struct BiasTile {
         }
     }
 };
+
+// One warp, ahead of those that load it: brings the bias of a tile, of num_rows by num_keys scores, into the L2 cache. Does
+// nothing where its keys do not lie side by side in memory.
+__device__ __forceinline__ void prefetch_bias(const BiasView& view, int32_t batch, int32_t head, int32_t first_row,
+                                              int32_t num_rows, int32_t first_key, int32_t num_keys, int lane) {
+    constexpr int kSectorBytes = 32;
+    if (view.kind == BiasView::Kind::kNone || view.key_stride != 1) return;
+    const int64_t element_bytes = view.element_bytes(), bytes_between_rows = view.row_stride * element_bytes;
+    const char* gTile = static_cast<const char*>(view.data) + first_row * bytes_between_rows +
+                        (batch * view.batch_stride + head * view.head_stride + first_key) * element_bytes;
+    const int32_t rows = view.row_stride == 0 ? 1 : num_rows, row_bytes = num_keys * static_cast<int>(element_bytes);
+    const int32_t sectors = (row_bytes + kSectorBytes - 1) / kSectorBytes;
+#pragma unroll 1
+    for (int32_t i = lane; i < rows * sectors; i += kWarpSize) {
+        const int32_t row = i / sectors;
+        ptx::prefetch_global_L2(gTile + row * bytes_between_rows + (i - row * sectors) * kSectorBytes);
+    }
+}
 
 }  // namespace fastattn

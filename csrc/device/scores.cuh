@@ -32,13 +32,9 @@ struct HeadScores {
           num_rows(num_rows),
           slope(params.alibi_slopes == nullptr ? 0.0f : params.alibi_slopes[batch * params.alibi_batch_stride + head]),
           bias(static_cast<const char*>(params.bias.data) +
-               (batch * params.bias.batch_stride + head * params.bias.head_stride) * bias_bytes()) {}
+               (batch * params.bias.batch_stride + head * params.bias.head_stride) * params.bias.element_bytes()) {}
 
     __device__ __forceinline__ bool has_bias() const { return params.bias.kind != BiasKind::kNone; }
-
-    __device__ __forceinline__ int64_t bias_bytes() const {
-        return params.bias.kind == BiasKind::kBool ? 1 : params.bias.kind == BiasKind::kFloat32 ? 4 : 2;
-    }
 
     // The bits of one element, which are of type T.
     template <typename T>

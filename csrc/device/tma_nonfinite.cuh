@@ -9,14 +9,14 @@
 
 namespace fastattn {
 
-// Whether a thread's share, among those of a warpgroup, holds NaN or infinity: times 0 they are NaN, which stays.
-template <DataType kDataType, typename Tile>
+// Whether the share of one of kThreads threads holds NaN or infinity: times 0 they are NaN, which stays.
+template <DataType kDataType, typename Tile, int kThreads>
 __device__ __forceinline__ bool tile_has_nonfinite(const uint16_t* sTile, int thread) {
-    constexpr int kThreads = 128;
-    static_assert(Tile::kBytes % (kThreads * kChunkBytes) == 0, "the same number of chunks for every thread");
+    constexpr int kChunks = Tile::kBytes / kChunkBytes;
     uint32_t sums[4] = {};
 #pragma unroll
-    for (int i = 0; i < Tile::kBytes / kChunkBytes / kThreads; ++i) {
+    for (int i = 0; i < (kChunks + kThreads - 1) / kThreads; ++i) {
+        if (kChunks % kThreads != 0 && i * kThreads + thread >= kChunks) break;
         const uint4 pairs = reinterpret_cast<const uint4*>(sTile)[i * kThreads + thread];
         const uint32_t each[] = {pairs.x, pairs.y, pairs.z, pairs.w};
 #pragma unroll

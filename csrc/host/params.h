@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "host/divisor.h"
+#include "host/host_device.h"
 
 struct CUstream_st;  // what a cudaStream_t points to
 
@@ -41,6 +42,10 @@ struct BiasView {
     Kind kind;
     int64_t batch_stride, head_stride, row_stride, key_stride;
     bool in_pairs;  // those of keys 2i and 2i + 1 lie side by side, aligned to the size of both
+
+    FASTATTN_HOST_DEVICE int64_t element_bytes() const {
+        return kind == Kind::kBool ? 1 : kind == Kind::kFloat32 ? 4 : 2;
+    }
 };
 
 // Packed sequences: views then have a batch of sequences, a batch stride of 0 and the bound of all lengths as rows.
@@ -100,6 +105,7 @@ struct AttentionForwardParams {
     HeadsView<const uint16_t> value;  // [B, Hkv, Sk, Dv]
     HeadsView<uint16_t> out;          // [B, Hq, Sq, Dv]
     RowsView lse;                     // [B, Hq, Sq], natural logarithm
+    float* max_logits;                // [Hq], -inf before the launch; or null: nobody wants the largest scores
     PackedParams packed;
     ScoreParams scores;
     float scale_log2;         // the absolute value of scores.scale, times log2(e), or 1 where that is 0

@@ -627,7 +627,7 @@ def op_arguments(**changes: Any) -> dict[str, Any]:
     """Of the raw op, by name."""
     case = Case(shape=(2, 4, 2, 5, 7), head_dims=(64, 64))
     problem = make_problem(case)
-    out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+    out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
     schema = torch.ops.fastattn.attention_backward.default._schema
     names = [argument.name for argument in schema.arguments]
     return {**dict(zip(names, backward_arguments(case, problem, out, lse), strict=True)), **changes}
@@ -708,7 +708,7 @@ def test_a_bias_gradient_nobody_asked_for_is_not_computed() -> None:
 def test_opcheck(index: int) -> None:
     case = [Case(shape=(2, 4, 2, 20, 30)), combination(2), replace(PACKED_CASES[1], sinks=False)][index]
     problem = make_problem(case)
-    out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+    out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
     with checked():
         torch.library.opcheck(
             torch.ops.fastattn.attention_backward.default, backward_arguments(case, problem, out, lse)

@@ -92,7 +92,7 @@ PLAIN_CASES = [
 def run(case: Case, **launching: Any) -> dict[str, Tensor]:
     problem = make_problem(case)
     with checked(**launching):
-        out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+        out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
     return {"out": out, "lse": lse}
 
 
@@ -138,7 +138,7 @@ def test_windows_and_sinks_leave_nan_in_masked_keys_alone() -> None:
     problem.key[60:70], problem.value[60:70] = torch.nan, torch.inf  # row i of the first sees 60 + i to 85 + i
     problem.value[150 + 140 :][:5] = torch.nan  # row i of the second sees 150 + i to 175 + i
     with checked():
-        out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+        out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
     rows = torch.cat([torch.arange(10, 70), torch.arange(70, 100)])
     assert torch.equal(out[rows], clean["out"][rows]) and torch.equal(lse[:, rows], clean["lse"][:, rows])
     assert out[:10].isnan().all()
@@ -152,7 +152,7 @@ def test_offsets_in_device_memory_are_not_trusted(broken: tuple[int, ...]) -> No
     problem.cu_seqlens_q = torch.tensor(broken, dtype=torch.int32, device=DEVICE)
     problem.cu_seqlens_k = torch.tensor(broken[::-1], dtype=torch.int32, device=DEVICE)
     with checked(**({"races": False} if EMULATED else {})):
-        out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+        out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
     assert not out.isnan().any() and not lse.isnan().any()
 
 
@@ -176,7 +176,7 @@ def test_masked_keys_have_no_influence(case: Case, spoiled: str, dtype: torch.dt
     for tensor in (problem.key, problem.value):
         tensor[:, :, at] = float(spoiled)
     with checked():
-        out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+        out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
     row = torch.arange(case.shape[3])[:, None] + case.shape[4] - case.shape[3]
     left, right = (side if side >= 0 else 10**6 for side in case.window)
     sees = ((row - left <= at) & (at <= row + right)).view(1, 1, -1).to(DEVICE)

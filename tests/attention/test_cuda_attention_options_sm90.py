@@ -47,7 +47,7 @@ def changes_scores(case: Case) -> bool:
 def run(case: Case, **launching: Any) -> dict[str, Tensor]:
     problem = make_problem(case)
     with checked(**launching):
-        out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+        out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
     return {"out": out, "lse": lse}
 
 
@@ -130,7 +130,7 @@ def test_each_kind_of_bias(kind: torch.dtype, keys: int, expanded: tuple[int, ..
     bias = ~masked if kind == torch.bool else bias.to(kind).masked_fill(masked, -torch.inf)
     bias = bias.to(DEVICE).expand(1, 2, 70, keys)
     with checked():
-        out, lse = torch.ops.fastattn.attention_forward(
+        out, lse, _ = torch.ops.fastattn.attention_forward(
             query, key, value, bias, None, None, None, None, None, 70, keys, 0.2, -1, -1, False, 0.0, 0.0, None
         )
     expected_out, expected_lse = fastattn.reference.attention(

@@ -39,7 +39,7 @@ each_head_dim = pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
 def run(case: Case, **launching: Any) -> dict[str, Tensor]:
     problem = make_problem(case)
     with checked(**launching):
-        out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+        out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
     return {"out": out, "lse": lse}
 
 
@@ -146,7 +146,7 @@ def test_masked_keys_have_no_influence(spoiled: str, head_dims: Dims, dtype: tor
     problem, clean, at = make_problem(case), run(case), 170
     problem.key[:, :, at], problem.value[:, :, at] = float(spoiled), float(spoiled)
     with checked(seed=sum(head_dims)):
-        out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+        out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
     assert torch.equal(out[:, :, :at], clean["out"][:, :, :at]) and torch.equal(lse[..., :at], clean["lse"][..., :at])
     if spoiled == "nan":
         assert out[:, :, at:].isnan().all()
@@ -159,7 +159,7 @@ def test_what_stands_beyond_a_sequence_has_no_influence() -> None:
     problem.value[150 + 140 :][:5] = torch.nan  # row i of the second sees 150 + 170 + i - 20 and later ones
     problem.key[:40] = torch.nan  # row i of the first sees 60 + i to 85 + i
     with checked():
-        out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+        out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
     assert torch.equal(out, clean["out"]) and torch.equal(lse, clean["lse"])
 
 
@@ -170,7 +170,7 @@ def test_offsets_in_device_memory_are_not_trusted(broken: tuple[int, ...]) -> No
     problem.cu_seqlens_q = torch.tensor(broken, dtype=torch.int32, device=DEVICE)
     problem.cu_seqlens_k = torch.tensor(broken[::-1], dtype=torch.int32, device=DEVICE)
     with checked(**({"races": False} if EMULATED else {})):
-        out, lse = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+        out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
     assert not out.isnan().any() and not lse.isnan().any()
 
 

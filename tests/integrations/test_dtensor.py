@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import fastattn
 import two_processes
@@ -109,6 +109,20 @@ def check_uneven_heads(rank: int, mesh: DeviceMesh) -> None:
         torch.testing.assert_close(out.full_tensor(), fastattn.attention(query, *keys))
 
 
+def check_largest_scores(rank: int, mesh: DeviceMesh) -> None:
+    """Each rank has those of its heads, or of its batch entries: the largest of these are the whole's."""
+    tensors = query_key_value()
+    with fastattn.use_backend("torch"):
+        out, wanted = fastattn.attention(*tensors, return_max_logit=True)
+        for placement, of_result in ((Shard(0), Partial("max")), (Shard(1), Shard(0)), (Replicate(), Replicate())):
+            spread = [distribute_tensor(tensor, mesh, [placement]) for tensor in tensors]
+            for return_lse in (False, True):
+                came = fastattn.attention(*spread, return_lse=return_lse, return_max_logit=True)
+                assert came[-1].placements == (of_result,) and len(came) == 2 + return_lse
+                torch.testing.assert_close(came[-1].full_tensor(), wanted)
+                torch.testing.assert_close(came[0].full_tensor(), out)
+
+
 def check_tensors_on_their_way(rank: int, mesh: DeviceMesh) -> None:
     """What is gathered asynchronously is waited for, and goes to the kernels."""
     half = query_key_value(dtype=torch.float16)
@@ -176,18 +190,19 @@ def check_operators(rank: int, mesh: DeviceMesh) -> None:
         ({"sinks": random(HEADS, dtype=torch.float32), "bias": random(1, HEADS, 6, 7, dtype=torch.float16)}, Shard(1)),
     ]
     for options, placement in cases:
-        arguments = AttentionArguments(query, key, value, scale=0.25, **options)
-        out, lse = forward(*arguments)
+        arguments = AttentionArguments(query, key, value, scale=0.25, return_max_logit=True, **options)
+        out, lse, max_logit = forward(*arguments)
         spread = AttentionArguments(
             *(
                 distribute_tensor(a, mesh, [placement if index < 3 else Replicate()]) if isinstance(a, Tensor) else a
                 for index, a in enumerate(arguments)
             )
         )
-        local_out, local_lse = forward(*spread)
+        local_out, local_lse, local_max = forward(*spread)
         assert local_out.placements == local_lse.placements == (placement,)
         torch.testing.assert_close(local_out.full_tensor(), out, **NEAR)
         torch.testing.assert_close(local_lse.full_tensor(), lse, **NEAR)
+        torch.testing.assert_close(local_max.full_tensor(), max_logit, **NEAR)
 
         def gradients(given: AttentionArguments, *results: Tensor, has_bias: bool) -> Any:
             names = [name for name in AttentionBackwardArguments._fields if name in given._fields]
@@ -210,7 +225,7 @@ def check_operators(rank: int, mesh: DeviceMesh) -> None:
             torch.testing.assert_close(ours.full_tensor(), theirs, **NEAR)
     # KV heads that two ranks cannot share: the rule offers no split of heads.
     spread_three = [distribute_tensor(random(1, h, 4, DIM, dtype=torch.float16), mesh, [Shard(1)]) for h in (12, 3, 3)]
-    out, _ = forward(*AttentionArguments(*spread_three, scale=0.25))
+    out, _, _ = forward(*AttentionArguments(*spread_three, scale=0.25))
     plain = [tensor.full_tensor() for tensor in spread_three]
     torch.testing.assert_close(out.full_tensor(), forward(*AttentionArguments(*plain, scale=0.25))[0], **NEAR)
 
@@ -251,6 +266,7 @@ def test_two_processes_compute_what_one_does() -> None:
     checks = [
         check_attention,
         check_uneven_heads,
+        check_largest_scores,
         check_tensors_on_their_way,
         check_varlen,
         check_drop_in,

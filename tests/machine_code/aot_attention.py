@@ -78,6 +78,7 @@ def argument_types(
         "cu_seqlens_q": of_pages,
         "cu_seqlens_k": of_pages,
         "block_table": of_pages,
+        "max_logits": "none",
         "stride_bias_n": "i32",
     }
     types = {}
@@ -107,6 +108,7 @@ def build(
     constexprs |= {
         "PAGE_SIZE": page_size,
         "NEGATE": False,
+        "MAX_LOGIT": False,
         "GRAD_LSE": True,
         "SUM_BATCHES": True,
         "SUM_HEADS": False,

@@ -27,9 +27,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("native_library")]  # th
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 SCHEMA_ARGUMENTS = {
-    "attention_forward": 19,
+    "attention_forward": 20,
     "attention_backward": 23,
     "attention_decode": 20,
+    "attention_split_keys": 9,
     "int8_matmul": 7,
     "int8_matmul_grad_input": 4,
 }

@@ -172,7 +172,7 @@ def backward_arguments(
 
 def run_ops(ops: Any, case: Case, problem: Problem, deterministic: bool = True) -> dict[str, Tensor]:
     """Forward and backward of ``torch.ops.fastattn`` or of a module that has functions of these names."""
-    out, lse = ops.attention_forward(*forward_arguments(case, problem))
+    out, lse, _ = ops.attention_forward(*forward_arguments(case, problem))
     gradients = ops.attention_backward(*backward_arguments(case, problem, out, lse, deterministic))
     return dict(zip(RESULTS, (out, lse, *gradients), strict=True))
 

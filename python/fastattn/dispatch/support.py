@@ -28,6 +28,7 @@ FEATURES: dict[str, dict[str, str]] = {
         "sinks": "attention sinks",
         "dropout": "dropout",
         "slope gradients": "the gradient of ALiBi slopes",
+        "max logit": "the largest score of each head (return_max_logit)",
     },
     "decode": {
         "gqa": "grouped-query attention (fewer KV heads than query heads)",

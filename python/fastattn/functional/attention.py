@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 
-from fastattn import reference, run
-from fastattn.checks import (
-    check_bool,
-    check_tensor,
-    device_checks_are_on,
-    expect,
-    is_distributed,
-)
-from fastattn.dispatch.choose import choose
-from fastattn.dispatch.recording import note
+from fastattn.checks import check_bool, check_tensor, is_distributed
 from fastattn.functional import nested
-from fastattn.functional.attention_checks import (
-    UNBOUNDED,
-    CheckedCall,
-    Options,
-    Tensors,
-    check_call,
-    check_offsets,
-    check_pages,
-    check_uncopied,
-)
-from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
-from fastattn.functional.checked_once import CheckedOnce
+from fastattn.functional.attend import attend
+from fastattn.functional.attention_checks import UNBOUNDED, Options, Tensors
 from fastattn.functional.distributed_tensors import attend_over_distributed
-from fastattn.functional.dropout_seed import draw_seed, seed_tensor
-from fastattn.functional.torch_sdpa import attend, attend_packed, can_express_now
-from fastattn.ops.attention import AttentionArguments
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class _Options(TypedDict, total=False):
+    """Those that do not change what is returned."""
+
+    causal: bool
+    window: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    dropout_p: float
+    dropout_seed: int | Tensor | None
+    scale: float | None
+    deterministic: bool | None
+
+
+class _DenseOptions(_Options, total=False):
+    bias: Tensor | None
+
+
+class _PackedOptions(_Options, total=False):
+    block_table: Tensor | None
+    batch_invariant: bool
 
 
 @overload
@@ -42,17 +46,9 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    causal: bool = ...,
-    window: tuple[int, int] = ...,
-    softcap: float = ...,
-    bias: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: int | Tensor | None = ...,
-    scale: float | None = ...,
     return_lse: Literal[False] = ...,
-    deterministic: bool | None = ...,
+    return_max_logit: Literal[False] = ...,
+    **options: Unpack[_DenseOptions],
 ) -> Tensor: ...
 
 
@@ -62,17 +58,9 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    causal: bool = ...,
-    window: tuple[int, int] = ...,
-    softcap: float = ...,
-    bias: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: int | Tensor | None = ...,
-    scale: float | None = ...,
     return_lse: Literal[True],
-    deterministic: bool | None = ...,
+    return_max_logit: Literal[False] = ...,
+    **options: Unpack[_DenseOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -82,18 +70,34 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    causal: bool = ...,
-    window: tuple[int, int] = ...,
-    softcap: float = ...,
-    bias: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: int | Tensor | None = ...,
-    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[True],
+    **options: Unpack[_DenseOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    **options: Unpack[_DenseOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
     return_lse: bool = ...,
-    deterministic: bool | None = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    return_max_logit: bool = ...,
+    **options: Unpack[_DenseOptions],
+) -> Tensor | tuple[Tensor, ...]: ...
 
 
 def attention(
@@ -111,8 +115,9 @@ def attention(
     dropout_seed: int | Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     deterministic: bool | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention, ``softmax(mask(bias + softcap(scale * Q K^T))) V``, tiled (Dao, "FlashAttention-2", 2023).
 
     Args:
@@ -129,20 +134,23 @@ def attention(
             tensor of one element on the device, by default drawn from torch's generator.
         scale: by default ``1 / sqrt(D)``.
         return_lse: also return the natural log of each row's softmax denominator, differentiable.
+        return_max_logit: also return the largest score of each head that a row of the batch sees, after scale, softcap,
+            bias and mask, without sinks: what QK-clip watches (Kimi K2, 2025, section 2.1). NaN counts as nothing.
         deterministic: whether gradients have the same bits every time; by default what
             ``torch.use_deterministic_algorithms`` says.
 
     Returns:
-        ``[B, Hq, Sq, Dv]``, and with ``return_lse`` the lse, ``[B, Hq, Sq]``, float32 (float64 for float64 inputs). A
-        row that sees no key has output 0, lse -inf (or its sink) and gradient 0.
+        ``[B, Hq, Sq, Dv]``, then with ``return_lse`` the lse, ``[B, Hq, Sq]``, then with ``return_max_logit`` the
+        largest scores, ``[Hq]``, both float32 (float64 for float64 inputs). A row that sees no key has output 0, lse
+        -inf (or its sink) and gradient 0; a head of such rows has the largest score -inf.
 
     Raises:
         InputError, TypeError: an argument that the host can see is wrong.
     """
     tensors = (query, key, value, bias, alibi_slopes, sinks, None, None, None)
-    options = Options(0, 0, causal, window, softcap, dropout_p, scale)
+    options = Options(0, 0, causal, window, softcap, dropout_p, scale, return_max_logit)
     if type(query) is Tensor and not query.is_nested:
-        return _attend(tensors, options, dropout_seed, deterministic, return_lse)
+        return attend(tensors, options, dropout_seed, deterministic, return_lse)
     return _attend_over_wrapped(tensors, options, dropout_seed, deterministic, return_lse)
 
 
@@ -156,18 +164,9 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    block_table: Tensor | None = ...,
-    causal: bool = ...,
-    window: tuple[int, int] = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: int | Tensor | None = ...,
-    scale: float | None = ...,
     return_lse: Literal[False] = ...,
-    deterministic: bool | None = ...,
-    batch_invariant: bool = ...,
+    return_max_logit: Literal[False] = ...,
+    **options: Unpack[_PackedOptions],
 ) -> Tensor: ...
 
 
@@ -181,18 +180,9 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    block_table: Tensor | None = ...,
-    causal: bool = ...,
-    window: tuple[int, int] = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: int | Tensor | None = ...,
-    scale: float | None = ...,
     return_lse: Literal[True],
-    deterministic: bool | None = ...,
-    batch_invariant: bool = ...,
+    return_max_logit: Literal[False] = ...,
+    **options: Unpack[_PackedOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -206,19 +196,42 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    block_table: Tensor | None = ...,
-    causal: bool = ...,
-    window: tuple[int, int] = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: int | Tensor | None = ...,
-    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[True],
+    **options: Unpack[_PackedOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    **options: Unpack[_PackedOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
     return_lse: bool = ...,
-    deterministic: bool | None = ...,
-    batch_invariant: bool = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    return_max_logit: bool = ...,
+    **options: Unpack[_PackedOptions],
+) -> Tensor | tuple[Tensor, ...]: ...
 
 
 def attention_varlen(
@@ -240,9 +253,10 @@ def attention_varlen(
     dropout_seed: int | Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     deterministic: bool | None = None,
     batch_invariant: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """``attention`` over sequences of different lengths, packed one after the other without padding.
 
     With a ``block_table`` the keys and values lie in the pages of a cache: prompts are taken in chunk by chunk, ragged,
@@ -265,7 +279,8 @@ def attention_varlen(
             batch does not fill shares out the keys of long sequences, as all lengths together have it.
 
     Returns:
-        ``[total_q, Hq, Dv]``, and with ``return_lse`` the lse, ``[Hq, total_q]``.
+        ``[total_q, Hq, Dv]``, then with ``return_lse`` the lse, ``[Hq, total_q]``, and with ``return_max_logit`` the
+        largest scores, ``[Hq]``.
 
     Raises:
         InputError, TypeError: an argument that the host can see is wrong.
@@ -274,15 +289,15 @@ def attention_varlen(
     check_tensor("cu_seqlens_k", cu_seqlens_k)
     check_tensor("block_table", block_table, optional=True)
     tensors = (query, key, value, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table)
-    options = Options(max_seqlen_q, max_seqlen_k, causal, window, softcap, dropout_p, scale)
+    options = Options(max_seqlen_q, max_seqlen_k, causal, window, softcap, dropout_p, scale, return_max_logit)
     batch_invariant = check_bool("batch_invariant", batch_invariant)
 
-    def attend(local: Tensors) -> Tensor | tuple[Tensor, Tensor]:
-        return _attend(local, options, dropout_seed, deterministic, return_lse, batch_invariant)
+    def attend_to(local: Tensors) -> Tensor | tuple[Tensor, ...]:
+        return attend(local, options, dropout_seed, deterministic, return_lse, batch_invariant)
 
     if type(query) is not Tensor and is_distributed(query):
-        return attend_over_distributed(tensors, dropout_p, dropout_seed, attend)
-    return attend(tensors)
+        return attend_over_distributed(tensors, options, dropout_seed, return_lse, attend_to)
+    return attend_to(tensors)
 
 
 def _attend_over_wrapped(
@@ -291,25 +306,26 @@ def _attend_over_wrapped(
     dropout_seed: int | Tensor | None,
     deterministic: bool | None,
     return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """A query that may be nested, or a DTensor."""
     query, key, value, bias, alibi_slopes, sinks, *_ = tensors
     check_tensor("query", query)
     if is_distributed(query):
         return attend_over_distributed(
             tensors,
-            options.dropout_p,
+            options,
             dropout_seed,
-            lambda local: _attend(local, options, dropout_seed, deterministic, return_lse),
+            return_lse,
+            lambda local: attend(local, options, dropout_seed, deterministic, return_lse),
         )
     if not query.is_nested:
-        return _attend(tensors, options, dropout_seed, deterministic, return_lse)
+        return attend(tensors, options, dropout_seed, deterministic, return_lse)
     if query.layout != torch.jagged:
         without_options = Options(0, 0, False, (UNBOUNDED, UNBOUNDED), 0.0, 0.0, options.scale)
         is_plain = tensors[3:6] == (None, None, None) and options == without_options and not return_lse
         return nested.attend_strided(query, key, value, is_plain, options.scale)
     packed = nested.unpack(query, key, value, bias)
-    result = _attend(
+    result = attend(
         (*packed[:3], None, alibi_slopes, sinks, packed.cu_seqlens_q, packed.cu_seqlens_k, None),
         options._replace(max_seqlen_q=packed.max_seqlen_q, max_seqlen_k=packed.max_seqlen_k),
         dropout_seed,
@@ -318,122 +334,7 @@ def _attend_over_wrapped(
     )
     if isinstance(result, Tensor):
         return packed.like_query(result)
-    out, lse = result
-    return packed.like_query(out), packed.like_query(lse.transpose(0, 1))
-
-
-def _attend(
-    tensors: Tensors,
-    options: Options,
-    dropout_seed: int | Tensor | None,
-    deterministic: bool | None,
-    return_lse: bool,
-    batch_invariant: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_tensor(name, tensor)
-    return_lse = check_bool("return_lse", return_lse)
-    if deterministic is not None:
-        deterministic = check_bool("deterministic", deterministic)
-    cast = autocast_dtype(query.device.type)
-    if cast is not None:
-        query = autocast_to(cast, query)
-        if block_table is None:  # pages are what they are
-            key, value = autocast_to(cast, key), autocast_to(cast, value)
-        if isinstance(bias, Tensor) and bias.dtype != torch.float32:  # float32 goes with every query: it stays exact
-            bias = autocast_to(cast, bias)
-        tensors = (query, key, value, bias, *tensors[4:])
-
-    checked = _checked_calls.get(tensors, options)
-    if cu_seqlens_q is not None and device_checks_are_on():
-        assert cu_seqlens_k is not None
-        check_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], checked.max_seqlens[0])
-        check_offsets(
-            "cu_seqlens_k", cu_seqlens_k, None if block_table is not None else key.shape[0], checked.max_seqlens[1]
-        )
-        if block_table is not None:
-            lengths, capacity = cu_seqlens_k.diff(), block_table.shape[1] * key.shape[2]
-            longest = max(lengths.tolist(), default=0)
-            expect(longest <= capacity, "block_table", f"room for the {longest} keys of a sequence", f"{capacity}")
-            check_pages(block_table, lengths, key.shape[0], key.shape[2])
-    seed = None
-    if checked.dropout_p > 0 and dropout_seed is not None:
-        seed = seed_tensor(dropout_seed, query.device)
-
-    choice = choose(checked.call)
-    if checked.dropout_p > 0 and seed is None:  # after the choice: explain must leave the generator alone
-        seed = draw_seed(query.device)
-    if choice.backend == "torch":
-        with without_autocast(query.device.type):
-            out, lse = _in_pytorch(tensors, checked, seed, return_lse, deterministic)
-    else:
-        if block_table is not None:
-            for name, pages in (("key", key), ("value", value)):
-                check_uncopied(name, pages, "pages are never copied")
-        out, lse = run.attention(
-            choice,
-            AttentionArguments(
-                query,
-                key,
-                value,
-                bias,
-                None if alibi_slopes is None else torch.atleast_2d(alibi_slopes.detach().float()),
-                None if sinks is None else sinks.float(),
-                seed,
-                cu_seqlens_q,
-                cu_seqlens_k,
-                *checked.max_seqlens,
-                checked.scale,
-                *checked.window,
-                False,
-                checked.softcap,
-                checked.dropout_p,
-                block_table,
-                batch_invariant,
-            ),
-            checked.needs_grad,
-            is_deterministic(deterministic),
-        )
-    note(checked.call.op, choice.backend, choice.kernel)
-    if not return_lse:
-        return out
-    assert lse is not None
-    return out, lse
-
-
-_checked_calls = CheckedOnce(check_call)
-
-
-def _in_pytorch(
-    tensors: Tensors, checked: CheckedCall, seed: Tensor | None, return_lse: bool, deterministic: bool | None
-) -> tuple[Tensor, Tensor | None]:
-    """Through PyTorch's own attention where that can express the call, else the reference; without lse from the
-    former."""
-    query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
-    max_seqlens = checked.max_seqlens
-    if checked.torch_can and not return_lse and can_express_now(checked.call, deterministic):
-        common = checked.window, checked.scale, "gqa" in checked.call.features
-        if cu_seqlens_q is None:
-            return attend(query, key, value, bias, *common), None
-        out = attend_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlens, *common)
-        if out is not None:
-            return out, None
-    options: dict[str, Any] = {
-        "window": checked.window,
-        "softcap": checked.softcap,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "dropout_p": checked.dropout_p,
-        "dropout_seed": seed,
-        "scale": checked.scale,
-    }
-    if cu_seqlens_q is None:
-        return reference.attention(query, key, value, bias=bias, **options)
-    return reference.attention_varlen(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, *max_seqlens, block_table=block_table, **options
-    )
-
-
-def is_deterministic(deterministic: bool | None) -> bool:
-    return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    out, *others = result
+    if return_lse:
+        others[0] = packed.like_query(others[0].transpose(0, 1))
+    return packed.like_query(out), *others

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fastattn import run
 from fastattn.dispatch.choose import choose
-from fastattn.functional.attention import attention, attention_varlen, is_deterministic
+from fastattn.functional.attend import is_deterministic
+from fastattn.functional.attention import attention, attention_varlen
 from fastattn.functional.attention_checks import Options, check_call
 from fastattn.functional.checked_once import CheckedOnce
 from fastattn.ops.attention import AttentionBackwardArguments

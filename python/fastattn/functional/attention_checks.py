@@ -46,6 +46,7 @@ class Options(NamedTuple):
     softcap: float
     dropout_p: float
     scale: float | None
+    return_max_logit: bool = False
 
 
 class CheckedCall(NamedTuple):
@@ -65,7 +66,7 @@ def check_call(tensors: Tensors, options: Options) -> CheckedCall:
     """Raises where the host can see that an argument is wrong."""
     names = ("query", "key", "value", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "block_table")
     query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
-    max_seqlen_q, max_seqlen_k, causal, window, softcap, dropout_p, scale = options
+    max_seqlen_q, max_seqlen_k, causal, window, softcap, dropout_p, scale, return_max_logit = options
     packed = cu_seqlens_q is not None
     for name, tensor in zip(names, tensors, strict=True):
         refuse_wrapped(name, tensor)
@@ -152,6 +153,8 @@ def check_call(tensors: Tensors, options: Options) -> CheckedCall:
         features.add("gqa")
     if value.shape[-1] != head_dim:
         features.add("value dim")
+    if check_bool("return_max_logit", return_max_logit):
+        features.add("max logit")
     if packed:
         features.add("varlen")
     if block_table is not None:

@@ -11,38 +11,46 @@ from torch import Tensor
 
 from fastattn.checks import is_distributed
 from fastattn.errors import InputError
+from fastattn.functional.attention_checks import Options
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 
 class Dims(NamedTuple):
-    """Where a tensor has its batch and its query heads (KV heads, of keys and values); None: it has none of these."""
+    """Where a tensor has its batch and its query heads (KV heads, of keys and values); None: it has none of these.
+
+    ``over_batch``: of a result without a batch, how it follows from the ranks', each of its own batch entries.
+    """
 
     batch: int | None
     heads: int | None
+    over_batch: str | None = None
 
 
 DENSE, PACKED, NEITHER = Dims(0, 1), Dims(None, 1), Dims(None, None)
 PER_HEAD = PACKED_LSE = Dims(None, 0)
+MAX_LOGIT = Dims(None, 0, "max")
 
 _Results = TypeVar("_Results")
 
 
 def attend_over_distributed(
     tensors: tuple[Any, ...],
-    dropout_p: float,
+    options: Options,
     dropout_seed: int | Tensor | None,
+    return_lse: bool,
     attend: Callable[[tuple[Any, ...]], _Results],
 ) -> _Results:
     """``attend`` over what each rank has of query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k
     and block_table; the first is a DTensor."""
-    if dropout_p and dropout_seed is None:
+    if options.dropout_p and dropout_seed is None:
         raise InputError(
             "dropout_seed: expected a seed beside DTensors, which has to be the same on each rank, got None"
         )
     _, _, _, bias, alibi_slopes, sinks, cu_seqlens_q, *_ = tensors
-    queries, results = (DENSE, (DENSE, DENSE)) if cu_seqlens_q is None else (PACKED, (PACKED, PACKED_LSE))
+    queries, lse = (DENSE, DENSE) if cu_seqlens_q is None else (PACKED, PACKED_LSE)
+    others = [of for of, wanted in ((lse, return_lse), (MAX_LOGIT, options.return_max_logit)) if wanted]
     dims = (
         *(queries,) * 3,
         dims_of_mask(_shape(bias)),
@@ -50,7 +58,7 @@ def attend_over_distributed(
         dims_of_options(_shape(sinks)),
         *(NEITHER,) * 3,
     )
-    return attend_locally(tensors, dims, results, dropout_p == 0, attend)
+    return attend_locally(tensors, dims, (queries, *others), options.dropout_p == 0, attend)
 
 
 def dims_of_options(shape: Sequence[int]) -> Dims:
@@ -138,7 +146,7 @@ def _kinds(tensors: tuple[DTensor, ...], dims: Dims, may_shard: bool) -> list[st
     shards = {"batch": 1, "heads": 1}
     for mesh_dim, placement in enumerate(query.placements):
         found = None
-        for kind, dim in dims._asdict().items():
+        for kind, dim in (("batch", dims.batch), ("heads", dims.heads)):
             if may_shard and dim is not None and type(placement) is Shard and placement.dim == dim:
                 count = shards[kind] * query.device_mesh.size(mesh_dim)
                 if all(tensor.dim() > dim and tensor.shape[dim] % count == 0 for tensor in tensors):
@@ -148,10 +156,17 @@ def _kinds(tensors: tuple[DTensor, ...], dims: Dims, may_shard: bool) -> list[st
 
 
 def _placements(kinds: list[str | None], dims: Dims) -> list[Placement]:
-    from torch.distributed.tensor import Replicate, Shard
+    return [placement(kind, dims) for kind in kinds]
 
-    own = [None if kind is None else getattr(dims, kind) for kind in kinds]
-    return [Replicate() if dim is None else Shard(dim) for dim in own]
+
+def placement(kind: str | None, dims: Dims) -> Placement:
+    """Of a tensor on a mesh dimension that splits the ``kind``."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    dim = {None: None, "batch": dims.batch, "heads": dims.heads}[kind]
+    if dim is not None:
+        return Shard(dim)
+    return Partial(dims.over_batch) if kind == "batch" and dims.over_batch is not None else Replicate()
 
 
 def _local(tensor: Any, mesh: Any, kinds: list[str | None], dims: Dims) -> Any:

@@ -96,7 +96,7 @@ def scaled_dot_product_attention(
         result = torch_sdpa(*original, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         note(checked.call.op, choice.backend, choice.kernel)
         return result
-    out, _ = run.attention(
+    out, _, _ = run.attention(
         choice,
         AttentionArguments(
             _to_heads(query, checked.batch, checked.heads),
@@ -191,7 +191,7 @@ def _over_jagged(
             window_right=checked.window[1],
             dropout_p=checked.dropout_p,
         )
-        out, _ = run.attention(choice, arguments, checked.needs_grad, torch.are_deterministic_algorithms_enabled())
+        out, _, _ = run.attention(choice, arguments, checked.needs_grad, torch.are_deterministic_algorithms_enabled())
         result = packed.like_query(out)
     note(checked.call.op, choice.backend, choice.kernel)
     return result

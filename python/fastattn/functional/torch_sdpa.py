@@ -45,7 +45,7 @@ from fastattn.dispatch.call import Call
 torch_sdpa = torch._C._nn.scaled_dot_product_attention
 
 _MASKING = frozenset({"causal", "window", "mask", "bias", "varlen"})
-_NOT_IN_TORCH = frozenset({"softcap", "alibi", "sinks", "dropout", "paged"})
+_NOT_IN_TORCH = frozenset({"softcap", "alibi", "sinks", "dropout", "paged", "max logit"})
 
 
 def can_express(call: Call, num_keys: int, scale: float, bias: Tensor | None) -> bool:

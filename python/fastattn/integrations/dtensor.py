@@ -16,6 +16,7 @@ import torch
 
 from fastattn.functional.distributed_tensors import (
     DENSE,
+    MAX_LOGIT,
     NEITHER,
     PACKED,
     PACKED_LSE,
@@ -23,6 +24,7 @@ from fastattn.functional.distributed_tensors import (
     Dims,
     dims_of_mask,
     dims_of_options,
+    placement,
 )
 from fastattn.ops.attention import AttentionArguments, AttentionBackwardArguments
 from fastattn.ops.registration import NAMESPACES
@@ -50,7 +52,8 @@ def register_sharding() -> None:
 
 def _forward_shardings(*args: Any) -> list[_Sharding]:
     given = AttentionArguments(*args)
-    of_results = (DENSE, DENSE) if given.cu_seqlens_q is None else (PACKED, PACKED_LSE)
+    out_and_lse = (DENSE, DENSE) if given.cu_seqlens_q is None else (PACKED, PACKED_LSE)
+    of_results = (*out_and_lse, MAX_LOGIT if given.return_max_logit else NEITHER)
     return [
         ([_placement(kind, dims) for dims in of_results], _of_arguments(kind, given, len(args)))
         for kind in _kinds(given)
@@ -117,9 +120,7 @@ def _dims(name: str, given: Any) -> Dims:
 
 def _placement(kind: str | None, dims: Dims, is_sum: bool = False) -> Placement:
     """``is_sum``: what is not split is the sum of what the ranks have."""
-    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import Partial
 
-    dim = None if kind is None else getattr(dims, kind)
-    if dim is not None:
-        return Shard(dim)
-    return Partial() if is_sum and kind is not None else Replicate()
+    placed = placement(kind, dims)
+    return Partial() if is_sum and kind is not None and placed.is_replicate() else placed

@@ -24,7 +24,8 @@ class AttentionArguments(NamedTuple):
 
     ``alibi_slopes`` and ``sinks`` are float32, the slopes ``[1 or B, Hq]``; -1 is an unbounded window; ``top_left``
     aligns the window to the first key instead of the last; ``batch_invariant``: a sequence's results have the same bits
-    whatever else is in the batch.
+    whatever else is in the batch; ``return_max_logit``: whether the third result is the largest score of each head,
+    ``[Hq]``, instead of empty.
     """
 
     query: Tensor
@@ -46,6 +47,7 @@ class AttentionArguments(NamedTuple):
     dropout_p: float = 0.0
     block_table: Tensor | None = None
     batch_invariant: bool = False
+    return_max_logit: bool = False
 
     def options(self) -> _Options:
         """What both operators take in a row, between the tensors and what each has of its own."""
@@ -96,17 +98,20 @@ _Gradients = cast("Any", namedtuple)(
 )
 
 
-def attention_forward(backend: str, arguments: AttentionArguments) -> tuple[Tensor, Tensor]:
-    """Output and lse, not differentiable."""
-    results: tuple[Tensor, Tensor] = call(backend, "attention_forward", arguments)
+Results: TypeAlias = tuple[Tensor, Tensor, Tensor]  # output, lse, largest scores
+
+
+def attention_forward(backend: str, arguments: AttentionArguments) -> Results:
+    """Output, lse and largest scores, not differentiable."""
+    results: Results = call(backend, "attention_forward", arguments)
     return results
 
 
-def differentiable_attention(backend: str, arguments: AttentionArguments, deterministic: bool) -> tuple[Tensor, Tensor]:
-    """Output and lse, differentiable in query, key, value, bias, sinks and through the lse."""
+def differentiable_attention(backend: str, arguments: AttentionArguments, deterministic: bool) -> Results:
+    """The same, output and lse differentiable in query, key, value, bias and sinks."""
     if torch.compiler.is_compiling():
         arguments = AttentionArguments(*_distinct(arguments))
-    results: tuple[Tensor, Tensor] = apply(_Attention, backend, deterministic, *arguments)
+    results: Results = apply(_Attention, backend, deterministic, *arguments)
     return results
 
 
@@ -133,14 +138,16 @@ class _Attention(torch.autograd.Function):
     generate_vmap_rule = True  # forward and backward are one op each, and the ops have vmap rules
 
     @staticmethod
-    def forward(backend: str, deterministic: bool, *arguments: Any) -> tuple[Tensor, Tensor]:
-        out, lse = call(backend, "attention_forward", arguments)
-        return out, lse
+    def forward(backend: str, deterministic: bool, *arguments: Any) -> Results:
+        out, lse, max_logit = call(backend, "attention_forward", arguments)
+        return out, lse, max_logit
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
         ctx.backend, ctx.deterministic, *arguments = inputs
         given = AttentionArguments._make(arguments)
+        out, lse, max_logit = output
+        ctx.mark_non_differentiable(max_logit)
         ctx.save_for_backward(
             given.query,
             given.key,
@@ -151,13 +158,14 @@ class _Attention(torch.autograd.Function):
             given.dropout_seed,
             given.cu_seqlens_q,
             given.cu_seqlens_k,
-            *output,
+            out,
+            lse,
         )
         ctx.options = given.options()
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_max: None) -> tuple[Any, ...]:
         query, key, value, bias, slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k, out, lse = ctx.saved_tensors
         if grad_out is None and grad_lse is None:
             return None, None, *_Gradients()
@@ -223,13 +231,15 @@ def backward_kernels(backend: str, arguments: AttentionBackwardArguments) -> str
 # --- shapes ---------------------------------------------------------------------------------------------------------
 
 
-def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(*args: Any) -> Results:
     given = AttentionArguments(*args)
-    query, value_dim = given.query, given.value.shape[-1]
+    query, value_dim, heads = given.query, given.value.shape[-1], given.query.shape[1]
+    max_logit = query.new_empty(heads if given.return_max_logit else 0, dtype=torch.float32)
     if given.cu_seqlens_q is not None:
-        total, heads = query.shape[:2]
-        return query.new_empty(total, heads, value_dim), query.new_empty(heads, total, dtype=torch.float32)
-    return empty_like_heads(query, value_dim), query.new_empty(query.shape[:3], dtype=torch.float32)
+        total = query.shape[0]
+        lse = query.new_empty(heads, total, dtype=torch.float32)
+        return query.new_empty(total, heads, value_dim), lse, max_logit
+    return empty_like_heads(query, value_dim), query.new_empty(query.shape[:3], dtype=torch.float32), max_logit
 
 
 def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
@@ -319,9 +329,11 @@ def _vmap_forward(overload: torch._ops.OpOverload) -> Callable[..., Any]:
         given, size = AttentionArguments(*args), info.batch_size
         dims: Any = AttentionArguments(*in_dims)  # type: ignore[arg-type]
         refuse_mapped(dims, *_ONE_FOR_ALL_SAMPLES, "block_table")
-        out, lse = overload(*given._replace(**_folded(given, dims, size)))  # type: ignore[arg-type]
+        out, lse, max_logit = overload(*given._replace(**_folded(given, dims, size)))  # type: ignore[arg-type]
         lse_heads_dim = _HEADS_DIM["lse"] if given.cu_seqlens_q is None else _PACKED_LSE_HEADS_DIM
-        return (_unfold(out, size, _HEADS_DIM["out"]), _unfold(lse, size, lse_heads_dim)), (0, 0)
+        heads = _shape_of_one(given.query, dims.query)[1] if given.return_max_logit else 0
+        results = _unfold(out, size, _HEADS_DIM["out"]), _unfold(lse, size, lse_heads_dim), max_logit.view(size, heads)
+        return results, (0, 0, 0)
 
     return rule
 

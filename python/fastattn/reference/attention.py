@@ -28,15 +28,17 @@ def attention(
     scale: float | None = None,
     top_left: bool = False,
     compute_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``softmax(scale * Q K^T + bias) V`` and its log-sum-exp, ``([B, Hq, Sq, Dv], [B, Hq, Sq])``.
+    return_max_logit: bool = False,
+) -> tuple[Tensor, ...]:
+    """``softmax(scale * Q K^T + bias) V`` and its log-sum-exp, ``([B, Hq, Sq, Dv], [B, Hq, Sq])``; with
+    ``return_max_logit`` also the largest score of each head that a row sees, ``[Hq]``.
 
     ``top_left`` aligns causal and window masks to the first key instead of the last. ``compute_dtype`` is the dtype of
     every intermediate: the tests set it to a 16-bit dtype to see what a composite in that dtype loses.
     """
     row = torch.arange(query.shape[2], device=query.device)[None]
     bottom_right = row + (key.shape[2] - query.shape[2])
-    return attend(
+    results = attend(
         query,
         key,
         value,
@@ -53,6 +55,7 @@ def attention(
         scale=scale,
         compute_dtype=compute_dtype,
     )
+    return results if return_max_logit else results[:2]
 
 
 def _packed_rows(cu_seqlens: Tensor, total: int, max_seqlen: int) -> tuple[Tensor, Tensor]:
@@ -88,8 +91,10 @@ def attention_varlen(
     dropout_seed: int | Tensor | None = None,
     scale: float | None = None,
     compute_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Packed sequences: pads them, attends, packs the result again. ``([total_q, Hq, Dv], [Hq, total_q])``."""
+    return_max_logit: bool = False,
+) -> tuple[Tensor, ...]:
+    """Packed sequences: pads them, attends, packs the result again. ``([total_q, Hq, Dv], [Hq, total_q])``, and with
+    ``return_max_logit`` as above."""
     rows_q, length_q = _packed_rows(cu_seqlens_q, query.shape[0], min(max_seqlen_q, query.shape[0]))
     if block_table is None:
         rows_k, length_k = _packed_rows(cu_seqlens_k, key.shape[0], min(max_seqlen_k, key.shape[0]))
@@ -103,7 +108,7 @@ def attention_varlen(
         key_is_present = page_is_present.repeat_interleave(key.shape[2], dim=1)[:, :longest]
         key_is_present = key_is_present & (torch.arange(longest, device=query.device) < length_k[:, None])
     position = torch.arange(rows_q.shape[1], device=query.device) + (length_k - length_q)[:, None]
-    out, lse = attend(
+    out, lse, max_logit = attend(
         _pad(query, rows_q),
         keys,
         values,
@@ -119,9 +124,11 @@ def attention_varlen(
         dropout_seed=dropout_seed,
         scale=scale,
         compute_dtype=compute_dtype,
+        row_is_present=torch.arange(rows_q.shape[1], device=query.device) < length_q[:, None],
     )
     total, heads = query.shape[:2]
     rows = rows_q.flatten()
     packed_out = out.new_zeros(total + 1, heads, out.shape[-1]).index_copy(0, rows, out.transpose(1, 2).flatten(0, 1))
     packed_lse = lse.new_full((total + 1, heads), -math.inf).index_copy(0, rows, lse.transpose(1, 2).flatten(0, 1))
-    return packed_out[:total], packed_lse[:total].transpose(0, 1).contiguous()
+    results = packed_out[:total], packed_lse[:total].transpose(0, 1).contiguous()
+    return (*results, max_logit) if return_max_logit else results

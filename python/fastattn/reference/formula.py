@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn.reference.dropout import dropout_keep
@@ -27,8 +28,13 @@ def attend(
     dropout_seed: int | Tensor | None,
     scale: float | None,
     compute_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """The formula. ``position``, ``alibi_position``: where each query stands among the keys, int64 ``[B or 1, Sq]``."""
+    row_is_present: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The formula: output, lse and the largest score of each head.
+
+    ``position``, ``alibi_position``: where each query stands among the keys, int64 ``[B or 1, Sq]``;
+    ``row_is_present``: bool ``[B, Sq]``, which of them count for the largest score.
+    """
     dtype = compute_dtype or torch.promote_types(query.dtype, torch.float32)
     lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     batch, heads, num_queries, head_dim = query.shape
@@ -71,6 +77,10 @@ def attend(
     if visible is not None and spoiled_keys is not None:
         spoiled = torch.where(spoiled_keys[..., None, :], math.nan, 0.0).to(dtype)
         scores = (scores + spoiled).masked_fill(~visible, -math.inf)  # added, so that the NaN reaches the gradients too
+    counted = scores.detach().masked_fill(scores.detach().isnan(), -math.inf)
+    if row_is_present is not None:
+        counted = counted.masked_fill(~row_is_present[:, None, :, None], -math.inf)
+    max_logit = F.pad(counted.transpose(0, 1).flatten(1), (0, 1), value=-math.inf).amax(1)
     if sinks is not None:
         sink = sinks.to(dtype).view(1, heads, 1, 1).expand(batch, heads, num_queries, 1)
         scores = torch.cat([scores, sink], dim=-1)
@@ -93,7 +103,7 @@ def attend(
     if visible is not None and spoiled_values is not None:
         sees_spoiled = visible.to(dtype).expand(scores.shape[:-1] + (num_keys,)) @ spoiled_values.to(dtype) > 0
         out = out + torch.where(sees_spoiled, math.nan, 0.0).to(dtype) * probabilities.sum(-1, keepdim=True)
-    return out.to(query.dtype), lse.squeeze(-1).to(lse_dtype)
+    return out.to(query.dtype), lse.squeeze(-1).to(lse_dtype), max_logit.to(lse_dtype)
 
 
 def bounds(causal: bool, window: tuple[int, int]) -> tuple[int | None, int | None]:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn.dispatch.call import Choice
-from fastattn.layout import readable
 from fastattn.ops.attention import (
     AttentionArguments,
     AttentionBackwardArguments,
+    Results,
     attention_backward_of_block,
     attention_forward,
     differentiable_attention,
 )
-from fastattn.ops.decode import DecodeArguments, attention_decode
+from fastattn.ops.decode import SplitKeysArguments, attention_split_keys
 
 
-def attention(
-    choice: Choice, arguments: AttentionArguments, needs_grad: bool, deterministic: bool
-) -> tuple[Tensor, Tensor]:
-    """Output and lse; with ``needs_grad`` differentiable in query, key, value, bias, sinks and through the lse.
+def attention(choice: Choice, arguments: AttentionArguments, needs_grad: bool, deterministic: bool) -> Results:
+    """Output, lse and largest scores; the first two with ``needs_grad`` differentiable in query, key, value, bias and
+    sinks.
 
     ``deterministic``: whether the gradients are to have the same bits every time.
     """
@@ -29,12 +27,13 @@ def attention(
     if choice.padded is not None:
         arguments = _padded(arguments, *choice.padded)
     if needs_grad:
-        out, lse = differentiable_attention(choice.backend, arguments, deterministic)
+        out, lse, max_logit = differentiable_attention(choice.backend, arguments, deterministic)
     elif choice.decodes:
-        out, lse = attention_decode(choice.backend, _as_decoding(arguments))
+        out, lse = attention_split_keys(choice.backend, _of_split_keys(arguments))
+        max_logit = lse.new_empty(0)
     else:
-        out, lse = attention_forward(choice.backend, arguments)
-    return (out if choice.padded is None else out[..., :value_dim]), lse
+        out, lse, max_logit = attention_forward(choice.backend, arguments)
+    return (out if choice.padded is None else out[..., :value_dim]), lse, max_logit
 
 
 def attention_backward(choice: Choice, arguments: AttentionBackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,14 +71,11 @@ def _pad(tensor: Tensor, head_dim: int) -> Tensor:
     return F.pad(tensor, padding)
 
 
-def _as_decoding(arguments: AttentionArguments) -> DecodeArguments:
-    """The same over a cache that is full; the decoding kernel reads a cache where it lies, so others are copied."""
-    key, value = readable(arguments.key), readable(arguments.value)
-    return DecodeArguments(
+def _of_split_keys(arguments: AttentionArguments) -> SplitKeysArguments:
+    return SplitKeysArguments(
         arguments.query,
-        key,
-        value,
-        torch.full((key.shape[0],), key.shape[2], dtype=torch.int32, device=key.device),
+        arguments.key,
+        arguments.value,
         alibi_slopes=arguments.alibi_slopes,
         sinks=arguments.sinks,
         scale=arguments.scale,

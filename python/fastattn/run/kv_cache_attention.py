@@ -39,7 +39,7 @@ def _prefill(backend: str, arguments: DecodeArguments) -> tuple[Tensor, Tensor]:
         position = (total - num_queries)[:, None] + torch.arange(num_queries, device=device)
         position = position.clamp(0, cos.shape[0] - 1)
         query = rotary(query, cos[position], sin[position], arguments.rotary_interleaved)
-    packed_out, packed_lse = attention_forward(
+    packed_out, packed_lse, _ = attention_forward(
         backend,
         AttentionArguments(
             query.transpose(1, 2).reshape(batch * num_queries, heads, head_dim),

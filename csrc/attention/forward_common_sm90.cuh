@@ -10,6 +10,7 @@
 #include "attention/key_tiles.cuh"
 #include "attention/part_rows.cuh"
 #include "attention/tiles_sm90.h"
+#include "device/largest_score.cuh"
 #include "device/merge_parts.cuh"
 #include "device/nonfinite.cuh"
 #include "device/ptx/cluster.cuh"
@@ -76,6 +77,7 @@ struct alignas(1024) ForwardStorageSm90 {
     RingBarriers<Config::kStages> key, value;
     GatherBarriers<Config::kStages> gathered_key, gathered_value;
     int32_t some_pages_missing[4 * Config::kNumConsumers];  // see MissingPages
+    LargestScores<4 * Config::kNumConsumers> largest_scores;
     RingBarriers<2> work;
     KeyShare share;  // for the producer, which has no registers for these two
     PieceWalk walk;
@@ -211,11 +213,12 @@ __device__ __forceinline__ void load_query(ForwardStorageSm90<Config>& shared, c
 }
 
 // One warp: copies Q by its first lane, and of each tile of K and V a box by each lane that has one. A tile is a box,
-// or in pages several, none of which lies in two pages.
-template <typename Config>
+// or in pages several, none of which lies in two pages. ahead(work, key) does what else is to be done before consumers come
+// to a tile.
+template <typename Config, typename Ahead>
 __device__ __forceinline__ void produce_boxes(ForwardStorageSm90<Config>& shared,
                                               const AttentionForwardParamsSm90& all_params, int rank, int cluster_size,
-                                              int lane) {
+                                              int lane, Ahead&& ahead) {
     const AttentionForwardParams& params = all_params.attention;
     Ring<1> query_ring(shared.query);
     Ring<Config::kStages> key_ring(shared.key);
@@ -241,6 +244,7 @@ __device__ __forceinline__ void produce_boxes(ForwardStorageSm90<Config>& shared
             fill(key_ring, shared.sK, typename Config::KeyTile{}, all_params.key);
             fill(key_ring.at_same_stage(shared.value), shared.sV, typename Config::ValueTile{}, all_params.value);
             key_ring.advance();
+            ahead(work, first_key);
         });
 }
 
@@ -338,14 +342,14 @@ struct ForwardConsumerSm90 {
 
     __device__ __forceinline__ void release_value() { value_ring.release_to_cluster(lane, cluster_size); }
 
-    // What nobody may see through a mask, in the tile of V that comes next: see device/nonfinite.cuh. All consumers
-    // look at the whole tile and come to the same answer.
+    // What nobody may see through a mask, in the tile of V that comes next: see device/nonfinite.cuh. Each consumer looks
+    // at its share of the tile.
     template <typename Sees>
     __device__ __forceinline__ void separate_nonfinite_values(float (&rO)[1][kTilesD][4], Sees&& sees) {
         value_ring.wait_full();
         uint16_t* sV = shared.sV[value_ring.stage];
-        if (!ptx::bar_red_or(kOneConsumer + warpgroup, kWarpgroupSize,
-                             tile_has_nonfinite<kDataType, ValueTile>(sV, threadIdx.x % kWarpgroupSize))) {
+        if (!ConsumerThreads::sync_or(
+                tile_has_nonfinite<kDataType, ValueTile, Config::kConsumerThreads>(sV, threadIdx.x))) {
             return;
         }
         const auto of_all = [] { ptx::bar_sync(kAllConsumers, Config::kConsumerThreads); };
@@ -413,7 +417,7 @@ void launch_forward_sm90(LaunchedKernel& kernel, void (*function)(AttentionForwa
     const bool has_boxes = box_rows(Config::kBlockN) > 0;
     const ForwardWorkSm90 work =
         forward_work_sm90(params, Config::kBlockM, Config::kBlockN, has_boxes ? Config::kTilesToShareUnderMask : 0,
-                          packs_heads, facts.num_sms);
+                          packs_heads && params.max_logits == nullptr, facts.num_sms);
     const int packed_heads = 1 << work.log2_packed, rows_of_box = box_rows(Config::kBlockN / work.cluster_size());
     const auto map_of_keys = [&](const HeadsView<const uint16_t>& view) {
         const int32_t rows = is_paged ? params.paged.page_size : is_packed ? params.packed.total_k : view.rows;

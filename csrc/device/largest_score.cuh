@@ -1,0 +1,55 @@
+// The largest score of each head that some row sees, where it is asked for: what training with QK-clip watches (Kimi K2,
+// 2025, section 2.1).
+#pragma once
+
+#include <cstdint>
+
+#include "device/fragment.cuh"
+#include "device/ptx/opaque.cuh"
+#include "device/ptx/red.cuh"
+#include "device/softmax.cuh"
+
+namespace fastattn {
+
+// Of the tile of rows that a CTA has, which are of one head, for each of its warps apart. It is in shared memory, and a
+// warp asks for its number whenever it comes here, because main loops have no registers for any of this.
+template <int kNumWarps>
+struct LargestScores {
+    struct OfWarp {
+        float score;
+        int32_t num_rows;  // of its rows, those that exist
+    } of_warps[kNumWarps];
+
+    // The whole warp, whose first row is followed by num_rows that exist.
+    __device__ __forceinline__ void start(int32_t num_rows) {
+        if (ptx::tid_x() % kWarpSize == 0) of_warp() = {-kInfinity, num_rows};
+        __syncwarp();  // every lane can read it
+    }
+
+    // The whole warp, with the maxima of a tile. NaN counts as nothing.
+    template <int kTilesM>
+    __device__ __forceinline__ void take(const RowNumbers<kTilesM>& max_of_lane) {
+        OfWarp& own = of_warp();
+        const int lane = ptx::tid_x() % kWarpSize;
+        float largest = -kInfinity;
+        for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
+            if (row < own.num_rows) largest = fmaxf(largest, max_of_lane.of[m][half]);
+        });
+#pragma unroll 1
+        for (int apart = kWarpSize / 2; apart > 0; apart /= 2) {
+            largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, apart));
+        }
+        if (lane == 0) own.score = fmaxf(own.score, largest);
+    }
+
+    // The whole warp: adds what it has found to what others have. factor: of a score, not negative.
+    __device__ __forceinline__ void leave(float* gLargest, float factor) {
+        const float score = of_warp().score;
+        if (ptx::tid_x() % kWarpSize == 0 && score > -kInfinity) ptx::red_max_f32(score * factor, gLargest);
+    }
+
+  private:
+    __device__ __forceinline__ OfWarp& of_warp() { return of_warps[ptx::tid_x() / kWarpSize]; }
+};
+
+}  // namespace fastattn

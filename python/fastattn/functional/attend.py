@@ -1,0 +1,149 @@
+"""One call of ``attention`` or ``attention_varlen``: checked, given to a backend, and run there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import reference, run
+from fastattn.checks import check_bool, check_tensor, device_checks_are_on, expect
+from fastattn.dispatch.choose import choose
+from fastattn.dispatch.recording import note
+from fastattn.functional import torch_sdpa
+from fastattn.functional.attention_checks import (
+    CheckedCall,
+    Options,
+    Tensors,
+    check_call,
+    check_offsets,
+    check_pages,
+    check_uncopied,
+)
+from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
+from fastattn.functional.checked_once import CheckedOnce
+from fastattn.functional.dropout_seed import draw_seed, seed_tensor
+from fastattn.ops.attention import AttentionArguments
+
+
+def attend(
+    tensors: Tensors,
+    options: Options,
+    dropout_seed: int | Tensor | None,
+    deterministic: bool | None,
+    return_lse: bool,
+    batch_invariant: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """As the public functions return it, whose arguments these are; packed where there are offsets."""
+    query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, tensor)
+    return_lse = check_bool("return_lse", return_lse)
+    if deterministic is not None:
+        deterministic = check_bool("deterministic", deterministic)
+    cast = autocast_dtype(query.device.type)
+    if cast is not None:
+        query = autocast_to(cast, query)
+        if block_table is None:  # pages are what they are
+            key, value = autocast_to(cast, key), autocast_to(cast, value)
+        if isinstance(bias, Tensor) and bias.dtype != torch.float32:  # float32 goes with every query: it stays exact
+            bias = autocast_to(cast, bias)
+        tensors = (query, key, value, bias, *tensors[4:])
+
+    checked = _checked_calls.get(tensors, options)
+    if cu_seqlens_q is not None and device_checks_are_on():
+        assert cu_seqlens_k is not None
+        check_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], checked.max_seqlens[0])
+        check_offsets(
+            "cu_seqlens_k", cu_seqlens_k, None if block_table is not None else key.shape[0], checked.max_seqlens[1]
+        )
+        if block_table is not None:
+            lengths, capacity = cu_seqlens_k.diff(), block_table.shape[1] * key.shape[2]
+            longest = max(lengths.tolist(), default=0)
+            expect(longest <= capacity, "block_table", f"room for the {longest} keys of a sequence", f"{capacity}")
+            check_pages(block_table, lengths, key.shape[0], key.shape[2])
+    seed = None
+    if checked.dropout_p > 0 and dropout_seed is not None:
+        seed = seed_tensor(dropout_seed, query.device)
+
+    choice = choose(checked.call)
+    if checked.dropout_p > 0 and seed is None:  # after the choice: explain must leave the generator alone
+        seed = draw_seed(query.device)
+    if choice.backend == "torch":
+        with without_autocast(query.device.type):
+            out, lse, max_logit = _in_pytorch(tensors, checked, seed, return_lse, deterministic)
+    else:
+        if block_table is not None:
+            for name, pages in (("key", key), ("value", value)):
+                check_uncopied(name, pages, "pages are never copied")
+        out, lse, max_logit = run.attention(
+            choice,
+            AttentionArguments(
+                query,
+                key,
+                value,
+                bias,
+                None if alibi_slopes is None else torch.atleast_2d(alibi_slopes.detach().float()),
+                None if sinks is None else sinks.float(),
+                seed,
+                cu_seqlens_q,
+                cu_seqlens_k,
+                *checked.max_seqlens,
+                checked.scale,
+                *checked.window,
+                False,
+                checked.softcap,
+                checked.dropout_p,
+                block_table,
+                batch_invariant,
+                options.return_max_logit,
+            ),
+            checked.needs_grad,
+            is_deterministic(deterministic),
+        )
+    note(checked.call.op, choice.backend, choice.kernel)
+    others = [result for result, wanted in ((lse, return_lse), (max_logit, options.return_max_logit)) if wanted]
+    return (out, *others) if others else out
+
+
+_checked_calls = CheckedOnce(check_call)
+
+
+def _in_pytorch(
+    tensors: Tensors,
+    checked: CheckedCall,
+    seed: Tensor | None,
+    return_lse: bool,
+    deterministic: bool | None,
+) -> tuple[Tensor, ...]:
+    """Through PyTorch's own attention where that can express the call, else the reference: output, lse and largest
+    scores, those that are not wanted maybe empty."""
+    query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
+    max_seqlens = checked.max_seqlens
+    if checked.torch_can and not return_lse and torch_sdpa.can_express_now(checked.call, deterministic):
+        common = checked.window, checked.scale, "gqa" in checked.call.features
+        if cu_seqlens_q is None:
+            return torch_sdpa.attend(query, key, value, bias, *common), query.new_empty(0), query.new_empty(0)
+        out = torch_sdpa.attend_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlens, *common)
+        if out is not None:
+            return out, query.new_empty(0), query.new_empty(0)
+    options: dict[str, Any] = {
+        "window": checked.window,
+        "softcap": checked.softcap,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "dropout_p": checked.dropout_p,
+        "dropout_seed": seed,
+        "scale": checked.scale,
+        "return_max_logit": True,
+    }
+    if cu_seqlens_q is None:
+        return reference.attention(query, key, value, bias=bias, **options)
+    return reference.attention_varlen(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, *max_seqlens, block_table=block_table, **options
+    )
+
+
+def is_deterministic(deterministic: bool | None) -> bool:
+    return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
