@@ -17,12 +17,12 @@ struct ForwardTileSm90;
 // dims in the same simulation.
 //
 // Forward: head dim  instructions  HGMMA  MUFU.EX2  registers  shared-KB  clocks:HGMMA  :EX2  :predicted
-//                64           539     20        96        128         96           256   256         412
-//                96           694     28       128        168        160           384   256         539
-//               128           716     32       128        168        160           512   256         664
-//          192, 128           581     34        80        128        172           640   256         805
-//               192           633     36        96        168        192           768   256         928
-//               256           615     42        80        168        224          1024   256        1194
+//                64           540     20        96        128         96           256   256         414
+//                96           690     28       128        168        160           384   256         541
+//               128           717     32       128        168        160           512   256         662
+//          192, 128           562     34        80        128        172           640   256         803
+//               192           633     36        96        168        192           768   256         923
+//               256           615     42        80        168        224          1024   256        1193
 
 // Three consumers share what is copied, and cover each other's waits: here a softmax takes as long as the products. Two
 // of them with 128 keys are predicted to be as fast, but take half as much again from the L2 cache.
