@@ -42,9 +42,8 @@ DEFINE_OPERATORS(FASTATTN_NAMESPACE, m) {
         "int window_right, float softcap, int num_splits, bool batch_invariant) -> (Tensor out, Tensor lse)");
 
     m.def(
-        "attention_split_keys(Tensor query, Tensor key, Tensor value, Tensor? alibi_slopes, Tensor? sinks, float "
-        "scale, "
-        "int window_left, int window_right, float softcap) -> (Tensor out, Tensor lse)");
+        "attention_split_keys(Tensor query, Tensor key, Tensor value, Tensor? alibi_slopes, Tensor? sinks, "
+        "float scale, int window_left, int window_right, float softcap) -> (Tensor out, Tensor lse)");
 
     m.def(
         "int8_matmul(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? residual, str activation, "

@@ -63,7 +63,7 @@ def _attend_tile(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    MASKED: tl.constexpr,
+    MAX_LOGIT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax over the keys ``first_key`` … ``first_key + BLOCK_N - 1``."""
     UNIT: tl.constexpr = LOG2_E if BIAS != ADDITIVE_BIAS else 1.0
@@ -94,6 +94,8 @@ def _attend_tile(
         # scale >= 0 here, so that the maximum commutes with it, and scale and shift are one FMA.
         new_max = tl.maximum(row_max, tl.max(products, 1) * (scale * UNIT))
         shift = new_max
+        if MAX_LOGIT:  # no sink keeps it from being -inf
+            shift = tl.where(new_max == -INF, 0.0, new_max)
         p = tl.exp2(products * (scale * UNIT) - shift[:, None])
 
     rescale = tl.exp2((row_max - shift) * EXP2_FACTOR)
@@ -232,7 +234,8 @@ def attention_forward_kernel(
                 bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
                 window_left, window_right, scale, softcap, seed, dropout_threshold,
                 HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
-                BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, PAGE_SIZE, MASKED=False,
+                BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, PAGE_SIZE,
+                MAX_LOGIT, MASKED=False,
             )  # fmt: skip
     num_masked = full_begin - begin + end - full_end  # on either side of the full ones
     for step in range(num_masked):
@@ -242,7 +245,7 @@ def attention_forward_kernel(
             block_table, max_pages, num_pages, batch, first_row, tile * BLOCK_N, batch_head, slope,
             bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
             window_left, window_right, scale, softcap, seed, dropout_threshold, HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
-            BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, PAGE_SIZE, MASKED=True,
+            BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, PAGE_SIZE, MAX_LOGIT, MASKED=True,
         )  # fmt: skip
 
     if MAX_LOGIT:

@@ -23,8 +23,8 @@ std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor
                                             double scale, int64_t window_left, int64_t window_right, double softcap,
                                             int64_t num_splits, bool batch_invariant);
 
-// The same over keys [B, Hkv, Sk, D] and values [B, Hkv, Sk, Dv] that are all there: nothing is written. They are copied
-// where a kernel cannot read them.
+// The same, errors included, over keys [B, Hkv, Sk, D] and values [B, Hkv, Sk, Dv] that are all there: nothing is
+// written. They are copied where a kernel cannot read them.
 std::tuple<Tensor, Tensor> attention_split_keys(Tensor query, Tensor key, Tensor value,
                                                 std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
                                                 double scale, int64_t window_left, int64_t window_right,

@@ -342,14 +342,15 @@ struct ForwardConsumerSm90 {
 
     __device__ __forceinline__ void release_value() { value_ring.release_to_cluster(lane, cluster_size); }
 
-    // What nobody may see through a mask, in the tile of V that comes next: see device/nonfinite.cuh. Each consumer looks
-    // at its share of the tile.
-    template <typename Sees>
+    // What nobody may see through a mask, in the tile of V that comes next: see device/nonfinite.cuh. kTogether: each
+    // consumer looks at its share of the tile, and waits for the others; else at all of it. They come to the same answer.
+    template <bool kTogether, typename Sees>
     __device__ __forceinline__ void separate_nonfinite_values(float (&rO)[1][kTilesD][4], Sees&& sees) {
         value_ring.wait_full();
         uint16_t* sV = shared.sV[value_ring.stage];
-        if (!ConsumerThreads::sync_or(
-                tile_has_nonfinite<kDataType, ValueTile, Config::kConsumerThreads>(sV, threadIdx.x))) {
+        constexpr int kThreads = kTogether ? Config::kConsumerThreads : kWarpgroupSize;
+        if (!ptx::bar_red_or(kTogether ? kAllConsumers : kOneConsumer + warpgroup, kThreads,
+                             tile_has_nonfinite<kDataType, ValueTile, kThreads>(sV, threadIdx.x % kThreads))) {
             return;
         }
         const auto of_all = [] { ptx::bar_sync(kAllConsumers, Config::kConsumerThreads); };

@@ -127,8 +127,9 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
                 if (grows) rescale(rO, factor);
 #pragma unroll
                 for (int k = 0; k < kTilesK; ++k) accumulators_to_a<kDataType>(rP[k], rS[0][2 * k], rS[0][2 * k + 1]);
-                if (is_masked || scores.has_bias()) {
-                    consumer.separate_nonfinite_values(rO, [&](int, int half, int n) {
+                // What is missing from pages is zeros. With a bias all tiles come here: consumers do not wait for each other.
+                if (num_left > tiles.num_full || scores.has_bias()) {
+                    consumer.template separate_nonfinite_values</*kTogether=*/false>(rO, [&](int, int half, int n) {
                         return scores.sees(own_row + accumulator_row(lane) + 8 * half, first_key + n);
                     });
                 }

@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         };
         if constexpr (!Config::kLoadsKeysLate) load_next_k();
 
-        const KeyRange* seen_by = &shared.sees[ptx::tid_x() / kWarpSize * kWarpM];
+        const KeyRange* seen_by = &shared.sees[ptx::tid_x() / kWarpSize * kWarpM];  // `warp` is in local memory here
         const int32_t first_key = shared.tiles.tile(num_left) * kBlockN;
         if constexpr (kMasked) mask_columns(rS, seen_by, first_key, lane);
         const auto max = maxima_of_lane(rS);

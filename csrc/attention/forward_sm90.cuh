@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         const auto separate_nonfinite_values = [&](int32_t num_left) {
             if (num_left <= tiles.num_full) return;  // what is missing from pages is zeros
             const int32_t first_key = tiles.tile(num_left) * kBlockN;
-            consumer.separate_nonfinite_values(
+            consumer.template separate_nonfinite_values</*kTogether=*/true>(
                 rO, [&](int, int half, int key) { return seen_by[half].has(first_key + key); });
         };
         // One tile of keys: its scores are computed beside P·V of the tile before.

@@ -1,7 +1,7 @@
-// The bias of one tile of scores, as a warp of a warpgroup holds them, with as many registers as a bias of 16 bits needs: it
-// is loaded while Q·Kᵀ is computed, from the L2 cache, where the producer has brought it, and added afterwards. One of 32 bits does not fit beside Q·Kᵀ and is loaded as it is
-// added. Tiles that lie inside of the keys are loaded two neighbouring keys at a time, where the bias allows it, without any
-// comparison. What lies outside is never read.
+// The bias of one tile of scores, as a warp of a warpgroup holds them, with as many registers as a bias of 16 bits needs. It
+// is loaded while Q·Kᵀ is computed, from the L2 cache, where the producer has brought it, and added afterwards. One of 32
+// bits does not fit beside Q·Kᵀ and is loaded as it is added. Tiles that lie inside of the keys are loaded two neighbouring
+// keys at a time, where the bias allows it, without any comparison. What lies outside is never read.
 #pragma once
 
 #include <cstdint>

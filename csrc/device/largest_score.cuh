@@ -35,7 +35,7 @@ struct LargestScores {
         for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
             if (row < own.num_rows) largest = fmaxf(largest, max_of_lane.of[m][half]);
         });
-#pragma unroll 1
+#pragma unroll 1  // seldom wanted: short code for it, in every main loop
         for (int apart = kWarpSize / 2; apart > 0; apart /= 2) {
             largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, apart));
         }

@@ -14,13 +14,13 @@ from torch import Tensor
 
 import fastattn
 from attention_cases import offsets
-from cuda_kernels import EMULATED, HAS_KERNELS, NO_KERNELS, checked
+from cuda_kernels import EMULATED, HAS_KERNELS, NO_KERNELS, checked, only_emulated
 from fastattn import reference
 from kernel_device import DEVICE
 from oracle import check_against_oracle
 
 if EMULATED:
-    from emulator import device
+    from emulator import device, launches
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu", "tracked_tensors")
 
@@ -133,6 +133,40 @@ def test_few_rows_over_many_keys(heads: tuple[int, int], backend: str) -> None:
     check((query, key, value), CAUSAL)
 
 
+def test_signs_and_infinities(backend: str) -> None:
+    """Negative, zero, positive and infinite scores of many CTAs, in the order in which they come."""
+    query, key, value, generator = make(rows=300, keys=150)
+    query = torch.randn(query.shape, generator=generator).to(query)
+    key = torch.randn(key.shape, generator=generator).to(key)
+    query[:, 1] = 0.0
+    query[1, 2, 200], key[1, 1, 100] = 1e20, 1e20
+    _, max_logit = fastattn.attention(query, key, value, return_max_logit=True)
+    expected = reference.attention(query.double(), key.double(), value.double(), return_max_logit=True)[2]
+    assert expected[0] > 0 and expected[1] == 0 and expected[2] > 1e30
+    torch.testing.assert_close(max_logit, expected.float(), rtol=1e-3, atol=0)
+    query[:, 0] = query[:, 0].abs()
+    key[:, 0] = -key[:, 0].abs()
+    bias = torch.zeros(1, 4, 300, 150, device=DEVICE)
+    bias[0, 3, 7, 9] = math.inf
+    _, max_logit = fastattn.attention(query, key, value, bias=bias, return_max_logit=True)
+    expected = reference.attention(
+        query.double(), key.double(), value.double(), bias=bias.double(), return_max_logit=True
+    )
+    torch.testing.assert_close(max_logit, expected[2].float(), rtol=1e-3, atol=0)
+    assert max_logit[0] < 0 and max_logit[3] == math.inf
+
+
+@only_emulated
+@pytest.mark.skipif(not HAS_KERNELS, reason=NO_KERNELS)
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3)], ids=str)
+def test_clusters_of_two_ctas(heads: tuple[int, int]) -> None:
+    """Two heads side by side, or two tiles of rows: each CTA knows its own."""
+    query, key, value, _ = make(heads, rows=512, keys=200, head_dims=(128, 128))
+    with device.emulated(90, num_sms=4), fastattn.use_backend("cuda"), launches.recorded() as found:
+        check((query, key, value), {})
+    assert all(launched.report.waits.get("cluster barrier", 0) > 0 for launched in found)
+
+
 @pytest.mark.parametrize("options", ["plain", "causal", "softcap"])
 def test_packed_sequences(options: str, backend: str) -> None:
     lengths = (3, 0, 140, 17), (90, 5, 141, 0)  # with one that has no rows, and one that has no keys
@@ -192,6 +226,14 @@ def test_what_nobody_sees_does_not_count(backend: str) -> None:
     assert results[1].isneginf().tolist() == [True, True, False, True]
 
 
+def test_a_sink_is_no_score_where_scores_are_minus_infinity(backend: str) -> None:
+    query, key, value, _ = make(rows=64, keys=128)
+    query, key = query * 0 + 1e20, key * 0 - 1e20
+    sinks = torch.zeros(4, device=DEVICE)
+    out, lse, max_logit = fastattn.attention(query, key, value, sinks=sinks, return_lse=True, return_max_logit=True)
+    assert max_logit.isneginf().all() and bool((out == 0).all()) and bool((lse == 0).all())
+
+
 @pytest.mark.parametrize(("rows", "keys"), [(0, 5), (5, 0), (0, 0)])
 def test_without_rows_or_keys(rows: int, keys: int, backend: str) -> None:
     query, key, value, _ = make(rows=rows, keys=keys)
@@ -229,6 +271,9 @@ def test_it_traces_and_maps(backend: str) -> None:
     mapped_out, mapped_max = torch.vmap(attend)(*(tensor.unsqueeze(1) for tensor in (query, key, value)))
     torch.testing.assert_close(mapped_out[:, 0], out, rtol=0, atol=2e-2)
     assert mapped_max.shape == (2, 4)
+    leaves = [tensor.unsqueeze(1).clone().requires_grad_() for tensor in (query, key, value)]
+    mapped_out, mapped_max = torch.vmap(attend)(*leaves)
+    assert mapped_out.requires_grad and not mapped_max.requires_grad
     torch.testing.assert_close(mapped_max.amax(0), max_logit, rtol=1e-6, atol=0)
 
 

@@ -335,6 +335,10 @@ OP_CALLS: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
             False,
         ),
     ),
+    "split keys": (
+        "attention_split_keys",
+        lambda: (draw(2, 4, 3, 16), draw(2, 2, 12, 16), draw(2, 2, 12, 24), None, draw(4).float(), 0.25, -1, 0, 0.0),
+    ),
     "int8": (
         "int8_matmul",
         lambda: (

@@ -223,6 +223,16 @@ def check_operators(rank: int, mesh: DeviceMesh) -> None:
         assert {grad.placements for grad in came[:3]} == {(placement,)}
         for ours, theirs in zip(came, wanted, strict=True):
             torch.testing.assert_close(ours.full_tensor(), theirs, **NEAR)
+    split_keys = torch.ops.fastattn.attention_split_keys.default
+    sinks = random(HEADS, dtype=torch.float32)
+    wanted = split_keys(query, key, value, None, sinks, 0.25, -1, 0, 0.0)
+    for placement in (Shard(0), Shard(1)):
+        spread_tensors = [distribute_tensor(tensor, mesh, [placement]) for tensor in (query, key, value)]
+        spread_sinks = distribute_tensor(sinks, mesh, [Replicate()])
+        came = split_keys(*spread_tensors, None, spread_sinks, 0.25, -1, 0, 0.0)
+        for ours, theirs in zip(came, wanted, strict=True):
+            assert ours.placements == (placement,)
+            torch.testing.assert_close(ours.full_tensor(), theirs, **NEAR)
     # KV heads that two ranks cannot share: the rule offers no split of heads.
     spread_three = [distribute_tensor(random(1, h, 4, DIM, dtype=torch.float16), mesh, [Shard(1)]) for h in (12, 3, 3)]
     out, _, _ = forward(*AttentionArguments(*spread_three, scale=0.25))

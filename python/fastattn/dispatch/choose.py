@@ -140,6 +140,7 @@ def _as_the_kernel_sees(call: Call, support: Support) -> Call:
 # number of queries is that of speculative decoding, and from so many keys on there is something to share out.
 _FEW_QUERIES = 16
 _MANY_KEYS = 1024
+_MOST_KEYS = 2**30  # of flash-decoding: sums of positions stay within 32 bits
 # Over a cache the decoding kernel has this many queries of a sequence at most, where there is a choice. More fill tiles
 # of the attention kernel: a prediction too.
 MOST_DECODED_QUERIES = 64
@@ -151,7 +152,14 @@ def _as_decoding(backend: str, call: Call, device_facts: DeviceFacts) -> Call | 
     if call.op != "attention" or not call.may_decode or not call.features <= _DECODED:
         return None
     batch, heads, kv_heads, num_queries, num_keys = call.sizes
-    conditions = (batch > 0, heads > 0, num_queries > 0, num_queries <= _FEW_QUERIES, num_keys >= _MANY_KEYS)
+    conditions = (
+        batch > 0,
+        heads > 0,
+        num_queries > 0,
+        num_queries <= _FEW_QUERIES,
+        num_keys >= _MANY_KEYS,
+        num_keys < _MOST_KEYS,
+    )
     if not (_hold_in_graph(conditions) if torch.compiler.is_compiling() else all(conditions)):
         return None
     rows = num_queries * (heads // kv_heads)
@@ -161,7 +169,8 @@ def _as_decoding(backend: str, call: Call, device_facts: DeviceFacts) -> Call | 
 
 def _hold_in_graph(conditions: tuple[Any, ...]) -> bool:
     """Whether all conditions on sizes hold. torch.compile makes another graph where they do not; an exported program is
-    one for all sizes that it takes, and only what holds for all of these counts."""
+    one for all sizes that it takes, and only what holds for all of these counts. (Every graph passes for an exported
+    one before torch 2.13.)"""
     from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
     for condition in conditions:

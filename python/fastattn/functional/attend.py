@@ -72,12 +72,12 @@ def attend(
         seed = draw_seed(query.device)
     if choice.backend == "torch":
         with without_autocast(query.device.type):
-            out, lse, max_logit = _in_pytorch(tensors, checked, seed, return_lse, deterministic)
+            out, lse, *others = _in_pytorch(tensors, checked, seed, return_lse, deterministic)
     else:
         if block_table is not None:
             for name, pages in (("key", key), ("value", value)):
                 check_uncopied(name, pages, "pages are never copied")
-        out, lse, max_logit = run.attention(
+        out, lse, *others = run.attention(
             choice,
             AttentionArguments(
                 query,
@@ -103,8 +103,8 @@ def attend(
             is_deterministic(deterministic),
         )
     note(checked.call.op, choice.backend, choice.kernel)
-    others = [result for result, wanted in ((lse, return_lse), (max_logit, options.return_max_logit)) if wanted]
-    return (out, *others) if others else out
+    results = (out, *([lse] if return_lse else []), *(others if options.return_max_logit else []))
+    return results if len(results) > 1 else out
 
 
 _checked_calls = CheckedOnce(check_call)
@@ -117,17 +117,17 @@ def _in_pytorch(
     return_lse: bool,
     deterministic: bool | None,
 ) -> tuple[Tensor, ...]:
-    """Through PyTorch's own attention where that can express the call, else the reference: output, lse and largest
-    scores, those that are not wanted maybe empty."""
+    """Through PyTorch's own attention where that can express the call, else the reference: output and lse, which
+    may be empty where it is not wanted, and where they are wanted the largest scores."""
     query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
     max_seqlens = checked.max_seqlens
     if checked.torch_can and not return_lse and torch_sdpa.can_express_now(checked.call, deterministic):
         common = checked.window, checked.scale, "gqa" in checked.call.features
         if cu_seqlens_q is None:
-            return torch_sdpa.attend(query, key, value, bias, *common), query.new_empty(0), query.new_empty(0)
+            return torch_sdpa.attend(query, key, value, bias, *common), query.new_empty(0)
         out = torch_sdpa.attend_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlens, *common)
         if out is not None:
-            return out, query.new_empty(0), query.new_empty(0)
+            return out, query.new_empty(0)
     options: dict[str, Any] = {
         "window": checked.window,
         "softcap": checked.softcap,
@@ -136,7 +136,7 @@ def _in_pytorch(
         "dropout_p": checked.dropout_p,
         "dropout_seed": seed,
         "scale": checked.scale,
-        "return_max_logit": True,
+        "return_max_logit": "max logit" in checked.call.features,
     }
     if cu_seqlens_q is None:
         return reference.attention(query, key, value, bias=bias, **options)

@@ -136,6 +136,7 @@ def attention(
         return_lse: also return the natural log of each row's softmax denominator, differentiable.
         return_max_logit: also return the largest score of each head that a row of the batch sees, after scale, softcap,
             bias and mask, without sinks: what QK-clip watches (Kimi K2, 2025, section 2.1). NaN counts as nothing.
+            Another kernel, or other tiles, may run the call then.
         deterministic: whether gradients have the same bits every time; by default what
             ``torch.use_deterministic_algorithms`` says.
 

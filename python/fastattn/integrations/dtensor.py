@@ -27,6 +27,7 @@ from fastattn.functional.distributed_tensors import (
     placement,
 )
 from fastattn.ops.attention import AttentionArguments, AttentionBackwardArguments
+from fastattn.ops.decode import SplitKeysArguments
 from fastattn.ops.registration import NAMESPACES
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def register_sharding() -> None:
         operators = getattr(torch.ops, namespace)
         register(operators.attention_forward.default)(_forward_shardings)
         register(operators.attention_backward.default)(_backward_shardings)
+        register(operators.attention_split_keys.default)(_split_keys_shardings)
 
 
 def _forward_shardings(*args: Any) -> list[_Sharding]:
@@ -58,6 +60,18 @@ def _forward_shardings(*args: Any) -> list[_Sharding]:
         ([_placement(kind, dims) for dims in of_results], _of_arguments(kind, given, len(args)))
         for kind in _kinds(given)
     ]
+
+
+def _split_keys_shardings(*args: Any) -> list[_Sharding]:
+    """Those of the same call of ``attention_forward``."""
+    given = SplitKeysArguments(*args)
+    as_forward = AttentionArguments(**given._asdict())
+    shardings = []
+    for kind in _kinds(as_forward):
+        placed = dict(zip(as_forward._fields, _of_arguments(kind, as_forward, len(as_forward)), strict=True))
+        of_results: list[Placement | None] = [_placement(kind, DENSE), _placement(kind, DENSE)]
+        shardings.append((of_results, [placed[name] for name in given._fields][: len(args)]))
+    return shardings
 
 
 def _backward_shardings(*args: Any) -> list[_Sharding]:

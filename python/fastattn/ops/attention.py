@@ -14,7 +14,15 @@ from fastattn.dispatch.device import kernel_facts
 from fastattn.dispatch.recording import is_recording, note
 from fastattn.layout import empty_like_heads
 from fastattn.ops.flops import attention_backward_flops, attention_flops
-from fastattn.ops.registration import apply, call, call_in_backward, refuse_mapped, register
+from fastattn.ops.registration import (
+    apply,
+    call,
+    call_in_backward,
+    fold_into_heads,
+    refuse_mapped,
+    register,
+    unfold_heads,
+)
 
 _Options: TypeAlias = tuple[int, int, float, int, int, bool, float, float]
 
@@ -111,8 +119,8 @@ def differentiable_attention(backend: str, arguments: AttentionArguments, determ
     """The same, output and lse differentiable in query, key, value, bias and sinks."""
     if torch.compiler.is_compiling():
         arguments = AttentionArguments(*_distinct(arguments))
-    results: Results = apply(_Attention, backend, deterministic, *arguments)
-    return results
+    out, lse, max_logit = apply(_Attention, backend, deterministic, *arguments)
+    return out, lse, max_logit.detach()  # under vmap it would need gradients
 
 
 def attention_backward_of_block(backend: str, arguments: AttentionBackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
@@ -277,24 +285,11 @@ def _backward_flops(*args: Any, **kwargs: Any) -> int:
 # Every kernel treats heads alike (``v * Hq + h`` reads KV head ``v * Hkv + h // group``): a mapped call is one launch.
 
 
-def _fold(tensor: Tensor | None, mapped: int | None, size: int, heads_dim: int) -> Tensor | None:
-    """Join the mapped dimension with dimension ``heads_dim`` (counted without it); repeat a tensor that has none."""
-    if tensor is None:
-        return None
-    tensor = tensor.unsqueeze(0).expand(size, *tensor.shape) if mapped is None else tensor.movedim(mapped, 0)
-    return tensor.movedim(0, heads_dim).flatten(heads_dim, heads_dim + 1)
-
-
-def _unfold(tensor: Tensor, size: int, heads_dim: int) -> Tensor:
-    """Undo ``_fold``: the mapped dimension comes first."""
-    return tensor.unflatten(heads_dim, (size, -1)).movedim(heads_dim, 0)
-
-
 def _fold_bias(bias: Tensor | None, mapped: int | None, size: int, heads: int) -> Tensor | None:
     """A bias that is one for all heads has to be repeated for them, or the mapped dimension would not fit."""
     if bias is None or (mapped is None and bias.shape[1] == 1):
         return bias
-    folded = _fold(bias, mapped, size, heads_dim=1)
+    folded = fold_into_heads(bias, mapped, size, heads_dim=1)
     assert folded is not None
     return folded if _shape_of_one(bias, mapped)[1] == heads else folded.repeat_interleave(heads, dim=1)
 
@@ -319,7 +314,7 @@ def _folded(given: Any, dims: Any, size: int) -> dict[str, Tensor | None]:
     for name, heads_dim in _HEADS_DIM.items():
         if name in given._fields:
             dim = _PACKED_LSE_HEADS_DIM if packed and name in ("lse", "grad_lse") else heads_dim
-            folded[name] = _fold(getattr(given, name), getattr(dims, name), size, dim)
+            folded[name] = fold_into_heads(getattr(given, name), getattr(dims, name), size, dim)
     heads = _shape_of_one(given.query, dims.query)[1]
     return folded | {"bias": _fold_bias(given.bias, dims.bias, size, heads)}
 
@@ -332,7 +327,11 @@ def _vmap_forward(overload: torch._ops.OpOverload) -> Callable[..., Any]:
         out, lse, max_logit = overload(*given._replace(**_folded(given, dims, size)))  # type: ignore[arg-type]
         lse_heads_dim = _HEADS_DIM["lse"] if given.cu_seqlens_q is None else _PACKED_LSE_HEADS_DIM
         heads = _shape_of_one(given.query, dims.query)[1] if given.return_max_logit else 0
-        results = _unfold(out, size, _HEADS_DIM["out"]), _unfold(lse, size, lse_heads_dim), max_logit.view(size, heads)
+        results = (
+            unfold_heads(out, size, _HEADS_DIM["out"]),
+            unfold_heads(lse, size, lse_heads_dim),
+            max_logit.view(size, heads),
+        )
         return results, (0, 0, 0)
 
     return rule
@@ -350,13 +349,15 @@ def _vmap_backward(overload: torch._ops.OpOverload) -> Callable[..., Any]:
         grads = overload(*given._replace(**_folded(given, dims, size)))  # type: ignore[arg-type]
         *grads_of_inputs, grad_bias, grad_sinks = grads
         if given.bias_grad:
-            grad_bias = _unfold(grad_bias, size, 1)
+            grad_bias = unfold_heads(grad_bias, size, 1)
             grad_bias = grad_bias.sum(2, keepdim=True) if shares_bias else grad_bias
         else:
             grad_bias = grad_bias.expand(size, 0)
         sinks_heads_dim = _HEADS_DIM["sinks"]
-        grad_sinks = grad_sinks.expand(size, 0) if given.sinks is None else _unfold(grad_sinks, size, sinks_heads_dim)
-        return (*(_unfold(grad, size, 1) for grad in grads_of_inputs), grad_bias, grad_sinks), (0, 0, 0, 0, 0)
+        grad_sinks = (
+            grad_sinks.expand(size, 0) if given.sinks is None else unfold_heads(grad_sinks, size, sinks_heads_dim)
+        )
+        return (*(unfold_heads(grad, size, 1) for grad in grads_of_inputs), grad_bias, grad_sinks), (0, 0, 0, 0, 0)
 
     return rule
 

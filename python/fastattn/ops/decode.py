@@ -3,6 +3,7 @@ and ``attention_split_keys``, which writes nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from fastattn.layout import empty_like_heads
 from fastattn.ops.flops import attention_flops
-from fastattn.ops.registration import call, register
+from fastattn.ops.registration import call, fold_into_heads, register, unfold_heads
 
 
 class DecodeArguments(NamedTuple):
@@ -94,10 +95,29 @@ def _split_keys_flops(*args: Any, **kwargs: Any) -> int:
 
 
 register("attention_decode", arguments=DecodeArguments, triton_module="decode", fake=_fake, flops=_flops)
+
+
+def _vmap_split_keys(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+    """The mapped dimension joins the heads, as that of ``attention_forward`` does."""
+
+    def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+        given, size = SplitKeysArguments(*args), info.batch_size
+        dims: Any = SplitKeysArguments(*in_dims)  # type: ignore[arg-type]
+        heads_dims = {"query": 1, "key": 1, "value": 1, "alibi_slopes": 1, "sinks": 0}
+        folded = {
+            name: fold_into_heads(getattr(given, name), getattr(dims, name), size, d) for name, d in heads_dims.items()
+        }
+        out, lse = overload(*given._replace(**folded))  # type: ignore[arg-type]
+        return (unfold_heads(out, size, 1), unfold_heads(lse, size, 1)), (0, 0)
+
+    return rule
+
+
 register(
     "attention_split_keys",
     arguments=SplitKeysArguments,
     triton_module="decode",
     fake=_fake_split_keys,
     flops=_split_keys_flops,
+    vmap=_vmap_split_keys,
 )

@@ -173,3 +173,16 @@ def refuse_mapped(dims: Any, *names: str) -> None:
             raise NotImplementedError(
                 f"{name}: torch.vmap over it is not supported; it must be the same for every sample"
             )
+
+
+def fold_into_heads(tensor: Tensor | None, mapped: int | None, size: int, heads_dim: int) -> Tensor | None:
+    """Join the mapped dimension with dimension ``heads_dim`` (counted without it); repeat a tensor that has none."""
+    if tensor is None:
+        return None
+    tensor = tensor.unsqueeze(0).expand(size, *tensor.shape) if mapped is None else tensor.movedim(mapped, 0)
+    return tensor.movedim(0, heads_dim).flatten(heads_dim, heads_dim + 1)
+
+
+def unfold_heads(tensor: Tensor, size: int, heads_dim: int) -> Tensor:
+    """Undo ``fold_into_heads``: the mapped dimension comes first."""
+    return tensor.unflatten(heads_dim, (size, -1)).movedim(heads_dim, 0)

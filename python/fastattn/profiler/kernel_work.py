@@ -117,7 +117,9 @@ def _decode(call: OperatorCall) -> Work:
 
 def _split_keys(call: OperatorCall) -> Work:
     query, key, itemsize = call["query"].shape, call["key"].shape, call["query"].itemsize
-    return work.attention_decode(query, key[1], call["value"].shape[-1], key[0] * key[2], itemsize, itemsize, False)
+    result = work.attention_decode(query, key[1], call["value"].shape[-1], key[0] * key[2], itemsize, itemsize, False)
+    has_window = call.number("window_left") >= 0 or call.number("window_right") > 0
+    return result._replace(is_upper_bound=has_window)
 
 
 def _append(call: OperatorCall) -> Work:

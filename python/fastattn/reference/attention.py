@@ -38,7 +38,7 @@ def attention(
     """
     row = torch.arange(query.shape[2], device=query.device)[None]
     bottom_right = row + (key.shape[2] - query.shape[2])
-    results = attend(
+    return attend(
         query,
         key,
         value,
@@ -54,8 +54,8 @@ def attention(
         dropout_seed=dropout_seed,
         scale=scale,
         compute_dtype=compute_dtype,
+        return_max_logit=return_max_logit,
     )
-    return results if return_max_logit else results[:2]
 
 
 def _packed_rows(cu_seqlens: Tensor, total: int, max_seqlen: int) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,7 @@ def attention_varlen(
         key_is_present = page_is_present.repeat_interleave(key.shape[2], dim=1)[:, :longest]
         key_is_present = key_is_present & (torch.arange(longest, device=query.device) < length_k[:, None])
     position = torch.arange(rows_q.shape[1], device=query.device) + (length_k - length_q)[:, None]
-    out, lse, max_logit = attend(
+    out, lse, *max_logit = attend(
         _pad(query, rows_q),
         keys,
         values,
@@ -125,10 +125,10 @@ def attention_varlen(
         scale=scale,
         compute_dtype=compute_dtype,
         row_is_present=torch.arange(rows_q.shape[1], device=query.device) < length_q[:, None],
+        return_max_logit=return_max_logit,
     )
     total, heads = query.shape[:2]
     rows = rows_q.flatten()
     packed_out = out.new_zeros(total + 1, heads, out.shape[-1]).index_copy(0, rows, out.transpose(1, 2).flatten(0, 1))
     packed_lse = lse.new_full((total + 1, heads), -math.inf).index_copy(0, rows, lse.transpose(1, 2).flatten(0, 1))
-    results = packed_out[:total], packed_lse[:total].transpose(0, 1).contiguous()
-    return (*results, max_logit) if return_max_logit else results
+    return packed_out[:total], packed_lse[:total].transpose(0, 1).contiguous(), *max_logit

@@ -29,8 +29,9 @@ def attend(
     scale: float | None,
     compute_dtype: torch.dtype | None,
     row_is_present: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The formula: output, lse and the largest score of each head.
+    return_max_logit: bool = False,
+) -> tuple[Tensor, ...]:
+    """The formula: output and lse, and with ``return_max_logit`` the largest score of each head.
 
     ``position``, ``alibi_position``: where each query stands among the keys, int64 ``[B or 1, Sq]``;
     ``row_is_present``: bool ``[B, Sq]``, which of them count for the largest score.
@@ -77,10 +78,7 @@ def attend(
     if visible is not None and spoiled_keys is not None:
         spoiled = torch.where(spoiled_keys[..., None, :], math.nan, 0.0).to(dtype)
         scores = (scores + spoiled).masked_fill(~visible, -math.inf)  # added, so that the NaN reaches the gradients too
-    counted = scores.detach().masked_fill(scores.detach().isnan(), -math.inf)
-    if row_is_present is not None:
-        counted = counted.masked_fill(~row_is_present[:, None, :, None], -math.inf)
-    max_logit = F.pad(counted.transpose(0, 1).flatten(1), (0, 1), value=-math.inf).amax(1)
+    max_logit = _largest_of_heads(scores.detach(), row_is_present) if return_max_logit else None
     if sinks is not None:
         sink = sinks.to(dtype).view(1, heads, 1, 1).expand(batch, heads, num_queries, 1)
         scores = torch.cat([scores, sink], dim=-1)
@@ -103,7 +101,18 @@ def attend(
     if visible is not None and spoiled_values is not None:
         sees_spoiled = visible.to(dtype).expand(scores.shape[:-1] + (num_keys,)) @ spoiled_values.to(dtype) > 0
         out = out + torch.where(sees_spoiled, math.nan, 0.0).to(dtype) * probabilities.sum(-1, keepdim=True)
-    return out.to(query.dtype), lse.squeeze(-1).to(lse_dtype), max_logit.to(lse_dtype)
+    results = out.to(query.dtype), lse.squeeze(-1).to(lse_dtype)
+    return results if max_logit is None else (*results, max_logit.to(lse_dtype))
+
+
+def _largest_of_heads(scores: Tensor, row_is_present: Tensor | None) -> Tensor:
+    """Of ``[B, Hq, Sq, Sk]``, ``[Hq]``: -inf where there is none, and NaN is none."""
+    if scores.shape[-1] == 0:
+        return scores.new_full((scores.shape[1],), -math.inf)
+    of_rows = scores.masked_fill(scores.isnan(), -math.inf).amax(-1)
+    if row_is_present is not None:
+        of_rows = of_rows.masked_fill(~row_is_present[:, None], -math.inf)
+    return F.pad(of_rows.transpose(0, 1).flatten(1), (0, 1), value=-math.inf).amax(1)
 
 
 def bounds(causal: bool, window: tuple[int, int]) -> tuple[int | None, int | None]:

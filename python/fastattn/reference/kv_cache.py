@@ -89,7 +89,7 @@ def attention_with_kv_cache(
 
     column = torch.arange(capacity, device=device)
     key_is_present = (column < total[:, None]) & block_is_present.repeat_interleave(block_rows, dim=1)
-    out, lse, _ = attend(
+    out, lse = attend(
         query,
         read(k_cache, k_scale),
         read(v_cache, v_scale),
