@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import attention_cases as attention
-from cuda_kernels import EMULATED, MARKS, checked
+from cuda_kernels import EMULATED, MARKS, checked, only_emulated
 from decode_cases import Case, make_arguments, op_arguments
 from int8_cases import normal, quantised
 from kernel_device import DEVICE
@@ -25,7 +25,7 @@ from shared_keys import each_architecture, emulated, merges
 if EMULATED:
     from emulator import cuda_runtime, device, launches
 
-pytestmark = [*MARKS, pytest.mark.skipif(not EMULATED, reason="the emulator replays launches")]
+pytestmark = MARKS
 
 RUNS = 3
 Results = Callable[[], tuple[Tensor, ...]]
@@ -65,6 +65,7 @@ def stored(launched: Any) -> int:
     return sum(row.global_bytes for row in launched.report.rows if row.opcode == "st.global.v2.u32")
 
 
+@only_emulated
 @pytest.mark.parametrize("name", CALLS)
 def test_a_replay_does_all_again(name: str) -> None:
     make, num_sms = CALLS[name]
@@ -80,6 +81,7 @@ def test_a_replay_does_all_again(name: str) -> None:
         assert torch.equal(result, once)
 
 
+@only_emulated
 def test_a_launch_that_leaves_its_counts_is_found() -> None:
     """What the test above would see of a kernel whose last CTA leaves its count behind instead of zero."""
     make, num_sms = CALLS["decode, splits"]
@@ -98,11 +100,34 @@ def test_a_launch_that_leaves_its_counts_is_found() -> None:
 
 # --- Lengths that change between replays ------------------------------------------------------------------------------
 
-# Of queries and of keys. One sequence that is long makes it pay to share its keys.
+Lengths = tuple[tuple[int, ...], tuple[int, ...]]  # of queries and of keys
+# A sequence that is long makes it pay to share its keys.
 LONG = (40, 30, 20), (2000, 300, 100)
 LATER_LONG = (7, 1, 82), (1, 399, 1900)
 SHORT = (40, 30, 20), (250, 200, 190)
 NO_KEYS = (50, 0, 40), (0, 300, 0)
+
+
+def replayed(call: Results, load: Callable[[Lengths], None], replays: tuple[Lengths, ...]) -> tuple[Tensor, ...]:
+    """What one launch, or a CUDA graph that has it, leaves after a run with each of the lengths."""
+    load(replays[0])
+    if EMULATED:
+        upcoming = iter(replays[1:])
+        with (
+            cuda_runtime.replaying(len(replays)),
+            launches.recorded() as found,
+            launches.told(lambda _: load(next(upcoming, replays[-1]))),
+        ):
+            results = call()
+        assert [merges([launched]) > 0 for launched in found] == [each in (LONG, LATER_LONG) for each in replays]
+        return results
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    for lengths in replays:
+        load(lengths)
+        graph.replay()
+    return results
 
 
 @each_architecture
@@ -112,9 +137,7 @@ NO_KEYS = (50, 0, 40), (0, 300, 0)
     [(LONG, SHORT), (SHORT, LONG), (LONG, LATER_LONG), (LATER_LONG, NO_KEYS, LONG)],
     ids=["cut, then whole", "whole, then cut", "cut elsewhere", "no keys between"],
 )
-def test_lengths_that_change_between_replays(
-    replays: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], softcap: float, architecture: int
-) -> None:
+def test_lengths_that_change_between_replays(replays: tuple[Lengths, ...], softcap: float, architecture: int) -> None:
     """Attention whose CTAs share keys or do not, in the same memory: the last result is that of a launch of its own."""
     case = attention.Case(
         lengths=((90,), (2400,)), shape=(1, 2, 1, 0, 0), head_dims=(64, 64), window=(-1, 0), softcap=softcap, seed=21
@@ -124,22 +147,17 @@ def test_lengths_that_change_between_replays(
     problem.max_seqlens = (90, 2000)
     arguments = attention.forward_arguments(case, problem)
 
-    def load(lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    def call() -> tuple[Tensor, ...]:
+        return torch.ops.fastattn.attention_forward(*arguments)
+
+    def load(lengths: Lengths) -> None:
         problem.cu_seqlens_q.copy_(attention.offsets(lengths[0]))
         problem.cu_seqlens_k.copy_(attention.offsets(lengths[1]))
 
     with emulated(architecture, num_sms=12), checked(seed=len(replays)):
         load(replays[-1])
-        expected = torch.ops.fastattn.attention_forward(*arguments)
-        load(replays[0])
-        upcoming = iter(replays[1:])
-        with (
-            cuda_runtime.replaying(len(replays)),
-            launches.recorded() as found,
-            launches.told(lambda _: load(next(upcoming, replays[-1]))),
-        ):
-            results = torch.ops.fastattn.attention_forward(*arguments)
-    assert [merges([launched]) > 0 for launched in found] == [lengths in (LONG, LATER_LONG) for lengths in replays]
+        expected = call()
+        results = replayed(call, load, replays)
     for result, once in zip(results, expected, strict=True):
         assert torch.equal(result, once)
     attention.compare(case, problem, dict(zip(("out", "lse"), results, strict=True)), names=("out", "lse"))
