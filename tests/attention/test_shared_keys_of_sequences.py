@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
-from attention_cases import Case, make_problem
-from cuda_kernels import EMULATED, MARKS
+import fastattn
+from attention_cases import Case, make_problem, offsets
+from cuda_kernels import EMULATED, MARKS, checked
 from fastattn import reference
 from kernel_device import DEVICE
 from oracle import check_against_oracle
@@ -20,11 +22,13 @@ CAUSAL = (-1, 0)
 LENGTHS = ((40, 30, 20), (2000, 900, 300))  # 90 queries and 3200 keys
 
 
-def ranges(offsets: tuple[int, ...], total: int, most: int) -> list[range]:
+def ranges(cu_seqlens: tuple[int, ...], total: int, most: int) -> list[range]:
     """The rows that are taken for those of each sequence, whatever the offsets say."""
-    begins = [min(max(offset, 0), total) for offset in offsets[:-1]]
-    ends = [min(max(offset, begin), total) for offset, begin in zip(offsets[1:], begins, strict=True)]
-    return [range(begin, min(end, begin + most)) for begin, end in zip(begins, ends, strict=True)]
+    found = []
+    for begin, end in itertools.pairwise(cu_seqlens):
+        first = min(max(begin, 0), total)
+        found.append(range(first, min(max(end, first), total, first + most)))
+    return found
 
 
 @each_architecture
@@ -79,6 +83,35 @@ def test_sequences_that_overlap(offsets_q: tuple[int, ...], architecture: int) -
         result = run(case, problem, **({"races": False} if EMULATED else {}))
     assert merges(found) > 0 or not EMULATED
     assert not any(tensor.isnan().any() for tensor in result.values())
+
+
+@each_architecture
+@pytest.mark.parametrize(
+    "offsets_k",
+    [
+        (0, 2000, 1500, 1800),  # fewer than none
+        (-7, 1993, 1993, 2**31 - 1),  # more than there are pages
+        (2**31 - 1, -(2**31), 1900, -1900),  # differences beyond 32 bits
+    ],
+    ids=str,
+)
+def test_offsets_of_keys_in_pages_are_not_trusted(offsets_k: tuple[int, ...], architecture: int) -> None:
+    """Differences are numbers of keys: those below none are taken for none, and those above the most for the most."""
+    generator = torch.Generator().manual_seed(17)
+    query = torch.randn(90, 2, 64, generator=generator).half().to(DEVICE)
+    k_pages, v_pages = (torch.randn(200, 2, 16, 64, generator=generator).half().to(DEVICE) for _ in range(2))
+    table = torch.randint(200, (3, 125), generator=generator, dtype=torch.int32).to(DEVICE)
+    lengths = [min(max(end - begin, 0), 2000) for begin, end in itertools.pairwise(offsets_k)]
+    results = []
+    for ends in (torch.tensor(offsets_k, dtype=torch.int32, device=DEVICE), offsets(tuple(lengths))):
+        with emulated(architecture, num_sms=12) as found, checked(seed=5), fastattn.use_backend("cuda"):
+            out = fastattn.attention_varlen(
+                query, k_pages, v_pages, offsets((40, 30, 20)), ends, 40, 2000, causal=True, block_table=table
+            )
+        assert merges(found) > 0 or not EMULATED
+        assert not out.isnan().any()
+        results.append(out)
+    assert torch.equal(*results)
 
 
 @each_architecture
