@@ -23,7 +23,7 @@ def benchmark(options: argparse.Namespace) -> Benchmark:
     return Benchmark(
         name="attention_backward",
         title="attention backward",
-        cases=case_attention.chosen(options),
+        cases=case_attention.backward_cases(options),
         implementations=[*own, *peers],
         make_inputs=case_attention.make_inputs,
         input_bytes=case_attention.input_bytes,

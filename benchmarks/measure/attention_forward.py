@@ -1,6 +1,7 @@
 """Attention over whole sequences: fastattn's kernels against every peer that can be imported.
 
-TFLOP/s count the two matrix products, half of them under a causal mask (the FlashAttention papers' convention).
+TFLOP/s count the two matrix products: half of them under a causal mask (the FlashAttention papers' convention), or what
+the mask leaves of them where there are fewer queries than keys.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def benchmark(options: argparse.Namespace) -> Benchmark:
     return Benchmark(
         name="attention_forward",
         title="attention forward",
-        cases=case_attention.chosen(options),
+        cases=case_attention.forward_cases(options),
         implementations=[*own, *peers],
         make_inputs=case_attention.make_inputs,
         input_bytes=case_attention.input_bytes,

@@ -33,11 +33,11 @@ How a figure is taken: the result is checked against float64 first (a kernel of 
 errs in the same dtype, a peer by 5 % of the largest value; who fails gets no time). Then CUDA events around single
 calls after a warm-up, over random inputs that take turns so that none is left in the L2: the median of 11 to 201 calls.
 Short calls are timed within a CUDA graph too, and then that time, without the cost of a launch, stands for them. FLOPs
-are those of the matrix products, half of them under a causal mask (the FlashAttention papers' convention); bytes count
-every input and every output once. "of limit" refers to what the same run measured: device copy, large cuBLAS matmul, or
-the least kernel there is, whichever binds the case. "error" is the worst difference from float64 relative to the
-largest value, "to best peer" the best peer's time over fastattn's (both in CUDA graphs, or both eager): above 1,
-fastattn is faster."""
+are those of the matrix products: half of them under a causal mask (the FlashAttention papers' convention), or where a
+sequence has fewer queries than keys (chunked prefill), what the mask leaves of them. Bytes count every input and every
+output once. "of limit" refers to what the same run measured: device copy, large cuBLAS matmul, or the least kernel
+there is, whichever binds the case. "error" is the worst difference from float64 relative to the largest value, "to best
+peer" the best peer's time over fastattn's (both in CUDA graphs, or both eager): above 1, fastattn is faster."""
 
 
 def page(folder: Path, page_path: Path) -> str:

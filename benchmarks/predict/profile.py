@@ -170,8 +170,8 @@ class Code:
 
 
 def is_modelled(case: Any) -> bool:
-    """The model knows dense shapes without further options."""
-    return not isinstance(case, AttentionCase) or not (case.varlen or case.bias or case.window >= 0)
+    """The model knows dense shapes without further options, and no CTAs that share the keys of a tile."""
+    return not isinstance(case, AttentionCase) or not (case.varlen or case.bias or case.window >= 0 or case.queries)
 
 
 def _is_quick(benchmark: str, case: Any) -> bool:

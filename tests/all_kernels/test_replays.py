@@ -1,7 +1,8 @@
 """A launch replayed with the same token in the same memory, as a CUDA graph does it: each replay does all again.
 
 Kernels whose CTAs pass results to each other count arrivals in memory that nobody zeroes (csrc/device/arrivals.cuh). A
-launch that left its counts behind would find them in the replay, and not write its result.
+launch that left its counts behind would find them in the replay, and not write its result. And what a launch decides
+from lengths in device memory, it decides again.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_kernels import EMULATED, MARKS, checked
+import attention_cases as attention
+from cuda_kernels import EMULATED, MARKS, checked, only_emulated
 from decode_cases import Case, make_arguments, op_arguments
 from int8_cases import normal, quantised
+from kernel_device import DEVICE
+from shared_keys import each_architecture, emulated, merges
 
 if EMULATED:
     from emulator import cuda_runtime, device, launches
 
-pytestmark = [*MARKS, pytest.mark.skipif(not EMULATED, reason="the emulator replays launches")]
+pytestmark = MARKS
 
 RUNS = 3
 Results = Callable[[], tuple[Tensor, ...]]
@@ -61,6 +65,7 @@ def stored(launched: Any) -> int:
     return sum(row.global_bytes for row in launched.report.rows if row.opcode == "st.global.v2.u32")
 
 
+@only_emulated
 @pytest.mark.parametrize("name", CALLS)
 def test_a_replay_does_all_again(name: str) -> None:
     make, num_sms = CALLS[name]
@@ -76,6 +81,7 @@ def test_a_replay_does_all_again(name: str) -> None:
         assert torch.equal(result, once)
 
 
+@only_emulated
 def test_a_launch_that_leaves_its_counts_is_found() -> None:
     """What the test above would see of a kernel whose last CTA leaves its count behind instead of zero."""
     make, num_sms = CALLS["decode, splits"]
@@ -90,3 +96,68 @@ def test_a_launch_that_leaves_its_counts_is_found() -> None:
         with cuda_runtime.replaced(zero_or_count, zero_or_count.replace(" 0, ", f" {count}, ")):
             call()
     assert stored(found[1]) != stored(found[0])
+
+
+# --- Lengths that change between replays ------------------------------------------------------------------------------
+
+Lengths = tuple[tuple[int, ...], tuple[int, ...]]  # of queries and of keys
+# A sequence that is long makes it pay to share its keys.
+LONG = (40, 30, 20), (2000, 300, 100)
+LATER_LONG = (7, 1, 82), (1, 399, 1900)
+SHORT = (40, 30, 20), (250, 200, 190)
+NO_KEYS = (50, 0, 40), (0, 300, 0)
+
+
+def replayed(call: Results, load: Callable[[Lengths], None], replays: tuple[Lengths, ...]) -> tuple[Tensor, ...]:
+    """What one launch, or a CUDA graph that has it, leaves after a run with each of the lengths."""
+    load(replays[0])
+    if EMULATED:
+        upcoming = iter(replays[1:])
+        with (
+            cuda_runtime.replaying(len(replays)),
+            launches.recorded() as found,
+            launches.told(lambda _: load(next(upcoming, replays[-1]))),
+        ):
+            results = call()
+        assert [merges([launched]) > 0 for launched in found] == [each in (LONG, LATER_LONG) for each in replays]
+        return results
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    for lengths in replays:
+        load(lengths)
+        graph.replay()
+    return results
+
+
+@each_architecture
+@pytest.mark.parametrize("softcap", [0.0, 3.0], ids=["plain", "options"])
+@pytest.mark.parametrize(
+    "replays",
+    [(LONG, SHORT), (SHORT, LONG), (LONG, LATER_LONG), (LATER_LONG, NO_KEYS, LONG)],
+    ids=["cut, then whole", "whole, then cut", "cut elsewhere", "no keys between"],
+)
+def test_lengths_that_change_between_replays(replays: tuple[Lengths, ...], softcap: float, architecture: int) -> None:
+    """Attention whose CTAs share keys or do not, in the same memory: the last result is that of a launch of its own."""
+    case = attention.Case(
+        lengths=((90,), (2400,)), shape=(1, 2, 1, 0, 0), head_dims=(64, 64), window=(-1, 0), softcap=softcap, seed=21
+    )
+    problem = attention.make_problem(case)
+    problem.cu_seqlens_q, problem.cu_seqlens_k = (torch.empty(4, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    problem.max_seqlens = (90, 2000)
+    arguments = attention.forward_arguments(case, problem)
+
+    def call() -> tuple[Tensor, ...]:
+        return torch.ops.fastattn.attention_forward(*arguments)[:2]
+
+    def load(lengths: Lengths) -> None:
+        problem.cu_seqlens_q.copy_(attention.offsets(lengths[0]))
+        problem.cu_seqlens_k.copy_(attention.offsets(lengths[1]))
+
+    with emulated(architecture, num_sms=12), checked(seed=len(replays)):
+        load(replays[-1])
+        expected = call()
+        results = replayed(call, load, replays)
+    for result, once in zip(results, expected, strict=True):
+        assert torch.equal(result, once)
+    attention.compare(case, problem, dict(zip(("out", "lse"), results, strict=True)), names=("out", "lse"))

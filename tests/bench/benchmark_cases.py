@@ -35,6 +35,10 @@ ATTENTION_CASES = [
     dataclasses.replace(ATTENTION, causal=True, varlen=True),
     dataclasses.replace(ATTENTION, causal=True, window=7, varlen=True),
     dataclasses.replace(ATTENTION, dtype="bfloat16", varlen=True),
+    dataclasses.replace(ATTENTION, causal=True, queries=5),
+    dataclasses.replace(ATTENTION, causal=True, window=7, queries=13),
+    dataclasses.replace(ATTENTION, bias=True, queries=5),
+    dataclasses.replace(ATTENTION, causal=True, varlen=True, batch=3, queries=20),  # more than one sequence has
 ]
 DECODE_CASES = [
     DecodeCase(batch=3, context=48, heads=4, kv_heads=2, head_dim=16, page_size=page_size, ragged=ragged)

@@ -47,10 +47,10 @@ def test_attention_is_checked_against_the_whole_computation(
     leaves = [t.double().requires_grad_() for t in inputs[:3]]
     window = (case.window, 0 if case.window >= 0 else -1)
     if case.varlen:
-        offsets = inputs.cu_seqlens
-        assert offsets is not None and offsets.tolist()[-1] == inputs.query.shape[0]
+        offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+        assert [each.tolist()[-1] for each in offsets if each is not None] == [len(t) for t in inputs[:2]]
         out, _ = reference.attention_varlen(
-            *leaves, offsets, offsets, case.seqlen, case.seqlen, causal=case.causal, window=window
+            *leaves, *offsets, case.longest_queries, case.seqlen, causal=case.causal, window=window
         )
     else:
         bias = None if inputs.bias is None else inputs.bias.double()
@@ -159,7 +159,7 @@ def test_every_benchmark_measures_its_cases(
         assert [row["implementation"] for row in measured] == ["fastattn torch", peer.name]
         assert measured[0]["status"] == "ok", measured[0]["reason"]
         assert measured[0]["error"] < 0.02
-        allowed = ("no packed", "no window", "no paged", "no sequences")
+        allowed = ("no packed", "no window", "no paged", "no sequences", "no causal mask that ends with the keys")
         assert measured[1]["status"] == "ok" or measured[1]["reason"].startswith(allowed), measured[1]["reason"]
         rows += results.with_ratios(measured)
     assert any(row["ratio_to_best_peer"] == 1.0 for row in rows)
@@ -242,6 +242,14 @@ def test_grids_are_those_that_are_promised_and_options_narrow_them() -> None:
         "float16",
     }
     assert all(case.batch * case.seqlen in (16384, 32768) for case in full)
+    chunks = case_attention.full_chunks()
+    assert set(case_attention.quick_chunks()) <= set(chunks) and len(set(chunks)) == len(chunks)
+    assert {(case.queries, case.seqlen) for case in chunks if not case.varlen} == {
+        (queries, seqlen) for queries in (64, 256, 512, 2048) for seqlen in (8192, 32768)
+    }
+    assert all(case.causal and (case.heads, case.kv_heads, case.head_dim) == (32, 8, 128) for case in chunks)
+    options = options_of(bench_attention_forward, "--full")
+    assert set(case_attention.forward_cases(options)) - set(case_attention.backward_cases(options)) == set(chunks)
     decode = case_decode.full_cases()
     assert {case.heads // case.kv_heads for case in decode} == {1, 4, 8, 16}
     assert max(case.context for case in decode) == 262144 and max(case.batch for case in decode) == 128
@@ -251,7 +259,7 @@ def test_grids_are_those_that_are_promised_and_options_narrow_them() -> None:
         whole, quick = module.full_cases(), module.quick_cases()
         assert len(set(whole)) == len(whole) and len(set(quick)) == len(quick)
     options = options_of(bench_attention_forward, "--full", "--head-dim", "64", "--seqlen", "1024", "--mask", "causal")
-    kept = case_attention.chosen(options)
+    kept = case_attention.forward_cases(options)
     assert kept and all((case.head_dim, case.seqlen, case.causal) == (64, 1024, True) for case in kept)
     assert all(case.page_size for case in case_decode.chosen(options_of(bench_decode, "--cache", "paged")))
     assert {case.m for case in case_int8.chosen(options_of(bench_int8_matmul, "--m", "1"))} == {1}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmark_cases import ATTENTION, ATTENTION_CASES, CPU, DECODE_CASES, INT8_CASES, name_of
 from benchmarks.measure import accuracy
@@ -101,14 +102,19 @@ def flashinfer_stand_in() -> ModuleType:
             window_left: int = -1,
             q_data_type: Any = "float16",
         ) -> None:
-            self.offsets, self.causal, self.window, self.dtype = qo_indptr, causal, window_left, q_data_type
+            self.offsets, self.causal, self.window, self.dtype = (
+                (qo_indptr, kv_indptr),
+                causal,
+                window_left,
+                q_data_type,
+            )
             self.shape = num_qo_heads, num_kv_heads, head_dim_qk
 
         def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             assert (q.shape[1], k.shape[1], q.shape[2]) == self.shape and q.dtype == self.dtype
-            longest = int(self.offsets.diff().max())
+            longest = (int(offsets.diff().max()) for offsets in self.offsets)
             out, _ = reference.attention_varlen(
-                q, k, v, self.offsets, self.offsets, longest, longest, causal=self.causal, window=(self.window, -1)
+                q, k, v, *self.offsets, *longest, causal=self.causal, window=(self.window, -1)
             )
             return out
 
@@ -160,14 +166,14 @@ def flashinfer_stand_in() -> ModuleType:
 class XformersMask:
     """Stands in for the masks of ``xformers.ops.fmha.attn_bias`` that are used."""
 
-    def __init__(self, window_left: int = -1, window_right: int = 0, lengths: Sequence[int] = ()) -> None:
+    def __init__(self, window_left: int = -1, window_right: int = 0, lengths: Sequence[Sequence[int]] = ()) -> None:
         self.causal, self.window, self.lengths = window_right == 0, window_left, lengths
 
     @classmethod
-    def from_seqlens(cls, lengths: Sequence[int]) -> XformersMask:
-        return cls(window_right=-1, lengths=lengths)
+    def from_seqlens(cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int]) -> XformersMask:
+        return cls(window_right=-1, lengths=(q_seqlen, kv_seqlen, kv_seqlen))
 
-    def make_causal(self) -> XformersMask:
+    def make_causal_from_bottomright(self) -> XformersMask:
         return XformersMask(lengths=self.lengths)
 
 
@@ -178,7 +184,8 @@ def memory_efficient_attention(query: Tensor, key: Tensor, value: Tensor, attn_b
         assert key.stride(3) == 0, "expanded, not copied"
         query, key, value = (t.flatten(2, 3) for t in (query, key, value))
     if isinstance(attn_bias, XformersMask) and attn_bias.lengths:
-        parts = (t.split(list(attn_bias.lengths), dim=1) for t in (query, key, value))
+        tensors = zip((query, key, value), attn_bias.lengths, strict=True)
+        parts = (t.split(list(lengths), dim=1) for t, lengths in tensors)
         outs = (reference_heads_last(*each, attn_bias.causal, (-1, -1)) for each in zip(*parts, strict=True))
         out = torch.cat(list(outs), dim=1)
     elif isinstance(attn_bias, XformersMask):
@@ -245,6 +252,37 @@ def test_layouts_of_forward_peers(prepare: Callable[[Any, Any], Prepared], case:
     outputs = prepared.outputs(prepared.call())
     checked = [case_attention.checked_slice(case, output) for output in outputs]
     assert accuracy.judge(checked, expected, is_peer=False).reason is None
+
+
+CHUNK = dataclasses.replace(ATTENTION, causal=True, queries=5)
+
+
+@pytest.mark.parametrize("name", peers_attention.sdpa_contexts())
+def test_torch_takes_the_mask_of_fewer_queries_without_memory_or_refuses_it(name: str) -> None:
+    """Its ``is_causal`` begins with the keys. Flash has one that ends with them; efficient but for grouped heads."""
+    with peers_attention.sdpa_contexts()[name]():
+        for case in (CHUNK, dataclasses.replace(CHUNK, kv_heads=4)):
+            inputs = case_attention.make_inputs(case, CPU, seed=5)
+            if name.endswith("flash") or (name.endswith("efficient") and case.kv_heads == case.heads):
+                built = peers_attention._sdpa(case, inputs)
+            else:
+                with pytest.raises(Unsupported, match="a mask in memory"):
+                    peers_attention._sdpa(case, inputs)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        built = peers_attention._sdpa(case, inputs)
+        out = built.attend(inputs.query, inputs.key, inputs.value)
+    expected = case_attention.expected_forward(case, inputs)
+    assert accuracy.judge([case_attention.checked_slice(case, out)], expected, is_peer=True).reason is None
+
+
+@pytest.mark.parametrize("case", [CHUNK, dataclasses.replace(CHUNK, window=7)], ids=name_of)
+def test_the_mask_of_flex_attention_ends_with_the_keys(case: AttentionCase) -> None:
+    mask = peers_attention._block_mask(case, CPU)
+    row, column = torch.arange(case.queries)[:, None] + case.seqlen - case.queries, torch.arange(case.seqlen)
+    nearest = row - case.window if case.window >= 0 else 0
+    visible = mask.mask_mod(0, 0, torch.arange(case.queries)[:, None], column)
+    assert mask.shape == (1, 1, case.queries, case.seqlen)
+    assert torch.equal(visible, (column <= row) & (column >= nearest))
 
 
 @pytest.mark.parametrize("case", [case for case in ATTENTION_CASES if not case.bias], ids=name_of)

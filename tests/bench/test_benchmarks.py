@@ -62,6 +62,22 @@ def test_varlen_work_counts_the_actual_lengths() -> None:
     assert case.forward_work().flops == 4 * 64 * 2 * sum(n * n for n in case.lengths)
 
 
+def test_work_with_fewer_queries_than_keys() -> None:
+    """The mask ends with the keys: the last query sees all of them."""
+    case = AttentionCase(head_dim=64, seqlen=100, batch=2, heads=6, kv_heads=3, causal=True, queries=10)
+    query, key = 2 * 6 * 10 * 64, 2 * 3 * 100 * 64
+    pairs = 2 * 6 * sum(range(91, 101))
+    assert case.forward_work() == Work(4 * pairs * 64, 2 * (2 * query + 2 * key) + 4 * 2 * 6 * 10)
+    assert case.query_shape == (2, 6, 10, 64) and case.key_shape == (2, 3, 100, 64)
+    biased = dataclasses.replace(case, bias=True)
+    assert biased.forward_work().bytes - case.forward_work().bytes == 2 * 6 * 10 * 100
+    packed = dataclasses.replace(case, varlen=True, batch=4, queries=80)
+    lengths = [(min(80, length), length) for length in packed.lengths]
+    assert min(packed.lengths) < 80 and packed.query_lengths == tuple(queries for queries, _ in lengths)
+    pairs = 6 * sum(work.visible_pairs(*each, -1, 0) for each in lengths)
+    assert packed.forward_work().flops == 4 * pairs * 64
+
+
 def test_decode_and_int8_work_by_hand() -> None:
     decode = DecodeCase(batch=3, context=1000, heads=32, ragged=True)
     tokens = sum(decode.lengths)

@@ -15,7 +15,7 @@ from benchmarks.predict import kernel_profiles  # isort: skip  (before whatever 
 
 from benchmark_cases import synthetic_documents
 from benchmarks.measure import tables as table
-from benchmarks.measure.cases.attention import grouped, multi_head
+from benchmarks.measure.cases.attention import chunk, grouped, multi_head
 from benchmarks.measure.cases.decode import DecodeCase
 from benchmarks.measure.cases.int8 import Int8Case
 from benchmarks.predict import launch_geometry, machine_model, predictions
@@ -222,6 +222,11 @@ def test_what_a_warp_specialised_kernel_counted_is_dealt_by_role() -> None:
         instructions=8 + 42 / 3, wavefronts=(1280 + 2 * 2560) / 128, l2_bytes=16 * 32 + 1280 + 2560
     )
     assert geometry.macs == 3 * 13 * 64 and geometry.launched == 2
+
+
+def test_ctas_that_share_the_keys_of_a_tile_are_not_predicted() -> None:
+    assert predicted_profile.is_modelled(replace(chunk(64, 8192), queries=0))
+    assert not predicted_profile.is_modelled(chunk(64, 8192))
 
 
 # --- from kernels to predictions -------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from emulator.report import Report
@@ -19,21 +19,30 @@ class Launched:
     block: tuple[int, int, int]
 
 
-_listeners: list[list[Launched]] = []
+_listeners: list[Callable[[Launched], None]] = []
 
 
 def note(launched: Launched) -> None:
     """A launch has ended, whichever way it came."""
-    for found in _listeners:
-        found.append(launched)
+    for tell in _listeners:
+        tell(launched)
+
+
+@contextlib.contextmanager
+def told(tell: Callable[[Launched], None]) -> Iterator[None]:
+    """Within, ``tell`` is called after each launch, of all threads, and before the next run of one that is replayed.
+    May be nested.
+    """
+    _listeners.append(tell)
+    try:
+        yield
+    finally:
+        _listeners.remove(tell)
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Launched]]:
     """``with recorded() as found:`` lists the launches that end within, of all threads. May be nested."""
     found: list[Launched] = []
-    _listeners.append(found)
-    try:
+    with told(found.append):
         yield found
-    finally:
-        _listeners[:] = [other for other in _listeners if other is not found]

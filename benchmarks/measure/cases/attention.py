@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -25,7 +27,8 @@ MAX_CHUNK_ELEMENTS = 1 << 25  # scores in float64 that the check holds at a time
 class AttentionCase:
     """One shape with its options. ``window``: keys before a query's own that it sees, -1 all; implies causal.
 
-    ``varlen``: ``batch`` packed sequences of random lengths of at most ``seqlen``.
+    ``varlen``: ``batch`` packed sequences of random lengths of at most ``seqlen``. ``queries``: of each sequence, its
+    last tokens, over keys of all of it, as chunked prefill has them; 0: as many as keys.
     """
 
     head_dim: int
@@ -38,6 +41,7 @@ class AttentionCase:
     window: int = -1
     bias: bool = False
     varlen: bool = False
+    queries: int = 0
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -45,8 +49,18 @@ class AttentionCase:
         return dtype
 
     @property
+    def longest_queries(self) -> int:
+        """Queries of the longest sequence."""
+        return self.queries or self.seqlen
+
+    @property
+    def query_lengths(self) -> tuple[int, ...]:
+        """Queries of each sequence."""
+        return tuple(min(self.longest_queries, length) for length in self.lengths)
+
+    @property
     def lengths(self) -> tuple[int, ...]:
-        """Of each sequence. Packed ones are between an eighth and the whole of ``seqlen``; the first is the longest."""
+        """Keys of each sequence: if packed, between an eighth and the whole of ``seqlen``; the first is the longest."""
         if not self.varlen:
             return (self.seqlen,) * self.batch
         draw = random.Random(f"{self.seqlen} {self.batch}")
@@ -57,17 +71,29 @@ class AttentionCase:
     def pairs(self) -> int:
         """Pairs of a query and a key that attend, over all sequences and query heads."""
         right = 0 if self.causal or self.window >= 0 else -1
-        return self.heads * sum(work.visible_pairs(n, n, self.window, right) for n in self.lengths)
+        lengths = zip(self.query_lengths, self.lengths, strict=True)
+        return self.heads * sum(work.visible_pairs(*each, self.window, right) for each in lengths)
 
-    def shape(self, heads: int) -> tuple[int, ...]:
-        """Of the query or, with ``kv_heads``, of key and value."""
+    @property
+    def query_shape(self) -> tuple[int, ...]:
         if self.varlen:
-            return sum(self.lengths), heads, self.head_dim
-        return self.batch, heads, self.seqlen, self.head_dim
+            return sum(self.query_lengths), self.heads, self.head_dim
+        return self.batch, self.heads, self.longest_queries, self.head_dim
+
+    @property
+    def key_shape(self) -> tuple[int, ...]:
+        """Of the values too."""
+        if self.varlen:
+            return sum(self.lengths), self.kv_heads, self.head_dim
+        return self.batch, self.kv_heads, self.seqlen, self.head_dim
+
+    @property
+    def bias_shape(self) -> tuple[int, ...]:
+        return 1, self.heads, self.longest_queries, self.seqlen
 
     @property
     def bias_bytes(self) -> int:
-        return self.heads * self.seqlen**2 * self.torch_dtype.itemsize if self.bias else 0
+        return math.prod(self.bias_shape) * self.torch_dtype.itemsize if self.bias else 0
 
     def forward_work(self) -> Work:
         return work.attention_forward(*self._shapes(), self.torch_dtype.itemsize, self.pairs, self.bias_bytes)
@@ -76,13 +102,13 @@ class AttentionCase:
         return work.attention_backward(*self._shapes(), self.torch_dtype.itemsize, self.pairs, self.bias_bytes)
 
     def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        return self.shape(self.heads), self.shape(self.kv_heads), self.shape(self.kv_heads)
+        return self.query_shape, self.key_shape, self.key_shape
 
 
 class AttentionInputs(NamedTuple):
-    """``query``, ``grad_out`` ``[B, Hq, S, D]``; ``key``, ``value`` ``[B, Hkv, S, D]``; packed without B.
+    """``query``, ``grad_out`` ``[B, Hq, Sq, D]``; ``key``, ``value`` ``[B, Hkv, Sk, D]``; packed ``[total, H, D]``.
 
-    ``bias`` ``[1, Hq, S, S]``; ``cu_seqlens`` int32 ``[B + 1]``, None where the case is dense.
+    ``bias`` ``[1, Hq, Sq, Sk]``; ``cu_seqlens`` int32 ``[B + 1]``, None where the case is dense.
     """
 
     query: Tensor
@@ -90,7 +116,8 @@ class AttentionInputs(NamedTuple):
     value: Tensor
     grad_out: Tensor
     bias: Tensor | None
-    cu_seqlens: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
 
 
 def make_inputs(case: AttentionCase, device: torch.device, seed: int) -> AttentionInputs:
@@ -100,14 +127,17 @@ def make_inputs(case: AttentionCase, device: torch.device, seed: int) -> Attenti
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=case.torch_dtype)
 
-    query, grad_out = normal(*case.shape(case.heads)), normal(*case.shape(case.heads))
-    key, value = normal(*case.shape(case.kv_heads)), normal(*case.shape(case.kv_heads))
-    bias = normal(1, case.heads, case.seqlen, case.seqlen) if case.bias else None
-    offsets = None
-    if case.varlen:
-        ends = torch.tensor((0, *case.lengths), device=device).cumsum(0)
-        offsets = ends.to(torch.int32)
-    return AttentionInputs(query, key, value, grad_out, bias, offsets)
+    query, grad_out = normal(*case.query_shape), normal(*case.query_shape)
+    key, value = normal(*case.key_shape), normal(*case.key_shape)
+    bias = normal(*case.bias_shape) if case.bias else None
+    offsets_q = offsets(case.query_lengths, device) if case.varlen else None
+    offsets_k = offsets(case.lengths, device) if case.varlen else None
+    return AttentionInputs(query, key, value, grad_out, bias, offsets_q, offsets_k)
+
+
+def offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Where each of some packed sequences begins, and the last one ends: int32 ``[B + 1]``."""
+    return torch.tensor((0, *lengths), device=device).cumsum(0).to(torch.int32)
 
 
 def input_bytes(case: AttentionCase) -> int:
@@ -118,10 +148,17 @@ def input_bytes(case: AttentionCase) -> int:
 def attend(case: AttentionCase, inputs: AttentionInputs, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """fastattn's public function for the case."""
     window = (case.window, 0 if case.window >= 0 else -1)
-    if inputs.cu_seqlens is not None:
-        offsets = inputs.cu_seqlens
+    if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None:
         out = fastattn.attention_varlen(
-            query, key, value, offsets, offsets, case.seqlen, case.seqlen, causal=case.causal, window=window
+            query,
+            key,
+            value,
+            inputs.cu_seqlens_q,
+            inputs.cu_seqlens_k,
+            case.longest_queries,
+            case.seqlen,
+            causal=case.causal,
+            window=window,
         )
     else:
         out = fastattn.attention(query, key, value, causal=case.causal, window=window, bias=inputs.bias)
@@ -143,12 +180,13 @@ def prepare_backward(case: AttentionCase, inputs: AttentionInputs) -> Prepared:
 
 
 def checked_slice(case: AttentionCase, tensor: Tensor) -> Tensor:
-    """``[1, heads, S, D]``: the last KV head of the last sequence, or the query heads that read it."""
+    """``[1, heads, rows, D]``: the last KV head of the last sequence, or the query heads that read it."""
     heads = tensor.shape[1]
     group = heads // case.kv_heads
     if case.varlen:
-        sequence = tensor[tensor.shape[0] - case.lengths[-1] :, heads - group :]
-        return sequence.transpose(0, 1)[None]
+        is_query = tensor.shape[0] == sum(case.query_lengths)
+        rows = case.query_lengths[-1] if is_query else case.lengths[-1]
+        return tensor[tensor.shape[0] - rows :, heads - group :].transpose(0, 1)[None]
     return tensor[-1:, heads - group :]
 
 
@@ -174,13 +212,14 @@ def _by_chunks(
     """The formula on the checked slice, some rows of queries at a time; gradients are summed in ``sums``."""
     query, key, value, grad_out = (checked_slice(case, t).to(sums) for t in inputs[:4])
     leaves = tuple(t.contiguous().requires_grad_(with_gradients) for t in (query, key, value))
-    group, seqlen = query.shape[1:3]
+    (group, num_queries), seqlen = query.shape[1:3], key.shape[2]
     rows = max(MAX_CHUNK_ELEMENTS // (group * seqlen), 1)
     is_causal = case.causal or case.window >= 0
     outs = []
-    for first in range(0, seqlen, rows):
-        last = min(first + rows, seqlen)
-        keys = last if is_causal else seqlen  # masks align to the bottom right: the keys end with the last query's own
+    for first in range(0, num_queries, rows):
+        last = min(first + rows, num_queries)
+        # Masks align to the bottom right: the keys end with the last query's own.
+        keys = seqlen - num_queries + last if is_causal else seqlen
         bias = None if inputs.bias is None else inputs.bias[:, -group:, first:last, :keys]
         with torch.set_grad_enabled(with_gradients):
             out, _ = reference.attention(
@@ -213,6 +252,11 @@ def grouped(head_dim: int, seqlen: int) -> AttentionCase:
     """Eight query heads to a KV head, hidden dimension 8192."""
     heads = 8192 // head_dim
     return AttentionCase(head_dim, seqlen, max(TOKENS // seqlen, 1), heads, heads // 8)
+
+
+def chunk(queries: int, seqlen: int, batch: int = 1) -> AttentionCase:
+    """Chunked prefill, in the shape of Llama-3-8B. Tiles of queries are few: CTAs have to share keys to fill a GPU."""
+    return AttentionCase(128, seqlen, batch, 32, 8, causal=True, queries=queries)
 
 
 def quick_cases() -> list[AttentionCase]:
@@ -255,6 +299,21 @@ def full_cases() -> list[AttentionCase]:
     return dense + with_options
 
 
+def quick_chunks() -> list[AttentionCase]:
+    """Fewer queries than keys, of the forward pass alone."""
+    return [chunk(512, 32768), replace(chunk(256, 8192, batch=8), varlen=True)]
+
+
+def full_chunks() -> list[AttentionCase]:
+    """Alone, and several sequences of unlike lengths."""
+    alone = [chunk(queries, seqlen) for seqlen in (8192, 32768) for queries in (64, 256, 512, 2048)]
+    return alone + [
+        replace(chunk(queries, seqlen, batch), varlen=True)
+        for queries in (64, 256, 2048)
+        for seqlen, batch in ((8192, 8), (32768, 4))
+    ]
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options that keep only some cases of the grid."""
     parser.add_argument("--head-dim", type=int, nargs="+", help="only these")
@@ -263,8 +322,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mask", choices=("causal", "full", "window"), help="only this one")
 
 
-def chosen(options: argparse.Namespace) -> list[AttentionCase]:
-    """The cases of the quick or the full grid that the options keep."""
+def chosen(options: argparse.Namespace, cases: Iterable[AttentionCase]) -> list[AttentionCase]:
+    """Those that the options keep."""
 
     def is_kept(case: AttentionCase) -> bool:
         mask = "window" if case.window >= 0 else "causal" if case.causal else "full"
@@ -275,4 +334,15 @@ def chosen(options: argparse.Namespace) -> list[AttentionCase]:
             and options.mask in (None, mask)
         )
 
-    return [case for case in (full_cases() if options.full else quick_cases()) if is_kept(case)]
+    return [case for case in cases if is_kept(case)]
+
+
+def forward_cases(options: argparse.Namespace) -> list[AttentionCase]:
+    """Of the quick or the full grid."""
+    full, quick = full_cases() + full_chunks(), quick_cases() + quick_chunks()
+    return chosen(options, full if options.full else quick)
+
+
+def backward_cases(options: argparse.Namespace) -> list[AttentionCase]:
+    """Of the quick or the full grid."""
+    return chosen(options, full_cases() if options.full else quick_cases())

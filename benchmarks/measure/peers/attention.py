@@ -12,9 +12,10 @@ import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.measure.cases.attention import AttentionCase, AttentionInputs
+from benchmarks.measure.cases.attention import AttentionCase, AttentionInputs, offsets
 from benchmarks.measure.implementations import (
     Implementation,
     Prepared,
@@ -78,11 +79,18 @@ def _sdpa(case: AttentionCase, inputs: AttentionInputs) -> Built:
     require(not case.varlen, "packed sequences")
     require(case.window < 0, "window but as a mask in memory")
     grouped = case.heads != case.kv_heads
-    mask = inputs.bias
+    mask: Any = inputs.bias
+    is_causal = case.causal
+    if is_causal and case.queries:  # `is_causal` means the top left there
+        takes_it = torch.backends.cuda.flash_sdp_enabled() or (
+            torch.backends.cuda.mem_efficient_sdp_enabled() and not grouped
+        )
+        require(takes_it and mask is None, "causal mask that ends with the keys but as a mask in memory")
+        mask, is_causal = causal_lower_right(case.queries, case.seqlen), False
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=case.causal, enable_gqa=grouped
+            query, key, value, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped
         )
 
     return Built(attend, _as_it_is, _as_it_is)
@@ -113,11 +121,13 @@ def _block_mask(case: AttentionCase, device: torch.device) -> Any:
     if not case.causal and case.window < 0:
         return None
     reach = case.window if case.window >= 0 else case.seqlen
+    keys_before = case.seqlen - case.longest_queries
 
     def is_visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        return (column <= row) & (column >= row - reach)
+        own = row + keys_before
+        return (column <= own) & (column >= own - reach)
 
-    return create_block_mask(is_visible, None, None, case.seqlen, case.seqlen, device=str(device))
+    return create_block_mask(is_visible, None, None, case.longest_queries, case.seqlen, device=str(device))
 
 
 @functools.cache
@@ -159,7 +169,7 @@ def _flash(case: AttentionCase, inputs: AttentionInputs, dense: Any, varlen: Any
     options = {"causal": case.causal, "window_size": window}
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if inputs.cu_seqlens is None:
+        if not case.varlen:
             out: Tensor = first(dense(query, key, value, **options))
         else:
             out = first(
@@ -167,9 +177,9 @@ def _flash(case: AttentionCase, inputs: AttentionInputs, dense: Any, varlen: Any
                     query,
                     key,
                     value,
-                    cu_seqlens_q=inputs.cu_seqlens,
-                    cu_seqlens_k=inputs.cu_seqlens,
-                    max_seqlen_q=case.seqlen,
+                    cu_seqlens_q=inputs.cu_seqlens_q,
+                    cu_seqlens_k=inputs.cu_seqlens_k,
+                    max_seqlen_q=case.longest_queries,
                     max_seqlen_k=case.seqlen,
                     **options,
                 )
@@ -206,14 +216,13 @@ def _flashinfer_batch(case: AttentionCase, inputs: AttentionInputs) -> Prepared:
 
     require(not case.bias, "additive bias")
     device = inputs.query.device
-    offsets = torch.tensor((0, *case.lengths), device=device).cumsum(0).to(torch.int32)
     query, key, value = (
         t if case.varlen else _heads_last(t).flatten(0, 1) for t in (inputs.query, inputs.key, inputs.value)
     )
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(flashinfer_workspace(device), "NHD")
     wrapper.plan(
-        offsets,
-        offsets,
+        offsets(case.query_lengths, device),
+        offsets(case.lengths, device),
         case.heads,
         case.kv_heads,
         case.head_dim,
@@ -225,7 +234,7 @@ def _flashinfer_batch(case: AttentionCase, inputs: AttentionInputs) -> Prepared:
     def outputs(out: Tensor) -> tuple[Tensor]:
         if case.varlen:
             return (out,)
-        return (out.unflatten(0, (case.batch, case.seqlen)).transpose(1, 2),)
+        return (out.unflatten(0, (case.batch, case.longest_queries)).transpose(1, 2),)
 
     return Prepared(lambda: wrapper.run(query, key, value), outputs)
 
@@ -242,8 +251,8 @@ def _xformers(case: AttentionCase, inputs: AttentionInputs) -> Built:
     require(not case.varlen or case.window < 0, "window over packed sequences")
     mask: Any = None
     if case.varlen:
-        mask = attn_bias.BlockDiagonalMask.from_seqlens(list(case.lengths))
-        mask = mask.make_causal() if case.causal else mask
+        mask = attn_bias.BlockDiagonalMask.from_seqlens(list(case.query_lengths), list(case.lengths))
+        mask = mask.make_causal_from_bottomright() if case.causal else mask
     elif case.window >= 0:
         mask = attn_bias.LocalAttentionFromBottomRightMask(window_left=case.window, window_right=0)
     elif case.causal:
