@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BloomConfig, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import fastattn
 import fastattn.integrations.transformers as integration
-import tiny_models
 from fastattn.integrations.transformers import attention as attention_module
 from tiny_models import DECODERS, ENCODER_DECODERS, FAMILIES, make_model, output_of, tokens
 
@@ -276,13 +275,6 @@ class TestRefusals:
     def test_attention_weights_that_the_config_asked_for_before(self) -> None:
         with pytest.raises(ValueError, match="output_attentions"):
             output_of(make_model("llama", "fastattn", output_attentions=True), tokens())
-
-    def test_models_whose_layers_have_attention_of_their_own(self) -> None:
-        """They would take a mask that is left out for one that hides nothing."""
-        config = BloomConfig(vocab_size=tiny_models.VOCABULARY, hidden_size=32, n_layer=1, n_head=4)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="fastattn")
-        with pytest.raises(fastattn.InputError, match=r"expected one that bloom has, got 'fastattn'.*\"eager\""):
-            model(**tokens())
 
     @pytest.mark.parametrize("name", ["cache", "indices", "sinks", "head_mask"])
     def test_what_a_model_passes_and_fastattn_has_not(self, name: str) -> None:

@@ -6,8 +6,9 @@
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="fastattn")
 
 attention.py is the function that models call, masks.py decides what a model's mask becomes, patterns.py reads what mask
-transformers means, and marks.py says it in a few numbers instead of a mask ``[B, 1, Sq, Sk]``. cache.py has a cache for
-``generate``, also of int8.
+transformers means, and marks.py says it in a few numbers instead of a mask ``[B, 1, Sq, Sk]``. model_code.py knows what
+transformers does not say of a model, and model_setup.py refuses models by it. cache.py has a cache for ``generate``,
+also of int8.
 
 int8_config.py is what makes a model's linear layers int8 while it is loaded; int8_layers.py chooses the layers,
 int8_loading.py makes their weights, and int8_quantizer.py is what transformers calls. Importing this package makes them
@@ -28,6 +29,7 @@ from fastattn.integrations.transformers.cache import Cache
 from fastattn.integrations.transformers.int8_config import Int8Config
 from fastattn.integrations.transformers.int8_quantizer import register_int8
 from fastattn.integrations.transformers.masks import make_mask
+from fastattn.integrations.transformers.model_setup import check_models_at_setup
 
 __all__ = ["Cache", "Int8Config", "register"]
 
@@ -43,7 +45,8 @@ def register(name: str = "fastattn") -> None:
     mask ``[B, 1, Sq, Sk]``. Registering again is fine.
 
     Not served, and an ``InputError`` that says so: attention weights (``output_attentions=True``), continuous batching
-    (``generate_batch``), and what a model passes to its attention that fastattn does not know.
+    (``generate_batch``), what a model passes to its attention that fastattn does not know, and models whose layers do
+    not use transformers' ``AttentionInterface`` (BLOOM): these when they are made or set to ``name``.
 
     Raises:
         InputError: ``name`` means something else to transformers.
@@ -61,4 +64,5 @@ def register(name: str = "fastattn") -> None:
             raise InputError(f"name: expected one that is free in transformers, got {name!r}, which {registered} has")
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, make_mask)
+    check_models_at_setup()
     register_int8()

@@ -13,17 +13,38 @@ from inspect import getsource
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from fastattn.errors import InputError
 
 
 def check_uses_interface(config: Any) -> None:
     """Raises where the layers would take a mask of ours for one of their own, and attend to what they must not see."""
-    if _ignores_interface(type(config).__module__):
-        raise InputError(
-            f"attn_implementation: expected one that {config.model_type} has, got {config._attn_implementation!r}; its "
-            'layers do not use the AttentionInterface of transformers. Set attn_implementation="eager"'
-        )
+    if _ignores_interface((_beside(type(config).__module__),)):
+        raise _refusal(config.model_type, config._attn_implementation, 'Set attn_implementation="eager"')
+
+
+def check_model(model: PreTrainedModel, implementation: str) -> None:
+    """Raises where no layer of the model would call ``implementation``, which is ours.
+
+    One call anywhere is enough: in the code of its class, of a class that it inherits from, or of its config's model.
+    Code that cannot be read proves nothing.
+    """
+    bases = [base for base in type(model).__mro__ if issubclass(base, PreTrainedModel) and base is not PreTrainedModel]
+    modules = dict.fromkeys([*(base.__module__ for base in bases), _beside(type(model.config).__module__)])
+    if model._supports_attention_backend or not _ignores_interface(tuple(modules)):
+        return
+    other, how = ("sdpa", " and call it inside fastattn.patch_sdpa()") if model._supports_sdpa else ("eager", "")
+    parts = f'{{"": "{implementation}", "<name of its config>": "{other}"}}'
+    instead = f'Set attn_implementation="{other}"{how}; where it is a part of a larger model, {parts}'
+    raise _refusal(type(model).__name__, implementation, instead)
+
+
+def _refusal(name: str, implementation: str, instead: str) -> InputError:
+    return InputError(
+        f"attn_implementation: expected one that {name} has, got {implementation!r}; its layers do not use the "
+        f"AttentionInterface of transformers. {instead}"
+    )
 
 
 def has_attention_of_its_own(config: Any) -> bool:
@@ -54,10 +75,11 @@ def _contains(config_module: str, words: str) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _ignores_interface(config_module: str) -> bool:
-    code = _model_code(config_module)
-    has_layers = code is not None and re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE)
-    return bool(has_layers) and not _contains(config_module, "ALL_ATTENTION_FUNCTIONS.get_interface(")
+def _ignores_interface(modules: tuple[str, ...]) -> bool:
+    """Whether there are layers of attention in the code, and none that calls what is registered."""
+    codes = [code for code in map(_code, modules) if code is not None]
+    has_layers = any(re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE) for code in codes)
+    return has_layers and not any(re.search(r"\bALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)", code) for code in codes)
 
 
 @torch.compiler.assume_constant_result
@@ -68,8 +90,15 @@ def _has_own_softmax(config_module: str) -> bool:
 
 
 def _model_code(config_module: str) -> str | None:
-    module = sys.modules.get(config_module.replace("configuration_", "modeling_"))
-    return None if module is None else _source(module.__name__)
+    return _code(_beside(config_module))
+
+
+def _beside(config_module: str) -> str:
+    return config_module.replace("configuration_", "modeling_")
+
+
+def _code(module: str) -> str | None:
+    return _source(module) if module in sys.modules else None
 
 
 @lru_cache
