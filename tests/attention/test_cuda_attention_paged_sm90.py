@@ -155,7 +155,7 @@ def test_two_ctas_share_tiles_by_tma(page_size: int, cluster: int, head_dims: tu
 def test_any_number_of_sms(page_size: int, num_sms: int) -> None:
     """Rings go on from one piece of work to the next."""
     with device.emulated(90, num_sms=num_sms):
-        for head_dim in (64, 256):
+        for head_dim in (64, 256) if page_size == 16 else (64,):
             check_case(replace(LARGE, page_size=page_size, dims=(head_dim, head_dim), heads=(3, 3)))
 
 

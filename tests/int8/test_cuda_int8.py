@@ -236,7 +236,7 @@ def test_shared_tiles(num_sms: int, m: int, outputs: int, granularity: str | int
 @pytest.mark.parametrize("m", [1, 16, 17, 130, 300])
 def test_gradient_of_a_bias(m: int, num_sms: int, dtype: torch.dtype) -> None:
     """Eleven steps, and fewer or more tiles of columns that share them out; the last step is not whole."""
-    for k in (16, 272, 1552):
+    for k in (16, 272, 1552) if num_sms == 8 else (16, 272):
         weight, scale = quantised(680, k, "channel")
         check_grad_input(normal(m, 680, seed=k, dtype=dtype), weight, scale, launching={"num_sms": num_sms, "seed": k})
 
