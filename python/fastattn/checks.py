@@ -93,6 +93,20 @@ def is_distributed(tensor: Any) -> bool:
     return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)
 
 
+def needs_gradient(tensor: Tensor | None) -> bool:
+    """``tensor.requires_grad``, of what ``torch.func`` has wrapped too: a mapped tensor says no whatever it holds."""
+    if tensor is None:
+        return False
+    needs: bool = tensor.requires_grad
+    if needs or torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return needs
+    functorch = torch._C._functorch
+    while not needs and functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+        needs = tensor.requires_grad
+    return needs
+
+
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     expect(value in choices, name, "one of " + ", ".join(repr(choice) for choice in choices), repr(value))
 

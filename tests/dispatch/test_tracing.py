@@ -189,6 +189,25 @@ def test_per_sample_gradients() -> None:
             torch.testing.assert_close(got[index], want)
 
 
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "attention": lambda q, k: fastattn.attention(q, k, k),
+    "drop-in": lambda q, k: fastattn.scaled_dot_product_attention(q, k, k),
+    "int8": lambda q, k: fastattn.int8_linear(q + k, fastattn.quantize_int8(torch.eye(16)), activation="silu"),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_of_a_mapped_function(name: str) -> None:
+    """A mapped tensor says that it needs no gradient, whatever the one says that is mapped."""
+    query, key = draw(3, 1, 2, 5, 16, requires_grad=True), draw(3, 1, 2, 5, 16, requires_grad=True)
+    function = FUNCTIONS[name]
+    got = torch.autograd.grad(torch.vmap(function)(query, key).square().sum(), (query, key))
+    want = torch.autograd.grad(sum(function(*one).square().sum() for one in zip(query, key, strict=True)), (query, key))
+    torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)  # a kernel may sum in another order
+    by_func = torch.func.grad(lambda *tensors: torch.vmap(function)(*tensors).square().sum(), argnums=(0, 1))
+    torch.testing.assert_close(by_func(query.detach(), key.detach()), want, rtol=1e-2, atol=1e-2)
+
+
 def test_checkpoint_recomputes_the_same_dropout() -> None:
     inputs = [draw(1, 2, 5, 16, requires_grad=True) for _ in range(3)]
 
@@ -406,7 +425,7 @@ def test_triton_launches_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) 
 
     launched_on: list[int] = []
     launcher = SimpleNamespace(int8_matmul=lambda x: launched_on.append(current[-1]))
-    monkeypatch.setattr(fastattn.ops.registration.importlib, "import_module", lambda name: launcher)
+    monkeypatch.setattr(fastattn.ops.registration.importlib, "import_module", lambda name, package: launcher)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", enter)
     for index in (0, 1):

@@ -21,6 +21,7 @@ from fastattn.checks import (
     check_shape,
     check_tensor,
     expect,
+    needs_gradient,
     refuse_wrapped,
 )
 from fastattn.dispatch.call import Call
@@ -142,12 +143,12 @@ def check_call(tensors: Tensors, options: Options) -> CheckedCall:
     if sinks is not None:
         check_sinks(sinks, query.device, heads)
         features.add("sinks")
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:6])
+    needs_grad = torch.is_grad_enabled() and any(map(needs_gradient, tensors[:6]))
     if needs_grad:
         features.add("gradients")
-        if bias is not None and bias.requires_grad:
+        if needs_gradient(bias):
             features.add("bias gradients")
-        if alibi_slopes is not None and alibi_slopes.requires_grad:
+        if needs_gradient(alibi_slopes):
             features.add("slope gradients")
     if heads != kv_heads:
         features.add("gqa")

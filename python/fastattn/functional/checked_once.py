@@ -8,6 +8,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from fastattn.checks import needs_gradient
+
 Checked = TypeVar("Checked")
 
 _MOST_KEPT = 4096  # a server that sees ever new lengths must not grow for ever
@@ -49,4 +51,4 @@ def _signature(tensor: Any) -> Any:
     if not isinstance(tensor, Tensor):
         return type(tensor)
     shape = None if tensor.is_nested else tensor.shape  # a strided nested tensor has none
-    return shape, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
+    return shape, tensor.dtype, tensor.device, needs_gradient(tensor), type(tensor)

@@ -19,6 +19,7 @@ from fastattn.checks import (
     check_tensor,
     device_checks_are_on,
     expect,
+    needs_gradient,
 )
 from fastattn.dispatch.call import Call
 from fastattn.dispatch.choose import choose
@@ -214,7 +215,7 @@ def _check_call(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Call:
         features.add("int8 activations")
     if scale.shape[1] > 1:
         features.add("group scales")
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, residual)):
+    if torch.is_grad_enabled() and any(map(needs_gradient, (x, bias, residual))):
         features.add("gradients")
     rows_of_x = x.shape[:-1].numel()
     return Call(

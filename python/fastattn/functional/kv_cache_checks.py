@@ -19,6 +19,7 @@ from fastattn.checks import (
     check_shape,
     check_tensor,
     expect,
+    needs_gradient,
     refuse_wrapped,
 )
 from fastattn.dispatch.call import Call
@@ -71,7 +72,7 @@ _NEEDED = ("query", "k_cache", "v_cache", "cache_seqlens")
 
 def _refuse_gradients(tensors: Tensors) -> None:
     for name, tensor in zip(Tensors._fields, tensors, strict=True):
-        if tensor is not None and tensor.requires_grad:
+        if needs_gradient(tensor):
             raise InputError(
                 f"{name}: expected a tensor that needs no gradient, since attention over a cache is for inference only "
                 "(use torch.no_grad(), or fastattn.attention to train), got one with requires_grad=True"

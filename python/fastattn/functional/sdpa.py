@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastattn import run
-from fastattn.checks import is_distributed
+from fastattn.checks import is_distributed, needs_gradient
 from fastattn.dispatch.call import Call
 from fastattn.dispatch.choose import choose, is_watched
 from fastattn.dispatch.device import facts
@@ -208,7 +208,7 @@ def _check_call(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _CheckedC
         return _CheckedCall(call, (), 0, 0, 0.0, False)
     batch, heads, kv_heads = _leading_dims(query, key, value, enable_gqa)
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    needs_grad = torch.is_grad_enabled() and any(map(needs_gradient, tensors))
     uses = {
         "causal": is_causal,
         "gqa": heads != kv_heads,
@@ -217,7 +217,7 @@ def _check_call(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _CheckedC
         "gradients": needs_grad,
         "mask": attn_mask is not None and attn_mask.dtype == torch.bool,
         "bias": attn_mask is not None and attn_mask.dtype != torch.bool,
-        "bias gradients": needs_grad and attn_mask is not None and attn_mask.requires_grad,
+        "bias gradients": needs_grad and needs_gradient(attn_mask),
     }
     sizes = (math.prod(batch), heads, kv_heads, query.shape[-2], key.shape[-2])
     features = frozenset(feature for feature, used in uses.items() if used)
