@@ -64,7 +64,7 @@ bench: $(BUILT) ## the quick benchmarks; BENCH_ARGS="--full --save" for more. Wi
 	  echo; $(BIN)/python -m benchmarks predict $(filter --full,$(BENCH_ARGS)); fi
 	@for name in $(BENCHMARKS); do echo; $(BIN)/python -m benchmarks $$name $(BENCH_ARGS); done
 
-# With this Python alone: a machine that is lent for minutes may have no $(VENV), nor a registry to fill one from.
+# With this Python alone: a machine that is there for minutes may have no $(VENV), nor a registry to fill one from.
 GPU_CHECK_PYTHON := $(if $(filter default file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
 OUT ?= build/gpu_check/out
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import fastattn
 import two_processes
 from cuda_kernels import HAS_KERNELS
+from fastattn.functional.distributed_tensors import are_split_alike
 from fastattn.integrations import dtensor, torch_flash
 from fastattn.integrations.torch_flash.switch import Overrides
 from fastattn.ops.attention import AttentionArguments, AttentionBackwardArguments
@@ -121,6 +122,27 @@ def check_largest_scores(rank: int, mesh: DeviceMesh) -> None:
                 assert came[-1].placements == (of_result,) and len(came) == 2 + return_lse
                 torch.testing.assert_close(came[-1].full_tensor(), wanted)
                 torch.testing.assert_close(came[0].full_tensor(), out)
+
+
+def check_sizes_of_the_whole(rank: int, mesh: DeviceMesh) -> None:
+    """What does not fit together is refused, also where the parts of each rank would."""
+    query, key, value = query_key_value()
+
+    def spread(*tensors: Tensor, by: int) -> list[Tensor]:
+        return [distribute_tensor(tensor, mesh, [Shard(by)]) for tensor in tensors]
+
+    four = random(4, HEADS, 6, DIM)
+    with fastattn.use_backend("torch"):
+        with pytest.raises(fastattn.InputError, match="key: expected the query's batch size 4, got 2"):
+            fastattn.attention(*spread(four, key, value, by=0))
+        with pytest.raises(fastattn.InputError, match="bias: expected the query's batch size 4, got 2"):
+            fastattn.attention(*spread(four, four, four, by=0), bias=random(2, 1, 6, 6))
+        with pytest.raises(fastattn.InputError, match="sinks: expected the query's heads 4, got 2"):
+            fastattn.attention(*spread(query, key, value, by=1), sinks=random(2))
+    assert not are_split_alike(*spread(four, key, value, by=0), (), True)
+    assert not are_split_alike(*spread(query, key, value, by=1), (), False)
+    assert are_split_alike(*spread(query, key, value, by=1), (BATCH, 1, 6, 7), True)
+    assert not are_split_alike(*spread(four, four, four, by=0), (2, 1, 6, 6), False)
 
 
 def check_tensors_on_their_way(rank: int, mesh: DeviceMesh) -> None:
@@ -277,6 +299,7 @@ def test_two_processes_compute_what_one_does() -> None:
         check_attention,
         check_uneven_heads,
         check_largest_scores,
+        check_sizes_of_the_whole,
         check_tensors_on_their_way,
         check_varlen,
         check_drop_in,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fastattn import InputError
@@ -136,6 +137,11 @@ class TestCheckpointsThatAreNotOurs:
     def test_quantised_by_others_without_saying_so(self, llama: Path, int8_llama: Path, tmp_path: Path) -> None:
         path = edited(llama, tmp_path / "edited", replaced(f"{UP}.weight", lambda weight: weight.to(torch.int8)))
         with pytest.raises(InputError, match=f"expected floating weights to quantise, got {UP}.weight in I8"):
+            load(path, Int8Config())
+
+        torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+        (path / "model.safetensors").unlink()
+        with pytest.raises(InputError, match=f"expected floating weights to quantise, got {UP}.weight in torch.int8"):
             load(path, Int8Config())
 
         stripped = edited(int8_llama, tmp_path / "stripped", lambda tensors: None)

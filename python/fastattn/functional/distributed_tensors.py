@@ -58,7 +58,24 @@ def attend_over_distributed(
         dims_of_options(_shape(sinks)),
         *(NEITHER,) * 3,
     )
+    _check_sizes(tensors, dims)
     return attend_locally(tensors, dims, (queries, *others), options.dropout_p == 0, attend)
+
+
+def _check_sizes(tensors: tuple[Any, ...], dims: tuple[Dims, ...]) -> None:
+    """Of the whole tensors: what does not fit together as a whole may fit as the parts that a rank has."""
+    names = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
+    query, of_query = tensors[0], dims[0]
+    if query.dim() < 3:  # as below
+        return
+    for name, tensor, of in zip(names, tensors, dims, strict=False):
+        if not isinstance(tensor, Tensor) or (tensor.dim() != query.dim() and name in ("key", "value")):
+            continue  # the checks of each rank's part say what is wrong with it
+        for what, dim, place in (("batch size", of.batch, of_query.batch), ("heads", of.heads, of_query.heads)):
+            is_grouped = what == "heads" and name in ("key", "value")
+            if dim is None or place is None or is_grouped or tensor.shape[dim] == query.shape[place]:
+                continue
+            raise InputError(f"{name}: expected the query's {what} {query.shape[place]}, got {tensor.shape[dim]}")
 
 
 def dims_of_options(shape: Sequence[int]) -> Dims:
@@ -126,11 +143,19 @@ def attend_locally(
     return whole
 
 
-def are_split_alike(query: Any, key: Any, value: Any) -> bool:
-    """Whether query, key and value ``[B, H, S, D]`` are DTensor that all are split evenly over batch or heads alone."""
+def are_split_alike(query: Any, key: Any, value: Any, mask_sizes: Sequence[int], enable_gqa: bool) -> bool:
+    """Whether query, key and value ``[B, H, S, D]`` are DTensor that fit together, with a mask of these sizes, and all
+    are split evenly over batch or heads alone."""
     tensors = (query, key, value)
     if not all(is_distributed(tensor) and tensor.dim() == 4 for tensor in tensors):
         return False
+    of_query, of_key, of_value = (tensor.shape[:2] for tensor in tensors)
+    if of_key != of_value or of_query[0] != of_key[0] or (of_query[1] != of_key[1] and not enable_gqa):
+        return False
+    of_mask = dims_of_mask(mask_sizes)
+    for dim, size in zip((of_mask.batch, of_mask.heads), of_query, strict=True):
+        if dim is not None and mask_sizes[dim] != size:
+            return False
     if any((t.device_mesh, t.placements) != (query.device_mesh, query.placements) for t in tensors):
         return False
     kinds = _kinds(tensors, DENSE, True)

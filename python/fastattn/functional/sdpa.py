@@ -29,7 +29,7 @@ from fastattn.functional import nested
 from fastattn.functional.attention_checks import Options, check_call, default_scale
 from fastattn.functional.autocast import autocast_dtype, autocast_to
 from fastattn.functional.checked_once import CheckedOnce
-from fastattn.functional.distributed_tensors import DENSE, NEITHER, are_split_alike, attend_locally, dims_of_mask
+from fastattn.functional.distributed_tensors import DENSE, are_split_alike, attend_locally, dims_of_mask
 from fastattn.functional.dropout_seed import draw_seed
 from fastattn.functional.torch_sdpa import torch_sdpa
 from fastattn.ops.attention import AttentionArguments
@@ -133,9 +133,10 @@ def _over_distributed(
 
     It does with dropout, for which its DTensor has a generator of its own, and what its context parallel has split.
     """
-    if dropout_p or not are_split_alike(query, key, value):
+    mask_sizes = attn_mask.shape if isinstance(attn_mask, Tensor) else ()
+    if dropout_p or not are_split_alike(query, key, value, mask_sizes, enable_gqa):
         return None
-    mask_dims = dims_of_mask(attn_mask.shape) if isinstance(attn_mask, Tensor) else NEITHER
+    mask_dims = dims_of_mask(mask_sizes)
 
     def attend(local: tuple[Any, ...]) -> Tensor:
         q, k, v, mask = local

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from typing import Any
 
 import torch
@@ -115,16 +116,24 @@ def check_is_floating(checkpoint_files: list[str] | None) -> None:
     transformers would cast its weights, and forget their scales.
     """
     for file in checkpoint_files or ():
-        if not file.endswith(".safetensors"):
-            continue
+        for name, dtype in _dtypes_in(file).items():
+            if name.endswith(f".{WEIGHT}") and dtype not in ("F16", "BF16", "F32", "F64"):
+                raise InputError(
+                    f"checkpoint: expected floating weights to quantise, got {name} in {dtype}: it is quantised "
+                    "already, and its config.json has no quantization_config"
+                )
+
+
+_SHORT = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
+
+
+def _dtypes_in(file: str) -> dict[str, str]:
+    """Of the tensors in a checkpoint's file, as safetensors names them; their data stay where they are."""
+    if file.endswith(".safetensors"):
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  # it is no dict
-                dtype = tensors.get_slice(name).get_dtype()
-                if name.endswith(f".{WEIGHT}") and dtype not in ("F16", "BF16", "F32", "F64"):
-                    raise InputError(
-                        f"checkpoint: expected floating weights to quantise, got {name} in {dtype}: it is quantised "
-                        "already, and its config.json has no quantization_config"
-                    )
+            return {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118  # it is no dict
+    state = torch.load(file, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(file))
+    return {name: _SHORT.get(t.dtype, str(t.dtype)) for name, t in state.items() if isinstance(t, Tensor)}
 
 
 def assembling_converter(problems: list[str]) -> Any:

@@ -35,8 +35,9 @@ def check_model(model: PreTrainedModel, implementation: str) -> None:
     if model._supports_attention_backend or not _ignores_interface(tuple(modules)):
         return
     other, how = ("sdpa", " and call it inside fastattn.patch_sdpa()") if model._supports_sdpa else ("eager", "")
-    parts = f'{{"": "{implementation}", "<name of its config>": "{other}"}}'
-    instead = f'Set attn_implementation="{other}"{how}; where it is a part of a larger model, {parts}'
+    as_part = f'{{"": "{implementation}", "<name of its config>": "{other}"}}'
+    with_part = f'{{"": "{other}", "<config of a part that does>": "{implementation}"}}'
+    instead = f'Set attn_implementation="{other}"{how}; for a part of a larger model {as_part}, or {with_part}'
     raise _refusal(type(model).__name__, implementation, instead)
 
 
