@@ -23,7 +23,7 @@ def label(case: Mapping[str, Any], without: Collection[str] = ()) -> str:
 def _attention_parts(case: Mapping[str, Any]) -> dict[str, str]:
     mask = "causal" if case["causal"] else "full"
     return {
-        "queries": f"{case['queries']} queries" if case["queries"] else "",
+        "queries": f"{case['queries']} queries" if case.get("queries") else "",  # older results know none
         "seqlen": f"length {case['seqlen']}",
         "batch": f"batch {case['batch']}",
         "heads": f"{case['heads']}/{case['kv_heads']} heads",

@@ -13,16 +13,16 @@ struct ForwardTileSm80;
 // code is held to them by tests/machine_code/test_native_library.py. Clocks are those of 64 rows by 64 keys on an SM of sm_80: two
 // for an HMMA (1024 multiply-adds each), four for an LDSM (128 bytes each), two for an EX2 (16 lanes each), and a
 // quarter for any instruction (four schedulers). Nothing is in local memory in a loop.
-// In the forward kernel they include the branch that rescales O, which few steps take: without it a step of 64 dims has 508
-// instructions, one of 128 dims 712.
+// In the forward kernel they include two branches: one rescales O, which few steps do, one is the largest score's. Without
+// the first a step of 64 dims has 543 instructions, one of 128 dims 736; the other has about 35.
 //
 // Forward: head dim  instructions  HMMA  MUFU.EX2  LDSM  registers  shared-KB  clocks:HMMA  :LDSM  :EX2  :issue
-//                32           497    64        68    16        168         17          256    128   272     249
-//                64           625   128        68    32        240         33          512    256   272     313
-//                96           759   192        68    60        255         49          768    480   272     380
-//               128           898   256        68    80        255         65         1024    640   272     449
-//               192           623   192        34    96        255         97         1536   1536   272     623
-//               256           482   128        18    64        255         97         2048   2048   288     964
+//                32           537    64        68    16        168         17          256    128   272     269
+//                64           660   128        68    32        240         33          512    256   272     330
+//                96           796   192        68    60        255         49          768    480   272     398
+//               128           922   256        68    80        255         65         1024    640   272     461
+//               192           653   192        34    96        255         97         1536   1536   272     653
+//               256           509   128        18    64        255         97         2048   2048   288    1018
 
 // Three CTAs on an SM, because EX2 and the instructions take as long as the products, and only other warps' hide
 // them; a fourth (128 registers) spills in the loop. kBlockN = 128 takes 10% fewer instructions per key, with two

@@ -72,9 +72,10 @@ def run(
     """Output and lse. Only the drop-in's masks are top-left, and it has no lse."""
     if top_left:
         changes = {} if scale is None else {"scale": scale}
-        return getattr(torch.ops.fastattn, OP)(
+        out, lse, _ = getattr(torch.ops.fastattn, OP)(
             **arguments(query, key, value, window_right=0 if causal else -1, top_left=True, **changes)
         )
+        return out, lse
     with fastattn.use_backend("cuda"):
         return fastattn.attention(query, key, value, causal=causal, scale=scale, return_lse=True)
 

@@ -1,4 +1,4 @@
-"""What a type checker makes of ``return_lse``: it decides between one tensor and two."""
+"""What a type checker makes of ``return_lse`` and ``return_max_logit``: they decide how many tensors are returned."""
 
 from __future__ import annotations
 
@@ -12,17 +12,44 @@ from torch import Tensor
 
 import fastattn
 
+needs_overloads = pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads is younger")
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads is younger")
-@pytest.mark.parametrize("function", [fastattn.attention, fastattn.attention_varlen, fastattn.attention_with_kv_cache])
-def test_return_lse_decides_the_type_of_the_result(function: Callable[..., Any]) -> None:
-    hints = [typing.get_type_hints(overload) for overload in typing.get_overloads(function)]
-    own = typing.get_type_hints(function)
+
+def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Of its parameters, those of ``**options`` one by one."""
+    hints = typing.get_type_hints(function)
+    options = hints.pop("options", None)
+    return hints if options is None else hints | typing.get_type_hints(typing.get_args(options)[0])
+
+
+@needs_overloads
+def test_return_lse_decides_the_type_of_the_result() -> None:
+    function = fastattn.attention_with_kv_cache
+    own, hints = hints_of(function), [hints_of(overload) for overload in typing.get_overloads(function)]
     assert [(hint["return_lse"], hint["return"]) for hint in hints] == [
         (Literal[False], Tensor),
         (Literal[True], tuple[Tensor, Tensor]),
         (bool, Tensor | tuple[Tensor, Tensor]),
     ]
     for hint in hints:
-        others = {name: kind for name, kind in hint.items() if name not in ("return_lse", "return")}
-        assert others == {name: kind for name, kind in own.items() if name not in ("return_lse", "return")}
+        assert dropped(hint, "return_lse", "return") == dropped(own, "return_lse", "return")
+
+
+@needs_overloads
+@pytest.mark.parametrize("function", [fastattn.attention, fastattn.attention_varlen])
+def test_two_options_decide_the_type_of_the_result(function: Callable[..., Any]) -> None:
+    own, hints = hints_of(function), [hints_of(overload) for overload in typing.get_overloads(function)]
+    assert [(hint["return_lse"], hint["return_max_logit"], hint["return"]) for hint in hints] == [
+        (Literal[False], Literal[False], Tensor),
+        (Literal[True], Literal[False], tuple[Tensor, Tensor]),
+        (Literal[False], Literal[True], tuple[Tensor, Tensor]),
+        (Literal[True], Literal[True], tuple[Tensor, Tensor, Tensor]),
+        (bool, bool, Tensor | tuple[Tensor, ...]),
+    ]
+    for hint in hints:
+        deciding = ("return_lse", "return_max_logit", "return")
+        assert dropped(hint, *deciding) == dropped(own, *deciding)
+
+
+def dropped(hints: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: kind for name, kind in hints.items() if name not in names}

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack  # torch brings it
 
 from fastattn.checks import check_bool, check_tensor, is_distributed
 from fastattn.functional import nested
 from fastattn.functional.attend import attend
 from fastattn.functional.attention_checks import UNBOUNDED, Options, Tensors
 from fastattn.functional.distributed_tensors import attend_over_distributed
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class _Options(TypedDict, total=False):
