@@ -1,7 +1,8 @@
-"""Checkpoints that several test modules read."""
+"""What several test modules have in common: checkpoints, and torch's flash attention operators in our hands."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,17 @@ def int8_llama(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("int8_llama")
     load(llama, Int8Config()).save_pretrained(path)
     return path
+
+
+@pytest.fixture
+def flash_overrides() -> Iterator[None]:
+    """Our implementations of torch's flash attention operators, under the dispatch key of the tests' device."""
+    import fastattn
+    from cuda_kernels import checked
+    from fastattn.integrations.torch_flash.switch import Overrides
+    from kernel_device import DEVICE
+
+    overrides = Overrides(DEVICE.upper())
+    with fastattn.use_backend("cuda"), checked():
+        yield
+    overrides.remove()

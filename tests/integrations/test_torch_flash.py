@@ -7,7 +7,7 @@ tests call the flash operators, and what is above them in Python (``varlen_attn`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 import fastattn
-from cuda_kernels import MARKS, checked
+from cuda_kernels import MARKS
 from fastattn.integrations import torch_flash
-from fastattn.integrations.torch_flash.switch import Overrides
 from flash_formulas import flash_attention, packed_flash_attention
 from kernel_device import DEVICE
 from torch_flash_cases import (
@@ -41,17 +40,9 @@ if not torch_flash.is_available():
 
 from torch.nn.attention import varlen
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.usefixtures("flash_overrides")]
 
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def ours() -> Iterator[None]:
-    overrides = Overrides(DEVICE.upper())
-    with fastattn.use_backend("cuda"), checked():
-        yield
-    overrides.remove()
 
 
 # --- _scaled_dot_product_flash_attention ------------------------------------------------------------------------------

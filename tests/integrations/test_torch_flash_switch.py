@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fastattn
-from cuda_kernels import MARKS, checked
+from cuda_kernels import MARKS
 from fastattn.dispatch.thread_state import thread
 from fastattn.integrations import torch_flash
 from fastattn.integrations.torch_flash.switch import Overrides
@@ -22,17 +22,9 @@ if not torch_flash.is_available():
     pytest.skip("needs torch 2.13 or later", allow_module_level=True)
 
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.usefixtures("flash_overrides")]
 
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def ours() -> Iterator[None]:
-    overrides = Overrides(DEVICE.upper())
-    with fastattn.use_backend("cuda"), checked():
-        yield
-    overrides.remove()
 
 
 # --- what was there before --------------------------------------------------------------------------------------------

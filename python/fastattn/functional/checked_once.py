@@ -31,7 +31,9 @@ class CheckedOnce(Generic[Checked]):
         if torch.compiler.is_compiling():
             return self._check(tensors, options)
         # The options' types too: 0 equals False, and is not one.
-        signature = (*map(_signature, tensors), options, *map(type, options), torch.is_grad_enabled())
+        signature: tuple[Any, ...] = (*map(_signature, tensors), options, *map(type, options), torch.is_grad_enabled())
+        if torch._C._are_functorch_transforms_active():  # tensors do not tell of themselves then
+            signature += tuple(isinstance(tensor, Tensor) and needs_gradient(tensor) for tensor in tensors)
         try:
             found = self._kept.get(signature)
         except TypeError:  # an option that cannot be hashed is a wrong one: the checks say what is wrong with it
@@ -51,4 +53,4 @@ def _signature(tensor: Any) -> Any:
     if not isinstance(tensor, Tensor):
         return type(tensor)
     shape = None if tensor.is_nested else tensor.shape  # a strided nested tensor has none
-    return shape, tensor.dtype, tensor.device, needs_gradient(tensor), type(tensor)
+    return shape, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)

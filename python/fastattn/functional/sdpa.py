@@ -12,7 +12,7 @@ Where torch's own devices or versions differ, this is what happens on a GPU kern
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ def scaled_dot_product_attention(
         return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if type(query) is not Tensor:
         over_parts = _over_distributed if is_distributed(query) else _over_jagged
-        result = over_parts(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        result = over_parts((query, key, value, attn_mask), (dropout_p, is_causal, scale, enable_gqa))
         if result is not None:
             return result
     original = (query, key, value, attn_mask)
@@ -119,20 +119,17 @@ def scaled_dot_product_attention(
     return out.reshape((*checked.batch, checked.heads, *out.shape[-2:])[-rank:])
 
 
-def _over_distributed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor | None:
+_Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None]  # query, key, value, attn_mask
+_Options: TypeAlias = tuple[float, bool, float | None, bool]  # dropout_p, is_causal, scale, enable_gqa
+
+
+def _over_distributed(tensors: _Tensors, options: _Options) -> Tensor | None:
     """Each rank by itself, over DTensor that are split by batch entries and heads; None: torch knows what to do.
 
     It does with dropout, for which its DTensor has a generator of its own, and what its context parallel has split.
     """
+    query, key, value, attn_mask = tensors
+    dropout_p, is_causal, scale, enable_gqa = options
     mask_sizes = attn_mask.shape if isinstance(attn_mask, Tensor) else ()
     if dropout_p or not are_split_alike(query, key, value, mask_sizes, enable_gqa):
         return None
@@ -142,20 +139,13 @@ def _over_distributed(
         q, k, v, mask = local
         return scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
-    return attend_locally((query, key, value, attn_mask), (DENSE, DENSE, DENSE, mask_dims), (DENSE,), True, attend)
+    return attend_locally(tensors, (DENSE, DENSE, DENSE, mask_dims), (DENSE,), True, attend)
 
 
-def _over_jagged(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor | None:
+def _over_jagged(tensors: _Tensors, options: _Options) -> Tensor | None:
     """Packed sequences, of jagged ``[B, H, j, D]``; None: torch knows what to do."""
+    query, key, value, attn_mask = tensors
+    dropout_p, is_causal, scale, enable_gqa = options
     if query.layout != torch.jagged or attn_mask is not None:
         return None
     if torch.compiler.is_compiling():  # the operators' lengths are numbers, those of a traced jagged tensor are not

@@ -300,7 +300,7 @@ def _shape_of_one(tensor: Tensor, mapped: int | None) -> torch.Size:
 
 
 # Name → where the heads are in a sample. Of the lse, that of a dense call.
-_HEADS_DIM = {"sinks": 0} | dict.fromkeys(
+HEADS_DIM = {"sinks": 0} | dict.fromkeys(
     ("query", "key", "value", "out", "grad_out", "lse", "grad_lse", "alibi_slopes"), 1
 )
 _PACKED_LSE_HEADS_DIM = 0
@@ -311,7 +311,7 @@ def _folded(given: Any, dims: Any, size: int) -> dict[str, Tensor | None]:
     """The arguments that have heads, the mapped dimension joined with them."""
     packed = given.cu_seqlens_q is not None
     folded = {}
-    for name, heads_dim in _HEADS_DIM.items():
+    for name, heads_dim in HEADS_DIM.items():
         if name in given._fields:
             dim = _PACKED_LSE_HEADS_DIM if packed and name in ("lse", "grad_lse") else heads_dim
             folded[name] = fold_into_heads(getattr(given, name), getattr(dims, name), size, dim)
@@ -325,10 +325,10 @@ def _vmap_forward(overload: torch._ops.OpOverload) -> Callable[..., Any]:
         dims: Any = AttentionArguments(*in_dims)  # type: ignore[arg-type]
         refuse_mapped(dims, *_ONE_FOR_ALL_SAMPLES, "block_table")
         out, lse, max_logit = overload(*given._replace(**_folded(given, dims, size)))  # type: ignore[arg-type]
-        lse_heads_dim = _HEADS_DIM["lse"] if given.cu_seqlens_q is None else _PACKED_LSE_HEADS_DIM
+        lse_heads_dim = HEADS_DIM["lse"] if given.cu_seqlens_q is None else _PACKED_LSE_HEADS_DIM
         heads = _shape_of_one(given.query, dims.query)[1] if given.return_max_logit else 0
         results = (
-            unfold_heads(out, size, _HEADS_DIM["out"]),
+            unfold_heads(out, size, HEADS_DIM["out"]),
             unfold_heads(lse, size, lse_heads_dim),
             max_logit.view(size, heads),
         )
@@ -353,7 +353,7 @@ def _vmap_backward(overload: torch._ops.OpOverload) -> Callable[..., Any]:
             grad_bias = grad_bias.sum(2, keepdim=True) if shares_bias else grad_bias
         else:
             grad_bias = grad_bias.expand(size, 0)
-        sinks_heads_dim = _HEADS_DIM["sinks"]
+        sinks_heads_dim = HEADS_DIM["sinks"]
         grad_sinks = (
             grad_sinks.expand(size, 0) if given.sinks is None else unfold_heads(grad_sinks, size, sinks_heads_dim)
         )

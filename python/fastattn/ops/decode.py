@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn.layout import empty_like_heads
+from fastattn.ops.attention import HEADS_DIM
 from fastattn.ops.flops import attention_flops
 from fastattn.ops.registration import call, fold_into_heads, register, unfold_heads
 
@@ -103,12 +104,12 @@ def _vmap_split_keys(overload: torch._ops.OpOverload) -> Callable[..., Any]:
     def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
         given, size = SplitKeysArguments(*args), info.batch_size
         dims: Any = SplitKeysArguments(*in_dims)  # type: ignore[arg-type]
-        heads_dims = {"query": 1, "key": 1, "value": 1, "alibi_slopes": 1, "sinks": 0}
         folded = {
-            name: fold_into_heads(getattr(given, name), getattr(dims, name), size, d) for name, d in heads_dims.items()
+            name: fold_into_heads(getattr(given, name), getattr(dims, name), size, HEADS_DIM[name])
+            for name in HEADS_DIM.keys() & given._fields
         }
         out, lse = overload(*given._replace(**folded))  # type: ignore[arg-type]
-        return (unfold_heads(out, size, 1), unfold_heads(lse, size, 1)), (0, 0)
+        return (unfold_heads(out, size, HEADS_DIM["out"]), unfold_heads(lse, size, HEADS_DIM["lse"])), (0, 0)
 
     return rule
 

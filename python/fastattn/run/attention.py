@@ -72,14 +72,4 @@ def _pad(tensor: Tensor, head_dim: int) -> Tensor:
 
 
 def _of_split_keys(arguments: AttentionArguments) -> SplitKeysArguments:
-    return SplitKeysArguments(
-        arguments.query,
-        arguments.key,
-        arguments.value,
-        alibi_slopes=arguments.alibi_slopes,
-        sinks=arguments.sinks,
-        scale=arguments.scale,
-        window_left=arguments.window_left,
-        window_right=arguments.window_right,
-        softcap=arguments.softcap,
-    )
+    return SplitKeysArguments(*(getattr(arguments, name) for name in SplitKeysArguments._fields))

@@ -21,7 +21,7 @@ _active_before: str | None = None
 def enable() -> None:
     """Put fastattn's kernels behind torch's flash attention on CUDA, for the whole process; twice is fine.
 
-    What no kernel takes goes on to what was there before. Switch between training steps: a backward pass with dropout
+    What no kernel takes goes on to torch's own kernels. Switch between training steps: a backward pass with dropout
     must find what its forward pass found.
 
     Raises:
