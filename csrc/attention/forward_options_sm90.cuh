@@ -91,9 +91,9 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
 #pragma unroll
         for (int d = 0; d < kTilesD; ++d) rO[0][d][0] = rO[0][d][1] = rO[0][d][2] = rO[0][d][3] = 0.0f;
 
-        // What this lane's upper and lower row see, as the window has it.
-        const SeenColumns<kTilesN> seen(work.window.keys_of(own_row + accumulator_row(lane)),
-                                        work.window.keys_of(own_row + accumulator_row(lane) + 8), lane);
+        // The keys that this lane's upper and lower row see, as the window has it.
+        const KeyRange seen_by[2] = {work.window.keys_of(own_row + accumulator_row(lane)),
+                                     work.window.keys_of(own_row + accumulator_row(lane) + 8)};
 
         const MissingPages<Config> missing(shared, params, work, tiles, warpgroup);
 
@@ -103,10 +103,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
         const auto to_scores = [&](int32_t first_key, bool is_masked) {
             scores.template to_scores<false>(rS, own_row, first_key, lane);
             bias.add_to(rS, first_key);
-            if (is_masked) {
-                const int32_t first_bit = first_key / kBlockN * ColumnBits<kTilesN>::kPerTile;
-                mask_own_columns(rS, seen, missing.present(first_bit, lane), first_bit);
-            }
+            if (is_masked) mask_own_columns(rS, seen_by, missing.present_in_order(first_key, lane), first_key, lane);
         };
 
         if (num_tiles > 0) {

@@ -178,6 +178,11 @@ struct MissingPages {
         return Bits::spread(present_columns<Config::kTilesN>(table, first_key, lane));
     }
 
+    // The same with column i in bit i.
+    __device__ __forceinline__ uint32_t present_in_order(int32_t first_key, int lane) const {
+        return is_any() ? present_columns<Config::kTilesN>(table, first_key, lane) : 0xffffffff;
+    }
+
   private:
     __device__ __forceinline__ bool is_any() const { return *some != 0; }
 };
