@@ -11,6 +11,7 @@
 #include "attention/part_rows.cuh"
 #include "attention/tiles_sm90.h"
 #include "device/largest_score.cuh"
+#include "device/mask.cuh"
 #include "device/merge_parts.cuh"
 #include "device/nonfinite.cuh"
 #include "device/ptx/cluster.cuh"
@@ -76,6 +77,7 @@ struct alignas(1024) ForwardStorageSm90 {
     RingBarriers<1> query;
     RingBarriers<Config::kStages> key, value;
     GatherBarriers<Config::kStages> gathered_key, gathered_value;
+    int32_t first_bits[Config::kStages];                    // of the tiles in the ring of keys: see ColumnBits
     int32_t some_pages_missing[4 * Config::kNumConsumers];  // see MissingPages
     LargestScores<4 * Config::kNumConsumers> largest_scores;
     RingBarriers<2> work;
@@ -160,8 +162,8 @@ __device__ __forceinline__ void tell_next_work(ForwardStorageSm90<Config>& share
     ring.arrive_full();
 }
 
-// What a warp of the producer copies: calls begin(work) for each tile of work, then take(work, key) with the first key
-// of each of its tiles of keys, in the order in which consumers take them. The warp that tells of the work, and those
+// What a warp of the producer copies: calls begin(work) for each tile of work, then take(work, tile) with each of its
+// tiles of keys, in the order in which consumers take them. The warp that tells of the work, and those
 // that are told.
 template <bool kTells, typename Config, typename Begin, typename Take>
 __device__ __forceinline__ void for_tiles_of_cta(ForwardStorageSm90<Config>& shared,
@@ -180,7 +182,7 @@ __device__ __forceinline__ void for_tiles_of_cta(ForwardStorageSm90<Config>& sha
         const TileOfWork& work = shared.work_places[place];
         begin(work);
         for (int32_t num_left = work.tiles.num_tiles(); num_left > 0; --num_left) {
-            take(work.rows, work.tiles.tile(num_left) * Config::kBlockN);
+            take(work.rows, work.tiles.tile(num_left));
         }
         __syncwarp();  // waits until every lane has read it
         if (kTells) {
@@ -212,6 +214,15 @@ __device__ __forceinline__ void load_query(ForwardStorageSm90<Config>& shared, c
     ring.advance();
 }
 
+// One thread, before it arrives at `full`: which tile of keys the stage gets. Masks take it as it is, with no instruction
+// in between.
+template <typename Config>
+__device__ __forceinline__ void tell_tile(ForwardStorageSm90<Config>& shared, const Ring<Config::kStages>& key_ring,
+                                          int32_t tile) {
+    key_ring.wait_empty();
+    shared.first_bits[key_ring.stage] = tile * ColumnBits<Config::kTilesN>::kPerTile;
+}
+
 // One warp: copies Q by its first lane, and of each tile of K and V a box by each lane that has one. A tile is a box,
 // or in pages several, none of which lies in two pages. ahead(work, key) does what else is to be done before consumers come
 // to a tile.
@@ -229,7 +240,8 @@ __device__ __forceinline__ void produce_boxes(ForwardStorageSm90<Config>& shared
         [&](const TileOfWork& work) {
             if (lane == 0) load_query(shared, all_params.query, work, query_ring);
         },
-        [&](const RowsOfCta& work, int32_t first_key) {
+        [&](const RowsOfCta& work, int32_t key_tile) {
+            const int32_t first_key = key_tile * Config::kBlockN;
             const bool has_box = own_row < rows_of_cta;
             const TokenPlace place = has_box ? work.place_of(params, first_key + first_row) : TokenPlace{};
             const auto fill = [&](const auto& ring, auto& stages, auto tile, const TensorMap& map) {
@@ -241,6 +253,7 @@ __device__ __forceinline__ void produce_boxes(ForwardStorageSm90<Config>& shared
                     tile.load_into_both(rows, map, place.block, work.kv_head, place.row, landed);
                 }
             };
+            if (lane == 0) tell_tile(shared, key_ring, key_tile);
             fill(key_ring, shared.sK, typename Config::KeyTile{}, all_params.key);
             fill(key_ring.at_same_stage(shared.value), shared.sV, typename Config::ValueTile{}, all_params.value);
             key_ring.advance();
@@ -318,6 +331,9 @@ struct ForwardConsumerSm90 {
             OperandDescriptor::of_rows(shared_address(shared.sK[key_ring.stage])));
         ptx::wgmma_commit_group();
     }
+
+    // Of the tile of keys whose product has been started last; to be asked before the wait for it.
+    __device__ __forceinline__ int32_t first_bit() const { return shared.first_bits[key_ring.stage]; }
 
     __device__ __forceinline__ void start_pv(float (&rO)[1][kTilesD][4], const uint32_t (&rP)[kTilesK][4]) {
         value_ring.wait_full();

@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
         const auto to_scores = [&](int32_t first_key, bool is_masked) {
             scores.template to_scores<false>(rS, own_row, first_key, lane);
             bias.add_to(rS, first_key);
-            if (is_masked) mask_own_columns(rS, seen_by, missing.present(first_key, lane), first_key, lane);
+            if (is_masked) mask_own_columns(rS, seen_by, missing.present_in_order(first_key, lane), first_key, lane);
         };
 
         if (num_tiles > 0) {

@@ -90,9 +90,9 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
 #pragma unroll
         for (int d = 0; d < kTilesD; ++d) rO[0][d][0] = rO[0][d][1] = rO[0][d][2] = rO[0][d][3] = 0.0f;
 
-        // The keys that this lane's upper and lower row see.
-        const KeyRange seen_by[2] = {work.keys_of(own_row + accumulator_row(lane)),
-                                     work.keys_of(own_row + accumulator_row(lane) + 8)};
+        // What this lane's upper and lower row see.
+        const SeenColumns<kTilesN> seen(work.keys_of(own_row + accumulator_row(lane)),
+                                        work.keys_of(own_row + accumulator_row(lane) + 8), lane);
 
         const MissingPages<Config> missing(shared, params, work, tiles, warpgroup);
         // Asked in the loops, it costs these their uniform registers.
@@ -101,12 +101,32 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         // Tiles of which nobody wants the maxima.
         const int32_t num_fast = params.max_logits == nullptr ? num_unmasked : 0;
 
-        // S of a tile that may be masked, or of the first, becomes rP[0]. Leaves no product in flight.
-        const auto exact_softmax = [&](int32_t num_left) {
-            if (num_left > num_unmasked) {
-                const int32_t first_key = tiles.tile(num_left) * kBlockN;
-                mask_own_columns(rS, seen_by, missing.present(first_key, lane), first_key, lane);
+        const auto mask = [&](int32_t num_left, int32_t first_bit) {
+            if (num_left <= num_unmasked) return;
+            mask_own_columns(rS, seen, missing.present(first_bit, lane), first_bit);
+        };
+        // Before the softmax of a tile that may be masked, or of the first: rows that have their first scores get a reference.
+        const auto start_softmax = [&] {
+            const bool wants_maxima = params.max_logits != nullptr;
+            if (!softmax.lacks_references(/*anyway=*/wants_maxima)) return;
+            const auto max = maxima_of_lane(rS);
+            if (wants_maxima) shared.largest_scores.take(max);
+            softmax.start(max);
+        };
+        // S becomes P. It looks for no maxima, predicted to save a tenth of the clocks: sums of P tell where a reference is
+        // outgrown, and S is still there then. Leaves no product in flight.
+        const auto to_probabilities = [&](uint32_t (&rP)[kTilesK][4]) {
+            auto sums = softmax.template exponentiate_to<kDataType>(rP, rS);
+            consumer.wait_pv(rO);
+            if (softmax.is_outgrown_by_sums(sums)) {
+                rescale(rO, softmax.follow(maxima_of_lane(rS)));
+                sums = softmax.template exponentiate_to<kDataType>(rP, rS);
             }
+            softmax.add(sums);
+        };
+        // The same where registers hold no second P beside S and what masks take: S becomes P in place, and rP[0] once P·V of
+        // the tile before has read it. Maxima have to be known before that.
+        const auto to_probabilities_in_place = [&] {
             const auto max = maxima_of_lane(rS);
             if (params.max_logits != nullptr) shared.largest_scores.take(max);
             const bool grows = softmax.is_outgrown_by(max);
@@ -118,30 +138,37 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
 #pragma unroll
             for (int k = 0; k < kTilesK; ++k) accumulators_to_a<kDataType>(rP[0][k], rS[0][2 * k], rS[0][2 * k + 1]);
         };
-        // The same for a tile that all rows see. It looks for no maxima, predicted to save a tenth of the clocks: sums of P
-        // tell where a reference is outgrown, and S is still there then.
-        const auto full_softmax = [&](uint32_t (&rP)[kTilesK][4]) {
-            auto sums = softmax.template exponentiate_to<kDataType>(rP, rS);
-            consumer.wait_pv(rO);
-            if (softmax.is_outgrown_by_sums(sums)) {
-                rescale(rO, softmax.follow(maxima_of_lane(rS)));
-                sums = softmax.template exponentiate_to<kDataType>(rP, rS);
-            }
-            softmax.add(sums);
-        };
         const auto separate_nonfinite_values = [&](int32_t num_left) {
-            if (num_left <= tiles.num_full) return;  // what is missing from pages is zeros
-            const int32_t first_key = tiles.tile(num_left) * kBlockN;
-            consumer.template separate_nonfinite_values</*kTogether=*/true>(
-                rO, [&](int, int half, int key) { return seen_by[half].has(first_key + key); });
+            if (ptx::opaque(num_left) <= num_unmasked) return;  // asked anew, else a register keeps mask()'s answer
+            consumer.template separate_nonfinite_values</*kTogether=*/true>(rO, [&](int, int half, int key) {
+                const int32_t row = own_row + accumulator_row(lane) + 8 * half;
+                return work.keys_of(row).has(tiles.tile(num_left) * kBlockN + key);
+            });
         };
         // One tile of keys: its scores are computed beside P·V of the tile before.
         const auto full_step = [&](const uint32_t (&rP)[kTilesK][4], uint32_t (&rNextP)[kTilesK][4]) {
             consumer.start_qk(rS);
             consumer.start_pv(rO, rP);
             consumer.template wait_qk<1>(rS);
-            full_softmax(rNextP);
+            to_probabilities(rNextP);
             consumer.release_value();
+        };
+        // The same of a tile that may be masked. In place, both P are rP[0].
+        const auto masked_step = [&](const uint32_t (&rP)[kTilesK][4], uint32_t (&rNextP)[kTilesK][4],
+                                     int32_t num_left) {
+            consumer.start_qk(rS);
+            const int32_t first_bit = consumer.first_bit();
+            consumer.start_pv(rO, rP);
+            consumer.template wait_qk<1>(rS);
+            mask(num_left, first_bit);
+            if constexpr (Config::kMasksInPlace) {
+                to_probabilities_in_place();
+            } else {
+                start_softmax();
+                to_probabilities(rNextP);
+            }
+            consumer.release_value();
+            separate_nonfinite_values(num_left);
         };
 
         if (num_tiles > 0) {
@@ -153,17 +180,28 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
                 ptx::bar_sync(kOneConsumer + warpgroup, kWarpgroupSize);  // waits until Q is as it should be
             }
             consumer.start_qk(rS);
+            const int32_t first_bit = consumer.first_bit();
             consumer.template wait_qk<0>(rS);
-            exact_softmax(num_left);
-            separate_nonfinite_values(num_left);
+            mask(num_left, first_bit);
+            start_softmax();
+            to_probabilities(rP[0]);
+            separate_nonfinite_values(num_left--);
             // Masked tiles, and one more where the number of others is odd.
-            for (--num_left; num_left > num_fast || num_left % 2 != 0; --num_left) {
-                consumer.start_qk(rS);
-                consumer.start_pv(rO, rP[0]);
-                consumer.template wait_qk<1>(rS);
-                exact_softmax(num_left);
-                consumer.release_value();
-                separate_nonfinite_values(num_left);
+            if constexpr (Config::kMasksInPlace) {
+                for (; num_left > num_fast || num_left % 2 != 0; --num_left) masked_step(rP[0], rP[0], num_left);
+            } else {
+                if (num_left % 2 != 0) {
+#pragma unroll
+                    for (int k = 0; k < kTilesK; ++k) {
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) rP[1][k][e] = rP[0][k][e];
+                    }
+                }
+                // Two steps a round; an odd number begins with the second. A copy at the end instead serialises the products.
+                for (; num_left > num_fast || num_left % 2 != 0; --num_left) {
+                    if (num_left % 2 == 0) masked_step(rP[0], rP[1], num_left--);
+                    masked_step(rP[1], rP[0], num_left);
+                }
             }
             for (; num_left > 0; num_left -= 2) {
                 full_step(rP[0], rP[1]);

@@ -19,6 +19,7 @@
 #include <cstdint>
 
 #include "attention/forward_common_sm90.cuh"
+#include "device/mask.cuh"
 #include "device/paged_rows.cuh"
 #include "device/ptx/cp_async.cuh"
 #include "device/ptx/mbarrier.cuh"
@@ -93,8 +94,8 @@ __device__ __forceinline__ void gather_rows(ForwardStorageSm90<Config>& shared,
     GatheredRows<Config::kBlockN> rows{warp, lane};
     for_tiles_of_cta</*kTells=*/false>(
         shared, all_params, /*rank=*/0, lane, [](const TileOfWork&) {},
-        [&](const RowsOfCta& work, int32_t first_key) {
-            rows.find(work.page_table(params), first_key);
+        [&](const RowsOfCta& work, int32_t tile) {
+            rows.find(work.page_table(params), tile * Config::kBlockN);
             const auto fill = [&](const auto& ring, auto& stages, auto tile, const HeadsView<const uint16_t>& pages,
                                   const PageStrides& strides, const auto& gathered) {
                 ring.wait_empty();
@@ -119,8 +120,9 @@ __device__ __forceinline__ void publish_gathered(ForwardStorageSm90<Config>& sha
         [&](const TileOfWork& work) {
             if (lane == 0) load_query(shared, all_params.query, work, query_ring);
         },
-        [&](const RowsOfCta&, int32_t) {
+        [&](const RowsOfCta&, int32_t tile) {
             if (lane != 0) return;
+            tell_tile(shared, key_ring, tile);
             key_ring.publish(shared.gathered_key);
             key_ring.at_same_stage(shared.value).publish(shared.gathered_value);
             key_ring.advance();
@@ -153,12 +155,14 @@ struct MissingPages {
     __device__ __forceinline__ MissingPages(ForwardStorageSm90<Config>& shared, const AttentionForwardParams& params,
                                             const RowsOfCta& work, const KeyTiles& tiles, int warpgroup)
         : table(work.page_table(params)), num_full(tiles.num_full), some(&shared.some_pages_missing[warp_in_cta()]) {
-        if (!are_pages()) return;
-        const KeyTiles all = work.key_tiles(Config::kBlockN);  // with those of other CTAs
-        const bool lacks =
-            table.lacks_some(all.begin * Config::kBlockN, (all.begin + all.num_tiles()) * Config::kBlockN,
-                             threadIdx.x % kWarpgroupSize, kWarpgroupSize);
-        const bool any = ptx::bar_red_or(kOneConsumer + warpgroup, kWarpgroupSize, lacks);
+        bool any = false;
+        if (table.params.block_table != nullptr) {
+            const KeyTiles all = work.key_tiles(Config::kBlockN);  // with those of other CTAs
+            const bool lacks =
+                table.lacks_some(all.begin * Config::kBlockN, (all.begin + all.num_tiles()) * Config::kBlockN,
+                                 threadIdx.x % kWarpgroupSize, kWarpgroupSize);
+            any = ptx::bar_red_or(kOneConsumer + warpgroup, kWarpgroupSize, lacks);
+        }
         if (threadIdx.x % kWarpSize == 0) *some = any ? 1 : 0;
         __syncwarp();  // the warp can read what its first lane has written
     }
@@ -167,13 +171,20 @@ struct MissingPages {
     __device__ __forceinline__ int32_t num_unmasked() const { return is_any() ? 0 : num_full; }
 
     // Of a masked tile, as mask_own_columns() takes it.
-    __device__ __forceinline__ uint32_t present(int32_t first_key, int lane) const {
+    __device__ __forceinline__ uint32_t present(int32_t first_bit, int lane) const {
+        if (!is_any()) return 0xffffffff;
+        using Bits = ColumnBits<Config::kTilesN>;
+        const int32_t first_key = first_bit / Bits::kPerTile * Config::kBlockN;
+        return Bits::spread(present_columns<Config::kTilesN>(table, first_key, lane));
+    }
+
+    // The same with column i in bit i.
+    __device__ __forceinline__ uint32_t present_in_order(int32_t first_key, int lane) const {
         return is_any() ? present_columns<Config::kTilesN>(table, first_key, lane) : 0xffffffff;
     }
 
   private:
-    __device__ __forceinline__ bool are_pages() const { return table.params.block_table != nullptr; }
-    __device__ __forceinline__ bool is_any() const { return are_pages() && *some != 0; }
+    __device__ __forceinline__ bool is_any() const { return *some != 0; }
 };
 
 }  // namespace fastattn

@@ -8,21 +8,21 @@ namespace fastattn {
 template <int kHeadDim, int kValueDim>
 struct ForwardTileSm90;
 
-// Counts are of the SASS for sm_90a (nvcc 13.0), per warp and two unmasked steps of 64 rows by kBlockN keys, along the path
-// that is taken as long as references are not outgrown; the machine code is held to them by
-// tests/machine_code/test_hopper_kernels.py. Clocks are those of 64 rows by 64 keys on an SM: what the tensor cores and the
-// exponentials (16 lanes a clock) take at least, and what a simulation of the machine code predicts, with tiles of keys
-// shared by two CTAs where a tile below has a number for that. Nothing here is measured. What binds in the prediction are
-// the ports of the register file, for every head dim; FlashAttention-3 is at 476, 727 and 1338 clocks for 64, 128 and 256
+// Counts are of the SASS for sm_90a (nvcc 13.0), per warp and two steps of 64 rows by kBlockN keys, along the path that is
+// taken as long as rows have a reference that is not outgrown; all but one column are of unmasked steps. The machine code is
+// held to them by tests/machine_code/test_hopper_kernels.py. Clocks are those of 64 rows by 64 keys on an SM: what the tensor
+// cores and the exponentials (16 lanes a clock) take at least, and what a simulation of the machine code predicts, with tiles
+// of keys shared by two CTAs where a tile below has a number for that. Nothing here is measured. What binds in the prediction
+// are the ports of the register file, for every head dim; FlashAttention-3 is at 476, 727 and 1338 clocks for 64, 128 and 256
 // dims in the same simulation.
 //
-// Forward: head dim  instructions  HGMMA  MUFU.EX2  registers  shared-KB  clocks:HGMMA  :EX2  :predicted
-//                64           540     20        96        128         96           256   256         414
-//                96           690     28       128        168        160           384   256         541
-//               128           717     32       128        168        160           512   256         662
-//          192, 128           562     34        80        128        172           640   256         803
-//               192           633     36        96        168        192           768   256         923
-//               256           615     42        80        168        224          1024   256        1193
+// Forward: head dim  instructions  :masked  HGMMA  MUFU.EX2  registers  shared-KB  clocks:HGMMA  :EX2  :predicted
+//                64           538      772     20        96        128         96           256   256         414
+//                96           695     1046     28       128        168        160           384   256         541
+//               128           717     1066     32       128        168        160           512   256         662
+//          192, 128           562      864     34        80        128        172           640   256         803
+//               192           629      934     36        96        168        192           768   256         923
+//               256           613      912     42        80        168        224          1024   256        1193
 
 // Three consumers share what is copied, and cover each other's waits: here a softmax takes as long as the products. Two
 // of them with 128 keys are predicted to be as fast, but take half as much again from the L2 cache.
@@ -34,6 +34,7 @@ struct ForwardTileSm90<64, 64> {
     static constexpr int kConsumerRegisters = 160;
     static constexpr int kProducerRegisters = 32;
     static constexpr int kTilesToShareUnderMask = 0;
+    static constexpr bool kMasksInPlace = false;
 };
 
 // Blocks of 64 columns: a fourth of what is in shared memory are zeros, which TMA does not read anywhere.
@@ -45,6 +46,7 @@ struct ForwardTileSm90<96, 96> {
     static constexpr int kConsumerRegisters = 232;
     static constexpr int kProducerRegisters = 40;
     static constexpr int kTilesToShareUnderMask = 0;
+    static constexpr bool kMasksInPlace = false;
 };
 
 // Alone, a CTA would need 5.7 TB/s of keys and values on an H100, all that its L2 cache gives: predicted 700 clocks. That is
@@ -57,6 +59,7 @@ struct ForwardTileSm90<128, 128> {
     static constexpr int kConsumerRegisters = 232;
     static constexpr int kProducerRegisters = 40;
     static constexpr int kTilesToShareUnderMask = 96;
+    static constexpr bool kMasksInPlace = false;
 };
 
 // What DeepSeek's latent attention (MLA) computes for prompts. Three consumers take so much less from the L2 cache than
@@ -70,6 +73,7 @@ struct ForwardTileSm90<192, 128> {
     static constexpr int kConsumerRegisters = 160;
     static constexpr int kProducerRegisters = 32;
     static constexpr int kTilesToShareUnderMask = 0;
+    static constexpr bool kMasksInPlace = true;  // two tiles of P beside masks spill
 };
 
 template <>
@@ -80,6 +84,7 @@ struct ForwardTileSm90<192, 192> {
     static constexpr int kConsumerRegisters = 232;
     static constexpr int kProducerRegisters = 40;
     static constexpr int kTilesToShareUnderMask = 32;
+    static constexpr bool kMasksInPlace = false;
 };
 
 // O alone is 128 registers. Two stages of 80 keys fill the shared memory.
@@ -91,6 +96,7 @@ struct ForwardTileSm90<256, 256> {
     static constexpr int kConsumerRegisters = 240;  // 232: products are serialised
     static constexpr int kProducerRegisters = 24;
     static constexpr int kTilesToShareUnderMask = 24;
+    static constexpr bool kMasksInPlace = false;
 };
 
 // The kernel with every option. P is one tile of keys at a time there, and a bias kBlockN / 2 registers more. With these tiles

@@ -28,7 +28,74 @@ __device__ __forceinline__ void mask_columns(float (&rS)[kTilesM][kTilesN][4], c
     });
 }
 
-// The same for a warpgroup's rows: seen_by[half] are the keys that this lane's upper and lower row see. The columns of a lane
+// The columns that a lane has in a tile of keys, as bits of a word: a fourth of them in each byte. One instruction sets
+// predicates from the lower seven bits of a byte, more often than not of all that are there.
+template <int kTilesN>
+struct ColumnBits {
+    static constexpr int kPerByte = kTilesN / 2;
+    static_assert(kTilesN % 2 == 0 && kPerByte <= 8, "2 * kTilesN columns in 4 bytes");
+
+    static constexpr int kPerTile = 32;
+
+    // The bit of a column. Both are counted over all tiles.
+    __device__ __forceinline__ static constexpr int32_t place(int32_t column) {
+        return column / kPerByte * 8 + column % kPerByte;
+    }
+
+    // From a word in which column i is bit i.
+    __device__ __forceinline__ static uint32_t spread(uint32_t columns) {
+        uint32_t bits = 0;
+#pragma unroll
+        for (int byte = 0; byte < 4; ++byte) {
+            bits |= (columns >> byte * kPerByte & ((1u << kPerByte) - 1)) << 8 * byte;
+        }
+        return bits;
+    }
+};
+
+// What a lane's upper and lower row see of a warpgroup's tiles: the columns whose bits stand from begin to end.
+template <int kTilesN>
+struct SeenColumns {
+    int32_t begin[2], end[2];
+
+    __device__ __forceinline__ SeenColumns(KeyRange upper, KeyRange lower, int lane)
+        : begin{place(upper.begin, lane), place(lower.begin, lane)},
+          end{place(upper.end, lane), place(lower.end, lane)} {}
+
+  private:
+    // Of the first of the lane's columns that does not lie before the key.
+    __device__ __forceinline__ static int32_t place(int32_t key, int lane) {
+        const int32_t from_own = key - accumulator_column(lane);
+        constexpr int kShift = 3;
+        static_assert(1 << kShift == kMmaN, "rounds down, as a division does not");
+        return ColumnBits<kTilesN>::place((from_own >> kShift) * 2 + min(from_own & (kMmaN - 1), 2));
+    }
+};
+
+// The same as mask_columns() for a warpgroup's rows, with bits in place of comparisons: fewer instructions. `present` has the
+// columns that anybody may see; first_bit: of the tile.
+template <int kTilesN>
+__device__ __forceinline__ void mask_own_columns(float (&rS)[1][kTilesN][4], const SeenColumns<kTilesN>& seen,
+                                                 uint32_t present, int32_t first_bit) {
+    // The bits of the tile from a place on. A shift by 32 and more leaves none.
+    const auto bits_from = [&](int32_t place) { return __funnelshift_lc(0, 0xffffffff, max(place - first_bit, 0)); };
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        // Opaque, so that the compiler has all bits in one register.
+        const uint32_t bits =
+            ptx::opaque(static_cast<int32_t>(bits_from(seen.begin[half]) & ~bits_from(seen.end[half]) & present));
+#pragma unroll
+        for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float& score = rS[0][n][2 * half + e];
+                score = (bits & 1u << ColumnBits<kTilesN>::place(2 * n + e)) != 0 ? score : -kInfinity;
+            }
+        }
+    }
+}
+
+// The same with keys as they are and column i in bit i, for kernels whose registers the other form overflows: seen_by[half] are the keys that this lane's upper and lower row see. The columns of a lane
 // are bits of a mask, which cost fewer instructions than comparisons; `present` has those that anybody may see.
 template <int kTilesN>
 __device__ __forceinline__ void mask_own_columns(float (&rS)[1][kTilesN][4], const KeyRange (&seen_by)[2],

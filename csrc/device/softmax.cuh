@@ -124,6 +124,28 @@ struct OnlineSoftmax {
         return __any_sync(0xffffffff, grows);
     }
 
+    // Whether some row of the warp has not had a score yet, or anyway; the same for all lanes.
+    __device__ __forceinline__ bool lacks_references(bool anyway) const {
+        bool lacks = anyway;
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) lacks |= reference[m][0] == kLowest || reference[m][1] == kLowest;
+        return __any_sync(0xffffffff, lacks);
+    }
+
+    // Gives the rows that lack a reference the first one. O, which is 0 in them, need not know.
+    __device__ __forceinline__ void start(const RowNumbers<kTilesM>& max_of_lane) {
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float max = row_reduce_max(max_of_lane.of[m][half]);
+                if (reference[m][half] != kLowest || !(above_reference(max, kLowest) > kLargestGrowth)) continue;
+                reference[m][half] = in_unit(max);
+                row_sum[m][half] = 0.0f;  // it is not, where there is a sink as low as that
+            }
+        }
+    }
+
     // Moves the references after the maxima, and scales the sums of P to them. Returns the factors that O needs.
     __device__ __forceinline__ RowNumbers<kTilesM> follow(const RowNumbers<kTilesM>& max_of_lane) {
         RowNumbers<kTilesM> factor;

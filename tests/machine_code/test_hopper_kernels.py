@@ -1,7 +1,7 @@
 """The machine code for sm_90a: warp roles, products, registers, and the instructions of the main loops.
 
-None of these tests needs a GPU. What two steps of a loop execute is read off the code along the path that is taken
-where barriers have completed and references are not outgrown.
+None of these tests needs a GPU. What a loop executes is read off the code along the path that is taken where barriers
+have completed, rows have a reference that is not outgrown, and values are finite.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ REGISTERS = {  # of consumers, producer
     (192, 192): (232, 40),
     (256, 256): (240, 24),
 }
+MASKED_STEPS = {(192, 128): 1}  # in one round of the loop of tiles with masks; 2 with other dims
 FORWARD = instances.rows_of("attention/instances/forward_sm90.cu")
 OPTIONS = instances.rows_of("attention/instances/forward_options_sm90.cu")
 # Of the kernel with options: accesses to local memory in its loop, and bytes of the stack. Other dims have none.
@@ -94,10 +95,47 @@ def usual_path(kernel: KernelFacts, body: frozenset[int]) -> list[str]:
         assert at in body, line
 
 
-def loops(kernel: KernelFacts) -> tuple[list[str], list[str]]:
-    """(of tiles with masks: all that is in it, of full tiles: the usual path of two steps)"""
+def masked_path(kernel: KernelFacts, body: frozenset[int]) -> list[str]:
+    """The opcodes of the shortest way through a loop on which every mask is set (R2P) and every tile of values is
+    searched for what is not finite (BAR.RED): nothing that seldom happens is on it."""
+    wanted = ("R2P", "BAR.RED")
+    target = {line.rstrip(":"): index for index, line in enumerate(kernel.lines) if line.endswith(":")}
+    start = min(body)
+    best: dict[int, tuple[int, int]] = {start: (0, 0)}  # to each line: minus the number of those, the length
+    before: dict[int, int] = {}
+    ends: list[int] = []
+    pending = [start]
+    while pending:
+        at = pending.pop(0)
+        line = kernel.lines[at]
+        jump = re.search(r"BRA(?:\.U\w*)?\s.*\(?(\.L[\w.]*)\)?", line)
+        following = [target[jump[1]]] if jump else []
+        if not jump or line.startswith("@"):
+            following.append(at + 1)
+        for after in following:
+            if after == start:
+                ends.append(at)
+            if after == start or after not in body:
+                continue
+            opcode = full_opcode(kernel.lines[after])
+            way = (best[at][0] - opcode.startswith(wanted), best[at][1] + bool(opcode))
+            if after not in best or way < best[after]:
+                best[after], before[after] = way, at
+                pending.append(after)
+    path = [min(ends, key=best.__getitem__)]
+    while path[-1] != start:
+        path.append(before[path[-1]])
+    return [opcode for opcode in (full_opcode(kernel.lines[index]) for index in reversed(path)) if opcode]
+
+
+def loops(kernel: KernelFacts) -> tuple[frozenset[int], frozenset[int]]:
+    """(of tiles with masks, of full tiles)"""
     masked, full = sorted(kernel.main_loops, key=min)
-    return kernel.opcodes_of(masked), usual_path(kernel, full)
+    return masked, full
+
+
+def two_full_steps(kernel: KernelFacts) -> list[str]:
+    return usual_path(kernel, loops(kernel)[1])
 
 
 def stated_counts() -> dict[tuple[int, int], dict[str, int]]:
@@ -154,8 +192,9 @@ def test_products_are_those_of_warpgroups(instance: Instance) -> None:
     kernel = forward_kernels()[instance]
     assert list(kernel.tensor_core) == ["HGMMA"]
     products = head_dim // 16 + BLOCK_N[head_dim, value_dim] // 16  # of Q·Kᵀ and of P·V, in a step
-    masked, full = loops(kernel)
-    for opcodes, steps in ((masked, 1), (full, 2)):
+    masked, _ = loops(kernel)
+    masked_steps = MASKED_STEPS.get(instance[:2], 2)
+    for opcodes, steps in ((kernel.opcodes_of(masked), masked_steps), (two_full_steps(kernel), 2)):
         found = [opcode for opcode in opcodes if opcode.startswith("HGMMA")]
         assert len(found) == steps * products
         assert all(("BF16" in opcode) == (dtype == "bfloat16") for opcode in found)
@@ -167,17 +206,21 @@ def test_the_producer_copies_with_tma(instance: Instance) -> None:
     kernel = forward_kernels()[instance]
     kinds = {opcode.split(".")[0] for opcode in kernel.instructions}
     assert "UTMALDG" in kinds and "LDSM" not in kinds
-    _, full = loops(kernel)
+    full = two_full_steps(kernel)
     assert not {opcode.split(".")[0] for opcode in full} & {"LDGSTS", "LDG", "LDS", "STS", "MEMBAR", "ERRBAR"}
 
 
 @each_forward
 def test_main_loop_is_what_the_tile_table_states(instance: Instance) -> None:
     stated = stated_counts()[instance[:2]]
-    _, full = loops(forward_kernels()[instance])
+    kernel = forward_kernels()[instance]
+    full = two_full_steps(kernel)
     for kind in ("HGMMA", "MUFU.EX2"):
         assert sum(opcode.startswith(kind) for opcode in full) == stated[kind], kind
     assert len(full) == pytest.approx(stated["instructions"], rel=0.03)
+    masked = masked_path(kernel, loops(kernel)[0])
+    of_two = 2 // MASKED_STEPS.get(instance[:2], 2)
+    assert of_two * len(masked) == pytest.approx(stated[":masked"], rel=0.03)
     assert not [
         opcode for opcode in full if opcode.startswith(("FMNMX", "FSEL", "FMUL", "SHFL"))
     ]  # no maxima, no masks
@@ -187,7 +230,20 @@ def test_main_loop_is_what_the_tile_table_states(instance: Instance) -> None:
 def test_a_step_is_short(instance: Instance) -> None:
     """Per 64 rows by 128 keys of a warpgroup; FlashAttention-3 has 423 and 433 with 64 and 128 dims."""
     head_dims = instance[:2]
-    _, full = loops(forward_kernels()[instance])
+    full = two_full_steps(forward_kernels()[instance])
     per_128_keys = len(full) / 2 * 128 / BLOCK_N[head_dims]
     most = {(64, 64): 400, (96, 96): 420, (128, 128): 420, (192, 128): 475, (192, 192): 460, (256, 256): 540}
     assert per_128_keys <= most[head_dims]
+
+
+@each_forward
+def test_a_masked_step_is_short(instance: Instance) -> None:
+    """Per 64 rows by 128 keys of a warpgroup; FlashAttention-3 has 579 and 618 with 64 and 128 dims."""
+    head_dims = instance[:2]
+    kernel = forward_kernels()[instance]
+    path, steps = masked_path(kernel, loops(kernel)[0]), MASKED_STEPS.get(head_dims, 2)
+    columns = BLOCK_N[head_dims] // 2  # of a lane in its two rows
+    assert path.count("FSEL") == steps * columns
+    assert sum(opcode.startswith("BAR.RED") for opcode in path) == steps
+    most = {(64, 64): 520, (96, 96): 530, (128, 128): 560, (192, 128): 700, (192, 192): 630, (256, 256): 740}
+    assert len(path) / steps * 128 / BLOCK_N[head_dims] <= most[head_dims]
