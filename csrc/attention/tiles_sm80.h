@@ -128,7 +128,7 @@ struct BackwardTileSm80 {
     static constexpr int kRowWarpsOfS = 2;
     static constexpr int kKeyWarps = kHeadDim > 128 ? 1 : kNumWarps / 2;
     static constexpr int kRowWarpsOfQ = kHeadDim > 128 ? 1 : kNumWarps / 2;
-    static constexpr int kMinCtasPerSm = kNumWarps == 8 ? 1 : kHeadDim == 32 && !kOptions ? 3 : 2;
+    static constexpr int kMinCtasPerSm = kNumWarps == 8 ? 1 : 2;
 };
 
 // The backward kernel without options on wide tiles of keys, up to 128 dims: half of the additions to dQ's sums for each
@@ -140,15 +140,15 @@ struct BackwardTileSm80 {
 // predicted: clocks on an SM of an A100, by a model of its schedulers, register file and shared memory.
 //
 // Wide backward: head dim  instructions  loops  HMMA  MUFU.EX2  LDSM  RED  registers  shared-KB  clocks:HMMA  :LDSM  :predicted
-//                      32           392    700    80        32    40    8        128         66          640    640        1106
-//                      64           528    941   160        32    68   16        192         98         1280   1088        1900
-//                      96           637   1117   240        32    96   24        241        130         1920   1536        2575
-//                     128           776   1336   320        32   124   32        255        162         2560   1984        3325
+//                      32           396    702    80        32    40    8        128         66          640    640        1098
+//                      64           532    942   160        32    68   16        192         98         1280   1088        1845
+//                      96           638   1120   240        32    96   24        241        130         1920   1536        2593
+//                     128           782   1342   320        32   124   32        255        162         2560   1984        3311
 //
 // On small tiles these are 620, 742, 900 and 1067 instructions, 16, 32, 48 and 64 REDs, and 1384, 2250, 3209 and 3924
 // clocks; FlashAttention-2's kernels take 563 and 891 instructions, 1980 and 3541 clocks at 64 and 128 dims. What was tried:
 // two value warps for each 32 keys, 12 warps in all: 1936 clocks at 64 dims, 1180 at 32. Pᵀ·dO after dSᵀ is in shared memory
-// instead of before: 1979 at 64 dims, 3398 at 128. One CTA on an SM at 32 dims: 1208.
+// instead of before: 4 % more clocks at 64 dims, 3 % at 128. One CTA on an SM at 32 dims: 9 % more.
 template <int kHeadDim>
 struct BackwardWideTileSm80 {
     static constexpr int kBlockM = 64;
