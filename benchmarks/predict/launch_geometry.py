@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from benchmarks.measure.cases.attention import AttentionCase
 from benchmarks.measure.cases.decode import DecodeCase
 from benchmarks.measure.cases.int8 import Int8Case
-from benchmarks.predict.machine_model import Machine
+from benchmarks.predict.machine_model import RESERVED_SHARED_BYTES, Machine
 from fastattn import native
 from fastattn.profiler.work import LSE_BYTES
 from fastattn.triton_kernels import tiles
@@ -202,7 +202,8 @@ def attention_backward(case: AttentionCase, machine: Machine) -> dict[str, Geome
 
 def native_attention_backward(case: AttentionCase, machine: Machine) -> dict[str, Geometry]:
     """The CUDA C++ kernels by their names: what precedes the scores, dK and dV with sums of dQ in fp32, and these."""
-    names = native.attention_backward_kernels(machine.arch, case.head_dim, case.torch_dtype)
+    shared_bytes = machine.shared_bytes - RESERVED_SHARED_BYTES
+    names = native.attention_backward_kernels(machine.arch, shared_bytes, case.head_dim, case.torch_dtype)
     rows_kernel, key_value_kernel, query_kernel = (name.partition("<")[0] for name in names)
     _, tile, width = _native_tile(names[1])
     itemsize, rows = case.torch_dtype.itemsize, case.batch * case.heads * case.seqlen

@@ -162,8 +162,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const DeviceFacts facts = device_facts();
     params.heads_per_group = key_heads_per_group(params.query, params.key, facts.l2_bytes);
     const BackwardKernels kernels =
-        backward_kernels(facts.compute_capability, sizes.widest(), sizes.dtype, options.change_scores(),
-                         params.grad_bias.data != nullptr, params.grad_sinks != nullptr);
+        backward_kernels(facts.compute_capability, facts.shared_bytes_per_cta, sizes.widest(), sizes.dtype,
+                         options.change_scores(), params.grad_bias.data != nullptr, params.grad_sinks != nullptr);
     const Workspace workspace = make_workspace(params, query, sizes, *kernels.key_value, deterministic);
     for (BackwardKernels::Row* kernel : kernels.in_order()) {
         if (kernel != nullptr) kernel->launch(params, device.stream());

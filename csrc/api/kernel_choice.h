@@ -32,8 +32,8 @@ inline KernelTable<AttentionForwardParams>::Row& forward_kernel(int32_t compute_
     return attention_forward_options_kernels().find(compute_capability, head_dims, dtype, traits.is_paged);
 }
 
-// Of one backward pass, whose kernels have one head dim, at least `widest`: the larger one of the call's. Null: not for
-// this call.
+// Of one backward pass, whose kernels have one head dim, at least `widest`: the larger one of the call's. shared_bytes: that
+// a CTA can have on the GPU. Null: not for this call.
 struct BackwardKernels {
     using Row = BackwardKernelTable::Row;
     Row *rows, *key_value, *query, *bias, *sinks;
@@ -41,11 +41,12 @@ struct BackwardKernels {
     std::array<Row*, 5> in_order() const { return {rows, key_value, query, bias, sinks}; }
 };
 
-inline BackwardKernels backward_kernels(int32_t compute_capability, int32_t widest, DataType dtype, bool changes_scores,
-                                        bool has_bias_gradient, bool has_sinks) {
+inline BackwardKernels backward_kernels(int32_t compute_capability, int32_t shared_bytes, int32_t widest,
+                                        DataType dtype, bool changes_scores, bool has_bias_gradient, bool has_sinks) {
     BackwardKernels kernels{};
     kernels.rows = &attention_backward_rows_kernels().find(compute_capability, 0, dtype, false);
-    kernels.key_value = &attention_backward_key_value_kernels().find(compute_capability, widest, dtype, changes_scores);
+    kernels.key_value =
+        &attention_backward_key_value_kernels().find(compute_capability, widest, dtype, changes_scores, shared_bytes);
     // It reads what that one has written: sums in the order of its threads.
     const KernelKey& key = kernels.key_value->key;
     kernels.query = &attention_backward_query_kernels().find(key.architecture, key.size, dtype, false);

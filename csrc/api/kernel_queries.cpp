@@ -86,14 +86,15 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_attention_forward_kernel(int32_t c
 }
 
 // In the order in which they run; returns how many there are, at most 5.
-FASTATTN_ASKED_BY_PYTHON int32_t fastattn_attention_backward_kernels(int32_t compute_capability, int32_t widest,
-                                                                     int32_t is_bfloat16, int32_t changes_scores,
-                                                                     int32_t has_bias_gradient, int32_t has_sinks,
-                                                                     const char** names) {
+FASTATTN_ASKED_BY_PYTHON int32_t fastattn_attention_backward_kernels(int32_t compute_capability, int32_t shared_bytes,
+                                                                     int32_t widest, int32_t is_bfloat16,
+                                                                     int32_t changes_scores, int32_t has_bias_gradient,
+                                                                     int32_t has_sinks, const char** names) {
     using namespace fastattn;
     try {
-        const BackwardKernels kernels = backward_kernels(compute_capability, widest, dtype_of(is_bfloat16),
-                                                         changes_scores != 0, has_bias_gradient != 0, has_sinks != 0);
+        const BackwardKernels kernels =
+            backward_kernels(compute_capability, shared_bytes, widest, dtype_of(is_bfloat16), changes_scores != 0,
+                             has_bias_gradient != 0, has_sinks != 0);
         int32_t count = 0;
         for (const BackwardKernels::Row* kernel : kernels.in_order()) {
             if (kernel != nullptr) names[count++] = kernel->name().c_str();

@@ -22,12 +22,10 @@
 
 #include "attention/backward.h"
 #include "attention/backward_config_sm80.cuh"
-#include "attention/query_gradient.h"
-#include "attention/tile_order.h"
+#include "attention/backward_work_sm80.cuh"
 #include "device/dropout.cuh"
 #include "device/nonfinite.cuh"
 #include "device/ptx/cp_async.cuh"
-#include "device/ptx/ld_acquire.cuh"
 #include "device/ptx/opaque.cuh"
 #include "device/ptx/red.cuh"
 #include "device/score_gradients.cuh"
@@ -60,27 +58,6 @@ struct alignas(128) BackwardStorageSm80 {
     bool some_nonfinite;  // in K
 };
 
-// One CTA's turn to add to a tile of sums; without an address, any time is right.
-struct Turn {
-    int32_t* address;
-
-    // Waits until so many CTAs have had theirs, or more: sequences that overlap share tiles.
-    __device__ __forceinline__ void wait(int32_t num_before) const {
-        if (address == nullptr) return;
-        if (threadIdx.x == 0) {
-            while (ptx::ld_acquire_s32(address) < num_before) {
-            }
-        }
-        __syncthreads();
-    }
-
-    __device__ __forceinline__ void pass_on() const {
-        if (address == nullptr) return;
-        __syncthreads();  // waits until every thread has added
-        if (threadIdx.x == 0) ptx::red_release_add_s32(address, 1);
-    }
-};
-
 template <int kHeadDim, DataType kDataType, bool kOptions>
 __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumThreads,
                                   BackwardConfigSm80<kHeadDim, kOptions>::kMinCtasPerSm)
@@ -96,33 +73,11 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
 
     // Prologue: which keys of which sequence, and which rows see them.
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const bool in_turn = params.turns != nullptr;
-    if (in_turn) {
-        if (threadIdx.x == 0) shared.cta = atomicAdd(params.turns, 1);
-        __syncthreads();
-    }
-    const HeadTile tile = head_tile(in_turn ? shared.cta : blockIdx.x, params.key.batch, params.key.heads,
-                                    params.heads_per_group, ceil_div(params.key.rows, kBlockN));
-    const int32_t batch = tile.batch, key_tile = tile.position, first_key = key_tile * kBlockN;
-    const Sequence rows = sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
-    const Sequence keys = sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows);
-    if (first_key >= keys.length) return;
-    const int32_t num_keys = min(kBlockN, keys.length - first_key);
-    const int32_t group_size = params.query.heads / params.key.heads;
-    const int32_t first_head = tile.head * group_size, end_head = first_head + group_size;
-    const Window window = window_of(params.scores, rows.length, keys.length);
-    const RowRange sees_first = window.rows_of(first_key, rows.length);
-    const RowRange sees_last = window.rows_of(first_key + num_keys - 1, rows.length);
-    const int32_t begin_tile = sees_first.begin / kBlockM, end_tile = ceil_div(sees_last.end, kBlockM);
-    // Tiles whose existing rows all see all of the keys.
-    const int32_t begin_full = ceil_div(sees_last.begin, kBlockM);
-    const int32_t end_full = num_keys < kBlockN              ? 0
-                             : sees_first.end == rows.length ? end_tile
-                                                             : sees_first.end / kBlockM;
-
-    const int32_t first_sums_tile =
-        first_query_tile(batch, params.query.rows, params.packed.cu_seqlens_q != nullptr, rows.begin, kBlockM);
-    const KeyTile own_keys = {batch, tile.head, keys.begin + first_key, num_keys, first_sums_tile};
+    const KeyTileWork<kBlockM, kBlockN> work(params, cta_in_order(params, shared.cta));
+    if (work.num_keys <= 0) return;
+    const auto& [batch, key_head, key_tile, first_key, rows, keys, num_keys, first_head, end_head, window, begin_tile,
+                 end_tile, begin_full, end_full] = work;
+    const KeyTile own_keys = {batch, key_head, keys.begin + first_key, num_keys, work.first_sums_tile(params)};
     if (threadIdx.x == 0) shared.keys = own_keys;
 
     typename KeyGrid::Accumulators rK = {}, rV = {};  // dK, dV
@@ -204,8 +159,8 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         if (next_head < end_head) load_rows(next_head, is_last ? begin_tile : row_tile + 1);
         const int64_t sums_tile = int64_t{shared.keys.first_sums_tile + row_tile} * params.query.heads + head;
         float* sums = params.query_sums + sums_tile * Config::kQuerySums;
-        const Turn turn{in_turn ? params.turns + 1 + sums_tile : nullptr};
-        turn.wait(key_tile - scores.window.keys_of(row_tile * kBlockM).begin / kBlockN);
+        const Turn turn{params.turns != nullptr ? params.turns + 1 + sums_tile : nullptr};
+        turn.wait(key_tile - scores.window.keys_of(row_tile * kBlockM).begin / kBlockN, CtaBarrier{});
         constexpr int kTilesAtOnce = QueryGrid::kTilesD % 4 == 0 ? 4 : 2;
         for_constant<QueryGrid::kTilesD / kTilesAtOnce>([&](auto part) {  // dQ in parts: at once it would spill
             constexpr int kFirst = part.value * kTilesAtOnce;
@@ -214,7 +169,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
                             kFirst / 2 * QueryGrid::kColumnStep>(rQ, sdS, sKd);
             QueryGrid::template for_each_sum<kFirst>(sums, rQ, warp, ptx::opaque(lane), ptx::red_add_f32);
         });
-        turn.pass_on();
+        turn.pass_on(CtaBarrier{});
         if (clean) {
             __syncthreads();  // waits until every warp has read this K
             load_k.template load<true>(shared.keys.num_keys);
@@ -235,7 +190,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     int32_t head = begin_tile < end_tile ? first_head : end_head, row_tile = begin_tile;
     while (head < end_head) {
         const HeadScores scores(params.scores, batch, head, rows.length, keys.length);
-        step(scores, head, row_tile, !kOptions && row_tile >= begin_full && row_tile < end_full);
+        step(scores, head, row_tile, !kOptions && work.is_full(row_tile));
         if (++row_tile == end_tile) {
             row_tile = begin_tile;
             ++head;

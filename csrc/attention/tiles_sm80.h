@@ -104,19 +104,17 @@ struct ForwardOptionsTileSm80 {
     static constexpr int kMinCtasPerSm = 1;
 };
 
-// The backward kernel. Its products have three shapes, and the warps divide each in their own way: S and dP by
-// kRowWarpsOfS times the rest along the keys, dK and dV by kKeyWarps times the rest along the head dim, dQ by
-// kRowWarpsOfQ times the rest: 32x32 of S a warp, and at 128 dims 32x64 of dK, dV and dQ. dP comes for 16 keys at a time
-// and dQ for 32 columns of a warp, or dK and dV (128 registers) spill; that loads dO and dS twice. Two CTAs of 4 warps on
-// an SM cover each other's waits. With options a warp has half of the keys up to 128 dims: registers would not suffice, and
-// a step of 32x32 scores a warp is 115 KB of code there.
+// The backward kernel on small tiles: with options, from 192 dims on, and where the wide tiles below do not fit. Its products
+// have three shapes, and the warps divide each in their own way: S and dP by kRowWarpsOfS times the rest along the keys, dK
+// and dV by kKeyWarps times the rest along the head dim, dQ by kRowWarpsOfQ times the rest: 32x32 of S a warp, and at 128 dims
+// 32x64 of dK, dV and dQ. dP comes for 16 keys at a time and dQ for 32 columns of a warp, or dK and dV (128 registers) spill;
+// that loads dO and dS twice. Two CTAs of 4 warps on an SM cover each other's waits. With options a warp has half of the keys
+// up to 128 dims: registers would not suffice, and a step of 32x32 scores a warp is 115 KB of code there.
 //
 // Counts as above, of the kernel without options: the loop holds the exponentials of full tiles and those of masked ones,
 // of which a step takes one. Clocks are those of 64 rows by 64 keys on an SM of sm_80.
 //
 // Backward: head dim  instructions  HMMA  MUFU.EX2  LDSM  registers  shared-KB  clocks:HMMA  :LDSM
-//                 32          1207    80        64    56        148         33          640    896
-//                 64          1402   160        64    88        200         49         1280   1408
 //                 96          1620   240        64   136        248         65         1920   2176
 //                128          1870   320        64   160        255         81         2560   2560
 //                192           961   120        16    86        240         53         3840   5504
@@ -130,7 +128,34 @@ struct BackwardTileSm80 {
     static constexpr int kRowWarpsOfS = 2;
     static constexpr int kKeyWarps = kHeadDim > 128 ? 1 : kNumWarps / 2;
     static constexpr int kRowWarpsOfQ = kHeadDim > 128 ? 1 : kNumWarps / 2;
-    static constexpr int kMinCtasPerSm = kNumWarps == 8 ? 1 : kHeadDim == 32 && !kOptions ? 3 : 2;
+    static constexpr int kMinCtasPerSm = kNumWarps == 8 ? 1 : 2;
+};
+
+// The backward kernel without options on wide tiles of keys, up to 128 dims: half of the additions to dQ's sums for each
+// key, and P stays in registers. A warp has 32 keys, of all dims of dV (value warps) or of dK (key warps); both, or 64 rows of
+// S at a time, would not fit in its registers at 128 dims. From 96 dims on the tiles take more than the 99 KB of some GPUs.
+//
+// Counts are per 64 rows by 64 keys: a step's, of a value warp and a key warp together, halved. Instructions are those that a
+// full step executes in the middle of a head; loops: all that stands in both loops, masks and ends of heads included.
+// predicted: clocks on an SM of an A100, by a model of its schedulers, register file and shared memory.
+//
+// Wide backward: head dim  instructions  loops  HMMA  MUFU.EX2  LDSM  RED  registers  shared-KB  clocks:HMMA  :LDSM  :predicted
+//                      32           396    702    80        32    40    8        128         66          640    640        1098
+//                      64           532    942   160        32    68   16        192         98         1280   1088        1845
+//                      96           638   1120   240        32    96   24        241        130         1920   1536        2593
+//                     128           782   1342   320        32   124   32        255        162         2560   1984        3311
+//
+// On small tiles these are 620, 742, 900 and 1067 instructions, 16, 32, 48 and 64 REDs, and 1384, 2250, 3209 and 3924
+// clocks; FlashAttention-2's kernels take 563 and 891 instructions, 1980 and 3541 clocks at 64 and 128 dims. What was tried:
+// two value warps for each 32 keys, 12 warps in all: 1936 clocks at 64 dims, 1180 at 32. Pᵀ·dO after dSᵀ is in shared memory
+// instead of before: 4 % more clocks at 64 dims, 3 % at 128. One CTA on an SM at 32 dims: 9 % more.
+template <int kHeadDim>
+struct BackwardWideTileSm80 {
+    static constexpr int kBlockM = 64;
+    static constexpr int kBlockN = 128;
+    static constexpr int kNumWarps = 8;
+    static constexpr int kMinCtasPerSm = kHeadDim == 32 ? 2 : 1;
+    static constexpr bool kFitsEverywhere = kHeadDim <= 64;  // in 99 KB
 };
 
 }  // namespace fastattn

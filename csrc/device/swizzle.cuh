@@ -53,6 +53,14 @@ struct SwizzledBlocks {
         return blocks;
     }
 
+    // The same where the distance is known only at run time: it then goes into the lane's own offset, to which compile-time
+    // distances are added where the address is used.
+    __device__ __forceinline__ SwizzledBlocks below(int num_rows) const {
+        SwizzledBlocks blocks = *this;
+        blocks.lane_offset += num_rows * Layout::kRowBytes;
+        return blocks;
+    }
+
     // The lane's address in the block whose upper left element is [row][column], both multiples of 16.
     __device__ __forceinline__ uint32_t address(int row, int column) const {
         const int chunk = column / kChunkElements;

@@ -97,15 +97,15 @@ struct TileLoader : TileChunks<kRows, kHeadDim, kThreads, kDirection> {
     __device__ __forceinline__ void skip(int64_t elements) { gChunk += elements; }
 
     // Starts to copy a tile, and goes on to the next. kPartial: only the first num_rows rows exist; the others become
-    // zero, and are not read.
+    // zero, and are not read. The tile goes so many bytes behind the first one's place.
     template <bool kPartial>
-    __device__ __forceinline__ void load(int num_rows) {
+    __device__ __forceinline__ void load(int num_rows, uint32_t bytes_behind = 0) {
         const int thread = ptx::opaque(threadIdx.x);  // what follows from it need not stay in registers
         const int rows_from_here = num_rows - thread / kChunksPerPass;
         const int chunks_from_here = head_dim / kChunkElements - thread % kChunksPerPass;
         Chunks::for_own_chunks([&](int first_row, int first_chunk, char* destination) {
             const bool exists = first_chunk < chunks_from_here && (!kPartial || first_row < rows_from_here);
-            ptx::cp_async_cg_16(shared_address(destination), gChunk + first_chunk * kChunkElements,
+            ptx::cp_async_cg_16(shared_address(destination) + bytes_behind, gChunk + first_chunk * kChunkElements,
                                 exists ? kChunkBytes : 0);
             if (first_chunk + kChunksPerPass == Layout::kChunksPerRow) gChunk += kDirection * pass_stride;
         });
@@ -126,24 +126,35 @@ __device__ __forceinline__ void stage_rows(uint16_t* sRows, const float (&rO)[kT
     });
 }
 
-// Rounds scores to 16 bits. They are a part, from first_tile on, of a warp's tiles in [*, kColumns], the first of which is
-// at [first_row][first_column]; no column within the warp's tiles shares a bit with first_column.
+// Rounds scores to 16 bits, into [*, kColumns]. offset: in bytes, of the lane's first element (accumulator_offset). They are
+// a part, from first_tile on, of a warp's tiles there, the columns of which share no bit with the first one's.
 template <DataType kDataType, int kColumns, int kTilesM, int kTilesN>
-__device__ __forceinline__ void stage_scores(uint16_t* sTile, const float (&rS)[kTilesM][kTilesN][4], int first_row,
-                                             int first_column, int first_tile, int lane) {
-    using Layout = Swizzle<kColumns>;
-    // One register for all addresses: those of other tiles follow from it each time.
-    const uint32_t in_first_tile =
-        ptx::opaque(Layout::offset(first_row + accumulator_row(lane), first_column / kChunkElements) +
-                    lane % kLanesPerRow * static_cast<int>(sizeof(uint32_t)));
+__device__ __forceinline__ void stage_scores_at(uint16_t* sTile, uint32_t offset,
+                                                const float (&rS)[kTilesM][kTilesN][4], int first_tile) {
 #pragma unroll
     for (int n = 0; n < kTilesN; ++n) {
-        char* column = reinterpret_cast<char*>(sTile) + (in_first_tile ^ (first_tile + n) * kChunkBytes);
+        char* column = reinterpret_cast<char*>(sTile) + (offset ^ (first_tile + n) * kChunkBytes);
         for_own_rows<kTilesM>(/*lane=*/0, [&](int m, int half, int row) {
-            *reinterpret_cast<uint32_t*>(column + row * Layout::kRowBytes) =
+            *reinterpret_cast<uint32_t*>(column + row * Swizzle<kColumns>::kRowBytes) =
                 pack<kDataType>(rS[m][n][2 * half], rS[m][n][2 * half + 1]);
         });
     }
+}
+
+// Where in [*, kColumns] a lane's accumulators of a warp's tiles from [first_row][first_column] on start, in bytes.
+template <int kColumns>
+__device__ __forceinline__ uint32_t accumulator_offset(int first_row, int first_column, int lane) {
+    return Swizzle<kColumns>::offset(first_row + accumulator_row(lane), first_column / kChunkElements) +
+           lane % kLanesPerRow * static_cast<int>(sizeof(uint32_t));
+}
+
+// The same, of a warp's tiles from [first_row][first_column] on.
+template <DataType kDataType, int kColumns, int kTilesM, int kTilesN>
+__device__ __forceinline__ void stage_scores(uint16_t* sTile, const float (&rS)[kTilesM][kTilesN][4], int first_row,
+                                             int first_column, int first_tile, int lane) {
+    // One register for all addresses: those of other tiles follow from it each time.
+    const uint32_t offset = ptx::opaque(accumulator_offset<kColumns>(first_row, first_column, lane));
+    stage_scores_at<kDataType, kColumns>(sTile, offset, rS, first_tile);
 }
 
 // Copies a warp's own [kRows, kHeadDim] rows from shared memory to global memory; those that exist.

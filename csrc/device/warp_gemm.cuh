@@ -37,18 +37,22 @@ __device__ __forceinline__ void multiply_pair(float (&rC)[kTilesM][kTilesN][4], 
     }
 }
 
-// rS = Q · sKᵀ. sK [kTilesN * 8, kHeadDim] at ldmatrix_lane_b; load_q(rQ, m, k) sets the operand A of a block.
-template <DataType kDataType, int kTilesM, int kTilesN, int kHeadDim, typename LoadQ>
-__device__ __forceinline__ void gemm_loaded_qk(float (&rS)[kTilesM][kTilesN][4], const SwizzledBlocks<kHeadDim>& sK,
-                                               LoadQ&& load_q) {
+template <int kTilesM, int kTilesN>
+__device__ __forceinline__ void set_zero(float (&rC)[kTilesM][kTilesN][4]) {
 #pragma unroll
     for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) rS[m][n][e] = 0.0f;
+            for (int e = 0; e < 4; ++e) rC[m][n][e] = 0.0f;
         }
     }
+}
+
+// rS += Q · sKᵀ. sK [kTilesN * 8, kHeadDim] at ldmatrix_lane_b; load_q(rQ, m, k) sets the operand A of a block.
+template <DataType kDataType, int kTilesM, int kTilesN, int kHeadDim, typename LoadQ>
+__device__ __forceinline__ void accumulate_loaded_qk(float (&rS)[kTilesM][kTilesN][4],
+                                                     const SwizzledBlocks<kHeadDim>& sK, LoadQ&& load_q) {
 #pragma unroll
     for (int k = 0; k < kHeadDim / kMmaK; ++k) {
         uint32_t rQ[kTilesM][4];
@@ -65,18 +69,27 @@ __device__ __forceinline__ void gemm_loaded_qk(float (&rS)[kTilesM][kTilesN][4],
 
 // With sQ [kTilesM * 16, kHeadDim] at ldmatrix_lane.
 template <DataType kDataType, int kTilesM, int kTilesN, int kHeadDim>
-__device__ __forceinline__ void gemm_qk(float (&rS)[kTilesM][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
-                                        const SwizzledBlocks<kHeadDim>& sK) {
-    gemm_loaded_qk<kDataType>(rS, sK, [&](uint32_t (&block)[4], int m, int k) {
+__device__ __forceinline__ void accumulate_qk(float (&rS)[kTilesM][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
+                                              const SwizzledBlocks<kHeadDim>& sK) {
+    accumulate_loaded_qk<kDataType>(rS, sK, [&](uint32_t (&block)[4], int m, int k) {
         ptx::ldmatrix_m8n8_x4(block, sQ.address(m * kMmaM, k * kMmaK));
     });
+}
+
+// rS = Q · sKᵀ, likewise.
+template <DataType kDataType, int kTilesM, int kTilesN, int kHeadDim>
+__device__ __forceinline__ void gemm_qk(float (&rS)[kTilesM][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
+                                        const SwizzledBlocks<kHeadDim>& sK) {
+    set_zero(rS);
+    accumulate_qk<kDataType>(rS, sQ, sK);
 }
 
 // With Q's operands in registers.
 template <DataType kDataType, int kTilesM, int kTilesN, int kTilesK, int kHeadDim>
 __device__ __forceinline__ void gemm_qk(float (&rS)[kTilesM][kTilesN][4], const uint32_t (&rQ)[kTilesM][kTilesK][4],
                                         const SwizzledBlocks<kHeadDim>& sK) {
-    gemm_loaded_qk<kDataType>(rS, sK, [&](uint32_t (&block)[4], int m, int k) {
+    set_zero(rS);
+    accumulate_loaded_qk<kDataType>(rS, sK, [&](uint32_t (&block)[4], int m, int k) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) block[i] = rQ[m][k][i];
     });

@@ -5,10 +5,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <list>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -48,6 +50,7 @@ struct KernelKey {
     KernelSize size;
     std::optional<DataType> dtype;  // none: any
     std::optional<bool> variant;    // each table says what is meant; none: both
+    int32_t shared_bytes = 0;       // that a CTA must be able to have; 0: what any GPU of the architecture has
 };
 
 // A kernel of sm_80 runs on all later GPUs; sm_90a has instructions that no other GPU has.
@@ -104,19 +107,19 @@ class KernelTable {
 
     void add(const KernelKey& key, std::string name, const Tile& tile, Launcher launcher) {
         listed_kernels().push_back({name, tile});
-        const auto place = std::find_if(rows_.begin(), rows_.end(), [&](const Row& row) {
-            return std::pair(-key.architecture, key.size.cost()) <
-                   std::pair(-row.key.architecture, row.key.size.cost());
-        });
+        const auto place =
+            std::find_if(rows_.begin(), rows_.end(), [&](const Row& row) { return order_of(key) < order_of(row.key); });
         rows_.emplace(place, key, std::move(name), tile, launcher);
     }
 
-    // The row for a GPU: of the newest architecture that has one for it, the cheapest that holds a call of this size.
-    // Null where there is none.
-    Row* find_or_null(int32_t compute_capability, KernelSize size, std::optional<DataType> dtype, bool variant) {
+    // The row for a GPU on which a CTA can have so much shared memory: of the newest architecture that has one for it,
+    // the cheapest that holds a call of this size, and of these the one that uses the most of it. Null where there is
+    // none.
+    Row* find_or_null(int32_t compute_capability, KernelSize size, std::optional<DataType> dtype, bool variant,
+                      int32_t shared_bytes = kAnySharedBytes) {
         for (Row& row : rows_) {
             if (row.key.size.holds(size) && row.key.dtype == dtype && row.key.variant.value_or(variant) == variant &&
-                runs_on(row.key.architecture, compute_capability)) {
+                row.key.shared_bytes <= shared_bytes && runs_on(row.key.architecture, compute_capability)) {
                 return &row;
             }
         }
@@ -124,8 +127,9 @@ class KernelTable {
     }
 
     // The same. Throws std::runtime_error where there is none.
-    Row& find(int32_t compute_capability, KernelSize size, std::optional<DataType> dtype, bool variant) {
-        if (Row* row = find_or_null(compute_capability, size, dtype, variant)) return *row;
+    Row& find(int32_t compute_capability, KernelSize size, std::optional<DataType> dtype, bool variant,
+              int32_t shared_bytes = kAnySharedBytes) {
+        if (Row* row = find_or_null(compute_capability, size, dtype, variant, shared_bytes)) return *row;
         throw std::runtime_error("fastattn: no kernel of " + std::string(operation_) + " for size " + to_string(size) +
                                  (dtype ? std::string(" and ") + to_string(*dtype) : "") +
                                  " runs on a GPU of compute capability " + std::to_string(compute_capability / 10) +
@@ -150,8 +154,14 @@ class KernelTable {
     }
 
   private:
+    static constexpr int32_t kAnySharedBytes = std::numeric_limits<int32_t>::max();  // the table has no key with more
+
+    static std::tuple<int32_t, int32_t, int32_t> order_of(const KernelKey& key) {
+        return {-key.architecture, key.size.cost(), -key.shared_bytes};
+    }
+
     const char* operation_;
-    std::list<Row> rows_;  // by architecture, the newest first, and then by cost; addresses stay
+    std::list<Row> rows_;  // in this order; addresses stay
 };
 
 // Adds a row while the library is being loaded.

@@ -163,6 +163,7 @@ def attention_forward_kernel(
 
 def attention_backward_kernels(
     arch: int,
+    shared_bytes_per_cta: int,
     widest: int,
     dtype: torch.dtype,
     *,
@@ -170,11 +171,11 @@ def attention_backward_kernels(
     bias_gradient: bool = False,
     sinks: bool = False,
 ) -> tuple[str, ...]:
-    """In the order in which they run."""
+    """In the order in which they run. ``shared_bytes_per_cta``: the most that the GPU has for a CTA."""
     names = (ctypes.c_char_p * 5)()
     is_bfloat16 = dtype == torch.bfloat16
     count = _LIBRARY.fastattn_attention_backward_kernels(
-        arch, widest, is_bfloat16, changes_scores, bias_gradient, sinks, names
+        arch, shared_bytes_per_cta, widest, is_bfloat16, changes_scores, bias_gradient, sinks, names
     )
     return tuple(name.decode() for name in names[:count] if name is not None)
 

@@ -411,6 +411,9 @@ def test_every_key_at_finfo_min(dtype: torch.dtype) -> None:
         Case(window=(6, 2), shape=(1, 2, 2, 90, 100), sinks=True),
         Case(window=CAUSAL, shape=(1, 2, 1, 20, 150), head_dims=(64, 64), softcap=4.0),
         Case(window=CAUSAL, top_left=True, shape=(1, 2, 1, 70, 150), dropout=0.1),  # no row sees them
+        Case(
+            window=CAUSAL, top_left=True, shape=(1, 2, 1, 400, 256), head_dims=(128, 128)
+        ),  # the last rows see all keys
     ],
     ids=str,
 )
@@ -456,12 +459,14 @@ def test_keys_hidden_by_a_mask_have_no_influence(mask: str, poison: float) -> No
 # --- Order ------------------------------------------------------------------------------------------------------------
 
 ORDERED = Case(window=(90, 30), shape=(1, 4, 2, 200, 150), dropout=0.2, mask="float", mask_shape=(0, 0, 1, 1))
+ORDERED_PLAIN = Case(window=(90, 130), shape=(1, 4, 2, 200, 300), head_dims=(128, 128))
 
 
 @pytest.mark.parametrize(
     "case",
     [
         replace(ORDERED, dtype=torch.bfloat16),
+        ORDERED_PLAIN,
         Case(window=CAUSAL, shape=(2, 2, 1, 200, 150), head_dims=(64, 64)),
         Case(lengths=PACKED, shape=(1, 4, 4, 0, 0), sinks=True, grad_lse=True),
     ],
@@ -479,12 +484,31 @@ def test_deterministic_gradients_have_the_same_bits(case: Case) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_gradients_in_any_order_are_as_good(seed: int) -> None:
+@pytest.mark.parametrize("case", [ORDERED, ORDERED_PLAIN], ids=["options", "plain"])
+def test_gradients_in_any_order_are_as_good(case: Case, seed: int) -> None:
     """dQ is added up as it comes; the other gradients have one owner for each element, and the same bits."""
-    case = replace(ORDERED, dtype=torch.bfloat16)
+    case = replace(case, dtype=torch.bfloat16)
     found, expected = check(case, seed=seed), run(case, deterministic=True)
     del found["grad_query"], expected["grad_query"]
     assert_equal(found, expected)
+
+
+# --- GPUs on which a CTA can have 99 KB of shared memory alone --------------------------------------------------------
+
+
+@only_emulated
+@each_dtype
+@pytest.mark.parametrize("head_dim", [head_dim for head_dim in HEAD_DIMS if head_dim <= 128])
+def test_little_shared_memory(head_dim: int, dtype: torch.dtype) -> None:
+    """Up to 64 dims the wide tiles of keys fit; above, the kernel with small tiles takes their place."""
+    with device.emulated(80, shared_memory_bytes=99 * 1024):
+        for window in ((-1, -1), CAUSAL):
+            case = Case(head_dims=(head_dim, head_dim), dtype=dtype, window=window, shape=(1, 4, 2, 150, 200))
+            with launches.recorded() as found:
+                check(case)
+            (launched,) = (each for each in found if "attention_backward_key_value" in each.report.kernel)
+            assert ("_wide_" in launched.report.kernel) == (head_dim <= 64)
+            assert launched.report.shared_bytes <= 99 * 1024
 
 
 # --- What a launch does -----------------------------------------------------------------------------------------------
@@ -494,7 +518,9 @@ def recorded(case: Case, kernel: str) -> Any:
     """The one launch of that kernel in a backward pass."""
     with launches.recorded() as found:
         run(case)
-    (launched,) = (each for each in found if f"attention_backward_{kernel}_sm80" in each.report.kernel)
+    (launched,) = (
+        each for each in found if re.search(rf"attention_backward_{kernel}(_wide)?_sm80", each.report.kernel)
+    )
     return launched
 
 
@@ -521,9 +547,9 @@ def test_tiles_that_no_row_sees_are_not_visited() -> None:
     """A window of 8 keys over 1000: the tensor cores have work for the tiles at the diagonal alone."""
     case = Case(window=(8, 0), shape=(1, 1, 1, 1000, 1000), head_dims=(64, 64))
     (work,) = recorded(case, "key_value").report.tensor_core.values()
-    tile = native.TILES["attention_backward_key_value_sm80"]["64"]
+    tile = native.TILES["attention_backward_key_value_wide_sm80"]["64"]
     num_tiles = -(-1000 // tile["block_n"])
-    rows = 2 * tile["block_m"]  # that a tile of keys and the 8 rows behind it touch
+    rows = tile["block_n"] + tile["block_m"]  # that a tile of keys and the 8 rows behind it touch
     assert work.multiply_adds <= 5 * num_tiles * rows * tile["block_n"] * 64
 
 
@@ -719,11 +745,17 @@ def test_every_instance_is_launched() -> None:
     """By the tables above: head dims, dtypes and whether there are options are those that are compiled."""
     axes: dict[str, list[Any]] = {
         "backward_rows_sm80": [instances.DTYPES],
-        "backward_key_value_sm80": [HEAD_DIMS, instances.DTYPES, (False, True)],  # True: with options
         "backward_query_sm80": [HEAD_DIMS, instances.DTYPES],
         "backward_bias_sm80": [instances.DTYPES],
         "backward_sinks_sm80": [],
     }
-    assert {name for name in instances.kernels_of("attention") if name.startswith("backward")} == set(axes)
+    listed = {name for name in instances.kernels_of("attention") if name.startswith("backward")}
+    assert listed == {*axes, "backward_key_value_sm80", "backward_key_value_wide_sm80"}
     for name, values in axes.items():
         assert instances.rows_of(f"attention/instances/{name}.cu") == sorted(itertools.product(*values)), name
+    # Without options: wide tiles of keys as far as there are any, and where these need much shared memory others too.
+    wide = [(head_dim, dtype) for head_dim in HEAD_DIMS if head_dim <= 128 for dtype in instances.DTYPES]
+    plain = [(head_dim, False, dtype) for head_dim in HEAD_DIMS if head_dim > 64 for dtype in instances.DTYPES]
+    options = [(head_dim, True, dtype) for head_dim in HEAD_DIMS for dtype in instances.DTYPES]
+    assert instances.rows_of("attention/instances/backward_key_value_wide_sm80.cu") == sorted(wide)
+    assert instances.rows_of("attention/instances/backward_key_value_sm80.cu") == sorted(plain + options)

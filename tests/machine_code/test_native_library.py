@@ -45,6 +45,7 @@ INT8_INSTANCES = sorted(
 )
 S8_INSTANCES = rows_of("int8_matmul/instances/gemm_s8_sm80.cu")  # of the matmul with int8 activations
 KEY_VALUE_INSTANCES = rows_of("attention/instances/backward_key_value_sm80.cu")  # True: with options
+WIDE_INSTANCES = rows_of("attention/instances/backward_key_value_wide_sm80.cu")
 # Template arguments of the other backward kernels.
 BACKWARD_INSTANCES = sorted(
     (
@@ -158,10 +159,16 @@ def decode_instance(symbol: str) -> tuple[int, str, bool] | None:
     return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
 
 
-def key_value_instance(symbol: str) -> tuple[int, str, bool] | None:
-    """(head dim, dtype, with options) of a mangled attention_backward_key_value_sm80, None for any other symbol."""
+def key_value_instance(symbol: str) -> tuple[int, bool, str] | None:
+    """(head dim, with options, dtype) of a mangled attention_backward_key_value_sm80, None for any other symbol."""
     match = re.search(r"attention_backward_key_value_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
-    return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
+    return (int(match[1]), match[3] == "1", DTYPES[int(match[2])]) if match else None
+
+
+def wide_instance(symbol: str) -> tuple[int, str] | None:
+    """(head dim, dtype) of a mangled attention_backward_key_value_wide_sm80, None for any other symbol."""
+    match = re.search(r"attention_backward_key_value_wide_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)E", symbol)
+    return (int(match[1]), DTYPES[int(match[2])]) if match else None
 
 
 def backward_instance(symbol: str) -> tuple[Any, ...] | None:
@@ -206,10 +213,15 @@ def decode_kernels() -> dict[tuple[int, str, bool], KernelFacts]:
 
 
 @functools.cache
-def key_value_kernels() -> dict[tuple[int, str, bool], KernelFacts]:
+def key_value_kernels() -> dict[tuple[int, bool, str], KernelFacts]:
     return {
         instance: facts for name, facts in machine_code().items() if (instance := key_value_instance(name)) is not None
     }
+
+
+@functools.cache
+def wide_kernels() -> dict[tuple[int, str], KernelFacts]:
+    return {instance: facts for name, facts in machine_code().items() if (instance := wide_instance(name)) is not None}
 
 
 @functools.cache
@@ -266,9 +278,38 @@ def test_main_loop_of_forward_is_what_the_tile_table_states(instance: tuple[int,
 
 
 @with_sm80_kernels
-@pytest.mark.parametrize("instance", [each for each in KEY_VALUE_INSTANCES if not each[2]], ids=str)
-def test_main_loop_of_backward_is_what_the_tile_table_states(instance: tuple[int, str, bool]) -> None:
+@pytest.mark.parametrize("instance", [each for each in KEY_VALUE_INSTANCES if not each[1]], ids=str)
+def test_main_loop_of_backward_is_what_the_tile_table_states(instance: tuple[int, bool, str]) -> None:
     check_main_loop(key_value_kernels()[instance], stated_counts("Backward")[instance[0]])
+
+
+@with_sm80_kernels
+@pytest.mark.parametrize("instance", WIDE_INSTANCES, ids=str)
+def test_loops_of_wide_backward_are_what_the_tile_table_states(instance: tuple[int, str]) -> None:
+    """One loop for the value warps, which have the exponentials, and one for the key warps, which add to global memory.
+    Neither role touches local memory, and both together multiply as often as a step of four warps needs."""
+    head_dim, dtype = instance
+    kernel, stated = wide_kernels()[instance], stated_counts("Wide backward")[head_dim]
+    assert kernel.registers <= stated["registers"]
+    assert kernel.local_in_loops + kernel.local_outside == kernel.stack_bytes == 0
+    values, keys = sorted(
+        (opcodes for opcodes in map(kernel.opcodes_of, kernel.main_loops) if any("HMMA" in each for each in opcodes)),
+        key=lambda opcodes: "RED" in {opcode.split(".")[0] for opcode in opcodes},
+    )
+
+    def count(opcodes: list[str], kind: str) -> int:
+        return sum(opcode.startswith(kind) for opcode in opcodes)
+
+    expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
+    assert {opcode for opcode in values + keys if "MMA" in opcode} == {expected}
+    units = 2  # of 64 rows by 64 keys in a step
+    assert len(values + keys) == pytest.approx(units * stated["loops"], rel=0.03)
+    products = 64 * 64 * head_dim // (16 * 8 * 16 * 4)
+    assert stated["HMMA"] == 5 * products
+    assert (count(values, "HMMA"), count(keys, "HMMA")) == (units * 3 * products, units * 2 * products)
+    assert (count(values, "MUFU.EX2"), count(keys, "MUFU")) == (units * 32, 0)
+    assert count(values + keys, "LDSM") == units * stated["LDSM"]
+    assert count(keys, "RED.E.ADD.F32") == units * stated["RED"] and count(values, "RED") == 0
 
 
 @with_sm80_kernels
@@ -450,14 +491,15 @@ def test_decode_multiplies_on_the_tensor_cores(instance: tuple[int, str, bool]) 
 @with_sm80_kernels
 def test_every_backward_instance_is_there() -> None:
     assert sorted(key_value_kernels()) == KEY_VALUE_INSTANCES
+    assert sorted(wide_kernels()) == WIDE_INSTANCES
     assert sorted(backward_kernels(), key=str) == BACKWARD_INSTANCES
 
 
 @with_sm80_kernels
 @pytest.mark.parametrize("instance", KEY_VALUE_INSTANCES, ids=str)
-def test_backward_of_keys_and_values(instance: tuple[int, str, bool]) -> None:
+def test_backward_of_keys_and_values(instance: tuple[int, bool, str]) -> None:
     """No local memory; five products of a tile on the tensor cores, once; copies and loads of matrices."""
-    head_dim, dtype, has_options = instance
+    head_dim, has_options, dtype = instance
     kernel = key_value_kernels()[instance]
     assert 0 < kernel.registers <= MAX_REGISTERS
     assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
@@ -495,6 +537,7 @@ def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
     assert sorted(filter(None, map(s8_instance, entries))) == S8_INSTANCES
     assert sorted(filter(None, map(decode_instance, entries))) == DECODE_INSTANCES
     assert sorted(filter(None, map(key_value_instance, entries))) == KEY_VALUE_INSTANCES
+    assert sorted(filter(None, map(wide_instance, entries))) == WIDE_INSTANCES
     assert sorted(filter(None, map(backward_instance, entries)), key=str) == BACKWARD_INSTANCES
 
 

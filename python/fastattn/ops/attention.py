@@ -225,8 +225,10 @@ def backward_kernels(backend: str, arguments: AttentionBackwardArguments) -> str
         return " + ".join(f"attention_backward_{name}.attention_backward_{name}_kernel" for name in launched)
     query, value = arguments.query, arguments.value
     has_scores_changed = arguments.bias is not None or arguments.alibi_slopes is not None
+    facts = kernel_facts(query.device)
     names = native.attention_backward_kernels(
-        kernel_facts(query.device).arch,
+        facts.arch,
+        facts.shared_memory_bytes,
         max(query.shape[-1], value.shape[-1]),
         query.dtype,
         changes_scores=has_scores_changed or arguments.softcap > 0 or arguments.dropout_p > 0,

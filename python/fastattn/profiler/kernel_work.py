@@ -155,6 +155,7 @@ _WORK: dict[str, dict[str, Callable[[OperatorCall], Work | None]]] = {
     "attention_backward": {
         "attention_backward_rows_sm80": _native_rows,
         "attention_backward_key_value_sm80": _native_key_value,
+        "attention_backward_key_value_wide_sm80": _native_key_value,
         "attention_backward_query_sm80": _native_query,
         "attention_backward_sinks_sm80": _native_sinks,
         "attention_backward_rows": _backward_rows,

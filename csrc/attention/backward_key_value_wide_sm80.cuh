@@ -1,0 +1,327 @@
+// Attention backward, FlashAttention-2 (Dao 2023, algorithm 2), on wide tiles of keys: dK, dV, and dQ in fp32 sums.
+//
+//   P = exp(S - lse),  dV = Pᵀ·dO,  dP = dO·Vᵀ,  dS = P∘(dP - delta),  dK = dSᵀ·Q,  dQ = dS·K
+//
+// One CTA owns kBlockN keys of one KV head and walks over the query rows that see them, for each query head of the KV
+// head in turn. Its warps have two roles, for dK and dV together would not fit in a warp's registers; a warp of either
+// role has 32 keys, and an SM's tensor core a warp of each:
+//
+//   value warps   Sᵀ = K·Qᵀ and dPᵀ = V·dOᵀ of 32 keys and 32 rows at a time; Pᵀ stays in registers, as the operand A of
+//                 dV; dSᵀ goes to shared memory
+//   key warps     dK, dQ (and its sums to global memory) from dSᵀ in shared memory; they also copy Q, dO and row terms
+//
+// A step of kBlockM rows; one barrier of all warps (|) stands between two steps, and all of Q, dO, terms and dSᵀ have two
+// places, one for even steps and one for odd ones:
+//
+//   value warps  |  S, dP, P, dV, dS of step i                       |
+//   key warps    |  start to copy dO of step i + 1;  dK of step i - 1;  start to copy Q of step i + 1;  dQ of step i - 1  |
+//
+// Tiles that no row sees are not visited; those that not every row sees all of are masked. dQ's sums come in any order,
+// or, where params.turns is given, from the first keys to the last: CTAs then take their places from a counter, so that
+// one only ever waits for CTAs that run already.
+// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim; query_sums (and turns) are zero.
+#pragma once
+
+#include <string>
+
+#include "attention/backward.h"
+#include "attention/backward_config_sm80.cuh"
+#include "attention/backward_work_sm80.cuh"
+#include "device/nonfinite.cuh"
+#include "device/ptx/cp_async.cuh"
+#include "device/ptx/named_barrier.cuh"
+#include "device/ptx/red.cuh"
+#include "device/shared_memory.h"
+#include "device/tile_copy.cuh"
+#include "device/warp_gemm.cuh"
+#include "device/warp_transposed_scores.cuh"
+#include "host/launch.h"
+
+namespace fastattn {
+
+template <int kHeadDim_>
+struct BackwardWideConfigSm80 : BackwardWideTileSm80<kHeadDim_> {
+    using Tile = BackwardWideTileSm80<kHeadDim_>;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kRoleWarps = Tile::kNumWarps / 2;  // key warps come first
+    static constexpr int kKeyThreads = kRoleWarps * kWarpSize, kNumThreads = Tile::kNumWarps * kWarpSize;
+    static constexpr int kRowElements = Swizzle<kHeadDim>::kRowElements;         // of Q, dO, K, V
+    static constexpr int kScoreElements = Swizzle<Tile::kBlockM>::kRowElements;  // of dSᵀ
+
+    static constexpr int kWarpN = Tile::kBlockN / kRoleWarps;  // a warp's keys
+    static constexpr int kPartM = 32;                          // rows of S that a value warp computes at a time
+    static constexpr int kTilesM = kWarpN / kMmaM, kTilesN = kPartM / kMmaN;
+    static_assert(Tile::kBlockM % kPartM == 0, "a tile of rows consists of whole parts");
+
+    using KeyGrid = HeadDimGrid<Tile::kBlockN, kHeadDim, kRoleWarps, kRoleWarps>;  // dK, dV
+    using QueryGrid = HeadDimGrid<Tile::kBlockM, kHeadDim, 2, kRoleWarps>;         // dQ
+    static constexpr int kQuerySums = Tile::kBlockM * kHeadDim;  // numbers in a tile of params.query_sums
+    static_assert(int{Tile::kBlockM} == int{BackwardTileSm80<kHeadDim, false>::kBlockM},
+                  "the kernel that reads the sums goes by that tile");
+};
+
+template <typename Config>
+struct alignas(128) BackwardWideStorageSm80 {
+    uint16_t sK[Config::kBlockN * Config::kRowElements];         // swizzled; holds dK at the end
+    uint16_t sV[Config::kBlockN * Config::kRowElements];         // swizzled; holds dV at the end
+    uint16_t sQ[2][Config::kBlockM * Config::kRowElements];      // swizzled
+    uint16_t sdO[2][Config::kBlockM * Config::kRowElements];     // dO, swizzled
+    uint16_t sdSt[2][Config::kBlockN * Config::kScoreElements];  // dSᵀ, swizzled
+    ColumnTerms<Config::kBlockM> terms[2];
+    KeyTileWork<Config::kBlockM, Config::kBlockN> work;  // looked up where it is needed, as registers are scarce
+    uint32_t cta;                                        // place in the order of turns
+    int some_nonfinite;                                  // 1: in K
+};
+
+// Ids of barriers; 0 is that of __syncthreads().
+inline constexpr int kStepBarrier = 1;     // all warps
+inline constexpr int kKeyWarpBarrier = 2;  // key warps
+
+template <int kHeadDim, DataType kDataType>
+struct BackwardWideSm80 {
+    using Config = BackwardWideConfigSm80<kHeadDim>;
+    using Storage = BackwardWideStorageSm80<Config>;
+    using KeyGrid = typename Config::KeyGrid;
+    using QueryGrid = typename Config::QueryGrid;
+    static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kRowElements = Config::kRowElements;
+    using Work = KeyTileWork<kBlockM, kBlockN>;
+
+    const AttentionBackwardParams& params;
+    Storage& shared;
+    const Work& work;
+    int role_warp, lane;
+
+    __device__ __forceinline__ int32_t num_tiles() const { return max(work.end_tile - work.begin_tile, 0); }
+    __device__ __forceinline__ int32_t num_steps() const { return num_tiles() * (work.end_head - work.first_head); }
+
+    __device__ __forceinline__ static void meet_all() { ptx::bar_sync(kStepBarrier, Config::kNumThreads); }
+    __device__ __forceinline__ static void meet_key_warps() { ptx::bar_sync(kKeyWarpBarrier, Config::kKeyThreads); }
+
+    // A warp's 32 rows of dK or dV, where K's or V's were.
+    __device__ __forceinline__ void store(const HeadsView<uint16_t>& view, uint16_t* sTile,
+                                          const typename KeyGrid::Accumulators& rC, float factor) const {
+        KeyGrid::template stage<kDataType>(sTile, rC, factor, role_warp, lane);
+        __syncwarp();  // waits until every lane has stored its part of the rows
+        const int32_t row = KeyGrid::first_row(role_warp);
+        store_rows<Config::kWarpN, kHeadDim>(
+            row_pointer(view, work.batch, work.key_head, work.keys.begin + work.first_key + row), view.row_stride,
+            work.num_keys - row, sTile + row * kRowElements, lane, view.head_dim);
+    }
+
+    __device__ __forceinline__ void run_value_warp() const {
+        using Scores = TransposedScores<Config::kTilesM, Config::kTilesN>;
+        const int warp_key = role_warp * Config::kWarpN;
+        const SwizzledBlocks<kHeadDim> sK(shared.sK + warp_key * kRowElements, ldmatrix_lane(lane));
+        const SwizzledBlocks<kHeadDim> sV(shared.sV + warp_key * kRowElements, ldmatrix_lane(lane));
+        const SwizzledBlocks<kHeadDim> sQ(shared.sQ[0], ldmatrix_lane_b(lane));
+        const SwizzledBlocks<kHeadDim> sdO(shared.sdO[0], ldmatrix_lane_b(lane));
+        const SwizzledBlocks<kHeadDim> sdOd(shared.sdO[0], ldmatrix_lane(lane));
+        const uint32_t dS_offset = accumulator_offset<kBlockM>(warp_key, 0, lane);
+        const float scale_log2 = params.scores.scale * kLog2E;
+        typename KeyGrid::Accumulators rV = {};  // dV
+
+        int num_meetings = 1;
+        const auto meet = [&] {
+#pragma unroll 1
+            for (int i = 0; i < num_meetings; ++i) meet_all();
+        };
+        int32_t row_tile = work.begin_tile;
+#pragma unroll 1
+        for (int32_t steps_left = num_steps(); steps_left > 0; --steps_left) {
+            meet();  // Q, dO and terms are there; the key warps have read the dS before the last one
+            const int place = steps_left % 2;
+            const bool is_full = work.is_full(row_tile);
+            const auto sQ_here = sQ.below(place * kBlockM), sdO_here = sdO.below(place * kBlockM);
+            const auto sdOd_here = sdOd.below(place * kBlockM);
+            const uint32_t dS_here = dS_offset + place * sizeof(shared.sdSt[0]);
+            for_constant<kBlockM / Config::kPartM>([&](auto part) {
+                constexpr int kRow = part.value * Config::kPartM;
+                typename Scores::Accumulators rS, rdP;
+                gemm_qk<kDataType>(rS, sK, sQ_here.at_row(kRow));
+                Scores::start_gradients(rdP, shared.terms[place].minus_delta + kRow / 2, lane);
+                accumulate_qk<kDataType>(rdP, sV, sdO_here.at_row(kRow));
+                Scores::to_probabilities(rS, shared.terms[place].minus_shift_log2 + kRow, scale_log2, lane);
+                if (!is_full) {
+                    const KeyBand seen(work.window, row_tile * kBlockM + kRow, work.first_key + warp_key);
+                    Scores::mask(rS, rdP, seen, lane);
+                }
+                gemm_pv<kDataType>(rV, rS, sdOd_here.at_row(kRow));
+                Scores::to_score_gradients(rdP, rS);
+                stage_scores_at<kDataType, kBlockM>(shared.sdSt[0], dS_here, rdP, kRow / kMmaN);
+            });
+            num_meetings = 1 + shared.some_nonfinite;  // with key warps that are about to clean K
+            if (++row_tile == work.end_tile) row_tile = work.begin_tile;
+        }
+        meet();
+        if (num_meetings > 1) meet_all();
+        store(params.grad_value, shared.sV, rV, 1.0f);
+    }
+
+    __device__ __forceinline__ void run_key_warp() const {
+        using KeyLoader = TileLoader<kBlockN, kHeadDim, Config::kKeyThreads>;
+        using RowLoader = TileLoader<kBlockM, kHeadDim, Config::kKeyThreads, /*kDirection=*/1>;
+        const auto load_keys = [&](const HeadsView<const uint16_t>& view, uint16_t* sTile) {
+            const uint16_t* gTile = row_pointer(view, work.batch, work.key_head, work.keys.begin + work.first_key);
+            KeyLoader loader(sTile, gTile, view.row_stride, ptx::opaque(threadIdx.x), view.head_dim);
+            loader.template load<true>(work.num_keys);
+            return loader;
+        };
+
+        // Rows, a step ahead of the value warps. First comes dO, then Q, of the same tile.
+        const int32_t begin_row = work.rows.begin + work.begin_tile * kBlockM;
+        const auto rows_of = [&](const HeadsView<const uint16_t>& view, uint16_t* sTiles) {
+            const uint16_t* gTile = row_pointer(view, work.batch, work.first_head, begin_row);
+            return RowLoader(sTiles, gTile, view.row_stride, threadIdx.x, view.head_dim);
+        };
+        RowLoader load_q = rows_of(params.query, shared.sQ[0]), load_do = rows_of(params.grad_out, shared.sdO[0]);
+        ColumnTermsLoader<kBlockM> load_terms(params, work.batch, work.first_head, begin_row);
+        const int32_t most_left = work.rows.length - work.begin_tile * kBlockM;
+        const int32_t least_left = work.rows.length - work.end_tile * kBlockM;
+        int32_t rows_left = most_left;  // of the sequence, from the tile to load on
+        const auto load_tile = [&](RowLoader& loader, int place) {
+            const uint32_t behind = place * sizeof(shared.sQ[0]);
+            if (rows_left >= kBlockM) {
+                loader.template load<false>(kBlockM, behind);
+            } else {
+                loader.template load<true>(rows_left, behind);
+            }
+        };
+        const auto start_do = [&](int place) {
+            load_terms.load(rows_left);
+            load_tile(load_do, place);
+        };
+        const auto start_q = [&](int place) {
+            load_tile(load_q, place);
+            rows_left -= kBlockM;
+            if (rows_left == least_left) {  // to the next head
+                rows_left = most_left;
+                const int64_t walked = num_tiles() * kBlockM;
+                load_q.skip(params.query.head_stride - walked * params.query.row_stride);
+                load_do.skip(params.grad_out.head_stride - walked * params.grad_out.row_stride);
+                load_terms.skip(params.shift.head_stride - walked);
+            }
+            ptx::cp_async_commit_group();
+        };
+        const auto finish = [&](int place) {
+            load_terms.store(shared.terms[place]);
+            ptx::cp_async_wait_group<0>();
+        };
+
+        const SwizzledBlocks<kBlockM> sdSt(shared.sdSt[0] + KeyGrid::first_row(role_warp) * Config::kScoreElements,
+                                           ldmatrix_lane(lane));
+        const SwizzledBlocks<kHeadDim> sQd(shared.sQ[0], ldmatrix_lane(lane));
+        const SwizzledBlocks<kBlockM> sdS(shared.sdSt[0],
+                                          at_column(ldmatrix_lane_b(lane), QueryGrid::first_row(role_warp)));
+        const SwizzledBlocks<kHeadDim> sKd(shared.sK,
+                                           at_column(ldmatrix_lane(lane), QueryGrid::first_column(role_warp)));
+        const int32_t first_sums_tile = work.first_sums_tile(params);
+        const auto sums_tile = [&](int32_t head, int32_t row_tile) {
+            return int64_t{first_sums_tile + row_tile} * params.query.heads + head;
+        };
+        typename KeyGrid::Accumulators rK = {};  // dK
+
+        int32_t steps_left = num_steps();
+        bool some_nonfinite = false;
+        if (steps_left > 0) {
+            const KeyLoader own_keys = load_keys(params.key, shared.sK);
+            load_keys(params.value, shared.sV);
+            start_do(steps_left % 2);
+            start_q(steps_left % 2);
+            finish(steps_left % 2);  // K: a thread may look at what it has copied itself
+            some_nonfinite = ptx::bar_red_or(kKeyWarpBarrier, Config::kKeyThreads, has_nonfinite<kDataType>(own_keys));
+            if (threadIdx.x == 0) shared.some_nonfinite = some_nonfinite;
+        }
+        meet_all();                      // the value warps start with the first step
+        if (some_nonfinite) meet_all();  // as in each step below
+        if (steps_left > 1) {
+            start_do((steps_left - 1) % 2);
+            start_q((steps_left - 1) % 2);
+            finish((steps_left - 1) % 2);
+        }
+        int32_t head = work.first_head, row_tile = work.begin_tile;
+        float* sums = params.query_sums + sums_tile(head, row_tile) * Config::kQuerySums;
+#pragma unroll 1
+        for (; steps_left > 0; --steps_left) {
+            meet_all();  // dS is there; the value warps have read dO and terms of this step
+            const int place = steps_left % 2;
+            const bool loads = steps_left > 2;
+            if (loads) start_do(place);
+            gemm_accumulate<kDataType, /*kTransposeA=*/false, kBlockM, KeyGrid::kColumnStep>(
+                rK, sdSt.below(place * kBlockN), sQd.below(place * kBlockM));
+            meet_key_warps();  // waits until every key warp has read Q
+            if (loads) start_q(place);
+
+            // 0 in dS does not silence NaN in K, so that these are zeros meanwhile. A row that sees such a key has a
+            // score, and so a dS, that is not finite: its dQ stays so.
+            const bool cleans = some_nonfinite && !work.is_full(row_tile);
+            if (some_nonfinite) {
+                meet_all();  // waits until the value warps have read K, in the step that they are in
+                if (cleans) {
+                    KeyLoader(shared.sK, nullptr, 0, ptx::opaque(threadIdx.x)).for_own_pairs([](uint32_t& pair) {
+                        pair &= ~nonfinite_mask<kDataType>(pair);
+                    });
+                }
+                meet_key_warps();  // waits until K is finite in all of the tile
+            }
+            typename QueryGrid::Accumulators rQ = {};
+            gemm_accumulate<kDataType, /*kTransposeA=*/true, kBlockN, QueryGrid::kColumnStep>(
+                rQ, sdS.below(place * kBlockN), sKd);
+            const Turn turn{params.turns != nullptr ? params.turns + 1 + sums_tile(head, row_tile) : nullptr};
+            turn.wait(work.key_tile - work.window.keys_of(row_tile * kBlockM).begin / kBlockN, meet_key_warps);
+            QueryGrid::template for_each_sum<0>(sums, rQ, role_warp, lane, ptx::red_add_f32);
+            turn.pass_on(meet_key_warps);
+            if (cleans) {
+                meet_key_warps();  // waits until every key warp has read this K
+                load_keys(params.key, shared.sK);
+                ptx::cp_async_commit_group();
+            }
+
+            if (loads) load_terms.store(shared.terms[place]);
+            ptx::cp_async_wait_group<0>();  // Q, dO, and K where it was cleaned
+            sums += params.query.heads * Config::kQuerySums;
+            if (++row_tile == work.end_tile) {
+                row_tile = work.begin_tile;
+                ++head;
+                sums = params.query_sums + sums_tile(head, row_tile) * Config::kQuerySums;
+            }
+        }
+        meet_key_warps();  // waits until every key warp has read K
+        store(params.grad_key, shared.sK, rK, params.scores.scale);
+    }
+};
+
+template <int kHeadDim, DataType kDataType>
+__global__ void __launch_bounds__(BackwardWideConfigSm80<kHeadDim>::kNumThreads,
+                                  BackwardWideConfigSm80<kHeadDim>::kMinCtasPerSm)
+    attention_backward_key_value_wide_sm80(const __grid_constant__ AttentionBackwardParams params) {
+    using Kernel = BackwardWideSm80<kHeadDim, kDataType>;
+    extern __shared__ __align__(128) char shared_bytes[];
+    auto& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
+    using Tile = BackwardWideTileSm80<kHeadDim>;
+    static_assert(Tile::kFitsEverywhere ? has_room_for(Tile::kMinCtasPerSm, sizeof(shared))
+                                        : sizeof(shared) <= kLargeSharedBytesPerCta);
+
+    const typename Kernel::Work work(params, cta_in_order(params, shared.cta));
+    if (work.num_keys <= 0) return;
+    if (threadIdx.x == 0) shared.work = work;
+    __syncthreads();  // waits until it is there
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    constexpr int kRoleWarps = Kernel::Config::kRoleWarps;
+    const Kernel kernel{params, shared, shared.work, warp % kRoleWarps, lane};
+    if (warp < kRoleWarps) {
+        kernel.run_key_warp();
+    } else {
+        kernel.run_value_warp();
+    }
+}
+
+template <int kHeadDim, DataType kDataType>
+void launch_attention_backward_key_value_wide_sm80(LaunchedKernel& kernel, const AttentionBackwardParams& params,
+                                                   Stream stream) {
+    using Config = BackwardWideConfigSm80<kHeadDim>;
+    const int64_t num_ctas = int64_t{ceil_div(params.key.rows, Config::kBlockN)} * params.key.heads * params.key.batch;
+    const Launch launch{num_ctas, Config::kNumThreads, sizeof(BackwardWideStorageSm80<Config>)};
+    kernel.launch(attention_backward_key_value_wide_sm80<kHeadDim, kDataType>, launch, params, stream);
+}
+
+}  // namespace fastattn
