@@ -9,7 +9,7 @@ here), or with the one that ``FASTATTN_LIBRARY`` names.
 Stages, each with a limit in seconds, after which its processes are killed with all their children:
 
     library     the native library loads; where there is none, it is built in build/native
-    tests       the kernel tests, the forward for Hopper first, dealt to several processes; a crash or a hang costs the
+    tests       the kernel tests, those for Hopper first, dealt to several processes; a crash or a hang costs the
                 test that had it
     sanitizer   every kernel of both backends on small shapes, under compute-sanitizer's memcheck, racecheck, synccheck
     emulator    the same PTX on the tests' emulator and on the GPU

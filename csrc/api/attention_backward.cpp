@@ -80,20 +80,22 @@ BiasGradientView bias_gradient_view(const Tensor& gradient) {
 // What kernels leave for those that follow. It lives until all of them have been started.
 struct Workspace {
     Tensor shift, delta, query_sums;
-    std::optional<Tensor> log2_sum, turns;
+    std::optional<Tensor> log2_sum, row_terms, counters;
 };
 
-// O(tokens): up to three numbers for each row, and dQ in fp32, in tiles of as many rows as the kernel takes, of its head dim.
+// O(tokens): up to four numbers for each row, and dQ in fp32, in tiles of as many rows as the kernel takes.
 Workspace make_workspace(AttentionBackwardParams& params, const Tensor& query, const AttentionSizes& sizes,
                          const BackwardKernels::Row& kernel, bool deterministic) {
     const int32_t block_m = kernel.tile.block_m;
+    const bool is_for_hopper = kernel.key.architecture == 90;
     const int64_t num_tiles =
         sizes.heads * num_query_tiles(sizes.batch, params.query.rows, sizes.is_packed, query.size(0), block_m);
     Workspace workspace;
     workspace.shift = empty_rows(query);
     workspace.delta = empty_rows(query);
-    workspace.query_sums =
-        torch::stable::new_zeros(query, {num_tiles * block_m * kernel.key.size.head_dim}, ScalarType::Float);
+    workspace.query_sums = torch::stable::new_zeros(
+        query, {num_tiles * query_tile_elements(/*in_parts=*/is_for_hopper, block_m, kernel.key.size.head_dim)},
+        ScalarType::Float);
     params.shift = rows_view(workspace.shift, params.query);
     params.delta = rows_view(workspace.delta, params.query);
     params.query_sums = static_cast<float*>(workspace.query_sums.data_ptr());
@@ -101,9 +103,14 @@ Workspace make_workspace(AttentionBackwardParams& params, const Tensor& query, c
         workspace.log2_sum = empty_rows(query);
         params.log2_sum = rows_view(*workspace.log2_sum, params.query);
     }
-    if (deterministic) {
-        workspace.turns = torch::stable::new_zeros(query, {1 + num_tiles}, ScalarType::Int);
-        params.turns = static_cast<int32_t*>(workspace.turns->data_ptr());
+    if (is_for_hopper) {
+        workspace.row_terms = torch::stable::new_empty(query, {num_tiles * 2 * block_m}, ScalarType::Float);
+        params.row_terms = {static_cast<float*>(workspace.row_terms->data_ptr()), block_m};
+    }
+    if (is_for_hopper || deterministic) {
+        workspace.counters = torch::stable::new_zeros(query, {1 + (deterministic ? num_tiles : 0)}, ScalarType::Int);
+        params.num_claimed = static_cast<int32_t*>(workspace.counters->data_ptr());
+        if (deterministic) params.turns = params.num_claimed + 1;
     }
     return workspace;
 }

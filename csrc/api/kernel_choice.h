@@ -47,7 +47,7 @@ inline BackwardKernels backward_kernels(int32_t compute_capability, int32_t shar
     kernels.rows = &attention_backward_rows_kernels().find(compute_capability, 0, dtype, false);
     kernels.key_value =
         &attention_backward_key_value_kernels().find(compute_capability, widest, dtype, changes_scores, shared_bytes);
-    // It reads what that one has written: sums in the order of its threads.
+    // It reads what that one has written: sums in its own order.
     const KernelKey& key = kernels.key_value->key;
     kernels.query = &attention_backward_query_kernels().find(key.architecture, key.size, dtype, false);
     if (has_bias_gradient) kernels.bias = &attention_backward_bias_kernels().find(compute_capability, 0, dtype, false);

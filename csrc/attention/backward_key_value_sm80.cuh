@@ -14,7 +14,7 @@
 // through all options; without, scores are only scaled, and the tiles that not every row sees all of are masked. dQ's
 // sums come in any order, or, where params.turns is given, from the first keys to the last: CTAs then take their places
 // from a counter, so that one only ever waits for CTAs that run already.
-// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim; query_sums (and turns) are zero.
+// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim; query_sums (and turns, num_claimed) are zero.
 #pragma once
 
 #include <string>
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         if (next_head < end_head) load_rows(next_head, is_last ? begin_tile : row_tile + 1);
         const int64_t sums_tile = int64_t{shared.keys.first_sums_tile + row_tile} * params.query.heads + head;
         float* sums = params.query_sums + sums_tile * Config::kQuerySums;
-        const Turn turn{params.turns != nullptr ? params.turns + 1 + sums_tile : nullptr};
+        const Turn turn{params.turns != nullptr ? params.turns + sums_tile : nullptr};
         turn.wait(key_tile - scores.window.keys_of(row_tile * kBlockM).begin / kBlockN, CtaBarrier{});
         constexpr int kTilesAtOnce = QueryGrid::kTilesD % 4 == 0 ? 4 : 2;
         for_constant<QueryGrid::kTilesD / kTilesAtOnce>([&](auto part) {  // dQ in parts: at once it would spill

@@ -19,7 +19,7 @@
 // Tiles that no row sees are not visited; those that not every row sees all of are masked. dQ's sums come in any order,
 // or, where params.turns is given, from the first keys to the last: CTAs then take their places from a counter, so that
 // one only ever waits for CTAs that run already.
-// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim; query_sums (and turns) are zero.
+// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim; query_sums (and turns, num_claimed) are zero.
 #pragma once
 
 #include <string>
@@ -266,7 +266,7 @@ struct BackwardWideSm80 {
             typename QueryGrid::Accumulators rQ = {};
             gemm_accumulate<kDataType, /*kTransposeA=*/true, kBlockN, QueryGrid::kColumnStep>(
                 rQ, sdS.below(place * kBlockN), sKd);
-            const Turn turn{params.turns != nullptr ? params.turns + 1 + sums_tile(head, row_tile) : nullptr};
+            const Turn turn{params.turns != nullptr ? params.turns + sums_tile(head, row_tile) : nullptr};
             turn.wait(work.key_tile - work.window.keys_of(row_tile * kBlockM).begin / kBlockN, meet_key_warps);
             QueryGrid::template for_each_sum<0>(sums, rQ, role_warp, lane, ptx::red_add_f32);
             turn.pass_on(meet_key_warps);

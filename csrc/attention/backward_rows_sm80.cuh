@@ -13,6 +13,7 @@
 #include <string>
 
 #include "attention/backward.h"
+#include "attention/query_gradient.h"
 #include "attention/tile_order.h"
 #include "device/chunked_gemm.cuh"
 #include "device/fragment.cuh"
@@ -121,6 +122,18 @@ __device__ __forceinline__ void gather_scores(OnlineSoftmax<Config::kTilesM, /*k
     }
 }
 
+// One thread writes one row for the kernels for Hopper: see RowTermsView.
+__device__ __forceinline__ void write_row_terms(const AttentionBackwardParams& params, int32_t batch, int32_t head,
+                                                int32_t first_in_memory, int32_t row, float shift, float delta) {
+    const int32_t block_m = params.row_terms.block_m;
+    const int32_t tile =
+        row / block_m +
+        first_query_tile(batch, params.query.rows, params.packed.cu_seqlens_q != nullptr, first_in_memory, block_m);
+    float* terms = params.row_terms.data + (int64_t{tile} * params.query.heads + head) * 2 * block_m + row % block_m;
+    terms[0] = shift * kLog2E;
+    terms[block_m] = -delta;
+}
+
 template <DataType kDataType>
 __global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads,
                                   BackwardRowsConfigSm80<kDataType>::kMinCtasPerSm)
@@ -152,11 +165,20 @@ __global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads
                                     params.out.head_dim);
     __syncthreads();  // the sums are complete
     const bool needs_sum = is_additive && Config::is_large(lse);
+    const float delta = exists ? sSums[row] - grad_lse : 0.0f;
+    // With +inf, every probability of a row that sees nothing is exp(-inf) = 0.
+    const float shift = !exists || lse == -kInfinity ? kInfinity : lse;
     if (exists) {
-        number_of(params.delta, row) = sSums[row] - grad_lse;
-        // With +inf, every probability of a row that sees nothing is exp(-inf) = 0.
-        if (!needs_sum) number_of(params.shift, row) = lse == -kInfinity ? kInfinity : lse;
+        number_of(params.delta, row) = delta;
+        if (!needs_sum) number_of(params.shift, row) = shift;
         if (is_additive && !needs_sum) number_of(params.log2_sum, row) = 0.0f;
+    }
+    if (params.row_terms.data != nullptr) {
+        static_assert(Config::kNumThreads >= kMostRowsInBlock, "a thread for each row that fills the last block");
+        const bool fills_block =
+            first_row + kBlockM >= rows.length &&
+            first_row + row < ceil_div(rows.length, params.row_terms.block_m) * params.row_terms.block_m;
+        if (exists || fills_block) write_row_terms(params, batch, head, rows.begin, first_row + row, shift, delta);
     }
     if (!is_additive || !__syncthreads_or(needs_sum)) return;
 

@@ -58,7 +58,7 @@ struct KeyTileWork {
 // The place of a CTA in the order of turns, or any. All threads of the CTA take part; shared_cta: in shared memory.
 __device__ __forceinline__ uint32_t cta_in_order(const AttentionBackwardParams& params, uint32_t& shared_cta) {
     if (params.turns == nullptr) return blockIdx.x;
-    if (threadIdx.x == 0) shared_cta = atomicAdd(params.turns, 1);
+    if (threadIdx.x == 0) shared_cta = atomicAdd(params.num_claimed, 1);
     __syncthreads();
     return shared_cta;
 }

@@ -1,6 +1,7 @@
-// The workspace in which CTAs of different keys add up dQ, in fp32: one block for each tile of query rows of a head. Inside,
-// numbers stand in the order in which the threads of a CTA hold them in registers, so that a warp adds 128 neighbouring
-// bytes at a time.
+// The workspace in which CTAs of different keys add up dQ, in fp32: one block for each tile of query rows of a head.
+//
+// What the kernels of sm_80 write stands in the order in which the threads of a CTA hold it in registers, so that a warp adds 128
+// neighbouring bytes at a time. Those for Hopper write parts of 64 rows by 64 dims.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +21,20 @@ FASTATTN_HOST_DEVICE int32_t num_query_tiles(int32_t batch, int32_t rows, bool i
 FASTATTN_HOST_DEVICE int32_t first_query_tile(int32_t batch, int32_t rows, bool is_packed, int32_t begin,
                                               int32_t block_m) {
     return is_packed ? begin / block_m + batch : batch * ceil_div(rows, block_m);
+}
+
+// A part of a tile, as Hopper's kernels write it: [64 rows][64 dims]. Blocks of 8 columns of row r stand where block b ^ (r % 4)
+// would, so that the lanes of an accumulator's rows reach all banks of shared memory.
+inline constexpr int kQueryPartRows = 64, kQueryPartDims = 64;
+inline constexpr int kQueryPartElements = kQueryPartRows * kQueryPartDims;
+
+// Numbers in a tile of rows of a head.
+FASTATTN_HOST_DEVICE constexpr int64_t query_tile_elements(bool in_parts, int32_t block_m, int32_t head_dim) {
+    return int64_t{block_m} * (in_parts ? ceil_div(head_dim, kQueryPartDims) * kQueryPartDims : head_dim);
+}
+
+FASTATTN_HOST_DEVICE int32_t query_part_offset(int32_t row, int32_t block) {
+    return row * kQueryPartDims + (block ^ row % 4) * 8;
 }
 
 }  // namespace fastattn

@@ -90,12 +90,21 @@ struct Ring {
         arrive_full();
     }
 
+    // Producer: where a stage's bytes are to arrive, for copies started without acquire().
+    __device__ __forceinline__ uint32_t full_barrier() const { return full(); }
+
     // Consumer: waits until the tile has landed.
     __device__ __forceinline__ void wait_full() const { ptx::mbarrier_wait_parity(full(), phase); }
 
     // Consumer, a whole warp, when its reads are over. The ring of one CTA alone, and those of a cluster.
     __device__ __forceinline__ void release(int lane) {
         if (lane == 0) ptx::mbarrier_arrive(empty());
+        advance();
+    }
+
+    // Consumer, one thread, where it alone empties the stage.
+    __device__ __forceinline__ void release_by_thread() {
+        ptx::mbarrier_arrive(empty());
         advance();
     }
 

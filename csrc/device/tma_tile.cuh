@@ -50,6 +50,16 @@ struct TmaTile {
         }
     }
 
+    // Writes this thread's share among `threads` of zeros from first_row to the end.
+    __device__ __forceinline__ static void zero_rows(uint16_t* sTile, int first_row, int thread, int threads) {
+        const int chunks_per_block = (kRows - first_row) * (kRowBytes / kChunkBytes);
+        for (int block = 0; block < kNumBlocks; ++block) {
+            uint4* chunks =
+                reinterpret_cast<uint4*>(reinterpret_cast<char*>(sTile) + block * kBlockBytes + first_row * kRowBytes);
+            for (int i = thread; i < chunks_per_block; i += threads) chunks[i] = uint4{0, 0, 0, 0};
+        }
+    }
+
     // Calls function(uint32_t& pair_of_elements) for this thread's share of the tile among `threads`.
     template <typename Function>
     __device__ __forceinline__ static void for_pairs_of(uint16_t* sTile, int thread, int threads, Function&& function) {

@@ -37,17 +37,34 @@ template <int kTiles>
 __device__ __forceinline__ float (&flat(float (&sums)[1][kTiles][4]))
     [kTiles * 4] { return reinterpret_cast<float (&)[kTiles * 4]>(sums); }
 
+// rC = A · Bᵀ over kDepth columns. sA: 64 rows of a TileA, sB: the 8 * kTilesN rows of a TileB.
+template <DataType kDataType, int kDepth, typename TileA, typename TileB, bool kAdds = false, int kTilesN>
+__device__ __forceinline__
+    void start_gemm_rows(float (&rC)[1][kTilesN][4], OperandDescriptor sA, OperandDescriptor sB) {
+#pragma unroll
+    for (int k = 0; k < kDepth / kMmaK; ++k) {
+        const int block = k * kMmaK / TileA::kBlockColumns, column_bytes = k * kMmaK % TileA::kBlockColumns * 2;
+        ptx::Wgmma<kTilesN * kMmaN, kDataType>::ss(flat(rC), sA.at(block * TileA::kBlockBytes + column_bytes),
+                                                   sB.at(block * TileB::kBlockBytes + column_bytes), kAdds || k > 0);
+    }
+}
+
 // rS = Q · Kᵀ. sQ [64, kHeadDim], sK [8 * kTilesN, kHeadDim], both TmaTile.
 template <DataType kDataType, int kHeadDim, int kTilesN>
 __device__ __forceinline__ void start_gemm_qk(float (&rS)[1][kTilesN][4], OperandDescriptor sQ, OperandDescriptor sK) {
-    constexpr int kBlockN = kTilesN * kMmaN;
-    using QueryTile = TmaTile<kWarpgroupM, kHeadDim>;
-    using KeyTile = TmaTile<kBlockN, kHeadDim>;
+    start_gemm_rows<kDataType, kHeadDim, TmaTile<kWarpgroupM, kHeadDim>, TmaTile<kTilesN * kMmaN, kHeadDim>>(rS, sQ,
+                                                                                                             sK);
+}
+
+// rC = Aᵀ · B over kDepth rows. sA: 64 columns, a block of a TmaTile; sB: 8 * kTilesN columns of one.
+template <DataType kDataType, int kDepth, int kTilesN>
+__device__ __forceinline__ void start_gemm_columns(float (&rC)[1][kTilesN][4], OperandDescriptor sA,
+                                                   OperandDescriptor sB) {
+    constexpr int kStepBytes = kMmaK * TmaTile<kDepth, kTilesN * kMmaN>::kRowBytes;
 #pragma unroll
-    for (int k = 0; k < kHeadDim / kMmaK; ++k) {
-        const int block = k * kMmaK / KeyTile::kBlockColumns, column_bytes = k * kMmaK % KeyTile::kBlockColumns * 2;
-        ptx::Wgmma<kBlockN, kDataType>::ss(flat(rS), sQ.at(block * QueryTile::kBlockBytes + column_bytes),
-                                           sK.at(block * KeyTile::kBlockBytes + column_bytes), k > 0);
+    for (int k = 0; k < kDepth / kMmaK; ++k) {
+        ptx::Wgmma<kTilesN * kMmaN, kDataType>::ss_columns(flat(rC), sA.at(k * kStepBytes), sB.at(k * kStepBytes),
+                                                           k > 0);
     }
 }
 

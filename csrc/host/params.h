@@ -123,7 +123,16 @@ struct BiasGradientView {
     int64_t batch_stride, head_stride, row_stride, key_stride;
 };
 
-// attention/backward_*_sm80.cuh, the kernels of one backward pass in the order in which they run: rows, key_value,
+// What the backward kernels for Hopper need of query rows, in blocks of block_m rows of a head, one for each tile of dQ's
+// sums and in their order (attention/query_gradient.h): first of every row shift * log2(e), then -delta. Rows that do not
+// exist have shift +inf and delta 0.
+struct RowTermsView {
+    float* data;  // null: nobody wants it
+    int32_t block_m;
+};
+inline constexpr int kMostRowsInBlock = 128;
+
+// attention/backward_*.cuh, the kernels of one backward pass in the order in which they run: rows, key_value,
 // query, and where they are asked for bias and sinks. Packed sequences as in AttentionForwardParams.
 struct AttentionBackwardParams {
     HeadsView<const uint16_t> query, key, value, out, grad_out;
@@ -136,7 +145,10 @@ struct AttentionBackwardParams {
     RowsView log2_sum;      // data is null unless the bias is additive: see backward_rows_sm80.cuh
     // Workspace of dQ, zeros before the kernel key_value: see attention/query_gradient.h.
     float* query_sums;
-    int32_t* turns;  // null: dQ is added up in any order
+    // Counters, 0 before the kernel key_value. turns: of those who have added to each tile of rows of a head, which are CTAs, or the consumers of Hopper's; null: dQ is added
+    // up in any order. num_claimed: of the tiles of keys that CTAs have taken; those that wait for turns, and Hopper's, take them so.
+    int32_t *turns, *num_claimed;
+    RowTermsView row_terms;  // for the kernels for Hopper
     PackedParams packed;
     ScoreParams scores;
     BiasGradientView grad_bias;  // data is null where nobody wants it

@@ -370,10 +370,11 @@ def test_expanded_gradients_of_the_output_and_lse() -> None:
 # --- Values -----------------------------------------------------------------------------------------------------------
 
 
-@each_dtype
-@pytest.mark.parametrize("kind", ["large", "one dominant key", "strongly negative", "constant rows"])
-def test_magnitudes(kind: str, dtype: torch.dtype) -> None:
-    case = Case(window=CAUSAL, shape=(1, 2, 1, 70, 100), dtype=dtype, magnitude=30.0 if kind == "large" else 1.0)
+MAGNITUDES = ("large", "one dominant key", "strongly negative", "constant rows")
+
+
+def check_magnitude(kind: str, case: Case) -> None:
+    case = replace(case, magnitude=30.0 if kind == "large" else 1.0)
     problem = make_problem(case)
     if kind == "one dominant key":
         problem.key[:, :, 40] *= 40
@@ -382,6 +383,12 @@ def test_magnitudes(kind: str, dtype: torch.dtype) -> None:
     elif kind == "constant rows":
         problem.key[:] = problem.key[:, :, :1].clone()
     check(case, problem)
+
+
+@each_dtype
+@pytest.mark.parametrize("kind", MAGNITUDES)
+def test_magnitudes(kind: str, dtype: torch.dtype) -> None:
+    check_magnitude(kind, Case(window=CAUSAL, shape=(1, 2, 1, 70, 100), dtype=dtype))
 
 
 @pytest.mark.parametrize("softcap", [1e3, 1e12], ids=str)
@@ -749,7 +756,7 @@ def test_every_instance_is_launched() -> None:
         "backward_bias_sm80": [instances.DTYPES],
         "backward_sinks_sm80": [],
     }
-    listed = {name for name in instances.kernels_of("attention") if name.startswith("backward")}
+    listed = {name for name in instances.kernels_of("attention") if name.startswith("backward") and "sm80" in name}
     assert listed == {*axes, "backward_key_value_sm80", "backward_key_value_wide_sm80"}
     for name, values in axes.items():
         assert instances.rows_of(f"attention/instances/{name}.cu") == sorted(itertools.product(*values)), name

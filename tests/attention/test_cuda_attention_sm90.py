@@ -300,8 +300,8 @@ def test_the_dispatcher_chooses_the_kernel(head_dims: Dims, dtype: torch.dtype) 
     assert calls == [("attention", "cuda", name)]
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (192, 128)], ids=str)
-def test_gradients_go_through_the_kernels_for_sm_80(head_dims: Dims) -> None:
+def test_gradients_of_wide_heads_go_through_the_kernels_for_sm_80() -> None:
+    head_dims = (192, 128)
     generator = torch.Generator().manual_seed(3)
     query, key, value = (
         torch.randn(1, 2, 70, dim, generator=generator).to(DEVICE, torch.bfloat16).requires_grad_()

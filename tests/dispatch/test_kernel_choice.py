@@ -178,7 +178,7 @@ def test_forward_for_hopper_launches_what_the_library_names(
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("head_dim", [64, 96])
 def test_a_compiled_call_with_gradients_runs_what_an_eager_one_does_on_hopper(head_dim: int, dynamic: bool) -> None:
-    """That is Triton with 64 dims, and CUDA C++ with 96: dispatch/order.py."""
+    """That is CUDA C++: dispatch/order.py."""
     query, key = heads(33, head_dim).requires_grad_(), heads(40, head_dim)
 
     def attend(query: torch.Tensor) -> torch.Tensor:
@@ -190,7 +190,7 @@ def test_a_compiled_call_with_gradients_runs_what_an_eager_one_does_on_hopper(he
             gradients += torch.autograd.grad(call(query).sum(), query)
         ran.append([launched.report.kernel for launched in found])
     assert ran[0] == ran[1] and torch.equal(*gradients)
-    assert (head_dim == 64) == all("_sm" not in kernel for kernel in ran[0])
+    assert all("_sm" in kernel for kernel in ran[0])
 
 
 def test_the_library_names_no_kernel_for_a_gpu_that_has_none() -> None:

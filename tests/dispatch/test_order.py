@@ -42,27 +42,21 @@ def test_the_forward_pass_alone_runs_the_kernel_for_hopper(dims: tuple[int, int]
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
-    ("dims", "order"),
-    [
-        ((32, 32), TRITON),
-        ((40, 40), TRITON),
-        ((64, 64), TRITON),
-        ((64, 16), TRITON),
-        ((72, 72), CUDA),
-        ((96, 64), CUDA),
-        ((104, 104), TRITON),
-        ((128, 128), TRITON),
-        ((64, 128), TRITON),
-        ((192, 128), CUDA),
-        ((192, 192), CUDA),
-        ((256, 256), CUDA),  # 3 % are less than what predictions are trusted for
-    ],
-    ids=str,
+    "dims", [(8, 8), (32, 32), (64, 64), (64, 16), (96, 64), (128, 128), (192, 128), (256, 256)], ids=str
 )
-def test_gradients_count_both_passes(dims: tuple[int, int], order: tuple[str, ...]) -> None:
+def test_gradients_run_in_cuda_as_well(dims: tuple[int, int]) -> None:
     call = attention(dims[0], "causal", "gradients", value_dim=dims[1])
-    assert order_for(call, 90).backends == order
-    assert dispatch.choose(call).backend == order[0]
+    assert order_for(call, 90).backends == CUDA
+    assert dispatch.choose(call).backend == "cuda"
+
+
+def test_gradients_count_both_passes(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward alone, 192 dims of Triton's are not predicted to be faster, nor are both passes."""
+    monkeypatch.setitem(dispatch.native.BUILD, "archs", ["80"])
+    for dims, order in (((64, 64), TRITON), ((128, 128), TRITON), ((192, 128), CUDA), ((256, 256), CUDA)):
+        call = attention(dims[0], "causal", "gradients", value_dim=dims[1])
+        assert order_for(call, 90).backends == order
+        assert dispatch.choose(call).backend == order[0]
 
 
 @pytest.mark.usefixtures("hopper")
@@ -101,7 +95,7 @@ def test_every_order_has_every_backend_once() -> None:
 
 @pytest.mark.usefixtures("hopper")
 def test_a_reason_says_why_the_other_comes_first_and_that_it_is_a_prediction() -> None:
-    for features, chosen, other in (((), "cuda", "triton"), (("gradients",), "triton", "cuda")):
+    for features, chosen, other in (((), "cuda", "triton"), (("gradients",), "cuda", "triton")):
         reason = dispatch.choose(attention(64, *features)).rejected[other]
         passes = "the forward and the backward pass together are" if features else "the forward pass is"
         assert reason.startswith(f'"{chosen}" comes first: {passes} predicted, not measured, to take ')

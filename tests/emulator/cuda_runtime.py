@@ -48,16 +48,17 @@ def raising_faults() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced(text: str, instead: str) -> Iterator[None]:
+def replaced(text: str, instead: str, kernel: str = "") -> Iterator[None]:
     """Within, each ``text`` in the PTX of kernels is ``instead``: a planted fault. Not nestable.
 
-    Launching a kernel whose PTX does not have it is an error of the kind ``"arguments"``.
+    Launching a kernel whose PTX does not have it is an error of the kind ``"arguments"``. Kernels that do not have
+    ``kernel`` in their names stay as they are.
     """
-    native.runtime.replace_in_ptx(text, instead)
+    native.runtime.replace_in_ptx(text, instead, kernel)
     try:
         yield
     finally:
-        native.runtime.replace_in_ptx("", "")
+        native.runtime.replace_in_ptx("", "", "")
 
 
 @contextlib.contextmanager

@@ -221,6 +221,7 @@ def of_cubin(cubin: bytes) -> dict[str, KernelFacts]:
     return kernels
 
 
+@functools.cache  # taking a library apart takes a minute
 def of_library(library: Path, arch: str) -> dict[str, KernelFacts]:
     """Each kernel that a shared library has machine code of for ``arch`` (``"sm_80"``)."""
     kernels: dict[str, KernelFacts] = {}

@@ -77,7 +77,8 @@ __device__ __forceinline__ void written_by_wgmma(Part (&values)[kCount]) {
 #define FASTATTN_ALL_SUMS_128 FASTATTN_SUMS_64(d, 0), FASTATTN_SUMS_64(d, 64)
 
 // m64nNk16 of 16-bit operands into fp32: d = A * B, or d += A * B. ss: A from shared memory, [M, K] and [N, K] with K
-// contiguous. rs: A from registers, and B, [K, N] in shared memory, with N contiguous.
+// contiguous. ss_columns: the same from [K, M] and [K, N], with M and N contiguous. rs: A from registers, and B, [K, N] in
+// shared memory, with N contiguous.
 template <int kN, DataType kDataType>
 struct Wgmma;
 
@@ -88,6 +89,13 @@ struct Wgmma;
             asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #i2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #kN  \
                          "k16.f32." kType "." kType " {" FASTATTN_NAMES_##i0 "}, %" #i0 ", %" #i1                      \
                                                                              ", adds, 1, 1, 0, 0;\n}"                  \
+                         : FASTATTN_ALL_SUMS_##i0                                                                      \
+                         : "l"(a), "l"(b), "r"(int{adds}));                                                            \
+        }                                                                                                              \
+        __device__ __forceinline__ static void ss_columns(float (&d)[i0], uint64_t a, uint64_t b, bool adds) {         \
+            asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #i2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #kN  \
+                         "k16.f32." kType "." kType " {" FASTATTN_NAMES_##i0 "}, %" #i0 ", %" #i1                      \
+                                                                             ", adds, 1, 1, 1, 1;\n}"                  \
                          : FASTATTN_ALL_SUMS_##i0                                                                      \
                          : "l"(a), "l"(b), "r"(int{adds}));                                                            \
         }                                                                                                              \

@@ -36,8 +36,9 @@ class _Clocks(NamedTuple):
     """Of an SM for 64 x 64 scores that are only scaled and masked by a window, forward and backward."""
 
     cuda: int
-    cuda_without_sm90a: int  # the forward for sm_80, where the library has no other
-    cuda_backward: int  # for sm_80: there is no other
+    cuda_backward: int  # for sm_90a up to 128 dims, else for sm_80
+    cuda_without_sm90a: int  # both for sm_80, where the library has no others
+    cuda_backward_without_sm90a: int
     triton: int
     triton_backward: int
 
@@ -45,15 +46,15 @@ class _Clocks(NamedTuple):
 # Predicted from the machine code for an H100, bf16, nothing measured. By the widest head dim that costs as much, for
 # kernels pad narrower ones; Triton's have no width between powers of two.
 _CLOCKS_ON_HOPPER = {
-    32: _Clocks(412, 432, 1397, triton=415, triton_backward=1118),
-    63: _Clocks(412, 732, 2240, triton=631, triton_backward=1515),
-    64: _Clocks(412, 732, 2240, triton=525, triton_backward=1511),
-    96: _Clocks(539, 983, 2999, triton=1050, triton_backward=2824),
-    127: _Clocks(664, 1181, 3654, triton=1050, triton_backward=2824),
-    128: _Clocks(664, 1181, 3654, triton=1008, triton_backward=2762),
-    192: _Clocks(928, 2039, 8651, triton=2333, triton_backward=10900),
-    255: _Clocks(1194, 2665, 11476, triton=2333, triton_backward=10900),
-    256: _Clocks(1194, 2665, 11476, triton=2074, triton_backward=11048),
+    32: _Clocks(412, 1076, 432, 1031, triton=415, triton_backward=1118),
+    63: _Clocks(412, 1076, 732, 1745, triton=631, triton_backward=1515),
+    64: _Clocks(412, 1076, 732, 1745, triton=525, triton_backward=1511),
+    96: _Clocks(539, 1571, 983, 2357, triton=1050, triton_backward=2824),
+    127: _Clocks(664, 1824, 1181, 3053, triton=1050, triton_backward=2824),
+    128: _Clocks(664, 1824, 1181, 3053, triton=1008, triton_backward=2762),
+    192: _Clocks(928, 8651, 2039, 8651, triton=2333, triton_backward=10900),
+    255: _Clocks(1194, 11476, 2665, 11476, triton=2333, triton_backward=10900),
+    256: _Clocks(1194, 11476, 2665, 11476, triton=2074, triton_backward=11048),
 }
 _TRUSTED = 0.08  # predicted clocks that differ by a smaller share of the larger say nothing
 
@@ -67,10 +68,12 @@ def _order_of_plain_attention_on_hopper(call: Call) -> Order:
             break
     if clocks is None:
         return _USUAL
-    cuda = clocks.cuda if "90a" in native.BUILD["archs"] else clocks.cuda_without_sm90a
+    has_sm90a = "90a" in native.BUILD["archs"]
+    cuda = clocks.cuda if has_sm90a else clocks.cuda_without_sm90a
     triton, passes = clocks.triton, "the forward pass is"
     if "gradients" in call.features:
-        cuda, triton = cuda + clocks.cuda_backward, triton + clocks.triton_backward
+        cuda += clocks.cuda_backward if has_sm90a else clocks.cuda_backward_without_sm90a
+        triton += clocks.triton_backward
         passes = "the forward and the backward pass together are"
     saved = 1 - min(cuda, triton) / max(cuda, triton)
     if saved < _TRUSTED:

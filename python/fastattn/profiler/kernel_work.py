@@ -153,11 +153,11 @@ def _unknown(call: OperatorCall) -> None:
 _WORK: dict[str, dict[str, Callable[[OperatorCall], Work | None]]] = {
     "attention_forward": {"attention_forward": _forward},
     "attention_backward": {
-        "attention_backward_rows_sm80": _native_rows,
-        "attention_backward_key_value_sm80": _native_key_value,
-        "attention_backward_key_value_wide_sm80": _native_key_value,
-        "attention_backward_query_sm80": _native_query,
-        "attention_backward_sinks_sm80": _native_sinks,
+        "attention_backward_rows_sm": _native_rows,
+        "attention_backward_key_value_sm": _native_key_value,
+        "attention_backward_key_value_wide_sm": _native_key_value,
+        "attention_backward_query_sm": _native_query,
+        "attention_backward_sinks_sm": _native_sinks,
         "attention_backward_rows": _backward_rows,
         "attention_backward_key_value": _backward_part(2, 2, ("key", "value")),
         "attention_backward_query": _backward_part(2, 1, ("query",)),

@@ -38,10 +38,10 @@ bool is_specific(const std::string& text) {
 
 struct Replacement {
     int number = 0;  // 0: none
-    std::string text, instead;
+    std::string text, instead, kernel;
 
     std::string apply(std::string ptx) const {
-        if (number == 0) return ptx;
+        if (number == 0 || ptx.find(kernel) == std::string::npos) return ptx;
         size_t at = ptx.find(text);
         if (at == std::string::npos) throw Fault("arguments", "the text to be replaced is not in the PTX: " + text);
         for (; at != std::string::npos; at = ptx.find(text, at + instead.size())) ptx.replace(at, text.size(), instead);
@@ -60,9 +60,9 @@ Replacement current_replacement() {
 
 }  // namespace
 
-void replace_in_ptx(const std::string& text, const std::string& instead) {
+void replace_in_ptx(const std::string& text, const std::string& instead, const std::string& kernel) {
     const std::lock_guard lock(mutex);
-    replacement = {text.empty() ? 0 : ++num_replacements, text, instead};
+    replacement = {text.empty() ? 0 : ++num_replacements, text, instead, kernel};
 }
 
 std::vector<PtxText> read_fat_binary(const void* wrapper) {

@@ -29,7 +29,7 @@ const PtxText* choose(const std::vector<PtxText>& texts, const Device& device);
 
 // From now on, modules are made of their PTX with `instead` in place of each `text`, which must occur: so a test sees
 // what a fault in a kernel does. An empty `text`: of the PTX as it is.
-void replace_in_ptx(const std::string& text, const std::string& instead);
+void replace_in_ptx(const std::string& text, const std::string& instead, const std::string& kernel);
 
 // A registered container. Its modules are parsed when something of them is needed first.
 class FatBinary {

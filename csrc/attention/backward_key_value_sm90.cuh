@@ -1,0 +1,382 @@
+// Attention backward for Hopper, FlashAttention-2 (Dao 2023, algorithm 2) with the roles of FlashAttention-3 (Shah et al.
+// 2024): dK, dV, and dQ in fp32 sums.
+//
+//   P = exp(S - lse),  dV = Pᵀ·dO,  dP = dO·Vᵀ,  dS = P∘(dP - delta),  dK = dSᵀ·Q,  dQ = dS·K
+//
+// A CTA stays on its SM and claims one tile of kBlockN keys after the other; it walks over the query rows that see them, for each
+// query head of the KV head in turn. Of its last warpgroup one warp brings tiles by TMA, and one for each consumer adds dQ to
+// the sums in global memory (24 registers). The two others consume (240 registers); each owns half of the keys, in blocks of
+// 64. S and dP are computed transposed, [keys, rows], so that P and dS are operands A of dV and dK from registers.
+//
+//   ring, stages         full: its bytes have landed        empty: every consumer's warps are done with it
+//   work         2       says which tile of keys            after its gradients
+//   keys         1       K, V; before the first product     after the last
+//   rows         kStages Q, dO and row terms of a step      after its dV and dK
+//   query_part   1       dQ of a consumer (who fills it)    when it has been read to be added
+//
+// dQ and S of the next step are multiplied while dK is, and dQ is stored during S. From 65 dims on a consumer's dQ needs dS
+// of both, which pass through shared memory, of two steps in turn. While a consumer computes P or dS, the tensor cores have the
+// products of the other:
+//
+//   tensor cores   dK  dQ  S'      | dV' dP'      | dK' dQ' S''     …
+//   other units            dQ → P' →        dS' → |             …
+//
+// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim; sums, turns and num_claimed are zero.
+// Scores are only scaled, and masked by a window. Any lengths, packed or not.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "attention/backward_work_sm90.cuh"
+#include "device/nonfinite.cuh"
+#include "device/ptx/named_barrier.cuh"
+#include "device/ptx/setmaxnreg.cuh"
+#include "device/ptx/st_shared.cuh"
+#include "device/ptx/stmatrix.cuh"
+#include "device/store_rows.cuh"
+#include "device/tile_copy.cuh"
+#include "device/tma_nonfinite.cuh"
+#include "host/device_facts.h"
+#include "host/launch.h"
+
+namespace fastattn {
+
+// One consumer: the products that it starts, each a group of wgmma, and what it leaves for others.
+template <typename Config, DataType kDataType>
+struct BackwardConsumerSm90 {
+    static constexpr int kTilesM = Config::kTilesM, kTilesK = Config::kTilesK, kTilesD = Config::kTilesD;
+    static constexpr int kHeadDim = Config::kHeadDim;
+    using RowTile = typename Config::RowTile;
+    using KeyTile = typename Config::KeyTile;
+    using ScoreTile = typename Config::ScoreTile;
+    using Scores = float[1][kTilesM][4];     // [64 keys, kBlockM rows]
+    using ScoresAsA = uint32_t[kTilesK][4];  // the same in 16 bits
+    using Gradient = float[1][kTilesD][4];   // [64 keys, kHeadDim]
+    using QueryPart = float[1][kQueryPartDims / kMmaN][4];
+
+    BackwardStorageSm90<Config>& shared;
+    int warpgroup, warp, lane;
+    uint32_t num_steps = 0;  // that it is done with
+    uint32_t num_tiles = 0;  // tiles of keys
+
+    __device__ __forceinline__ BackwardConsumerSm90(BackwardStorageSm90<Config>& shared, int warpgroup, int warp,
+                                                    int lane)
+        : shared(shared), warpgroup(warpgroup), warp(warp), lane(lane) {}
+
+    // A warp's first key of a block of 64, in the CTA's tile.
+    __device__ __forceinline__ int first_key(int block) const {
+        return warpgroup * Config::kConsumerKeys + block * kWarpgroupM + warp * kMmaM;
+    }
+
+    // Opaque, else what follows from it for each product takes registers in the loop.
+    __device__ __forceinline__ static uint32_t address_of(const uint16_t* sTile) {
+        return ptx::opaque(shared_address(sTile));
+    }
+
+    __device__ __forceinline__ static void to_operand(ScoresAsA& rA, const Scores& rC) {
+#pragma unroll
+        for (int k = 0; k < kTilesK; ++k) accumulators_to_a<kDataType>(rA[k], rC[0][2 * k], rC[0][2 * k + 1]);
+    }
+
+    // rC = a block of own K or V · (Q or dO)ᵀ.
+    template <bool kAdds = false>
+    __device__ __forceinline__ void start_scores(Scores& rC, const uint16_t* sKeys, int block,
+                                                 const uint16_t* sRows) const {
+        const int first_row = warpgroup * Config::kConsumerKeys + block * kWarpgroupM;
+        ptx::wgmma_fence();
+        start_gemm_rows<kDataType, kHeadDim, KeyTile, RowTile, kAdds>(
+            rC, OperandDescriptor::of_rows(address_of(sKeys) + first_row * KeyTile::kRowBytes),
+            OperandDescriptor::of_rows(address_of(sRows)));
+        ptx::wgmma_commit_group();
+    }
+
+    // rC += A · (Q or dO).
+    __device__ __forceinline__ void start_gradient(Gradient& rC, const ScoresAsA& rA, const uint16_t* sRows) const {
+        ptx::wgmma_fence();
+        start_gemm_pv<kDataType>(rC, rA, OperandDescriptor::of_columns(address_of(sRows), RowTile::kBlockBytes));
+        ptx::wgmma_commit_group();
+    }
+
+    // The step that is computed, and the next.
+    __device__ __forceinline__ Ring<Config::kStages> rows(int ahead = 0) const {
+        return Ring<Config::kStages>(shared.rows, num_steps + ahead);
+    }
+
+    __device__ __forceinline__ int stage() const { return rows().stage; }
+
+    __device__ __forceinline__ void release_rows() {
+        rows().release(lane);
+        ++num_steps;
+    }
+
+    // Where dS of a step passes through shared memory. Two steps take turns: nobody still reads what a place held, for every
+    // warp had waited for its dQ of two steps ago before it stored dS of the step between.
+    __device__ __forceinline__ int exchange() const { return Config::kShareGradients ? 0 : warpgroup; }
+    __device__ __forceinline__ uint16_t* exchanged() const {
+        return shared.sdS[exchange()][num_steps % kExchangeStages];
+    }
+    __device__ __forceinline__ uint32_t exchange_barrier() const {
+        return shared_address(&shared.gradients_stored[exchange()][num_steps % kExchangeStages]);
+    }
+
+    // dSᵀ of a block of keys.
+    __device__ __forceinline__ void store_gradients(const ScoresAsA& rdS, int block) const {
+        const int key = first_key(block) - exchange() * Config::kExchangedKeys + lane % 16;
+        const uint32_t sdS = shared_address(exchanged());
+#pragma unroll
+        for (int k = 0; k < kTilesK; ++k) ptx::stmatrix_x4(sdS + ScoreTile::offset(key, 2 * k + lane / 16), rdS[k]);
+    }
+
+    __device__ __forceinline__ void pass_gradients() const {
+        ptx::fence_proxy_async_shared();
+        __syncwarp();  // waits until every lane has stored its dS
+        if (lane == 0) ptx::mbarrier_arrive(exchange_barrier());
+    }
+
+    // This consumer's part of dQ = dS · K. Waits until all that belongs to dS has been stored.
+    __device__ __forceinline__ void start_dq(QueryPart& rdQ, const uint16_t* sK) {
+        ptx::mbarrier_wait_parity(exchange_barrier(), num_steps / kExchangeStages % 2);
+        const int first_byte = Config::kShareGradients ? warpgroup * KeyTile::kBlockBytes
+                                                       : warpgroup * Config::kConsumerKeys * KeyTile::kRowBytes;
+        ptx::wgmma_fence();
+        start_gemm_columns<kDataType, Config::kExchangedKeys>(
+            rdQ, OperandDescriptor::of_columns(address_of(exchanged()), ScoreTile::kBlockBytes),
+            OperandDescriptor::of_columns(address_of(sK) + first_byte, KeyTile::kBlockBytes));
+        ptx::wgmma_commit_group();
+    }
+
+    // Leaves dQ's part to the warp that adds it.
+    __device__ __forceinline__ void store_query_part(const QueryPart& rdQ) {
+        const Ring<1> query_part(shared.query_part[warpgroup], num_steps);
+        query_part.wait_empty();
+        // With 64 dims no register is left for what follows from it; with more, computing it anew costs more than registers do.
+        const int lane = Config::kKeyBlocks > 1 ? ptx::opaque(this->lane) : this->lane;
+        const uint32_t sdQ = shared_address(shared.sdQ[warpgroup]) + accumulator_column(lane) * sizeof(float);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = warp * kMmaM + accumulator_row(lane) + 8 * half;
+#pragma unroll
+            for (int block = 0; block < kQueryPartDims / kMmaN; ++block) {
+                ptx::st_shared_v2_f32(sdQ + query_part_offset(row, block) * sizeof(float), rdQ[0][block][2 * half],
+                                      rdQ[0][block][2 * half + 1]);
+            }
+        }
+        ptx::fence_proxy_async_shared();
+        __syncwarp();  // waits until every lane has stored its numbers
+        if (lane == 0) query_part.arrive_full();
+    }
+
+    // The K of dQ where masks hide keys from rows: 0 in dS would not silence NaN or infinity. A row that sees such a key has a dS that is
+    // not finite, and so a dQ, unless its score is -infinity. All consumers.
+    __device__ __forceinline__ const uint16_t* finite_keys() const {
+        const int thread = threadIdx.x;
+        const bool has_nonfinite = tile_has_nonfinite<kDataType, KeyTile, Config::kConsumerThreads>(shared.sK, thread);
+        const bool some = ptx::bar_red_or(kAllBackwardConsumers, Config::kConsumerThreads, has_nonfinite);
+        if (warp_uniform(some) == 0) return shared.sK;
+        for (int i = thread; i < KeyTile::kElements / 2; i += Config::kConsumerThreads) {
+            const uint32_t pair = reinterpret_cast<const uint32_t*>(shared.sK)[i];
+            reinterpret_cast<uint32_t*>(shared.sFiniteK)[i] = pair & ~nonfinite_mask<kDataType>(pair);
+        }
+        ptx::fence_proxy_async_shared();
+        ptx::bar_sync(kAllBackwardConsumers, Config::kConsumerThreads);  // waits until all of it is written
+        return shared.sFiniteK;
+    }
+
+    // Writes dK or dV of a warp's keys, times factor.
+    __device__ __forceinline__ void store(const HeadsView<uint16_t>& view, const KeysOfWork<Config>& keys, Gradient& rC,
+                                          int block, float factor) const {
+#pragma unroll
+        for (auto& tile : rC[0]) {
+#pragma unroll
+            for (float& number : tile) number *= factor;
+        }
+        const int32_t own_key = keys.first_key + first_key(block);
+        store_accumulators<kDataType>(rC, lane, view.head_dim, [&](int key) -> uint16_t* {
+            if (own_key + key >= keys.num_keys) return nullptr;
+            return row_pointer(view, keys.batch, keys.head, keys.sequence_begin + own_key + key);
+        });
+    }
+};
+
+template <int kHeadDim, DataType kDataType>
+__global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim>::kNumThreads, 1)
+    attention_backward_key_value_sm90(const __grid_constant__ AttentionBackwardParamsSm90 all_params) {
+    using Config = BackwardConfigSm90<kHeadDim>;
+    using Consumer = BackwardConsumerSm90<Config, kDataType>;
+    using Scores = typename Consumer::Scores;
+    using ScoresAsA = typename Consumer::ScoresAsA;
+    constexpr int kKeyBlocks = Config::kKeyBlocks;
+    extern __shared__ __align__(1024) char shared_bytes[];
+    auto& shared = *reinterpret_cast<BackwardStorageSm90<Config>*>(shared_bytes);
+    static_assert(sizeof(shared) <= 227 << 10, "sm_90");
+
+    // Prologue: barriers.
+    const AttentionBackwardParams& params = all_params.attention;
+    const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
+    if (threadIdx.x == 0) init_barriers(shared);
+    __syncthreads();  // waits until the barriers are initialised
+
+    // Producer, and what takes dQ away.
+    if (warpgroup == Config::kNumConsumers) {
+        ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+        if (warp == 0) {
+            produce(shared, all_params, lane);
+        } else if (warp <= Config::kNumConsumers) {
+            add_query_parts(shared, params, warp - 1, lane);
+        }
+        return;
+    }
+
+    // Consumers.
+    ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+    Consumer consumer(shared, warpgroup, warp, lane);
+    const int32_t group_size = params.query.heads / params.key.heads;
+    const float scale_log2 = params.scores.scale * kLog2E;
+
+    for_work(shared, lane, [&](const KeysOfWork<Config>& keys) {
+        typename Consumer::Gradient rK[kKeyBlocks], rV[kKeyBlocks];  // dK, dV
+#pragma unroll
+        for (int block = 0; block < kKeyBlocks; ++block) {
+#pragma unroll
+            for (int d = 0; d < Config::kTilesD; ++d) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) rK[block][0][d][e] = rV[block][0][d][e] = 0.0f;
+            }
+            // Else the zeros could be written right before the first product, after its fence.
+            ptx::written_by_wgmma(rK[block]);
+            ptx::written_by_wgmma(rV[block]);
+        }
+        const int32_t begin_tile = warp_uniform(keys.begin_tile), end_tile = warp_uniform(keys.end_tile);
+        // The columns of a tile of rows that see this lane's keys of a block. Computed anew for each masked tile: registers are scarce.
+        const auto columns_of = [&](int block, int32_t row_tile) {
+            RowRange seen_by[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int32_t key = keys.first_key + consumer.first_key(block) + accumulator_row(lane) + 8 * half;
+                seen_by[half] = key < keys.num_keys ? keys.window.rows_of(key, keys.rows.length) : RowRange{0, 0};
+            }
+            return SeenRows::of<Config::kTilesM>(seen_by, row_tile * Config::kBlockM, lane);
+        };
+
+        // One tile of rows, whose S of the first block has been computed. Leaves dS of the last block, whose dK and dQ are due.
+        const auto finish_step = [&](Scores& rS, ScoresAsA& rdS16, int32_t row_tile, bool is_full) {
+            const auto& terms = shared.terms[consumer.stage()];
+            const uint16_t *sQ = shared.sQ[consumer.stage()], *sdO = shared.sdO[consumer.stage()];
+            for_constant<kKeyBlocks>([&](auto block_constant) {
+                constexpr int kBlock = block_constant.value;
+                Scores rdP;
+                ScoresAsA rP16;
+                if constexpr (kBlock > 0) {
+                    consumer.start_gradient(rK[kBlock - 1], rdS16, sQ);
+                    consumer.start_scores(rS, shared.sK, kBlock, sQ);
+                    ptx::wgmma_wait_group<0>();
+                    ptx::written_by_wgmma(rS);
+                }
+                SeenRows columns{};
+                if (is_full) {
+                    to_probabilities<false>(rS, terms.shift_log2, scale_log2, columns, lane);
+                } else {
+                    columns = columns_of(kBlock, row_tile);
+                    to_probabilities<true>(rS, terms.shift_log2, scale_log2, columns, lane);
+                }
+                consumer.to_operand(rP16, rS);
+                start_with_delta(rdP, terms.minus_delta, lane);
+                consumer.start_gradient(rV[kBlock], rP16, sdO);
+                consumer.template start_scores<true>(rdP, shared.sV, kBlock, sdO);
+                ptx::wgmma_wait_group<0>();
+                ptx::written_by_wgmma(rdP);
+                if (is_full) {
+                    to_score_gradients<false>(rdP, rS, columns);
+                } else {
+                    to_score_gradients<true>(rdP, rS, columns);
+                }
+                consumer.to_operand(rdS16, rdP);
+                consumer.store_gradients(rdS16, kBlock);
+            });
+            consumer.pass_gradients();
+        };
+
+        Ring<1> key_ring(shared.keys, consumer.num_tiles++);
+        key_ring.wait_full();
+        int32_t num_left = (end_tile - begin_tile) * group_size;
+        if (num_left > 0) {
+            const uint16_t* sKForDq = keys.are_all_full() ? shared.sK : consumer.finite_keys();
+            const int32_t begin_full = warp_uniform(keys.begin_full[warpgroup]);
+            const int32_t end_full = warp_uniform(keys.end_full[warpgroup]);
+            ScoresAsA rdS16;  // of the step whose dK and dQ are due
+            int32_t row_tile = end_tile - 1;
+            {
+                Scores rS;
+                consumer.rows().wait_full();
+                consumer.start_scores(rS, shared.sK, 0, shared.sQ[consumer.stage()]);
+                ptx::wgmma_wait_group<0>();
+                ptx::written_by_wgmma(rS);
+                finish_step(rS, rdS16, row_tile, /*is_full=*/false);  // the code for masked tiles is right for all
+            }
+            while (--num_left > 0) {
+                Scores rS;
+                typename Consumer::QueryPart rdQ;
+                consumer.start_gradient(rK[kKeyBlocks - 1], rdS16, shared.sQ[consumer.stage()]);
+                const Ring<Config::kStages> next = consumer.rows(/*ahead=*/1);
+                next.wait_full();
+                consumer.start_dq(rdQ, sKForDq);
+                consumer.start_scores(rS, shared.sK, 0, shared.sQ[next.stage]);
+                row_tile = row_tile == begin_tile ? end_tile - 1 : row_tile - 1;
+                ptx::wgmma_wait_group<1>();  // leaves S in flight
+                ptx::written_by_wgmma(rdQ);
+                consumer.store_query_part(rdQ);
+                ptx::wgmma_wait_group<0>();
+                ptx::written_by_wgmma(rS);
+                consumer.release_rows();
+                finish_step(rS, rdS16, row_tile, row_tile >= begin_full && row_tile < end_full);
+            }
+            typename Consumer::QueryPart rdQ;
+            consumer.start_gradient(rK[kKeyBlocks - 1], rdS16, shared.sQ[consumer.stage()]);
+            consumer.start_dq(rdQ, sKForDq);
+            ptx::wgmma_wait_group<0>();
+            ptx::written_by_wgmma(rdQ);
+            consumer.store_query_part(rdQ);
+            consumer.release_rows();
+        }
+        key_ring.release(lane);
+
+        // Epilogue.
+#pragma unroll
+        for (int block = 0; block < kKeyBlocks; ++block) {
+            ptx::written_by_wgmma(rK[block]);
+            ptx::written_by_wgmma(rV[block]);
+            consumer.store(params.grad_key, keys, rK[block], block, params.scores.scale);
+            consumer.store(params.grad_value, keys, rV[block], block, 1.0f);
+        }
+    });
+}
+
+template <int kHeadDim, DataType kDataType>
+void launch_attention_backward_key_value_sm90(LaunchedKernel& kernel, const AttentionBackwardParams& params,
+                                              Stream stream) {
+    using Config = BackwardConfigSm90<kHeadDim>;
+    const bool is_packed = params.packed.cu_seqlens_q != nullptr;
+    const auto map_of = [&](const HeadsView<const uint16_t>& view, int32_t total, int32_t box_rows) {
+        return tensor_map(view, is_packed ? total : view.rows, /*group=*/1, box_rows, kDataType);
+    };
+    const int64_t num_items = int64_t{ceil_div(params.key.rows, Config::kBlockN)} * params.key.heads * params.key.batch;
+    constexpr int64_t kMostItems = 0x7fffffff;  // CTAs count on behind the last one
+    if (num_items > kMostItems) {
+        throw std::runtime_error("fastattn: " + kernel.name() + " takes at most " + std::to_string(kMostItems) +
+                                 " tiles of keys of all heads and sequences, got " + std::to_string(num_items));
+    }
+    const AttentionBackwardParamsSm90 all_params{params,
+                                                 map_of(params.query, params.packed.total_q, Config::kBlockM),
+                                                 map_of(params.grad_out, params.packed.total_q, Config::kBlockM),
+                                                 map_of(params.key, params.packed.total_k, Config::kBlockN),
+                                                 map_of(params.value, params.packed.total_k, Config::kBlockN),
+                                                 static_cast<uint32_t>(num_items)};
+    const Launch launch{std::min<int64_t>(num_items, device_facts().num_sms), Config::kNumThreads,
+                        sizeof(BackwardStorageSm90<Config>)};
+    kernel.launch(attention_backward_key_value_sm90<kHeadDim, kDataType>, launch, all_params, stream);
+}
+
+}  // namespace fastattn

@@ -1,0 +1,292 @@
+// The backward kernel for Hopper: its config, shared memory, and the warps that bring and take away. See
+// backward_key_value_sm90.cuh for how these work together.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/backward.h"
+#include "attention/query_gradient.h"
+#include "attention/tile_order.h"
+#include "attention/tiles_sm90.h"
+#include "device/fragment.cuh"
+#include "device/ptx/atom.cuh"
+#include "device/ptx/bulk_copy.cuh"
+#include "device/ptx/fence.cuh"
+#include "device/ptx/ld_acquire.cuh"
+#include "device/ptx/red.cuh"
+#include "device/ring.cuh"
+#include "device/sequence.cuh"
+#include "device/tma_tile.cuh"
+#include "device/transposed_scores.cuh"
+#include "device/warpgroup_gemm.cuh"
+#include "host/tensor_map.h"
+
+namespace fastattn {
+
+struct AttentionBackwardParamsSm90 {
+    AttentionBackwardParams attention;
+    TensorMap query, grad_out, key, value;
+    uint32_t num_items;  // tiles of keys, of all heads and sequences
+};
+
+template <int kHeadDim_>
+struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
+    using Tile = BackwardTileSm90<kHeadDim_>;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kNumWarps = 4 * Tile::kNumConsumers + 4;
+    static constexpr int kMinCtasPerSm = 1;
+    static constexpr int kConsumerThreads = Tile::kNumConsumers * kWarpgroupSize;
+    static constexpr int kNumThreads = kConsumerThreads + kWarpgroupSize;
+    static constexpr int kTilesM = Tile::kBlockM / kMmaN;  // columns of Sᵀ
+    static constexpr int kTilesK = Tile::kBlockM / kMmaK;
+    static constexpr int kTilesD = kHeadDim / kMmaN;
+    static constexpr int kConsumerKeys = Tile::kKeyBlocks * kWarpgroupM;
+    using RowTile = TmaTile<Tile::kBlockM, kHeadDim>;  // of Q and dO
+    using KeyTile = TmaTile<Tile::kBlockN, kHeadDim>;  // of K and V
+    using Terms = TransposedRowTerms<Tile::kBlockM>;
+
+    // dQ of a step: a consumer computes 64 rows by 64 dims. Where these are all dims, it does so from its own keys. Else it does so
+    // from the keys of all consumers, which exchange dS, and has 64 dims of dQ.
+    static constexpr int kQueryParts = RowTile::kNumBlocks;
+    static constexpr bool kShareGradients = kQueryParts > 1;
+    static_assert(!kShareGradients || kQueryParts == Tile::kNumConsumers, "each consumer has a part of dQ");
+    static constexpr int kExchanges = kShareGradients ? 1 : Tile::kNumConsumers;
+    static constexpr int kExchangedKeys = Tile::kBlockN / kExchanges;
+    static constexpr int kWarpsOfExchange = 4 * Tile::kNumConsumers / kExchanges;
+    using ScoreTile = TmaTile<kExchangedKeys, Tile::kBlockM>;  // of dSᵀ
+
+    static_assert(kQueryParts * kQueryPartElements == query_tile_elements(/*in_parts=*/true, Tile::kBlockM, kHeadDim),
+                  "the host counts as the kernel does");
+    static_assert(Tile::kBlockM == kQueryPartRows && RowTile::kBlockColumns == kQueryPartDims, "one m64n64 of dQ");
+    static_assert(Tile::kBlockM <= kMostRowsInBlock, "see backward_rows_sm80.cuh");
+    static constexpr int kStartRegisters = 65536 / kNumThreads / 8 * 8;
+    static_assert(Tile::kConsumerRegisters * Tile::kNumConsumers + Tile::kProducerRegisters <=
+                      kStartRegisters * (Tile::kNumConsumers + 1),
+                  "warpgroups exchange the registers that the CTA has");
+};
+
+// A tile of keys of one head, and the query rows that see any of them.
+template <typename Config>
+struct KeysOfWork {
+    int32_t batch, head;          // of K and V
+    int32_t first_key, num_keys;  // in the sequence: of the tile, and in all
+    int32_t sequence_begin;       // in K and V
+    Sequence rows;
+    Window window;
+    int32_t begin_tile, end_tile;  // tiles of rows
+    int32_t first_sums_tile;       // of the sequence, in dQ's sums
+    // Tiles of which every row that exists sees all keys of a consumer; the last range: of all consumers.
+    int32_t begin_full[Config::kNumConsumers + 1], end_full[Config::kNumConsumers + 1];
+
+    // False: the sequence has no such keys.
+    __device__ __forceinline__ bool find(const AttentionBackwardParams& params, uint32_t item) {
+        constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kConsumerKeys = Config::kConsumerKeys;
+        const bool is_packed = params.packed.cu_seqlens_q != nullptr;
+        const HeadTile place = head_tile(item, params.key.batch, params.key.heads, params.heads_per_group,
+                                         ceil_div(params.key.rows, kBlockN));
+        const Sequence keys =
+            sequence_of(params.packed.cu_seqlens_k, place.batch, params.packed.total_k, params.key.rows);
+        batch = place.batch, head = place.head;
+        first_key = place.position * kBlockN, num_keys = keys.length;
+        if (first_key >= num_keys) return false;
+        sequence_begin = keys.begin;
+        rows = sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
+        window = window_of(params.scores, rows.length, num_keys);
+        const RowRange sees_first = window.rows_of(first_key, rows.length);
+        const RowRange sees_last = window.rows_of(min(first_key + kBlockN, num_keys) - 1, rows.length);
+        begin_tile = sees_first.begin / kBlockM;
+        end_tile = max(ceil_div(sees_last.end, kBlockM), begin_tile);
+#pragma unroll 1
+        for (int i = 0; i <= Config::kNumConsumers; ++i) {
+            const bool of_all = i == Config::kNumConsumers;
+            const int32_t begin_key = first_key + (of_all ? 0 : i * kConsumerKeys);
+            const int32_t end_key = begin_key + (of_all ? kBlockN : kConsumerKeys);
+            const RowRange sees_begin = window.rows_of(begin_key, rows.length);
+            begin_full[i] = ceil_div(window.rows_of(end_key - 1, rows.length).begin, kBlockM);
+            end_full[i] = end_key > num_keys ? 0 : sees_begin.end == rows.length ? end_tile : sees_begin.end / kBlockM;
+        }
+        first_sums_tile = first_query_tile(batch, params.query.rows, is_packed, rows.begin, kBlockM);
+        return true;
+    }
+
+    __device__ __forceinline__ bool are_all_full() const {
+        return warp_uniform(begin_full[Config::kNumConsumers] <= begin_tile &&
+                            end_full[Config::kNumConsumers] >= end_tile) != 0;
+    }
+
+    // Calls function(head, row_tile) for each step, in the order in which consumers take them: the query heads of the key
+    // head one after the other, and of each the last rows first. CTAs of neighbouring keys then begin with the same rows
+    // under a causal mask.
+    template <typename Function>
+    __device__ __forceinline__ void for_steps(int32_t group_size, Function&& function) const {
+        for (int32_t query_head = head * group_size; query_head < (head + 1) * group_size; ++query_head) {
+            for (int32_t row_tile = end_tile; row_tile-- > begin_tile;) function(query_head, row_tile);
+        }
+    }
+};
+
+inline constexpr int kExchangeStages = 2;  // of dS: with two, no barrier says that it has been read
+
+template <typename Config>
+struct alignas(1024) BackwardStorageSm90 {
+    uint16_t sK[Config::KeyTile::kElements];
+    uint16_t sV[Config::KeyTile::kElements];
+    uint16_t sFiniteK[Config::KeyTile::kElements];  // where K is not: K with zeros instead
+    uint16_t sQ[Config::kStages][Config::RowTile::kElements];
+    uint16_t sdO[Config::kStages][Config::RowTile::kElements];
+    uint16_t sdS[Config::kExchanges][kExchangeStages][Config::ScoreTile::kElements];  // dSᵀ
+    float sdQ[Config::kNumConsumers][kQueryPartElements];
+    typename Config::Terms terms[Config::kStages];
+    RingBarriers<2> work;
+    RingBarriers<1> keys;
+    RingBarriers<Config::kStages> rows;  // Q, dO and terms
+    RingBarriers<1> query_part[Config::kNumConsumers];
+    uint64_t gradients_stored[Config::kExchanges][kExchangeStages];  // dS, of two steps in turn
+    uint64_t landed;               // rows that the producer looks at before it passes them on
+    KeysOfWork<Config> places[2];  // of the ring `work`
+    bool is_last[2];               // there is no such work: the end
+};
+
+// Named barriers; 0 is that of __syncthreads().
+enum BackwardBarrierSm90 : int { kAllBackwardConsumers = 1 };
+
+template <typename Config>
+__device__ __forceinline__ void init_barriers(BackwardStorageSm90<Config>& shared) {
+    constexpr int kConsumerWarps = 4 * Config::kNumConsumers;
+    shared.work.init(kConsumerWarps + Config::kNumConsumers);
+    shared.keys.init(kConsumerWarps);
+    shared.rows.init(kConsumerWarps);
+    for (RingBarriers<1>& part : shared.query_part) {
+        ptx::mbarrier_init(shared_address(&part.full[0]), 4);
+        ptx::mbarrier_init(shared_address(&part.empty[0]), 1);
+    }
+    for (auto& barriers : shared.gradients_stored) {
+        for (uint64_t& barrier : barriers) ptx::mbarrier_init(shared_address(&barrier), Config::kWarpsOfExchange);
+    }
+    ptx::mbarrier_init(shared_address(&shared.landed), 1);
+    ptx::fence_mbarrier_init();
+}
+
+// The work of one warp, as the producer tells of it: calls take(keys) for each tile of keys.
+template <typename Config, typename Take>
+__device__ __forceinline__ void for_work(BackwardStorageSm90<Config>& shared, int lane, Take&& take) {
+    for (Ring<2> ring(shared.work);;) {
+        ring.wait_full();
+        if (warp_uniform(shared.is_last[ring.stage]) != 0) return;
+        take(shared.places[ring.stage]);
+        __syncwarp();  // waits until every lane has read it
+        ring.release(lane);
+    }
+}
+
+// The producer's first warp: claims tiles of keys, tells of them, and copies what they need.
+template <typename Config>
+__device__ __forceinline__ void produce(BackwardStorageSm90<Config>& shared,
+                                        const AttentionBackwardParamsSm90& all_params, int lane) {
+    using RowTile = typename Config::RowTile;
+    using KeyTile = typename Config::KeyTile;
+    constexpr int kBlockM = Config::kBlockM;
+    const AttentionBackwardParams& params = all_params.attention;
+    const int32_t group_size = params.query.heads / params.key.heads;
+    const bool is_packed = params.packed.cu_seqlens_q != nullptr;
+    Ring<2> work_ring(shared.work);
+    Ring<1> key_ring(shared.keys);
+    Ring<Config::kStages> row_ring(shared.rows);
+    uint32_t times_landed = 0;
+    for (;; work_ring.advance()) {
+        KeysOfWork<Config>& keys = shared.places[work_ring.stage];
+        if (lane == 0) {
+            work_ring.wait_empty();
+            uint32_t item;
+            do {
+                item = atomicAdd(params.num_claimed, 1);
+            } while (item < all_params.num_items && !keys.find(params, item));
+            shared.is_last[work_ring.stage] = item >= all_params.num_items;
+            work_ring.arrive_full();
+        }
+        __syncwarp();  // all lanes see what has been claimed
+        if (shared.is_last[work_ring.stage]) return;
+        if (lane == 0) {
+            const uint32_t barrier = key_ring.acquire(2 * KeyTile::kBytes);
+            const auto load = [&](uint16_t* sTile, const TensorMap& map) {
+                KeyTile::load(shared_address(sTile), map, keys.batch, keys.head, keys.sequence_begin + keys.first_key,
+                              barrier);
+            };
+            load(shared.sK, all_params.key);
+            load(shared.sV, all_params.value);
+        }
+        key_ring.advance();
+        keys.for_steps(group_size, [&](int32_t head, int32_t row_tile) {
+            const int stage = row_ring.stage;
+            const int32_t first_row = row_tile * kBlockM, num_rows = keys.rows.length - first_row;
+            // Behind the end of a packed sequence stands the next one's data, NaN possibly.
+            const bool has_others = is_packed && num_rows < kBlockM;
+            constexpr uint32_t kBytes = 2 * RowTile::kBytes + sizeof(typename Config::Terms);
+            if (lane == 0) {
+                row_ring.wait_empty();
+                const uint32_t barrier = has_others ? shared_address(&shared.landed) : row_ring.full_barrier();
+                ptx::mbarrier_arrive_expect_tx(barrier, kBytes);
+                const auto load = [&](uint16_t* sTile, const TensorMap& map) {
+                    RowTile::load(shared_address(sTile), map, keys.batch, head, keys.rows.begin + first_row, barrier);
+                };
+                load(shared.sQ[stage], all_params.query);
+                load(shared.sdO[stage], all_params.grad_out);
+                const int64_t block = int64_t{keys.first_sums_tile + row_tile} * params.query.heads + head;
+                ptx::cp_async_bulk_shared_global(shared_address(&shared.terms[stage]),
+                                                 params.row_terms.data + block * 2 * kBlockM,
+                                                 sizeof(typename Config::Terms), barrier);
+            }
+            if (has_others) {
+                __syncwarp();  // the barrier knows of its bytes
+                ptx::mbarrier_wait_parity(shared_address(&shared.landed), times_landed++ % 2);
+                RowTile::zero_rows(shared.sQ[stage], num_rows, lane, kWarpSize);
+                RowTile::zero_rows(shared.sdO[stage], num_rows, lane, kWarpSize);
+                ptx::fence_proxy_async_shared();
+                __syncwarp();  // waits until every lane has written its zeros
+                if (lane == 0) row_ring.arrive_full();
+            }
+            row_ring.advance();
+        });
+    }
+}
+
+// One of the producer's other warps: adds one consumer's parts of dQ to the sums. Where turns count, those of the first keys
+// are added first; a CTA only ever waits for CTAs that have claimed their keys before, and for itself.
+template <typename Config>
+__device__ __forceinline__ void add_query_parts(BackwardStorageSm90<Config>& shared,
+                                                const AttentionBackwardParams& params, int consumer, int lane) {
+    constexpr int kParts = Config::kQueryParts;
+    const int32_t group_size = params.query.heads / params.key.heads;
+    // Consumers have a part of dQ each, or add to the same one after the other.
+    const int part = Config::kShareGradients ? consumer : 0, others_before = Config::kShareGradients ? 0 : consumer;
+    Ring<1> ring(shared.query_part[consumer]);
+    for_work(shared, lane, [&](const KeysOfWork<Config>& keys) {
+        if (lane != 0) return;
+        const int32_t tile = keys.first_key / Config::kBlockN;
+        keys.for_steps(group_size, [&](int32_t head, int32_t row_tile) {
+            const int64_t sums_tile = int64_t{keys.first_sums_tile + row_tile} * params.query.heads + head;
+            float* sums = params.query_sums + (sums_tile * kParts + part) * kQueryPartElements;
+            int32_t* turn = params.turns != nullptr ? params.turns + sums_tile : nullptr;
+            ring.wait_full();
+            if (turn != nullptr) {
+                const int32_t first_tile = keys.window.keys_of(row_tile * Config::kBlockM).begin / Config::kBlockN;
+                while (ptx::ld_acquire_s32(turn) < (tile - first_tile) * Config::kNumConsumers + others_before) {
+                }
+                ptx::fence_proxy_async();  // what others have added comes before what the copy adds
+            }
+            ptx::cp_reduce_async_bulk_add_f32(sums, shared_address(shared.sdQ[consumer]),
+                                              kQueryPartElements * sizeof(float));
+            ptx::cp_async_bulk_commit_group();
+            ptx::cp_async_bulk_wait_group_read();
+            ring.release_by_thread();
+            if (turn != nullptr) {
+                ptx::cp_async_bulk_wait_group();
+                ptx::fence_proxy_async();
+                ptx::red_release_add_s32(turn, 1);
+            }
+        });
+    });
+    if (lane == 0) ptx::cp_async_bulk_wait_group();  // shared memory lives until the copies are over
+}
+
+}  // namespace fastattn

@@ -1,0 +1,39 @@
+// cp.async.bulk: copies of contiguous bytes by TMA, without a tensor map, and additions to global memory on the way.
+// PTX ISA, "Data Movement and Conversion Instructions: Bulk copy". Addresses and sizes are multiples of 16 bytes.
+#pragma once
+
+#include <cstdint>
+
+namespace fastattn::ptx {
+
+// Starts to copy into shared memory. The bytes arrive at the barrier.
+__device__ __forceinline__ void cp_async_bulk_shared_global(uint32_t destination, const void* global, uint32_t bytes,
+                                                            uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+        "l"(global), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// Starts to add floats in shared memory to as many in global memory: part of this thread's next bulk group.
+__device__ __forceinline__ void cp_reduce_async_bulk_add_f32(float* global, uint32_t source, uint32_t bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+                 "r"(source), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_commit_group() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until all bulk groups of this thread have read their sources, which may then be overwritten.
+__device__ __forceinline__ void cp_async_bulk_wait_group_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Waits until all bulk groups of this thread are complete.
+__device__ __forceinline__ void cp_async_bulk_wait_group() {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+}  // namespace fastattn::ptx

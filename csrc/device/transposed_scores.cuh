@@ -1,0 +1,88 @@
+// From Sᵀ = K·Qᵀ to Pᵀ, and from Pᵀ and dPᵀ = V·dOᵀ to dSᵀ, on the accumulators of a warpgroup: keys are its rows, and
+// query rows its columns.
+#pragma once
+
+#include <cstdint>
+
+#include "device/fragment.cuh"
+#include "device/ptx/approx.cuh"
+#include "device/ptx/opaque.cuh"
+#include "device/sequence.cuh"
+#include "device/softmax.cuh"
+
+namespace fastattn {
+
+// What is needed of each of kRows query rows, in shared memory: see RowTermsView.
+template <int kRows>
+struct alignas(16) TransposedRowTerms {
+    float shift_log2[kRows], minus_delta[kRows];
+};
+
+// Which of the query rows from first_row on, its columns, this lane's two keys are seen by. Bit 2 * n + e of seen[half] is
+// column 8 * n + e from the lane's first.
+struct SeenRows {
+    uint32_t seen[2];
+
+    template <int kTilesM>
+    __device__ __forceinline__ static SeenRows of(const RowRange (&seen_by)[2], int32_t first_row, int lane) {
+        static_assert(2 * kTilesM <= 32, "a register holds the bits of a key");
+        const auto columns_before = [&](int32_t row) {
+            const int32_t from_own = row - first_row - accumulator_column(lane);
+            const int32_t columns = from_own / kMmaN * 2 + min(from_own % kMmaN, 2);
+            return from_own <= 0 ? 0 : min(columns, 32);
+        };
+        SeenRows columns;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint64_t before_end = (uint64_t{1} << columns_before(seen_by[half].end)) - 1;
+            const uint64_t before_begin = (uint64_t{1} << columns_before(seen_by[half].begin)) - 1;
+            // Opaque, so that the compiler has all bits in one register, from which it sets seven predicates at a time.
+            columns.seen[half] = ptx::opaque(static_cast<uint32_t>(before_end & ~before_begin));
+        }
+        return columns;
+    }
+
+    __device__ __forceinline__ bool has(int n, int e) const { return (seen[e / 2] & 1u << (2 * n + e % 2)) != 0; }
+};
+
+// rS = Sᵀ becomes Pᵀ. With kMasked, keys that a row does not see get 0, whatever they had.
+template <bool kMasked, int kTilesM>
+__device__ __forceinline__ void to_probabilities(float (&rS)[1][kTilesM][4], const float* shift_log2, float scale_log2,
+                                                 const SeenRows& columns, int lane) {
+#pragma unroll
+    for (int n = 0; n < kTilesM; ++n) {
+        const float2 shift = reinterpret_cast<const float2*>(shift_log2)[n * kMmaN / 2 + lane % kLanesPerRow];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const float exponent = fmaf(rS[0][n][e], scale_log2, e % 2 == 0 ? -shift.x : -shift.y);
+            rS[0][n][e] = ptx::ex2_approx_ftz_f32(!kMasked || columns.has(n, e) ? exponent : -kInfinity);
+        }
+    }
+}
+
+// What the products of dPᵀ = V·dOᵀ are added to: so dP comes out less delta, with no instructions after the products.
+template <int kTilesM>
+__device__ __forceinline__ void start_with_delta(float (&rdP)[1][kTilesM][4], const float* minus_delta, int lane) {
+#pragma unroll
+    for (int n = 0; n < kTilesM; ++n) {
+        const float2 own = reinterpret_cast<const float2*>(minus_delta)[n * kMmaN / 2 + lane % kLanesPerRow];
+        rdP[0][n][0] = rdP[0][n][2] = own.x;
+        rdP[0][n][1] = rdP[0][n][3] = own.y;
+    }
+}
+
+// rdP = dPᵀ - delta becomes dSᵀ, of rP = Pᵀ. dP may be NaN where a row does not see a key.
+template <bool kMasked, int kTilesM>
+__device__ __forceinline__ void to_score_gradients(float (&rdP)[1][kTilesM][4], const float (&rP)[1][kTilesM][4],
+                                                   const SeenRows& columns) {
+#pragma unroll
+    for (int n = 0; n < kTilesM; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const float gradient = rP[0][n][e] * rdP[0][n][e];
+            rdP[0][n][e] = !kMasked || columns.has(n, e) ? gradient : 0.0f;
+        }
+    }
+}
+
+}  // namespace fastattn

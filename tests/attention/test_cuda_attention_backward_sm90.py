@@ -1,0 +1,311 @@
+"""The backward kernels for Hopper against the oracle: what those for sm_80 are tested with, and their own rings,
+exchange of dS and persistent CTAs.
+
+On an H100 or H200 where there is one, else as PTX on the emulated sm_90, with all of its checks and at several seeds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+import instances
+import test_cuda_attention_backward as backward
+from attention_cases import Case, Problem, make_problem
+from cuda_kernels import EMULATED, HOPPER_MARKS, checked, each_dtype, only_emulated
+from kernel_device import DEVICE
+
+if EMULATED:
+    from emulator import EmulatorError, cuda_runtime, device, launches
+
+pytestmark = HOPPER_MARKS
+
+HEAD_DIMS = (64, 96, 128)
+BLOCK_N = {64: 256, 96: 128, 128: 128}
+CAUSAL = (-1, 0)
+KERNELS = ("attention_backward_key_value_sm90", "attention_backward_query_sm90")
+
+each_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
+
+
+def is_plain(case: Case) -> bool:
+    """Scores are scaled, and masked by a window."""
+    return not (case.softcap or case.alibi or case.mask or case.dropout)
+
+
+def check(case: Case, problem: Problem | None = None, **how: Any) -> dict[str, Tensor]:
+    """Every gradient against the oracle; the kernels for Hopper must be those that ran."""
+    if not EMULATED:
+        return backward.check(case, problem, **how)
+    with launches.recorded() as found:
+        result = backward.check(case, problem, **how)
+    ran = [launched.report.kernel for launched in found]
+    for kernel in KERNELS if is_plain(case) else ():
+        assert sum(kernel in each for each in ran) == 1, ran
+    return result
+
+
+# --- What every backward kernel has to do -----------------------------------------------------------------------------
+
+LENGTHS = [(1, 1), (64, 128), (65, 129), (63, 127), (130, 257), (257, 130), (1, 300), (300, 1)]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@each_dtype
+@pytest.mark.parametrize("window", [(-1, -1), CAUSAL, (70, 5)], ids=["full", "causal", "window"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_shapes(lengths: tuple[int, int], head_dim: int, dtype: torch.dtype, window: tuple[int, int]) -> None:
+    # With a gradient of the lse: see test_lengths_around_tiles of the kernels for sm_80.
+    shape = (1, 2, 1, *lengths)
+    case = Case(shape=shape, head_dims=(head_dim, head_dim), window=window, dtype=dtype, grad_lse=True)
+    check(case, seed=lengths[0], deterministic=lengths[1] % 2 == 0)
+
+
+@pytest.mark.parametrize("index", range(len(backward.OPTIONS)), ids=[str(case) or "none" for case in backward.OPTIONS])
+def test_each_option(index: int) -> None:
+    """Options go to the kernels for sm_80, and plain scores to those for Hopper."""
+    dtype = (torch.float16, torch.bfloat16)[index % 2]
+    head_dim = HEAD_DIMS[index % 3]
+    case = replace(backward.OPTIONS[index], dtype=dtype, head_dims=(head_dim, head_dim))
+    check(case, deterministic=index % 4 >= 2, seed=index)
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "head_dims", [(64, 64), (96, 96), (128, 128), (8, 24), (40, 16), (72, 96), (64, 128), (104, 88)], ids=str
+)
+def test_head_dims(head_dims: tuple[int, int], dtype: torch.dtype) -> None:
+    """Each kernel at its own head dim and below, with values narrower and wider than queries."""
+    check(Case(head_dims=head_dims, dtype=dtype, window=(50, 4), shape=(1, 2, 2, 81, 170)), seed=head_dims[0])
+
+
+@pytest.mark.parametrize("head_dims", [(192, 192), (256, 256), (192, 128)], ids=str)
+def test_wider_heads_go_to_the_kernels_for_sm_80(head_dims: tuple[int, int]) -> None:
+    query, key, value = (
+        torch.zeros(1, 2, 70, dim, device=DEVICE, dtype=torch.float16, requires_grad=True)
+        for dim in (head_dims[0], *head_dims)
+    )
+    with checked(), fastattn.use_backend("cuda"), fastattn.record() as calls:
+        fastattn.attention(query, key, value).sum().backward()
+    assert "attention_backward_key_value_sm80" in calls[-1][2] and "sm90" not in calls[-1][2]
+
+
+@each_dtype
+@each_head_dim
+@pytest.mark.parametrize("case", [case for case in backward.PACKED_CASES if is_plain(case)], ids=str)
+def test_packed(case: Case, head_dim: int, dtype: torch.dtype) -> None:
+    has_pairs = all(sum(lengths) > 0 for lengths in case.lengths)  # else there is nothing to launch
+    case = replace(case, head_dims=(head_dim, head_dim), dtype=dtype)
+    (check if has_pairs else backward.check)(case, deterministic=dtype == torch.float16, seed=head_dim)
+
+
+@each_head_dim
+def test_what_stands_beyond_a_sequence_has_no_influence(head_dim: int) -> None:
+    """Tiles of a packed sequence reach into the next one, whose NaN must stay there."""
+    case = Case(lengths=((70, 30, 1), (150, 200, 90)), window=(40, 30), head_dims=(head_dim, head_dim))
+    problem, clean = make_problem(case), backward.run(case, deterministic=True)
+    for tensor in (problem.query, problem.grad_out):
+        tensor[70:100] = torch.nan
+    for tensor in (problem.key, problem.value):
+        tensor[150:350] = torch.nan
+    found = backward.run(case, problem, deterministic=True)
+    for name, length in (("grad_query", 70), ("grad_key", 150), ("grad_value", 150)):
+        assert torch.equal(found[name][:length], clean[name][:length]), name
+    for name, begin in (("grad_query", 100), ("grad_key", 350), ("grad_value", 350)):
+        assert torch.equal(found[name][begin:], clean[name][begin:]), name
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("broken", [(0, 300, 2, 40), (-7, 5, 2**31 - 1, 9), (9, 9, 9, 9), (0, 140, 1, 139)], ids=str)
+def test_offsets_in_device_memory_are_not_trusted(broken: tuple[int, ...], deterministic: bool) -> None:
+    backward.test_offsets_in_device_memory_are_not_trusted(broken, deterministic)
+
+
+def test_other_cases_of_packed_sequences() -> None:
+    backward.test_rows_of_no_sequence_get_no_gradient_and_have_no_influence()
+    backward.test_sequences_that_overlap_do_not_wait_for_each_other()
+    backward.test_bounds_larger_than_the_tensors()
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 1, 5, 5), (2, 0, 1, 5, 5), (1, 2, 1, 0, 5), (1, 2, 1, 5, 0)], ids=str)
+def test_empty(shape: tuple[int, int, int, int, int]) -> None:
+    case = Case(shape=shape, sinks=True, grad_lse=True)
+    found = backward.run(case)
+    for name in ("query", "key", "value"):
+        assert torch.count_nonzero(found[f"grad_{name}"]) == 0
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sliced", "misaligned"])
+@each_dtype
+def test_layouts(layout: str, dtype: torch.dtype) -> None:
+    check(Case(layout=layout, shape=(2, 4, 2, 70, 165), head_dims=(64, 64), window=CAUSAL, dtype=dtype))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@each_head_dim
+def test_query_heads_that_share_keys(head_dim: int, kv_heads: int) -> None:
+    """The CTA of a tile of keys goes through the rows of each, the last tile of which is not full."""
+    case = Case(shape=(2, 8, kv_heads, 100, 140), head_dims=(head_dim, head_dim), window=CAUSAL, dtype=torch.bfloat16)
+    check(case, seed=kv_heads)
+
+
+@each_dtype
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", backward.MAGNITUDES)
+def test_magnitudes(kind: str, head_dim: int, dtype: torch.dtype) -> None:
+    """Of scores, and of delta, to which the products of dP are added."""
+    shape = (1, 2, 1, 130, 200)
+    backward.check_magnitude(kind, Case(window=CAUSAL, shape=shape, head_dims=(head_dim, head_dim), dtype=dtype))
+
+
+def test_expanded_gradients_of_the_output_and_lse() -> None:
+    backward.test_expanded_gradients_of_the_output_and_lse()
+
+
+@each_dtype
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(window=CAUSAL, shape=(1, 2, 1, 200, 200)),
+        Case(window=(6, 2), shape=(1, 2, 2, 290, 300), sinks=True),
+        Case(window=CAUSAL, top_left=True, shape=(1, 2, 1, 70, 150)),  # no row sees them
+    ],
+    ids=str,
+)
+def test_masked_keys_have_no_influence(case: Case, head_dim: int, dtype: torch.dtype, poison: float) -> None:
+    backward.test_masked_keys_have_no_influence(replace(case, head_dims=(head_dim, head_dim)), dtype, poison)
+
+
+# --- Order ------------------------------------------------------------------------------------------------------------
+
+ORDERED = [
+    Case(window=(90, 30), shape=(1, 4, 2, 200, 150), dtype=torch.bfloat16, head_dims=(128, 128)),
+    Case(window=CAUSAL, shape=(2, 2, 1, 300, 350), head_dims=(64, 64)),
+    Case(lengths=((5, 0, 133, 1, 17), (40, 7, 0, 1, 270)), shape=(1, 4, 4, 0, 0), grad_lse=True, head_dims=(96, 96)),
+]
+
+
+@pytest.mark.parametrize("case", ORDERED, ids=str)
+def test_deterministic_gradients_have_the_same_bits(case: Case) -> None:
+    """In any order of CTAs, warps and copies, and on GPUs of any size."""
+    problem = make_problem(case)
+    first = check(case, problem, deterministic=True)
+    for seed in range(3):
+        backward.assert_equal(
+            backward.run(case, problem, deterministic=True, **({"seed": seed} if EMULATED else {})), first
+        )
+    for num_sms in (1, 2, 78, 132) if EMULATED else ():
+        with device.emulated(90, num_sms=num_sms):
+            found = backward.run(case, problem, deterministic=True, seed=num_sms, workers=1)
+            backward.assert_equal(found, first)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("case", ORDERED, ids=str)
+def test_gradients_in_any_order_are_as_good(case: Case, seed: int) -> None:
+    """dQ is added up as it comes; the other gradients have one owner for each element, and the same bits."""
+    found, expected = check(case, seed=seed), backward.run(case, deterministic=True)
+    del found["grad_query"], expected["grad_query"]
+    backward.assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("tiles", range(1, 6))
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rings_go_round(tiles: int, head_dim: int) -> None:
+    """So many tiles of rows to a tile of keys, and several of these to the one CTA that there is."""
+    case = Case(shape=(1, 2, 1, 64 * tiles - 3, 2 * BLOCK_N[head_dim]), head_dims=(head_dim, head_dim))
+    if not EMULATED:
+        check(case)
+        return
+    with device.emulated(90, num_sms=1):
+        check(case, seed=tiles)
+
+
+@only_emulated
+@pytest.mark.parametrize(
+    ("instruction", "instead", "kinds"),
+    [
+        ("wgmma.wait_group.sync.aligned 1;", "", {"wgmma", "race"}),
+        ("wgmma.wait_group.sync.aligned 0;", "wgmma.wait_group.sync.aligned 1;", {"wgmma", "race"}),
+        ("wgmma.fence.sync.aligned;", "", {"wgmma"}),
+        ("fence.proxy.async.shared::cta;", "", {"proxy"}),
+        ("cp.async.bulk.wait_group.read 0;", "", {"race"}),
+    ],
+    ids=["no wait for dQ", "no wait for dP", "no fence", "no fence of dS and dQ", "no wait for additions"],
+)
+def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str, kinds: set[str]) -> None:
+    case = Case(shape=(1, 2, 1, 200, 300), head_dims=(128, 128))
+    with cuda_runtime.replaced(instruction, instead, KERNELS[0]), pytest.raises(EmulatorError) as caught:
+        for seed in range(4):
+            backward.run(case, seed=seed)
+    assert caught.value.kind in kinds
+
+
+# --- What a launch does -----------------------------------------------------------------------------------------------
+
+
+@only_emulated
+@each_dtype
+@each_head_dim
+def test_shared_memory_without_conflicts_and_global_memory_in_whole_sectors(head_dim: int, dtype: torch.dtype) -> None:
+    case = Case(head_dims=(head_dim, head_dim), dtype=dtype, window=CAUSAL, shape=(1, 1, 1, 256, 256))
+    with launches.recorded() as found:
+        backward.run(case)
+    for kernel in KERNELS:
+        (report,) = (launched.report for launched in found if kernel in launched.report.kernel)
+        assert report.bank_conflicts == 0
+        assert not [
+            row
+            for row in report.rows
+            if row.global_bytes and 32 * row.global_sectors > max(row.global_bytes, 32 * row.warps)
+        ]
+
+
+@only_emulated
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tiles_that_no_row_sees_are_not_visited(head_dim: int) -> None:
+    """A window of 8 keys over 1000: the tensor cores have work for the tiles at the diagonal alone."""
+    with launches.recorded() as found:
+        backward.run(Case(window=(8, 0), shape=(1, 1, 1, 1000, 1000), head_dims=(head_dim, head_dim)))
+    (report,) = (launched.report for launched in found if KERNELS[0] in launched.report.kernel)
+    (work,) = report.tensor_core.values()
+    num_tiles = -(-1000 // BLOCK_N[head_dim])
+    rows = BLOCK_N[head_dim] + 64  # that a tile of keys and the 8 rows behind it touch
+    assert work.multiply_adds <= 5 * num_tiles * rows * BLOCK_N[head_dim] * head_dim
+
+
+# --- The dispatcher ---------------------------------------------------------------------------------------------------
+
+
+@each_head_dim
+def test_training_goes_through_both_kernels_for_hopper(head_dim: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (
+        torch.randn(1, 2, 170, head_dim, generator=generator).to(DEVICE, torch.bfloat16).requires_grad_()
+        for _ in range(3)
+    )
+    exact = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
+    with checked(), fastattn.use_backend("cuda"), fastattn.record() as calls:
+        fastattn.attention(query, key, value, causal=True).float().square().sum().backward()
+    forward, gradients = (kernel for _, _, kernel in calls)
+    assert forward == f"attention_forward_sm90<{head_dim}, bfloat16>"
+    assert gradients.split(" + ")[1:] == [f"{kernel}<{head_dim}, bfloat16>" for kernel in KERNELS]
+    fastattn.reference.attention(*exact, causal=True)[0].square().sum().backward()
+    for tensor, expected in zip((query, key, value), exact, strict=True):
+        assert tensor.grad is not None and expected.grad is not None
+        assert (tensor.grad.double() - expected.grad).abs().max() < 0.03 * expected.grad.abs().max()
+
+
+def test_every_instance_is_launched() -> None:
+    for kernel in ("key_value", "query"):
+        assert instances.rows_of(f"attention/instances/backward_{kernel}_sm90.cu") == sorted(
+            itertools.product(HEAD_DIMS, instances.DTYPES)
+        )

@@ -1,0 +1,125 @@
+"""The machine code of the backward kernels for sm_90a: warp roles, products, registers, and the instructions of a step.
+
+None of these tests needs a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import deque
+
+import pytest
+
+import instances
+from emulator import static_facts
+from emulator.static_facts import KernelFacts, full_opcode
+from installed_library import BUILD, LIBRARY_PATH
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("hopper_kernels"),  # the library is taken apart once
+    pytest.mark.skipif("90a" not in BUILD["archs"], reason="the native library was built without kernels for sm_90a"),
+]
+
+DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
+INSTANCES = instances.rows_of("attention/instances/backward_key_value_sm90.cu")
+KEY_BLOCKS = {64: 2, 96: 1, 128: 1}  # of 64 keys, that a warpgroup owns
+# Of a full step, per 64 rows by 64 keys of a warpgroup. FlashAttention-3 has 352 with 64 dims and 405 with 128.
+MOST_INSTRUCTIONS = {64: 380, 96: 455, 128: 475}
+MAX_STACK_BYTES = 40  # of a thread, for what the producer has no registers for, and before and after the loop
+
+each_instance = pytest.mark.parametrize("instance", INSTANCES, ids=str)
+
+
+@functools.cache
+def kernels() -> dict[tuple[int, str], KernelFacts]:
+    found = {}
+    for symbol, facts in static_facts.of_library(LIBRARY_PATH, "sm_90a").items():
+        match = re.search(r"attention_backward_key_value_sm90ILi(\d+)ELN\w*?8DataTypeE(\d)E", symbol)
+        if match:
+            found[int(match[1]), DTYPES[int(match[2])]] = facts
+    return found
+
+
+def shortest_round(kernel: KernelFacts, body: frozenset[int]) -> list[str]:
+    """The opcodes of the shortest way once round a loop: of a full step whose barriers have completed."""
+    first = min(body)
+    target = {line.rstrip(":"): index for index, line in enumerate(kernel.lines) if line.endswith(":")}
+    came_from = {first: -1}
+    queue = deque([first])
+    while queue:
+        at = queue.popleft()
+        line = kernel.lines[at]
+        jump = re.search(r"BRA(?:\.\w+)*\s.*\(?(\.L[\w.]*)\)?", line)
+        after = [target[jump[1]]] if jump else []
+        if not jump or line.startswith("@"):
+            after.append(at + 1)
+        for index in after:
+            if index <= first and jump:
+                path = []
+                while at >= 0:
+                    path.append(full_opcode(kernel.lines[at]))
+                    at = came_from[at]
+                return [opcode for opcode in reversed(path) if opcode]
+            if index in body and index not in came_from:
+                came_from[index] = at
+                queue.append(index)
+    raise AssertionError("the loop does not go round")
+
+
+def step(kernel: KernelFacts) -> list[str]:
+    (loop,) = kernel.main_loops
+    return shortest_round(kernel, loop)
+
+
+def test_every_instance_is_there() -> None:
+    assert sorted(kernels()) == INSTANCES
+
+
+@each_instance
+def test_warpgroups_exchange_registers_as_planned(instance: tuple[int, str]) -> None:
+    kernel = kernels()[instance]
+    assert kernel.registers == 168
+    found = [re.search(r"USETMAXREG.*\b0x([0-9a-f]+)", line) for line in kernel.lines]
+    assert sorted(int(match[1], 16) for match in found if match) == [24, 240]
+
+
+@each_instance
+def test_local_memory_is_no_part_of_the_loop(instance: tuple[int, str]) -> None:
+    kernel = kernels()[instance]
+    assert kernel.local_in_loops == 0
+    assert kernel.stack_bytes <= MAX_STACK_BYTES
+
+
+@each_instance
+def test_products_are_those_of_warpgroups(instance: tuple[int, str]) -> None:
+    """Without a wait after each: the compiler serialises them where registers do not suffice."""
+    head_dim, dtype = instance
+    opcodes = step(kernels()[instance])
+    found = [opcode for opcode in opcodes if opcode.startswith("HGMMA")]
+    scores, gradients, query = 2 * head_dim // 16, 2 * 64 // 16, 128 // 16
+    assert len(found) == KEY_BLOCKS[head_dim] * (scores + gradients) + query
+    assert all(("BF16" in opcode) == (dtype == "bfloat16") for opcode in found)
+    assert sum(opcode.startswith("WARPGROUP.DEPBAR") for opcode in opcodes) <= 2 + 2 * KEY_BLOCKS[head_dim]
+
+
+@each_instance
+def test_copies_and_additions_are_those_of_tma(instance: tuple[int, str]) -> None:
+    """Consumers copy nothing, and add nothing to global memory."""
+    kernel = kernels()[instance]
+    kinds = {opcode.split(".")[0] for opcode in kernel.instructions}
+    assert {"UTMALDG", "UBLKCP", "UBLKRED"} <= kinds
+    opcodes = step(kernel)
+    assert not {opcode.split(".")[0] for opcode in opcodes} & {"LDGSTS", "LDG", "RED", "REDG", "ERRBAR"}
+    fences = [opcode for opcode in opcodes if opcode.startswith("MEMBAR")]
+    assert set(fences) <= {"MEMBAR.ALL.CTA"}  # what they store is for wgmma and TMA of this CTA
+
+
+@each_instance
+def test_a_step_is_short(instance: tuple[int, str]) -> None:
+    opcodes = step(kernels()[instance])
+    blocks = KEY_BLOCKS[instance[0]]
+    assert opcodes.count("MUFU.EX2") == 32 * blocks
+    assert not [opcode for opcode in opcodes if opcode.startswith(("FSEL", "SHFL", "FADD"))]  # no masks, delta is in dP
+    assert len(opcodes) / blocks <= MOST_INSTRUCTIONS[instance[0]]
