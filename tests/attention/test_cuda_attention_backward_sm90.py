@@ -46,7 +46,7 @@ def check(case: Case, problem: Problem | None = None, **how: Any) -> dict[str, T
     with launches.recorded() as found:
         result = backward.check(case, problem, **how)
     ran = [launched.report.kernel for launched in found]
-    for kernel in KERNELS if is_plain(case) else ():
+    for kernel in KERNELS:
         assert sum(kernel in each for each in ran) == 1, ran
     return result
 
@@ -67,13 +67,22 @@ def test_shapes(lengths: tuple[int, int], head_dim: int, dtype: torch.dtype, win
     check(case, seed=lengths[0], deterministic=lengths[1] % 2 == 0)
 
 
-@pytest.mark.parametrize("index", range(len(backward.OPTIONS)), ids=[str(case) or "none" for case in backward.OPTIONS])
-def test_each_option(index: int) -> None:
-    """Options go to the kernels for sm_80, and plain scores to those for Hopper."""
+PLAIN = [case for case in backward.OPTIONS if is_plain(case)]
+
+
+@pytest.mark.parametrize("index", range(len(PLAIN)), ids=[str(case) or "none" for case in PLAIN])
+def test_windows_scales_and_sinks(index: int) -> None:
     dtype = (torch.float16, torch.bfloat16)[index % 2]
     head_dim = HEAD_DIMS[index % 3]
-    case = replace(backward.OPTIONS[index], dtype=dtype, head_dims=(head_dim, head_dim))
+    case = replace(PLAIN[index], dtype=dtype, head_dims=(head_dim, head_dim))
     check(case, deterministic=index % 4 >= 2, seed=index)
+
+
+def test_options_go_to_the_kernels_for_sm_80() -> None:
+    with checked(), fastattn.use_backend("cuda"), fastattn.record() as calls:
+        query = torch.zeros(1, 2, 70, 64, device=DEVICE, dtype=torch.float16, requires_grad=True)
+        fastattn.attention(query, query, query, softcap=5.0).sum().backward()
+    assert "attention_backward_key_value_sm80<64, float16, options>" in calls[-1][2]
 
 
 @each_dtype
