@@ -122,12 +122,12 @@ struct ForwardOptionsTileSm90<64, 64> : ForwardTileSm90<64, 64> {
 };
 
 // The backward kernel of scores that are only scaled: kBlockM query rows a step; a consumer owns kKeyBlocks times 64 keys, each
-// block with 64 registers of dK and dV for every 64 dims. Counts as above, per warp and full step of kBlockM rows; "masked" is a
-// step with masks. Clocks of 64 rows by 64 keys, with what TMA brings and what is read to be added to dQ's sums as traffic of
-// shared memory; FlashAttention-3 is at 1059 and 1832 clocks for 64 and 128 dims in the same simulation. What binds are shared
+// block with 64 registers of dK and dV for every 64 dims. Predicted clocks of 64 rows by 64 keys, full and masked: 1076 and 1348
+// with 64 dims, 1824 and 2018 with 128, 1571 (full) with 96; FlashAttention-3 is at 1043 and 1808 (full) in the same simulation,
+// which counts what TMA brings and what is read to be added to dQ's sums as traffic of shared memory. What binds are shared
 // memory and the ports of the register file. Nothing is measured.
 //
-// Tried: 128 rows by 128 keys with 64 dims (1244 clocks, as products are serialised as registers are short); dP before dV, so that
+// Tried: 128 rows by 128 keys with 64 dims (1244 clocks: products are serialised, as registers are short); dP before dV, so that
 // dV runs beside dS (serialised); P beside dQ, which with 128 dims is predicted to save 2 %, and with 64 is serialised.
 template <int kHeadDim>
 struct BackwardTileSm90 {
