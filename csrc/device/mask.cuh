@@ -95,8 +95,8 @@ __device__ __forceinline__ void mask_own_columns(float (&rS)[1][kTilesN][4], con
     }
 }
 
-// The same with keys as they are and column i in bit i, for kernels whose registers the other form overflows: seen_by[half] are the keys that this lane's upper and lower row see. The columns of a lane
-// are bits of a mask, which cost fewer instructions than comparisons; `present` has those that anybody may see.
+// The same with column i in bit i, for kernels whose registers the other form overflows. seen_by[half]: the keys that
+// this lane's upper or lower row sees; `present` has the columns that anybody may see.
 template <int kTilesN>
 __device__ __forceinline__ void mask_own_columns(float (&rS)[1][kTilesN][4], const KeyRange (&seen_by)[2],
                                                  uint32_t present, int32_t first_key, int lane) {

@@ -760,7 +760,7 @@ def test_every_instance_is_launched() -> None:
     assert listed == {*axes, "backward_key_value_sm80", "backward_key_value_wide_sm80"}
     for name, values in axes.items():
         assert instances.rows_of(f"attention/instances/{name}.cu") == sorted(itertools.product(*values)), name
-    # Without options: wide tiles of keys as far as there are any, and where these need much shared memory others too.
+    # Without options: wide tiles of keys up to 128 dims, and others too where these need much shared memory.
     wide = [(head_dim, dtype) for head_dim in HEAD_DIMS if head_dim <= 128 for dtype in instances.DTYPES]
     plain = [(head_dim, False, dtype) for head_dim in HEAD_DIMS if head_dim > 64 for dtype in instances.DTYPES]
     options = [(head_dim, True, dtype) for head_dim in HEAD_DIMS for dtype in instances.DTYPES]

@@ -179,6 +179,37 @@ class KernelFacts:
         """The instructions of one of the loops, in the order of the text."""
         return list(filter(None, (full_opcode(self.lines[index]) for index in sorted(body))))
 
+    def shortest_round(self, body: frozenset[int], wanted: tuple[str, ...] = ()) -> list[str]:
+        """The opcodes of the shortest way once round one of the loops, of those that pass most opcodes that begin with
+        one of ``wanted``."""
+        target = {line.rstrip(":"): index for index, line in enumerate(self.lines) if line.endswith(":")}
+        start = min(body)
+        best: dict[int, tuple[int, int]] = {start: (0, 0)}  # to each line: minus the number of those, the length
+        before: dict[int, int] = {}
+        ends: list[int] = []
+        pending = [start]
+        while pending:
+            at = pending.pop(0)
+            line = self.lines[at]
+            jump = re.search(r"BRA(?:\.U\w*)?\s.*\(?(\.L[\w.]*)\)?", line)
+            following = [target[jump[1]]] if jump else []
+            if not jump or line.startswith("@"):
+                following.append(at + 1)
+            for after in following:
+                if after == start:
+                    ends.append(at)
+                if after == start or after not in body:
+                    continue
+                name = full_opcode(self.lines[after])
+                way = (best[at][0] - name.startswith(wanted), best[at][1] + bool(name))
+                if after not in best or way < best[after]:
+                    best[after], before[after] = way, at
+                    pending.append(after)
+        path = [min(ends, key=best.__getitem__)]
+        while path[-1] != start:
+            path.append(before[path[-1]])
+        return [name for name in (full_opcode(self.lines[index]) for index in reversed(path)) if name]
+
     @cached_property
     def local_in_loops(self) -> int:
         """Accesses to local memory within the main loops."""

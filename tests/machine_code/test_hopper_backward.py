@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import deque
 
 import pytest
 
 import instances
 from emulator import static_facts
-from emulator.static_facts import KernelFacts, full_opcode
+from emulator.static_facts import KernelFacts
 from installed_library import BUILD, LIBRARY_PATH
 
 pytestmark = [
@@ -42,35 +41,10 @@ def kernels() -> dict[tuple[int, str], KernelFacts]:
     return found
 
 
-def shortest_round(kernel: KernelFacts, body: frozenset[int]) -> list[str]:
-    """The opcodes of the shortest way once round a loop: of a full step whose barriers have completed."""
-    first = min(body)
-    target = {line.rstrip(":"): index for index, line in enumerate(kernel.lines) if line.endswith(":")}
-    came_from = {first: -1}
-    queue = deque([first])
-    while queue:
-        at = queue.popleft()
-        line = kernel.lines[at]
-        jump = re.search(r"BRA(?:\.\w+)*\s.*\(?(\.L[\w.]*)\)?", line)
-        after = [target[jump[1]]] if jump else []
-        if not jump or line.startswith("@"):
-            after.append(at + 1)
-        for index in after:
-            if index <= first and jump:
-                path = []
-                while at >= 0:
-                    path.append(full_opcode(kernel.lines[at]))
-                    at = came_from[at]
-                return [opcode for opcode in reversed(path) if opcode]
-            if index in body and index not in came_from:
-                came_from[index] = at
-                queue.append(index)
-    raise AssertionError("the loop does not go round")
-
-
 def step(kernel: KernelFacts) -> list[str]:
+    """Of a full step whose barriers have completed: the shortest way round the loop."""
     (loop,) = kernel.main_loops
-    return shortest_round(kernel, loop)
+    return kernel.shortest_round(loop)
 
 
 def test_every_instance_is_there() -> None:

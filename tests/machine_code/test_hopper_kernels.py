@@ -98,34 +98,7 @@ def usual_path(kernel: KernelFacts, body: frozenset[int]) -> list[str]:
 def masked_path(kernel: KernelFacts, body: frozenset[int]) -> list[str]:
     """The opcodes of the shortest way through a loop on which every mask is set (R2P) and every tile of values is
     searched for what is not finite (BAR.RED): nothing that seldom happens is on it."""
-    wanted = ("R2P", "BAR.RED")
-    target = {line.rstrip(":"): index for index, line in enumerate(kernel.lines) if line.endswith(":")}
-    start = min(body)
-    best: dict[int, tuple[int, int]] = {start: (0, 0)}  # to each line: minus the number of those, the length
-    before: dict[int, int] = {}
-    ends: list[int] = []
-    pending = [start]
-    while pending:
-        at = pending.pop(0)
-        line = kernel.lines[at]
-        jump = re.search(r"BRA(?:\.U\w*)?\s.*\(?(\.L[\w.]*)\)?", line)
-        following = [target[jump[1]]] if jump else []
-        if not jump or line.startswith("@"):
-            following.append(at + 1)
-        for after in following:
-            if after == start:
-                ends.append(at)
-            if after == start or after not in body:
-                continue
-            opcode = full_opcode(kernel.lines[after])
-            way = (best[at][0] - opcode.startswith(wanted), best[at][1] + bool(opcode))
-            if after not in best or way < best[after]:
-                best[after], before[after] = way, at
-                pending.append(after)
-    path = [min(ends, key=best.__getitem__)]
-    while path[-1] != start:
-        path.append(before[path[-1]])
-    return [opcode for opcode in (full_opcode(kernel.lines[index]) for index in reversed(path)) if opcode]
+    return kernel.shortest_round(body, ("R2P", "BAR.RED"))
 
 
 def loops(kernel: KernelFacts) -> tuple[frozenset[int], frozenset[int]]:
