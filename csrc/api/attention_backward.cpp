@@ -14,6 +14,7 @@
 #include "api/kernel_choice.h"
 #include "api/scores.h"
 #include "attention/backward.h"
+#include "attention/plan_row_shares.h"
 #include "attention/query_gradient.h"
 #include "attention/tile_order.h"
 #include "host/device_facts.h"
@@ -79,39 +80,72 @@ BiasGradientView bias_gradient_view(const Tensor& gradient) {
 
 // What kernels leave for those that follow. It lives until all of them have been started.
 struct Workspace {
-    Tensor shift, delta, query_sums;
-    std::optional<Tensor> log2_sum, row_terms, counters;
+    Tensor zeros, others;
 };
 
-// O(tokens): up to four numbers for each row, and dQ in fp32, in tiles of as many rows as the kernel takes.
+// One tensor's memory, dealt out in the order in which it is asked for: sizes first, then addresses.
+class Dealer {
+  public:
+    explicit Dealer(float* memory) : memory_(memory) {}
+
+    // Of so many numbers, aligned to 128 bytes; null without memory, and where there are none.
+    template <typename Number = float>
+    Number* take(int64_t count) {
+        static_assert(sizeof(Number) == sizeof(float));
+        constexpr int64_t kAlignment = 128 / sizeof(float);
+        float* const begin = memory_ != nullptr && count > 0 ? memory_ + taken_ : nullptr;
+        taken_ += (count + kAlignment - 1) / kAlignment * kAlignment;
+        return reinterpret_cast<Number*>(begin);
+    }
+
+    int64_t taken() const { return taken_; }
+
+  private:
+    float* memory_;
+    int64_t taken_ = 0;
+};
+
+// O(tokens): up to six numbers for each query row, dQ in fp32, in tiles of as many rows as the kernel takes, and dK and dV in
+// fp32 of the tiles of keys that CTAs share.
 Workspace make_workspace(AttentionBackwardParams& params, const Tensor& query, const AttentionSizes& sizes,
-                         const BackwardKernels::Row& kernel, bool deterministic) {
-    const int32_t block_m = kernel.tile.block_m;
+                         const BackwardKernels::Row& kernel, bool deterministic, const DeviceFacts& facts) {
+    const int32_t block_m = kernel.tile.block_m, block_n = kernel.tile.block_n;
+    const int32_t head_dim = kernel.key.size.head_dim;
     const bool is_for_hopper = kernel.key.architecture == 90;
     const int64_t num_tiles =
         sizes.heads * num_query_tiles(sizes.batch, params.query.rows, sizes.is_packed, query.size(0), block_m);
-    Workspace workspace;
-    workspace.shift = empty_rows(query);
-    workspace.delta = empty_rows(query);
-    workspace.query_sums = torch::stable::new_zeros(
-        query, {num_tiles * query_tile_elements(/*in_parts=*/is_for_hopper, block_m, kernel.key.size.head_dim)},
-        ScalarType::Float);
-    params.shift = rows_view(workspace.shift, params.query);
-    params.delta = rows_view(workspace.delta, params.query);
-    params.query_sums = static_cast<float*>(workspace.query_sums.data_ptr());
-    if (is_additive(params.scores.bias)) {
-        workspace.log2_sum = empty_rows(query);
-        params.log2_sum = rows_view(*workspace.log2_sum, params.query);
-    }
-    if (is_for_hopper) {
-        workspace.row_terms = torch::stable::new_empty(query, {num_tiles * 2 * block_m}, ScalarType::Float);
-        params.row_terms = {static_cast<float*>(workspace.row_terms->data_ptr()), block_m};
-    }
-    if (is_for_hopper || deterministic) {
-        workspace.counters = torch::stable::new_zeros(query, {1 + (deterministic ? num_tiles : 0)}, ScalarType::Int);
-        params.num_claimed = static_cast<int32_t*>(workspace.counters->data_ptr());
-        if (deterministic) params.turns = params.num_claimed + 1;
-    }
+    params.shares =
+        is_for_hopper ? row_shares(params, block_m, block_n, facts.num_sms, deterministic) : RowShares{0, 1, 1};
+    const int64_t num_shared = num_shared_tiles(params, block_n);
+    const int64_t num_rows = int64_t{sizes.heads} * (sizes.is_packed ? query.size(0) : query.size(0) * query.size(2));
+    const bool counts = is_for_hopper || deterministic;
+
+    const auto deal_zeros = [&](float* memory) {
+        Dealer dealer(memory);
+        params.num_claimed = dealer.take<int32_t>(counts ? 1 : 0);
+        params.turns = dealer.take<int32_t>(deterministic ? num_tiles : 0);
+        params.key_turns = dealer.take<int32_t>(deterministic ? num_shared * kMostConsumersOfTile : 0);
+        params.query_sums = dealer.take(num_tiles * query_tile_elements(/*in_parts=*/is_for_hopper, block_m, head_dim));
+        params.key_sums = dealer.take(num_shared * key_tile_elements(block_n, head_dim));
+        return dealer.taken();
+    };
+    const auto deal_others = [&](float* memory) {
+        Dealer dealer(memory);
+        const auto take_rows = [&](int64_t count) {
+            RowsView rows = params.lse;
+            rows.data = dealer.take(count);
+            return rows;
+        };
+        params.shift = take_rows(num_rows);
+        params.delta = take_rows(num_rows);
+        params.log2_sum = take_rows(is_additive(params.scores.bias) ? num_rows : 0);
+        params.row_terms = {dealer.take(is_for_hopper ? num_tiles * 2 * block_m : 0), block_m};
+        return dealer.taken();
+    };
+    Workspace workspace{torch::stable::new_zeros(query, {deal_zeros(nullptr)}, ScalarType::Float),
+                        torch::stable::new_empty(query, {deal_others(nullptr)}, ScalarType::Float)};
+    deal_zeros(static_cast<float*>(workspace.zeros.data_ptr()));
+    deal_others(static_cast<float*>(workspace.others.data_ptr()));
     return workspace;
 }
 
@@ -171,7 +205,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const BackwardKernels kernels =
         backward_kernels(facts.compute_capability, facts.shared_bytes_per_cta, sizes.widest(), sizes.dtype,
                          options.change_scores(), params.grad_bias.data != nullptr, params.grad_sinks != nullptr);
-    const Workspace workspace = make_workspace(params, query, sizes, *kernels.key_value, deterministic);
+    const Workspace workspace = make_workspace(params, query, sizes, *kernels.key_value, deterministic, facts);
     for (BackwardKernels::Row* kernel : kernels.in_order()) {
         if (kernel != nullptr) kernel->launch(params, device.stream());
     }

@@ -8,6 +8,8 @@
 #include <string>
 
 #include "api/kernel_choice.h"
+#include "attention/plan_row_shares.h"
+#include "attention/tile_order.h"
 #include "decode/split_plan.h"
 #include "host/device_facts.h"
 #include "host/kernel_table.h"
@@ -46,6 +48,11 @@ Int8KernelTable& int8_kernels(int32_t which) {
 // How a launch deals its steps to CTAs, and how many parts of tiles pass through a workspace.
 struct Dealt {
     int64_t ctas, longest_steps, block_m, parts;
+};
+
+// RowShares, the heads whose tiles are claimed in turn, and the kernel's tile.
+struct DealtBackward {
+    int64_t first_tile, of_heads, of_rows, heads_per_group, block_m, block_n;
 };
 
 }  // namespace
@@ -102,6 +109,33 @@ FASTATTN_ASKED_BY_PYTHON int32_t fastattn_attention_backward_kernels(int32_t com
         return count;
     } catch (const std::exception&) {
         return 0;
+    }
+}
+
+// How the kernel that runs a call without options deals its tiles of keys. total_keys: of packed sequences, else -1.
+// Zeros where CTAs share no tiles, or no kernel runs.
+FASTATTN_ASKED_BY_PYTHON fastattn::DealtBackward fastattn_dealt_backward(
+    const fastattn::DeviceFacts* facts, int32_t widest, int32_t batch, int32_t heads, int32_t key_heads, int32_t rows,
+    int32_t keys, int32_t total_keys, int32_t window_left, int32_t window_right, int32_t is_deterministic) {
+    using namespace fastattn;
+    try {
+        const BackwardKernels kernels = backward_kernels(facts->compute_capability, facts->shared_bytes_per_cta, widest,
+                                                         DataType::kBFloat16, false, false, false);
+        if (kernels.key_value->key.architecture != 90) return {};
+        AttentionBackwardParams params{};
+        params.query.batch = params.key.batch = batch;
+        params.query.heads = heads, params.query.rows = rows, params.query.head_dim = widest;
+        params.key.heads = key_heads, params.key.rows = keys;
+        params.scores.window_left = window_left, params.scores.window_right = window_right;
+        const int32_t somewhere = 0;
+        if (total_keys >= 0) params.packed.cu_seqlens_k = &somewhere, params.packed.total_k = total_keys;
+        const TileFacts& tile = kernels.key_value->tile;
+        params.heads_per_group = claimed_key_heads_per_group(params.query, params.key, facts->l2_bytes, tile.block_n,
+                                                             facts->num_sms, is_deterministic != 0);
+        const RowShares shares = row_shares(params, tile.block_m, tile.block_n, facts->num_sms, is_deterministic != 0);
+        return {shares.first_tile, shares.of_heads, shares.of_rows, params.heads_per_group, tile.block_m, tile.block_n};
+    } catch (const std::exception&) {
+        return {};
     }
 }
 

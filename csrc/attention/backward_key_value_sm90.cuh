@@ -12,7 +12,7 @@
 //   work         2       says which tile of keys            after its gradients
 //   keys         1       K, V; before the first product     after the last
 //   rows         kStages Q, dO and row terms of a step      after its dV and dK
-//   query_part   1       dQ of a consumer (who fills it)    when it has been read to be added
+//   part         1       dQ of a consumer (who fills it)    when it has been read to be added
 //
 // dQ and S of the next step are multiplied while dK is, and dQ is stored during S. From 65 dims on a consumer's dQ needs dS
 // of both, which pass through shared memory, of two steps in turn. While a consumer computes P or dS, the tensor cores have the
@@ -148,25 +148,44 @@ struct BackwardConsumerSm90 {
         ptx::wgmma_commit_group();
     }
 
-    // Leaves dQ's part to the warp that adds it.
-    __device__ __forceinline__ void store_query_part(const QueryPart& rdQ) {
-        const Ring<1> query_part(shared.query_part[warpgroup], num_steps);
-        query_part.wait_empty();
+    // Leaves 64 columns of a gradient to the warp that adds parts. num_before: parts that were left before, or an even number less.
+    template <int kFirstTile, bool kInLoop, int kNumTiles>
+    __device__ __forceinline__ void store_part(const float (&rC)[1][kNumTiles][4], uint32_t num_before) const {
+        const Ring<1> part(shared.part[warpgroup], num_before);
+        part.wait_empty();
         // With 64 dims no register is left for what follows from it; with more, computing it anew costs more than registers do.
-        const int lane = Config::kKeyBlocks > 1 ? ptx::opaque(this->lane) : this->lane;
-        const uint32_t sdQ = shared_address(shared.sdQ[warpgroup]) + accumulator_column(lane) * sizeof(float);
+        const int lane = kInLoop && Config::kKeyBlocks == 1 ? this->lane : ptx::opaque(this->lane);
+        const uint32_t sPart = shared_address(shared.sPart[warpgroup]) + accumulator_column(lane) * sizeof(float);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = warp * kMmaM + accumulator_row(lane) + 8 * half;
 #pragma unroll
             for (int block = 0; block < kQueryPartDims / kMmaN; ++block) {
-                ptx::st_shared_v2_f32(sdQ + query_part_offset(row, block) * sizeof(float), rdQ[0][block][2 * half],
-                                      rdQ[0][block][2 * half + 1]);
+                constexpr int kMissing = kNumTiles - 1;
+                const bool exists = kFirstTile + block < kNumTiles;
+                const auto& tile = rC[0][exists ? kFirstTile + block : kMissing];
+                ptx::st_shared_v2_f32(sPart + query_part_offset(row, block) * sizeof(float),
+                                      exists ? tile[2 * half] : 0.0f, exists ? tile[2 * half + 1] : 0.0f);
             }
         }
         ptx::fence_proxy_async_shared();
         __syncwarp();  // waits until every lane has stored its numbers
-        if (lane == 0) query_part.arrive_full();
+        if (lane == 0) part.arrive_full();
+    }
+
+    __device__ __forceinline__ void store_query_part(const QueryPart& rdQ) const {
+        store_part<0, /*kInLoop=*/true>(rdQ, num_steps);
+    }
+
+    // dK and dV of a block of keys, after its steps.
+    __device__ __forceinline__ void store_key_parts(const Gradient& rK, const Gradient& rV) const {
+        for_constant<Config::kQueryParts>([&](auto part) {
+            store_part<part.value * kQueryPartDims / kMmaN, /*kInLoop=*/false>(rK, num_steps + part.value);
+        });
+        for_constant<Config::kQueryParts>([&](auto part) {
+            store_part<part.value * kQueryPartDims / kMmaN, /*kInLoop=*/false>(
+                rV, num_steps + Config::kQueryParts + part.value);
+        });
     }
 
     // The K of dQ where masks hide keys from rows: 0 in dS would not silence NaN or infinity. A row that sees such a key has a dS that is
@@ -223,9 +242,11 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim>::kNumThreads, 1)
     if (warpgroup == Config::kNumConsumers) {
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
         if (warp == 0) {
+            claim(shared, params, lane);
+        } else if (warp == 1) {
             produce(shared, all_params, lane);
-        } else if (warp <= Config::kNumConsumers) {
-            add_query_parts(shared, params, warp - 1, lane);
+        } else if (warp < 2 + Config::kNumConsumers) {
+            add_parts(shared, params, warp - 2, lane);
         }
         return;
     }
@@ -233,7 +254,6 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim>::kNumThreads, 1)
     // Consumers.
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     Consumer consumer(shared, warpgroup, warp, lane);
-    const int32_t group_size = params.query.heads / params.key.heads;
     const float scale_log2 = params.scores.scale * kLog2E;
 
     for_work(shared, lane, [&](const KeysOfWork<Config>& keys) {
@@ -249,7 +269,6 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim>::kNumThreads, 1)
             ptx::written_by_wgmma(rK[block]);
             ptx::written_by_wgmma(rV[block]);
         }
-        const int32_t begin_tile = warp_uniform(keys.begin_tile), end_tile = warp_uniform(keys.end_tile);
         // The columns of a tile of rows that see this lane's keys of a block. Computed anew for each masked tile: registers are scarce.
         const auto columns_of = [&](int block, int32_t row_tile) {
             RowRange seen_by[2];
@@ -301,13 +320,14 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim>::kNumThreads, 1)
 
         Ring<1> key_ring(shared.keys, consumer.num_tiles++);
         key_ring.wait_full();
-        int32_t num_left = (end_tile - begin_tile) * group_size;
+        int32_t num_left = warp_uniform(keys.num_steps);
         if (num_left > 0) {
             const uint16_t* sKForDq = keys.are_all_full() ? shared.sK : consumer.finite_keys();
             const int32_t begin_full = warp_uniform(keys.begin_full[warpgroup]);
             const int32_t end_full = warp_uniform(keys.end_full[warpgroup]);
             ScoresAsA rdS16;  // of the step whose dK and dQ are due
-            int32_t row_tile = end_tile - 1;
+            const int32_t num_heads = warp_uniform(keys.num_heads);
+            int32_t row_tile = warp_uniform(keys.begin_row_tile), heads_left = num_heads;
             {
                 Scores rS;
                 consumer.rows().wait_full();
@@ -324,7 +344,10 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim>::kNumThreads, 1)
                 next.wait_full();
                 consumer.start_dq(rdQ, sKForDq);
                 consumer.start_scores(rS, shared.sK, 0, shared.sQ[next.stage]);
-                row_tile = row_tile == begin_tile ? end_tile - 1 : row_tile - 1;
+                if (--heads_left == 0) {
+                    --row_tile;
+                    heads_left = num_heads;
+                }
                 ptx::wgmma_wait_group<1>();  // leaves S in flight
                 ptx::written_by_wgmma(rdQ);
                 consumer.store_query_part(rdQ);
@@ -348,8 +371,12 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim>::kNumThreads, 1)
         for (int block = 0; block < kKeyBlocks; ++block) {
             ptx::written_by_wgmma(rK[block]);
             ptx::written_by_wgmma(rV[block]);
-            consumer.store(params.grad_key, keys, rK[block], block, params.scores.scale);
-            consumer.store(params.grad_value, keys, rV[block], block, 1.0f);
+            if (keys.is_shared()) {
+                consumer.store_key_parts(rK[block], rV[block]);
+            } else {
+                consumer.store(params.grad_key, keys, rK[block], block, params.scores.scale);
+                consumer.store(params.grad_value, keys, rV[block], block, 1.0f);
+            }
         }
     });
 }
@@ -362,18 +389,18 @@ void launch_attention_backward_key_value_sm90(LaunchedKernel& kernel, const Atte
     const auto map_of = [&](const HeadsView<const uint16_t>& view, int32_t total, int32_t box_rows) {
         return tensor_map(view, is_packed ? total : view.rows, /*group=*/1, box_rows, kDataType);
     };
-    const int64_t num_items = int64_t{ceil_div(params.key.rows, Config::kBlockN)} * params.key.heads * params.key.batch;
+    const int64_t first_tile = params.shares.first_tile;
+    const int64_t num_items = first_tile + (num_key_tiles(params, Config::kBlockN) - first_tile) *
+                                               params.shares.of_heads * params.shares.of_rows;
     constexpr int64_t kMostItems = 0x7fffffff;  // CTAs count on behind the last one
     if (num_items > kMostItems) {
         throw std::runtime_error("fastattn: " + kernel.name() + " takes at most " + std::to_string(kMostItems) +
                                  " tiles of keys of all heads and sequences, got " + std::to_string(num_items));
     }
-    const AttentionBackwardParamsSm90 all_params{params,
-                                                 map_of(params.query, params.packed.total_q, Config::kBlockM),
+    const AttentionBackwardParamsSm90 all_params{params, map_of(params.query, params.packed.total_q, Config::kBlockM),
                                                  map_of(params.grad_out, params.packed.total_q, Config::kBlockM),
                                                  map_of(params.key, params.packed.total_k, Config::kBlockN),
-                                                 map_of(params.value, params.packed.total_k, Config::kBlockN),
-                                                 static_cast<uint32_t>(num_items)};
+                                                 map_of(params.value, params.packed.total_k, Config::kBlockN)};
     const Launch launch{std::min<int64_t>(num_items, device_facts().num_sms), Config::kNumThreads,
                         sizeof(BackwardStorageSm90<Config>)};
     kernel.launch(attention_backward_key_value_sm90<kHeadDim, kDataType>, launch, all_params, stream);

@@ -1,13 +1,16 @@
-// dQ = scale · (what the CTAs of all keys have added up), rounded: the end of the backward pass on Hopper.
+// The end of the backward pass on Hopper: dQ = scale · (what the CTAs of all keys have added up), rounded; and likewise dK and dV
+// of the tiles of keys whose rows CTAs share.
 //
-// One CTA takes one tile of query rows of one head. Its parts (attention/query_gradient.h) are read in order, 16 bytes a lane, and
-// its rows are written 8 bytes a lane. Memory bandwidth binds.
+// One CTA takes one tile of query rows of one head, or behind these 64 keys of dK or dV. Its parts (attention/query_gradient.h)
+// are read in order, 16 bytes a lane, and its rows are written 8 bytes a lane. Memory bandwidth binds.
 #pragma once
 
 #include <cstdint>
 
 #include "attention/backward.h"
+#include "attention/backward_work_sm90.cuh"
 #include "attention/query_gradient.h"
+#include "attention/row_shares.h"
 #include "attention/tiles_sm90.h"
 #include "device/fragment.cuh"
 #include "device/sequence.cuh"
@@ -18,44 +21,71 @@ namespace fastattn {
 
 inline constexpr int kQueryThreadsSm90 = 256;
 
+// 64 rows from first_row on, of which num_rows exist: factor · sums. Rows of the sequence begin at first_in_memory.
 template <int kHeadDim, DataType kDataType>
-__global__ void __launch_bounds__(kQueryThreadsSm90)
-    attention_backward_query_sm90(const __grid_constant__ AttentionBackwardParams params) {
-    constexpr int kBlockM = BackwardTileSm90<kHeadDim>::kBlockM;
-    static_assert(kBlockM == kQueryPartRows, "a part has all rows of a tile");
+__device__ __forceinline__ void round_sums(const HeadsView<uint16_t>& gradient, int32_t batch, int32_t head,
+                                           int64_t first_in_memory, int32_t num_rows, const float* sums, float factor) {
     constexpr int kQuad = 4, kQuadsPerRow = kQueryPartDims / kQuad;
-    constexpr int kElements = query_tile_elements(/*in_parts=*/true, kBlockM, kHeadDim);
-    const int32_t num_tiles = ceil_div(params.query.rows, kBlockM);
-    const int32_t tile = blockIdx.x % num_tiles, head = blockIdx.x / num_tiles % params.query.heads;
-    const int32_t batch = blockIdx.x / num_tiles / params.query.heads;
-    const bool is_packed = params.packed.cu_seqlens_q != nullptr;
-    const Sequence rows = sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
-    const int32_t first_row = tile * kBlockM;
-    if (first_row >= rows.length) return;
-
-    const int64_t sums_tile = first_query_tile(batch, params.query.rows, is_packed, rows.begin, kBlockM) + tile;
-    const float* sums = params.query_sums + (sums_tile * params.query.heads + head) * kElements;
-    const float scale = params.scores.scale;
+    constexpr int kElements = query_tile_elements(/*in_parts=*/true, kQueryPartRows, kHeadDim);
 #pragma unroll 4
     for (int i = threadIdx.x; i < kElements / kQuad; i += kQueryThreadsSm90) {
         const int part = i / (kQueryPartElements / kQuad), row = i / kQuadsPerRow % kQueryPartRows;
         const int column_of_part = i % kQuadsPerRow * kQuad;
         const int column = part * kQueryPartDims + column_of_part;
-        if (first_row + row >= rows.length || column >= params.grad_query.head_dim) continue;
+        if (row >= num_rows || column >= gradient.head_dim) continue;
         const float* numbers =
             sums + part * kQueryPartElements + query_part_offset(row, column_of_part / kMmaN) + column_of_part % kMmaN;
         const float4 quad = *reinterpret_cast<const float4*>(numbers);
-        *reinterpret_cast<uint2*>(row_pointer(params.grad_query, batch, head, rows.begin + first_row + row) + column) =
-            uint2{pack<kDataType>(quad.x * scale, quad.y * scale), pack<kDataType>(quad.z * scale, quad.w * scale)};
+        *reinterpret_cast<uint2*>(row_pointer(gradient, batch, head, first_in_memory + row) + column) =
+            uint2{pack<kDataType>(quad.x * factor, quad.y * factor), pack<kDataType>(quad.z * factor, quad.w * factor)};
     }
+}
+
+template <int kHeadDim, DataType kDataType>
+__global__ void __launch_bounds__(kQueryThreadsSm90)
+    attention_backward_query_sm90(const __grid_constant__ AttentionBackwardParams params) {
+    using Config = BackwardConfigSm90<kHeadDim>;
+    constexpr int kBlockM = Config::kBlockM, kElements = query_tile_elements(/*in_parts=*/true, kBlockM, kHeadDim);
+    static_assert(kBlockM == kQueryPartRows, "a part has all rows of a tile");
+    const bool is_packed = params.packed.cu_seqlens_q != nullptr;
+    const int32_t num_tiles = ceil_div(params.query.rows, kBlockM);
+    const uint32_t num_query_ctas = num_tiles * params.query.heads * params.query.batch;
+    if (blockIdx.x < num_query_ctas) {
+        const int32_t tile = blockIdx.x % num_tiles, head = blockIdx.x / num_tiles % params.query.heads;
+        const int32_t batch = blockIdx.x / num_tiles / params.query.heads;
+        const Sequence rows = sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
+        const int32_t first_row = tile * kBlockM;
+        const int64_t sums_tile = first_query_tile(batch, params.query.rows, is_packed, rows.begin, kBlockM) + tile;
+        round_sums<kHeadDim, kDataType>(
+            params.grad_query, batch, head, int64_t{rows.begin} + first_row, rows.length - first_row,
+            params.query_sums + (sums_tile * params.query.heads + head) * kElements, params.scores.scale);
+        return;
+    }
+
+    constexpr int kBlocks = Config::kBlockN / kQueryPartRows;
+    const uint32_t block = blockIdx.x - num_query_ctas, shared_tile = block / (2 * kBlocks);
+    const KeyTileOrder order(params, Config::kBlockN, threadIdx.x % kWarpSize);
+    HeadTile place;
+    KeysOfWork<Config> keys;
+    const RowShare first_share{params.shares.first_tile + shared_tile, 0};
+    if (!order.find(place, params, first_share.tile, Config::kBlockN)) return;
+    if (!keys.find(params, first_share, place) || !keys.is_shared()) return;
+    const bool is_value = block / kBlocks % 2 != 0;
+    const int32_t first_key = keys.first_key + block % kBlocks * kQueryPartRows;
+    round_sums<kHeadDim, kDataType>(
+        is_value ? params.grad_value : params.grad_key, keys.batch, keys.head, int64_t{keys.sequence_begin} + first_key,
+        keys.num_keys - first_key, params.key_sums + int64_t{block} * kElements, is_value ? 1.0f : params.scores.scale);
 }
 
 template <int kHeadDim, DataType kDataType>
 void launch_attention_backward_query_sm90(LaunchedKernel& kernel, const AttentionBackwardParams& params,
                                           Stream stream) {
-    const int64_t num_ctas = int64_t{ceil_div(params.query.rows, BackwardTileSm90<kHeadDim>::kBlockM)} *
-                             params.query.heads * params.query.batch;
-    kernel.launch(attention_backward_query_sm90<kHeadDim, kDataType>, {num_ctas, kQueryThreadsSm90, 0}, params, stream);
+    using Config = BackwardConfigSm90<kHeadDim>;
+    const int64_t num_query_ctas =
+        int64_t{ceil_div(params.query.rows, Config::kBlockM)} * params.query.heads * params.query.batch;
+    const int64_t num_key_ctas = num_shared_tiles(params, Config::kBlockN) * 2 * (Config::kBlockN / kQueryPartRows);
+    kernel.launch(attention_backward_query_sm90<kHeadDim, kDataType>,
+                  {num_query_ctas + num_key_ctas, kQueryThreadsSm90, 0}, params, stream);
 }
 
 }  // namespace fastattn

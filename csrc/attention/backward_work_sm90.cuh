@@ -6,6 +6,7 @@
 
 #include "attention/backward.h"
 #include "attention/query_gradient.h"
+#include "attention/row_shares.h"
 #include "attention/tile_order.h"
 #include "attention/tiles_sm90.h"
 #include "device/fragment.cuh"
@@ -26,7 +27,6 @@ namespace fastattn {
 struct AttentionBackwardParamsSm90 {
     AttentionBackwardParams attention;
     TensorMap query, grad_out, key, value;
-    uint32_t num_items;  // tiles of keys, of all heads and sequences
 };
 
 template <int kHeadDim_>
@@ -55,17 +55,29 @@ struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
     static constexpr int kWarpsOfExchange = 4 * Tile::kNumConsumers / kExchanges;
     using ScoreTile = TmaTile<kExchangedKeys, Tile::kBlockM>;  // of dSᵀ
 
+    // dK and dV of a tile that CTAs share: all parts, and in which order a consumer passes its own: by blocks of keys.
+    static constexpr int kKeyParts = 2 * Tile::kBlockN / kQueryPartRows * kQueryParts;
+    static constexpr int kKeyPartsOfConsumer = kKeyParts / Tile::kNumConsumers;
+    __device__ __forceinline__ static constexpr int key_part(int consumer, int i) {
+        const int block = consumer * Tile::kKeyBlocks + i / (2 * kQueryParts);
+        const int which = i / kQueryParts % 2;  // dK, dV
+        return (which * (Tile::kBlockN / kQueryPartRows) + block) * kQueryParts + i % kQueryParts;
+    }
+    static_assert(kKeyParts * kQueryPartElements == key_tile_elements(Tile::kBlockN, kHeadDim), "as the host counts");
+    static_assert(kKeyPartsOfConsumer / Tile::kKeyBlocks % 2 == 0, "see BackwardConsumerSm90::store_part");
+
     static_assert(kQueryParts * kQueryPartElements == query_tile_elements(/*in_parts=*/true, Tile::kBlockM, kHeadDim),
                   "the host counts as the kernel does");
     static_assert(Tile::kBlockM == kQueryPartRows && RowTile::kBlockColumns == kQueryPartDims, "one m64n64 of dQ");
     static_assert(Tile::kBlockM <= kMostRowsInBlock, "see backward_rows_sm80.cuh");
+    static_assert(Tile::kNumConsumers <= kMostConsumersOfTile, "as the host counts");
     static constexpr int kStartRegisters = 65536 / kNumThreads / 8 * 8;
     static_assert(Tile::kConsumerRegisters * Tile::kNumConsumers + Tile::kProducerRegisters <=
                       kStartRegisters * (Tile::kNumConsumers + 1),
                   "warpgroups exchange the registers that the CTA has");
 };
 
-// A tile of keys of one head, and the query rows that see any of them.
+// A tile of keys of one head, the query rows that see any of them, and a CTA's share of these.
 template <typename Config>
 struct KeysOfWork {
     int32_t batch, head;          // of K and V
@@ -75,15 +87,18 @@ struct KeysOfWork {
     Window window;
     int32_t begin_tile, end_tile;  // tiles of rows
     int32_t first_sums_tile;       // of the sequence, in dQ's sums
+    int32_t share, num_shares;
+    uint32_t shared_tile;               // in the sums of dK and dV
+    int32_t begin_head, num_heads;      // query heads of this share
+    int32_t begin_row_tile, num_steps;  // where it begins, and how many steps it has
     // Tiles of which every row that exists sees all keys of a consumer; the last range: of all consumers.
     int32_t begin_full[Config::kNumConsumers + 1], end_full[Config::kNumConsumers + 1];
 
-    // False: the sequence has no such keys.
-    __device__ __forceinline__ bool find(const AttentionBackwardParams& params, uint32_t item) {
+    // False: there are no such keys, or fewer shares.
+    __device__ __forceinline__ bool find(const AttentionBackwardParams& params, const RowShare& item,
+                                         const HeadTile& place) {
         constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kConsumerKeys = Config::kConsumerKeys;
         const bool is_packed = params.packed.cu_seqlens_q != nullptr;
-        const HeadTile place = head_tile(item, params.key.batch, params.key.heads, params.heads_per_group,
-                                         ceil_div(params.key.rows, kBlockN));
         const Sequence keys =
             sequence_of(params.packed.cu_seqlens_k, place.batch, params.packed.total_k, params.key.rows);
         batch = place.batch, head = place.head;
@@ -96,6 +111,17 @@ struct KeysOfWork {
         const RowRange sees_last = window.rows_of(min(first_key + kBlockN, num_keys) - 1, rows.length);
         begin_tile = sees_first.begin / kBlockM;
         end_tile = max(ceil_div(sees_last.end, kBlockM), begin_tile);
+
+        const int32_t seen_by = end_tile - begin_tile, group_size = params.query.heads / params.key.heads;
+        const RowParts parts(params.shares, item.tile, group_size, seen_by);
+        share = item.share, num_shares = parts.num();
+        if (share >= num_shares) return false;
+        shared_tile = item.tile - params.shares.first_tile;
+        const int32_t rows_before = begin_of_part(seen_by, share % parts.of_rows, parts.of_rows);
+        num_heads = group_size / parts.of_heads;
+        begin_head = head * group_size + share / parts.of_rows * num_heads;
+        begin_row_tile = end_tile - 1 - rows_before;
+        num_steps = (begin_of_part(seen_by, share % parts.of_rows + 1, parts.of_rows) - rows_before) * num_heads;
 #pragma unroll 1
         for (int i = 0; i <= Config::kNumConsumers; ++i) {
             const bool of_all = i == Config::kNumConsumers;
@@ -109,18 +135,24 @@ struct KeysOfWork {
         return true;
     }
 
+    __device__ __forceinline__ bool is_shared() const { return num_shares > 1; }
+
     __device__ __forceinline__ bool are_all_full() const {
         return warp_uniform(begin_full[Config::kNumConsumers] <= begin_tile &&
                             end_full[Config::kNumConsumers] >= end_tile) != 0;
     }
 
-    // Calls function(head, row_tile) for each step, in the order in which consumers take them: the query heads of the key
-    // head one after the other, and of each the last rows first. CTAs of neighbouring keys then begin with the same rows
-    // under a causal mask.
+    // Calls function(head, row_tile) for each step, in the order in which consumers take them: from the last rows on, so that
+    // CTAs of neighbouring keys stand at the same rows under a causal mask, and of each tile of rows all query heads.
     template <typename Function>
-    __device__ __forceinline__ void for_steps(int32_t group_size, Function&& function) const {
-        for (int32_t query_head = head * group_size; query_head < (head + 1) * group_size; ++query_head) {
-            for (int32_t row_tile = end_tile; row_tile-- > begin_tile;) function(query_head, row_tile);
+    __device__ __forceinline__ void for_steps(Function&& function) const {
+        int32_t query_head = begin_head, row_tile = begin_row_tile;
+        for (int32_t left = num_steps; left > 0; --left) {
+            function(query_head, row_tile);
+            if (++query_head == begin_head + num_heads) {
+                query_head = begin_head;
+                --row_tile;
+            }
         }
     }
 };
@@ -135,16 +167,16 @@ struct alignas(1024) BackwardStorageSm90 {
     uint16_t sQ[Config::kStages][Config::RowTile::kElements];
     uint16_t sdO[Config::kStages][Config::RowTile::kElements];
     uint16_t sdS[Config::kExchanges][kExchangeStages][Config::ScoreTile::kElements];  // dSᵀ
-    float sdQ[Config::kNumConsumers][kQueryPartElements];
+    float sPart[Config::kNumConsumers][kQueryPartElements];                           // of dQ, dK or dV
     typename Config::Terms terms[Config::kStages];
     RingBarriers<2> work;
     RingBarriers<1> keys;
     RingBarriers<Config::kStages> rows;  // Q, dO and terms
-    RingBarriers<1> query_part[Config::kNumConsumers];
+    RingBarriers<1> part[Config::kNumConsumers];
     uint64_t gradients_stored[Config::kExchanges][kExchangeStages];  // dS, of two steps in turn
     uint64_t landed;               // rows that the producer looks at before it passes them on
     KeysOfWork<Config> places[2];  // of the ring `work`
-    bool is_last[2];               // there is no such work: the end
+    bool is_last[2];               // there is no more
 };
 
 // Named barriers; 0 is that of __syncthreads().
@@ -153,10 +185,10 @@ enum BackwardBarrierSm90 : int { kAllBackwardConsumers = 1 };
 template <typename Config>
 __device__ __forceinline__ void init_barriers(BackwardStorageSm90<Config>& shared) {
     constexpr int kConsumerWarps = 4 * Config::kNumConsumers;
-    shared.work.init(kConsumerWarps + Config::kNumConsumers);
+    shared.work.init(kConsumerWarps + 1 + Config::kNumConsumers);
     shared.keys.init(kConsumerWarps);
     shared.rows.init(kConsumerWarps);
-    for (RingBarriers<1>& part : shared.query_part) {
+    for (RingBarriers<1>& part : shared.part) {
         ptx::mbarrier_init(shared_address(&part.full[0]), 4);
         ptx::mbarrier_init(shared_address(&part.empty[0]), 1);
     }
@@ -167,7 +199,59 @@ __device__ __forceinline__ void init_barriers(BackwardStorageSm90<Config>& share
     ptx::fence_mbarrier_init();
 }
 
-// The work of one warp, as the producer tells of it: calls take(keys) for each tile of keys.
+// In which order tiles of keys are claimed. Those of packed sequences are counted: sequence after sequence, without any that
+// do not exist. All lanes of a warp.
+struct KeyTileOrder {
+    uint32_t upto = 0;  // tiles of the sequences that this lane counts, and of the lanes before
+
+    __device__ __forceinline__ static uint32_t num_tiles(const AttentionBackwardParams& params, int32_t batch,
+                                                         int32_t block_n) {
+        const Sequence keys = sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows);
+        return ceil_div(keys.length, block_n) * params.key.heads;
+    }
+
+    __device__ __forceinline__ static int32_t sequences_per_lane(const AttentionBackwardParams& params) {
+        return ceil_div(params.key.batch, kWarpSize);
+    }
+
+    __device__ __forceinline__ KeyTileOrder(const AttentionBackwardParams& params, int32_t block_n, int lane) {
+        if (params.packed.cu_seqlens_k == nullptr) return;
+        const int32_t per_lane = sequences_per_lane(params);
+        const int32_t end = min((lane + 1) * per_lane, params.key.batch);
+        constexpr uint32_t kMost = 0x7fffffff;  // sequences that overlap may have more
+        for (int32_t batch = lane * per_lane; batch < end; ++batch) {
+            upto = min(upto + num_tiles(params, batch, block_n), kMost);
+        }
+#pragma unroll
+        for (int distance = 1; distance < kWarpSize; distance *= 2) {
+            const uint32_t before = __shfl_up_sync(0xffffffff, upto, distance);
+            if (lane >= distance) upto = min(upto + before, kMost);
+        }
+    }
+
+    // False: there are fewer. Sequences that overlap may have more than there is workspace for: those are left out.
+    __device__ __forceinline__ bool find(HeadTile& place, const AttentionBackwardParams& params, uint32_t tile,
+                                         int32_t block_n) const {
+        const HeadsView<const uint16_t>& key = params.key;
+        if (tile >= num_key_tiles(params, block_n)) return false;
+        if (params.packed.cu_seqlens_k == nullptr) {
+            place = head_tile(tile, key.batch, key.heads, params.heads_per_group, ceil_div(key.rows, block_n));
+            return true;
+        }
+        const int lanes_before = __popc(__ballot_sync(0xffffffff, upto <= tile));
+        const uint32_t before = __shfl_sync(0xffffffff, upto, max(lanes_before - 1, 0));
+        if (lanes_before == kWarpSize) return false;
+        uint32_t in_sequence = tile - (lanes_before == 0 ? 0 : before);
+        int32_t batch = lanes_before * sequences_per_lane(params);
+        uint32_t of_sequence;
+        for (; in_sequence >= (of_sequence = num_tiles(params, batch, block_n)); ++batch) in_sequence -= of_sequence;
+        place = head_tile(in_sequence, 1, key.heads, min(params.heads_per_group, key.heads), of_sequence / key.heads);
+        place.batch = batch;
+        return true;
+    }
+};
+
+// The work of one warp, as it has been claimed: calls take(keys) for each tile of keys.
 template <typename Config, typename Take>
 __device__ __forceinline__ void for_work(BackwardStorageSm90<Config>& shared, int lane, Take&& take) {
     for (Ring<2> ring(shared.work);;) {
@@ -179,7 +263,31 @@ __device__ __forceinline__ void for_work(BackwardStorageSm90<Config>& shared, in
     }
 }
 
-// The producer's first warp: claims tiles of keys, tells of them, and copies what they need.
+// The warp that claims shares of tiles of keys, and tells all others of them.
+template <typename Config>
+__device__ __forceinline__ void claim(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params,
+                                      int lane) {
+    const KeyTileOrder order(params, Config::kBlockN, lane);
+    for (Ring<2> ring(shared.work);; ring.advance()) {
+        if (lane == 0) ring.wait_empty();
+        bool is_last, exists;
+        do {
+            const uint32_t claimed = lane == 0 ? atomicAdd(params.num_claimed, 1) : 0;
+            const RowShare item = nth_share(params.shares, __shfl_sync(0xffffffff, claimed, 0));
+            HeadTile place;
+            is_last = !order.find(place, params, item.tile, Config::kBlockN);
+            const bool finds = lane == 0 && !is_last && shared.places[ring.stage].find(params, item, place);
+            exists = __any_sync(0xffffffff, finds);
+        } while (!is_last && !exists);
+        if (lane == 0) {
+            shared.is_last[ring.stage] = is_last;
+            ring.arrive_full();
+        }
+        if (is_last) return;
+    }
+}
+
+// The warp that copies what these need.
 template <typename Config>
 __device__ __forceinline__ void produce(BackwardStorageSm90<Config>& shared,
                                         const AttentionBackwardParamsSm90& all_params, int lane) {
@@ -187,25 +295,11 @@ __device__ __forceinline__ void produce(BackwardStorageSm90<Config>& shared,
     using KeyTile = typename Config::KeyTile;
     constexpr int kBlockM = Config::kBlockM;
     const AttentionBackwardParams& params = all_params.attention;
-    const int32_t group_size = params.query.heads / params.key.heads;
     const bool is_packed = params.packed.cu_seqlens_q != nullptr;
-    Ring<2> work_ring(shared.work);
     Ring<1> key_ring(shared.keys);
     Ring<Config::kStages> row_ring(shared.rows);
     uint32_t times_landed = 0;
-    for (;; work_ring.advance()) {
-        KeysOfWork<Config>& keys = shared.places[work_ring.stage];
-        if (lane == 0) {
-            work_ring.wait_empty();
-            uint32_t item;
-            do {
-                item = atomicAdd(params.num_claimed, 1);
-            } while (item < all_params.num_items && !keys.find(params, item));
-            shared.is_last[work_ring.stage] = item >= all_params.num_items;
-            work_ring.arrive_full();
-        }
-        __syncwarp();  // all lanes see what has been claimed
-        if (shared.is_last[work_ring.stage]) return;
+    for_work(shared, lane, [&](const KeysOfWork<Config>& keys) {
         if (lane == 0) {
             const uint32_t barrier = key_ring.acquire(2 * KeyTile::kBytes);
             const auto load = [&](uint16_t* sTile, const TensorMap& map) {
@@ -216,7 +310,7 @@ __device__ __forceinline__ void produce(BackwardStorageSm90<Config>& shared,
             load(shared.sV, all_params.value);
         }
         key_ring.advance();
-        keys.for_steps(group_size, [&](int32_t head, int32_t row_tile) {
+        keys.for_steps([&](int32_t head, int32_t row_tile) {
             const int stage = row_ring.stage;
             const int32_t first_row = row_tile * kBlockM, num_rows = keys.rows.length - first_row;
             // Behind the end of a packed sequence stands the next one's data, NaN possibly.
@@ -247,44 +341,58 @@ __device__ __forceinline__ void produce(BackwardStorageSm90<Config>& shared,
             }
             row_ring.advance();
         });
-    }
+    });
 }
 
-// One of the producer's other warps: adds one consumer's parts of dQ to the sums. Where turns count, those of the first keys
-// are added first; a CTA only ever waits for CTAs that have claimed their keys before, and for itself.
+// A warp that adds a consumer's parts of dQ to the sums, and those of dK and dV where CTAs share a tile
+// of keys. Where turns count, those of the first keys and of the first shares are added first; a CTA only ever waits for
+// CTAs that have claimed theirs before, and for itself.
 template <typename Config>
-__device__ __forceinline__ void add_query_parts(BackwardStorageSm90<Config>& shared,
-                                                const AttentionBackwardParams& params, int consumer, int lane) {
-    constexpr int kParts = Config::kQueryParts;
-    const int32_t group_size = params.query.heads / params.key.heads;
+__device__ __forceinline__ void add_parts(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params,
+                                          int consumer, int lane) {
+    constexpr int kParts = Config::kQueryParts, kPartBytes = kQueryPartElements * sizeof(float);
     // Consumers have a part of dQ each, or add to the same one after the other.
     const int part = Config::kShareGradients ? consumer : 0, others_before = Config::kShareGradients ? 0 : consumer;
-    Ring<1> ring(shared.query_part[consumer]);
+    const bool in_order = params.turns != nullptr;
+    Ring<1> ring(shared.part[consumer]);
+    const auto wait_for_turn = [&](const int32_t* turn, int32_t num_before) {
+        while (ptx::ld_acquire_s32(turn) < num_before) {
+        }
+        ptx::fence_proxy_async();  // what others have added comes before what the copy adds
+    };
+    const auto add = [&](float* sums) {
+        ptx::cp_reduce_async_bulk_add_f32(sums, shared_address(shared.sPart[consumer]), kPartBytes);
+        ptx::cp_async_bulk_commit_group();
+        ptx::cp_async_bulk_wait_group_read();
+        ring.release_by_thread();
+    };
+    const auto pass_on = [&](int32_t* turn) {
+        ptx::cp_async_bulk_wait_group();
+        ptx::fence_proxy_async();
+        ptx::red_release_add_s32(turn, 1);
+    };
     for_work(shared, lane, [&](const KeysOfWork<Config>& keys) {
         if (lane != 0) return;
         const int32_t tile = keys.first_key / Config::kBlockN;
-        keys.for_steps(group_size, [&](int32_t head, int32_t row_tile) {
+        keys.for_steps([&](int32_t head, int32_t row_tile) {
             const int64_t sums_tile = int64_t{keys.first_sums_tile + row_tile} * params.query.heads + head;
-            float* sums = params.query_sums + (sums_tile * kParts + part) * kQueryPartElements;
-            int32_t* turn = params.turns != nullptr ? params.turns + sums_tile : nullptr;
             ring.wait_full();
-            if (turn != nullptr) {
+            if (in_order) {
                 const int32_t first_tile = keys.window.keys_of(row_tile * Config::kBlockM).begin / Config::kBlockN;
-                while (ptx::ld_acquire_s32(turn) < (tile - first_tile) * Config::kNumConsumers + others_before) {
-                }
-                ptx::fence_proxy_async();  // what others have added comes before what the copy adds
+                wait_for_turn(params.turns + sums_tile, (tile - first_tile) * Config::kNumConsumers + others_before);
             }
-            ptx::cp_reduce_async_bulk_add_f32(sums, shared_address(shared.sdQ[consumer]),
-                                              kQueryPartElements * sizeof(float));
-            ptx::cp_async_bulk_commit_group();
-            ptx::cp_async_bulk_wait_group_read();
-            ring.release_by_thread();
-            if (turn != nullptr) {
-                ptx::cp_async_bulk_wait_group();
-                ptx::fence_proxy_async();
-                ptx::red_release_add_s32(turn, 1);
-            }
+            add(params.query_sums + (sums_tile * kParts + part) * kQueryPartElements);
+            if (in_order) pass_on(params.turns + sums_tile);
         });
+        if (!keys.is_shared()) return;
+        int32_t* turn = params.key_turns + int64_t{keys.shared_tile} * Config::kNumConsumers + consumer;
+        for (int i = 0; i < Config::kKeyPartsOfConsumer; ++i) {
+            ring.wait_full();
+            if (in_order && i == 0) wait_for_turn(turn, keys.share);
+            const int64_t key_part = Config::key_part(consumer, i);
+            add(params.key_sums + (keys.shared_tile * int64_t{Config::kKeyParts} + key_part) * kQueryPartElements);
+        }
+        if (in_order) pass_on(turn);
     });
     if (lane == 0) ptx::cp_async_bulk_wait_group();  // shared memory lives until the copies are over
 }

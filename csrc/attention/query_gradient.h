@@ -37,4 +37,10 @@ FASTATTN_HOST_DEVICE int32_t query_part_offset(int32_t row, int32_t block) {
     return row * kQueryPartDims + (block ^ row % 4) * 8;
 }
 
+// Where CTAs share the rows of a tile of keys, its dK and dV are added up in such parts too: [2: dK, dV][blocks of 64 keys]
+// [blocks of 64 dims][a part].
+FASTATTN_HOST_DEVICE constexpr int64_t key_tile_elements(int32_t block_n, int32_t head_dim) {
+    return 2 * query_tile_elements(/*in_parts=*/true, block_n, head_dim);
+}
+
 }  // namespace fastattn

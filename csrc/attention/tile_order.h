@@ -53,4 +53,16 @@ inline int32_t key_heads_per_group(const HeadsView<const uint16_t>& query, const
         std::clamp<int64_t>(kept_in_l2(l2_bytes) / walked_bytes, 1, std::max<int64_t>(1, all_heads)));
 }
 
+// The same where num_sms CTAs claim tiles of block_n keys: they have tiles of several heads at a time if a head has few, and
+// fewer wait at the end if long tiles of all these come first. With turns all heads run side by side: CTAs that follow each
+// other then add to different sums.
+inline int32_t claimed_key_heads_per_group(const HeadsView<const uint16_t>& query, const HeadsView<const uint16_t>& key,
+                                           int64_t l2_bytes, int32_t block_n, int32_t num_sms, bool has_turns) {
+    const int64_t all_heads = int64_t{key.batch} * key.heads;
+    if (has_turns) return static_cast<int32_t>(all_heads);
+    const int64_t at_a_time = 2 * int64_t{num_sms} / std::max(ceil_div(key.rows, block_n), 1);
+    return static_cast<int32_t>(
+        std::min(all_heads, std::max<int64_t>(at_a_time, key_heads_per_group(query, key, l2_bytes))));
+}
+
 }  // namespace fastattn

@@ -1,18 +1,25 @@
 // Which rows of packed tensors belong to a sequence, and which keys a row of it sees.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
+#include "host/host_device.h"
 #include "host/params.h"
 
 namespace fastattn {
+
+#ifndef __CUDACC__
+using std::max;
+using std::min;
+#endif
 
 struct Sequence {
     int32_t begin, length;
 };
 
 // Sequence `batch` of a dense tensor is whole. Offsets on the device may be anything: they are clamped to the tensor.
-__device__ __forceinline__ Sequence sequence_of(const int32_t* cu_seqlens, int32_t batch, int32_t total, int32_t most) {
+FASTATTN_HOST_DEVICE Sequence sequence_of(const int32_t* cu_seqlens, int32_t batch, int32_t total, int32_t most) {
     if (cu_seqlens == nullptr) return {0, most};
     const int32_t begin = min(max(cu_seqlens[batch], 0), total);
     const int32_t end = min(max(cu_seqlens[batch + 1], begin), total);
@@ -23,7 +30,7 @@ __device__ __forceinline__ Sequence sequence_of(const int32_t* cu_seqlens, int32
 struct KeyRange {
     int32_t begin, end;
 
-    __device__ __forceinline__ bool has(int32_t key) const { return key >= begin && key < end; }
+    FASTATTN_HOST_DEVICE bool has(int32_t key) const { return key >= begin && key < end; }
 };
 
 // Rows [begin, end).
@@ -35,7 +42,7 @@ struct RowRange {
 struct Window {
     int32_t num_keys, offset, left, right;
 
-    __device__ __forceinline__ KeyRange keys_of(int32_t row) const {
+    FASTATTN_HOST_DEVICE KeyRange keys_of(int32_t row) const {
         const int64_t position = int64_t{row} + offset;
         const int64_t first = left < 0 ? 0 : position - left;
         const int64_t end = right < 0 ? num_keys : position + right + 1;
@@ -44,7 +51,7 @@ struct Window {
     }
 
     // Of num_rows rows, those that see a key.
-    __device__ __forceinline__ RowRange rows_of(int32_t key, int32_t num_rows) const {
+    FASTATTN_HOST_DEVICE RowRange rows_of(int32_t key, int32_t num_rows) const {
         const int64_t at_key = int64_t{key} - offset;
         const int64_t first = right < 0 ? 0 : at_key - right;
         const int64_t end = left < 0 ? num_rows : at_key + left + 1;
@@ -53,7 +60,7 @@ struct Window {
     }
 };
 
-__device__ __forceinline__ Window window_of(const ScoreParams& params, int32_t num_rows, int32_t num_keys) {
+FASTATTN_HOST_DEVICE Window window_of(const ScoreParams& params, int32_t num_rows, int32_t num_keys) {
     return {num_keys, params.top_left ? 0 : num_keys - num_rows, params.window_left, params.window_right};
 }
 

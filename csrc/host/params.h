@@ -132,6 +132,13 @@ struct RowTermsView {
 };
 inline constexpr int kMostRowsInBlock = 128;
 
+// How CTAs share the query rows of a tile of keys: from tile first_tile on, query heads are divided into of_heads parts, and
+// the rows of each into up to of_rows. See attention/row_shares.h.
+struct RowShares {
+    uint32_t first_tile;
+    int32_t of_heads, of_rows;
+};
+
 // attention/backward_*.cuh, the kernels of one backward pass in the order in which they run: rows, key_value,
 // query, and where they are asked for bias and sinks. Packed sequences as in AttentionForwardParams.
 struct AttentionBackwardParams {
@@ -145,10 +152,16 @@ struct AttentionBackwardParams {
     RowsView log2_sum;      // data is null unless the bias is additive: see backward_rows_sm80.cuh
     // Workspace of dQ, zeros before the kernel key_value: see attention/query_gradient.h.
     float* query_sums;
-    // Counters, 0 before the kernel key_value. turns: of those who have added to each tile of rows of a head, which are CTAs, or the consumers of Hopper's; null: dQ is added
-    // up in any order. num_claimed: of the tiles of keys that CTAs have taken; those that wait for turns, and Hopper's, take them so.
+    // Counters, 0 before the kernel key_value. turns: of those who have added to each tile of rows of a head, which are CTAs, or
+    // the consumers of Hopper's; null: dQ is added up in any order. num_claimed: of the tiles of keys that CTAs have taken;
+    // those that wait for turns, and Hopper's, take them so.
     int32_t *turns, *num_claimed;
-    RowTermsView row_terms;  // for the kernels for Hopper
+    RowTermsView row_terms;  // for the kernels for Hopper, as is what follows
+    // Workspace of dK and dV of tiles that CTAs share, and beside turns how many of these have added theirs: see
+    // attention/gradient_sums.h. Both zeros before the kernel key_value.
+    RowShares shares;
+    float* key_sums;
+    int32_t* key_turns;
     PackedParams packed;
     ScoreParams scores;
     BiasGradientView grad_bias;  // data is null where nobody wants it

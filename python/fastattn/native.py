@@ -43,6 +43,25 @@ class Dealt(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int64) for name in ("ctas", "longest_steps", "block_m", "parts"))
 
 
+class DealtBackward(ctypes.Structure):
+    """How the backward pass deals tiles of ``block_n`` keys, each a walk over tiles of ``block_m`` rows, to CTAs.
+
+    From tile ``first_tile`` on, the query heads of a tile are divided into ``of_heads`` parts, and the rows of each
+    into ``of_rows``. ``heads_per_group``: KV heads whose tiles are claimed in turn. Zeros where no tiles are shared.
+    """
+
+    first_tile: int
+    of_heads: int
+    of_rows: int
+    heads_per_group: int
+    block_m: int
+    block_n: int
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in ("first_tile", "of_heads", "of_rows", "heads_per_group", "block_m", "block_n")
+    )
+
+
 class NativeDeviceFacts(ctypes.Structure):
     """DeviceFacts of csrc/host/device_facts.h; ``arch`` is a compute capability times ten."""
 
@@ -70,6 +89,7 @@ _QUERIES = {
     "fastattn_kernels": ctypes.c_char_p,
     "fastattn_attention_forward_kernel": ctypes.c_char_p,
     "fastattn_attention_backward_kernels": ctypes.c_int32,
+    "fastattn_dealt_backward": DealtBackward,
     "fastattn_decode_kernel": ctypes.c_char_p,
     "fastattn_int8_matmul_kernel": ctypes.c_char_p,
     "fastattn_dealt_int8_matmul": Dealt,
@@ -178,6 +198,26 @@ def attention_backward_kernels(
         arch, shared_bytes_per_cta, widest, is_bfloat16, changes_scores, bias_gradient, sinks, names
     )
     return tuple(name.decode() for name in names[:count] if name is not None)
+
+
+def dealt_backward(
+    facts: NativeDeviceFacts,
+    widest: int,
+    *,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    rows: int,
+    keys: int,
+    total_keys: int | None = None,
+    window: tuple[int, int] = (-1, -1),
+    deterministic: bool = False,
+) -> DealtBackward:
+    """By the kernel for dK and dV of a call without options. ``total_keys``: of packed sequences, of which ``rows`` and
+    ``keys`` are the longest; ``window``: keys that a row sees before and after its own, -1: all."""
+    total = -1 if total_keys is None else total_keys
+    shape = (batch, heads, kv_heads, rows, keys, total)
+    return _LIBRARY.fastattn_dealt_backward(ctypes.byref(facts), widest, *shape, *window, deterministic)
 
 
 def decode_kernel(arch: int, widest: int, dtype: torch.dtype, is_int8: bool) -> str | None:

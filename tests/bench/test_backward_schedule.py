@@ -1,0 +1,148 @@
+"""How CTAs share the tiles of keys of the backward pass for Hopper: an H200's SMs stay busy in a simulation of claims.
+
+The cuts are the library's own; what a share costs beside its steps is a prediction.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from benchmarks.predict import backward_schedule
+from benchmarks.predict.backward_schedule import BackwardShape, Schedule
+from benchmarks.predict.machine_model import H200, RESERVED_SHARED_BYTES
+from fastattn import native
+
+pytestmark = pytest.mark.skipif(
+    "90a" not in native.BUILD["archs"], reason="the native library was built without kernels for sm_90a"
+)
+
+FULL, CAUSAL, WINDOW = (-1, -1), (-1, 0), (1024, 0)
+L2_BYTES = 50 << 20
+HEAD_DIMS = (64, 128)
+
+
+def dealt(shape: BackwardShape, head_dim: int, num_sms: int = H200.num_sms) -> native.DealtBackward:
+    facts = native.NativeDeviceFacts(90, num_sms, L2_BYTES, H200.shared_bytes - RESERVED_SHARED_BYTES)
+    found = native.dealt_backward(
+        facts,
+        head_dim,
+        batch=len(shape.lengths),
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        rows=max(rows for rows, _ in shape.lengths),
+        keys=max(keys for _, keys in shape.lengths),
+        total_keys=sum(keys for _, keys in shape.lengths) if shape.packed else None,
+        window=shape.window,
+        deterministic=shape.deterministic,
+    )
+    assert found.block_n > 0
+    return found
+
+
+def scheduled(shape: BackwardShape, head_dim: int) -> Schedule:
+    return backward_schedule.schedule(shape, dealt(shape, head_dim), H200.num_sms)
+
+
+def dense(tokens: int, batch: int, heads: int, kv_heads: int, window: tuple[int, int], **how: bool) -> BackwardShape:
+    return BackwardShape(((tokens, tokens),) * batch, heads, kv_heads, window, **how)
+
+
+def is_cut(found: native.DealtBackward) -> bool:
+    return found.of_heads * found.of_rows > 1
+
+
+# --- Where SMs would have nothing to do -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(
+    ("tokens", "batch", "heads", "kv_heads"),
+    [(8192, 1, 32, 1), (8192, 1, 8, 1), (2048, 1, 32, 8), (4096, 1, 32, 8), (2048, 2, 28, 4), (8192, 1, 4, 4)],
+    ids=str,
+)
+def test_few_key_heads(tokens: int, batch: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    """With whole tiles, one KV head of 8192 tokens would keep a fourth of the SMs busy, and 8 of 2048 a half."""
+    for window in (FULL, CAUSAL):
+        shape = dense(tokens, batch, heads, kv_heads, window)
+        assert scheduled(shape, head_dim).busy >= 0.9
+
+
+def test_whole_tiles_would_not_do() -> None:
+    shape = dense(8192, 1, 32, 1, CAUSAL)
+    found = dealt(shape, 128)
+    assert is_cut(found)
+    found.of_heads = found.of_rows = 1
+    assert backward_schedule.schedule(shape, found, H200.num_sms).busy < 0.3
+
+
+SPLITS = [
+    (tokens, max(total // tokens, 1), heads, kv_heads)
+    for total in (4096, 16384)
+    for tokens in (512, 2048, 8192, 16384)
+    for heads, kv_heads in ((1, 1), (8, 1), (32, 2), (32, 8), (16, 16), (28, 4))
+]
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("window", [FULL, CAUSAL, WINDOW], ids=["full", "causal", "window"])
+def test_any_split_into_heads_and_sequences(window: tuple[int, int], head_dim: int) -> None:
+    """An SM has whole steps, so that few of them do not fill all SMs evenly: the bound rises with their number."""
+    for split in SPLITS:
+        found = scheduled(dense(*split, window), head_dim)
+        least = 0.9 if found.steps >= 128 else 0.77 if found.steps >= 16 else 0.4
+        assert found.busy >= least, (split, found)
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (32, 8), (16, 16)], ids=str)
+def test_packed_sequences(heads: tuple[int, int]) -> None:
+    """The host does not know their lengths."""
+    generator = random.Random(sum(heads))
+    for total, most in itertools.product((8192, 32768), (2048, 8192)):
+        lengths: list[int] = []
+        while sum(lengths) < total:
+            lengths.append(min(generator.randint(1, most), total - sum(lengths)))
+        shape = BackwardShape(tuple((length, length) for length in lengths), *heads, window=CAUSAL, packed=True)
+        found = scheduled(shape, 128)
+        assert found.busy >= (0.85 if found.steps >= 128 else 0.7), (lengths, found)
+
+
+# --- Where nothing is to be gained ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_many_tiles_are_not_cut(head_dim: int) -> None:
+    assert not is_cut(dealt(dense(8192, 2, 32, 32, CAUSAL), head_dim))
+    assert not is_cut(dealt(dense(16384, 4, 32, 8, WINDOW), head_dim))
+    lengths = ((4096, 4096),) * 8
+    assert not is_cut(dealt(BackwardShape(lengths, 32, 8, CAUSAL, packed=True), head_dim))
+
+
+def test_unmasked_only_the_last_rounds_are_cut() -> None:
+    found = dealt(dense(8192, 1, 7, 7, FULL), 128)  # 448 tiles: 3.4 rounds
+    assert is_cut(found)
+    assert found.first_tile == 2 * H200.num_sms
+
+
+# --- Deterministic gradients ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4, 32])
+@pytest.mark.parametrize("window", [FULL, CAUSAL, WINDOW], ids=["full", "causal", "window"])
+def test_deterministic_cuts_do_not_depend_on_the_gpu(window: tuple[int, int], kv_heads: int) -> None:
+    shape = dense(4096, 1, 32, kv_heads, window, deterministic=True)
+    found = [dealt(shape, 128, num_sms) for num_sms in (1, 16, 78, 132)]
+    assert len({(each.first_tile, each.of_heads, each.of_rows) for each in found}) == 1
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("window", [FULL, CAUSAL], ids=["full", "causal"])
+@pytest.mark.parametrize("tokens", [1024, 2048, 4096, 8192, 16384])
+@pytest.mark.parametrize("heads", [(16, 16), (32, 8)], ids=str)
+def test_turns_cost_little(heads: tuple[int, int], tokens: int, window: tuple[int, int], head_dim: int) -> None:
+    """16384 tokens in all, as attention is benchmarked: at most 15 % more time than in any order."""
+    shape = dense(tokens, 16384 // tokens, *heads, window)
+    in_order = dense(tokens, 16384 // tokens, *heads, window, deterministic=True)
+    assert scheduled(in_order, head_dim).useful >= scheduled(shape, head_dim).useful / 1.15
