@@ -45,7 +45,8 @@ struct RowSharesCase {
     }
 };
 
-// When the last CTA is done, in steps, where all begin with the first tile that is cut. row_tiles: of the tile at each position.
+// When the last CTA is done, in steps, where all begin with the first tile that is cut. row_tiles: of the tile at each
+// position.
 inline double steps_until_done(const RowSharesCase& of, const std::vector<int32_t>& row_tiles,
                                const RowShares& shares) {
     std::priority_queue<double, std::vector<double>, std::greater<>> done(
@@ -96,15 +97,18 @@ inline RowShares find_row_shares(const RowSharesCase& of, const Window& window) 
     return best;
 }
 
-// Of packed sequences the host knows no lengths: all tiles are cut, or none.
+// Of packed sequences the host knows no lengths: all tiles are cut, into about twelve parts for each SM, or none. There are
+// between `fewest` tiles and one more for each sequence and head.
 inline RowShares row_shares_of_packed(const RowSharesCase& of, int32_t total_keys, int32_t key_heads) {
+    constexpr int64_t kPartsPerSm = 12, kMostParts = 12, kMostTilesPerSm = 6;
     const int64_t fewest = int64_t{total_keys / of.block_n} * key_heads;
-    if (fewest + of.heads >= 3 * int64_t{of.num_sms}) return {0, 1, 1};
+    if (fewest + of.heads >= kMostTilesPerSm * of.num_sms) return {0, 1, 1};
+    const int64_t likely = std::max<int64_t>(1, fewest + of.heads / 2);
     const int64_t longest = int64_t{ceil_div(of.query_rows, of.block_m)} * of.group;
-    int64_t parts =
-        std::min(2 * of.num_sms / std::max<int64_t>(1, fewest + of.heads / 2), longest / kLeastStepsOfShare);
-    while (parts > 1 && !of.can_cut_in(parts)) --parts;
-    return of.cut_in(0, std::max<int64_t>(1, parts));
+    int64_t parts = std::min({(kPartsPerSm * of.num_sms + likely - 1) / likely, kMostParts,
+                              std::max<int64_t>(1, longest / kLeastStepsOfShare)});
+    while (!of.can_cut_in(parts)) --parts;
+    return of.cut_in(0, parts);
 }
 
 // All tiles are whole where these fill the GPU well; else those of the last rounds are cut.

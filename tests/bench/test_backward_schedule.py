@@ -89,10 +89,11 @@ SPLITS = [
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("window", [FULL, CAUSAL, WINDOW], ids=["full", "causal", "window"])
 def test_any_split_into_heads_and_sequences(window: tuple[int, int], head_dim: int) -> None:
-    """An SM has whole steps, so that few of them do not fill all SMs evenly: the bound rises with their number."""
+    """An SM has whole steps, so that few of them do not fill all SMs evenly: the bound rises with their number. Below
+    four there is nothing to divide."""
     for split in SPLITS:
         found = scheduled(dense(*split, window), head_dim)
-        least = 0.9 if found.steps >= 128 else 0.77 if found.steps >= 16 else 0.4
+        least = 0.9 if found.steps >= 64 else 0.8 if found.steps >= 16 else 0.6 if found.steps >= 4 else 0.0
         assert found.busy >= least, (split, found)
 
 
@@ -106,7 +107,7 @@ def test_packed_sequences(heads: tuple[int, int]) -> None:
             lengths.append(min(generator.randint(1, most), total - sum(lengths)))
         shape = BackwardShape(tuple((length, length) for length in lengths), *heads, window=CAUSAL, packed=True)
         found = scheduled(shape, 128)
-        assert found.busy >= (0.85 if found.steps >= 128 else 0.7), (lengths, found)
+        assert found.busy >= (0.9 if found.steps >= 128 else 0.8), (lengths, found)
 
 
 # --- Where nothing is to be gained ------------------------------------------------------------------------------------
