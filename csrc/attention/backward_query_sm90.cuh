@@ -71,10 +71,12 @@ __global__ void __launch_bounds__(kQueryThreadsSm90)
     if (!order.find(place, params, first_share.tile, Config::kBlockN)) return;
     if (!keys.find(params, first_share, place) || !keys.is_shared()) return;
     const bool is_value = block / kBlocks % 2 != 0;
+    const float of_value = params.scores.dropout_seed != nullptr ? params.scores.dropout_factor : 1.0f;
     const int32_t first_key = keys.first_key + block % kBlocks * kQueryPartRows;
-    round_sums<kHeadDim, kDataType>(
-        is_value ? params.grad_value : params.grad_key, keys.batch, keys.head, int64_t{keys.sequence_begin} + first_key,
-        keys.num_keys - first_key, params.key_sums + int64_t{block} * kElements, is_value ? 1.0f : params.scores.scale);
+    round_sums<kHeadDim, kDataType>(is_value ? params.grad_value : params.grad_key, keys.batch, keys.head,
+                                    int64_t{keys.sequence_begin} + first_key, keys.num_keys - first_key,
+                                    params.key_sums + int64_t{block} * kElements,
+                                    is_value ? of_value : params.scores.scale);
 }
 
 template <int kHeadDim, DataType kDataType>
