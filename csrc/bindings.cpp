@@ -32,8 +32,9 @@ DEFINE_OPERATORS(FASTATTN_NAMESPACE, m) {
         "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
         "Tensor lse, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? dropout_seed, Tensor? cu_seqlens_q, "
         "Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, float scale, int window_left, int window_right, "
-        "bool top_left, float softcap, float dropout_p, bool deterministic, bool bias_grad) "
-        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias, Tensor grad_sinks)");
+        "bool top_left, float softcap, float dropout_p, bool deterministic, bool bias_grad, bool slopes_grad) "
+        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias, Tensor grad_sinks, "
+        "Tensor grad_slopes)");
 
     m.def(
         "attention_decode(Tensor query, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k_new, "

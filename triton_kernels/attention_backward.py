@@ -1,14 +1,15 @@
-"""Attention backward: dQ, dK, dV, the bias's and the sinks' gradient, without atomics: the same inputs, the same bits.
+"""Attention backward: the gradients of all inputs, without atomics: the same inputs, the same bits.
 
     P  = exp(S - lse)             recomputed tile by tile, nothing of O(Sq * Sk) is stored
     dV = dropout(P)^T dO
     dP = dropout(dO V^T)
     dS = P (dP - delta),          delta = rowsum(dO * O) - dlse, once per row
-    dQ = scale * dS K,  dK = scale * dS^T Q,  dbias = dS
+    dQ = scale * dS K,  dK = scale * dS^T Q,  dbias = dS,  dslope = sum of -dS * distance
 
 One kernel each, in this order: delta (`attention_backward_rows`), dK and dV (`attention_backward_key_value`), dQ
-(`attention_backward_query`), the bias's gradient (`attention_backward_bias`). Computing P twice
-costs two of seven products; in return dQ needs no atomics and no fp32 workspace.
+(`attention_backward_query`), the bias's gradient (`attention_backward_bias`), that of ALiBi slopes
+(`attention_backward_slopes`). Computing P twice costs two of seven products; in return dQ needs no atomics and no fp32
+workspace.
 Source: Dao, "FlashAttention-2", 2023, algorithm 2, split so that every sum has one owner and one order.
 """
 
@@ -23,6 +24,7 @@ from fastattn.triton_kernels.attention_backward_bias import attention_backward_b
 from fastattn.triton_kernels.attention_backward_key_value import attention_backward_key_value_kernel
 from fastattn.triton_kernels.attention_backward_query import attention_backward_query_kernel
 from fastattn.triton_kernels.attention_backward_rows import attention_backward_rows_kernel
+from fastattn.triton_kernels.attention_backward_slopes import attention_backward_slopes_kernel, slopes_splits
 from fastattn.triton_kernels.attention_launch import (
     Arguments,
     attention_constexprs,
@@ -62,12 +64,14 @@ def attention_backward(
     dropout_p: float,
     deterministic: bool,
     bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    slopes_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the kernels of the op ``attention_backward`` of csrc/bindings.cpp, arguments already checked.
 
     Shapes are those of `attention_forward`; grad_out is like out, grad_lse like lse. Returns (grad_query, grad_key,
     grad_value, in dtype and order of dims of their tensors; grad_bias fp32 in the bias's shape, or ``[0]`` unless
-    ``bias_grad``; grad_sinks fp32 ``[Hq]``, or ``[0]``). Every kernel is deterministic, asked or not.
+    ``bias_grad``; grad_sinks fp32 ``[Hq]``, or ``[0]``; grad_slopes fp32 in the slopes' shape, or ``[0]`` unless
+    ``slopes_grad``). Every kernel is deterministic, asked or not.
     """
     num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
     if cu_seqlens_q is not None:
@@ -156,4 +160,14 @@ def attention_backward(
         delta_last = (delta if delta.dim() == 3 else delta[None]).transpose(1, 2)
         grad = (sinks - head_last).exp() * -delta_last
         grad_sinks = torch.where(head_last == -torch.inf, 0.0, grad).sum((0, 1))
-    return grad_query, grad_key, grad_value, grad_bias, grad_sinks
+
+    slopes = alibi_slopes if slopes_grad else None
+    grad_slopes = query.new_zeros((0,) if slopes is None else slopes.shape, dtype=torch.float32)
+    if slopes is not None and lse.numel() > 0:
+        complete = with_tile("query")
+        splits = slopes_splits(batch * num_heads, ceil_div(max_seqlen_q, complete["BLOCK_M"]))
+        sums = query.new_empty((batch, num_heads, splits), dtype=torch.float32)
+        complete |= {"slope_sums": sums, "num_splits": splits}
+        launch(attention_backward_slopes_kernel, sums.numel(), complete)
+        grad_slopes = sums.sum((0, 2))[None] if slopes.shape[0] == 1 else sums.sum(2)
+    return grad_query, grad_key, grad_value, grad_bias, grad_sinks, grad_slopes

@@ -81,10 +81,10 @@ def smallest_bias(device: torch.device) -> None:
 
 
 def packed(device: torch.device, gradients: bool) -> None:
-    """Three sequences, one of them empty, with ALiBi; backward too."""
+    """Three sequences, one of them empty, with ALiBi; backward too, with the gradient of the slopes."""
     offsets = torch.tensor([0, 33, 33, 100], dtype=torch.int32).to(device)
     query, key, value = (random(device, 100, heads, 64, seed=heads).requires_grad_(gradients) for heads in (4, 2, 2))
-    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]).to(device)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]).to(device).requires_grad_(gradients)
     out = fastattn.attention_varlen(query, key, value, offsets, offsets, 67, 67, causal=True, alibi_slopes=slopes)
     assert isinstance(out, Tensor)
     if gradients:

@@ -39,7 +39,7 @@ def install_stand_ins() -> None:
     rows = torch.zeros(16, 64, dtype=torch.bfloat16)
     answers: dict[str, Callable[..., Any]] = {
         "attention_forward": lambda *args: (out.view_as(out), lse.view_as(lse), empty),
-        "attention_backward": lambda *args: (*(out.view_as(out) for _ in range(3)), empty, empty),
+        "attention_backward": lambda *args: (*(out.view_as(out) for _ in range(3)), empty, empty, empty),
         "int8_matmul": lambda *args: rows.view_as(rows),
     }
     for namespace in ("fastattn", "fastattn_triton"):
@@ -82,7 +82,7 @@ def cases() -> dict[str, tuple[Callable[[], Any], Callable[[], Any], float]]:
     def engine_and_ops() -> None:
         torch.autograd.grad(leaves[0].view_as(query), leaves[:1], out)
         bare(triton_op, query, key, value, *tail)
-        bare(backward_op, out, None, query, key, value, out, lse, *tail, False, False)
+        bare(backward_op, out, None, query, key, value, out, lse, *tail, False, False, False)
 
     without = AIM_WITHOUT_GRADIENTS_US
     return {

@@ -49,7 +49,11 @@ bool is_additive(const BiasView& bias) {
 }
 
 struct Gradients {
-    Tensor query, key, value, bias, sinks;
+    Tensor query, key, value, bias, sinks, slopes;
+
+    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> all() const {
+        return {query, key, value, bias, sinks, slopes};
+    }
 };
 
 // Packed: zeros, for rows that belong to no sequence.
@@ -105,8 +109,8 @@ class Dealer {
     int64_t taken_ = 0;
 };
 
-// O(tokens): up to six numbers for each query row, dQ in fp32, in tiles of as many rows as the kernel takes, and dK and dV in
-// fp32 of the tiles of keys that CTAs share.
+// O(tokens): up to six numbers for each query row, one for 64 of them, dQ in fp32, in tiles of as many rows as the
+// kernel takes, and dK and dV in fp32 of the tiles of keys that CTAs share.
 Workspace make_workspace(AttentionBackwardParams& params, const Tensor& query, const AttentionSizes& sizes,
                          const BackwardKernels::Row& kernel, bool deterministic, const DeviceFacts& facts) {
     const int32_t block_m = kernel.tile.block_m, block_n = kernel.tile.block_n;
@@ -118,6 +122,8 @@ Workspace make_workspace(AttentionBackwardParams& params, const Tensor& query, c
         is_for_hopper ? row_shares(params, block_m, block_n, facts.num_sms, deterministic) : RowShares{0, 1, 1};
     const int64_t num_shared = num_shared_tiles(params, block_n);
     const int64_t num_rows = int64_t{sizes.heads} * (sizes.is_packed ? query.size(0) : query.size(0) * query.size(2));
+    const int64_t num_slope_tiles =
+        sizes.heads * num_query_tiles(sizes.batch, params.query.rows, sizes.is_packed, query.size(0), kSlopesBlockM);
     const bool counts = is_for_hopper || deterministic;
 
     const auto deal_zeros = [&](float* memory) {
@@ -140,6 +146,7 @@ Workspace make_workspace(AttentionBackwardParams& params, const Tensor& query, c
         params.delta = take_rows(num_rows);
         params.log2_sum = take_rows(is_additive(params.scores.bias) ? num_rows : 0);
         params.row_terms = {dealer.take(is_for_hopper ? num_tiles * 2 * block_m : 0), block_m};
+        params.slope_sums = dealer.take(params.grad_slopes.data != nullptr ? num_slope_tiles : 0);
         return dealer.taken();
     };
     Workspace workspace{torch::stable::new_zeros(query, {deal_zeros(nullptr)}, ScalarType::Float),
@@ -151,12 +158,12 @@ Workspace make_workspace(AttentionBackwardParams& params, const Tensor& query, c
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor grad_out, std::optional<Tensor> grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,
     std::optional<Tensor> bias, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
     std::optional<Tensor> dropout_seed, std::optional<Tensor> cu_seqlens_q, std::optional<Tensor> cu_seqlens_k,
     int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, int64_t window_left, int64_t window_right, bool top_left,
-    double softcap, double dropout_p, bool deterministic, bool bias_grad) {
+    double softcap, double dropout_p, bool deterministic, bool bias_grad, bool slopes_grad) {
     const AttentionSizes sizes =
         check_attention(kOp, query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                         attention_backward_key_value_kernels().largest_head_dim());
@@ -172,14 +179,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     check(!bias || !bias_grad || is_additive(params.scores.bias), kOp,
           "bias must not be bool where bias_grad is true, got ", bias ? dtype_text(*bias) : "None");
 
-    Gradients gradients{empty_gradient(query), empty_gradient(key), empty_gradient(value),
+    Gradients gradients{empty_gradient(query),
+                        empty_gradient(key),
+                        empty_gradient(value),
                         empty_float_gradient(bias_grad ? bias : std::nullopt, query),
-                        empty_float_gradient(sinks, query)};
+                        empty_float_gradient(sinks, query),
+                        empty_float_gradient(slopes_grad ? alibi_slopes : std::nullopt, query)};
     if (lse.numel() == 0) {  // all else may be there all the same
-        for (Tensor* gradient : {&gradients.key, &gradients.value, &gradients.bias, &gradients.sinks}) {
+        for (Tensor* gradient :
+             {&gradients.key, &gradients.value, &gradients.bias, &gradients.sinks, &gradients.slopes}) {
             torch::stable::zero_(*gradient);
         }
-        return {gradients.query, gradients.key, gradients.value, gradients.bias, gradients.sinks};
+        return gradients.all();
     }
 
     query = aligned(query), key = aligned(key), value = aligned(value);
@@ -196,20 +207,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     params.lse = rows_view(lse, params.query);
     if (grad_lse) params.grad_lse = rows_view(*grad_lse, params.query);
     if (bias && bias_grad) params.grad_bias = bias_gradient_view(gradients.bias);
+    if (alibi_slopes && slopes_grad) {
+        params.grad_slopes = {static_cast<float*>(gradients.slopes.data_ptr()),
+                              to_int32(kOp, "alibi_slopes", gradients.slopes.size(0))};
+    }
     if (sinks) params.grad_sinks = static_cast<float*>(gradients.sinks.data_ptr());
     params.packed = packed_params(kOp, query, key, cu_seqlens_q, cu_seqlens_k);
 
     const OnDeviceOf device(query);
     const DeviceFacts facts = device_facts();
     params.heads_per_group = key_heads_per_group(params.query, params.key, facts.l2_bytes);
-    const BackwardKernels kernels =
-        backward_kernels(facts.compute_capability, facts.shared_bytes_per_cta, sizes.widest(), sizes.dtype,
-                         options.change_scores(), params.grad_bias.data != nullptr, params.grad_sinks != nullptr);
+    const BackwardKernels kernels = backward_kernels(
+        facts.compute_capability, facts.shared_bytes_per_cta, sizes.widest(), sizes.dtype, options.change_scores(),
+        {params.grad_bias.data != nullptr, params.grad_sinks != nullptr, params.grad_slopes.data != nullptr});
     const Workspace workspace = make_workspace(params, query, sizes, *kernels.key_value, deterministic, facts);
     for (BackwardKernels::Row* kernel : kernels.in_order()) {
         if (kernel != nullptr) kernel->launch(params, device.stream());
     }
-    return {gradients.query, gradients.key, gradients.value, gradients.bias, gradients.sinks};
+    return gradients.all();
 }
 
 }  // namespace fastattn

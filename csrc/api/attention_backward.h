@@ -12,13 +12,14 @@ namespace fastattn {
 using torch::stable::Tensor;
 
 // Returns the gradients of query, key and value, in their dtype and memory order; that of bias, fp32 in its shape, or
-// [0] unless bias_grad; and that of sinks, fp32 [Hq], or [0] where there are none. out and lse are the forward's, and
+// [0] unless bias_grad; that of sinks, fp32 [Hq], or [0] where there are none; and that of alibi_slopes, fp32 in their
+// shape, or [0] unless slopes_grad. out and lse are the forward's, and
 // grad_out and grad_lse have their shapes.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor grad_out, std::optional<Tensor> grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,
     std::optional<Tensor> bias, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
     std::optional<Tensor> dropout_seed, std::optional<Tensor> cu_seqlens_q, std::optional<Tensor> cu_seqlens_k,
     int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, int64_t window_left, int64_t window_right, bool top_left,
-    double softcap, double dropout_p, bool deterministic, bool bias_grad);
+    double softcap, double dropout_p, bool deterministic, bool bias_grad, bool slopes_grad);
 
 }  // namespace fastattn

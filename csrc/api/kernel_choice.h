@@ -36,13 +36,18 @@ inline KernelTable<AttentionForwardParams>::Row& forward_kernel(int32_t compute_
 // a CTA can have on the GPU. Null: not for this call.
 struct BackwardKernels {
     using Row = BackwardKernelTable::Row;
-    Row *rows, *key_value, *query, *bias, *sinks;
+    Row *rows, *key_value, *query, *bias, *sinks, *slopes, *slope_sums;
 
-    std::array<Row*, 5> in_order() const { return {rows, key_value, query, bias, sinks}; }
+    std::array<Row*, 7> in_order() const { return {rows, key_value, query, bias, sinks, slopes, slope_sums}; }
+};
+
+// Beside those of query, key and value.
+struct BackwardGradients {
+    bool bias, sinks, slopes;
 };
 
 inline BackwardKernels backward_kernels(int32_t compute_capability, int32_t shared_bytes, int32_t widest,
-                                        DataType dtype, bool changes_scores, bool has_bias_gradient, bool has_sinks) {
+                                        DataType dtype, bool changes_scores, const BackwardGradients& wanted) {
     BackwardKernels kernels{};
     kernels.rows = &attention_backward_rows_kernels().find(compute_capability, 0, dtype, false);
     kernels.key_value =
@@ -50,9 +55,13 @@ inline BackwardKernels backward_kernels(int32_t compute_capability, int32_t shar
     // It reads what that one has written: sums in its own order.
     const KernelKey& key = kernels.key_value->key;
     kernels.query = &attention_backward_query_kernels().find(key.architecture, key.size, dtype, false);
-    if (has_bias_gradient) kernels.bias = &attention_backward_bias_kernels().find(compute_capability, 0, dtype, false);
-    if (has_sinks) {
+    if (wanted.bias) kernels.bias = &attention_backward_bias_kernels().find(compute_capability, 0, dtype, false);
+    if (wanted.sinks) {
         kernels.sinks = &attention_backward_sinks_kernels().find(compute_capability, 0, std::nullopt, false);
+    }
+    if (wanted.slopes) {
+        kernels.slopes = &attention_backward_slopes_kernels().find(compute_capability, 0, dtype, false);
+        kernels.slope_sums = &attention_backward_slope_sums_kernels().find(compute_capability, 0, std::nullopt, false);
     }
     return kernels;
 }

@@ -33,6 +33,18 @@ inline BackwardKernelTable& attention_backward_bias_kernels() {
     return table;
 }
 
+// grad_slopes, of each tile of rows: slope_sums. Any head dims.
+inline BackwardKernelTable& attention_backward_slopes_kernels() {
+    static auto& table = *new BackwardKernelTable("attention_backward, slopes");
+    return table;
+}
+
+// grad_slopes, out of slope_sums. Any head dims and dtype.
+inline BackwardKernelTable& attention_backward_slope_sums_kernels() {
+    static auto& table = *new BackwardKernelTable("attention_backward, slope sums");
+    return table;
+}
+
 // grad_sinks, from lse and delta. Any head dims and dtype.
 inline BackwardKernelTable& attention_backward_sinks_kernels() {
     static auto& table = *new BackwardKernelTable("attention_backward, sinks");

@@ -16,6 +16,7 @@
 #include <string>
 
 #include "attention/backward.h"
+#include "attention/score_gradients_sm80.cuh"
 #include "attention/tile_order.h"
 #include "device/chunked_gemm.cuh"
 #include "device/dropout.cuh"
@@ -23,7 +24,6 @@
 #include "device/reduce.cuh"
 #include "device/scores.cuh"
 #include "device/shared_memory.h"
-#include "device/softmax.cuh"
 #include "device/tile_copy.cuh"
 #include "host/launch.h"
 
@@ -127,46 +127,6 @@ class BiasTiles {
     }
 };
 
-// What the workspace holds for the rows of a lane.
-template <int kTilesM>
-struct RowTermsOfLane {
-    float shift[kTilesM][2], log2_sum[kTilesM][2], delta[kTilesM][2];
-
-    __device__ __forceinline__ RowTermsOfLane(const AttentionBackwardParams& params, int32_t batch, int32_t head,
-                                              int32_t first_row, int lane) {
-        const float* gShift = row_pointer(params.shift, batch, head);
-        const float* gLog2Sum = row_pointer(params.log2_sum, batch, head);
-        const float* gDelta = row_pointer(params.delta, batch, head);
-        for_own_rows<kTilesM>(lane, [&](int m, int half, int row_in_tile) {
-            const int32_t row = first_row + row_in_tile;
-            const bool exists = row < params.query.rows;
-            shift[m][half] = exists ? gShift[row] : 0.0f;
-            log2_sum[m][half] = exists ? gLog2Sum[row] : 0.0f;
-            delta[m][half] = exists ? gDelta[row] : 0.0f;
-        });
-    }
-};
-
-// rG += dS, from scores and dropout(dO Vᵀ) without its factor. A key that a row does not see adds exactly 0, also where
-// it is NaN, and so does a row that does not exist: the first num_rows rows do.
-template <int kTilesM, int kTilesN>
-__device__ __forceinline__ void add_gradients(float (&rG)[kTilesM][kTilesN][4], const float (&rS)[kTilesM][kTilesN][4],
-                                              const float (&rDP)[kTilesM][kTilesN][4],
-                                              const RowTermsOfLane<kTilesM>& rows, float dropout_factor,
-                                              int32_t num_rows, int lane) {
-    for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
-#pragma unroll
-        for (int n = 0; n < kTilesN; ++n) {
-#pragma unroll
-            for (int e = 2 * half; e < 2 * half + 2; ++e) {
-                const float probability = probability_of(rS[m][n][e], rows.shift[m][half], rows.log2_sum[m][half]);
-                const float gradient = probability * fmaf(rDP[m][n][e], dropout_factor, -rows.delta[m][half]);
-                rG[m][n][e] += rS[m][n][e] != -kInfinity && row < num_rows ? gradient : 0.0f;
-            }
-        }
-    });
-}
-
 // Sums along the dims that the bias does not have, and stores what is left. All threads of the CTA take part.
 template <typename Config>
 __device__ __forceinline__ void store_gradients(const BiasGradientView& view, const BiasTile& owned,
@@ -241,7 +201,7 @@ __global__ void __launch_bounds__(BackwardBiasConfigSm80<kDataType>::kNumThreads
         uint32_t rB[kTilesM][kTilesN][4];
         float rS[kTilesM][kTilesN][4], rDP[kTilesM][kTilesN][4];
         scores.load_bias(rB, warp_row, first_key, lane);
-        const RowTermsOfLane<kTilesM> rows(params, tile.batch, tile.head, warp_row, lane);
+        const RowTermsOfLane<kTilesM> rows(params, tile.batch, tile.head, {0, num_rows}, warp_row, lane);
 
         gemm.multiply(rS, operands_of(tile, params.query, params.key), grad_out_and_value);
         gemm.multiply(rDP, grad_out_and_value, operands_of(next, params.query, params.key));
@@ -250,7 +210,8 @@ __global__ void __launch_bounds__(BackwardBiasConfigSm80<kDataType>::kNumThreads
             const Dropout dropout(options, static_cast<uint32_t>(tile.batch * params.query.heads + tile.head));
             dropout.drop(rDP, warp_row, first_key, lane);
         }
-        add_gradients(rG, rS, rDP, rows, dropout_factor, num_rows - warp_row, lane);
+        for_score_gradients(rS, rDP, rows, dropout_factor, num_rows - warp_row, lane,
+                            [&](int m, int n, int e, float gradient) { rG[m][n][e] += gradient; });
         tile = next;
     }
 

@@ -123,6 +123,12 @@ struct BiasGradientView {
     int64_t batch_stride, head_stride, row_stride, key_stride;
 };
 
+// The gradient of ALiBi slopes: [batch, heads] fp32, contiguous, with a batch of 1 where they were broadcast.
+struct SlopesGradientView {
+    float* data;
+    int32_t batch;
+};
+
 // What the backward kernels for Hopper need of query rows, in blocks of block_m rows of a head, one for each tile of dQ's
 // sums and in their order (attention/query_gradient.h): first of every row shift * log2(e), then -delta. Rows that do not
 // exist have shift +inf and delta 0.
@@ -132,6 +138,8 @@ struct RowTermsView {
 };
 inline constexpr int kMostRowsInBlock = 128;
 
+inline constexpr int kSlopesBlockM = 64;
+
 // How CTAs share the query rows of a tile of keys: from tile first_tile on, query heads are divided into of_heads parts, and
 // the rows of each into up to of_rows. See attention/row_shares.h.
 struct RowShares {
@@ -140,7 +148,7 @@ struct RowShares {
 };
 
 // attention/backward_*.cuh, the kernels of one backward pass in the order in which they run: rows, key_value,
-// query, and where they are asked for bias and sinks. Packed sequences as in AttentionForwardParams.
+// query, and where they are asked for bias, sinks, slopes and slope_sums. Packed sequences as in AttentionForwardParams.
 struct AttentionBackwardParams {
     HeadsView<const uint16_t> query, key, value, out, grad_out;
     HeadsView<uint16_t> grad_query, grad_key, grad_value;
@@ -164,9 +172,12 @@ struct AttentionBackwardParams {
     int32_t* key_turns;
     PackedParams packed;
     ScoreParams scores;
-    BiasGradientView grad_bias;  // data is null where nobody wants it
-    float* grad_sinks;           // [heads], or null
-    int32_t heads_per_group;     // key heads whose tiles are scheduled side by side, see attention/tile_order.h
+    BiasGradientView grad_bias;      // data is null where nobody wants it
+    SlopesGradientView grad_slopes;  // likewise
+    // Workspace of grad_slopes, [tiles of kSlopesBlockM rows, heads], numbered as in attention/query_gradient.h.
+    float* slope_sums;
+    float* grad_sinks;        // [heads], or null
+    int32_t heads_per_group;  // key heads whose tiles are scheduled side by side, see attention/tile_order.h
 };
 
 }  // namespace fastattn

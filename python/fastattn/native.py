@@ -190,12 +190,13 @@ def attention_backward_kernels(
     changes_scores: bool = False,
     bias_gradient: bool = False,
     sinks: bool = False,
+    slopes_gradient: bool = False,
 ) -> tuple[str, ...]:
     """In the order in which they run. ``shared_bytes_per_cta``: the most that the GPU has for a CTA."""
-    names = (ctypes.c_char_p * 5)()
+    names = (ctypes.c_char_p * 7)()
     is_bfloat16 = dtype == torch.bfloat16
     count = _LIBRARY.fastattn_attention_backward_kernels(
-        arch, shared_bytes_per_cta, widest, is_bfloat16, changes_scores, bias_gradient, sinks, names
+        arch, shared_bytes_per_cta, widest, is_bfloat16, changes_scores, bias_gradient, sinks, slopes_gradient, names
     )
     return tuple(name.decode() for name in names[:count] if name is not None)
 

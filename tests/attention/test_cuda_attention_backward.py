@@ -40,7 +40,7 @@ pytestmark = MARKS
 
 CAUSAL = (-1, 0)
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
-GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks")
+GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks", "grad_slopes")
 # Three tiles of rows and two of keys, the last of each not full.
 SHAPE = (1, 2, 1, 141, 101)
 
@@ -58,6 +58,8 @@ def check(case: Case, problem: Problem | None = None, measure: Case | None = Non
     problem = problem or make_problem(case)
     found = run(case, problem, **how)
     wanted = {"query", "key", "value"} | ({"sinks"} if case.sinks else set())
+    if problem.alibi_slopes is not None:
+        wanted.add("slopes")
     if problem.bias is not None and problem.bias.is_floating_point():
         wanted.add("bias")
     measured = [name for name in GRADIENTS if name.removeprefix("grad_") in wanted]
@@ -755,6 +757,8 @@ def test_every_instance_is_launched() -> None:
         "backward_query_sm80": [HEAD_DIMS, instances.DTYPES],
         "backward_bias_sm80": [instances.DTYPES],
         "backward_sinks_sm80": [],
+        "backward_slopes_sm80": [instances.DTYPES],
+        "backward_slope_sums_sm80": [],
     }
     listed = {name for name in instances.kernels_of("attention") if name.startswith("backward") and "sm80" in name}
     assert listed == {*axes, "backward_key_value_sm80", "backward_key_value_wide_sm80"}

@@ -63,7 +63,7 @@ class TestChoice:
             ({"dtype": torch.float32}, "float32"),
             ({"head_dim": 264}, "264"),
             ({"head_dim": 0}, "0"),
-            ({"features": frozenset({"slope gradients"})}, "gradient of ALiBi slopes"),
+            ({"features": frozenset({"paged gradients"})}, "gradients over paged keys and values"),
             ({"only_torch": "an argument is a DTensor."}, "DTensor"),
         ],
     )
@@ -119,9 +119,9 @@ class TestChoice:
         for backend in ("cuda", "triton", "torch"):
             with fastattn.use_backend(backend):
                 assert dispatch.choose(call()).backend == backend
-        impossible = r'use_backend\("cuda"\) cannot run this call: .*the gradient of ALiBi slopes'
+        impossible = r'use_backend\("cuda"\) cannot run this call: .*gradients over paged keys and values'
         with pytest.raises(fastattn.InputError, match=impossible), fastattn.use_backend("cuda"):
-            dispatch.choose(call(features=frozenset({"slope gradients"})))
+            dispatch.choose(call(features=frozenset({"paged gradients"})))
         with (
             pytest.raises(fastattn.InputError, match="backend: expected one of 'cuda', 'triton', 'torch', got 'metal'"),
             fastattn.use_backend("metal"),
@@ -246,21 +246,24 @@ def test_record_lists_forward_and_backward_and_nests() -> None:
 def test_record_names_the_kernels_of_the_backward_pass() -> None:
     query = torch.randn(1, 1, 4, 16, dtype=torch.float16, requires_grad=True)
     bias = torch.zeros(1, 1, 4, 4, dtype=torch.float16, requires_grad=True)
+    slopes = torch.zeros(1, requires_grad=True)
     weight = fastattn.quantize_int8(torch.randn(16, 16))
     with fastattn.use_backend("triton"):
         out = fastattn.attention(query, query, query)
         biased = fastattn.attention(query, query, query, bias=bias)
+        sloped = fastattn.attention(query, query, query, alibi_slopes=slopes)
         y = fastattn.int8_linear(query, weight)
         kernels = []
-        for result in (out, biased, y):
+        for result in (out, biased, sloped, y):
             with fastattn.record() as calls:
                 result.sum().backward()
             kernels += [(call.op, call.kernel.split(" + ")) for call in calls]
     parts = ["rows", "query", "key_value"]
-    names = [f"attention_backward_{part}.attention_backward_{part}_kernel" for part in [*parts, "bias"]]
+    names = [f"attention_backward_{part}.attention_backward_{part}_kernel" for part in [*parts, "bias", "slopes"]]
     assert kernels == [
-        ("attention backward", names[:-1]),
-        ("attention backward", names),
+        ("attention backward", names[:3]),
+        ("attention backward", names[:4]),
+        ("attention backward", [*names[:3], names[4]]),
         ("int8_matmul backward", ["int8_matmul.grad_input_kernel"]),
     ]
 

@@ -98,6 +98,7 @@ def test_backward_launches_what_the_library_names(changes: dict[str, Any], dtype
         changes_scores=bool(case.softcap or case.mask or case.alibi),
         bias_gradient=case.mask == "float",
         sinks=case.sinks,
+        slopes_gradient=bool(case.alibi),
     )
     assert tuple(backward) == named and set(named) <= set(native.KERNELS)
 

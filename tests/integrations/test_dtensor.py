@@ -226,7 +226,7 @@ def check_operators(rank: int, mesh: DeviceMesh) -> None:
         torch.testing.assert_close(local_lse.full_tensor(), lse, **NEAR)
         torch.testing.assert_close(local_max.full_tensor(), max_logit, **NEAR)
 
-        def gradients(given: AttentionArguments, *results: Tensor, has_bias: bool) -> Any:
+        def gradients(given: AttentionArguments, *results: Tensor) -> Any:
             names = [name for name in AttentionBackwardArguments._fields if name in given._fields]
             return backward(
                 *AttentionBackwardArguments(
@@ -235,13 +235,14 @@ def check_operators(rank: int, mesh: DeviceMesh) -> None:
                     out=results[0],
                     lse=results[1],
                     deterministic=False,
-                    bias_grad=has_bias,
+                    bias_grad=given.bias is not None,
+                    slopes_grad=given.alibi_slopes is not None,
                     **{name: getattr(given, name) for name in names},
                 )
             )
 
-        wanted = gradients(arguments, out, lse, has_bias="bias" in options)
-        came = gradients(spread, local_out, local_lse, has_bias="bias" in options)
+        wanted = gradients(arguments, out, lse)
+        came = gradients(spread, local_out, local_lse)
         assert {grad.placements for grad in came[:3]} == {(placement,)}
         for ours, theirs in zip(came, wanted, strict=True):
             torch.testing.assert_close(ours.full_tensor(), theirs, **NEAR)

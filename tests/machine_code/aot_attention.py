@@ -10,6 +10,7 @@ from fastattn.triton_kernels.attention_backward_bias import attention_backward_b
 from fastattn.triton_kernels.attention_backward_key_value import attention_backward_key_value_kernel
 from fastattn.triton_kernels.attention_backward_query import attention_backward_query_kernel
 from fastattn.triton_kernels.attention_backward_rows import attention_backward_rows_kernel
+from fastattn.triton_kernels.attention_backward_slopes import attention_backward_slopes_kernel
 from fastattn.triton_kernels.attention_common import ADDITIVE_BIAS, BOOL_BIAS, NO_BIAS
 from fastattn.triton_kernels.attention_forward import attention_forward_kernel
 from fastattn.triton_kernels.attention_launch import LAUNCH_OPTIONS, attention_constexprs, is_crowded
@@ -26,9 +27,10 @@ KERNELS: dict[str, Any] = {
     "query": attention_backward_query_kernel,
     "key_value": attention_backward_key_value_kernel,
     "bias": attention_backward_bias_kernel,
+    "slopes": attention_backward_slopes_kernel,
 }
 MATRICES = ("query", "key", "value", "output", "grad_out", "grad_query", "grad_key", "grad_value")
-ROWS = ("lse", "delta", "row_shift", "grad_lse", "grad_bias")
+ROWS = ("lse", "delta", "row_shift", "grad_lse", "grad_bias", "slope_sums")
 FLOATS = ("scale", "softcap", "dropout_factor")
 
 DEFAULTS: dict[str, Any] = {
@@ -45,6 +47,7 @@ CAUSAL = {**DEFAULTS, "right": True}
 BOOL = {**DEFAULTS, "bias": BOOL_BIAS.value}
 EVERYTHING = dict.fromkeys(DEFAULTS, True) | {"alibi": False, "top_left": False, "bias": ADDITIVE_BIAS.value}
 ALIBI = {**DEFAULTS, "left": True, "right": True, "alibi": True, "dropout": True}
+SLOPES = {**EVERYTHING, "alibi": True, "bias": NO_BIAS.value}
 
 
 def tile_of(
@@ -52,7 +55,7 @@ def tile_of(
 ) -> AttentionTile:
     if kernel == "forward":
         return attention_forward_tile(arch, head_dim, value_dim, page_size > 0 or is_crowded(options))
-    which: Any = "query" if kernel == "rows" else kernel
+    which: Any = "query" if kernel in ("rows", "slopes") else kernel
     return attention_backward_tile(arch, head_dim, value_dim, which, is_crowded(options))
 
 
@@ -136,7 +139,8 @@ def builds() -> list[Build]:
             for turn, options in enumerate((CAUSAL, EVERYTHING)):
                 for kernel in KERNELS if options is EVERYTHING else ("forward", "query", "key_value"):
                     if kernel != "rows" or head_dim == 128:  # rows: the query kernel's tile, and much less in it
-                        found.append(build(kernel, arch, head_dim, options, ("fp16", "bf16")[(index + turn) % 2]))
+                        of_kernel = SLOPES if kernel == "slopes" else options
+                        found.append(build(kernel, arch, head_dim, of_kernel, ("fp16", "bf16")[(index + turn) % 2]))
     for head_dim, options in itertools.product((64, 128), (DEFAULTS, CAUSAL)):
         for kernel in ("forward", "query", "key_value"):
             if options is DEFAULTS:  # what most calls are; without a mask, other values are in registers

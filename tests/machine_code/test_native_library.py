@@ -28,7 +28,7 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 SCHEMA_ARGUMENTS = {
     "attention_forward": 20,
-    "attention_backward": 23,
+    "attention_backward": 24,
     "attention_decode": 20,
     "attention_split_keys": 9,
     "int8_matmul": 7,
@@ -50,7 +50,7 @@ WIDE_INSTANCES = rows_of("attention/instances/backward_key_value_wide_sm80.cu")
 BACKWARD_INSTANCES = sorted(
     (
         (kernel, *values)
-        for kernel in ("query", "rows", "bias", "sinks")
+        for kernel in ("query", "rows", "bias", "sinks", "slopes", "slope_sums")
         for values in rows_of(f"attention/instances/backward_{kernel}_sm80.cu")
     ),
     key=str,
@@ -174,7 +174,8 @@ def wide_instance(symbol: str) -> tuple[int, str] | None:
 def backward_instance(symbol: str) -> tuple[Any, ...] | None:
     """(kernel, head dim, dtype), as far as it has them, of another mangled attention_backward_…_sm80, else None."""
     match = re.search(
-        r"attention_backward_(query|rows|bias|sinks)_sm80(?:I(?:Li(\d+)E)?L?N\w*?8DataTypeE(\d)E)?", symbol
+        r"attention_backward_(query|rows|bias|sinks|slopes|slope_sums)_sm80(?:I(?:Li(\d+)E)?L?N\w*?8DataTypeE(\d)E)?",
+        symbol,
     )
     if match is None:
         return None
@@ -521,7 +522,7 @@ def test_other_backward_kernels(instance: tuple[Any, ...]) -> None:
     assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
     assert kernel.local_in_loops + kernel.local_outside == 0
     assert kernel.stack_bytes == 0
-    if instance[0] in ("rows", "bias"):
+    if instance[0] in ("rows", "bias", "slopes"):
         expected = "HMMA.16816.F32" if instance[-1] == "float16" else "HMMA.16816.F32.BF16"
         assert {name for name in kernel.instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))} == {expected}
 

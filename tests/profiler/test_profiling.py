@@ -60,7 +60,14 @@ def attention_call(name: str = "attention_forward", **changes: Any) -> OperatorC
     }
     if name == "attention_backward":
         lse = ("float", query[:3])
-        arguments |= {"grad_out": query, "out": query, "lse": lse, "deterministic": False, "bias_grad": False}
+        arguments |= {
+            "grad_out": query,
+            "out": query,
+            "lse": lse,
+            "deterministic": False,
+            "bias_grad": False,
+            "slopes_grad": False,
+        }
     return call_of(name, **(arguments | changes))
 
 
@@ -163,6 +170,9 @@ def test_native_backward_kernels_count_what_they_execute() -> None:
     assert part("query") == Work(0, sums + query)
     assert part("bias").flops == 2 * 2 * pairs * 32
     assert part("sinks") == Work(0, 8 * rows)
+    call = attention_call("attention_backward", alibi_slopes=("float", (1, 4)))
+    assert part("slopes").flops == 2 * 2 * pairs * 32
+    assert part("slope_sums") == Work(0, 4 * rows // 64 + 4 * 4)
 
 
 def test_decode_and_int8_kernels() -> None:

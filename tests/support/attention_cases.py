@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from oracle import check_against_oracle
 DTYPES = (torch.float16, torch.bfloat16)
 SMALL_TILE = AttentionTile(16, 32, num_warps=4, num_stages=1)  # so that short sequences have many tiles
 SEED = 0x123456789ABCDEF
-RESULTS = ("out", "lse", "grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks")
+RESULTS = ("out", "lse", "grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks", "grad_slopes")
 
 
 @dataclass(frozen=True)
@@ -163,11 +164,23 @@ def forward_arguments(case: Case, problem: Problem) -> tuple[Any, ...]:
 def backward_arguments(
     case: Case, problem: Problem, out: Tensor, lse: Tensor, deterministic: bool = True
 ) -> tuple[Any, ...]:
-    """Of ``attention_backward``, with the gradient of an additive bias."""
+    """Of ``attention_backward``, with the gradients of an additive bias and of slopes."""
     p = problem
     _, _, _, *shared = forward_arguments(case, problem)
     bias_grad = p.bias is not None and p.bias.is_floating_point()
-    return p.grad_out, p.grad_lse, p.query, p.key, p.value, out, lse, *shared, deterministic, bias_grad
+    return (
+        p.grad_out,
+        p.grad_lse,
+        p.query,
+        p.key,
+        p.value,
+        out,
+        lse,
+        *shared,
+        deterministic,
+        bias_grad,
+        p.alibi_slopes is not None,
+    )
 
 
 def run_ops(ops: Any, case: Case, problem: Problem, deterministic: bool = True) -> dict[str, Tensor]:
@@ -198,14 +211,15 @@ def run_public(case: Case, problem: Problem, backend: str, deterministic: bool |
     p = problem
     scale, left, right, top_left, softcap, dropout = options_of(case)
     leaves = {"query": p.query, "key": p.key, "value": p.value, "bias": p.bias, "sinks": p.sinks}
+    leaves |= {"slopes": p.alibi_slopes}
     leaves = {
         name: None if t is None else t.detach().requires_grad_(t.is_floating_point()) for name, t in leaves.items()
     }
-    query, key, value, bias, sinks = leaves.values()
+    query, key, value, bias, sinks, slopes = leaves.values()
     options: dict[str, Any] = {
         "window": (left, right),
         "softcap": softcap,
-        "alibi_slopes": p.alibi_slopes[0] if case.alibi == "head" and p.alibi_slopes is not None else p.alibi_slopes,
+        "alibi_slopes": slopes[0] if case.alibi == "head" and slopes is not None else slopes,
         "sinks": sinks,
         "dropout_p": dropout,
         "dropout_seed": SEED,
@@ -268,7 +282,7 @@ def run_reference(case: Case, problem: Problem, dtype: torch.dtype, compute_dtyp
     if p.grad_lse is not None:
         outputs.append(lse)
         grads.append(p.grad_lse.to(lse.dtype))
-    leaves = {"query": query, "key": key, "value": value, "bias": bias, "sinks": sinks}
+    leaves = {"query": query, "key": key, "value": value, "bias": bias, "sinks": sinks, "slopes": slopes}
     wanted = {name: t for name, t in leaves.items() if t is not None and t.requires_grad}
     found = torch.autograd.grad(outputs, list(wanted.values()), grads, allow_unused=True)
     result = {"out": out.detach(), "lse": lse.detach()}
@@ -301,9 +315,46 @@ def compare(
     oracle = run_reference(case, problem, torch.float64, torch.float64)
     composite = run_reference(measure or case, problem, case.dtype, case.dtype)
     for name in names or oracle:
+        if name == "grad_slopes" and slopes_error(case, problem, actual, oracle[name]) <= 5:
+            continue
         check_against_oracle(f"{case}: {name}", actual[name], oracle[name], composite[name])
         if name == "lse":
             check_closely(f"{case}: {name}", actual[name], oracle[name])
+
+
+def slopes_error(case: Case, problem: Problem, actual: dict[str, Tensor], oracle: Tensor) -> float:
+    """How far the slopes' gradient is off, in standard deviations of what rounding O leaves in it through delta.
+
+    It is one number for each head, a sum over all of its rows of terms with both signs: the error of the composite is
+    luck there. A row has ``dslope = sum_j P_ij (delta_i - dP_ij) distance_ij``, and ``sum_j P_ij distance_ij`` is the
+    derivative of its lse.
+    """
+    p = problem
+    assert p.alibi_slopes is not None
+    scale, left, right, top_left, softcap, _ = options_of(case)
+    query, key, value = p.query.double(), p.key.double(), p.value.double()
+    common: dict[str, Any] = {"window": (left, right), "softcap": softcap, "sinks": p.sinks, "scale": scale}
+
+    def lse_of(slopes: Tensor) -> Tensor:
+        common["alibi_slopes"], common["compute_dtype"] = slopes, torch.float64
+        if p.cu_seqlens_q is not None and p.cu_seqlens_k is not None:
+            packed = (query, key, value, p.cu_seqlens_q, p.cu_seqlens_k, *p.max_seqlens)
+            return reference.attention_varlen(*packed, **common)[1]
+        return reference.attention(query, key, value, bias=p.bias, top_left=top_left, **common)[1]
+
+    slopes = p.alibi_slopes.double()
+    _, distances = torch.func.jvp(lse_of, (slopes,), (torch.ones_like(slopes),))  # like lse
+    products = (p.grad_out.double() * actual["out"].double()).square().sum(-1)
+    if case.lengths is None:
+        variance = (distances.nan_to_num(0.0).square() * products).sum(2).sum_to_size(slopes.shape)
+    else:
+        rows = distances.nan_to_num(0.0).square() * products.transpose(0, 1)
+        of_sequences = torch.stack([part.sum(1) for part in rows.split(list(case.lengths[0]), 1)])
+        variance = of_sequences.sum_to_size(slopes.shape)
+    deviation = torch.finfo(case.dtype).eps / math.sqrt(12) * variance.sqrt()
+    rounded = 1e-6 * (oracle.abs() + max(case.shape[3:]) * (0.0 if p.grad_lse is None else 1.0))
+    error = (actual["grad_slopes"].double() - oracle).abs()
+    return float(((error - rounded) / deviation.clamp(min=1e-6)).max()) if error.numel() else 0.0
 
 
 def check_closely(name: str, actual: Tensor, oracle: Tensor) -> None:

@@ -109,12 +109,10 @@ def _all_features_but(op: str, *missing: str) -> frozenset[str]:
     return frozenset(FEATURES[op]) - frozenset(missing)
 
 
-_NO_GRADIENTS = ("slope gradients", "paged gradients")
-
 SUPPORT: dict[str, dict[str, Support]] = {
     "attention": {
-        "cuda": Support(_all_features_but("attention", *_NO_GRADIENTS), head_dims=range(8, 257, 8), pads=True),
-        "triton": Support(_all_features_but("attention", *_NO_GRADIENTS), head_dims=range(16, 257, 8), pads=True),
+        "cuda": Support(_all_features_but("attention", "paged gradients"), head_dims=range(8, 257, 8), pads=True),
+        "triton": Support(_all_features_but("attention", "paged gradients"), head_dims=range(16, 257, 8), pads=True),
     },
     "decode": {
         "cuda": Support(_all_features_but("decode"), head_dims=range(8, 257, 8)),

@@ -84,7 +84,7 @@ def attend(
                 key,
                 value,
                 bias,
-                None if alibi_slopes is None else torch.atleast_2d(alibi_slopes.detach().float()),
+                None if alibi_slopes is None else torch.atleast_2d(alibi_slopes.float()),
                 None if sinks is None else sinks.float(),
                 seed,
                 cu_seqlens_q,

@@ -105,6 +105,7 @@ def attention_backward(
         dropout_p=checked.dropout_p,
         deterministic=is_deterministic(deterministic),
         bias_grad=False,
+        slopes_grad=False,
     )
     return run.attention_backward(choice, arguments)
 

@@ -81,8 +81,13 @@ def _backward_shardings(*args: Any) -> list[_Sharding]:
         arguments = _of_arguments(kind, given, len(args))
         placed = dict(zip(given._fields, arguments, strict=True))
         grads = [placed["query"], placed["key"], placed["value"]]
-        bias, sinks = (given.bias if given.bias_grad else None), given.sinks
-        for option, dims in ((bias, _dims("bias", given)), (sinks, PER_HEAD)):
+        bias, slopes = given.bias if given.bias_grad else None, given.alibi_slopes if given.slopes_grad else None
+        options = (
+            (bias, _dims("bias", given)),
+            (given.sinks, PER_HEAD),
+            (slopes, NEITHER if slopes is None else _dims("alibi_slopes", given)),
+        )
+        for option, dims in options:
             # Of an option that all ranks have in common, each has a part of the gradient.
             grads.append(_placement(None, NEITHER) if option is None else _placement(kind, dims, is_sum=True))
         shardings.append((grads, arguments))

@@ -73,7 +73,7 @@ class AttentionArguments(NamedTuple):
 
 class AttentionBackwardArguments(NamedTuple):
     """The arguments of ``attention_backward``: the gradients of the results, and the arguments and results of the
-    forward pass; ``bias_grad``: whether the bias's gradient is wanted."""
+    forward pass; ``bias_grad``, ``slopes_grad``: whether the gradients of the bias and of the slopes are wanted."""
 
     grad_out: Tensor
     grad_lse: Tensor | None
@@ -98,6 +98,7 @@ class AttentionBackwardArguments(NamedTuple):
     dropout_p: float
     deterministic: bool
     bias_grad: bool
+    slopes_grad: bool
 
 
 # The gradients of AttentionArguments, by the same names: None, unless one is given.
@@ -116,7 +117,7 @@ def attention_forward(backend: str, arguments: AttentionArguments) -> Results:
 
 
 def differentiable_attention(backend: str, arguments: AttentionArguments, deterministic: bool) -> Results:
-    """The same, output and lse differentiable in query, key, value, bias and sinks."""
+    """The same, output and lse differentiable in query, key, value, bias, slopes and sinks."""
     if torch.compiler.is_compiling():
         arguments = AttentionArguments(*_distinct(arguments))
     out, lse, max_logit = apply(_Attention, backend, deterministic, *arguments)
@@ -124,9 +125,9 @@ def differentiable_attention(backend: str, arguments: AttentionArguments, determ
 
 
 def attention_backward_of_block(backend: str, arguments: AttentionBackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, not differentiable; of neither a bias nor sinks."""
+    """The gradients of query, key and value, not differentiable; of no bias, slopes or sinks."""
     with torch.no_grad():
-        grad_query, grad_key, grad_value, _, _ = call(backend, "attention_backward", arguments)
+        grad_query, grad_key, grad_value, *_ = call(backend, "attention_backward", arguments)
     if is_recording():
         note("attention backward", backend, backward_kernels(backend, arguments))
     return grad_query, grad_key, grad_value
@@ -179,7 +180,9 @@ class _Attention(torch.autograd.Function):
             return None, None, *_Gradients()
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        bias_grad = bias is not None and _needs_bias_grad(*ctx.needs_input_grad)
+        needs_grad = _needs_grad(*ctx.needs_input_grad)
+        bias_grad = bias is not None and bool(needs_grad.bias)
+        slopes_grad = slopes is not None and bool(needs_grad.alibi_slopes)
         options: _Options = ctx.options
         arguments = AttentionBackwardArguments(
             grad_out,
@@ -198,30 +201,33 @@ class _Attention(torch.autograd.Function):
             *options,
             ctx.deterministic,
             bias_grad,
+            slopes_grad,
         )
         grads = call_in_backward(ctx.backend, "attention_backward", arguments)
         if is_recording():
             note("attention backward", ctx.backend, backward_kernels(ctx.backend, arguments))
-        grad_query, grad_key, grad_value, grad_bias, grad_sinks = grads
+        grad_query, grad_key, grad_value, grad_bias, grad_sinks, grad_slopes = grads
         gradients = _Gradients(
             grad_query,
             grad_key,
             grad_value,
             bias=grad_bias.to(bias.dtype) if bias_grad else None,
+            alibi_slopes=grad_slopes if slopes_grad else None,
             sinks=None if sinks is None else grad_sinks,
         )
         return None, None, *gradients
 
 
-def _needs_bias_grad(backend: bool, deterministic: bool, *needs_grad: bool) -> bool:
-    """From autograd's answer for every input of ``_Attention``."""
-    return bool(AttentionArguments._make(needs_grad).bias)
+def _needs_grad(backend: bool, deterministic: bool, *needs_grad: bool) -> AttentionArguments:
+    """Autograd's answer for every input of ``_Attention``, by name."""
+    return AttentionArguments._make(needs_grad)
 
 
 def backward_kernels(backend: str, arguments: AttentionBackwardArguments) -> str:
     """The kernels that ``attention_backward`` launches, in their order. Their names hold commas."""
     if backend == "triton":
-        launched = ["rows", "query", "key_value", *(["bias"] if arguments.bias_grad else [])]
+        asked_for = [("bias", arguments.bias_grad), ("slopes", arguments.slopes_grad)]
+        launched = ["rows", "query", "key_value", *(name for name, wanted in asked_for if wanted)]
         return " + ".join(f"attention_backward_{name}.attention_backward_{name}_kernel" for name in launched)
     query, value = arguments.query, arguments.value
     has_scores_changed = arguments.bias is not None or arguments.alibi_slopes is not None
@@ -234,6 +240,7 @@ def backward_kernels(backend: str, arguments: AttentionBackwardArguments) -> str
         changes_scores=has_scores_changed or arguments.softcap > 0 or arguments.dropout_p > 0,
         bias_gradient=arguments.bias_grad,
         sinks=arguments.sinks is not None,
+        slopes_gradient=arguments.slopes_grad,
     )
     return " + ".join(names)
 
@@ -261,7 +268,9 @@ def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
         grads = tuple(empty_like_heads(t, t.shape[-1]) for t in inputs)
     bias_shape = given.bias.shape if given.bias_grad and given.bias is not None else (0,)
     sinks_shape = (0,) if given.sinks is None else given.sinks.shape
-    return *grads, *(given.query.new_empty(shape, dtype=torch.float32) for shape in (bias_shape, sinks_shape))
+    slopes_shape = given.alibi_slopes.shape if given.slopes_grad and given.alibi_slopes is not None else (0,)
+    of_options = (bias_shape, sinks_shape, slopes_shape)
+    return *grads, *(given.query.new_empty(shape, dtype=torch.float32) for shape in of_options)
 
 
 # --- FLOPs: every pair of query and key, masked or not, as torch counts its own attention ---------------------------
@@ -349,7 +358,7 @@ def _vmap_backward(overload: torch._ops.OpOverload) -> Callable[..., Any]:
             given = given._replace(bias=given.bias.unsqueeze(0).expand(size, *given.bias.shape))
             dims = dims._replace(bias=0)  # every sample wants a gradient of its own
         grads = overload(*given._replace(**_folded(given, dims, size)))  # type: ignore[arg-type]
-        *grads_of_inputs, grad_bias, grad_sinks = grads
+        *grads_of_inputs, grad_bias, grad_sinks, grad_slopes = grads
         if given.bias_grad:
             grad_bias = unfold_heads(grad_bias, size, 1)
             grad_bias = grad_bias.sum(2, keepdim=True) if shares_bias else grad_bias
@@ -359,7 +368,12 @@ def _vmap_backward(overload: torch._ops.OpOverload) -> Callable[..., Any]:
         grad_sinks = (
             grad_sinks.expand(size, 0) if given.sinks is None else unfold_heads(grad_sinks, size, sinks_heads_dim)
         )
-        return (*(unfold_heads(grad, size, 1) for grad in grads_of_inputs), grad_bias, grad_sinks), (0, 0, 0, 0, 0)
+        slopes_heads_dim = HEADS_DIM["alibi_slopes"]
+        grad_slopes = (
+            unfold_heads(grad_slopes, size, slopes_heads_dim) if given.slopes_grad else grad_slopes.expand(size, 0)
+        )
+        unfolded = (unfold_heads(grad, size, 1) for grad in grads_of_inputs)
+        return (*unfolded, grad_bias, grad_sinks, grad_slopes), (0, 0, 0, 0, 0, 0)
 
     return rule
 

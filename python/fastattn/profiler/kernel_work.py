@@ -88,6 +88,11 @@ def _native_sinks(call: OperatorCall) -> Work:
     return Work(0, 2 * call["lse"].nbytes)
 
 
+def _native_slope_sums(call: OperatorCall) -> Work:
+    """Adds up a number for each 64 rows of a head."""
+    return Work(0, call["lse"].nbytes // 64 + call["alibi_slopes"].nbytes)
+
+
 def _backward_rows(call: OperatorCall) -> Work:
     """Scores once more for an lse in two halves, and rowsum(dO O)."""
     pairs, is_upper_bound = _pairs(call)
@@ -162,6 +167,8 @@ _WORK: dict[str, dict[str, Callable[[OperatorCall], Work | None]]] = {
         "attention_backward_key_value": _backward_part(2, 2, ("key", "value")),
         "attention_backward_query": _backward_part(2, 1, ("query",)),
         "attention_backward_bias": _backward_part(1, 1, ("bias",)),
+        "attention_backward_slope_sums": _native_slope_sums,
+        "attention_backward_slopes": _backward_part(1, 1, ("alibi_slopes",)),
     },
     "attention_decode": {
         "decode_split": _decode_with_append,

@@ -1,0 +1,10 @@
+// The gradient of ALiBi slopes, of all tiles of rows.
+#include "attention/backward_slope_sums_sm80.cuh"
+
+namespace fastattn {
+
+static const Registration registration(attention_backward_slope_sums_kernels(), KernelKey{80, 0, std::nullopt, false},
+                                       kernel_name("attention_backward_slope_sums_sm80", {}), TileFacts{},
+                                       launch_attention_backward_slope_sums_sm80);
+
+}  // namespace fastattn

@@ -1,0 +1,111 @@
+"""The gradient of ALiBi slopes: dslope = sum of -dS * |i + Sk - Sq - j| over rows i and keys j.
+
+A CTA recomputes dS for every num_splits-th tile of a head's query rows, in one order, and leaves one sum: no atomics.
+The launcher adds the splits up.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fastattn.triton_kernels.attention_common import (
+    ADDITIVE_BIAS,
+    INF,
+    NO_BIAS,
+    dropout_keep,
+    load_rows,
+    score_gradients,
+    sequence_range,
+    tile_range,
+)
+from fastattn.triton_kernels.tiles import ceil_div
+
+# CTAs enough for any GPU; and where sequences and heads are as many, the longest sequence may still be much longer than
+# the others. Both bound the workspace: it has a number for each CTA.
+ENOUGH_CTAS = 2048
+LEAST_SPLITS = 16
+
+
+def slopes_splits(num_heads: int, num_m_tiles: int) -> int:
+    """Into how many parts the tiles of rows are split; ``num_heads`` counts those of all sequences."""
+    return min(num_m_tiles, max(LEAST_SPLITS, ceil_div(ENOUGH_CTAS, num_heads)))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "dropout_threshold",
+        "num_splits",
+    ]
+)  # fmt: skip
+def attention_backward_slopes_kernel(
+    grad_out, query, key, value, row_shift, row_log2_sum, delta, slope_sums,
+    bias, alibi_slopes, dropout_seed, cu_seqlens_q, cu_seqlens_k,
+    stride_gb, stride_gh, stride_gm, stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn,
+    stride_lb, stride_lh, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_b,
+    num_heads, group_size, max_seqlen_q, max_seqlen_k, total_q, total_k,
+    scale, window_left, window_right, softcap, dropout_threshold, dropout_factor, num_splits,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """slope_sums ``[B, Hq, num_splits]``. Grid: one CTA for each of them."""
+    tl.static_assert(ALIBI)
+    split = tl.program_id(0) % num_splits
+    batch_head = tl.program_id(0) // num_splits
+    batch = (batch_head // num_heads).to(tl.int64)
+    head = (batch_head % num_heads).to(tl.int64)
+    kv_head = head // group_size
+    begin_q, seqlen_q = sequence_range(cu_seqlens_q, batch, total_q, max_seqlen_q)
+    begin_k, seqlen_k = sequence_range(cu_seqlens_k, batch, total_k, max_seqlen_k)
+    begin_row, begin_key = tl.cast(begin_q, tl.int64), tl.cast(begin_k, tl.int64)
+    offset = 0 if TOP_LEFT else seqlen_k - seqlen_q
+
+    q_base = query + batch * stride_qb + head * stride_qh + begin_row * stride_qm
+    g_base = grad_out + batch * stride_gb + head * stride_gh + begin_row * stride_gm
+    k_base = key + batch * stride_kb + kv_head * stride_kh + begin_key * stride_kn
+    v_base = value + batch * stride_vb + kv_head * stride_vh + begin_key * stride_vn
+    slope = tl.load(alibi_slopes + batch * stride_slope_b + head)
+    bias_base = bias
+    seed = 0
+    if BIAS != NO_BIAS:
+        bias_base = bias + batch * stride_bias_b + head * stride_bias_h
+    if DROPOUT:
+        seed = tl.load(dropout_seed)
+
+    sums = tl.zeros([BLOCK_M], tl.float32)
+    for m_tile in range(split, tl.cdiv(seqlen_q, BLOCK_M), num_splits):
+        first_row = m_tile * BLOCK_M
+        last_row = tl.minimum(first_row + BLOCK_M, seqlen_q) - 1
+        q = load_rows(q_base, first_row, seqlen_q, stride_qm, BLOCK_M, HEAD_DIM, WIDTH_QK)
+        grad = load_rows(g_base, first_row, seqlen_q, stride_gm, BLOCK_M, VALUE_DIM, WIDTH_V)
+        row = first_row + tl.arange(0, BLOCK_M)
+        position = batch * stride_lb + head * stride_lh + begin_row + row
+        shift = tl.load(row_shift + position, mask=row < seqlen_q, other=INF)
+        delta_tile = tl.load(delta + position, mask=row < seqlen_q, other=0.0)
+        log2_sum = delta_tile
+        if BIAS == ADDITIVE_BIAS:
+            log2_sum = tl.load(row_log2_sum + position, mask=row < seqlen_q, other=0.0)
+        begin, _full_begin, _full_end, end = tile_range(
+            first_row, last_row, offset, window_left, window_right, seqlen_k, BLOCK_N, LEFT, RIGHT
+        )
+        for n_tile in range(begin, end):
+            first_key = n_tile * BLOCK_N
+            k = load_rows(k_base, first_key, seqlen_k, stride_kn, BLOCK_N, HEAD_DIM, WIDTH_QK)
+            v = load_rows(v_base, first_key, seqlen_k, stride_vn, BLOCK_N, VALUE_DIM, WIDTH_V)
+            products = tl.dot(q, tl.trans(k), input_precision="ieee")
+            grad_products = tl.dot(grad, tl.trans(v), input_precision="ieee")
+            keep = True
+            if DROPOUT:
+                keep = dropout_keep(seed, dropout_threshold, batch_head, first_row, first_key, BLOCK_M, BLOCK_N)
+            column = first_key + tl.arange(0, BLOCK_N)
+            _p, ds, _grad_products = score_gradients(
+                products, grad_products, keep, shift[:, None], log2_sum[:, None], delta_tile[:, None],
+                row[:, None], column[None, :], slope, bias_base, stride_bias_m, stride_bias_n,
+                offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap, dropout_factor,
+                LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,
+            )  # fmt: skip
+            distance = tl.abs(row[:, None] + (seqlen_k - seqlen_q) - column[None, :])
+            sums -= tl.sum(ds * distance.to(tl.float32), 1)
+    tl.store(slope_sums + tl.program_id(0), tl.sum(sums, 0))
