@@ -166,8 +166,8 @@ def attention_backward(
     if slopes is not None and lse.numel() > 0:
         complete = with_tile("query")
         splits = slopes_splits(batch * num_heads, ceil_div(max_seqlen_q, complete["BLOCK_M"]))
-        sums = query.new_empty((batch, num_heads, splits), dtype=torch.float32)
-        complete |= {"slope_sums": sums, "num_splits": splits}
-        launch(attention_backward_slopes_kernel, sums.numel(), complete)
-        grad_slopes = sums.sum((0, 2))[None] if slopes.shape[0] == 1 else sums.sum(2)
+        parts = query.new_empty((batch, num_heads, splits), dtype=torch.float32)
+        complete |= {"slope_sums": parts, "num_splits": splits}
+        launch(attention_backward_slopes_kernel, parts.numel(), complete)
+        grad_slopes = parts.sum((0, 2))[None] if slopes.shape[0] == 1 else parts.sum(2)
     return grad_query, grad_key, grad_value, grad_bias, grad_sinks, grad_slopes

@@ -341,7 +341,7 @@ OP_CALLS: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
             draw(2, 4, 5, 24),
             draw(2, 4, 5).float().abs() + 3,
             None,
-            draw(2, 4).float(),
+            draw(2, 4).float().abs(),
             None,
             *forward_arguments()[6:],
             True,
