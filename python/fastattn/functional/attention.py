@@ -126,7 +126,7 @@ def attention(
         softcap: if positive, scores become ``softcap * tanh(score / softcap)``.
         bias: ``[B or 1, Hq or 1, Sq or 1, Sk or 1]``: added to the scores, or bool with True = attend. Differentiable.
         alibi_slopes: ``[Hq]`` or ``[B, Hq]``: ``-slope * |position - key|`` is added (Press et al., "Train short, test
-            long", 2022).
+            long", 2022). Differentiable.
         sinks: ``[Hq]``: one more logit in every row's denominator, without a value. Differentiable.
         dropout_p: the probability with which dropout zeroes an attention weight; dropout_seed: an int or an int64
             tensor of one element on the device, by default drawn from torch's generator.
