@@ -5,6 +5,7 @@ On a GPU where there is one, else on the emulator, with all of its checks.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +26,12 @@ from attention_cases import (
     run_reference,
     slopes_error,
 )
-from cuda_kernels import EMULATED, HAS_KERNELS, NO_KERNELS, checked, only_emulated
+from cuda_kernels import EMULATED, HAS_KERNELS, IS_HOPPER, NO_KERNELS, checked, only_emulated
+from fastattn import native
 from kernel_device import DEVICE
 
 if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
-    from emulator import launches
+    from emulator import device, launches
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -81,6 +83,14 @@ CASES = [
 def test_against_the_oracle(case: Case, backend: str) -> None:
     problem = make_problem(case)
     check(case, problem, run(backend, case, problem))
+
+
+@pytest.mark.skipif(not IS_HOPPER or "90a" not in native.BUILD["archs"], reason="needs kernels for sm_90a")
+def test_on_hopper_too() -> None:
+    case = replace(CASES[7], head_dims=(64, 64))
+    problem = make_problem(case)
+    with device.emulated(90, num_sms=3) if EMULATED else contextlib.nullcontext():
+        check(case, problem, run("cuda", case, problem))
 
 
 @each_backend
