@@ -1,4 +1,5 @@
-// dS of one tile in a warp's registers, element by element: what the gradients of a bias and of ALiBi slopes are sums of.
+// dS of one tile in a warp's registers, element by element: what the gradients of a bias and of ALiBi slopes are sums
+// of.
 #pragma once
 
 #include <cstdint>

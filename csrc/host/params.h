@@ -148,7 +148,8 @@ struct RowShares {
 };
 
 // attention/backward_*.cuh, the kernels of one backward pass in the order in which they run: rows, key_value,
-// query, and where they are asked for bias, sinks, slopes and slope_sums. Packed sequences as in AttentionForwardParams.
+// query, and where they are asked for bias, sinks, slopes and slope_sums. Packed sequences as in
+// AttentionForwardParams.
 struct AttentionBackwardParams {
     HeadsView<const uint16_t> query, key, value, out, grad_out;
     HeadsView<uint16_t> grad_query, grad_key, grad_value;
