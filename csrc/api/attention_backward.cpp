@@ -145,8 +145,10 @@ Workspace make_workspace(AttentionBackwardParams& params, const Tensor& query, c
         params.shift = take_rows(num_rows);
         params.delta = take_rows(num_rows);
         params.log2_sum = take_rows(is_additive(params.scores.bias) ? num_rows : 0);
-        params.row_terms = {dealer.take(is_for_hopper ? num_tiles * 2 * block_m : 0), block_m};
         params.slope_sums = dealer.take(params.grad_slopes.data != nullptr ? num_slope_tiles : 0);
+        const bool with_options = is_for_hopper && kernel.key.variant.value();
+        const int64_t terms = num_tiles * block_m * RowTermsView::numbers_per_row(with_options);
+        params.row_terms = {dealer.take(is_for_hopper ? terms : 0), block_m, with_options};
         return dealer.taken();
     };
     Workspace workspace{torch::stable::new_zeros(query, {deal_zeros(nullptr)}, ScalarType::Float),

@@ -30,6 +30,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "attention/backward_scores_sm90.cuh"
 #include "attention/backward_work_sm90.cuh"
 #include "device/nonfinite.cuh"
 #include "device/ptx/named_barrier.cuh"
@@ -47,14 +48,15 @@ namespace fastattn {
 // One consumer: the products that it starts, each a group of wgmma, and what it leaves for others.
 template <typename Config, DataType kDataType>
 struct BackwardConsumerSm90 {
-    static constexpr int kTilesM = Config::kTilesM, kTilesK = Config::kTilesK, kTilesD = Config::kTilesD;
+    static constexpr int kTilesK = Config::kTilesK, kTilesD = Config::kTilesD;
     static constexpr int kHeadDim = Config::kHeadDim;
     using RowTile = typename Config::RowTile;
     using KeyTile = typename Config::KeyTile;
     using ScoreTile = typename Config::ScoreTile;
-    using Scores = float[1][kTilesM][4];     // [64 keys, kBlockM rows]
-    using ScoresAsA = uint32_t[kTilesK][4];  // the same in 16 bits
-    using Gradient = float[1][kTilesD][4];   // [64 keys, kHeadDim]
+    using BlockScores = BackwardScoresSm90<Config, kDataType, Config::kOptions>;
+    using Scores = typename BlockScores::Scores;
+    using ScoresAsA = typename BlockScores::ScoresAsA;
+    using Gradient = float[1][kTilesD][4];  // [64 keys, kHeadDim]
     using QueryPart = float[1][kQueryPartDims / kMmaN][4];
 
     BackwardStorageSm90<Config>& shared;
@@ -74,11 +76,6 @@ struct BackwardConsumerSm90 {
     // Opaque, else what follows from it for each product takes registers in the loop.
     __device__ __forceinline__ static uint32_t address_of(const uint16_t* sTile) {
         return ptx::opaque(shared_address(sTile));
-    }
-
-    __device__ __forceinline__ static void to_operand(ScoresAsA& rA, const Scores& rC) {
-#pragma unroll
-        for (int k = 0; k < kTilesK; ++k) accumulators_to_a<kDataType>(rA[k], rC[0][2 * k], rC[0][2 * k + 1]);
     }
 
     // rC = a block of own K or V · (Q or dO)ᵀ.
@@ -153,8 +150,9 @@ struct BackwardConsumerSm90 {
     __device__ __forceinline__ void store_part(const float (&rC)[1][kNumTiles][4], uint32_t num_before) const {
         const Ring<1> part(shared.part[warpgroup], num_before);
         part.wait_empty();
-        // With 64 dims no register is left for what follows from it; with more, computing it anew costs more than registers do.
-        const int lane = kInLoop && Config::kKeyBlocks == 1 ? this->lane : ptx::opaque(this->lane);
+        // With 64 dims, and with options, no register is left for what follows from it; else computing it anew costs more.
+        constexpr bool kHasRegisters = kInLoop && Config::kKeyBlocks == 1 && !Config::kOptions;
+        const int lane = kHasRegisters ? this->lane : ptx::opaque(this->lane);
         const uint32_t sPart = shared_address(shared.sPart[warpgroup]) + accumulator_column(lane) * sizeof(float);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -220,11 +218,12 @@ struct BackwardConsumerSm90 {
     }
 };
 
-template <int kHeadDim, DataType kDataType>
-__global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim>::kNumThreads, 1)
+template <int kHeadDim, DataType kDataType, bool kOptions>
+__global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumThreads, 1)
     attention_backward_key_value_sm90(const __grid_constant__ AttentionBackwardParamsSm90 all_params) {
-    using Config = BackwardConfigSm90<kHeadDim>;
+    using Config = BackwardConfigSm90<kHeadDim, kOptions>;
     using Consumer = BackwardConsumerSm90<Config, kDataType>;
+    using BlockScores = typename Consumer::BlockScores;
     using Scores = typename Consumer::Scores;
     using ScoresAsA = typename Consumer::ScoresAsA;
     constexpr int kKeyBlocks = Config::kKeyBlocks;
@@ -235,7 +234,11 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim>::kNumThreads, 1)
     // Prologue: barriers.
     const AttentionBackwardParams& params = all_params.attention;
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
-    if (threadIdx.x == 0) init_barriers(shared);
+    if (threadIdx.x == 0) {
+        init_barriers(shared);
+        const int64_t* seed = params.scores.dropout_seed;
+        if (kOptions) shared.dropout_seed = seed != nullptr ? *seed : 0;
+    }
     __syncthreads();  // waits until the barriers are initialised
 
     // Producer, and what takes dQ away.
@@ -254,9 +257,10 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim>::kNumThreads, 1)
     // Consumers.
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     Consumer consumer(shared, warpgroup, warp, lane);
-    const float scale_log2 = params.scores.scale * kLog2E;
+    const bool has_bias = kOptions && params.scores.bias.kind != BiasView::Kind::kNone;
 
-    for_work(shared, lane, [&](const KeysOfWork<Config>& keys) {
+    // Inlined however long it is: wgmma in a function of its own would be serialised.
+    for_work(shared, lane, [&](const KeysOfWork<Config>& keys) __attribute__((always_inline)) {
         typename Consumer::Gradient rK[kKeyBlocks], rV[kKeyBlocks];  // dK, dV
 #pragma unroll
         for (int block = 0; block < kKeyBlocks; ++block) {
@@ -269,19 +273,13 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim>::kNumThreads, 1)
             ptx::written_by_wgmma(rK[block]);
             ptx::written_by_wgmma(rV[block]);
         }
-        // The columns of a tile of rows that see this lane's keys of a block. Computed anew for each masked tile: registers are scarce.
-        const auto columns_of = [&](int block, int32_t row_tile) {
-            RowRange seen_by[2];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int32_t key = keys.first_key + consumer.first_key(block) + accumulator_row(lane) + 8 * half;
-                seen_by[half] = key < keys.num_keys ? keys.window.rows_of(key, keys.rows.length) : RowRange{0, 0};
-            }
-            return SeenRows::of<Config::kTilesM>(seen_by, row_tile * Config::kBlockM, lane);
+        const auto block_scores = [&](int stage, int32_t head, int32_t row_tile, bool is_full) {
+            return BlockScores({params, keys, keys.first_key + consumer.first_key(0), head, row_tile, is_full, lane,
+                                kOptions ? shared.slopes[stage] : 0.0f, kOptions ? shared.dropout_seed : 0});
         };
 
         // One tile of rows, whose S of the first block has been computed. Leaves dS of the last block, whose dK and dQ are due.
-        const auto finish_step = [&](Scores& rS, ScoresAsA& rdS16, int32_t row_tile, bool is_full) {
+        const auto finish_step = [&](Scores& rS, ScoresAsA& rdS16, BlockScores& scores) {
             const auto& terms = shared.terms[consumer.stage()];
             const uint16_t *sQ = shared.sQ[consumer.stage()], *sdO = shared.sdO[consumer.stage()];
             for_constant<kKeyBlocks>([&](auto block_constant) {
@@ -291,28 +289,19 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim>::kNumThreads, 1)
                 if constexpr (kBlock > 0) {
                     consumer.start_gradient(rK[kBlock - 1], rdS16, sQ);
                     consumer.start_scores(rS, shared.sK, kBlock, sQ);
+                    scores.place.first_key += kWarpgroupM;
+                    scores.prepare();
                     ptx::wgmma_wait_group<0>();
                     ptx::written_by_wgmma(rS);
                 }
-                SeenRows columns{};
-                if (is_full) {
-                    to_probabilities<false>(rS, terms.shift_log2, scale_log2, columns, lane);
-                } else {
-                    columns = columns_of(kBlock, row_tile);
-                    to_probabilities<true>(rS, terms.shift_log2, scale_log2, columns, lane);
-                }
-                consumer.to_operand(rP16, rS);
-                start_with_delta(rdP, terms.minus_delta, lane);
+                scores.probabilities(rP16, rS, terms);
+                scores.start_gradients(rdP, terms);
                 consumer.start_gradient(rV[kBlock], rP16, sdO);
                 consumer.template start_scores<true>(rdP, shared.sV, kBlock, sdO);
                 ptx::wgmma_wait_group<0>();
                 ptx::written_by_wgmma(rdP);
-                if (is_full) {
-                    to_score_gradients<false>(rdP, rS, columns);
-                } else {
-                    to_score_gradients<true>(rdP, rS, columns);
-                }
-                consumer.to_operand(rdS16, rdP);
+                scores.gradients(rdP, rS, terms);
+                BlockScores::to_operand(rdS16, rdP);
                 consumer.store_gradients(rdS16, kBlock);
             });
             consumer.pass_gradients();
@@ -322,19 +311,25 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim>::kNumThreads, 1)
         key_ring.wait_full();
         int32_t num_left = warp_uniform(keys.num_steps);
         if (num_left > 0) {
-            const uint16_t* sKForDq = keys.are_all_full() ? shared.sK : consumer.finite_keys();
+            const uint16_t* sKForDq = keys.are_all_full() && !has_bias ? shared.sK : consumer.finite_keys();
             const int32_t begin_full = warp_uniform(keys.begin_full[warpgroup]);
-            const int32_t end_full = warp_uniform(keys.end_full[warpgroup]);
+            // A bias may be NaN or infinity in rows that do not exist: these see nothing.
+            const int32_t end_full =
+                kOptions ? min(warp_uniform(keys.end_full[warpgroup]), keys.rows.length / Config::kBlockM)
+                         : warp_uniform(keys.end_full[warpgroup]);
             ScoresAsA rdS16;  // of the step whose dK and dQ are due
             const int32_t num_heads = warp_uniform(keys.num_heads);
             int32_t row_tile = warp_uniform(keys.begin_row_tile), heads_left = num_heads;
             {
                 Scores rS;
                 consumer.rows().wait_full();
+                BlockScores scores = block_scores(consumer.stage(), keys.begin_head, row_tile,
+                                                  /*is_full=*/false);  // right for all tiles
                 consumer.start_scores(rS, shared.sK, 0, shared.sQ[consumer.stage()]);
+                scores.prepare();
                 ptx::wgmma_wait_group<0>();
                 ptx::written_by_wgmma(rS);
-                finish_step(rS, rdS16, row_tile, /*is_full=*/false);  // the code for masked tiles is right for all
+                finish_step(rS, rdS16, scores);
             }
             while (--num_left > 0) {
                 Scores rS;
@@ -348,13 +343,16 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim>::kNumThreads, 1)
                     --row_tile;
                     heads_left = num_heads;
                 }
+                BlockScores scores = block_scores(next.stage, keys.begin_head + num_heads - heads_left, row_tile,
+                                                  row_tile >= begin_full && row_tile < end_full);
                 ptx::wgmma_wait_group<1>();  // leaves S in flight
                 ptx::written_by_wgmma(rdQ);
                 consumer.store_query_part(rdQ);
+                scores.prepare();
                 ptx::wgmma_wait_group<0>();
                 ptx::written_by_wgmma(rS);
                 consumer.release_rows();
-                finish_step(rS, rdS16, row_tile, row_tile >= begin_full && row_tile < end_full);
+                finish_step(rS, rdS16, scores);
             }
             typename Consumer::QueryPart rdQ;
             consumer.start_gradient(rK[kKeyBlocks - 1], rdS16, shared.sQ[consumer.stage()]);
@@ -367,6 +365,8 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim>::kNumThreads, 1)
         key_ring.release(lane);
 
         // Epilogue.
+        const float value_factor =
+            kOptions && params.scores.dropout_seed != nullptr ? params.scores.dropout_factor : 1.0f;
 #pragma unroll
         for (int block = 0; block < kKeyBlocks; ++block) {
             ptx::written_by_wgmma(rK[block]);
@@ -375,16 +375,16 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim>::kNumThreads, 1)
                 consumer.store_key_parts(rK[block], rV[block]);
             } else {
                 consumer.store(params.grad_key, keys, rK[block], block, params.scores.scale);
-                consumer.store(params.grad_value, keys, rV[block], block, 1.0f);
+                consumer.store(params.grad_value, keys, rV[block], block, value_factor);
             }
         }
     });
 }
 
-template <int kHeadDim, DataType kDataType>
+template <int kHeadDim, DataType kDataType, bool kOptions>
 void launch_attention_backward_key_value_sm90(LaunchedKernel& kernel, const AttentionBackwardParams& params,
                                               Stream stream) {
-    using Config = BackwardConfigSm90<kHeadDim>;
+    using Config = BackwardConfigSm90<kHeadDim, kOptions>;
     const bool is_packed = params.packed.cu_seqlens_q != nullptr;
     const auto map_of = [&](const HeadsView<const uint16_t>& view, int32_t total, int32_t box_rows) {
         return tensor_map(view, is_packed ? total : view.rows, /*group=*/1, box_rows, kDataType);
@@ -403,7 +403,7 @@ void launch_attention_backward_key_value_sm90(LaunchedKernel& kernel, const Atte
                                                  map_of(params.value, params.packed.total_k, Config::kBlockN)};
     const Launch launch{std::min<int64_t>(num_items, device_facts().num_sms), Config::kNumThreads,
                         sizeof(BackwardStorageSm90<Config>)};
-    kernel.launch(attention_backward_key_value_sm90<kHeadDim, kDataType>, launch, all_params, stream);
+    kernel.launch(attention_backward_key_value_sm90<kHeadDim, kDataType, kOptions>, launch, all_params, stream);
 }
 
 }  // namespace fastattn

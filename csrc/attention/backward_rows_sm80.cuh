@@ -124,14 +124,18 @@ __device__ __forceinline__ void gather_scores(OnlineSoftmax<Config::kTilesM, /*k
 
 // One thread writes one row for the kernels for Hopper: see RowTermsView.
 __device__ __forceinline__ void write_row_terms(const AttentionBackwardParams& params, int32_t batch, int32_t head,
-                                                int32_t first_in_memory, int32_t row, float shift, float delta) {
+                                                int32_t first_in_memory, int32_t row, float shift, float delta,
+                                                float log2_sum) {
+    const bool with_options = params.row_terms.with_options;
     const int32_t block_m = params.row_terms.block_m;
     const int32_t tile =
         row / block_m +
         first_query_tile(batch, params.query.rows, params.packed.cu_seqlens_q != nullptr, first_in_memory, block_m);
-    float* terms = params.row_terms.data + (int64_t{tile} * params.query.heads + head) * 2 * block_m + row % block_m;
-    terms[0] = shift * kLog2E;
+    const int32_t block_numbers = RowTermsView::numbers_per_row(with_options) * block_m;
+    float* terms = params.row_terms.data + (int64_t{tile} * params.query.heads + head) * block_numbers + row % block_m;
+    terms[0] = with_options ? shift : shift * kLog2E;
     terms[block_m] = -delta;
+    if (with_options) terms[2 * block_m] = log2_sum;
 }
 
 template <DataType kDataType>
@@ -178,7 +182,7 @@ __global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads
         const bool fills_block =
             first_row + kBlockM >= rows.length &&
             first_row + row < ceil_div(rows.length, params.row_terms.block_m) * params.row_terms.block_m;
-        if (exists || fills_block) write_row_terms(params, batch, head, rows.begin, first_row + row, shift, delta);
+        if (exists || fills_block) write_row_terms(params, batch, head, rows.begin, first_row + row, shift, delta, 0.0f);
     }
     if (!is_additive || !__syncthreads_or(needs_sum)) return;
 
@@ -199,8 +203,13 @@ __global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads
         const float sum = row_reduce_sum(softmax.row_sum[m][half]);
         const int32_t own_row = gemm.warp_row + row_of_warp;
         if (!one_of_four || own_row >= num_rows || !Config::is_large(number_of(params.lse, own_row))) return;
-        number_of(params.shift, own_row) = softmax.reference[m][half];
-        number_of(params.log2_sum, own_row) = log2f(sum);
+        const float shift = softmax.reference[m][half], log2_sum = log2f(sum);
+        number_of(params.shift, own_row) = shift;
+        number_of(params.log2_sum, own_row) = log2_sum;
+        if (params.row_terms.data != nullptr) {
+            write_row_terms(params, batch, head, rows.begin, first_row + own_row, shift,
+                            number_of(params.delta, own_row), log2_sum);
+        }
     });
 }
 

@@ -3,12 +3,14 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/backward.h"
 #include "attention/query_gradient.h"
 #include "attention/row_shares.h"
 #include "attention/tile_order.h"
 #include "attention/tiles_sm90.h"
+#include "device/bias_tile.cuh"
 #include "device/fragment.cuh"
 #include "device/ptx/atom.cuh"
 #include "device/ptx/bulk_copy.cuh"
@@ -16,6 +18,7 @@
 #include "device/ptx/ld_acquire.cuh"
 #include "device/ptx/red.cuh"
 #include "device/ring.cuh"
+#include "device/scores.cuh"
 #include "device/sequence.cuh"
 #include "device/tma_tile.cuh"
 #include "device/transposed_scores.cuh"
@@ -29,10 +32,11 @@ struct AttentionBackwardParamsSm90 {
     TensorMap query, grad_out, key, value;
 };
 
-template <int kHeadDim_>
+template <int kHeadDim_, bool kOptions_>
 struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
     using Tile = BackwardTileSm90<kHeadDim_>;
     static constexpr int kHeadDim = kHeadDim_;
+    static constexpr bool kOptions = kOptions_;
     static constexpr int kNumWarps = 4 * Tile::kNumConsumers + 4;
     static constexpr int kMinCtasPerSm = 1;
     static constexpr int kConsumerThreads = Tile::kNumConsumers * kWarpgroupSize;
@@ -43,7 +47,9 @@ struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
     static constexpr int kConsumerKeys = Tile::kKeyBlocks * kWarpgroupM;
     using RowTile = TmaTile<Tile::kBlockM, kHeadDim>;  // of Q and dO
     using KeyTile = TmaTile<Tile::kBlockN, kHeadDim>;  // of K and V
-    using Terms = TransposedRowTerms<Tile::kBlockM>;
+    using Terms =
+        std::conditional_t<kOptions, TransposedOptionsTerms<Tile::kBlockM>, TransposedRowTerms<Tile::kBlockM>>;
+    static_assert(sizeof(Terms) == Tile::kBlockM * RowTermsView::numbers_per_row(kOptions) * sizeof(float));
 
     // dQ of a step: a consumer computes 64 rows by 64 dims. Where these are all dims, it does so from its own keys. Else it does so
     // from the keys of all consumers, which exchange dS, and has 64 dims of dQ.
@@ -169,6 +175,8 @@ struct alignas(1024) BackwardStorageSm90 {
     uint16_t sdS[Config::kExchanges][kExchangeStages][Config::ScoreTile::kElements];  // dSᵀ
     float sPart[Config::kNumConsumers][kQueryPartElements];                           // of dQ, dK or dV
     typename Config::Terms terms[Config::kStages];
+    float slopes[Config::kStages];  // of ALiBi, of the rows' heads; with options
+    int64_t dropout_seed;
     RingBarriers<2> work;
     RingBarriers<1> keys;
     RingBarriers<Config::kStages> rows;  // Q, dO and terms
@@ -293,6 +301,7 @@ __device__ __forceinline__ void produce(BackwardStorageSm90<Config>& shared,
                                         const AttentionBackwardParamsSm90& all_params, int lane) {
     using RowTile = typename Config::RowTile;
     using KeyTile = typename Config::KeyTile;
+    using Terms = typename Config::Terms;
     constexpr int kBlockM = Config::kBlockM;
     const AttentionBackwardParams& params = all_params.attention;
     const bool is_packed = params.packed.cu_seqlens_q != nullptr;
@@ -315,10 +324,13 @@ __device__ __forceinline__ void produce(BackwardStorageSm90<Config>& shared,
             const int32_t first_row = row_tile * kBlockM, num_rows = keys.rows.length - first_row;
             // Behind the end of a packed sequence stands the next one's data, NaN possibly.
             const bool has_others = is_packed && num_rows < kBlockM;
-            constexpr uint32_t kBytes = 2 * RowTile::kBytes + sizeof(typename Config::Terms);
+            constexpr uint32_t kBytes = 2 * RowTile::kBytes + sizeof(Terms);
             if (lane == 0) {
                 row_ring.wait_empty();
                 const uint32_t barrier = has_others ? shared_address(&shared.landed) : row_ring.full_barrier();
+                if constexpr (Config::kOptions) {  // here it is waited for ahead of time
+                    shared.slopes[stage] = HeadScores::slope_of(params.scores, keys.batch, head);
+                }
                 ptx::mbarrier_arrive_expect_tx(barrier, kBytes);
                 const auto load = [&](uint16_t* sTile, const TensorMap& map) {
                     RowTile::load(shared_address(sTile), map, keys.batch, head, keys.rows.begin + first_row, barrier);
@@ -327,8 +339,12 @@ __device__ __forceinline__ void produce(BackwardStorageSm90<Config>& shared,
                 load(shared.sdO[stage], all_params.grad_out);
                 const int64_t block = int64_t{keys.first_sums_tile + row_tile} * params.query.heads + head;
                 ptx::cp_async_bulk_shared_global(shared_address(&shared.terms[stage]),
-                                                 params.row_terms.data + block * 2 * kBlockM,
-                                                 sizeof(typename Config::Terms), barrier);
+                                                 params.row_terms.data + block * (sizeof(Terms) / sizeof(float)),
+                                                 sizeof(Terms), barrier);
+            }
+            if constexpr (Config::kOptions) {
+                prefetch_bias(params.scores.bias, keys.batch, head, first_row, min(num_rows, kBlockM), keys.first_key,
+                              min(keys.num_keys - keys.first_key, Config::kBlockN), lane);
             }
             if (has_others) {
                 __syncwarp();  // the barrier knows of its bytes

@@ -27,11 +27,13 @@ struct Dropout {
 
     // With no seed it is not to be used.
     __device__ __forceinline__ Dropout(const ScoreParams& params, uint32_t head)
-        : seed{0, 0}, threshold(params.dropout_threshold), head(head) {
-        if (params.dropout_seed == nullptr) return;
-        const auto bits = static_cast<uint64_t>(*params.dropout_seed);
-        seed = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
-    }
+        : Dropout(params, params.dropout_seed != nullptr ? *params.dropout_seed : 0, head) {}
+
+    // With a seed that has been read before.
+    __device__ __forceinline__ Dropout(const ScoreParams& params, int64_t seed, uint32_t head)
+        : seed{static_cast<uint32_t>(seed), static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32)},
+          threshold(params.dropout_threshold),
+          head(head) {}
 
     // Sets what is dropped of rP, whose upper left element is [first_row][first_key], to 0. first_key % 8 == 0.
     template <int kTilesM, int kTilesN>
@@ -64,6 +66,32 @@ struct Dropout {
                 function(m, n, 3, odd ? words.w : taken1);
             }
         }
+    }
+
+    // What is kept of a transposed tile, of 16 keys by 64 rows: bit 16 * half + 2 * n + e for element [n][2 * half + e] of this
+    // lane's accumulators, whose rows are keys. Four lanes share the four keys of a counter in the same rows: each computes all
+    // four bits of a quarter of their elements, and they give them away.
+    __device__ __forceinline__ uint32_t kept_of_transposed(int32_t first_row, int32_t first_key, int lane) const {
+        constexpr int kTilesOfQuarter = 4;
+        const int quarter = lane / kLanesPerRow % 4, half = quarter / 2;
+        const uint32_t counter_key = static_cast<uint32_t>(first_key + 8 * half + accumulator_row(lane)) / 4;
+        const uint32_t own_row = first_row + quarter % 2 * kTilesOfQuarter * kMmaN + accumulator_column(lane);
+        uint32_t kept = 0;  // a byte for each key
+#pragma unroll
+        for (int n = 0; n < kTilesOfQuarter; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const uint4 words = philox_4x32_10({counter_key, own_row + n * kMmaN + e, head, 0}, seed);
+                const uint32_t bit = 1u << (2 * n + e);
+                kept |= (words.x >= threshold ? bit : 0) | (words.y >= threshold ? bit << 8 : 0) |
+                        (words.z >= threshold ? bit << 16 : 0) | (words.w >= threshold ? bit << 24 : 0);
+            }
+        }
+        // Bytes, as a matrix of lanes by keys, are transposed: within pairs of lanes, then between them.
+        const uint32_t of_neighbour = __shfl_xor_sync(0xffffffff, kept, kLanesPerRow);
+        kept = __byte_perm(kept, of_neighbour, quarter % 2 == 0 ? 0x6240 : 0x3715);
+        const uint32_t of_other_pair = __shfl_xor_sync(0xffffffff, kept, 2 * kLanesPerRow);
+        return __byte_perm(kept, of_other_pair, quarter / 2 == 0 ? 0x5410 : 0x3276);
     }
 };
 

@@ -27,12 +27,22 @@ struct HeadScores {
 
     __device__ __forceinline__ HeadScores(const ScoreParams& params, int32_t batch, int32_t head, int32_t num_rows,
                                           int32_t num_keys)
+        : HeadScores(params, slope_of(params, batch, head), batch, head, num_rows, num_keys) {}
+
+    // With a slope that has been read before.
+    __device__ __forceinline__ HeadScores(const ScoreParams& params, float slope, int32_t batch, int32_t head,
+                                          int32_t num_rows, int32_t num_keys)
         : params(params),
           window(window_of(params, num_rows, num_keys)),
           num_rows(num_rows),
-          slope(params.alibi_slopes == nullptr ? 0.0f : params.alibi_slopes[batch * params.alibi_batch_stride + head]),
+          slope(slope),
           bias(static_cast<const char*>(params.bias.data) +
                (batch * params.bias.batch_stride + head * params.bias.head_stride) * params.bias.element_bytes()) {}
+
+    // 0: no ALiBi.
+    __device__ __forceinline__ static float slope_of(const ScoreParams& params, int32_t batch, int32_t head) {
+        return params.alibi_slopes == nullptr ? 0.0f : params.alibi_slopes[batch * params.alibi_batch_stride + head];
+    }
 
     __device__ __forceinline__ bool has_bias() const { return params.bias.kind != BiasKind::kNone; }
 
@@ -66,6 +76,13 @@ struct HeadScores {
             case BiasKind::kFloat32:
                 return function(uint32_t{}, std::integral_constant<BiasKind, BiasKind::kFloat32>{});
         }
+    }
+
+    // -inf is a mask also where the score is NaN.
+    template <BiasKind kKind>
+    __device__ __forceinline__ static void add_bias(float& score, uint32_t bits) {
+        const float added = bias_value<kKind>(bits);
+        score = added == -kInfinity ? -kInfinity : score + added;
     }
 
     __device__ __forceinline__ bool sees(int32_t row, int32_t key) const {
@@ -194,13 +211,6 @@ struct HeadScores {
         for_each(rS, [&](int m, int n, int e, float s) {
             return s - slope * static_cast<float>(abs(ahead + m * kMmaM + 8 * (e / 2) - n * kMmaN - e % 2));
         });
-    }
-
-    // -inf is a mask also where the score is NaN.
-    template <BiasKind kKind>
-    __device__ __forceinline__ static void add_bias(float& score, uint32_t bits) {
-        const float added = bias_value<kKind>(bits);
-        score = added == -kInfinity ? -kInfinity : score + added;
     }
 
     template <BiasKind kKind, int kTilesM, int kTilesN>

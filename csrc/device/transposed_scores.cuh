@@ -18,6 +18,12 @@ struct alignas(16) TransposedRowTerms {
     float shift_log2[kRows], minus_delta[kRows];
 };
 
+// The same for the kernels with options.
+template <int kRows>
+struct alignas(16) TransposedOptionsTerms {
+    float shift[kRows], minus_delta[kRows], log2_sum[kRows];
+};
+
 // Which of the query rows from first_row on, its columns, this lane's two keys are seen by. Bit 2 * n + e of seen[half] is
 // column 8 * n + e from the lane's first.
 struct SeenRows {
@@ -42,6 +48,9 @@ struct SeenRows {
         return columns;
     }
 
+    __device__ __forceinline__ static SeenRows all() { return {{~0u, ~0u}}; }
+    __device__ __forceinline__ void hide(int n, int e) { seen[e / 2] &= ~(1u << (2 * n + e % 2)); }
+    __device__ __forceinline__ void make_opaque() { seen[0] = ptx::opaque(seen[0]), seen[1] = ptx::opaque(seen[1]); }
     __device__ __forceinline__ bool has(int n, int e) const { return (seen[e / 2] & 1u << (2 * n + e % 2)) != 0; }
 };
 

@@ -131,10 +131,13 @@ struct SlopesGradientView {
 
 // What the backward kernels for Hopper need of query rows, in blocks of block_m rows of a head, one for each tile of dQ's
 // sums and in their order (attention/query_gradient.h): first of every row shift * log2(e), then -delta. Rows that do not
-// exist have shift +inf and delta 0.
+// exist have shift +inf and delta 0. For the kernels with options: shift itself, -delta and log2_sum.
 struct RowTermsView {
     float* data;  // null: nobody wants it
     int32_t block_m;
+    bool with_options;
+
+    FASTATTN_HOST_DEVICE static constexpr int32_t numbers_per_row(bool with_options) { return with_options ? 3 : 2; }
 };
 inline constexpr int kMostRowsInBlock = 128;
 

@@ -1,0 +1,218 @@
+// What a consumer of the backward kernel for Hopper computes between its products, of one block of 64 keys in one tile of query
+// rows: Sᵀ becomes Pᵀ, and dPᵀ becomes dSᵀ. Scores are only scaled and masked by a window, or go through every option.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/backward_work_sm90.cuh"
+#include "device/dropout.cuh"
+#include "device/scores.cuh"
+#include "device/softmax.cuh"
+#include "device/transposed_options.cuh"
+#include "device/transposed_scores.cuh"
+
+namespace fastattn {
+
+template <typename Config, DataType kDataType>
+struct BackwardScoresTypes {
+    using Scores = float[1][Config::kTilesM][4];     // [64 keys, kBlockM rows]
+    using ScoresAsA = uint32_t[Config::kTilesK][4];  // the same in 16 bits
+
+    __device__ __forceinline__ static void to_operand(ScoresAsA& rA, const Scores& rC) {
+        tiles_to_operand<Config::kTilesM>(rA, rC[0]);
+    }
+
+    // The same of some tiles.
+    template <int kTiles>
+    __device__ __forceinline__ static void tiles_to_operand(uint32_t (*rA)[4], const float (*tiles)[4]) {
+#pragma unroll
+        for (int k = 0; k < kTiles / 2; ++k) accumulators_to_a<kDataType>(rA[k], tiles[2 * k], tiles[2 * k + 1]);
+    }
+};
+
+// Where and of what a warp has scores. first_key: of the warp, in the sequence; head: of Q. is_full: every row sees every key.
+// slope, dropout_seed: with options.
+template <typename Config>
+struct ScoresPlace {
+    const AttentionBackwardParams& params;
+    const KeysOfWork<Config>& keys;
+    int32_t first_key, head, row_tile;
+    bool is_full;
+    int lane;
+    float slope;
+    int64_t dropout_seed;
+
+    // Computed anew for each masked tile: registers are scarce.
+    __device__ __forceinline__ SeenRows seen_rows() const {
+        RowRange seen_by[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int32_t key = first_key + accumulator_row(lane) + 8 * half;
+            seen_by[half] = key < keys.num_keys ? keys.window.rows_of(key, keys.rows.length) : RowRange{0, 0};
+        }
+        return SeenRows::of<Config::kTilesM>(seen_by, row_tile * Config::kBlockM, lane);
+    }
+};
+
+// A block is: prepare(), wait for S, probabilities(), start_gradients(), wait for dP, gradients().
+template <typename Config, DataType kDataType, bool kOptions>
+struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
+    using Types = BackwardScoresTypes<Config, kDataType>;
+    using Scores = typename Types::Scores;
+    using ScoresAsA = typename Types::ScoresAsA;
+    using Terms = typename Config::Terms;
+
+    ScoresPlace<Config> place;
+    SeenRows seen{};
+
+    __device__ __forceinline__ explicit BackwardScoresSm90(const ScoresPlace<Config>& place) : place(place) {}
+
+    __device__ __forceinline__ void prepare() {}
+
+    // rS = S becomes P; and rP16.
+    __device__ __forceinline__ void probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
+        const float scale_log2 = place.params.scores.scale * kLog2E;
+        if (place.is_full) {
+            to_probabilities<false>(rS, terms.shift_log2, scale_log2, seen, place.lane);
+        } else {
+            seen = place.seen_rows();
+            to_probabilities<true>(rS, terms.shift_log2, scale_log2, seen, place.lane);
+        }
+        Types::to_operand(rP16, rS);
+    }
+
+    // What the products of dP are added to.
+    __device__ __forceinline__ void start_gradients(Scores& rdP, const Terms& terms) const {
+        start_with_delta(rdP, terms.minus_delta, place.lane);
+    }
+
+    // rdP, to which the products have been added, becomes dS.
+    __device__ __forceinline__ void gradients(Scores& rdP, const Scores& rP, const Terms&) const {
+        if (place.is_full) {
+            to_score_gradients<false>(rdP, rP, seen);
+        } else {
+            to_score_gradients<true>(rdP, rP, seen);
+        }
+    }
+};
+
+// With options. prepare() draws what dropout drops and loads the bias, while S is computed.
+template <typename Config, DataType kDataType>
+struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config, kDataType> {
+    using Types = BackwardScoresTypes<Config, kDataType>;
+    using Scores = typename Types::Scores;
+    using ScoresAsA = typename Types::ScoresAsA;
+    using Terms = typename Config::Terms;
+    using Options = TransposedOptions<Config::kTilesM>;
+
+    ScoresPlace<Config> place;
+    SeenRows seen{};
+    uint32_t kept = 0;  // see Dropout::kept_of_transposed
+    typename Options::BiasPairs bias_pairs;
+
+    __device__ __forceinline__ explicit BackwardScoresSm90(const ScoresPlace<Config>& place) : place(place) {}
+
+    __device__ __forceinline__ void prepare() {
+        const ScoreParams& params = place.params.scores;
+        const HeadScores scores = head_scores();
+        options(scores).load_bias(bias_pairs);
+        if (has_dropout()) {
+            const Dropout dropout(params, place.dropout_seed, place.keys.batch * place.params.query.heads + place.head);
+            kept = dropout.kept_of_transposed(first_row(), place.first_key, place.lane);
+        }
+    }
+
+    // rS = S becomes P · d score / d (scale * S); and rP16, P after dropout, but for its factor.
+    __device__ __forceinline__ void probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
+        seen = place.is_full ? SeenRows::all() : place.seen_rows();
+        some_probabilities(rP16, rS, terms);
+    }
+
+    // With dropout delta comes later: it is not multiplied by the factor.
+    __device__ __forceinline__ void start_gradients(Scores& rdP, const Terms& terms) const {
+        if (has_dropout()) {
+            Options::template for_each<0, Config::kTilesM>([&](int n, int e) { rdP[0][n][e] = 0.0f; });
+        } else {
+            start_with_delta(rdP, terms.minus_delta, place.lane);
+        }
+    }
+
+    // rP: as probabilities() leaves it.
+    __device__ __forceinline__ void gradients(Scores& rdP, const Scores& rP, const Terms& terms) const {
+        if (has_dropout()) {
+            const float factor = place.params.scores.dropout_factor;
+#pragma unroll
+            for (int n = 0; n < Config::kTilesM; ++n) {
+                const float2 minus_delta = own_pair(terms.minus_delta, n);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const float dropped = e % 2 == 0 ? minus_delta.x : minus_delta.y;
+                    rdP[0][n][e] = is_kept(n, e) ? fmaf(rdP[0][n][e], factor, dropped) : dropped;
+                }
+            }
+        }
+        if (hides()) {
+            to_score_gradients<true>(rdP, rP, seen);
+        } else {
+            to_score_gradients<false>(rdP, rP, seen);
+        }
+    }
+
+  private:
+    // Of the columns from tile kFirst on, those of kTilesAtOnce tiles at a time.
+    template <int kFirst = 0>
+    __device__ __forceinline__ void some_probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
+        constexpr int kEnd = kFirst + Options::kTilesAtOnce;
+        const HeadScores scores = head_scores();
+        typename Options::Slopes rSlope;
+        options(scores).template scale<kFirst>(rS, rSlope);
+        options(scores).template add_bias<kFirst>(rS, seen, bias_pairs);
+        if (hides()) {
+            Options::template for_each<kFirst>(
+                [&](int n, int e) { rS[0][n][e] = seen.has(n, e) ? rS[0][n][e] : -kInfinity; });
+        }
+#pragma unroll
+        for (int n = kFirst; n < kEnd; ++n) {
+            const float2 shift = own_pair(terms.shift, n), log2_sum = own_pair(terms.log2_sum, n);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                rS[0][n][e] = e % 2 == 0 ? probability_of(rS[0][n][e], shift.x, log2_sum.x)
+                                         : probability_of(rS[0][n][e], shift.y, log2_sum.y);
+            }
+        }
+        if (has_dropout()) {
+            float rP[Options::kTilesAtOnce][4];
+            Options::template for_each<kFirst>(
+                [&](int n, int e) { rP[n - kFirst][e] = is_kept(n, e) ? rS[0][n][e] : 0.0f; });
+            Types::template tiles_to_operand<Options::kTilesAtOnce>(rP16 + kFirst / 2, rP);
+        } else {
+            Types::template tiles_to_operand<Options::kTilesAtOnce>(rP16 + kFirst / 2, rS[0] + kFirst);
+        }
+        if (scores.params.softcap > 0) {
+            Options::template for_each<kFirst>([&](int n, int e) { rS[0][n][e] *= rSlope[n - kFirst][e]; });
+        }
+        if constexpr (kEnd < Config::kTilesM) some_probabilities<kEnd>(rP16, rS, terms);
+    }
+
+    __device__ __forceinline__ bool has_dropout() const { return place.params.scores.dropout_seed != nullptr; }
+    __device__ __forceinline__ bool hides() const {
+        return !place.is_full || place.params.scores.bias.kind != BiasView::Kind::kNone;
+    }
+    __device__ __forceinline__ bool is_kept(int n, int e) const { return kept >> (16 * (e / 2) + 2 * n + e % 2) & 1; }
+    __device__ __forceinline__ int32_t first_row() const { return place.row_tile * Config::kBlockM; }
+
+    __device__ __forceinline__ HeadScores head_scores() const {
+        return {place.params.scores,    place.slope,        place.keys.batch, place.head,
+                place.keys.rows.length, place.keys.num_keys};
+    }
+
+    __device__ __forceinline__ Options options(const HeadScores& scores) const {
+        return {scores, first_row(), place.first_key, place.lane};
+    }
+
+    __device__ __forceinline__ float2 own_pair(const float* numbers, int n) const {
+        return reinterpret_cast<const float2*>(numbers)[n * kMmaN / 2 + place.lane % kLanesPerRow];
+    }
+};
+
+}  // namespace fastattn

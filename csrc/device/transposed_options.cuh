@@ -1,0 +1,142 @@
+// What options make of Sᵀ = K·Qᵀ: softcap, ALiBi and bias, as device/scores.cuh has them, on the accumulators of a warpgroup
+// whose rows are keys and whose columns are query rows. A pass is over kTilesAtOnce * 8 of the columns, from tile kFirst on: over
+// all, the softcap's slopes would not fit in registers; over fewer, it would be asked more often what options there are.
+#pragma once
+
+#include <cstdint>
+
+#include "device/fragment.cuh"
+#include "device/scores.cuh"
+#include "device/softcap.cuh"
+#include "device/softmax.cuh"
+#include "device/transposed_scores.cuh"
+
+namespace fastattn {
+
+// A warp's scores of one head: 16 keys from first_key on, and 8 * kTilesM query rows from first_row on.
+template <int kTilesM>
+struct TransposedOptions {
+    static constexpr int kTilesAtOnce = 4;
+    using Accumulators = float[1][kTilesM][4];
+    using Slopes = float[kTilesAtOnce][4];
+    using BiasKind = BiasView::Kind;
+
+    const HeadScores& scores;
+    int32_t own_row, own_key;  // of element [0][0] of this lane
+
+    __device__ __forceinline__ TransposedOptions(const HeadScores& scores, int32_t first_row, int32_t first_key,
+                                                 int lane)
+        : scores(scores), own_row(first_row + accumulator_column(lane)), own_key(first_key + accumulator_row(lane)) {}
+
+    // Bits of the bias of two neighbouring rows, the first in the lower half, for both keys. Of 32 bits there is no room for it.
+    using BiasPairs = uint32_t[kTilesM][2];
+
+    // Early: it is needed only after the products. Outside of rows and keys it is that of the last ones.
+    __device__ __forceinline__ void load_bias(BiasPairs& pairs) const {
+#pragma unroll
+        for (int n = 0; n < kTilesM; ++n) pairs[n][0] = pairs[n][1] = 0;  // as in scale()
+        scores.with_bias_kind([&](auto bits, auto) {
+            using T = decltype(bits);
+            if constexpr (sizeof(T) < sizeof(uint32_t)) {
+                for_bias<T, 0, kTilesM>(
+                    [&](int n, int half, uint32_t first, uint32_t second) { pairs[n][half] = first | second << 16; });
+            }
+        });
+    }
+
+    // rS = S becomes scores before the bias. rSlope: d score / d (scale * S), where there is a softcap.
+    template <int kFirst>
+    __device__ __forceinline__ void scale(Accumulators& rS, Slopes& rSlope) const {
+        const ScoreParams& params = scores.params;
+        if (params.softcap > 0) {
+            for_each<kFirst>([&](int n, int e) {
+                const float t = tanh_of(rS[0][n][e] * params.scale_over_softcap);
+                rSlope[n - kFirst][e] = 1.0f - t * t;
+                rS[0][n][e] = params.softcap * t;
+            });
+        } else {
+            for_each<kFirst>([&](int n, int e) {
+                rSlope[n - kFirst][e] = 0.0f;  // else it would take registers all along the loop
+                rS[0][n][e] *= params.scale;
+            });
+        }
+        add_alibi<kFirst>(rS);
+    }
+
+    // Adds the bias. What it masks is no longer among the seen.
+    template <int kFirst>
+    __device__ __forceinline__ void add_bias(Accumulators& rS, SeenRows& seen, const BiasPairs& pairs) const {
+        scores.with_bias_kind([&](auto bits, auto kind) {
+            const auto add = [&](int n, int half, uint32_t first, uint32_t second) {
+                add_bias<kind.value>(rS, seen, n, 2 * half, first);
+                add_bias<kind.value>(rS, seen, n, 2 * half + 1, second);
+            };
+            if constexpr (sizeof(bits) == sizeof(uint32_t)) {
+                for_bias<decltype(bits), kFirst, kTilesAtOnce>(add);
+            } else {
+#pragma unroll
+                for (int n = kFirst; n < kFirst + kTilesAtOnce; ++n) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        add(n, half, pairs[n][half] & 0xffff, pairs[n][half] >> 16);
+                    }
+                }
+            }
+        });
+        seen.make_opaque();
+    }
+
+    template <int kFirst = 0, int kTiles = kTilesAtOnce, typename Function>
+    __device__ __forceinline__ static void for_each(Function&& function) {
+#pragma unroll
+        for (int n = kFirst; n < kFirst + kTiles; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) function(n, e);
+        }
+    }
+
+  private:
+    // Calls function(n, half, bits, bits) for each two neighbouring rows of a key.
+    template <typename T, int kFirst, int kTiles, typename Function>
+    __device__ __forceinline__ void for_bias(Function&& function) const {
+        const BiasView& view = scores.params.bias;
+        const int64_t row_bytes = view.row_stride * int64_t{sizeof(T)};
+        const char* keys[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int32_t key = min(own_key + 8 * half, scores.window.num_keys - 1);
+            keys[half] = scores.bias + key * view.key_stride * int64_t{sizeof(T)};
+        }
+#pragma unroll
+        for (int n = kFirst; n < kFirst + kTiles; ++n) {
+            int64_t offsets[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                offsets[e] = static_cast<uint32_t>(min(own_row + n * kMmaN + e, scores.num_rows - 1)) * row_bytes;
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                function(n, half, *reinterpret_cast<const T*>(keys[half] + offsets[0]),
+                         *reinterpret_cast<const T*>(keys[half] + offsets[1]));
+            }
+        }
+    }
+
+    template <BiasKind kKind>
+    __device__ __forceinline__ static void add_bias(Accumulators& rS, SeenRows& seen, int n, int e, uint32_t bits) {
+        if (HeadScores::bias_value<kKind>(bits) == -kInfinity) seen.hide(n, e);
+        HeadScores::add_bias<kKind>(rS[0][n][e], bits);
+    }
+
+    // Distances are counted in floats, which is exact up to 2^24.
+    template <int kFirst>
+    __device__ __forceinline__ void add_alibi(Accumulators& rS) const {
+        if (scores.slope == 0) return;
+        const auto ahead = static_cast<float>(own_row + scores.window.num_keys - scores.num_rows - own_key);
+        for_each<kFirst>([&](int n, int e) {
+            rS[0][n][e] -= scores.slope * fabsf(ahead + static_cast<float>(n * kMmaN + e % 2 - 8 * (e / 2)));
+        });
+    }
+};
+
+}  // namespace fastattn

@@ -1,0 +1,347 @@
+"""The backward kernels for Hopper with options, against the oracle: softcap, ALiBi, bias, mask and dropout, with all that
+those without options have.
+
+On an H100 or H200 where there is one, else as PTX on the emulated sm_90, with all of its checks and at several seeds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+import test_cuda_attention_backward as backward
+from attention_cases import SEED, Case, Problem, make_problem
+from cuda_kernels import EMULATED, HOPPER_MARKS, checked, each_dtype, only_emulated
+from kernel_device import DEVICE
+from test_cuda_attention_backward_sm90 import BLOCK_N, CAUSAL, HEAD_DIMS, KERNELS, each_head_dim, is_plain
+
+if EMULATED:
+    from emulator import EmulatorError, cuda_runtime, device, launches
+
+pytestmark = HOPPER_MARKS
+
+
+def check(case: Case, problem: Problem | None = None, **how: Any) -> dict[str, Tensor]:
+    """Every gradient against the oracle; the kernels for Hopper must be those that ran."""
+    if not EMULATED:
+        return backward.check(case, problem, **how)
+    with launches.recorded() as found:
+        result = backward.check(case, problem, **how)
+    ran = [launched.report.kernel for launched in found]
+    for kernel in KERNELS:
+        assert sum(kernel in each for each in ran) == 1, ran
+    return result
+
+
+# --- Options ----------------------------------------------------------------------------------------------------------
+
+OPTIONS = [
+    *(case for case in backward.OPTIONS if not is_plain(case)),
+    Case(mask="bool", mask_shape=(1, 1, 1, 1), shape=(2, 2, 1, 130, 300), window=(200, 40)),
+    Case(mask="float", mask_shape=(0, 0, 1, 1), shape=(1, 2, 2, 200, 131), softcap=5.0, dropout=0.3),
+    Case(alibi="head", dropout=0.5, shape=(1, 4, 2, 150, 290), window=CAUSAL),
+]
+
+
+@pytest.mark.parametrize("index", range(len(OPTIONS)), ids=[str(case) for case in OPTIONS])
+def test_each_option(index: int) -> None:
+    """Head dims and dtypes take turns, as do sums of dQ in any order and in one order."""
+    dtype = (torch.float16, torch.bfloat16)[index % 2]
+    head_dim = HEAD_DIMS[index % 3]
+    case = replace(OPTIONS[index], dtype=dtype, head_dims=(head_dim, head_dim))
+    check(case, deterministic=index % 4 >= 2, seed=index)
+
+
+@pytest.mark.parametrize("index", range(12))
+def test_combinations(index: int) -> None:
+    """Many options at once, with layouts, sinks and gradients of the lse."""
+    head_dims = ((64, 64), (64, 48), (24, 96), (128, 128))[index % 4]
+    case = replace(backward.combination(index), head_dims=head_dims)
+    if is_plain(case):
+        case = replace(case, softcap=9.0)
+    check(case, deterministic=index % 2 == 0, seed=index)
+
+
+@each_dtype
+@pytest.mark.parametrize("head_dims", [(8, 24), (72, 96), (64, 128), (104, 88)], ids=str)
+def test_head_dims_below_those_of_the_kernels(head_dims: tuple[int, int], dtype: torch.dtype) -> None:
+    case = Case(head_dims=head_dims, dtype=dtype, window=(50, 4), softcap=15.0, shape=(1, 2, 2, 81, 170))
+    check(case, seed=head_dims[0])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("lengths", [(1, 1), (64, 128), (65, 129), (130, 257), (1, 300), (300, 1)], ids=str)
+def test_lengths_around_tiles(lengths: tuple[int, int], head_dim: int) -> None:
+    """Rows and keys that do not exist have no bias."""
+    shape = (1, 2, 1, *lengths)
+    case = Case(
+        shape=shape,
+        head_dims=(head_dim, head_dim),
+        mask="float",
+        mask_shape=(0, 1, 1, 1),
+        alibi="",
+        dropout=0.2,
+        grad_lse=True,
+        dtype=torch.bfloat16,
+    )
+    check(case, deterministic=True, seed=lengths[0])
+
+
+# What the bias has along batch, heads, rows and keys: 1 where it is broadcast.
+BROADCAST = [(0, 0, 0, 1), (1, 0, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1), (1, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("mask_shape", BROADCAST, ids=str)
+@pytest.mark.parametrize("mask", ["bool", "float", "inf"])
+def test_broadcast_masks(mask: str, mask_shape: tuple[int, int, int, int]) -> None:
+    head_dim = HEAD_DIMS[sum(mask_shape) % 3]
+    case = Case(mask=mask, mask_shape=mask_shape, shape=(2, 4, 2, 100, 150), head_dims=(head_dim, head_dim), sinks=True)
+    check(case, seed=sum(mask_shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("layout", ["transposed", "odd", "reversed heads"])
+def test_bias_of_any_dtype_and_strides(layout: str, dtype: torch.dtype) -> None:
+    """Keys that do not lie side by side, or not in aligned pairs; what lies between them is NaN."""
+    case = Case(mask="float", mask_shape=(0, 1, 1, 1), shape=(1, 2, 1, 70, 151), head_dims=(64, 64))
+    problem = make_problem(case)
+    assert problem.bias is not None
+    bias = problem.bias.to(dtype)
+    if layout == "transposed":
+        laid_out = bias.transpose(2, 3).contiguous().transpose(2, 3)
+    else:
+        gap = 3 if layout == "odd" else 2
+        buffer = torch.full((*bias.shape[:3], bias.shape[3] * gap + 1), torch.nan, dtype=dtype, device=DEVICE)
+        laid_out = buffer[..., 1 : 1 + bias.shape[3] * gap : gap]
+        laid_out.copy_(bias)
+    problem.bias = laid_out
+    found = check(case, problem, deterministic=True)
+    problem.bias = bias.contiguous()
+    backward.assert_equal(backward.run(case, problem, deterministic=True), found)
+
+
+@pytest.mark.parametrize("mask", ["bool", "float"])
+def test_mask_of_any_strides(mask: str) -> None:
+    backward.test_mask_of_any_strides(mask)
+
+
+@each_head_dim
+@pytest.mark.parametrize("index", [2, 3])
+def test_packed(index: int, head_dim: int) -> None:
+    case = backward.PACKED_CASES[index]
+    assert not is_plain(case)
+    check(replace(case, head_dims=(head_dim, head_dim)), deterministic=head_dim == 64, seed=head_dim)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_stands_beyond_a_sequence_has_no_influence(head_dim: int) -> None:
+    """Tiles of a packed sequence reach into the next one, whose NaN must stay there."""
+    case = Case(
+        lengths=((70, 30, 1), (150, 200, 90)), window=(40, 30), head_dims=(head_dim, head_dim), softcap=5.0, dropout=0.2
+    )
+    problem, clean = make_problem(case), backward.run(case, deterministic=True)
+    for tensor in (problem.query, problem.grad_out):
+        tensor[70:100] = torch.nan
+    for tensor in (problem.key, problem.value):
+        tensor[150:350] = torch.nan
+    found = backward.run(case, problem, deterministic=True)
+    for name, begin, end in (("grad_query", 70, 100), ("grad_key", 150, 350), ("grad_value", 150, 350)):
+        assert torch.equal(found[name][:begin], clean[name][:begin]), name
+        assert torch.equal(found[name][end:], clean[name][end:]), name
+
+
+# --- Numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dropout_drops_what_the_reference_drops(head_dim: int) -> None:
+    """With values that single out a key, rows of dV say which probabilities were kept, one by one."""
+    rows, keys = 90, 150
+    case = Case(shape=(2, 2, 1, rows, keys), head_dims=(head_dim, head_dim), dropout=0.4)
+    problem = make_problem(case)
+    problem.query.zero_()  # every probability is 1 / keys
+    kept = torch.zeros(2, 2, rows, keys, dtype=torch.bool, device=DEVICE)
+    for first in range(0, rows, head_dim):  # dO of row first + d is 1 in dim d, and 0 elsewhere
+        problem.grad_out.zero_()
+        count = min(head_dim, rows - first)
+        for head in range(2):
+            problem.grad_out.zero_()
+            problem.grad_out[:, head, torch.arange(first, first + count), torch.arange(count)] = 1
+            found = backward.run(case, problem, deterministic=True)
+            kept[:, head, first : first + count] = found["grad_value"][:, 0, :, :count].transpose(1, 2) != 0
+    exact = fastattn.reference.attention(
+        problem.query.double(),
+        problem.key.double(),
+        torch.eye(keys, dtype=torch.float64, device=DEVICE).expand(2, 1, keys, keys),
+        dropout_p=0.4,
+        dropout_seed=SEED,
+    )[0]
+    assert torch.equal(kept, exact != 0)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", backward.MAGNITUDES)
+def test_magnitudes(kind: str, head_dim: int) -> None:
+    backward.check_magnitude(
+        kind, Case(window=CAUSAL, shape=(1, 2, 1, 130, 200), head_dims=(head_dim, head_dim), softcap=30.0)
+    )
+
+
+@each_dtype
+def test_every_key_at_finfo_min(dtype: torch.dtype) -> None:
+    backward.test_every_key_at_finfo_min(dtype)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", ["bool", "inf"])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_keys_hidden_by_a_mask_have_no_influence(mask: str, poison: float, head_dim: int) -> None:
+    """In tiles that the window hides nothing of, too."""
+    case = Case(
+        mask=mask, mask_shape=(0, 0, 1, 1), shape=(1, 2, 1, 192, 300), dropout=0.1, head_dims=(head_dim, head_dim)
+    )
+    clean, spoiled = make_problem(case), make_problem(case)
+    for problem in (clean, spoiled):
+        assert problem.bias is not None
+        problem.bias[..., 13] = False if mask == "bool" else -torch.inf
+    for tensor in (spoiled.key, spoiled.value):
+        tensor[:, :, 13] = poison
+    expected, found = (backward.run(case, problem, deterministic=True) for problem in (clean, spoiled))
+    backward.assert_equal(found, expected)
+    assert torch.count_nonzero(found["grad_key"][:, :, 13]) == torch.count_nonzero(found["grad_value"][:, :, 13]) == 0
+
+
+@each_dtype
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(window=CAUSAL, shape=(1, 2, 1, 200, 200), softcap=4.0),
+        Case(window=CAUSAL, top_left=True, shape=(1, 2, 1, 70, 150), dropout=0.1),  # no row sees them
+    ],
+    ids=str,
+)
+def test_masked_keys_have_no_influence(case: Case, head_dim: int, dtype: torch.dtype, poison: float) -> None:
+    backward.test_masked_keys_have_no_influence(replace(case, head_dims=(head_dim, head_dim)), dtype, poison)
+
+
+@pytest.mark.parametrize("options", [{"softcap": 5.0}, {"dropout": 0.3}, {"alibi": "head"}], ids=str)
+def test_nan_in_a_key_that_rows_see_reaches_what_the_reference_says(options: dict[str, Any]) -> None:
+    case = Case(window=CAUSAL, shape=(1, 2, 1, 150, 150), head_dims=(64, 64), **options)
+    problem = make_problem(case)
+    problem.key[:, :, 100] = torch.nan
+    found = backward.run(case, problem, deterministic=True)
+    assert found["grad_query"][:, :, 100:].isnan().all() and found["grad_query"][:, :, :100].isfinite().all()
+    assert found["grad_key"][:, :, 100].isnan().all() and found["grad_value"][:, :, 100].isnan().all()
+
+
+# --- Order ------------------------------------------------------------------------------------------------------------
+
+ORDERED = [
+    Case(window=(90, 30), shape=(1, 4, 2, 200, 150), dropout=0.2, mask="float", mask_shape=(0, 0, 1, 1)),
+    Case(window=CAUSAL, shape=(2, 2, 1, 300, 350), softcap=8.0, head_dims=(64, 64), dtype=torch.bfloat16),
+    Case(lengths=((5, 0, 133, 1, 17), (40, 7, 0, 1, 270)), shape=(1, 4, 4, 0, 0), alibi="head", head_dims=(96, 96)),
+]
+
+
+@pytest.mark.parametrize("case", ORDERED, ids=str)
+def test_deterministic_gradients_have_the_same_bits(case: Case) -> None:
+    """In any order of CTAs, warps and copies, and on GPUs of any size."""
+    problem = make_problem(case)
+    first = check(case, problem, deterministic=True)
+    for seed in range(2):
+        backward.assert_equal(
+            backward.run(case, problem, deterministic=True, **({"seed": seed} if EMULATED else {})), first
+        )
+    for num_sms in (1, 132) if EMULATED else ():
+        with device.emulated(90, num_sms=num_sms):
+            found = backward.run(case, problem, deterministic=True, seed=num_sms, workers=1)
+            backward.assert_equal(found, first)
+
+
+@pytest.mark.parametrize("case", ORDERED, ids=str)
+def test_gradients_in_any_order_are_as_good(case: Case) -> None:
+    """dQ is added up as it comes; the other gradients have one owner for each element, and the same bits."""
+    found, expected = check(case, seed=3), backward.run(case, deterministic=True)
+    del found["grad_query"], expected["grad_query"]
+    backward.assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 5])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rings_go_round(tiles: int, head_dim: int) -> None:
+    """So many tiles of rows to a tile of keys, of heads with slopes of their own, and several of these to the one CTA."""
+    case = Case(
+        shape=(1, 2, 1, 64 * tiles - 3, 2 * BLOCK_N[head_dim]),
+        head_dims=(head_dim, head_dim),
+        alibi="head",
+        dropout=0.1,
+        seed=tiles,
+    )
+    if not EMULATED:
+        check(case)
+        return
+    with device.emulated(90, num_sms=1):
+        check(case, seed=tiles)
+
+
+@only_emulated
+@pytest.mark.parametrize(
+    ("instruction", "instead", "kinds"),
+    [
+        ("wgmma.wait_group.sync.aligned 1;", "", {"wgmma", "race"}),
+        ("wgmma.wait_group.sync.aligned 0;", "wgmma.wait_group.sync.aligned 1;", {"wgmma", "race"}),
+        ("wgmma.fence.sync.aligned;", "", {"wgmma"}),
+        ("fence.proxy.async.shared::cta;", "", {"proxy"}),
+        ("cp.async.bulk.wait_group.read 0;", "", {"race"}),
+    ],
+    ids=["no wait for dQ", "no wait for dP", "no fence", "no fence of dS and dQ", "no wait for additions"],
+)
+def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str, kinds: set[str]) -> None:
+    case = Case(shape=(1, 2, 1, 200, 300), head_dims=(128, 128), alibi="head", dropout=0.2)
+    with cuda_runtime.replaced(instruction, instead, KERNELS[0]), pytest.raises(EmulatorError) as caught:
+        for seed in range(4):
+            backward.run(case, seed=seed)
+    assert caught.value.kind in kinds
+
+
+@only_emulated
+@each_head_dim
+def test_shared_memory_without_conflicts(head_dim: int) -> None:
+    case = Case(
+        head_dims=(head_dim, head_dim),
+        window=CAUSAL,
+        shape=(1, 1, 1, 256, 256),
+        softcap=5.0,
+        mask="float",
+        mask_shape=(0, 0, 1, 1),
+        dropout=0.1,
+    )
+    with launches.recorded() as found:
+        backward.run(case)
+    (report,) = (launched.report for launched in found if KERNELS[0] in launched.report.kernel)
+    assert report.bank_conflicts == 0
+
+
+# --- The dispatcher ---------------------------------------------------------------------------------------------------
+
+
+@each_head_dim
+def test_training_goes_through_both_kernels_for_hopper(head_dim: int) -> None:
+    query, key, value = (
+        torch.randn(1, 2, 170, head_dim).to(DEVICE, torch.bfloat16).requires_grad_() for _ in range(3)
+    )
+    with checked(), fastattn.use_backend("cuda"), fastattn.record() as calls:
+        fastattn.attention(query, key, value, causal=True, softcap=20.0).float().square().sum().backward()
+    forward, gradients = (kernel for _, _, kernel in calls)
+    assert forward.startswith("attention_forward_options_sm90<")
+    assert gradients.split(" + ")[1:] == [
+        f"attention_backward_key_value_sm90<{head_dim}, bfloat16, options>",
+        f"attention_backward_query_sm90<{head_dim}, bfloat16>",
+    ]
