@@ -182,7 +182,8 @@ __global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads
         const bool fills_block =
             first_row + kBlockM >= rows.length &&
             first_row + row < ceil_div(rows.length, params.row_terms.block_m) * params.row_terms.block_m;
-        if (exists || fills_block) write_row_terms(params, batch, head, rows.begin, first_row + row, shift, delta, 0.0f);
+        if (exists || fills_block)
+            write_row_terms(params, batch, head, rows.begin, first_row + row, shift, delta, 0.0f);
     }
     if (!is_additive || !__syncthreads_or(needs_sum)) return;
 

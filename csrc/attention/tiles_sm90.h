@@ -121,9 +121,9 @@ struct ForwardOptionsTileSm90<64, 64> : ForwardTileSm90<64, 64> {
     static constexpr int kProducerRegisters = 40;
 };
 
-// The backward kernel of scores that are only scaled: kBlockM query rows a step; a consumer owns kKeyBlocks times 64 keys, each
-// block with 64 registers of dK and dV for every 64 dims. Predicted clocks of 64 rows by 64 keys, full and masked: 1076 and 1348
-// with 64 dims, 1824 and 2018 with 128, 1571 (full) with 96; FlashAttention-3 is at 1043 and 1808 (full) in the same simulation,
+// The backward kernel, whether it has options or not: kBlockM query rows a step; a consumer owns kKeyBlocks times 64 keys, each
+// block with 64 registers of dK and dV for every 64 dims. Predicted clocks of 64 rows by 64 keys without options, full and masked:
+// 1076 and 1348 with 64 dims, 1824 and 2018 with 128, 1571 (full) with 96; FlashAttention-3 is at 1043 and 1808 (full) in the same simulation,
 // which counts what TMA brings and what is read to be added to dQ's sums as traffic of shared memory. What binds are shared
 // memory and the ports of the register file. Nothing is measured.
 //

@@ -1,5 +1,5 @@
-"""The backward kernels for Hopper against the oracle: what those for sm_80 are tested with, and their own rings,
-exchange of dS and persistent CTAs.
+"""The backward kernels for Hopper without options against the oracle: what those for sm_80 are tested with, and their
+own rings, exchange of dS and persistent CTAs.
 
 On an H100 or H200 where there is one, else as PTX on the emulated sm_90, with all of its checks and at several seeds.
 """
@@ -78,11 +78,11 @@ def test_windows_scales_and_sinks(index: int) -> None:
     check(case, deterministic=index % 4 >= 2, seed=index)
 
 
-def test_options_go_to_the_kernels_for_sm_80() -> None:
+def test_options_of_wider_heads_go_to_the_kernels_for_sm_80() -> None:
     with checked(), fastattn.use_backend("cuda"), fastattn.record() as calls:
-        query = torch.zeros(1, 2, 70, 64, device=DEVICE, dtype=torch.float16, requires_grad=True)
+        query = torch.zeros(1, 2, 70, 192, device=DEVICE, dtype=torch.float16, requires_grad=True)
         fastattn.attention(query, query, query, softcap=5.0).sum().backward()
-    assert "attention_backward_key_value_sm80<64, float16, options>" in calls[-1][2]
+    assert "attention_backward_key_value_sm80<192, float16, options>" in calls[-1][2]
 
 
 @each_dtype
@@ -362,7 +362,8 @@ def test_training_goes_through_both_kernels_for_hopper(head_dim: int) -> None:
 
 
 def test_every_instance_is_launched() -> None:
-    for kernel in ("key_value", "query"):
+    """Those with options by test_cuda_attention_backward_options_sm90.py."""
+    for kernel, flags in (("key_value", [[False, True]]), ("query", [])):
         assert instances.rows_of(f"attention/instances/backward_{kernel}_sm90.cu") == sorted(
-            itertools.product(HEAD_DIMS, instances.DTYPES)
+            itertools.product(HEAD_DIMS, instances.DTYPES, *flags)
         )

@@ -22,22 +22,29 @@ pytestmark = [
 ]
 
 DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
-INSTANCES = instances.rows_of("attention/instances/backward_key_value_sm90.cu")
+INSTANCES = instances.rows_of("attention/instances/backward_key_value_sm90.cu")  # True: with options
 KEY_BLOCKS = {64: 2, 96: 1, 128: 1}  # of 64 keys, that a warpgroup owns
 # Of a full step, per 64 rows by 64 keys of a warpgroup. FlashAttention-3 has 352 with 64 dims and 405 with 128.
 MOST_INSTRUCTIONS = {64: 380, 96: 455, 128: 475}
+# The same with options that a call has none of: what asking for them costs.
+MOST_INSTRUCTIONS_WITH_OPTIONS = {64: 620, 96: 730, 128: 780}
 MAX_STACK_BYTES = 40  # of a thread, for what the producer has no registers for, and before and after the loop
+# With options and 64 dims some addresses are loaded anew in each step, and one number gives way to ALiBi's.
+MAX_STACK_BYTES_WITH_OPTIONS = {64: 64, 96: 48, 128: 48}
+MOST_LOCAL_WITH_OPTIONS = {64: 12, 96: 2, 128: 3}
 
 each_instance = pytest.mark.parametrize("instance", INSTANCES, ids=str)
+each_plain_instance = pytest.mark.parametrize("instance", [each for each in INSTANCES if not each[2]], ids=str)
+each_options_instance = pytest.mark.parametrize("instance", [each for each in INSTANCES if each[2]], ids=str)
 
 
 @functools.cache
-def kernels() -> dict[tuple[int, str], KernelFacts]:
+def kernels() -> dict[tuple[int, str, bool], KernelFacts]:
     found = {}
     for symbol, facts in static_facts.of_library(LIBRARY_PATH, "sm_90a").items():
-        match = re.search(r"attention_backward_key_value_sm90ILi(\d+)ELN\w*?8DataTypeE(\d)E", symbol)
+        match = re.search(r"attention_backward_key_value_sm90ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
         if match:
-            found[int(match[1]), DTYPES[int(match[2])]] = facts
+            found[int(match[1]), DTYPES[int(match[2])], match[3] == "1"] = facts
     return found
 
 
@@ -52,24 +59,31 @@ def test_every_instance_is_there() -> None:
 
 
 @each_instance
-def test_warpgroups_exchange_registers_as_planned(instance: tuple[int, str]) -> None:
+def test_warpgroups_exchange_registers_as_planned(instance: tuple[int, str, bool]) -> None:
     kernel = kernels()[instance]
     assert kernel.registers == 168
     found = [re.search(r"USETMAXREG.*\b0x([0-9a-f]+)", line) for line in kernel.lines]
     assert sorted(int(match[1], 16) for match in found if match) == [24, 240]
 
 
-@each_instance
-def test_local_memory_is_no_part_of_the_loop(instance: tuple[int, str]) -> None:
+@each_plain_instance
+def test_local_memory_is_no_part_of_the_loop(instance: tuple[int, str, bool]) -> None:
     kernel = kernels()[instance]
     assert kernel.local_in_loops == 0
     assert kernel.stack_bytes <= MAX_STACK_BYTES
 
 
+@each_options_instance
+def test_next_to_no_local_memory_is_part_of_the_loop_with_options(instance: tuple[int, str, bool]) -> None:
+    kernel = kernels()[instance]
+    assert kernel.local_in_loops <= MOST_LOCAL_WITH_OPTIONS[instance[0]]
+    assert kernel.stack_bytes <= MAX_STACK_BYTES_WITH_OPTIONS[instance[0]]
+
+
 @each_instance
-def test_products_are_those_of_warpgroups(instance: tuple[int, str]) -> None:
+def test_products_are_those_of_warpgroups(instance: tuple[int, str, bool]) -> None:
     """Without a wait after each: the compiler serialises them where registers do not suffice."""
-    head_dim, dtype = instance
+    head_dim, dtype, _ = instance
     opcodes = step(kernels()[instance])
     found = [opcode for opcode in opcodes if opcode.startswith("HGMMA")]
     scores, gradients, query = 2 * head_dim // 16, 2 * 64 // 16, 128 // 16
@@ -79,7 +93,7 @@ def test_products_are_those_of_warpgroups(instance: tuple[int, str]) -> None:
 
 
 @each_instance
-def test_copies_and_additions_are_those_of_tma(instance: tuple[int, str]) -> None:
+def test_copies_and_additions_are_those_of_tma(instance: tuple[int, str, bool]) -> None:
     """Consumers copy nothing, and add nothing to global memory."""
     kernel = kernels()[instance]
     kinds = {opcode.split(".")[0] for opcode in kernel.instructions}
@@ -90,10 +104,19 @@ def test_copies_and_additions_are_those_of_tma(instance: tuple[int, str]) -> Non
     assert set(fences) <= {"MEMBAR.ALL.CTA"}  # what they store is for wgmma and TMA of this CTA
 
 
-@each_instance
-def test_a_step_is_short(instance: tuple[int, str]) -> None:
+@each_plain_instance
+def test_a_step_is_short(instance: tuple[int, str, bool]) -> None:
     opcodes = step(kernels()[instance])
     blocks = KEY_BLOCKS[instance[0]]
     assert opcodes.count("MUFU.EX2") == 32 * blocks
     assert not [opcode for opcode in opcodes if opcode.startswith(("FSEL", "SHFL", "FADD"))]  # no masks, delta is in dP
     assert len(opcodes) / blocks <= MOST_INSTRUCTIONS[instance[0]]
+
+
+@each_options_instance
+def test_a_step_without_any_option_is_short_where_there_could_be_some(instance: tuple[int, str, bool]) -> None:
+    opcodes = step(kernels()[instance])
+    blocks = KEY_BLOCKS[instance[0]]
+    assert opcodes.count("MUFU.EX2") == 32 * blocks
+    assert not [opcode for opcode in opcodes if opcode.startswith(("LDG", "SHFL", "MUFU.RCP", "IMAD.HI"))]
+    assert len(opcodes) / blocks <= MOST_INSTRUCTIONS_WITH_OPTIONS[instance[0]]

@@ -9,6 +9,7 @@ DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
 FLAGS = {
     "attention_forward_options_sm80": ("", "paged"),
     "attention_backward_key_value_sm80": ("plain", "options"),
+    "attention_backward_key_value_sm90": ("", "options"),
     "decode_split_sm80": ("", "int8"),
 }
 
