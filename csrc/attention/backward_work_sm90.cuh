@@ -32,7 +32,7 @@ struct AttentionBackwardParamsSm90 {
     TensorMap query, grad_out, key, value;
 };
 
-template <int kHeadDim_, bool kOptions_>
+template <int kHeadDim_, bool kOptions_ = false>
 struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
     using Tile = BackwardTileSm90<kHeadDim_>;
     static constexpr int kHeadDim = kHeadDim_;
