@@ -219,8 +219,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const OnDeviceOf device(query);
     const DeviceFacts facts = device_facts();
     params.heads_per_group = key_heads_per_group(params.query, params.key, facts.l2_bytes);
+    const KernelSize head_dims(params.query.head_dim, params.value.head_dim);
     const BackwardKernels kernels = backward_kernels(
-        facts.compute_capability, facts.shared_bytes_per_cta, sizes.widest(), sizes.dtype, options.change_scores(),
+        facts.compute_capability, facts.shared_bytes_per_cta, head_dims, sizes.dtype, options.change_scores(),
         {params.grad_bias.data != nullptr, params.grad_sinks != nullptr, params.grad_slopes.data != nullptr});
     const Workspace workspace = make_workspace(params, query, sizes, *kernels.key_value, deterministic, facts);
     for (BackwardKernels::Row* kernel : kernels.in_order()) {

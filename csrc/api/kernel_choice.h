@@ -32,8 +32,7 @@ inline KernelTable<AttentionForwardParams>::Row& forward_kernel(int32_t compute_
     return attention_forward_options_kernels().find(compute_capability, head_dims, dtype, traits.is_paged);
 }
 
-// Of one backward pass, whose kernels have one head dim, at least `widest`: the larger one of the call's. shared_bytes: that
-// a CTA can have on the GPU. Null: not for this call.
+// Of one backward pass. shared_bytes: that a CTA can have on the GPU. Null: not for this call.
 struct BackwardKernels {
     using Row = BackwardKernelTable::Row;
     Row *rows, *key_value, *query, *bias, *sinks, *slopes, *slope_sums;
@@ -46,12 +45,12 @@ struct BackwardGradients {
     bool bias, sinks, slopes;
 };
 
-inline BackwardKernels backward_kernels(int32_t compute_capability, int32_t shared_bytes, int32_t widest,
+inline BackwardKernels backward_kernels(int32_t compute_capability, int32_t shared_bytes, KernelSize head_dims,
                                         DataType dtype, bool changes_scores, const BackwardGradients& wanted) {
     BackwardKernels kernels{};
     kernels.rows = &attention_backward_rows_kernels().find(compute_capability, 0, dtype, false);
-    kernels.key_value =
-        &attention_backward_key_value_kernels().find(compute_capability, widest, dtype, changes_scores, shared_bytes);
+    kernels.key_value = &attention_backward_key_value_kernels().find(compute_capability, head_dims, dtype,
+                                                                     changes_scores, shared_bytes);
     // It reads what that one has written: sums in its own order.
     const KernelKey& key = kernels.key_value->key;
     kernels.query = &attention_backward_query_kernels().find(key.architecture, key.size, dtype, false);

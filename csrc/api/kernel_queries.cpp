@@ -94,15 +94,16 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_attention_forward_kernel(int32_t c
 
 // In the order in which they run; returns how many there are, at most 7.
 FASTATTN_ASKED_BY_PYTHON int32_t fastattn_attention_backward_kernels(int32_t compute_capability, int32_t shared_bytes,
-                                                                     int32_t widest, int32_t is_bfloat16,
-                                                                     int32_t changes_scores, int32_t has_bias_gradient,
-                                                                     int32_t has_sinks, int32_t has_slopes_gradient,
+                                                                     int32_t head_dim, int32_t value_dim,
+                                                                     int32_t is_bfloat16, int32_t changes_scores,
+                                                                     int32_t has_bias_gradient, int32_t has_sinks,
+                                                                     int32_t has_slopes_gradient,
                                                                      const char** names) {
     using namespace fastattn;
     try {
         const BackwardKernels kernels =
-            backward_kernels(compute_capability, shared_bytes, widest, dtype_of(is_bfloat16), changes_scores != 0,
-                             {has_bias_gradient != 0, has_sinks != 0, has_slopes_gradient != 0});
+            backward_kernels(compute_capability, shared_bytes, KernelSize(head_dim, value_dim), dtype_of(is_bfloat16),
+                             changes_scores != 0, {has_bias_gradient != 0, has_sinks != 0, has_slopes_gradient != 0});
         int32_t count = 0;
         for (const BackwardKernels::Row* kernel : kernels.in_order()) {
             if (kernel != nullptr) names[count++] = kernel->name().c_str();

@@ -381,10 +381,9 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
     });
 }
 
-template <int kHeadDim, DataType kDataType, bool kOptions>
-void launch_attention_backward_key_value_sm90(LaunchedKernel& kernel, const AttentionBackwardParams& params,
-                                              Stream stream) {
-    using Config = BackwardConfigSm90<kHeadDim, kOptions>;
+template <typename Config, DataType kDataType>
+void launch_backward_sm90(LaunchedKernel& kernel, void (*function)(AttentionBackwardParamsSm90),
+                          const AttentionBackwardParams& params, Stream stream) {
     const bool is_packed = params.packed.cu_seqlens_q != nullptr;
     const auto map_of = [&](const HeadsView<const uint16_t>& view, int32_t total, int32_t box_rows) {
         return tensor_map(view, is_packed ? total : view.rows, /*group=*/1, box_rows, kDataType);
@@ -403,7 +402,14 @@ void launch_attention_backward_key_value_sm90(LaunchedKernel& kernel, const Atte
                                                  map_of(params.value, params.packed.total_k, Config::kBlockN)};
     const Launch launch{std::min<int64_t>(num_items, device_facts().num_sms), Config::kNumThreads,
                         sizeof(BackwardStorageSm90<Config>)};
-    kernel.launch(attention_backward_key_value_sm90<kHeadDim, kDataType, kOptions>, launch, all_params, stream);
+    kernel.launch(function, launch, all_params, stream);
+}
+
+template <int kHeadDim, DataType kDataType, bool kOptions>
+void launch_attention_backward_key_value_sm90(LaunchedKernel& kernel, const AttentionBackwardParams& params,
+                                              Stream stream) {
+    launch_backward_sm90<BackwardConfigSm90<kHeadDim, kOptions>, kDataType>(
+        kernel, attention_backward_key_value_sm90<kHeadDim, kDataType, kOptions>, params, stream);
 }
 
 }  // namespace fastattn

@@ -44,9 +44,12 @@ struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
     static constexpr int kTilesM = Tile::kBlockM / kMmaN;  // columns of Sᵀ
     static constexpr int kTilesK = Tile::kBlockM / kMmaK;
     static constexpr int kTilesD = kHeadDim / kMmaN;
+    static constexpr int kKeyOwners = Tile::kNumConsumers;  // each has so many of the tile's keys for itself:
     static constexpr int kConsumerKeys = Tile::kKeyBlocks * kWarpgroupM;
     using RowTile = TmaTile<Tile::kBlockM, kHeadDim>;  // of Q and dO
+    using GradOutTile = RowTile;
     using KeyTile = TmaTile<Tile::kBlockN, kHeadDim>;  // of K and V
+    using ValueTile = KeyTile;
     using Terms =
         std::conditional_t<kOptions, TransposedOptionsTerms<Tile::kBlockM>, TransposedRowTerms<Tile::kBlockM>>;
     static_assert(sizeof(Terms) == Tile::kBlockM * RowTermsView::numbers_per_row(kOptions) * sizeof(float));
@@ -98,7 +101,7 @@ struct KeysOfWork {
     int32_t begin_head, num_heads;      // query heads of this share
     int32_t begin_row_tile, num_steps;  // where it begins, and how many steps it has
     // Tiles of which every row that exists sees all keys of a consumer; the last range: of all consumers.
-    int32_t begin_full[Config::kNumConsumers + 1], end_full[Config::kNumConsumers + 1];
+    int32_t begin_full[Config::kKeyOwners + 1], end_full[Config::kKeyOwners + 1];
 
     // False: there are no such keys, or fewer shares.
     __device__ __forceinline__ bool find(const AttentionBackwardParams& params, const RowShare& item,
@@ -129,8 +132,8 @@ struct KeysOfWork {
         begin_row_tile = end_tile - 1 - rows_before;
         num_steps = (begin_of_part(seen_by, share % parts.of_rows + 1, parts.of_rows) - rows_before) * num_heads;
 #pragma unroll 1
-        for (int i = 0; i <= Config::kNumConsumers; ++i) {
-            const bool of_all = i == Config::kNumConsumers;
+        for (int i = 0; i <= Config::kKeyOwners; ++i) {
+            const bool of_all = i == Config::kKeyOwners;
             const int32_t begin_key = first_key + (of_all ? 0 : i * kConsumerKeys);
             const int32_t end_key = begin_key + (of_all ? kBlockN : kConsumerKeys);
             const RowRange sees_begin = window.rows_of(begin_key, rows.length);
@@ -144,8 +147,8 @@ struct KeysOfWork {
     __device__ __forceinline__ bool is_shared() const { return num_shares > 1; }
 
     __device__ __forceinline__ bool are_all_full() const {
-        return warp_uniform(begin_full[Config::kNumConsumers] <= begin_tile &&
-                            end_full[Config::kNumConsumers] >= end_tile) != 0;
+        return warp_uniform(begin_full[Config::kKeyOwners] <= begin_tile && end_full[Config::kKeyOwners] >= end_tile) !=
+               0;
     }
 
     // Calls function(head, row_tile) for each step, in the order in which consumers take them: from the last rows on, so that
@@ -300,7 +303,9 @@ template <typename Config>
 __device__ __forceinline__ void produce(BackwardStorageSm90<Config>& shared,
                                         const AttentionBackwardParamsSm90& all_params, int lane) {
     using RowTile = typename Config::RowTile;
+    using GradOutTile = typename Config::GradOutTile;
     using KeyTile = typename Config::KeyTile;
+    using ValueTile = typename Config::ValueTile;
     using Terms = typename Config::Terms;
     constexpr int kBlockM = Config::kBlockM;
     const AttentionBackwardParams& params = all_params.attention;
@@ -310,13 +315,10 @@ __device__ __forceinline__ void produce(BackwardStorageSm90<Config>& shared,
     uint32_t times_landed = 0;
     for_work(shared, lane, [&](const KeysOfWork<Config>& keys) {
         if (lane == 0) {
-            const uint32_t barrier = key_ring.acquire(2 * KeyTile::kBytes);
-            const auto load = [&](uint16_t* sTile, const TensorMap& map) {
-                KeyTile::load(shared_address(sTile), map, keys.batch, keys.head, keys.sequence_begin + keys.first_key,
-                              barrier);
-            };
-            load(shared.sK, all_params.key);
-            load(shared.sV, all_params.value);
+            const uint32_t barrier = key_ring.acquire(KeyTile::kBytes + ValueTile::kBytes);
+            const int32_t first_key = keys.sequence_begin + keys.first_key;
+            KeyTile::load(shared_address(shared.sK), all_params.key, keys.batch, keys.head, first_key, barrier);
+            ValueTile::load(shared_address(shared.sV), all_params.value, keys.batch, keys.head, first_key, barrier);
         }
         key_ring.advance();
         keys.for_steps([&](int32_t head, int32_t row_tile) {
@@ -324,7 +326,7 @@ __device__ __forceinline__ void produce(BackwardStorageSm90<Config>& shared,
             const int32_t first_row = row_tile * kBlockM, num_rows = keys.rows.length - first_row;
             // Behind the end of a packed sequence stands the next one's data, NaN possibly.
             const bool has_others = is_packed && num_rows < kBlockM;
-            constexpr uint32_t kBytes = 2 * RowTile::kBytes + sizeof(Terms);
+            constexpr uint32_t kBytes = RowTile::kBytes + GradOutTile::kBytes + sizeof(Terms);
             if (lane == 0) {
                 row_ring.wait_empty();
                 const uint32_t barrier = has_others ? shared_address(&shared.landed) : row_ring.full_barrier();
@@ -332,11 +334,10 @@ __device__ __forceinline__ void produce(BackwardStorageSm90<Config>& shared,
                     shared.slopes[stage] = HeadScores::slope_of(params.scores, keys.batch, head);
                 }
                 ptx::mbarrier_arrive_expect_tx(barrier, kBytes);
-                const auto load = [&](uint16_t* sTile, const TensorMap& map) {
-                    RowTile::load(shared_address(sTile), map, keys.batch, head, keys.rows.begin + first_row, barrier);
-                };
-                load(shared.sQ[stage], all_params.query);
-                load(shared.sdO[stage], all_params.grad_out);
+                const int32_t first = keys.rows.begin + first_row;
+                RowTile::load(shared_address(shared.sQ[stage]), all_params.query, keys.batch, head, first, barrier);
+                GradOutTile::load(shared_address(shared.sdO[stage]), all_params.grad_out, keys.batch, head, first,
+                                  barrier);
                 const int64_t block = int64_t{keys.first_sums_tile + row_tile} * params.query.heads + head;
                 ptx::cp_async_bulk_shared_global(shared_address(&shared.terms[stage]),
                                                  params.row_terms.data + block * (sizeof(Terms) / sizeof(float)),
@@ -350,7 +351,7 @@ __device__ __forceinline__ void produce(BackwardStorageSm90<Config>& shared,
                 __syncwarp();  // the barrier knows of its bytes
                 ptx::mbarrier_wait_parity(shared_address(&shared.landed), times_landed++ % 2);
                 RowTile::zero_rows(shared.sQ[stage], num_rows, lane, kWarpSize);
-                RowTile::zero_rows(shared.sdO[stage], num_rows, lane, kWarpSize);
+                GradOutTile::zero_rows(shared.sdO[stage], num_rows, lane, kWarpSize);
                 ptx::fence_proxy_async_shared();
                 __syncwarp();  // waits until every lane has written its zeros
                 if (lane == 0) row_ring.arrive_full();

@@ -140,4 +140,17 @@ struct BackwardTileSm90 {
     static constexpr int kProducerRegisters = 24;
 };
 
+// The same with more than 128 dims: 64 query rows by 64 keys a step. Two warpgroups with kScoreRegisters have the gradients of V and
+// of K, kValueDim / 2 and kHeadDim / 2 registers, and 48 of scores; that of dQ has 32 of 64 dims of it.
+template <int kHeadDim, int kValueDim>
+struct BackwardWideTileSm90 {
+    static constexpr int kStages = 2;
+    static constexpr int kPassStages =
+        kHeadDim <= 192 ? 2 : 1;  // of P and dS; with 256 dims shared memory has room for one
+    static constexpr int kPartStages = kHeadDim <= 192 ? 2 : 1;
+    static constexpr int kScoreRegisters = 208;
+    static constexpr int kQueryRegisters = 64;
+    static constexpr int kProducerRegisters = 32;
+};
+
 }  // namespace fastattn

@@ -94,4 +94,16 @@ __device__ __forceinline__ void to_score_gradients(float (&rdP)[1][kTilesM][4], 
     }
 }
 
+// P as another warpgroup has packed it with accumulators_to_a(): two neighbouring tiles.
+template <DataType kDataType>
+__device__ __forceinline__ void a_to_accumulators(float (&left)[4], float (&right)[4], const uint32_t (&a)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        left[2 * i] = unpack<kDataType>(static_cast<uint16_t>(a[i]));
+        left[2 * i + 1] = unpack<kDataType>(static_cast<uint16_t>(a[i] >> 16));
+        right[2 * i] = unpack<kDataType>(static_cast<uint16_t>(a[2 + i]));
+        right[2 * i + 1] = unpack<kDataType>(static_cast<uint16_t>(a[2 + i] >> 16));
+    }
+}
+
 }  // namespace fastattn

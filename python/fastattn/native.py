@@ -184,7 +184,8 @@ def attention_forward_kernel(
 def attention_backward_kernels(
     arch: int,
     shared_bytes_per_cta: int,
-    widest: int,
+    head_dim: int,
+    value_dim: int,
     dtype: torch.dtype,
     *,
     changes_scores: bool = False,
@@ -196,7 +197,16 @@ def attention_backward_kernels(
     names = (ctypes.c_char_p * 7)()
     is_bfloat16 = dtype == torch.bfloat16
     count = _LIBRARY.fastattn_attention_backward_kernels(
-        arch, shared_bytes_per_cta, widest, is_bfloat16, changes_scores, bias_gradient, sinks, slopes_gradient, names
+        arch,
+        shared_bytes_per_cta,
+        head_dim,
+        value_dim,
+        is_bfloat16,
+        changes_scores,
+        bias_gradient,
+        sinks,
+        slopes_gradient,
+        names,
     )
     return tuple(name.decode() for name in names[:count] if name is not None)
 

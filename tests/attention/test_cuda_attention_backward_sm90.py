@@ -26,12 +26,20 @@ if EMULATED:
 
 pytestmark = HOPPER_MARKS
 
-HEAD_DIMS = (64, 96, 128)
-BLOCK_N = {64: 256, 96: 128, 128: 128}
+NARROW = (64, 96, 128)
+WIDE = ((192, 128), (192, 192), (256, 256))  # of a kernel of their own
+HEAD_DIMS = tuple((head_dim, head_dim) for head_dim in NARROW) + WIDE
+BLOCK_N = {64: 256, 96: 128, 128: 128, 192: 64, 256: 64}
 CAUSAL = (-1, 0)
-KERNELS = ("attention_backward_key_value_sm90", "attention_backward_query_sm90")
 
-each_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
+each_head_dim = pytest.mark.parametrize("head_dim", NARROW)
+each_wide = pytest.mark.parametrize("head_dims", WIDE, ids=str)
+each_pair = pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+
+
+def kernels_for(head_dims: tuple[int, int]) -> tuple[str, str]:
+    wide = "_wide" if max(head_dims) > max(NARROW) else ""
+    return f"attention_backward_key_value{wide}_sm90", "attention_backward_query_sm90"
 
 
 def is_plain(case: Case) -> bool:
@@ -46,7 +54,7 @@ def check(case: Case, problem: Problem | None = None, **how: Any) -> dict[str, T
     with launches.recorded() as found:
         result = backward.check(case, problem, **how)
     ran = [launched.report.kernel for launched in found]
-    for kernel in KERNELS:
+    for kernel in kernels_for(case.head_dims):
         assert sum(kernel in each for each in ran) == 1, ran
     return result
 
@@ -67,14 +75,22 @@ def test_shapes(lengths: tuple[int, int], head_dim: int, dtype: torch.dtype, win
     check(case, seed=lengths[0], deterministic=lengths[1] % 2 == 0)
 
 
+@each_wide
+@pytest.mark.parametrize("window", [(-1, -1), CAUSAL, (70, 5)], ids=["full", "causal", "window"])
+@pytest.mark.parametrize("lengths", [(1, 1), (64, 128), (65, 63), (190, 130), (1, 200), (200, 1)], ids=str)
+def test_shapes_of_wide_heads(lengths: tuple[int, int], head_dims: tuple[int, int], window: tuple[int, int]) -> None:
+    dtype = (torch.float16, torch.bfloat16)[sum(lengths) % 2]
+    case = Case(shape=(1, 2, 1, *lengths), head_dims=head_dims, window=window, dtype=dtype, grad_lse=True)
+    check(case, seed=lengths[0], deterministic=lengths[0] == 65)
+
+
 PLAIN = [case for case in backward.OPTIONS if is_plain(case)]
 
 
 @pytest.mark.parametrize("index", range(len(PLAIN)), ids=[str(case) or "none" for case in PLAIN])
 def test_windows_scales_and_sinks(index: int) -> None:
     dtype = (torch.float16, torch.bfloat16)[index % 2]
-    head_dim = HEAD_DIMS[index % 3]
-    case = replace(PLAIN[index], dtype=dtype, head_dims=(head_dim, head_dim))
+    case = replace(PLAIN[index], dtype=dtype, head_dims=HEAD_DIMS[index % len(HEAD_DIMS)])
     check(case, deterministic=index % 4 >= 2, seed=index)
 
 
@@ -87,37 +103,28 @@ def test_options_of_wider_heads_go_to_the_kernels_for_sm_80() -> None:
 
 @each_dtype
 @pytest.mark.parametrize(
-    "head_dims", [(64, 64), (96, 96), (128, 128), (8, 24), (40, 16), (72, 96), (64, 128), (104, 88)], ids=str
+    "head_dims",
+    [(64, 64), (96, 96), (128, 128), (8, 24), (40, 16), (72, 96), (64, 128), (104, 88), (136, 8), (64, 160), (200, 72)],
+    ids=str,
 )
 def test_head_dims(head_dims: tuple[int, int], dtype: torch.dtype) -> None:
     """Each kernel at its own head dim and below, with values narrower and wider than queries."""
     check(Case(head_dims=head_dims, dtype=dtype, window=(50, 4), shape=(1, 2, 2, 81, 170)), seed=head_dims[0])
 
 
-@pytest.mark.parametrize("head_dims", [(192, 192), (256, 256), (192, 128)], ids=str)
-def test_wider_heads_go_to_the_kernels_for_sm_80(head_dims: tuple[int, int]) -> None:
-    query, key, value = (
-        torch.zeros(1, 2, 70, dim, device=DEVICE, dtype=torch.float16, requires_grad=True)
-        for dim in (head_dims[0], *head_dims)
-    )
-    with checked(), fastattn.use_backend("cuda"), fastattn.record() as calls:
-        fastattn.attention(query, key, value).sum().backward()
-    assert "attention_backward_key_value_sm80" in calls[-1][2] and "sm90" not in calls[-1][2]
-
-
 @each_dtype
-@each_head_dim
+@each_pair
 @pytest.mark.parametrize("case", [case for case in backward.PACKED_CASES if is_plain(case)], ids=str)
-def test_packed(case: Case, head_dim: int, dtype: torch.dtype) -> None:
+def test_packed(case: Case, head_dims: tuple[int, int], dtype: torch.dtype) -> None:
     has_pairs = all(sum(lengths) > 0 for lengths in case.lengths)  # else there is nothing to launch
-    case = replace(case, head_dims=(head_dim, head_dim), dtype=dtype)
-    (check if has_pairs else backward.check)(case, deterministic=dtype == torch.float16, seed=head_dim)
+    case = replace(case, head_dims=head_dims, dtype=dtype)
+    (check if has_pairs else backward.check)(case, deterministic=dtype == torch.float16, seed=head_dims[0])
 
 
-@each_head_dim
-def test_what_stands_beyond_a_sequence_has_no_influence(head_dim: int) -> None:
+@each_pair
+def test_what_stands_beyond_a_sequence_has_no_influence(head_dims: tuple[int, int]) -> None:
     """Tiles of a packed sequence reach into the next one, whose NaN must stay there."""
-    case = Case(lengths=((70, 30, 1), (150, 200, 90)), window=(40, 30), head_dims=(head_dim, head_dim))
+    case = Case(lengths=((70, 30, 1), (150, 200, 90)), window=(40, 30), head_dims=head_dims)
     problem, clean = make_problem(case), backward.run(case, deterministic=True)
     for tensor in (problem.query, problem.grad_out):
         tensor[70:100] = torch.nan
@@ -157,19 +164,20 @@ def test_layouts(layout: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
-@each_head_dim
-def test_query_heads_that_share_keys(head_dim: int, kv_heads: int) -> None:
+@each_pair
+def test_query_heads_that_share_keys(head_dims: tuple[int, int], kv_heads: int) -> None:
     """The CTA of a tile of keys goes through the rows of each, the last tile of which is not full."""
-    case = Case(shape=(2, 8, kv_heads, 100, 140), head_dims=(head_dim, head_dim), window=CAUSAL, dtype=torch.bfloat16)
+    heads = 8 if max(head_dims) <= max(NARROW) else 4
+    case = Case(shape=(2, heads, kv_heads, 100, 140), head_dims=head_dims, window=CAUSAL, dtype=torch.bfloat16)
     check(case, seed=kv_heads)
 
 
 @each_dtype
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("kind", backward.MAGNITUDES)
 def test_magnitudes(kind: str, head_dim: int, dtype: torch.dtype) -> None:
     """Of scores, and of delta, to which the products of dP are added."""
-    shape = (1, 2, 1, 130, 200)
+    shape = (1, 2, 1, 130, 200) if head_dim <= max(NARROW) else (1, 1, 1, 70, 130)
     backward.check_magnitude(kind, Case(window=CAUSAL, shape=shape, head_dims=(head_dim, head_dim), dtype=dtype))
 
 
@@ -178,7 +186,7 @@ def test_expanded_gradients_of_the_output_and_lse() -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), *WIDE], ids=str)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize(
     "case",
@@ -189,8 +197,10 @@ def test_expanded_gradients_of_the_output_and_lse() -> None:
     ],
     ids=str,
 )
-def test_masked_keys_have_no_influence(case: Case, head_dim: int, dtype: torch.dtype, poison: float) -> None:
-    backward.test_masked_keys_have_no_influence(replace(case, head_dims=(head_dim, head_dim)), dtype, poison)
+def test_masked_keys_have_no_influence(
+    case: Case, head_dims: tuple[int, int], dtype: torch.dtype, poison: float
+) -> None:
+    backward.test_masked_keys_have_no_influence(replace(case, head_dims=head_dims), dtype, poison)
 
 
 # --- CTAs that share a tile of keys -----------------------------------------------------------------------------------
@@ -224,7 +234,7 @@ def test_a_tile_is_shared_where_it_would_leave_sms_idle() -> None:
     for num_sms in (1, 132):
         with device.emulated(90, num_sms=num_sms), launches.recorded() as found:
             backward.run(case)
-        reports = [next(one.report for one in found if kernel in one.report.kernel) for kernel in KERNELS]
+        reports = [next(one.report for one in found if kernel in one.report.kernel) for kernel in kernels_for(SHARED["rows divided"].head_dims)]
         stored.append([sum(row.global_bytes for row in report.rows if "st.global" in row.opcode) for report in reports])
     keys, queries = (2 * 150 * 96 * 2, 700 * 96 * 2)
     assert stored == [[keys, queries], [0, keys + queries]]
@@ -246,6 +256,8 @@ ORDERED = [
     Case(lengths=((5, 0, 133, 1, 17), (40, 7, 0, 1, 270)), shape=(1, 4, 4, 0, 0), grad_lse=True, head_dims=(96, 96)),
     SHARED["query heads divided"],
     SHARED["rows divided"],
+    Case(window=CAUSAL, shape=(1, 4, 2, 150, 170), dtype=torch.bfloat16, head_dims=(192, 128)),
+    Case(lengths=((5, 133, 1, 17), (40, 7, 1, 150)), shape=(1, 2, 2, 0, 0), head_dims=(256, 256)),
 ]
 
 
@@ -275,7 +287,7 @@ def test_gradients_in_any_order_are_as_good(case: Case) -> None:
 
 
 @pytest.mark.parametrize("tiles", range(1, 6))
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_rings_go_round(tiles: int, head_dim: int) -> None:
     """So many tiles of rows to a tile of keys, and several of these to the one CTA that there is."""
     case = Case(shape=(1, 2, 1, 64 * tiles - 3, 2 * BLOCK_N[head_dim]), head_dims=(head_dim, head_dim))
@@ -300,7 +312,31 @@ def test_rings_go_round(tiles: int, head_dim: int) -> None:
 )
 def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str, kinds: set[str]) -> None:
     case = Case(shape=(1, 2, 1, 200, 300), head_dims=(128, 128))
-    with cuda_runtime.replaced(instruction, instead, KERNELS[0]), pytest.raises(EmulatorError) as caught:
+    with (
+        cuda_runtime.replaced(instruction, instead, kernels_for(case.head_dims)[0]),
+        pytest.raises(EmulatorError) as caught,
+    ):
+        for seed in range(4):
+            backward.run(case, seed=seed)
+    assert caught.value.kind in kinds
+
+
+@only_emulated
+@pytest.mark.parametrize(
+    ("instruction", "instead", "kinds"),
+    [
+        ("wgmma.wait_group.sync.aligned 1;", "", {"race"}),
+        ("wgmma.wait_group.sync.aligned 0;", "wgmma.wait_group.sync.aligned 1;", {"wgmma", "race"}),
+        ("wgmma.fence.sync.aligned;", "", {"wgmma"}),
+        ("fence.proxy.async.shared::cta;", "", {"proxy"}),
+        ("cp.async.bulk.wait_group.read 0;", "", {"race"}),
+    ],
+    ids=["no wait for gradients", "no wait for scores", "no fence", "no fence of dS and dQ", "no wait for additions"],
+)
+def test_a_fault_planted_in_the_wide_kernel_is_found(instruction: str, instead: str, kinds: set[str]) -> None:
+    case = Case(shape=(1, 1, 1, 260, 64), head_dims=(256, 256))
+    kernel = kernels_for(case.head_dims)[0]
+    with cuda_runtime.replaced(instruction, instead, kernel), pytest.raises(EmulatorError) as caught:
         for seed in range(4):
             backward.run(case, seed=seed)
     assert caught.value.kind in kinds
@@ -311,12 +347,15 @@ def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str, 
 
 @only_emulated
 @each_dtype
-@each_head_dim
-def test_shared_memory_without_conflicts_and_global_memory_in_whole_sectors(head_dim: int, dtype: torch.dtype) -> None:
-    case = Case(head_dims=(head_dim, head_dim), dtype=dtype, window=CAUSAL, shape=(1, 1, 1, 256, 256))
+@each_pair
+def test_shared_memory_without_conflicts_and_global_memory_in_whole_sectors(
+    head_dims: tuple[int, int], dtype: torch.dtype
+) -> None:
+    length = 256 if max(head_dims) <= max(NARROW) else 128
+    case = Case(head_dims=head_dims, dtype=dtype, window=CAUSAL, shape=(1, 1, 1, length, length))
     with launches.recorded() as found:
         backward.run(case)
-    for kernel in KERNELS:
+    for kernel in kernels_for(head_dims):
         (report,) = (launched.report for launched in found if kernel in launched.report.kernel)
         assert report.bank_conflicts == 0
         assert not [
@@ -327,12 +366,13 @@ def test_shared_memory_without_conflicts_and_global_memory_in_whole_sectors(head
 
 
 @only_emulated
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_tiles_that_no_row_sees_are_not_visited(head_dim: int) -> None:
     """A window of 8 keys over 1000: the tensor cores have work for the tiles at the diagonal alone."""
     with launches.recorded() as found:
         backward.run(Case(window=(8, 0), shape=(1, 1, 1, 1000, 1000), head_dims=(head_dim, head_dim)))
-    (report,) = (launched.report for launched in found if KERNELS[0] in launched.report.kernel)
+    kernel = kernels_for((head_dim, head_dim))[0]
+    (report,) = (launched.report for launched in found if kernel in launched.report.kernel)
     (work,) = report.tensor_core.values()
     num_tiles = -(-1000 // BLOCK_N[head_dim])
     rows = BLOCK_N[head_dim] + 64  # that a tile of keys and the 8 rows behind it touch
@@ -342,19 +382,20 @@ def test_tiles_that_no_row_sees_are_not_visited(head_dim: int) -> None:
 # --- The dispatcher ---------------------------------------------------------------------------------------------------
 
 
-@each_head_dim
-def test_training_goes_through_both_kernels_for_hopper(head_dim: int) -> None:
+@each_pair
+def test_training_goes_through_both_kernels_for_hopper(head_dims: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(3)
     query, key, value = (
-        torch.randn(1, 2, 170, head_dim, generator=generator).to(DEVICE, torch.bfloat16).requires_grad_()
-        for _ in range(3)
+        torch.randn(1, 2, 170, dim, generator=generator).to(DEVICE, torch.bfloat16).requires_grad_()
+        for dim in (head_dims[0], *head_dims)
     )
     exact = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
     with checked(), fastattn.use_backend("cuda"), fastattn.record() as calls:
         fastattn.attention(query, key, value, causal=True).float().square().sum().backward()
     forward, gradients = (kernel for _, _, kernel in calls)
-    assert forward == f"attention_forward_sm90<{head_dim}, bfloat16>"
-    assert gradients.split(" + ")[1:] == [f"{kernel}<{head_dim}, bfloat16>" for kernel in KERNELS]
+    size, key_value, of_query = ", ".join(map(str, dict.fromkeys(head_dims))), *kernels_for(head_dims)
+    assert forward == f"attention_forward_sm90<{size}, bfloat16>"
+    assert gradients.split(" + ")[1:] == [f"{key_value}<{size}, bfloat16>", f"{of_query}<{head_dims[0]}, bfloat16>"]
     fastattn.reference.attention(*exact, causal=True)[0].square().sum().backward()
     for tensor, expected in zip((query, key, value), exact, strict=True):
         assert tensor.grad is not None and expected.grad is not None
@@ -363,7 +404,11 @@ def test_training_goes_through_both_kernels_for_hopper(head_dim: int) -> None:
 
 def test_every_instance_is_launched() -> None:
     """Those with options by test_cuda_attention_backward_options_sm90.py."""
-    for kernel, flags in (("key_value", [[False, True]]), ("query", [])):
+    widths = {"key_value": (NARROW, [[False, True]]), "query": (sorted({head_dim for head_dim, _ in HEAD_DIMS}), [])}
+    for kernel, (head_dims, flags) in widths.items():
         assert instances.rows_of(f"attention/instances/backward_{kernel}_sm90.cu") == sorted(
-            itertools.product(HEAD_DIMS, instances.DTYPES, *flags)
+            itertools.product(head_dims, instances.DTYPES, *flags)
         )
+    assert instances.rows_of("attention/instances/backward_key_value_wide_sm90.cu") == sorted(
+        (*head_dims, dtype) for head_dims in WIDE for dtype in instances.DTYPES
+    )

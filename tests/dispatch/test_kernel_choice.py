@@ -93,7 +93,7 @@ def test_backward_launches_what_the_library_names(changes: dict[str, Any], dtype
     named = native.attention_backward_kernels(
         80,
         163 * 1024,
-        max(case.head_dims),
+        *case.head_dims,
         dtype,
         changes_scores=bool(case.softcap or case.mask or case.alibi),
         bias_gradient=case.mask == "float",
@@ -199,7 +199,7 @@ def test_the_library_names_no_kernel_for_a_gpu_that_has_none() -> None:
         assert native.attention_forward_kernel(75, 64, 64, dtype) is None
         assert native.attention_forward_kernel(80, 264, 64, dtype) is None
         assert native.attention_forward_kernel(80, 64, 264, dtype) is None
-        assert native.attention_backward_kernels(75, 64 * 1024, 64, dtype) == ()
+        assert native.attention_backward_kernels(75, 64 * 1024, 64, 64, dtype) == ()
         assert native.decode_kernel(75, 64, dtype, False) is None
         assert native.int8_matmul_kernel("int8_matmul", 75, 40, dtype, 1, 64, 64) is None
     assert native.dealt_int8_matmul("int8_matmul", 75, 40, 1, 64, 64).ctas == 0

@@ -235,7 +235,8 @@ def backward_kernels(backend: str, arguments: AttentionBackwardArguments) -> str
     names = native.attention_backward_kernels(
         facts.arch,
         facts.shared_memory_bytes,
-        max(query.shape[-1], value.shape[-1]),
+        query.shape[-1],
+        value.shape[-1],
         query.dtype,
         changes_scores=has_scores_changed or arguments.softcap > 0 or arguments.dropout_p > 0,
         bias_gradient=arguments.bias_grad,

@@ -1,0 +1,477 @@
+// Attention backward for Hopper with more than 128 dims: what backward_key_value_sm90.cuh computes, in other roles. The sums
+// of 64 keys alone take half of the registers of an SM.
+//
+// A CTA stays on its SM and claims one tile of 64 keys after the other; it walks over the query rows that see them, 64 a
+// step, for each query head of the KV head in turn. Three warpgroups compute one chain each, keep its sums in registers, and
+// pass scores on in 16 bits:
+//
+//   of values       S = K·Qᵀ     P = exp(S - lse)             P → shared     dV += P·dO
+//   of keys         dP = V·dOᵀ   dS = P∘(dP - delta)      P ← shared → dS    dK += dS·Q
+//   of queries                                               dS ← shared     dQ = dSᵀ·K, 64 dims at a time → shared
+//
+// All but dQ are transposed, [keys, rows], so that P and dS are operands A of dV and dK from registers. Of the fourth
+// warpgroup one warp brings tiles by TMA, and one adds dQ to the sums in global memory. Each chain runs ahead of the others
+// until a ring stops it: while one computes exponentials or stores, the tensor cores have the products of the others.
+//
+//   ring, stages         full: its bytes have landed        empty: all who need it are done with it
+//   work         2       says which tile of keys            after its gradients
+//   keys         1       K, V; before the first product     after the last
+//   rows         kStages Q, dO and row terms of a step      after its dV and dK
+//   probabilities, gradients
+//           kPassStages  P, dS of a step (who computes it)  when the next chain has read it
+//   query_part
+//           kPartStages  64 dims of dQ (who computes it)    when it has been read to be added
+//
+// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim; sums, turns and
+// num_claimed are zero. Scores are only scaled, and masked by a window. Any lengths, packed or not.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "attention/backward_key_value_sm90.cuh"
+
+namespace fastattn {
+
+template <int kHeadDim_, int kValueDim_>
+struct BackwardWideConfigSm90 : BackwardWideTileSm90<kHeadDim_, kValueDim_> {
+    using Tile = BackwardWideTileSm90<kHeadDim_, kValueDim_>;
+    static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
+    static constexpr int kBlockM = 64, kBlockN = kWarpgroupM;
+    static constexpr int kKeyOwners = 1;  // each product has all keys of the tile
+    static constexpr int kConsumerKeys = kBlockN;
+    static constexpr int kNumWarpgroups = 4;
+    static constexpr int kNumWarps = 4 * kNumWarpgroups;
+    static constexpr int kNumThreads = kNumWarpgroups * kWarpgroupSize;
+    static constexpr int kMinCtasPerSm = 1;
+    static constexpr int kTilesM = kBlockM / kMmaN;  // columns of Sᵀ
+    static constexpr int kTilesK = kBlockM / kMmaK;
+    using RowTile = TmaTile<kBlockM, kHeadDim>;  // of Q
+    using GradOutTile = TmaTile<kBlockM, kValueDim>;
+    using KeyTile = TmaTile<kBlockN, kHeadDim>;
+    using ValueTile = TmaTile<kBlockN, kValueDim>;
+    using ScoreTile = TmaTile<kBlockN, kBlockM>;  // of dSᵀ
+    using Terms = TransposedRowTerms<kBlockM>;
+    static constexpr int kQueryParts = RowTile::kNumBlocks;
+
+    static_assert(kQueryParts * kQueryPartElements == query_tile_elements(/*in_parts=*/true, kBlockM, kHeadDim),
+                  "the host counts as the kernel does");
+    static_assert(kBlockM == kQueryPartRows && RowTile::kBlockColumns == kQueryPartDims, "one m64n64 of dQ");
+    static_assert(kBlockM <= kMostRowsInBlock, "see backward_rows_sm80.cuh");
+    static constexpr int kStartRegisters = 65536 / kNumThreads / 8 * 8;
+    static_assert(2 * Tile::kScoreRegisters + Tile::kQueryRegisters + Tile::kProducerRegisters <=
+                      kNumWarpgroups * kStartRegisters,
+                  "warpgroups exchange the registers that the CTA has");
+};
+
+template <int kHeadDim, int kValueDim>
+struct alignas(1024) BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValueDim>> {
+    using Config = BackwardWideConfigSm90<kHeadDim, kValueDim>;
+    uint16_t sK[Config::KeyTile::kElements];
+    uint16_t sV[Config::ValueTile::kElements];
+    uint16_t sQ[Config::kStages][Config::RowTile::kElements];
+    uint16_t sdO[Config::kStages][Config::GradOutTile::kElements];
+    uint16_t sdS[Config::kPassStages][Config::ScoreTile::kElements];  // dSᵀ
+    uint4 sP[Config::kPassStages][Config::kTilesK][kWarpgroupSize];   // Pᵀ, as a thread of either warpgroup holds it
+    float sdQ[Config::kPartStages][kQueryPartElements];
+    typename Config::Terms terms[Config::kStages];
+    RingBarriers<2> work;
+    RingBarriers<1> keys;
+    RingBarriers<Config::kStages> rows;  // Q, dO and terms
+    RingBarriers<Config::kPassStages> probabilities, gradients;
+    RingBarriers<Config::kPartStages> query_part;
+    uint64_t landed;               // rows that the producer looks at before it passes them on
+    KeysOfWork<Config> places[2];  // of the ring `work`
+    bool is_last[2];               // there is no such work: the end
+};
+
+// Named barriers; 0 is that of __syncthreads().
+enum BackwardWideBarrierSm90 : int { kQueryWarpgroup = 1 };
+
+template <int kHeadDim, int kValueDim>
+__device__ __forceinline__ void init_barriers(
+    BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValueDim>>& shared) {
+    constexpr int kWarps = 4;  // of a warpgroup
+    const auto init = [](auto& ring, int num_producers, int num_consumers) {
+        for (uint64_t& barrier : ring.full) ptx::mbarrier_init(shared_address(&barrier), num_producers);
+        for (uint64_t& barrier : ring.empty) ptx::mbarrier_init(shared_address(&barrier), num_consumers);
+    };
+    init(shared.work, 1, 3 * kWarps + 1);
+    init(shared.keys, 1, 3 * kWarps);
+    init(shared.rows, 1, 2 * kWarps);
+    init(shared.probabilities, kWarps, kWarps);
+    init(shared.gradients, kWarps, kWarps);
+    init(shared.query_part, kWarps, 1);
+    ptx::mbarrier_init(shared_address(&shared.landed), 1);
+    ptx::fence_mbarrier_init();
+}
+
+// The chains of values (kOfValues) and of keys.
+template <typename Config, DataType kDataType, bool kOfValues>
+struct BackwardChainSm90 {
+    using KeyTile = std::conditional_t<kOfValues, typename Config::KeyTile, typename Config::ValueTile>;
+    using RowTile = std::conditional_t<kOfValues, typename Config::RowTile, typename Config::GradOutTile>;
+    using OtherRowTile = std::conditional_t<kOfValues, typename Config::GradOutTile, typename Config::RowTile>;
+    static constexpr int kDepth = kOfValues ? Config::kHeadDim : Config::kValueDim;
+    static constexpr int kTilesD = (kOfValues ? Config::kValueDim : Config::kHeadDim) / kMmaN;
+    static constexpr int kTilesM = Config::kTilesM, kTilesK = Config::kTilesK;
+    using Scores = float[1][kTilesM][4];     // S or dP: [64 keys, 64 rows]
+    using ScoresAsA = uint32_t[kTilesK][4];  // P or dS in 16 bits
+    using Gradient = float[1][kTilesD][4];   // dV or dK: [64 keys, dims]
+
+    BackwardStorageSm90<Config>& shared;
+    const AttentionBackwardParams& params;
+    int warp, lane;
+    uint32_t num_steps = 0;  // that it is done with
+
+    // Opaque, else what follows from it for each product takes registers in the loop.
+    __device__ __forceinline__ static uint32_t address_of(const uint16_t* sTile) {
+        return ptx::opaque(shared_address(sTile));
+    }
+
+    // The step that is computed, and the next.
+    __device__ __forceinline__ Ring<Config::kStages> rows(int ahead = 0) const {
+        return Ring<Config::kStages>(shared.rows, num_steps + ahead);
+    }
+
+    // S = K·Qᵀ, or dP - delta = V·dOᵀ - delta.
+    __device__ __forceinline__ void start_scores(Scores& rX, int stage) const {
+        if constexpr (!kOfValues) start_with_delta(rX, shared.terms[stage].minus_delta, lane);
+        ptx::wgmma_fence();
+        start_gemm_rows<kDataType, kDepth, KeyTile, RowTile, /*kAdds=*/!kOfValues>(
+            rX, OperandDescriptor::of_rows(address_of(kOfValues ? shared.sK : shared.sV)),
+            OperandDescriptor::of_rows(address_of(kOfValues ? shared.sQ[stage] : shared.sdO[stage])));
+        ptx::wgmma_commit_group();
+    }
+
+    // dV += P·dO, or dK += dS·Q.
+    __device__ __forceinline__ void start_gradient(Gradient& rG, const ScoresAsA& rA) const {
+        // 256 dims at once are more registers than an instruction may have in a CTA of 512 threads.
+        constexpr int kTilesN = kTilesD > 24 ? kTilesD / 2 : kTilesD;
+        const int stage = rows().stage;
+        const uint32_t sRows = address_of(kOfValues ? shared.sdO[stage] : shared.sQ[stage]);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int n = 0; n < kTilesD; n += kTilesN) {
+            const int first_byte = n * kMmaN / OtherRowTile::kBlockColumns * OtherRowTile::kBlockBytes;
+            start_gemm_pv<kDataType>(reinterpret_cast<float (&)[1][kTilesN][4]>(rG[0][n]), rA,
+                                     OperandDescriptor::of_columns(sRows + first_byte, OtherRowTile::kBlockBytes));
+        }
+        ptx::wgmma_commit_group();
+    }
+
+    __device__ __forceinline__ Ring<Config::kPassStages> passed(const RingBarriers<Config::kPassStages>& ring) const {
+        return Ring<Config::kPassStages>(ring, num_steps);
+    }
+
+    // S becomes P, in 16 bits, and is passed on.
+    __device__ __forceinline__ void finish_probabilities(Scores& rS, ScoresAsA& rP, const SeenRows& columns,
+                                                         bool is_full) const {
+        const float* shift_log2 = shared.terms[rows().stage].shift_log2;
+        const float scale_log2 = params.scores.scale * kLog2E;
+        if (is_full) {
+            to_probabilities<false>(rS, shift_log2, scale_log2, columns, lane);
+        } else {
+            to_probabilities<true>(rS, shift_log2, scale_log2, columns, lane);
+        }
+        const Ring<Config::kPassStages> ring = passed(shared.probabilities);
+        ring.wait_empty();
+        uint4* const sP = &shared.sP[ring.stage][0][warp * kWarpSize + lane];
+#pragma unroll
+        for (int k = 0; k < kTilesK; ++k) {
+            accumulators_to_a<kDataType>(rP[k], rS[0][2 * k], rS[0][2 * k + 1]);
+            sP[k * kWarpgroupSize] = uint4{rP[k][0], rP[k][1], rP[k][2], rP[k][3]};
+        }
+        __syncwarp();  // waits until every lane has stored its P
+        if (lane == 0) ring.arrive_full();
+    }
+
+    // dP - delta becomes dS, in 16 bits, and is passed on.
+    __device__ __forceinline__ void finish_gradients(Scores& rdP, ScoresAsA& rdS, const SeenRows& columns,
+                                                     bool is_full) const {
+        Ring<Config::kPassStages> from = passed(shared.probabilities);
+        from.wait_full();
+        const uint4* const sP = &shared.sP[from.stage][0][warp * kWarpSize + lane];
+        Scores rP;
+#pragma unroll
+        for (int k = 0; k < kTilesK; ++k) {
+            const uint4 packed = sP[k * kWarpgroupSize];
+            a_to_accumulators<kDataType>(rP[0][2 * k], rP[0][2 * k + 1], {packed.x, packed.y, packed.z, packed.w});
+        }
+        if (is_full) {
+            to_score_gradients<false>(rdP, rP, columns);
+        } else {
+            to_score_gradients<true>(rdP, rP, columns);
+        }
+        __syncwarp();  // waits until every lane has read P
+        from.release(lane);
+#pragma unroll
+        for (int k = 0; k < kTilesK; ++k) accumulators_to_a<kDataType>(rdS[k], rdP[0][2 * k], rdP[0][2 * k + 1]);
+
+        const Ring<Config::kPassStages> to = passed(shared.gradients);
+        to.wait_empty();
+        const uint32_t sdS = shared_address(shared.sdS[to.stage]);
+#pragma unroll
+        for (int k = 0; k < kTilesK; ++k) {
+            ptx::stmatrix_x4(sdS + Config::ScoreTile::offset(warp * kMmaM + lane % 16, 2 * k + lane / 16), rdS[k]);
+        }
+        ptx::fence_proxy_async_shared();
+        __syncwarp();  // waits until every lane has stored its dS
+        if (lane == 0) to.arrive_full();
+    }
+
+    __device__ __forceinline__ void finish_step(const KeysOfWork<Config>& keys, Scores& rX, ScoresAsA& rA,
+                                                int32_t row_tile, bool is_full) const {
+        SeenRows columns{};
+        if (!is_full) {
+            RowRange seen_by[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int32_t key = keys.first_key + warp * kMmaM + accumulator_row(lane) + 8 * half;
+                seen_by[half] = key < keys.num_keys ? keys.window.rows_of(key, keys.rows.length) : RowRange{0, 0};
+            }
+            columns = SeenRows::of<kTilesM>(seen_by, row_tile * Config::kBlockM, lane);
+        }
+        if constexpr (kOfValues) {
+            finish_probabilities(rX, rA, columns, is_full);
+        } else {
+            finish_gradients(rX, rA, columns, is_full);
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        const int32_t group_size = params.query.heads / params.key.heads;
+        Ring<1> key_ring(shared.keys);
+        for_work(shared, lane, [&](const KeysOfWork<Config>& keys) {
+            Gradient rG;
+#pragma unroll
+            for (auto& tile : rG[0]) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
+            ptx::written_by_wgmma(rG);  // else the zeros could be written after the first product's fence
+            const int32_t begin_tile = warp_uniform(keys.begin_tile), end_tile = warp_uniform(keys.end_tile);
+            const int32_t begin_full = warp_uniform(keys.begin_full[0]), end_full = warp_uniform(keys.end_full[0]);
+            int32_t num_left = (end_tile - begin_tile) * group_size;
+            key_ring.wait_full();
+            if (num_left > 0) {
+                ScoresAsA rA;  // of the step whose gradient is due
+                int32_t row_tile = end_tile - 1;
+                {
+                    Scores rX;
+                    rows().wait_full();
+                    start_scores(rX, rows().stage);
+                    ptx::wgmma_wait_group<0>();
+                    ptx::written_by_wgmma(rX);
+                    finish_step(keys, rX, rA, row_tile,
+                                /*is_full=*/false);  // the code for masked tiles is right for all
+                }
+                while (--num_left > 0) {
+                    Scores rX;
+                    start_gradient(rG, rA);
+                    const Ring<Config::kStages> next = rows(/*ahead=*/1);
+                    next.wait_full();
+                    start_scores(rX, next.stage);
+                    row_tile = row_tile == begin_tile ? end_tile - 1 : row_tile - 1;
+                    ptx::wgmma_wait_group<1>();  // leaves the scores in flight
+                    rows().release(lane);
+                    ++num_steps;
+                    ptx::wgmma_wait_group<0>();
+                    ptx::written_by_wgmma(rX);
+                    finish_step(keys, rX, rA, row_tile, row_tile >= begin_full && row_tile < end_full);
+                }
+                start_gradient(rG, rA);
+                ptx::wgmma_wait_group<0>();
+                rows().release(lane);
+                ++num_steps;
+            }
+            key_ring.release(lane);
+
+            // Epilogue.
+            ptx::written_by_wgmma(rG);
+            store(kOfValues ? params.grad_value : params.grad_key, keys, rG, kOfValues ? 1.0f : params.scores.scale);
+        });
+    }
+
+    // Writes dK or dV of a warp's keys, times factor.
+    __device__ __forceinline__ void store(const HeadsView<uint16_t>& view, const KeysOfWork<Config>& keys, Gradient& rG,
+                                          float factor) const {
+#pragma unroll
+        for (auto& tile : rG[0]) {
+#pragma unroll
+            for (float& number : tile) number *= factor;
+        }
+        const int32_t own_key = keys.first_key + warp * kMmaM;
+        store_accumulators<kDataType>(rG, lane, view.head_dim, [&](int key) -> uint16_t* {
+            if (own_key + key >= keys.num_keys) return nullptr;
+            return row_pointer(view, keys.batch, keys.head, keys.sequence_begin + own_key + key);
+        });
+    }
+};
+
+// The chain of queries.
+template <typename Config, DataType kDataType>
+struct BackwardQueryChainSm90 {
+    using KeyTile = typename Config::KeyTile;
+    using QueryPart = float[1][kQueryPartDims / kMmaN][4];
+
+    BackwardStorageSm90<Config>& shared;
+    const AttentionBackwardParams& params;
+    int warp, lane;
+
+    // Whether K has what 0 in dS would not silence, where masks hide keys from rows.
+    __device__ __forceinline__ bool has_nonfinite(const KeysOfWork<Config>& keys) const {
+        if (keys.are_all_full()) return false;
+        const int thread = warp * kWarpSize + lane;
+        const bool is_own = tile_has_nonfinite<kDataType, KeyTile, kWarpgroupSize>(shared.sK, thread);
+        return warp_uniform(ptx::bar_red_or(kQueryWarpgroup, kWarpgroupSize, is_own)) != 0;
+    }
+
+    // A block of K with zeros for what is not finite, in a place for dQ, which comes there later. Why this is right: see
+    // BackwardConsumerSm90::finite_keys().
+    __device__ __forceinline__ const uint16_t* finite_block(const uint16_t* sBlock, float* sPlace) const {
+        static_assert(KeyTile::kBlockBytes <= kQueryPartElements * sizeof(float), "it fits");
+#pragma unroll 1
+        for (int i = warp * kWarpSize + lane; i < KeyTile::kBlockBytes / 4; i += kWarpgroupSize) {
+            const uint32_t pair = reinterpret_cast<const uint32_t*>(sBlock)[i];
+            reinterpret_cast<uint32_t*>(sPlace)[i] = pair & ~nonfinite_mask<kDataType>(pair);
+        }
+        ptx::fence_proxy_async_shared();
+        ptx::bar_sync(kQueryWarpgroup, kWarpgroupSize);  // waits until all of it is written
+        return reinterpret_cast<const uint16_t*>(sPlace);
+    }
+
+    __device__ __forceinline__ void start_part(QueryPart& rdQ, const uint16_t* sdS, const uint16_t* sBlock) const {
+        ptx::wgmma_fence();
+        start_gemm_columns<kDataType, Config::kBlockN>(
+            rdQ, OperandDescriptor::of_columns(shared_address(sdS), Config::ScoreTile::kBlockBytes),
+            OperandDescriptor::of_columns(shared_address(sBlock), KeyTile::kBlockBytes));
+        ptx::wgmma_commit_group();
+    }
+
+    __device__ __forceinline__ void store(const QueryPart& rdQ, float* sPlace) const {
+        const uint32_t sdQ = shared_address(sPlace) + accumulator_column(lane) * sizeof(float);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = warp * kMmaM + accumulator_row(lane) + 8 * half;
+#pragma unroll
+            for (int block = 0; block < kQueryPartDims / kMmaN; ++block) {
+                ptx::st_shared_v2_f32(sdQ + query_part_offset(row, block) * sizeof(float), rdQ[0][block][2 * half],
+                                      rdQ[0][block][2 * half + 1]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        const int32_t group_size = params.query.heads / params.key.heads;
+        Ring<1> key_ring(shared.keys);
+        Ring<Config::kPassStages> gradients(shared.gradients);
+        Ring<Config::kPartStages> place(shared.query_part);
+        for_work(shared, lane, [&](const KeysOfWork<Config>& keys) {
+            int32_t num_left = (warp_uniform(keys.end_tile) - warp_uniform(keys.begin_tile)) * group_size;
+            key_ring.wait_full();
+            const bool takes_finite_keys = num_left > 0 && has_nonfinite(keys);
+#pragma unroll 1
+            for (; num_left > 0; --num_left) {
+                gradients.wait_full();
+#pragma unroll
+                for (int part = 0; part < Config::kQueryParts; ++part) {
+                    float* const sPlace = shared.sdQ[place.stage];
+                    const uint16_t* sBlock = shared.sK + part * (KeyTile::kBlockBytes / 2);
+                    if (takes_finite_keys) {
+                        place.wait_empty();
+                        sBlock = finite_block(sBlock, sPlace);
+                    }
+                    QueryPart rdQ;
+                    start_part(rdQ, shared.sdS[gradients.stage], sBlock);
+                    ptx::wgmma_wait_group<0>();
+                    ptx::written_by_wgmma(rdQ);
+                    if (part == Config::kQueryParts - 1) gradients.release(lane);
+                    // Waits until no warp's product reads finite keys where dQ goes.
+                    if (takes_finite_keys) ptx::bar_sync(kQueryWarpgroup, kWarpgroupSize);
+                    place.wait_empty();
+                    store(rdQ, sPlace);
+                    ptx::fence_proxy_async_shared();
+                    __syncwarp();  // waits until every lane has stored its numbers
+                    if (lane == 0) place.arrive_full();
+                    place.advance();
+                }
+            }
+            key_ring.release(lane);
+        });
+    }
+};
+
+// One of the producer's other warps: adds dQ to the sums, part by part. Turns are those of add_query_parts().
+template <typename Config>
+__device__ __forceinline__ void add_query_tiles(BackwardStorageSm90<Config>& shared,
+                                                const AttentionBackwardParams& params, int lane) {
+    const int32_t group_size = params.query.heads / params.key.heads;
+    Ring<Config::kPartStages> ring(shared.query_part);
+    for_work(shared, lane, [&](const KeysOfWork<Config>& keys) {
+        if (lane != 0) return;
+        const int32_t tile = keys.first_key / Config::kBlockN;
+        keys.for_steps(group_size, [&](int32_t head, int32_t row_tile) {
+            const int64_t sums_tile = int64_t{keys.first_sums_tile + row_tile} * params.query.heads + head;
+            float* sums = params.query_sums + sums_tile * (Config::kQueryParts * kQueryPartElements);
+            int32_t* turn = params.turns != nullptr ? params.turns + sums_tile : nullptr;
+            if (turn != nullptr) {
+                const int32_t first_tile = keys.window.keys_of(row_tile * Config::kBlockM).begin / Config::kBlockN;
+                while (ptx::ld_acquire_s32(turn) < tile - first_tile) {
+                }
+                ptx::fence_proxy_async();  // what others have added comes before what the copies add
+            }
+#pragma unroll 1
+            for (int part = 0; part < Config::kQueryParts; ++part, sums += kQueryPartElements) {
+                ring.wait_full();
+                ptx::cp_reduce_async_bulk_add_f32(sums, shared_address(shared.sdQ[ring.stage]),
+                                                  kQueryPartElements * sizeof(float));
+                ptx::cp_async_bulk_commit_group();
+                ptx::cp_async_bulk_wait_group_read();
+                ring.release_by_thread();
+            }
+            if (turn != nullptr) {
+                ptx::cp_async_bulk_wait_group();
+                ptx::fence_proxy_async();
+                ptx::red_release_add_s32(turn, 1);
+            }
+        });
+    });
+    if (lane == 0) ptx::cp_async_bulk_wait_group();  // shared memory lives until the copies are over
+}
+
+template <int kHeadDim, int kValueDim, DataType kDataType>
+__global__ void __launch_bounds__(BackwardWideConfigSm90<kHeadDim, kValueDim>::kNumThreads, 1)
+    attention_backward_key_value_wide_sm90(const __grid_constant__ AttentionBackwardParamsSm90 all_params) {
+    using Config = BackwardWideConfigSm90<kHeadDim, kValueDim>;
+    extern __shared__ __align__(1024) char shared_bytes[];
+    auto& shared = *reinterpret_cast<BackwardStorageSm90<Config>*>(shared_bytes);
+    static_assert(sizeof(shared) <= 227 << 10, "sm_90");
+
+    // Prologue: barriers.
+    const AttentionBackwardParams& params = all_params.attention;
+    const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
+    if (threadIdx.x == 0) init_barriers(shared);
+    __syncthreads();  // waits until the barriers are initialised
+
+    if (warpgroup == 3) {
+        ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+        if (warp == 0) produce(shared, all_params, lane);
+        if (warp == 1) add_query_tiles(shared, params, lane);
+    } else if (warpgroup == 2) {
+        ptx::setmaxnreg_dec<Config::kQueryRegisters>();
+        BackwardQueryChainSm90<Config, kDataType>{shared, params, warp, lane}.run();
+    } else if (warpgroup == 1) {
+        ptx::setmaxnreg_inc<Config::kScoreRegisters>();
+        BackwardChainSm90<Config, kDataType, /*kOfValues=*/false>{shared, params, warp, lane}.run();
+    } else {
+        ptx::setmaxnreg_inc<Config::kScoreRegisters>();
+        BackwardChainSm90<Config, kDataType, /*kOfValues=*/true>{shared, params, warp, lane}.run();
+    }
+}
+
+template <int kHeadDim, int kValueDim, DataType kDataType>
+void launch_attention_backward_key_value_wide_sm90(LaunchedKernel& kernel, const AttentionBackwardParams& params,
+                                                   Stream stream) {
+    launch_backward_sm90<BackwardWideConfigSm90<kHeadDim, kValueDim>, kDataType>(
+        kernel, attention_backward_key_value_wide_sm90<kHeadDim, kValueDim, kDataType>, params, stream);
+}
+
+}  // namespace fastattn
