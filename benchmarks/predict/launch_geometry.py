@@ -203,7 +203,9 @@ def attention_backward(case: AttentionCase, machine: Machine) -> dict[str, Geome
 def native_attention_backward(case: AttentionCase, machine: Machine) -> dict[str, Geometry]:
     """The CUDA C++ kernels by their names: what precedes the scores, dK and dV with sums of dQ in fp32, and these."""
     shared_bytes = machine.shared_bytes - RESERVED_SHARED_BYTES
-    names = native.attention_backward_kernels(machine.arch, shared_bytes, case.head_dim, case.torch_dtype)
+    names = native.attention_backward_kernels(
+        machine.arch, shared_bytes, case.head_dim, case.head_dim, case.torch_dtype
+    )
     rows_kernel, key_value_kernel, query_kernel = (name.partition("<")[0] for name in names)
     _, tile, width = _native_tile(names[1])
     itemsize, rows = case.torch_dtype.itemsize, case.batch * case.heads * case.seqlen

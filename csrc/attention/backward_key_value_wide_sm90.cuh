@@ -30,81 +30,9 @@
 #include <type_traits>
 
 #include "attention/backward_key_value_sm90.cuh"
+#include "attention/backward_work_wide_sm90.cuh"
 
 namespace fastattn {
-
-template <int kHeadDim_, int kValueDim_>
-struct BackwardWideConfigSm90 : BackwardWideTileSm90<kHeadDim_, kValueDim_> {
-    using Tile = BackwardWideTileSm90<kHeadDim_, kValueDim_>;
-    static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
-    static constexpr int kBlockM = 64, kBlockN = kWarpgroupM;
-    static constexpr int kKeyOwners = 1;  // each product has all keys of the tile
-    static constexpr int kConsumerKeys = kBlockN;
-    static constexpr int kNumWarpgroups = 4;
-    static constexpr int kNumWarps = 4 * kNumWarpgroups;
-    static constexpr int kNumThreads = kNumWarpgroups * kWarpgroupSize;
-    static constexpr int kMinCtasPerSm = 1;
-    static constexpr int kTilesM = kBlockM / kMmaN;  // columns of Sᵀ
-    static constexpr int kTilesK = kBlockM / kMmaK;
-    using RowTile = TmaTile<kBlockM, kHeadDim>;  // of Q
-    using GradOutTile = TmaTile<kBlockM, kValueDim>;
-    using KeyTile = TmaTile<kBlockN, kHeadDim>;
-    using ValueTile = TmaTile<kBlockN, kValueDim>;
-    using ScoreTile = TmaTile<kBlockN, kBlockM>;  // of dSᵀ
-    using Terms = TransposedRowTerms<kBlockM>;
-    static constexpr int kQueryParts = RowTile::kNumBlocks;
-
-    static_assert(kQueryParts * kQueryPartElements == query_tile_elements(/*in_parts=*/true, kBlockM, kHeadDim),
-                  "the host counts as the kernel does");
-    static_assert(kBlockM == kQueryPartRows && RowTile::kBlockColumns == kQueryPartDims, "one m64n64 of dQ");
-    static_assert(kBlockM <= kMostRowsInBlock, "see backward_rows_sm80.cuh");
-    static constexpr int kStartRegisters = 65536 / kNumThreads / 8 * 8;
-    static_assert(2 * Tile::kScoreRegisters + Tile::kQueryRegisters + Tile::kProducerRegisters <=
-                      kNumWarpgroups * kStartRegisters,
-                  "warpgroups exchange the registers that the CTA has");
-};
-
-template <int kHeadDim, int kValueDim>
-struct alignas(1024) BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValueDim>> {
-    using Config = BackwardWideConfigSm90<kHeadDim, kValueDim>;
-    uint16_t sK[Config::KeyTile::kElements];
-    uint16_t sV[Config::ValueTile::kElements];
-    uint16_t sQ[Config::kStages][Config::RowTile::kElements];
-    uint16_t sdO[Config::kStages][Config::GradOutTile::kElements];
-    uint16_t sdS[Config::kPassStages][Config::ScoreTile::kElements];  // dSᵀ
-    uint4 sP[Config::kPassStages][Config::kTilesK][kWarpgroupSize];   // Pᵀ, as a thread of either warpgroup holds it
-    float sdQ[Config::kPartStages][kQueryPartElements];
-    typename Config::Terms terms[Config::kStages];
-    RingBarriers<2> work;
-    RingBarriers<1> keys;
-    RingBarriers<Config::kStages> rows;  // Q, dO and terms
-    RingBarriers<Config::kPassStages> probabilities, gradients;
-    RingBarriers<Config::kPartStages> query_part;
-    uint64_t landed;               // rows that the producer looks at before it passes them on
-    KeysOfWork<Config> places[2];  // of the ring `work`
-    bool is_last[2];               // there is no such work: the end
-};
-
-// Named barriers; 0 is that of __syncthreads().
-enum BackwardWideBarrierSm90 : int { kQueryWarpgroup = 1 };
-
-template <int kHeadDim, int kValueDim>
-__device__ __forceinline__ void init_barriers(
-    BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValueDim>>& shared) {
-    constexpr int kWarps = 4;  // of a warpgroup
-    const auto init = [](auto& ring, int num_producers, int num_consumers) {
-        for (uint64_t& barrier : ring.full) ptx::mbarrier_init(shared_address(&barrier), num_producers);
-        for (uint64_t& barrier : ring.empty) ptx::mbarrier_init(shared_address(&barrier), num_consumers);
-    };
-    init(shared.work, 1, 3 * kWarps + 1);
-    init(shared.keys, 1, 3 * kWarps);
-    init(shared.rows, 1, 2 * kWarps);
-    init(shared.probabilities, kWarps, kWarps);
-    init(shared.gradients, kWarps, kWarps);
-    init(shared.query_part, kWarps, 1);
-    ptx::mbarrier_init(shared_address(&shared.landed), 1);
-    ptx::fence_mbarrier_init();
-}
 
 // The chains of values (kOfValues) and of keys.
 template <typename Config, DataType kDataType, bool kOfValues>
@@ -398,44 +326,6 @@ struct BackwardQueryChainSm90 {
         });
     }
 };
-
-// One of the producer's other warps: adds dQ to the sums, part by part. Turns are those of add_query_parts().
-template <typename Config>
-__device__ __forceinline__ void add_query_tiles(BackwardStorageSm90<Config>& shared,
-                                                const AttentionBackwardParams& params, int lane) {
-    const int32_t group_size = params.query.heads / params.key.heads;
-    Ring<Config::kPartStages> ring(shared.query_part);
-    for_work(shared, lane, [&](const KeysOfWork<Config>& keys) {
-        if (lane != 0) return;
-        const int32_t tile = keys.first_key / Config::kBlockN;
-        keys.for_steps(group_size, [&](int32_t head, int32_t row_tile) {
-            const int64_t sums_tile = int64_t{keys.first_sums_tile + row_tile} * params.query.heads + head;
-            float* sums = params.query_sums + sums_tile * (Config::kQueryParts * kQueryPartElements);
-            int32_t* turn = params.turns != nullptr ? params.turns + sums_tile : nullptr;
-            if (turn != nullptr) {
-                const int32_t first_tile = keys.window.keys_of(row_tile * Config::kBlockM).begin / Config::kBlockN;
-                while (ptx::ld_acquire_s32(turn) < tile - first_tile) {
-                }
-                ptx::fence_proxy_async();  // what others have added comes before what the copies add
-            }
-#pragma unroll 1
-            for (int part = 0; part < Config::kQueryParts; ++part, sums += kQueryPartElements) {
-                ring.wait_full();
-                ptx::cp_reduce_async_bulk_add_f32(sums, shared_address(shared.sdQ[ring.stage]),
-                                                  kQueryPartElements * sizeof(float));
-                ptx::cp_async_bulk_commit_group();
-                ptx::cp_async_bulk_wait_group_read();
-                ring.release_by_thread();
-            }
-            if (turn != nullptr) {
-                ptx::cp_async_bulk_wait_group();
-                ptx::fence_proxy_async();
-                ptx::red_release_add_s32(turn, 1);
-            }
-        });
-    });
-    if (lane == 0) ptx::cp_async_bulk_wait_group();  // shared memory lives until the copies are over
-}
 
 template <int kHeadDim, int kValueDim, DataType kDataType>
 __global__ void __launch_bounds__(BackwardWideConfigSm90<kHeadDim, kValueDim>::kNumThreads, 1)

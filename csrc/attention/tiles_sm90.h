@@ -140,13 +140,20 @@ struct BackwardTileSm90 {
     static constexpr int kProducerRegisters = 24;
 };
 
-// The same with more than 128 dims: 64 query rows by 64 keys a step. Two warpgroups with kScoreRegisters have the gradients of V and
-// of K, kValueDim / 2 and kHeadDim / 2 registers, and 48 of scores; that of dQ has 32 of 64 dims of it.
+// The same with more than 128 dims: 64 query rows by 64 keys a step. The chains of values and of keys have kScoreRegisters: 128
+// for a gradient of 256 dims, 48 for scores. That of queries has 32 for 64 dims of dQ.
+//
+// Counts of a full step (nvcc 13.0, bf16), of the three chains, and predicted clocks of it; nothing is measured.
+//   head dim  instructions  HGMMA  shared-KB  clocks:HGMMA  :predicted  :predicted for sm_80
+//   192, 128           696     40        186          1664        3347                  8651
+//        192           720     44        210          1920        3649                  8651
+//        256           743     64        226          2560        5017                 11476
+// What binds is the L2 cache: with 64 keys a tile, a step brings Q and dO and adds dQ, which is 512 bytes for each dim. Without
+// that, shared memory would, at 2475, 2749 and 3415 clocks. More keys do not fit into the registers of an SM.
 template <int kHeadDim, int kValueDim>
 struct BackwardWideTileSm90 {
     static constexpr int kStages = 2;
-    static constexpr int kPassStages =
-        kHeadDim <= 192 ? 2 : 1;  // of P and dS; with 256 dims shared memory has room for one
+    static constexpr int kPassStages = kHeadDim <= 192 ? 2 : 1;  // of P and dS; more do not fit in 227 KB
     static constexpr int kPartStages = kHeadDim <= 192 ? 2 : 1;
     static constexpr int kScoreRegisters = 208;
     static constexpr int kQueryRegisters = 64;

@@ -23,11 +23,14 @@ pytestmark = [
 
 DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
 INSTANCES = instances.rows_of("attention/instances/backward_key_value_sm90.cu")  # True: with options
+WIDE = instances.rows_of("attention/instances/backward_key_value_wide_sm90.cu")
 KEY_BLOCKS = {64: 2, 96: 1, 128: 1}  # of 64 keys, that a warpgroup owns
 # Of a full step, per 64 rows by 64 keys of a warpgroup. FlashAttention-3 has 352 with 64 dims and 405 with 128.
 MOST_INSTRUCTIONS = {64: 380, 96: 455, 128: 475}
 # The same with options that a call has none of: what asking for them costs.
 MOST_INSTRUCTIONS_WITH_OPTIONS = {64: 620, 96: 730, 128: 780}
+# Above 128 dims, of the chains of values, keys and queries together.
+MOST_INSTRUCTIONS_WIDE = {(192, 128): 705, (192, 192): 730, (256, 256): 755}
 MAX_STACK_BYTES = 40  # of a thread, for what the producer has no registers for, and before and after the loop
 # With options and 64 dims some addresses are loaded anew in each step, and one number gives way to ALiBi's.
 MAX_STACK_BYTES_WITH_OPTIONS = {64: 64, 96: 48, 128: 48}
@@ -36,6 +39,7 @@ MOST_LOCAL_WITH_OPTIONS = {64: 12, 96: 2, 128: 3}
 each_instance = pytest.mark.parametrize("instance", INSTANCES, ids=str)
 each_plain_instance = pytest.mark.parametrize("instance", [each for each in INSTANCES if not each[2]], ids=str)
 each_options_instance = pytest.mark.parametrize("instance", [each for each in INSTANCES if each[2]], ids=str)
+each_wide = pytest.mark.parametrize("instance", WIDE, ids=str)
 
 
 @functools.cache
@@ -46,6 +50,25 @@ def kernels() -> dict[tuple[int, str, bool], KernelFacts]:
         if match:
             found[int(match[1]), DTYPES[int(match[2])], match[3] == "1"] = facts
     return found
+
+
+@functools.cache
+def wide_kernels() -> dict[tuple[int, int, str], KernelFacts]:
+    found = {}
+    for symbol, facts in static_facts.of_library(LIBRARY_PATH, "sm_90a").items():
+        match = re.search(r"attention_backward_key_value_wide_sm90ILi(\d+)ELi(\d+)ELN\w*?8DataTypeE(\d)E", symbol)
+        if match:
+            found[int(match[1]), int(match[2]), DTYPES[int(match[3])]] = facts
+    return found
+
+
+def wide_steps(kernel: KernelFacts) -> dict[str, list[str]]:
+    """A full step of each chain. Only that of values has exponentials, and only that of keys stores matrices."""
+    steps = [kernel.shortest_round(loop) for loop in kernel.main_loops]
+    (values,) = (opcodes for opcodes in steps if "MUFU.EX2" in opcodes)
+    (keys,) = (opcodes for opcodes in steps if any(opcode.startswith("STSM") for opcode in opcodes))
+    (queries,) = (opcodes for opcodes in steps if opcodes is not values and opcodes is not keys)
+    return {"values": values, "keys": keys, "queries": queries}
 
 
 def step(kernel: KernelFacts) -> list[str]:
@@ -120,3 +143,55 @@ def test_a_step_without_any_option_is_short_where_there_could_be_some(instance: 
     assert opcodes.count("MUFU.EX2") == 32 * blocks
     assert not [opcode for opcode in opcodes if opcode.startswith(("LDG", "SHFL", "MUFU.RCP", "IMAD.HI"))]
     assert len(opcodes) / blocks <= MOST_INSTRUCTIONS_WITH_OPTIONS[instance[0]]
+
+
+# --- Above 128 dims ---------------------------------------------------------------------------------------------------
+
+
+def test_every_wide_instance_is_there() -> None:
+    assert sorted(wide_kernels()) == WIDE
+
+
+@each_wide
+def test_chains_exchange_registers_as_planned(instance: tuple[int, int, str]) -> None:
+    kernel = wide_kernels()[instance]
+    assert kernel.registers == 128
+    found = [re.search(r"USETMAXREG.*\b0x([0-9a-f]+)", line) for line in kernel.lines]
+    assert sorted(int(match[1], 16) for match in found if match) == [32, 64, 208, 208]
+
+
+@each_wide
+def test_chains_have_no_local_memory(instance: tuple[int, int, str]) -> None:
+    kernel = wide_kernels()[instance]
+    assert kernel.local_in_loops == 0
+    assert kernel.stack_bytes == 0
+
+
+@each_wide
+def test_products_of_chains_are_those_of_warpgroups(instance: tuple[int, int, str]) -> None:
+    """Without a wait after each: the compiler serialises them where registers do not suffice."""
+    head_dim, value_dim, dtype = instance
+    found = wide_steps(wide_kernels()[instance])
+    products = {name: [each for each in opcodes if each.startswith("HGMMA")] for name, opcodes in found.items()}
+
+    def gradient(dims: int) -> int:  # in products of at most 192 dims
+        return 64 // 16 * (2 if dims > 192 else 1)
+
+    assert {name: len(each) for name, each in products.items()} == {
+        "values": head_dim // 16 + gradient(value_dim),
+        "keys": value_dim // 16 + gradient(head_dim),
+        "queries": head_dim // 64 * 64 // 16,
+    }
+    assert all(("BF16" in opcode) == (dtype == "bfloat16") for each in products.values() for opcode in each)
+    waits = {name: sum(each.startswith("WARPGROUP.DEPBAR") for each in opcodes) for name, opcodes in found.items()}
+    assert waits == {"values": 2, "keys": 2, "queries": head_dim // 64}
+
+
+@each_wide
+def test_steps_of_chains_are_short(instance: tuple[int, int, str]) -> None:
+    found = wide_steps(wide_kernels()[instance])
+    assert found["values"].count("MUFU.EX2") == 32
+    opcodes = [opcode for each in found.values() for opcode in each]
+    assert not [opcode for opcode in opcodes if opcode.startswith(("FSEL", "SHFL", "FADD", "LDG", "RED", "ERRBAR"))]
+    assert {opcode for opcode in opcodes if opcode.startswith("MEMBAR")} == {"MEMBAR.ALL.CTA"}
+    assert len(opcodes) <= MOST_INSTRUCTIONS_WIDE[instance[:2]]

@@ -36,7 +36,7 @@ class _Clocks(NamedTuple):
     """Of an SM for 64 x 64 scores that are only scaled and masked by a window, forward and backward."""
 
     cuda: int
-    cuda_backward: int  # for sm_90a up to 128 dims, else for sm_80
+    cuda_backward: int
     cuda_without_sm90a: int  # both for sm_80, where the library has no others
     cuda_backward_without_sm90a: int
     triton: int
@@ -52,9 +52,9 @@ _CLOCKS_ON_HOPPER = {
     96: _Clocks(539, 1571, 983, 2357, triton=1050, triton_backward=2824),
     127: _Clocks(664, 1824, 1181, 3053, triton=1050, triton_backward=2824),
     128: _Clocks(664, 1824, 1181, 3053, triton=1008, triton_backward=2762),
-    192: _Clocks(928, 8651, 2039, 8651, triton=2333, triton_backward=10900),
-    255: _Clocks(1194, 11476, 2665, 11476, triton=2333, triton_backward=10900),
-    256: _Clocks(1194, 11476, 2665, 11476, triton=2074, triton_backward=11048),
+    192: _Clocks(928, 3649, 2039, 8651, triton=2333, triton_backward=10900),
+    255: _Clocks(1194, 5017, 2665, 11476, triton=2333, triton_backward=10900),
+    256: _Clocks(1194, 5017, 2665, 11476, triton=2074, triton_backward=11048),
 }
 _TRUSTED = 0.08  # predicted clocks that differ by a smaller share of the larger say nothing
 
