@@ -1,16 +1,15 @@
 // Attention backward for Hopper with more than 128 dims: what backward_key_value_sm90.cuh computes, in other roles. The sums
 // of 64 keys alone take half of the registers of an SM.
 //
-// A CTA stays on its SM and claims one tile of 64 keys after the other; it walks over the query rows that see them, 64 a
-// step, for each query head of the KV head in turn. Three warpgroups compute one chain each, keep its sums in registers, and
-// pass scores on in 16 bits:
+// A CTA stays on its SM and claims one tile of 64 keys after the other, or a share of its query rows; it walks over these, 64
+// a step. Three warpgroups compute one chain each, keep its sums in registers, and pass scores on in 16 bits:
 //
 //   of values       S = K·Qᵀ     P = exp(S - lse)             P → shared     dV += P·dO
 //   of keys         dP = V·dOᵀ   dS = P∘(dP - delta)      P ← shared → dS    dK += dS·Q
 //   of queries                                               dS ← shared     dQ = dSᵀ·K, 64 dims at a time → shared
 //
 // All but dQ are transposed, [keys, rows], so that P and dS are operands A of dV and dK from registers. Of the fourth
-// warpgroup one warp brings tiles by TMA, and one adds dQ to the sums in global memory. Each chain runs ahead of the others
+// warpgroup one warp brings tiles by TMA, one claims keys, and one adds dQ to the sums in global memory. Each chain runs ahead of the others
 // until a ring stops it: while one computes exponentials or stores, the tensor cores have the products of the others.
 //
 //   ring, stages         full: its bytes have landed        empty: all who need it are done with it
@@ -19,8 +18,9 @@
 //   rows         kStages Q, dO and row terms of a step      after its dV and dK
 //   probabilities, gradients
 //           kPassStages  P, dS of a step (who computes it)  when the next chain has read it
-//   query_part
-//           kPartStages  64 dims of dQ (who computes it)    when it has been read to be added
+//   part    kPartStages  64 dims of dQ (who computes it)    when it has been read to be added
+//
+// Where CTAs share a tile, dK and dV go the way of dQ: behind its last part, dK first.
 //
 // Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim; sums, turns and
 // num_claimed are zero. Scores are only scaled, and masked by a window. Any lengths, packed or not.
@@ -50,7 +50,8 @@ struct BackwardChainSm90 {
     BackwardStorageSm90<Config>& shared;
     const AttentionBackwardParams& params;
     int warp, lane;
-    uint32_t num_steps = 0;  // that it is done with
+    uint32_t num_steps = 0;      // that it is done with
+    uint32_t num_key_parts = 0;  // of dK and dV that all chains have left to be added
 
     // Opaque, else what follows from it for each product takes registers in the loop.
     __device__ __forceinline__ static uint32_t address_of(const uint16_t* sTile) {
@@ -168,20 +169,19 @@ struct BackwardChainSm90 {
     }
 
     __device__ __forceinline__ void run() {
-        const int32_t group_size = params.query.heads / params.key.heads;
         Ring<1> key_ring(shared.keys);
         for_work(shared, lane, [&](const KeysOfWork<Config>& keys) {
             Gradient rG;
 #pragma unroll
             for (auto& tile : rG[0]) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
             ptx::written_by_wgmma(rG);  // else the zeros could be written after the first product's fence
-            const int32_t begin_tile = warp_uniform(keys.begin_tile), end_tile = warp_uniform(keys.end_tile);
             const int32_t begin_full = warp_uniform(keys.begin_full[0]), end_full = warp_uniform(keys.end_full[0]);
-            int32_t num_left = (end_tile - begin_tile) * group_size;
+            const int32_t num_heads = warp_uniform(keys.num_heads);
+            int32_t num_left = warp_uniform(keys.num_steps);
             key_ring.wait_full();
             if (num_left > 0) {
                 ScoresAsA rA;  // of the step whose gradient is due
-                int32_t row_tile = end_tile - 1;
+                int32_t row_tile = warp_uniform(keys.begin_row_tile), heads_left = num_heads;
                 {
                     Scores rX;
                     rows().wait_full();
@@ -197,7 +197,10 @@ struct BackwardChainSm90 {
                     const Ring<Config::kStages> next = rows(/*ahead=*/1);
                     next.wait_full();
                     start_scores(rX, next.stage);
-                    row_tile = row_tile == begin_tile ? end_tile - 1 : row_tile - 1;
+                    if (--heads_left == 0) {
+                        --row_tile;
+                        heads_left = num_heads;
+                    }
                     ptx::wgmma_wait_group<1>();  // leaves the scores in flight
                     rows().release(lane);
                     ++num_steps;
@@ -214,8 +217,31 @@ struct BackwardChainSm90 {
 
             // Epilogue.
             ptx::written_by_wgmma(rG);
-            store(kOfValues ? params.grad_value : params.grad_key, keys, rG, kOfValues ? 1.0f : params.scores.scale);
+            if (warp_uniform(keys.is_shared()) != 0) {
+                store_parts(rG);
+            } else {
+                store(kOfValues ? params.grad_value : params.grad_key, keys, rG,
+                      kOfValues ? 1.0f : params.scores.scale);
+            }
         });
+    }
+
+    // Leaves dK or dV to the warp that adds parts, after those that come before.
+    __device__ __forceinline__ void store_parts(const Gradient& rG) {
+        constexpr int kBefore = kOfValues ? Config::kQueryParts : 0;
+        constexpr int kParts = kOfValues ? Config::kValueParts : Config::kQueryParts;
+        // Waits until the chain before has filled its last part.
+        ptx::bar_sync(kOfValues ? kKeysStored : kQueriesStored, 2 * kWarpgroupSize);
+        // Opaque, else what follows from it is computed before the loop, and kept in local memory.
+        const int lane = ptx::opaque(this->lane);
+        for_constant<kParts>([&](auto part) {
+            const Ring<Config::kPartStages> place(
+                shared.part, num_steps * Config::kQueryParts + num_key_parts + kBefore + part.value);
+            store_part<part.value * kQueryPartDims / kMmaN>(shared, place, rG, warp, lane);
+        });
+        num_key_parts += Config::kQueryParts + Config::kValueParts;
+        // The chain of values is the last: that of queries has no dS of the next tile before it has passed on P.
+        if constexpr (!kOfValues) ptx::bar_sync(kKeysStored, 2 * kWarpgroupSize);
     }
 
     // Writes dK or dV of a warp's keys, times factor.
@@ -249,7 +275,7 @@ struct BackwardQueryChainSm90 {
         if (keys.are_all_full()) return false;
         const int thread = warp * kWarpSize + lane;
         const bool is_own = tile_has_nonfinite<kDataType, KeyTile, kWarpgroupSize>(shared.sK, thread);
-        return warp_uniform(ptx::bar_red_or(kQueryWarpgroup, kWarpgroupSize, is_own)) != 0;
+        return warp_uniform(ptx::bar_red_or(kChainOfQueries, kWarpgroupSize, is_own)) != 0;
     }
 
     // A block of K with zeros for what is not finite, in a place for dQ, which comes there later. Why this is right: see
@@ -262,7 +288,7 @@ struct BackwardQueryChainSm90 {
             reinterpret_cast<uint32_t*>(sPlace)[i] = pair & ~nonfinite_mask<kDataType>(pair);
         }
         ptx::fence_proxy_async_shared();
-        ptx::bar_sync(kQueryWarpgroup, kWarpgroupSize);  // waits until all of it is written
+        ptx::bar_sync(kChainOfQueries, kWarpgroupSize);  // waits until all of it is written
         return reinterpret_cast<const uint16_t*>(sPlace);
     }
 
@@ -274,26 +300,12 @@ struct BackwardQueryChainSm90 {
         ptx::wgmma_commit_group();
     }
 
-    __device__ __forceinline__ void store(const QueryPart& rdQ, float* sPlace) const {
-        const uint32_t sdQ = shared_address(sPlace) + accumulator_column(lane) * sizeof(float);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = warp * kMmaM + accumulator_row(lane) + 8 * half;
-#pragma unroll
-            for (int block = 0; block < kQueryPartDims / kMmaN; ++block) {
-                ptx::st_shared_v2_f32(sdQ + query_part_offset(row, block) * sizeof(float), rdQ[0][block][2 * half],
-                                      rdQ[0][block][2 * half + 1]);
-            }
-        }
-    }
-
     __device__ __forceinline__ void run() {
-        const int32_t group_size = params.query.heads / params.key.heads;
         Ring<1> key_ring(shared.keys);
         Ring<Config::kPassStages> gradients(shared.gradients);
-        Ring<Config::kPartStages> place(shared.query_part);
+        uint32_t num_parts = 0;  // that all chains have left to be added
         for_work(shared, lane, [&](const KeysOfWork<Config>& keys) {
-            int32_t num_left = (warp_uniform(keys.end_tile) - warp_uniform(keys.begin_tile)) * group_size;
+            int32_t num_left = warp_uniform(keys.num_steps);
             key_ring.wait_full();
             const bool takes_finite_keys = num_left > 0 && has_nonfinite(keys);
 #pragma unroll 1
@@ -301,7 +313,8 @@ struct BackwardQueryChainSm90 {
                 gradients.wait_full();
 #pragma unroll
                 for (int part = 0; part < Config::kQueryParts; ++part) {
-                    float* const sPlace = shared.sdQ[place.stage];
+                    const Ring<Config::kPartStages> place(shared.part, num_parts++);
+                    float* const sPlace = shared.sPart[place.stage];
                     const uint16_t* sBlock = shared.sK + part * (KeyTile::kBlockBytes / 2);
                     if (takes_finite_keys) {
                         place.wait_empty();
@@ -313,16 +326,15 @@ struct BackwardQueryChainSm90 {
                     ptx::written_by_wgmma(rdQ);
                     if (part == Config::kQueryParts - 1) gradients.release(lane);
                     // Waits until no warp's product reads finite keys where dQ goes.
-                    if (takes_finite_keys) ptx::bar_sync(kQueryWarpgroup, kWarpgroupSize);
-                    place.wait_empty();
-                    store(rdQ, sPlace);
-                    ptx::fence_proxy_async_shared();
-                    __syncwarp();  // waits until every lane has stored its numbers
-                    if (lane == 0) place.arrive_full();
-                    place.advance();
+                    if (takes_finite_keys) ptx::bar_sync(kChainOfQueries, kWarpgroupSize);
+                    store_part<0>(shared, place, rdQ, warp, lane);
                 }
             }
             key_ring.release(lane);
+            if (warp_uniform(keys.is_shared()) != 0) {
+                ptx::bar_sync(kQueriesStored, 2 * kWarpgroupSize);
+                num_parts += Config::kQueryParts + Config::kValueParts;
+            }
         });
     }
 };
@@ -344,7 +356,8 @@ __global__ void __launch_bounds__(BackwardWideConfigSm90<kHeadDim, kValueDim>::k
     if (warpgroup == 3) {
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
         if (warp == 0) produce(shared, all_params, lane);
-        if (warp == 1) add_query_tiles(shared, params, lane);
+        if (warp == 1) claim(shared, params, lane);
+        if (warp == 2) add_parts_in_turn(shared, params, lane);
     } else if (warpgroup == 2) {
         ptx::setmaxnreg_dec<Config::kQueryRegisters>();
         BackwardQueryChainSm90<Config, kDataType>{shared, params, warp, lane}.run();

@@ -6,9 +6,11 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/backward.h"
 #include "attention/backward_work_sm90.cuh"
+#include "attention/backward_work_wide_sm90.cuh"
 #include "attention/query_gradient.h"
 #include "attention/row_shares.h"
 #include "attention/tiles_sm90.h"
@@ -41,10 +43,15 @@ __device__ __forceinline__ void round_sums(const HeadsView<uint16_t>& gradient, 
     }
 }
 
+// Of the kernel whose sums are read.
+template <int kHeadDim>
+using SummingConfigSm90 = std::conditional_t<(kHeadDim > kMostNarrowDims), BackwardWideConfigSm90<kHeadDim, kHeadDim>,
+                                             BackwardConfigSm90<kHeadDim>>;
+
 template <int kHeadDim, DataType kDataType>
 __global__ void __launch_bounds__(kQueryThreadsSm90)
     attention_backward_query_sm90(const __grid_constant__ AttentionBackwardParams params) {
-    using Config = BackwardConfigSm90<kHeadDim>;
+    using Config = SummingConfigSm90<kHeadDim>;
     constexpr int kBlockM = Config::kBlockM, kElements = query_tile_elements(/*in_parts=*/true, kBlockM, kHeadDim);
     static_assert(kBlockM == kQueryPartRows, "a part has all rows of a tile");
     const bool is_packed = params.packed.cu_seqlens_q != nullptr;
@@ -82,7 +89,7 @@ __global__ void __launch_bounds__(kQueryThreadsSm90)
 template <int kHeadDim, DataType kDataType>
 void launch_attention_backward_query_sm90(LaunchedKernel& kernel, const AttentionBackwardParams& params,
                                           Stream stream) {
-    using Config = BackwardConfigSm90<kHeadDim>;
+    using Config = SummingConfigSm90<kHeadDim>;
     const int64_t num_query_ctas =
         int64_t{ceil_div(params.query.rows, Config::kBlockM)} * params.query.heads * params.query.batch;
     const int64_t num_key_ctas = num_shared_tiles(params, Config::kBlockN) * 2 * (Config::kBlockN / kQueryPartRows);

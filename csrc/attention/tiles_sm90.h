@@ -150,6 +150,7 @@ struct BackwardTileSm90 {
 //        256           743     64        226          2560        5017                 11476
 // What binds is the L2 cache: with 64 keys a tile, a step brings Q and dO and adds dQ, which is 512 bytes for each dim. Without
 // that, shared memory would, at 2475, 2749 and 3415 clocks. More keys do not fit into the registers of an SM.
+inline constexpr int kMostNarrowDims = 128;
 template <int kHeadDim, int kValueDim>
 struct BackwardWideTileSm90 {
     static constexpr int kStages = 2;
