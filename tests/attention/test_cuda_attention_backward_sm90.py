@@ -212,6 +212,9 @@ SHARED = {
     "both": Case(shape=(1, 2, 1, 900, 130), window=(200, 60), head_dims=(128, 128)),
     "tiles too short": Case(shape=(1, 2, 1, 500, 500), window=CAUSAL, head_dims=(64, 64)),
     "narrower heads": Case(shape=(1, 4, 1, 300, 270), head_dims=(72, 40), dtype=torch.bfloat16),
+    "wide heads": Case(shape=(1, 4, 1, 300, 130), window=CAUSAL, head_dims=(192, 128)),
+    "wide heads, rows divided": Case(shape=(1, 1, 1, 600, 100), head_dims=(256, 256), dtype=torch.bfloat16),
+    "wide heads, packed": Case(lengths=((5, 0, 333), (40, 7, 90)), shape=(1, 4, 2, 0, 0), head_dims=(192, 192)),
     "packed": Case(lengths=((5, 0, 333, 1, 170), (40, 7, 90, 0, 270)), shape=(1, 8, 2, 0, 0), head_dims=(128, 128)),
     "packed, causal": Case(lengths=((130, 600), (129, 900)), shape=(1, 1, 1, 0, 0), window=CAUSAL, head_dims=(64, 64)),
 }
@@ -256,6 +259,7 @@ ORDERED = [
     Case(lengths=((5, 0, 133, 1, 17), (40, 7, 0, 1, 270)), shape=(1, 4, 4, 0, 0), grad_lse=True, head_dims=(96, 96)),
     SHARED["query heads divided"],
     SHARED["rows divided"],
+    SHARED["wide heads"],
     Case(window=CAUSAL, shape=(1, 4, 2, 150, 170), dtype=torch.bfloat16, head_dims=(192, 128)),
     Case(lengths=((5, 133, 1, 17), (40, 7, 1, 150)), shape=(1, 2, 2, 0, 0), head_dims=(256, 256)),
 ]
