@@ -12,6 +12,7 @@ template <int kHeadDim_, int kValueDim_>
 struct BackwardWideConfigSm90 : BackwardWideTileSm90<kHeadDim_, kValueDim_> {
     using Tile = BackwardWideTileSm90<kHeadDim_, kValueDim_>;
     static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
+    static constexpr bool kOptions = false;
     static constexpr int kBlockM = 64, kBlockN = kWarpgroupM;
     static constexpr int kKeyOwners = 1;  // each product has all keys of the tile
     static constexpr int kConsumerKeys = kBlockN;
