@@ -28,13 +28,13 @@ KEY_BLOCKS = {64: 2, 96: 1, 128: 1}  # of 64 keys, that a warpgroup owns
 # Of a full step, per 64 rows by 64 keys of a warpgroup. FlashAttention-3 has 352 with 64 dims and 405 with 128.
 MOST_INSTRUCTIONS = {64: 380, 96: 455, 128: 475}
 # The same with options that a call has none of: what asking for them costs.
-MOST_INSTRUCTIONS_WITH_OPTIONS = {64: 620, 96: 730, 128: 780}
+MOST_INSTRUCTIONS_WITH_OPTIONS = {64: 590, 96: 720, 128: 750}
 # Above 128 dims, of the chains of values, keys and queries together.
 MOST_INSTRUCTIONS_WIDE = {(192, 128): 710, (192, 192): 730, (256, 256): 765}
 MAX_STACK_BYTES = 40  # of a thread, for what the producer has no registers for, and before and after the loop
-# With options and 64 dims some addresses are loaded anew in each step, and one number gives way to ALiBi's.
-MAX_STACK_BYTES_WITH_OPTIONS = {64: 64, 96: 48, 128: 48}
-MOST_LOCAL_WITH_OPTIONS = {64: 12, 96: 2, 128: 3}
+# With options some addresses are loaded anew in each step, and a number gives way to those of an option.
+MAX_STACK_BYTES_WITH_OPTIONS = 64
+MOST_LOCAL_WITH_OPTIONS = {64: 12, 96: 0, 128: 4}
 
 each_instance = pytest.mark.parametrize("instance", INSTANCES, ids=str)
 each_plain_instance = pytest.mark.parametrize("instance", [each for each in INSTANCES if not each[2]], ids=str)
@@ -100,7 +100,7 @@ def test_local_memory_is_no_part_of_the_loop(instance: tuple[int, str, bool]) ->
 def test_next_to_no_local_memory_is_part_of_the_loop_with_options(instance: tuple[int, str, bool]) -> None:
     kernel = kernels()[instance]
     assert kernel.local_in_loops <= MOST_LOCAL_WITH_OPTIONS[instance[0]]
-    assert kernel.stack_bytes <= MAX_STACK_BYTES_WITH_OPTIONS[instance[0]]
+    assert kernel.stack_bytes <= MAX_STACK_BYTES_WITH_OPTIONS
 
 
 @each_instance
