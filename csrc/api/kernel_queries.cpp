@@ -97,8 +97,7 @@ FASTATTN_ASKED_BY_PYTHON int32_t fastattn_attention_backward_kernels(int32_t com
                                                                      int32_t head_dim, int32_t value_dim,
                                                                      int32_t is_bfloat16, int32_t changes_scores,
                                                                      int32_t has_bias_gradient, int32_t has_sinks,
-                                                                     int32_t has_slopes_gradient,
-                                                                     const char** names) {
+                                                                     int32_t has_slopes_gradient, const char** names) {
     using namespace fastattn;
     try {
         const BackwardKernels kernels =
