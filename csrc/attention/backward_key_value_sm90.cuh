@@ -150,7 +150,8 @@ struct BackwardConsumerSm90 {
     __device__ __forceinline__ void store_part(const float (&rC)[1][kNumTiles][4], uint32_t num_before) const {
         const Ring<1> part(shared.part[warpgroup], num_before);
         part.wait_empty();
-        // With 64 dims, and with options, no register is left for what follows from it; else computing it anew costs more.
+        // With 64 dims, and with options, no register is left for what follows from it; else computing it anew costs
+        // more.
         constexpr bool kHasRegisters = kInLoop && Config::kKeyBlocks == 1 && !Config::kOptions;
         const int lane = kHasRegisters ? this->lane : ptx::opaque(this->lane);
         const uint32_t sPart = shared_address(shared.sPart[warpgroup]) + accumulator_column(lane) * sizeof(float);

@@ -1,5 +1,15 @@
-// What a consumer of the backward kernel for Hopper computes between its products, of one block of 64 keys in one tile of query
-// rows: Sᵀ becomes Pᵀ, and dPᵀ becomes dSᵀ. Scores are only scaled and masked by a window, or go through every option.
+// What a consumer of the backward kernel for Hopper computes between its products, of one block of 64 keys in one
+// tile of query rows: Sᵀ becomes Pᵀ, and dPᵀ becomes dSᵀ. Scores are only scaled and masked by a window, or go
+// through every option.
+//
+// Predicted clocks of 64 rows by 64 keys on an H100, of this kernel and of that for sm_80. Nothing is measured.
+//
+//   option         none but asking for them   ALiBi         softcap       dropout       bias of 16 bits
+//   64 dims        1329 : 5913                1450 : 6185   1874 : 6395   2424 : 6114
+//   128 dims       2142 : 8999                2224 : 9367   2778 : 9568   2978 : 9133   3164 : 10004
+//
+// With options a few numbers are in local memory during the loop. Tried: where scores are only scaled, exponentials
+// of S as without options (as fast).
 #pragma once
 
 #include <cstdint>
@@ -30,8 +40,8 @@ struct BackwardScoresTypes {
     }
 };
 
-// Where and of what a warp has scores. first_key: of the warp, in the sequence; head: of Q. is_full: every row sees every key.
-// slope, dropout_seed: with options.
+// Where and of what a warp has scores. first_key: of the warp, in the sequence; head: of Q. is_full: every row sees
+// every key. slope, dropout_seed: with options.
 template <typename Config>
 struct ScoresPlace {
     const AttentionBackwardParams& params;

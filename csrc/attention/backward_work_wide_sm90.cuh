@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attention/backward_work_sm90.cuh"
+#include "device/ptx/st_shared.cuh"
 
 namespace fastattn {
 

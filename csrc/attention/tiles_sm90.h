@@ -121,11 +121,12 @@ struct ForwardOptionsTileSm90<64, 64> : ForwardTileSm90<64, 64> {
     static constexpr int kProducerRegisters = 40;
 };
 
-// The backward kernel, whether it has options or not: kBlockM query rows a step; a consumer owns kKeyBlocks times 64 keys, each
-// block with 64 registers of dK and dV for every 64 dims. Predicted clocks of 64 rows by 64 keys without options, full and masked:
-// 1076 and 1348 with 64 dims, 1824 and 2018 with 128, 1571 (full) with 96; FlashAttention-3 is at 1043 and 1808 (full) in the same simulation,
-// which counts what TMA brings and what is read to be added to dQ's sums as traffic of shared memory. What binds are shared
-// memory and the ports of the register file. Nothing is measured.
+// The backward kernel, whether it has options or not: kBlockM query rows a step; a consumer owns kKeyBlocks times 64
+// keys, each block with 64 registers of dK and dV for every 64 dims. Predicted clocks of 64 rows by 64 keys without
+// options, full and masked: 1080 and 1390 with 64 dims, 1829 and 2009 with 128, 1571 (full) with 96; FlashAttention-3
+// is at 1043 and 1808 (full) in the same simulation, which counts what TMA brings and what is read to be added to
+// dQ's sums as traffic of shared memory. What binds are shared memory and the ports of the register file. Nothing is
+// measured.
 //
 // Tried: 128 rows by 128 keys with 64 dims (1244 clocks: products are serialised, as registers are short); dP before dV, so that
 // dV runs beside dS (serialised); P beside dQ, which with 128 dims is predicted to save 2 %, and with 64 is serialised.
@@ -145,11 +146,11 @@ struct BackwardTileSm90 {
 //
 // Counts of a full step (nvcc 13.0, bf16), of the three chains, and predicted clocks of it; nothing is measured.
 //   head dim  instructions  HGMMA  shared-KB  clocks:HGMMA  :predicted  :predicted for sm_80
-//   192, 128           696     40        186          1664        3347                  8651
-//        192           720     44        210          1920        3649                  8651
-//        256           743     64        226          2560        5017                 11476
+//   192, 128           700     40        186          1664        3346                  8651
+//        192           722     44        210          1920        3646                  8651
+//        256           756     64        226          2560        5014                 11476
 // What binds is the L2 cache: with 64 keys a tile, a step brings Q and dO and adds dQ, which is 512 bytes for each dim. Without
-// that, shared memory would, at 2475, 2749 and 3415 clocks. More keys do not fit into the registers of an SM.
+// that, shared memory would, at 2482, 2748 and 3447 clocks. More keys do not fit into the registers of an SM.
 inline constexpr int kMostNarrowDims = 128;
 template <int kHeadDim, int kValueDim>
 struct BackwardWideTileSm90 {

@@ -1,6 +1,7 @@
-// What options make of Sᵀ = K·Qᵀ: softcap, ALiBi and bias, as device/scores.cuh has them, on the accumulators of a warpgroup
-// whose rows are keys and whose columns are query rows. A pass is over kTilesAtOnce * 8 of the columns, from tile kFirst on: over
-// all, the softcap's slopes would not fit in registers; over fewer, it would be asked more often what options there are.
+// What options make of Sᵀ = K·Qᵀ: softcap, ALiBi and bias, as device/scores.cuh has them, on the accumulators of a
+// warpgroup whose rows are keys and whose columns are query rows. A pass is over kTilesAtOnce * 8 of the columns,
+// from tile kFirst on: over all, the softcap's slopes would not fit in registers; over fewer, it would be asked more
+// often what options there are.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +29,8 @@ struct TransposedOptions {
                                                  int lane)
         : scores(scores), own_row(first_row + accumulator_column(lane)), own_key(first_key + accumulator_row(lane)) {}
 
-    // Bits of the bias of two neighbouring rows, the first in the lower half, for both keys. Of 32 bits there is no room for it.
+    // Bits of the bias of two neighbouring rows, the first in the lower half, for both keys. One of 32 bits has no
+    // room.
     using BiasPairs = uint32_t[kTilesM][2];
 
     // Early: it is needed only after the products. Outside of rows and keys it is that of the last ones.

@@ -237,10 +237,8 @@ def test_a_tile_is_shared_where_it_would_leave_sms_idle() -> None:
     for num_sms in (1, 132):
         with device.emulated(90, num_sms=num_sms), launches.recorded() as found:
             backward.run(case)
-        reports = [
-            next(one.report for one in found if kernel in one.report.kernel)
-            for kernel in kernels_for(SHARED["rows divided"].head_dims)
-        ]
+        kernels = kernels_for(case.head_dims)
+        reports = [next(one.report for one in found if kernel in one.report.kernel) for kernel in kernels]
         stored.append([sum(row.global_bytes for row in report.rows if "st.global" in row.opcode) for report in reports])
     keys, queries = (2 * 150 * 96 * 2, 700 * 96 * 2)
     assert stored == [[keys, queries], [0, keys + queries]]

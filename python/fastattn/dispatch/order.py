@@ -47,15 +47,15 @@ class _Clocks(NamedTuple):
 # Predicted from the machine code for an H100, bf16, nothing measured. By the widest head dim that costs as much, for
 # kernels pad narrower ones; Triton's have no width between powers of two.
 _CLOCKS_ON_HOPPER = {
-    32: _Clocks(412, 1076, 432, 1031, triton=415, triton_backward=1118),
-    63: _Clocks(412, 1076, 732, 1745, triton=631, triton_backward=1515),
-    64: _Clocks(412, 1076, 732, 1745, triton=525, triton_backward=1511),
+    32: _Clocks(412, 1080, 432, 1031, triton=415, triton_backward=1118),
+    63: _Clocks(412, 1080, 732, 1745, triton=631, triton_backward=1515),
+    64: _Clocks(412, 1080, 732, 1745, triton=525, triton_backward=1511),
     96: _Clocks(539, 1571, 983, 2357, triton=1050, triton_backward=2824),
-    127: _Clocks(664, 1824, 1181, 3053, triton=1050, triton_backward=2824),
-    128: _Clocks(664, 1824, 1181, 3053, triton=1008, triton_backward=2762),
-    192: _Clocks(928, 3649, 2039, 8651, triton=2333, triton_backward=10900),
-    255: _Clocks(1194, 5017, 2665, 11476, triton=2333, triton_backward=10900),
-    256: _Clocks(1194, 5017, 2665, 11476, triton=2074, triton_backward=11048),
+    127: _Clocks(664, 1829, 1181, 3053, triton=1050, triton_backward=2824),
+    128: _Clocks(664, 1829, 1181, 3053, triton=1008, triton_backward=2762),
+    192: _Clocks(928, 3646, 2039, 8651, triton=2333, triton_backward=10900),
+    255: _Clocks(1194, 5014, 2665, 11476, triton=2333, triton_backward=10900),
+    256: _Clocks(1194, 5014, 2665, 11476, triton=2074, triton_backward=11048),
 }
 _TRUSTED = 0.08  # predicted clocks that differ by a smaller share of the larger say nothing
 
