@@ -3,16 +3,16 @@
 //
 //   P = exp(S - lse),  dV = Pᵀ·dO,  dP = dO·Vᵀ,  dS = P∘(dP - delta),  dK = dSᵀ·Q,  dQ = dS·K
 //
-// A CTA stays on its SM and claims one tile of kBlockN keys after the other; it walks over the query rows that see them, for each
-// query head of the KV head in turn. Of its last warpgroup one warp brings tiles by TMA, and one for each consumer adds dQ to
-// the sums in global memory (24 registers). The two others consume (240 registers); each owns half of the keys, in blocks of
+// A CTA stays on its SM and claims one tile of kBlockN keys after the other, or a share of its query rows (row_shares.h); it walks
+// over these from the last ones on. Of its last warpgroup one warp claims, one brings tiles by TMA, and one for each consumer
+// adds dQ to the sums in global memory (24 registers). The two others consume (240); each owns half of the keys, in blocks of
 // 64. S and dP are computed transposed, [keys, rows], so that P and dS are operands A of dV and dK from registers.
 //
 //   ring, stages         full: its bytes have landed        empty: every consumer's warps are done with it
 //   work         2       says which tile of keys            after its gradients
 //   keys         1       K, V; before the first product     after the last
 //   rows         kStages Q, dO and row terms of a step      after its dV and dK
-//   part         1       dQ of a consumer (who fills it)    when it has been read to be added
+//   part         1       dQ of a consumer, dK and dV of shared tiles     when it has been read to be added
 //
 // dQ and S of the next step are multiplied while dK is, and dQ is stored during S. From 65 dims on a consumer's dQ needs dS
 // of both, which pass through shared memory, of two steps in turn. While a consumer computes P or dS, the tensor cores have the
@@ -22,7 +22,7 @@
 //   other units            dQ → P' →        dS' → |             …
 //
 // Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim; sums, turns and num_claimed are zero.
-// Scores are only scaled, and masked by a window. Any lengths, packed or not.
+// Any lengths, packed or not. What scores go through: backward_scores_sm90.cuh.
 #pragma once
 
 #include <algorithm>

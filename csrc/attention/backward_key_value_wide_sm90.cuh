@@ -8,9 +8,9 @@
 //   of keys         dP = V·dOᵀ   dS = P∘(dP - delta)      P ← shared → dS    dK += dS·Q
 //   of queries                                               dS ← shared     dQ = dSᵀ·K, 64 dims at a time → shared
 //
-// All but dQ are transposed, [keys, rows], so that P and dS are operands A of dV and dK from registers. Of the fourth
-// warpgroup one warp brings tiles by TMA, one claims keys, and one adds dQ to the sums in global memory. Each chain runs ahead of the others
-// until a ring stops it: while one computes exponentials or stores, the tensor cores have the products of the others.
+// All but dQ are transposed, [keys, rows], so that P and dS are operands A of dV and dK from registers. Of the fourth warpgroup
+// one warp claims keys, one brings tiles by TMA, and one adds dQ to the sums in global memory. Each chain runs ahead of the
+// others until a ring stops it: while one computes exponentials or stores, the tensor cores have the products of the others.
 //
 //   ring, stages         full: its bytes have landed        empty: all who need it are done with it
 //   work         2       says which tile of keys            after its gradients
