@@ -118,8 +118,8 @@ Workspace make_workspace(AttentionBackwardParams& params, const Tensor& query, c
     const bool is_for_hopper = kernel.key.architecture == 90;
     const int64_t num_tiles =
         sizes.heads * num_query_tiles(sizes.batch, params.query.rows, sizes.is_packed, query.size(0), block_m);
-    params.shares =
-        is_for_hopper ? row_shares(params, block_m, block_n, facts.num_sms, deterministic) : RowShares{0, 1, 1};
+    params.shares = {0, 1, 1};
+    if (is_for_hopper) plan_claims(params, block_m, block_n, facts, deterministic);
     const int64_t num_shared = num_shared_tiles(params, block_n);
     const int64_t num_rows = int64_t{sizes.heads} * (sizes.is_packed ? query.size(0) : query.size(0) * query.size(2));
     const int64_t num_slope_tiles =

@@ -9,7 +9,6 @@
 
 #include "api/kernel_choice.h"
 #include "attention/plan_row_shares.h"
-#include "attention/tile_order.h"
 #include "decode/split_plan.h"
 #include "host/device_facts.h"
 #include "host/kernel_table.h"
@@ -131,9 +130,8 @@ FASTATTN_ASKED_BY_PYTHON fastattn::DealtBackward fastattn_dealt_backward(
         const int32_t somewhere = 0;
         if (total_keys >= 0) params.packed.cu_seqlens_k = &somewhere, params.packed.total_k = total_keys;
         const TileFacts& tile = kernels.key_value->tile;
-        params.heads_per_group = claimed_key_heads_per_group(params.query, params.key, facts->l2_bytes, tile.block_n,
-                                                             facts->num_sms, is_deterministic != 0);
-        const RowShares shares = row_shares(params, tile.block_m, tile.block_n, facts->num_sms, is_deterministic != 0);
+        plan_claims(params, tile.block_m, tile.block_n, *facts, is_deterministic != 0);
+        const RowShares& shares = params.shares;
         return {shares.first_tile, shares.of_heads, shares.of_rows, params.heads_per_group, tile.block_m, tile.block_n};
     } catch (const std::exception&) {
         return {};

@@ -21,7 +21,7 @@ inline BackwardKernelTable& attention_backward_key_value_kernels() {
     return table;
 }
 
-// dQ out of query_sums, for the head dim and the architecture of the kernel that wrote them.
+// dQ, and on Hopper dK and dV of shared tiles, out of the sums of the kernel of this head dim and architecture.
 inline BackwardKernelTable& attention_backward_query_kernels() {
     static auto& table = *new BackwardKernelTable("attention_backward, query");
     return table;

@@ -12,6 +12,7 @@
 #include "attention/row_shares.h"
 #include "attention/tile_order.h"
 #include "device/sequence.cuh"
+#include "host/device_facts.h"
 #include "host/params.h"
 
 namespace fastattn {
@@ -52,6 +53,7 @@ inline double steps_until_done(const RowSharesCase& of, const std::vector<int32_
     std::priority_queue<double, std::vector<double>, std::greater<>> done(
         std::greater<>(), std::vector<double>(static_cast<size_t>(of.num_sms), 0.0));
     const auto positions = static_cast<uint32_t>(row_tiles.size());
+    double last = 0.0;
     for (uint32_t tile = shares.first_tile; tile < positions * of.heads; ++tile) {
         const int32_t seen_by = row_tiles[head_tile(tile, 1, of.heads, of.heads_per_group, positions).position];
         const RowParts parts(shares, tile, of.group, seen_by);
@@ -61,11 +63,12 @@ inline double steps_until_done(const RowSharesCase& of, const std::vector<int32_
                 begin_of_part(seen_by, part + 1, parts.of_rows) - begin_of_part(seen_by, part, parts.of_rows);
             const double begin = done.top();
             done.pop();
-            done.push(begin + of.group / parts.of_heads * rows + (parts.num() > 1 ? kStepsPerShare : kStepsPerTile));
+            const double beside = parts.num() > 1 ? kStepsPerShare : kStepsPerTile;
+            done.push(begin + of.group / parts.of_heads * rows + beside);
+            last = std::max(last, begin + of.group / parts.of_heads * rows + beside);
         }
     }
-    while (done.size() > 1) done.pop();
-    return done.top();
+    return last;
 }
 
 inline RowShares find_row_shares(const RowSharesCase& of, const Window& window) {
@@ -88,7 +91,9 @@ inline RowShares find_row_shares(const RowSharesCase& of, const Window& window) 
     RowShares best = whole;
     double least = (1 - kLeastGain) * steps_until_done(of, row_tiles, of.cut_in(first_tile, 1));
     const int64_t most_rounds = of.is_deterministic != 0 ? 8 : 4;
-    for (int64_t parts = 2; parts <= most_rounds * of.num_sms / num_cut + 1; ++parts) {
+    const int64_t longest = int64_t{*std::max_element(row_tiles.begin(), row_tiles.end())} * of.group;
+    const int64_t most_parts = std::min(most_rounds * of.num_sms / num_cut + 1, longest / kLeastStepsOfShare);
+    for (int64_t parts = 2; parts <= most_parts; ++parts) {
         if (!of.can_cut_in(parts)) continue;
         const RowShares shares = of.cut_in(first_tile, parts);
         const double until = steps_until_done(of, row_tiles, shares);
@@ -111,7 +116,7 @@ inline RowShares row_shares_of_packed(const RowSharesCase& of, int32_t total_key
     return of.cut_in(0, parts);
 }
 
-// All tiles are whole where these fill the GPU well; else those of the last rounds are cut.
+// All tiles are whole where these fill the GPU well; else those of the last rounds are cut. Reads params.heads_per_group.
 inline RowShares row_shares(const AttentionBackwardParams& params, int32_t block_m, int32_t block_n, int32_t num_sms,
                             bool is_deterministic) {
     const ScoreParams& scores = params.scores;
@@ -142,6 +147,14 @@ inline RowShares row_shares(const AttentionBackwardParams& params, int32_t block
     Answer& answer = answers[oldest++ % kRemembered];
     answer = {of, find_row_shares(of, window_of(scores, of.query_rows, of.key_rows))};
     return answer.shares;
+}
+
+// How CTAs of the kernels for Hopper claim tiles, and share them.
+inline void plan_claims(AttentionBackwardParams& params, int32_t block_m, int32_t block_n, const DeviceFacts& facts,
+                        bool is_deterministic) {
+    params.heads_per_group = std::max(1, claimed_key_heads_per_group(params.query, params.key, facts.l2_bytes, block_n,
+                                                                     facts.num_sms, is_deterministic));
+    params.shares = row_shares(params, block_m, block_n, facts.num_sms, is_deterministic);
 }
 
 }  // namespace fastattn

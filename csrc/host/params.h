@@ -165,12 +165,12 @@ struct AttentionBackwardParams {
     // Workspace of dQ, zeros before the kernel key_value: see attention/query_gradient.h.
     float* query_sums;
     // Counters, 0 before the kernel key_value. turns: of those who have added to each tile of rows of a head, which are CTAs, or
-    // the consumers of Hopper's; null: dQ is added up in any order. num_claimed: of the tiles of keys that CTAs have taken;
+    // those who add in them; null: dQ is added up in any order. num_claimed: of the tiles of keys that CTAs have taken;
     // those that wait for turns, and Hopper's, take them so.
     int32_t *turns, *num_claimed;
     RowTermsView row_terms;  // for the kernels for Hopper, as is what follows
     // Workspace of dK and dV of tiles that CTAs share, and beside turns how many of these have added theirs: see
-    // attention/gradient_sums.h. Both zeros before the kernel key_value.
+    // attention/query_gradient.h. Both zeros before the kernel key_value.
     RowShares shares;
     float* key_sums;
     int32_t* key_turns;

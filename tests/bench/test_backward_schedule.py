@@ -24,8 +24,10 @@ L2_BYTES = 50 << 20
 HEAD_DIMS = (64, 128)
 
 
-def dealt(shape: BackwardShape, head_dim: int, num_sms: int = H200.num_sms) -> native.DealtBackward:
-    facts = native.NativeDeviceFacts(90, num_sms, L2_BYTES, H200.shared_bytes - RESERVED_SHARED_BYTES)
+def dealt(
+    shape: BackwardShape, head_dim: int, num_sms: int = H200.num_sms, l2_bytes: int = L2_BYTES
+) -> native.DealtBackward:
+    facts = native.NativeDeviceFacts(90, num_sms, l2_bytes, H200.shared_bytes - RESERVED_SHARED_BYTES)
     found = native.dealt_backward(
         facts,
         head_dim,
@@ -130,12 +132,13 @@ def test_unmasked_only_the_last_rounds_are_cut() -> None:
 # --- Deterministic gradients ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_heads", [1, 4, 32])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 32])
 @pytest.mark.parametrize("window", [FULL, CAUSAL, WINDOW], ids=["full", "causal", "window"])
 def test_deterministic_cuts_do_not_depend_on_the_gpu(window: tuple[int, int], kv_heads: int) -> None:
     shape = dense(4096, 1, 32, kv_heads, window, deterministic=True)
-    found = [dealt(shape, 128, num_sms) for num_sms in (1, 16, 78, 132)]
-    assert len({(each.first_tile, each.of_heads, each.of_rows) for each in found}) == 1
+    gpus = itertools.product((1, 16, 78, 132), (6 << 20, 50 << 20))
+    found = [dealt(shape, 128, *gpu) for gpu in gpus]
+    assert len({(each.first_tile, each.of_heads, each.of_rows, each.heads_per_group) for each in found}) == 1
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
