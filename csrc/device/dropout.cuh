@@ -27,7 +27,11 @@ struct Dropout {
 
     // With no seed it is not to be used.
     __device__ __forceinline__ Dropout(const ScoreParams& params, uint32_t head)
-        : Dropout(params, params.dropout_seed != nullptr ? *params.dropout_seed : 0, head) {}
+        : seed{0, 0}, threshold(params.dropout_threshold), head(head) {
+        if (params.dropout_seed == nullptr) return;
+        const auto bits = static_cast<uint64_t>(*params.dropout_seed);
+        seed = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
+    }
 
     // With a seed that has been read before.
     __device__ __forceinline__ Dropout(const ScoreParams& params, int64_t seed, uint32_t head)

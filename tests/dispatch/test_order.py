@@ -101,7 +101,7 @@ def test_a_reason_says_why_the_other_comes_first_and_that_it_is_a_prediction() -
         assert reason.startswith(f'"{chosen}" comes first: {passes} predicted, not measured, to take ')
         assert reason.endswith(f'use_backend("{other}") selects this one.')
     assert "to take 22% less time" in dispatch.choose(attention(64)).rejected["triton"]  # 412 clocks instead of 525
-    trusted = dispatch.choose(attention(256, "gradients")).rejected["triton"]
+    trusted = dispatch.choose(attention(32)).rejected["triton"]  # 412 clocks and 415
     assert "no prediction to be trusted" in trusted
 
 
