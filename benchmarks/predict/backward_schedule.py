@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from fastattn import native
 
-# As in csrc/attention/row_shares.h.
+# As in csrc/attention/row_shares.h and plan_row_shares.h.
 STEPS_PER_TILE, STEPS_PER_SHARE, LEAST_STEPS_OF_SHARE = 0.75, 1.5, 4
 # Assumptions, of the 3650 clocks that a step of 128 dims is predicted to take: 1000 until an addition is complete, 500
 # for a fence and an addition to the counter, and 500 until another CTA sees it. The place of a part in shared memory is

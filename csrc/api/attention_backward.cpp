@@ -112,14 +112,12 @@ class Dealer {
 // O(tokens): up to six numbers for each query row, one for 64 of them, dQ in fp32, in tiles of as many rows as the
 // kernel takes, and dK and dV in fp32 of the tiles of keys that CTAs share.
 Workspace make_workspace(AttentionBackwardParams& params, const Tensor& query, const AttentionSizes& sizes,
-                         const BackwardKernels::Row& kernel, bool deterministic, const DeviceFacts& facts) {
+                         const BackwardKernels::Row& kernel, bool deterministic) {
     const int32_t block_m = kernel.tile.block_m, block_n = kernel.tile.block_n;
     const int32_t head_dim = kernel.key.size.head_dim;
     const bool is_for_hopper = kernel.key.architecture == 90;
     const int64_t num_tiles =
         sizes.heads * num_query_tiles(sizes.batch, params.query.rows, sizes.is_packed, query.size(0), block_m);
-    params.shares = {0, 1, 1};
-    if (is_for_hopper) plan_claims(params, block_m, block_n, facts, deterministic);
     const int64_t num_shared = num_shared_tiles(params, block_n);
     const int64_t num_rows = int64_t{sizes.heads} * (sizes.is_packed ? query.size(0) : query.size(0) * query.size(2));
     const int64_t num_slope_tiles =
@@ -218,12 +216,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
 
     const OnDeviceOf device(query);
     const DeviceFacts facts = device_facts();
-    params.heads_per_group = key_heads_per_group(params.query, params.key, facts.l2_bytes);
     const KernelSize head_dims(params.query.head_dim, params.value.head_dim);
     const BackwardKernels kernels = backward_kernels(
         facts.compute_capability, facts.shared_bytes_per_cta, head_dims, sizes.dtype, options.change_scores(),
         {params.grad_bias.data != nullptr, params.grad_sinks != nullptr, params.grad_slopes.data != nullptr});
-    const Workspace workspace = make_workspace(params, query, sizes, *kernels.key_value, deterministic, facts);
+    const TileFacts& tile = kernels.key_value->tile;
+    if (kernels.key_value->key.architecture == 90) {
+        plan_claims(params, tile.block_m, tile.block_n, facts, deterministic);
+    } else {
+        params.heads_per_group = key_heads_per_group(params.query, params.key, facts.l2_bytes);
+        params.shares = {0, 1, 1};
+    }
+    const Workspace workspace = make_workspace(params, query, sizes, *kernels.key_value, deterministic);
     for (BackwardKernels::Row* kernel : kernels.in_order()) {
         if (kernel != nullptr) kernel->launch(params, device.stream());
     }

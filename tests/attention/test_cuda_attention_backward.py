@@ -450,19 +450,24 @@ def test_masked_keys_have_no_influence(case: Case, dtype: torch.dtype, poison: f
         assert torch.equal(found[name][:, :, :first][:, :, alone], expected[name][:, :, :first][:, :, alone]), name
 
 
-@pytest.mark.parametrize("mask", ["bool", "inf"])
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_keys_hidden_by_a_mask_have_no_influence(mask: str, poison: float) -> None:
-    case = Case(mask=mask, mask_shape=(0, 0, 1, 1), shape=(1, 2, 1, 70, 80), dropout=0.1)
+def check_keys_hidden_by_a_mask(case: Case, poison: float) -> None:
+    """Key 13, by a bool mask or an infinite bias that all rows share."""
     clean, spoiled = make_problem(case), make_problem(case)
     for problem in (clean, spoiled):
         assert problem.bias is not None
-        problem.bias[..., 13] = False if mask == "bool" else -torch.inf
+        problem.bias[..., 13] = False if case.mask == "bool" else -torch.inf
     for tensor in (spoiled.key, spoiled.value):
         tensor[:, :, 13] = poison
     expected, found = (run(case, problem, deterministic=True) for problem in (clean, spoiled))
     assert_equal(found, expected)
     assert torch.count_nonzero(found["grad_key"][:, :, 13]) == torch.count_nonzero(found["grad_value"][:, :, 13]) == 0
+
+
+@pytest.mark.parametrize("mask", ["bool", "inf"])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_keys_hidden_by_a_mask_have_no_influence(mask: str, poison: float) -> None:
+    case = Case(mask=mask, mask_shape=(0, 0, 1, 1), shape=(1, 2, 1, 70, 80), dropout=0.1)
+    check_keys_hidden_by_a_mask(case, poison)
 
 
 # --- Order ------------------------------------------------------------------------------------------------------------

@@ -11,33 +11,33 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fastattn
 import test_cuda_attention_backward as backward
-from attention_cases import SEED, Case, Problem, make_problem
+from attention_cases import SEED, Case, make_problem
 from cuda_kernels import EMULATED, HOPPER_MARKS, checked, each_dtype, only_emulated
 from kernel_device import DEVICE
-from test_cuda_attention_backward_sm90 import BLOCK_N, CAUSAL, NARROW, each_head_dim, is_plain, kernels_for
+from test_cuda_attention_backward_sm90 import (
+    BLOCK_N,
+    CAUSAL,
+    NARROW,
+    check,
+    check_any_order,
+    check_fault_is_found,
+    check_same_bits,
+    check_with_one_sm,
+    each_fault,
+    each_head_dim,
+    is_plain,
+    kernels_for,
+)
 
 if EMULATED:
-    from emulator import EmulatorError, cuda_runtime, device, launches
+    from emulator import launches
 
 pytestmark = HOPPER_MARKS
 
 KERNELS = kernels_for((64, 64))  # up to 128 dims
-
-
-def check(case: Case, problem: Problem | None = None, **how: Any) -> dict[str, Tensor]:
-    """Every gradient against the oracle; the kernels for Hopper must be those that ran."""
-    if not EMULATED:
-        return backward.check(case, problem, **how)
-    with launches.recorded() as found:
-        result = backward.check(case, problem, **how)
-    ran = [launched.report.kernel for launched in found]
-    for kernel in KERNELS:
-        assert sum(kernel in each for each in ran) == 1, ran
-    return result
 
 
 # --- Options ----------------------------------------------------------------------------------------------------------
@@ -201,15 +201,7 @@ def test_keys_hidden_by_a_mask_have_no_influence(mask: str, poison: float, head_
     case = Case(
         mask=mask, mask_shape=(0, 0, 1, 1), shape=(1, 2, 1, 192, 300), dropout=0.1, head_dims=(head_dim, head_dim)
     )
-    clean, spoiled = make_problem(case), make_problem(case)
-    for problem in (clean, spoiled):
-        assert problem.bias is not None
-        problem.bias[..., 13] = False if mask == "bool" else -torch.inf
-    for tensor in (spoiled.key, spoiled.value):
-        tensor[:, :, 13] = poison
-    expected, found = (backward.run(case, problem, deterministic=True) for problem in (clean, spoiled))
-    backward.assert_equal(found, expected)
-    assert torch.count_nonzero(found["grad_key"][:, :, 13]) == torch.count_nonzero(found["grad_value"][:, :, 13]) == 0
+    backward.check_keys_hidden_by_a_mask(case, poison)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -248,26 +240,13 @@ ORDERED = [
 @pytest.mark.parametrize("case", ORDERED, ids=str)
 def test_deterministic_gradients_have_the_same_bits(case: Case) -> None:
     """In any order of CTAs, warps and copies, and on GPUs of any size."""
-    problem = make_problem(case)
-    first = check(case, problem, deterministic=True)
-    for seed in range(2):
-        backward.assert_equal(
-            backward.run(case, problem, deterministic=True, **({"seed": seed} if EMULATED else {})), first
-        )
-    for num_sms in (1, 132) if EMULATED else ():
-        with device.emulated(90, num_sms=num_sms):
-            found = backward.run(case, problem, deterministic=True, seed=num_sms, workers=1)
-            backward.assert_equal(found, first)
+    check_same_bits(case, seeds=2, gpus=(1, 132))
 
 
 @only_emulated
 @pytest.mark.parametrize("case", ORDERED, ids=str)
 def test_gradients_in_any_order_are_as_good(case: Case) -> None:
-    """dQ is added up as it comes; dK and dV have the same bits where one CTA finds all of a tile's."""
-    with device.emulated(90, num_sms=1):
-        first, second = (check(case, seed=seed) for seed in range(2))
-    del first["grad_query"], second["grad_query"]
-    backward.assert_equal(first, second)
+    check_any_order(case)
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3, 5])
@@ -281,31 +260,14 @@ def test_rings_go_round(tiles: int, head_dim: int) -> None:
         dropout=0.1,
         seed=tiles,
     )
-    if not EMULATED:
-        check(case)
-        return
-    with device.emulated(90, num_sms=1):
-        check(case, seed=tiles)
+    check_with_one_sm(case, seed=tiles)
 
 
 @only_emulated
-@pytest.mark.parametrize(
-    ("instruction", "instead", "kinds"),
-    [
-        ("wgmma.wait_group.sync.aligned 1;", "", {"wgmma", "race"}),
-        ("wgmma.wait_group.sync.aligned 0;", "wgmma.wait_group.sync.aligned 1;", {"wgmma", "race"}),
-        ("wgmma.fence.sync.aligned;", "", {"wgmma"}),
-        ("fence.proxy.async.shared::cta;", "", {"proxy"}),
-        ("cp.async.bulk.wait_group.read 0;", "", {"race"}),
-    ],
-    ids=["no wait for dQ", "no wait for dP", "no fence", "no fence of dS and dQ", "no wait for additions"],
-)
+@each_fault
 def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str, kinds: set[str]) -> None:
     case = Case(shape=(1, 2, 1, 200, 300), head_dims=(128, 128), alibi="head", dropout=0.2)
-    with cuda_runtime.replaced(instruction, instead, KERNELS[0]), pytest.raises(EmulatorError) as caught:
-        for seed in range(4):
-            backward.run(case, seed=seed)
-    assert caught.value.kind in kinds
+    check_fault_is_found(case, instruction, instead, kinds)
 
 
 @only_emulated

@@ -59,6 +59,59 @@ def check(case: Case, problem: Problem | None = None, **how: Any) -> dict[str, T
     return result
 
 
+def check_same_bits(case: Case, seeds: int, gpus: tuple[int, ...]) -> None:
+    """Of deterministic gradients: at so many seeds, and on emulated GPUs with so many SMs."""
+    problem = make_problem(case)
+    first = check(case, problem, deterministic=True)
+    for seed in range(seeds):
+        backward.assert_equal(
+            backward.run(case, problem, deterministic=True, **({"seed": seed} if EMULATED else {})), first
+        )
+    for num_sms in gpus if EMULATED else ():
+        with device.emulated(90, num_sms=num_sms):
+            found = backward.run(case, problem, deterministic=True, seed=num_sms, workers=1)
+            backward.assert_equal(found, first)
+
+
+def check_any_order(case: Case) -> None:
+    """dQ is added up as it comes; dK and dV have the same bits where one CTA finds all of a tile's."""
+    with device.emulated(90, num_sms=1):
+        first, second = (check(case, seed=seed) for seed in range(2))
+    del first["grad_query"], second["grad_query"]
+    backward.assert_equal(first, second)
+
+
+def check_with_one_sm(case: Case, seed: int) -> None:
+    """One CTA takes all tiles of keys, one after the other."""
+    if not EMULATED:
+        check(case)
+        return
+    with device.emulated(90, num_sms=1):
+        check(case, seed=seed)
+
+
+each_fault = pytest.mark.parametrize(
+    ("instruction", "instead", "kinds"),
+    [
+        ("wgmma.wait_group.sync.aligned 1;", "", {"wgmma", "race"}),
+        ("wgmma.wait_group.sync.aligned 0;", "wgmma.wait_group.sync.aligned 1;", {"wgmma", "race"}),
+        ("wgmma.fence.sync.aligned;", "", {"wgmma"}),
+        ("fence.proxy.async.shared::cta;", "", {"proxy"}),
+        ("cp.async.bulk.wait_group.read 0;", "", {"race"}),
+    ],
+    ids=["no wait for dQ", "no wait for dP", "no fence", "no fence of dS and dQ", "no wait for additions"],
+)
+
+
+def check_fault_is_found(case: Case, instruction: str, instead: str, kinds: set[str]) -> None:
+    """One that is planted in the kernel for dK and dV."""
+    kernel = kernels_for(case.head_dims)[0]
+    with cuda_runtime.replaced(instruction, instead, kernel), pytest.raises(EmulatorError) as caught:
+        for seed in range(4):
+            backward.run(case, seed=seed)
+    assert caught.value.kind in kinds
+
+
 # --- What every backward kernel has to do -----------------------------------------------------------------------------
 
 LENGTHS = [(1, 1), (64, 128), (65, 129), (63, 127), (130, 257), (257, 130), (1, 300), (300, 1)]
@@ -270,26 +323,13 @@ ORDERED = [
 @pytest.mark.parametrize("case", ORDERED, ids=str)
 def test_deterministic_gradients_have_the_same_bits(case: Case) -> None:
     """In any order of CTAs, warps and copies, and on GPUs of any size."""
-    problem = make_problem(case)
-    first = check(case, problem, deterministic=True)
-    for seed in range(3):
-        backward.assert_equal(
-            backward.run(case, problem, deterministic=True, **({"seed": seed} if EMULATED else {})), first
-        )
-    for num_sms in (1, 2, 78, 132) if EMULATED else ():
-        with device.emulated(90, num_sms=num_sms):
-            found = backward.run(case, problem, deterministic=True, seed=num_sms, workers=1)
-            backward.assert_equal(found, first)
+    check_same_bits(case, seeds=3, gpus=(1, 2, 78, 132))
 
 
 @only_emulated
 @pytest.mark.parametrize("case", ORDERED, ids=str)
 def test_gradients_in_any_order_are_as_good(case: Case) -> None:
-    """dQ is added up as it comes; dK and dV have the same bits where one CTA finds all of a tile's."""
-    with device.emulated(90, num_sms=1):
-        first, second = (check(case, seed=seed) for seed in range(2))
-    del first["grad_query"], second["grad_query"]
-    backward.assert_equal(first, second)
+    check_any_order(case)
 
 
 @pytest.mark.parametrize("tiles", range(1, 6))
@@ -297,34 +337,13 @@ def test_gradients_in_any_order_are_as_good(case: Case) -> None:
 def test_rings_go_round(tiles: int, head_dim: int) -> None:
     """So many tiles of rows to a tile of keys, and several of these to the one CTA that there is."""
     case = Case(shape=(1, 2, 1, 64 * tiles - 3, 2 * BLOCK_N[head_dim]), head_dims=(head_dim, head_dim))
-    if not EMULATED:
-        check(case)
-        return
-    with device.emulated(90, num_sms=1):
-        check(case, seed=tiles)
+    check_with_one_sm(case, seed=tiles)
 
 
 @only_emulated
-@pytest.mark.parametrize(
-    ("instruction", "instead", "kinds"),
-    [
-        ("wgmma.wait_group.sync.aligned 1;", "", {"wgmma", "race"}),
-        ("wgmma.wait_group.sync.aligned 0;", "wgmma.wait_group.sync.aligned 1;", {"wgmma", "race"}),
-        ("wgmma.fence.sync.aligned;", "", {"wgmma"}),
-        ("fence.proxy.async.shared::cta;", "", {"proxy"}),
-        ("cp.async.bulk.wait_group.read 0;", "", {"race"}),
-    ],
-    ids=["no wait for dQ", "no wait for dP", "no fence", "no fence of dS and dQ", "no wait for additions"],
-)
+@each_fault
 def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str, kinds: set[str]) -> None:
-    case = Case(shape=(1, 2, 1, 200, 300), head_dims=(128, 128))
-    with (
-        cuda_runtime.replaced(instruction, instead, kernels_for(case.head_dims)[0]),
-        pytest.raises(EmulatorError) as caught,
-    ):
-        for seed in range(4):
-            backward.run(case, seed=seed)
-    assert caught.value.kind in kinds
+    check_fault_is_found(Case(shape=(1, 2, 1, 200, 300), head_dims=(128, 128)), instruction, instead, kinds)
 
 
 @only_emulated
@@ -340,12 +359,7 @@ def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str, 
     ids=["no wait for gradients", "no wait for scores", "no fence", "no fence of dS and dQ", "no wait for additions"],
 )
 def test_a_fault_planted_in_the_wide_kernel_is_found(instruction: str, instead: str, kinds: set[str]) -> None:
-    case = Case(shape=(1, 1, 1, 260, 64), head_dims=(256, 256))
-    kernel = kernels_for(case.head_dims)[0]
-    with cuda_runtime.replaced(instruction, instead, kernel), pytest.raises(EmulatorError) as caught:
-        for seed in range(4):
-            backward.run(case, seed=seed)
-    assert caught.value.kind in kinds
+    check_fault_is_found(Case(shape=(1, 1, 1, 260, 64), head_dims=(256, 256)), instruction, instead, kinds)
 
 
 # --- What a launch does -----------------------------------------------------------------------------------------------
