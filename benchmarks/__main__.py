@@ -19,9 +19,13 @@ COMMANDS = {
     "attention_backward": Command("measure.attention_backward", "its gradients, beside every peer"),
     "decode": Command("measure.decode", "a step of generation over a KV cache, beside every peer"),
     "int8_matmul": Command("measure.int8_matmul", "linear layers with int8 weights, beside every peer"),
+    "fit-int8": Command(
+        "measure.int8_fit", "the constants by which ways to an int8 matmul are chosen, from times here"
+    ),
     "overhead": Command("measure.overhead", "what a call costs on the host; needs no GPU"),
     "emulator": Command("measure.emulator_speed", "how fast the tests' emulator is; needs no GPU"),
     "predict": Command("predict.profile", "registers, spills, instructions and predicted times; needs no GPU"),
+    "int8-curve": Command("predict.int8_curve", "writes docs/int8_speed.md: int8 layers, predicted; needs no GPU"),
     "page": Command("measure.page", "writes docs/PERFORMANCE.md from the results"),
     "gpu-check": Command("evidence.gpu_check", "all evidence that a GPU can give, in under 8 minutes"),
 }

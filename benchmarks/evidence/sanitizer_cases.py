@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import fastattn
+from fastattn import native
 from fastattn.activations import result_columns
 from fastattn.dispatch.device import kernel_facts
 from fastattn.dispatch.support import KERNEL_BACKENDS
@@ -162,6 +163,13 @@ def int8(
         fastattn.int8_linear(x, weight, bias, activation=activation, residual=residual, input_precision=input_precision)
 
 
+def int8_dequantised(device: torch.device) -> None:
+    """By cuBLAS, where the backend is CUDA C++; 96 and 1000 are no multiples of what a CTA dequantises."""
+    weight = fastattn.quantize_int8(random(torch.device("cpu"), 96, 1000)).to(device)
+    with native.forced_int8_tile(-1):
+        fastattn.int8_linear(random(device, 5, 1000).requires_grad_(), weight).backward(random(device, 5, 96, seed=3))
+
+
 CASES: dict[str, Case] = {
     **{
         f"forward d={dim} {'causal' if causal else 'full'}": partial(forward, head_dim=dim, causal=causal)
@@ -189,6 +197,7 @@ CASES: dict[str, Case] = {
     "int8 40 rows in groups": partial(int8, rows=40, granularity=128, activation="gelu"),
     "int8 one row, SwiGLU": partial(int8, rows=1, granularity="channel", activation="swiglu"),
     "int8 130 rows": partial(int8, rows=130, granularity="channel", activation="silu"),
+    "int8 dequantised": int8_dequantised,
     "int8 activations in groups": partial(int8, rows=20, granularity=32, input_precision="int8"),
     "int8 activations, 520 rows": partial(int8, rows=520, granularity="channel", input_precision="int8"),
 }

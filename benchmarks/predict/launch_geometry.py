@@ -336,9 +336,11 @@ def native_int8_matmul(case: Int8Case, machine: Machine) -> dict[str, Geometry]:
     outputs, depth, of_outputs, of_depth = case.n, case.k, "block_n", "block_k"
     if case.gradient:
         outputs, depth, of_outputs, of_depth = depth, outputs, of_depth, of_outputs
-    name = native.int8_matmul_kernel(op, machine.arch, machine.num_sms, case.torch_dtype, case.m, outputs, depth)
+    gpu, has_groups, sizes = (machine.arch, machine.num_sms), case.group is not None, (case.m, outputs, depth)
+    # As of our own kernels: those of cuBLAS tell nobody how they deal their work.
+    name = native.int8_matmul_kernel(op, *gpu, case.torch_dtype, has_groups, True, *sizes)
     assert name is not None
-    dealt = native.dealt_int8_matmul(op, machine.arch, machine.num_sms, case.m, outputs, depth)
+    dealt = native.dealt_int8_matmul(op, *gpu, has_groups, *sizes)
     tile = native.KERNELS[name]
     num_tiles = ceil_div(case.m, tile["block_m"]) * ceil_div(outputs, tile[of_outputs])
     mean = num_tiles * ceil_div(depth, tile[of_depth]) / dealt.ctas

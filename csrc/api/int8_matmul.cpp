@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "api/checks.h"
+#include "api/dequantised_matmul.h"
 #include "api/device.h"
 #include "api/kernel_choice.h"
 #include "host/device_facts.h"
@@ -74,9 +75,11 @@ Tensor with_contiguous_rows(const Tensor& matrix) {
     return matrix.size(1) <= 1 || matrix.stride(1) == 1 ? matrix : torch::stable::contiguous(matrix);
 }
 
-// The matrix itself where its rows are aligned, else a copy in rows with room behind them.
+// The matrix itself where its rows are aligned and do not overlap, else a copy in rows with room behind them. One row that is
+// repeated is no overlap.
 Tensor with_aligned_rows(const Tensor& matrix) {
-    if (matrix.numel() == 0 || is_aligned(matrix)) return matrix;
+    const bool overlaps = matrix.size(0) > 1 && matrix.stride(0) != 0 && matrix.stride(0) < matrix.size(1);
+    if (matrix.numel() == 0 || (is_aligned(matrix) && !overlaps)) return matrix;
     const int32_t per_chunk = 16 / static_cast<int32_t>(matrix.element_size());
     const int64_t columns = matrix.size(1), room = (columns + per_chunk - 1) / per_chunk * per_chunk;
     Tensor rows = torch::stable::new_empty(matrix, {matrix.size(0), room});
@@ -103,7 +106,6 @@ struct Int8MatmulTensors {
 };
 
 Int8WeightView weight_view(const char* op, Int8MatmulTensors& tensors) {
-    constexpr int32_t kSmallestGroup = 32;
     constexpr int64_t kMostColumns = int64_t{1} << 29;  // the kernels count bytes of rows of x in 32 bits
     const int64_t rows = tensors.weight.size(0), columns = tensors.weight.size(1);
     const int64_t groups = tensors.scale.size(1), scale_rows = tensors.scale.size(0);
@@ -112,7 +114,7 @@ Int8WeightView weight_view(const char* op, Int8MatmulTensors& tensors) {
     int32_t group_shift = Int8WeightView::kOneGroup;
     if (groups > 1) {
         group_shift = 0;
-        while (group_shift < 3 && groups * (kSmallestGroup << group_shift) != columns) ++group_shift;
+        while (group_shift < 3 && groups * (Int8WeightView::kSmallestGroup << group_shift) != columns) ++group_shift;
         check(group_shift < 3 && scale_rows == rows, op, "scale must have a column for each 32, 64 or 128 columns of ",
               "weight, got ", shape_text(tensors.scale), " for ", shape_text(tensors.weight));
     } else {
@@ -150,47 +152,62 @@ void check_for_int8_activations(const char* op, const Tensor& weight, const Matm
           "rows, and of 16 columns up to ", kMaxInt8SumDepth, ", for int8 activations, got ", shape_text(weight));
 }
 
-// Picks the kernel and divides the work among its CTAs, with room for what they pass to each other.
-Int8KernelTable::Row& plan_work(Int8KernelTable& kernels, DataType dtype, Int8MatmulParams& params,
-                                Int8MatmulTensors& tensors) {
-    MatmulEpilogue& epilogue = params.epilogue;
+Int8Choice choose(Int8KernelTable& kernels, DataType dtype, const Int8MatmulParams& params, bool is_plain) {
     const DeviceFacts facts = device_facts();
-    const auto [kernel, choice] = int8_kernel(kernels, facts.compute_capability, facts.num_sms, dtype,
-                                              params.input.rows, epilogue.sum_columns(), params.input.columns);
-    const auto& [tile, plan] = choice;
+    const Int8Traits traits{dtype, params.weight.group_shift != Int8WeightView::kOneGroup, is_plain};
+    return int8_kernel(kernels, facts.compute_capability, facts.num_sms, traits, params.input.rows,
+                       params.epilogue.sum_columns(), params.input.columns);
+}
+
+// Divides the work among the kernel's CTAs, with room for what they pass to each other.
+Int8KernelTable::Row& plan_work(const Int8Choice& chosen, Int8MatmulParams& params, Int8MatmulTensors& tensors) {
+    MatmulEpilogue& epilogue = params.epilogue;
+    const auto& [_, tile, plan, clocks] = chosen.choice;
     epilogue.plan = plan;
     epilogue.token = launch_token();
     if (plan.num_ranges > 0) {
-        tensors.arrivals = torch::stable::new_empty(tensors.input, {plan.shared_tiles}, ScalarType::Long);
+        tensors.arrivals =
+            torch::stable::new_empty(tensors.input, {plan.shared_tiles, tile.ctas_per_team}, ScalarType::Long);
         tensors.partial =
             torch::stable::new_empty(tensors.input, {num_slots(plan), tile.tokens, tile.outputs}, ScalarType::Float);
         epilogue.partial = static_cast<float*>(tensors.partial->data_ptr());
         epilogue.arrivals = static_cast<uint64_t*>(tensors.arrivals->data_ptr());
     }
     if (params.token_sums.out != nullptr && plan.token_tiles > 1) {
-        check(plan.token_tiles <= int64_t{1} << kLaunchCountBits, "int8_matmul_grad_input",
+        const int32_t columns = plan.output_tiles * tile.ctas_per_team;
+        const int64_t counted_steps = tile.uses_wgmma ? ceil_div(plan.steps, columns) : 1;  // of a column in a tile
+        check(plan.token_tiles * counted_steps <= int64_t{1} << kLaunchCountBits, "int8_matmul_grad_input",
               "too many tokens for the gradient of a bias: ", params.input.rows);
-        tensors.token_arrivals = torch::stable::new_empty(tensors.input, {plan.output_tiles}, ScalarType::Long);
+        tensors.token_arrivals = torch::stable::new_empty(tensors.input, {columns}, ScalarType::Long);
         tensors.token_partial =
             torch::stable::new_empty(tensors.input, {plan.token_tiles, params.token_sums.columns}, ScalarType::Float);
         params.token_sums.partial = static_cast<float*>(tensors.token_partial->data_ptr());
         params.token_sums.arrivals = static_cast<uint64_t*>(tensors.token_arrivals->data_ptr());
     }
-    return *kernel;
+    return *chosen.kernel;
 }
 
-// Room for the tokens as int8 numbers, which the CTAs of a plan make and then multiply.
-void make_room_for_tokens(const char* op, Int8MatmulParams& params, Int8MatmulTensors& tensors) {
+// Whether a kernel multiplies tokens that are int8 numbers already. The others make them first.
+bool takes_quantized(const MatmulTile& tile) {
+    return tile.uses_wgmma;
+}
+
+// Room for the tokens as int8 numbers, which a kernel before the matmul makes, or the CTAs of a plan together.
+void make_room_for_tokens(const char* op, const MatmulTile& tile, Int8MatmulParams& params,
+                          Int8MatmulTensors& tensors) {
     const MatrixView<const uint16_t>& input = params.input;
     const MatmulPlan& plan = params.epilogue.plan;
-    check(input.rows + 2 * num_ctas(plan) < int64_t{1} << kLaunchCountBits, op, "too many tokens or outputs ",
-          "for int8 activations: ", input.rows, " by ", params.weight.rows);
+    if (!takes_quantized(tile)) {
+        if (each_cta_quantises(input.rows, input.columns)) return;
+        check(input.rows + 2 * num_ctas(plan) < int64_t{1} << kLaunchCountBits, op, "too many tokens or outputs ",
+              "for int8 activations: ", input.rows, " by ", params.weight.rows);
+    }
     const auto empty = [&](int64_t elements, ScalarType type) {
         return torch::stable::new_empty(tensors.input, {elements}, type);
     };
     tensors.tokens = empty(int64_t{input.rows} * input.columns, ScalarType::Char);
     tensors.token_scale = empty(input.rows, ScalarType::Float);
-    tensors.counters = empty(1 + plan.token_tiles, ScalarType::Long);
+    tensors.counters = empty(takes_quantized(tile) ? 0 : 1 + plan.token_tiles, ScalarType::Long);
     auto* queue = static_cast<uint64_t*>(tensors.counters->data_ptr());
     params.quantized = {static_cast<int8_t*>(tensors.tokens->data_ptr()),
                         static_cast<float*>(tensors.token_scale->data_ptr()), queue, queue + 1, params.epilogue.token};
@@ -240,9 +257,24 @@ Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> 
         epilogue.residual = matrix_view<const uint16_t>(kOp, "residual", *tensors.residual);
     }
     const OnDeviceOf device(tensors.input);
-    auto& kernel =
-        plan_work(int8_activations ? int8_matmul_s8_kernels() : int8_matmul_kernels(), dtype, params, tensors);
-    if (int8_activations) make_room_for_tokens(kOp, params, tensors);
+    const bool is_plain = !bias.has_value() && !residual.has_value() && epilogue.activation == Activation::kNone;
+    const Int8Choice chosen = choose(int8_activations ? int8_matmul_s8_kernels() : int8_matmul_kernels(), dtype, params,
+                                     is_plain && !int8_activations);
+    if (chosen.dequantises) {
+        const Tensor out = torch::stable::reshape(tensors.out, {rows, columns});
+        multiply_dequantised(params.weight, dtype, as_matrix(x), out, /*is_transposed=*/true, device.stream());
+        return tensors.out;
+    }
+    auto& kernel = plan_work(chosen, params, tensors);
+    if (int8_activations) {
+        const MatmulTile& tile = kernel.tile.matmul;
+        make_room_for_tokens(kOp, tile, params, tensors);
+        if (takes_quantized(tile)) {
+            int8_quantize_tokens_kernels()
+                .find(device_facts().compute_capability, 0, dtype, /*variant=*/false)
+                .launch(params, device.stream());
+        }
+    }
     kernel.launch(params, device.stream());
     return tensors.out;
 }
@@ -275,7 +307,14 @@ std::tuple<Tensor, Tensor> int8_matmul_grad_input(Tensor grad_out, Tensor weight
         grad_bias = torch::stable::narrow(grad_bias, 0, 0, depth);
     }
     const OnDeviceOf device(tensors.input);
-    plan_work(int8_matmul_grad_input_kernels(), dtype, params, tensors).launch(params, device.stream());
+    const Int8Choice chosen = choose(int8_matmul_grad_input_kernels(), dtype, params, /*is_plain=*/true);
+    if (chosen.dequantises) {
+        const Tensor out = torch::stable::reshape(tensors.out, {rows, columns});
+        multiply_dequantised(params.weight, dtype, as_matrix(grad_out), out, /*is_transposed=*/false, device.stream());
+        if (bias_grad) grad_bias = torch::stable::sum(tensors.input, std::array<int64_t, 1>{0});
+    } else {
+        plan_work(chosen, params, tensors).launch(params, device.stream());
+    }
     return {tensors.out, grad_bias};
 }
 

@@ -2,8 +2,13 @@
 #pragma once
 
 #include <array>
+#include <atomic>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "attention/backward.h"
@@ -11,6 +16,7 @@
 #include "decode/decode.h"
 #include "host/sm_rates.h"
 #include "int8_matmul/int8_matmul.h"
+#include "int8_matmul/ways.h"
 #include "int8_matmul/work.h"
 
 namespace fastattn {
@@ -65,19 +71,70 @@ inline BackwardKernels backward_kernels(int32_t compute_capability, int32_t shar
     return kernels;
 }
 
-// What of a matmul with int8 weights a table of kernels computes best, and how: sums [tokens, outputs], each of `depth`.
+// How a matmul with int8 weights is computed best: which of our kernels is the fastest, and the predicted clocks of it and of
+// dequantising for cuBLAS, infinity where that does not compute the same.
 struct Int8Choice {
     Int8KernelTable::Row* kernel;
     MatmulChoice choice;
+    double dequantised_clocks;
+    bool dequantises;  // for cuBLAS, instead of the kernel
 };
 
-inline Int8Choice int8_kernel(Int8KernelTable& table, int32_t compute_capability, int32_t num_sms, DataType dtype,
-                              int32_t tokens, int32_t outputs, int32_t depth) {
+inline constexpr const char* kDequantisedName = "dequantise + cuBLAS";
+
+// What decides which kernel computes a matmul, beside its sizes.
+struct Int8Traits {
+    DataType dtype;
+    bool has_groups;  // of scales, along K
+    bool is_plain;    // a product alone, of 16-bit numbers: nothing is added, and no activation follows
+};
+
+// Tests and benchmarks compare kernels: only those of this architecture with tiles of so many tokens are chosen, in this
+// process. 0: any. kForcesDequantising: cuBLAS, wherever it can.
+inline constexpr int32_t kForcesDequantising = -1;
+struct ForcedInt8Tile {
+    std::atomic<int32_t> architecture{0}, tokens{0};
+
+    bool is_none() const { return architecture == 0 && tokens == 0; }
+    bool is_dequantising() const { return architecture == kForcesDequantising; }
+
+    bool allows(const KernelKey& key) const {
+        return (architecture <= 0 || key.architecture == architecture) && (tokens == 0 || key.size.head_dim == tokens);
+    }
+};
+
+inline ForcedInt8Tile& forced_int8_tile() {
+    static ForcedInt8Tile forced;
+    return forced;
+}
+
+// Of sums [tokens, outputs], each of `depth`.
+inline Int8Choice int8_kernel(Int8KernelTable& table, int32_t compute_capability, int32_t num_sms,
+                              const Int8Traits& traits, int32_t tokens, int32_t outputs, int32_t depth) {
+    std::vector<Int8KernelTable::Row*> rows;
     std::vector<MatmulTile> tiles;
-    tiles.reserve(8);
-    table.for_each_tile(compute_capability, dtype, [&](const Int8TileFacts& tile) { tiles.push_back(tile.matmul); });
+    rows.reserve(16);
+    tiles.reserve(16);
+    table.for_each_row(compute_capability, traits.dtype, traits.has_groups, [&](Int8KernelTable::Row& row) {
+        if (!forced_int8_tile().allows(row.key)) return;
+        rows.push_back(&row);
+        tiles.push_back(row.tile.matmul);
+        tiles.back().scales_groups = traits.has_groups;
+    });
     const MatmulChoice choice = fastest_tile(tokens, outputs, depth, tiles, sm_rates(compute_capability), num_sms);
-    return {&table.find(compute_capability, choice.tile.tokens, dtype, false), choice};
+    if (choice.index == tiles.size()) {
+        throw std::runtime_error("fastattn: no kernel of the int8 matmul runs on a GPU of compute capability " +
+                                 std::to_string(compute_capability / 10) + '.' +
+                                 std::to_string(compute_capability % 10) + " with " + std::to_string(num_sms) +
+                                 " multiprocessors");
+    }
+    const bool may_dequantise =
+        traits.is_plain && (forced_int8_tile().is_none() || forced_int8_tile().is_dequantising());
+    const double clocks = may_dequantise && depth > 0
+                              ? dequantised_clocks(tokens, outputs, depth, sm_rates(compute_capability), num_sms)
+                              : std::numeric_limits<double>::infinity();
+    const bool dequantises = clocks < choice.clocks || (forced_int8_tile().is_dequantising() && std::isfinite(clocks));
+    return {rows[choice.index], choice, clocks, dequantises};
 }
 
 }  // namespace fastattn

@@ -12,6 +12,7 @@
 #include "decode/split_plan.h"
 #include "host/device_facts.h"
 #include "host/kernel_table.h"
+#include "int8_matmul/team_work.h"
 
 namespace fastattn {
 namespace {
@@ -47,6 +48,12 @@ Int8KernelTable& int8_kernels(int32_t which) {
 // How a launch deals its steps to CTAs, and how many parts of tiles pass through a workspace.
 struct Dealt {
     int64_t ctas, longest_steps, block_m, parts;
+};
+
+// The fastest of our kernels, null where there is none, its predicted microseconds, and those of dequantising for cuBLAS.
+struct Int8Ways {
+    const char* kernel;
+    double kernel_microseconds, dequantised_microseconds;
 };
 
 // RowShares, the heads whose tiles are claimed in turn, and the kernel's tile.
@@ -147,31 +154,70 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_decode_kernel(int32_t compute_capa
 }
 
 // Of the matmul, its input gradient, or the matmul with int8 activations (`which` is 0, 1, 2), with sums [tokens, outputs],
-// each of `depth`.
+// each of `depth`. has_groups: the weights' scales are of groups along K; is_plain: nothing follows the product.
 FASTATTN_ASKED_BY_PYTHON const char* fastattn_int8_matmul_kernel(int32_t which, int32_t compute_capability,
-                                                                 int32_t num_sms, int32_t is_bfloat16, int32_t tokens,
+                                                                 int32_t num_sms, int32_t is_bfloat16,
+                                                                 int32_t has_groups, int32_t is_plain, int32_t tokens,
                                                                  int32_t outputs, int32_t depth) {
     using namespace fastattn;
-    return name_or_null([&]() -> auto& {
-        return *int8_kernel(int8_kernels(which), compute_capability, num_sms, dtype_of(is_bfloat16), tokens, outputs,
-                            depth)
-                    .kernel;
-    });
+    const Int8Traits traits{dtype_of(is_bfloat16), has_groups != 0, is_plain != 0};
+    try {
+        const Int8Choice chosen =
+            int8_kernel(int8_kernels(which), compute_capability, num_sms, traits, tokens, outputs, depth);
+        return chosen.dequantises ? kDequantisedName : chosen.kernel->name().c_str();
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
+
+// Likewise: the predicted times of the ways among which that chooses.
+FASTATTN_ASKED_BY_PYTHON fastattn::Int8Ways fastattn_int8_ways(int32_t which, int32_t compute_capability,
+                                                               int32_t num_sms, int32_t is_bfloat16, int32_t has_groups,
+                                                               int32_t is_plain, int32_t tokens, int32_t outputs,
+                                                               int32_t depth) {
+    using namespace fastattn;
+    const Int8Traits traits{dtype_of(is_bfloat16), has_groups != 0, is_plain != 0};
+    try {
+        const Int8Choice chosen =
+            int8_kernel(int8_kernels(which), compute_capability, num_sms, traits, tokens, outputs, depth);
+        const double per_microsecond = 1e3 * sm_rates(compute_capability).gigahertz;
+        return {chosen.kernel->name().c_str(), chosen.choice.clocks / per_microsecond,
+                chosen.dequantised_clocks / per_microsecond};
+    } catch (const std::exception&) {
+        return {};
+    }
 }
 
 // Likewise. No CTAs: no kernel runs there.
 FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_int8_matmul(int32_t which, int32_t compute_capability,
-                                                                    int32_t num_sms, int32_t tokens, int32_t outputs,
-                                                                    int32_t depth) {
+                                                                    int32_t num_sms, int32_t has_groups, int32_t tokens,
+                                                                    int32_t outputs, int32_t depth) {
     using namespace fastattn;
     try {
-        const auto [tile, plan] =
-            int8_kernel(int8_kernels(which), compute_capability, num_sms, DataType::kBFloat16, tokens, outputs, depth)
-                .choice;
-        return {num_ctas(plan), longest_steps(plan), tile.tokens, num_slots(plan)};
+        const Int8Traits traits{DataType::kBFloat16, has_groups != 0, /*is_plain=*/false};
+        const auto [_, tile, plan, clocks] =
+            int8_kernel(int8_kernels(which), compute_capability, num_sms, traits, tokens, outputs, depth).choice;
+        if (!tile.uses_wgmma) return {num_ctas(plan), longest_steps(plan), tile.tokens, num_slots(plan)};
+        const int32_t teams = num_teams(plan, resident_teams(tile, num_sms));
+        return {int64_t{tile.ctas_per_team} * teams, longest_steps_of_team(plan, teams), tile.tokens,
+                tile.ctas_per_team * num_slots(plan)};
     } catch (const std::exception&) {
         return {};
     }
+}
+
+// Predicted, of a matmul of 16-bit numbers by cuBLAS.
+FASTATTN_ASKED_BY_PYTHON double fastattn_cublas_microseconds(int32_t compute_capability, int32_t num_sms,
+                                                             int32_t tokens, int32_t outputs, int32_t depth) {
+    using namespace fastattn;
+    const SmRates rates = sm_rates(compute_capability);
+    return cublas_clocks(tokens, outputs, depth, rates, num_sms) / (1e3 * rates.gigahertz);
+}
+
+// Until the next call, all int8 matmuls are computed by kernels of this architecture, with tiles of so many tokens. 0: any.
+FASTATTN_ASKED_BY_PYTHON void fastattn_force_int8_tile(int32_t architecture, int32_t tokens) {
+    fastattn::forced_int8_tile().architecture = architecture;
+    fastattn::forced_int8_tile().tokens = tokens;
 }
 
 // With so many rows of queries for each KV head, and sequences that fill the capacity.

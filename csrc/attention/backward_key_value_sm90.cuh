@@ -35,10 +35,7 @@
 #include "device/nonfinite.cuh"
 #include "device/ptx/named_barrier.cuh"
 #include "device/ptx/setmaxnreg.cuh"
-#include "device/ptx/st_shared.cuh"
 #include "device/ptx/stmatrix.cuh"
-#include "device/store_rows.cuh"
-#include "device/tile_copy.cuh"
 #include "device/tma_nonfinite.cuh"
 #include "host/device_facts.h"
 #include "host/launch.h"
@@ -154,19 +151,7 @@ struct BackwardConsumerSm90 {
         // more.
         constexpr bool kHasRegisters = kInLoop && Config::kKeyBlocks == 1 && !Config::kOptions;
         const int lane = kHasRegisters ? this->lane : ptx::opaque(this->lane);
-        const uint32_t sPart = shared_address(shared.sPart[warpgroup]) + accumulator_column(lane) * sizeof(float);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = warp * kMmaM + accumulator_row(lane) + 8 * half;
-#pragma unroll
-            for (int block = 0; block < kQueryPartDims / kMmaN; ++block) {
-                constexpr int kMissing = kNumTiles - 1;
-                const bool exists = kFirstTile + block < kNumTiles;
-                const auto& tile = rC[0][exists ? kFirstTile + block : kMissing];
-                ptx::st_shared_v2_f32(sPart + query_part_offset(row, block) * sizeof(float),
-                                      exists ? tile[2 * half] : 0.0f, exists ? tile[2 * half + 1] : 0.0f);
-            }
-        }
+        store_rows_of_part<kFirstTile>(shared_address(shared.sPart[warpgroup]), rC, warp, lane);
         ptx::fence_proxy_async_shared();
         __syncwarp();  // waits until every lane has stored its numbers
         if (lane == 0) part.arrive_full();
@@ -201,21 +186,6 @@ struct BackwardConsumerSm90 {
         ptx::fence_proxy_async_shared();
         ptx::bar_sync(kAllBackwardConsumers, Config::kConsumerThreads);  // waits until all of it is written
         return shared.sFiniteK;
-    }
-
-    // Writes dK or dV of a warp's keys, times factor.
-    __device__ __forceinline__ void store(const HeadsView<uint16_t>& view, const KeysOfWork<Config>& keys, Gradient& rC,
-                                          int block, float factor) const {
-#pragma unroll
-        for (auto& tile : rC[0]) {
-#pragma unroll
-            for (float& number : tile) number *= factor;
-        }
-        const int32_t own_key = keys.first_key + first_key(block);
-        store_accumulators<kDataType>(rC, lane, view.head_dim, [&](int key) -> uint16_t* {
-            if (own_key + key >= keys.num_keys) return nullptr;
-            return row_pointer(view, keys.batch, keys.head, keys.sequence_begin + own_key + key);
-        });
     }
 };
 
@@ -375,8 +345,10 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
             if (keys.is_shared()) {
                 consumer.store_key_parts(rK[block], rV[block]);
             } else {
-                consumer.store(params.grad_key, keys, rK[block], block, params.scores.scale);
-                consumer.store(params.grad_value, keys, rV[block], block, value_factor);
+                store_key_rows<kDataType>(params.grad_key, keys, rK[block], consumer.first_key(block), lane,
+                                          params.scores.scale);
+                store_key_rows<kDataType>(params.grad_value, keys, rV[block], consumer.first_key(block), lane,
+                                          value_factor);
             }
         }
     });

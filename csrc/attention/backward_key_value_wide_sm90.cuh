@@ -220,8 +220,8 @@ struct BackwardChainSm90 {
             if (warp_uniform(keys.is_shared()) != 0) {
                 store_parts(rG);
             } else {
-                store(kOfValues ? params.grad_value : params.grad_key, keys, rG,
-                      kOfValues ? 1.0f : params.scores.scale);
+                store_key_rows<kDataType>(kOfValues ? params.grad_value : params.grad_key, keys, rG, warp * kMmaM, lane,
+                                          kOfValues ? 1.0f : params.scores.scale);
             }
         });
     }
@@ -242,21 +242,6 @@ struct BackwardChainSm90 {
         num_key_parts += Config::kQueryParts + Config::kValueParts;
         // The chain of values is the last: that of queries has no dS of the next tile before it has passed on P.
         if constexpr (!kOfValues) ptx::bar_sync(kKeysStored, 2 * kWarpgroupSize);
-    }
-
-    // Writes dK or dV of a warp's keys, times factor.
-    __device__ __forceinline__ void store(const HeadsView<uint16_t>& view, const KeysOfWork<Config>& keys, Gradient& rG,
-                                          float factor) const {
-#pragma unroll
-        for (auto& tile : rG[0]) {
-#pragma unroll
-            for (float& number : tile) number *= factor;
-        }
-        const int32_t own_key = keys.first_key + warp * kMmaM;
-        store_accumulators<kDataType>(rG, lane, view.head_dim, [&](int key) -> uint16_t* {
-            if (own_key + key >= keys.num_keys) return nullptr;
-            return row_pointer(view, keys.batch, keys.head, keys.sequence_begin + own_key + key);
-        });
     }
 };
 

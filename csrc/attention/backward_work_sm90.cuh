@@ -17,9 +17,12 @@
 #include "device/ptx/fence.cuh"
 #include "device/ptx/ld_acquire.cuh"
 #include "device/ptx/red.cuh"
+#include "device/ptx/st_shared.cuh"
 #include "device/ring.cuh"
 #include "device/scores.cuh"
 #include "device/sequence.cuh"
+#include "device/store_rows.cuh"
+#include "device/tile_copy.cuh"
 #include "device/tma_tile.cuh"
 #include "device/transposed_scores.cuh"
 #include "device/warpgroup_gemm.cuh"
@@ -361,32 +364,75 @@ __device__ __forceinline__ void produce(BackwardStorageSm90<Config>& shared,
     });
 }
 
+// One thread adds a part to sums in global memory, and waits until it has been read.
+__device__ __forceinline__ void start_to_add(float* sums, const float* sPart) {
+    ptx::cp_reduce_async_bulk_add_f32(sums, shared_address(sPart), kQueryPartElements * sizeof(float));
+    ptx::cp_async_bulk_commit_group();
+    ptx::cp_async_bulk_wait_group_read();
+}
+
+// What this thread adds comes after what so many others have added before.
+__device__ __forceinline__ void wait_for_turn(const int32_t* turn, int32_t num_before) {
+    while (ptx::ld_acquire_s32(turn) < num_before) {
+    }
+    ptx::fence_proxy_async();
+}
+
+// After all that this thread has added.
+__device__ __forceinline__ void pass_turn_on(int32_t* turn) {
+    ptx::cp_async_bulk_wait_group();
+    ptx::fence_proxy_async();
+    ptx::red_release_add_s32(turn, 1);
+}
+
+// A warp's 16 rows of a part, from 8 * kFirstTile columns of an accumulator on; zeros where it has none. sPart: its address.
+template <int kFirstTile, int kNumTiles>
+__device__ __forceinline__ void store_rows_of_part(uint32_t sPart, const float (&rC)[1][kNumTiles][4], int warp,
+                                                   int lane) {
+    sPart += accumulator_column(lane) * sizeof(float);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = warp * kMmaM + accumulator_row(lane) + 8 * half;
+#pragma unroll
+        for (int block = 0; block < kQueryPartDims / kMmaN; ++block) {
+            const bool exists = kFirstTile + block < kNumTiles;
+            const auto& tile = rC[0][exists ? kFirstTile + block : kNumTiles - 1];
+            ptx::st_shared_v2_f32(sPart + query_part_offset(row, block) * sizeof(float), exists ? tile[2 * half] : 0.0f,
+                                  exists ? tile[2 * half + 1] : 0.0f);
+        }
+    }
+}
+
+// Writes dK or dV of a warp's 16 keys, from first_key of the tile on, times factor.
+template <DataType kDataType, typename Config, int kTilesD>
+__device__ __forceinline__ void store_key_rows(const HeadsView<uint16_t>& view, const KeysOfWork<Config>& keys,
+                                               float (&rC)[1][kTilesD][4], int first_key, int lane, float factor) {
+#pragma unroll
+    for (auto& tile : rC[0]) {
+#pragma unroll
+        for (float& number : tile) number *= factor;
+    }
+    const int32_t own_key = keys.first_key + first_key;
+    store_accumulators<kDataType>(rC, lane, view.head_dim, [&](int key) -> uint16_t* {
+        if (own_key + key >= keys.num_keys) return nullptr;
+        return row_pointer(view, keys.batch, keys.head, keys.sequence_begin + own_key + key);
+    });
+}
+
 // A warp that adds a consumer's parts of dQ to the sums, and those of dK and dV where CTAs share a tile
 // of keys. Where turns count, those of the first keys and of the first shares are added first; a CTA only ever waits for
 // CTAs that have claimed theirs before, and for itself.
 template <typename Config>
 __device__ __forceinline__ void add_parts(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params,
                                           int consumer, int lane) {
-    constexpr int kParts = Config::kQueryParts, kPartBytes = kQueryPartElements * sizeof(float);
+    constexpr int kParts = Config::kQueryParts;
     // Consumers have a part of dQ each, or add to the same one after the other.
     const int part = Config::kShareGradients ? consumer : 0, others_before = Config::kShareGradients ? 0 : consumer;
     const bool in_order = params.turns != nullptr;
     Ring<1> ring(shared.part[consumer]);
-    const auto wait_for_turn = [&](const int32_t* turn, int32_t num_before) {
-        while (ptx::ld_acquire_s32(turn) < num_before) {
-        }
-        ptx::fence_proxy_async();  // what others have added comes before what the copy adds
-    };
     const auto add = [&](float* sums) {
-        ptx::cp_reduce_async_bulk_add_f32(sums, shared_address(shared.sPart[consumer]), kPartBytes);
-        ptx::cp_async_bulk_commit_group();
-        ptx::cp_async_bulk_wait_group_read();
+        start_to_add(sums, shared.sPart[consumer]);
         ring.release_by_thread();
-    };
-    const auto pass_on = [&](int32_t* turn) {
-        ptx::cp_async_bulk_wait_group();
-        ptx::fence_proxy_async();
-        ptx::red_release_add_s32(turn, 1);
     };
     for_work(shared, lane, [&](const KeysOfWork<Config>& keys) {
         if (lane != 0) return;
@@ -399,7 +445,7 @@ __device__ __forceinline__ void add_parts(BackwardStorageSm90<Config>& shared, c
                 wait_for_turn(params.turns + sums_tile, (tile - first_tile) * Config::kNumConsumers + others_before);
             }
             add(params.query_sums + (sums_tile * kParts + part) * kQueryPartElements);
-            if (in_order) pass_on(params.turns + sums_tile);
+            if (in_order) pass_turn_on(params.turns + sums_tile);
         });
         if (!keys.is_shared()) return;
         int32_t* turn = params.key_turns + int64_t{keys.shared_tile} * Config::kNumConsumers + consumer;
@@ -409,7 +455,7 @@ __device__ __forceinline__ void add_parts(BackwardStorageSm90<Config>& shared, c
             const int64_t key_part = Config::key_part(consumer, i);
             add(params.key_sums + (keys.shared_tile * int64_t{Config::kKeyParts} + key_part) * kQueryPartElements);
         }
-        if (in_order) pass_on(turn);
+        if (in_order) pass_turn_on(turn);
     });
     if (lane == 0) ptx::cp_async_bulk_wait_group();  // shared memory lives until the copies are over
 }

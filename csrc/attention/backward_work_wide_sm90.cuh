@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "attention/backward_work_sm90.cuh"
-#include "device/ptx/st_shared.cuh"
 
 namespace fastattn {
 
@@ -93,17 +92,7 @@ template <int kFirstTile, typename Config, int kNumTiles>
 __device__ __forceinline__ void store_part(BackwardStorageSm90<Config>& shared, const Ring<Config::kPartStages>& place,
                                            const float (&rC)[1][kNumTiles][4], int warp, int lane) {
     place.wait_empty();
-    const uint32_t sPart = shared_address(shared.sPart[place.stage]) + accumulator_column(lane) * sizeof(float);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = warp * kMmaM + accumulator_row(lane) + 8 * half;
-#pragma unroll
-        for (int block = 0; block < kQueryPartDims / kMmaN; ++block) {
-            const float (&tile)[4] = rC[0][kFirstTile + block];
-            ptx::st_shared_v2_f32(sPart + query_part_offset(row, block) * sizeof(float), tile[2 * half],
-                                  tile[2 * half + 1]);
-        }
-    }
+    store_rows_of_part<kFirstTile>(shared_address(shared.sPart[place.stage]), rC, warp, lane);
     ptx::fence_proxy_async_shared();
     __syncwarp();  // waits until every lane has stored its numbers
     if (lane == 0) place.arrive_full();
@@ -119,22 +108,9 @@ __device__ __forceinline__ void add_parts_in_turn(BackwardStorageSm90<Config>& s
 #pragma unroll 1
         for (int part = 0; part < num_parts; ++part, sums += kQueryPartElements) {
             ring.wait_full();
-            ptx::cp_reduce_async_bulk_add_f32(sums, shared_address(shared.sPart[ring.stage]),
-                                              kQueryPartElements * sizeof(float));
-            ptx::cp_async_bulk_commit_group();
-            ptx::cp_async_bulk_wait_group_read();
+            start_to_add(sums, shared.sPart[ring.stage]);
             ring.release_by_thread();
         }
-    };
-    const auto wait_for_turn = [&](const int32_t* turn, int32_t num_before) {
-        while (ptx::ld_acquire_s32(turn) < num_before) {
-        }
-        ptx::fence_proxy_async();  // what others have added comes before what the copies add
-    };
-    const auto pass_on = [&](int32_t* turn) {
-        ptx::cp_async_bulk_wait_group();
-        ptx::fence_proxy_async();
-        ptx::red_release_add_s32(turn, 1);
     };
     for_work(shared, lane, [&](const KeysOfWork<Config>& keys) {
         if (lane != 0) return;
@@ -146,14 +122,14 @@ __device__ __forceinline__ void add_parts_in_turn(BackwardStorageSm90<Config>& s
                 wait_for_turn(params.turns + sums_tile, tile - first_tile);
             }
             add(params.query_sums + sums_tile * (Config::kQueryParts * kQueryPartElements), Config::kQueryParts);
-            if (in_order) pass_on(params.turns + sums_tile);
+            if (in_order) pass_turn_on(params.turns + sums_tile);
         });
         if (!keys.is_shared()) return;
         float* const sums = params.key_sums + keys.shared_tile * int64_t{Config::kKeyParts * kQueryPartElements};
         if (in_order) wait_for_turn(params.key_turns + keys.shared_tile, keys.share);
         add(sums, Config::kQueryParts);
         add(sums + Config::kQueryParts * kQueryPartElements, Config::kValueParts);
-        if (in_order) pass_on(params.key_turns + keys.shared_tile);
+        if (in_order) pass_turn_on(params.key_turns + keys.shared_tile);
     });
     if (lane == 0) ptx::cp_async_bulk_wait_group();  // shared memory lives until the copies are over
 }

@@ -47,13 +47,18 @@ __device__ __forceinline__ uint32_t biased(uint32_t four) {
     return four ^ 0x80808080;
 }
 
-// Two of four biased numbers; the first becomes the lower half of the pair.
+// Two of four biased numbers as floats that are linear in them; the first becomes the lower half of the pair.
+template <DataType kDataType, int kFirst, int kSecond>
+__device__ __forceinline__ uint32_t linear_pair(uint32_t four_biased) {
+    constexpr uint32_t kHighByte = 4;  // a byte of the permutation's second operand
+    constexpr uint32_t kSelector = kFirst | kHighByte << 4 | kSecond << 8 | kHighByte << 12;
+    return __byte_perm(four_biased, Int8Decoding<kDataType>::kHighBytes, kSelector);
+}
+
 template <DataType kDataType, int kFirst, int kSecond>
 __device__ __forceinline__ uint32_t decode_pair(uint32_t four_biased) {
     using Decoding = Int8Decoding<kDataType>;
-    constexpr uint32_t kHighByte = 4;  // a byte of the permutation's second operand
-    constexpr uint32_t kSelector = kFirst | kHighByte << 4 | kSecond << 8 | kHighByte << 12;
-    const uint32_t linear = __byte_perm(four_biased, Decoding::kHighBytes, kSelector);
+    const uint32_t linear = linear_pair<kDataType, kFirst, kSecond>(four_biased);
     return fma_pairs<kDataType>(linear, Decoding::kMultiplier, Decoding::kOffset);
 }
 

@@ -1,5 +1,5 @@
-// Counters of one launch, in memory that nobody has to zero, as in arrivals.cuh; for many CTAs that count at once. Each
-// adds in one round trip, where all that compare and swap would make each other repeat it.
+// Counters of one launch, in memory that nobody has to zero, as in arrivals.cuh; for CTAs that count as soon as they start,
+// so that opening a counter before would be one more trip. Each adds, and sees whether that was this launch's number.
 //
 // What arrivals.cuh says of tokens, replays and streams holds here too; beyond that:
 // - Who resets. The count alone does not say that it is complete: its users have to agree on a last one, that has seen

@@ -85,9 +85,10 @@ struct PartMerger {
         if (count == 1 || (own.begin <= first_part && end_part <= own.end)) return true;  // it is one node already
         // Of all tiles and steps, this one alone begins in a CTA's parts and goes on beyond them: its counter is free.
         uint64_t* counter = rows.slots().workspace.arrivals + int64_t{parts.cta_of(first_part)} * kMergeSteps + step;
+        const bool counts = Threads::index() == 0 && brought < count;
+        if (counts) open_arrivals(counter, rows.slots().workspace.token);  // while stores are on their way
         Threads::sync();  // waits until every thread has left what this CTA brings, and is done with `shared`
-        const bool is_last = Threads::index() == 0 &&
-                             (brought == count || arrives_last(counter, rows.slots().workspace.token, count, brought));
+        const bool is_last = counts ? arrives_last(counter, count, brought) : brought == count;
         if (!Threads::sync_or(is_last)) return false;
         find_nodes(first_part, shift, count);
         merge(/*is_result=*/num_nodes <= kNodes);

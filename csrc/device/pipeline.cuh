@@ -30,11 +30,4 @@ __device__ __forceinline__ void run_pipeline(int32_t begin, int32_t end, Load&& 
     }
 }
 
-// Both.
-template <int kNumStages, typename Load, typename Multiply>
-__device__ __forceinline__ void pipelined_steps(int32_t begin, int32_t end, Load&& load, Multiply&& multiply) {
-    start_pipeline<kNumStages>(begin, end, load);
-    run_pipeline<kNumStages>(begin, end, load, multiply);
-}
-
 }  // namespace fastattn

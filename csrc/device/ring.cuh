@@ -17,10 +17,11 @@ template <int kStages>
 struct RingBarriers {
     uint64_t full[kStages], empty[kStages];
 
-    // One thread, before anybody uses them. num_consumers: warps that empty a stage, of all CTAs.
-    __device__ __forceinline__ void init(int num_consumers) {
+    // One thread, before anybody uses them. num_consumers: warps that empty a stage, of all CTAs. num_producers: who arrive when
+    // they have filled their part of one.
+    __device__ __forceinline__ void init(int num_consumers, int num_producers = 1) {
         for (int stage = 0; stage < kStages; ++stage) {
-            ptx::mbarrier_init(shared_address(&full[stage]), 1);
+            ptx::mbarrier_init(shared_address(&full[stage]), num_producers);
             ptx::mbarrier_init(shared_address(&empty[stage]), num_consumers);
         }
     }

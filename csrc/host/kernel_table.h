@@ -136,14 +136,15 @@ class KernelTable {
                                  '.' + std::to_string(compute_capability % 10));
     }
 
-    // Calls function(tile) with the tiles among which a planner chooses for a GPU, by size.
+    // Calls function(row) with the rows among which a planner chooses for a GPU, by architecture, the newest first, and by
+    // size.
     template <typename Function>
-    void for_each_tile(int32_t compute_capability, DataType dtype, Function&& function) const {
-        int32_t newest = 0;
-        for (const Row& row : rows_) {
-            if (row.key.dtype != dtype || !runs_on(row.key.architecture, compute_capability)) continue;
-            if (newest == 0) newest = row.key.architecture;
-            if (row.key.architecture == newest) function(row.tile);
+    void for_each_row(int32_t compute_capability, DataType dtype, bool variant, Function&& function) {
+        for (Row& row : rows_) {
+            if (row.key.dtype == dtype && row.key.variant.value_or(variant) == variant &&
+                runs_on(row.key.architecture, compute_capability)) {
+                function(row);
+            }
         }
     }
 

@@ -39,6 +39,38 @@ inline auto* encode_tiled_function() {
     return function;
 }
 
+// Of a matrix [rows, columns] with contiguous rows, in boxes of box_columns by box_rows. A row of a box is 128 bytes, or 64,
+// and swizzled in that length.
+struct MatrixMap {
+    CUtensorMap encoded;  // aligned to 64 bytes
+};
+
+// element_bytes: 1 or 2. The base and row_bytes, from one row to the next, are multiples of 16.
+inline MatrixMap matrix_map(const void* data, int32_t element_bytes, int32_t rows, int32_t columns, int64_t row_bytes,
+                            int32_t box_rows, int32_t box_columns) {
+    MatrixMap map{};
+    const int32_t line_bytes = box_columns * element_bytes;
+    if (line_bytes != 64 && line_bytes != 128)
+        throw std::runtime_error("fastattn: no swizzle has lines of that length");
+    const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+    // Of one row it means nothing, but may have to be as long as the row.
+    const int64_t own_bytes = (int64_t{columns} * element_bytes + 15) / 16 * 16;
+    const cuuint64_t strides[] = {static_cast<cuuint64_t>(rows > 1 ? row_bytes : own_bytes)};
+    const cuuint32_t box[] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)};
+    const cuuint32_t element_strides[] = {1, 1};
+    const CUresult result = encode_tiled_function()(
+        &map.encoded, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 2,
+        const_cast<void*>(data), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        line_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS) {
+        throw std::runtime_error("fastattn: the CUDA driver refuses a tensor map of [" + std::to_string(rows) + ", " +
+                                 std::to_string(columns) + "] with rows " + std::to_string(row_bytes) +
+                                 " bytes apart: error " + std::to_string(result));
+    }
+    return map;
+}
+
 // Rows of packed sequences count over the whole tensor: `rows` is how many of them there are.
 inline TensorMap tensor_map(const HeadsView<const uint16_t>& view, int32_t rows, int32_t group, int32_t box_rows,
                             DataType dtype) {

@@ -1,7 +1,9 @@
 // From the sums of a matmul to its result: scale → bias → activation → residual, and the one rounding.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "device/arrivals.cuh"
 #include "device/fragment.cuh"
@@ -173,55 +175,97 @@ struct OwnSums {
 };
 
 // Adds up what a tile's CTAs have left, in the order of the parts, so that bits repeat. This CTA's own part is in
-// shared memory, where the whole sum replaces it. Several loads are on their way at a time.
-template <typename Own>
-__device__ __forceinline__ void add_parts(const Own& own, float* slots, int64_t slot_elements, const SumParts& parts,
-                                          int own_part) {
-    constexpr int kBatch = Own::kPasses <= 16 ? Own::kPasses : Own::kPasses / 2;  // accumulators are free now
-    static_assert(Own::kPasses % kBatch == 0, "batches must cover the tile exactly");
+// shared memory, where the whole sum replaces it. Of kPassesAtOnce passes, as many parts are on their way at a time as
+// registers take, which are free of accumulators now: 36 chunks with the sums.
+template <int kPassesAtOnce, typename Own>
+__device__ __forceinline__ void add_parts_of_passes(const Own& own, float* slots, int64_t slot_elements,
+                                                    const SumParts& parts, int own_part) {
+    constexpr int kPartsAtOnce = std::min(16, 36 / kPassesAtOnce - 1);
+    static_assert(kPartsAtOnce > 0 && Own::kPasses % kPassesAtOnce == 0, "whole turns cover the tile exactly");
 #pragma unroll 1
-    for (int first_pass = 0; own.exists(first_pass); first_pass += kBatch) {
-        float4 sums[kBatch] = {};
-#pragma unroll 1
-        for (int part = 0; part < parts.count; ++part) {
-            float* slot = slots + parts.slot(part) * slot_elements;
-            float4 more[kBatch] = {};
+    for (int first_pass = 0; own.exists(first_pass); first_pass += kPassesAtOnce) {
+        float4 sums[kPassesAtOnce] = {}, own_sums[kPassesAtOnce] = {};
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                const int pass = first_pass + i;
-                if (own.exists(pass)) more[i] = part == own_part ? own.sums(pass) : __ldcg(&own.part(slot, pass));
+        for (int i = 0; i < kPassesAtOnce; ++i) {
+            if (own.exists(first_pass + i)) own_sums[i] = own.sums(first_pass + i);
+        }
+#pragma unroll 1
+        for (int first_part = 0; first_part < parts.count; first_part += kPartsAtOnce) {
+            float4 more[kPartsAtOnce][kPassesAtOnce] = {};
+#pragma unroll
+            for (int p = 0; p < kPartsAtOnce; ++p) {
+                const int part = first_part + p;
+                float* slot = slots + parts.slot(part) * slot_elements;
+                const bool is_there = part < parts.count && part != own_part;
+#pragma unroll
+                for (int i = 0; i < kPassesAtOnce; ++i) {
+                    const int pass = first_pass + i;
+                    if (is_there && own.exists(pass)) more[p][i] = __ldcg(&own.part(slot, pass));
+                }
             }
+            __syncwarp();  // else nvcc starts five loads, and adds what they bring before it goes on
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                sums[i] = {sums[i].x + more[i].x, sums[i].y + more[i].y, sums[i].z + more[i].z, sums[i].w + more[i].w};
+            for (int p = 0; p < kPartsAtOnce; ++p) {
+                const bool is_own = first_part + p == own_part;
+#pragma unroll
+                for (int i = 0; i < kPassesAtOnce; ++i) {
+                    const float4 part = is_own ? own_sums[i] : more[p][i];
+                    sums[i] = {sums[i].x + part.x, sums[i].y + part.y, sums[i].z + part.z, sums[i].w + part.w};
+                }
             }
         }
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
+        for (int i = 0; i < kPassesAtOnce; ++i) {
             if (own.exists(first_pass + i)) own.sums(first_pass + i) = sums[i];
         }
     }
 }
 
+template <typename Own>
+__device__ __forceinline__ void add_parts(const Own& own, float* slots, int64_t slot_elements, const SumParts& parts,
+                                          int own_part, int rows_here) {
+    constexpr int kMostAtOnce = Own::kPasses <= 16 ? Own::kPasses : Own::kPasses / 2;
+    const auto add = [&](auto passes_at_once) {
+        add_parts_of_passes<passes_at_once.value>(own, slots, slot_elements, parts, own_part);
+    };
+    if constexpr (kMostAtOnce <= 4) {  // few tokens, and often many parts
+        if (rows_here <= Own::kRowsPerPass) return add(std::integral_constant<int, 1>{});
+    }
+    add(std::integral_constant<int, kMostAtOnce>{});
+}
+
+// Before a piece's steps, so that its trip to L2 is hidden: prepares finish_tile().
+__device__ __forceinline__ void open_tile(const MatmulEpilogue& epilogue, const MatmulWork& work) {
+    if (threadIdx.x == 0 && !is_whole(epilogue.plan, work)) {
+        open_arrivals(epilogue.arrivals + work.tile, epilogue.token);
+    }
+}
+
 // A CTA's part of a shared tile: true if it is the last, which then has the whole sums; the others leave theirs in the
-// workspace. If all others have left theirs before, which is usual where ranges are long, the last leaves none.
+// workspace. A large tile is not left there where all others have arrived before, which is usual where ranges are long;
+// of few tokens, parts are of one length and a few KB, which cost less than the trip to ask.
 template <int kRows, int kColumns, int kThreads>
 __device__ __forceinline__ bool collects_parts(const MatmulEpilogue& epilogue, float* sSums, int32_t tile,
                                                int rows_here) {
     constexpr int64_t kSlotElements = kRows * kColumns;
+    constexpr bool kAsks = kRows > 16;
     const OwnSums<kRows, kColumns, kThreads> own(sSums, rows_here);
     const SumParts parts = sum_parts(epilogue.plan, tile);
     const int own_part = static_cast<int>(blockIdx.x) - parts.first_cta;
     uint64_t* arrivals = epilogue.arrivals + tile;
-    bool is_last = threadIdx.x == 0 && others_have_arrived(arrivals, epilogue.token, parts.count);
-    if (!__syncthreads_or(is_last)) {
+    bool is_last = false;
+    if constexpr (kAsks) {
+        is_last = threadIdx.x == 0 && others_have_arrived(arrivals, epilogue.token, parts.count);
+        is_last = __syncthreads_or(is_last);
+    }
+    if (!is_last) {
         float* slot = epilogue.partial + parts.slot(own_part) * kSlotElements;
         for (int pass = 0; own.exists(pass); ++pass) own.part(slot, pass) = own.sums(pass);
         __syncthreads();  // waits until every thread has stored its share of this part
-        is_last = threadIdx.x == 0 && arrives_last(arrivals, epilogue.token, parts.count);
+        is_last = threadIdx.x == 0 && arrives_last(arrivals, parts.count);
         if (!__syncthreads_or(is_last)) return false;
     }
-    add_parts(own, epilogue.partial, kSlotElements, parts, own_part);
+    add_parts(own, epilogue.partial, kSlotElements, parts, own_part, rows_here);
     __syncthreads();  // waits for the whole tile: of SwiGLU a thread finishes what others have added up
     return true;
 }

@@ -8,7 +8,8 @@
 //   cp.async      W of steps 0, 1, 2       | X of 0, 1, 2 |   3    |   4    |
 //   all threads   quantise | wait for X                   | step 0 | step 1 |
 //
-// The tokens are quantised once, in the same launch, while the first weights come (quantize_tokens.cuh).
+// The tokens are quantised in the same launch, while the first weights come: few by every CTA for itself, which makes
+// the numbers of a step instead of copying them (tokens_of_cta.cuh), more once for all CTAs (quantize_tokens.cuh).
 // Sums are int32, exact up to kMaxInt8SumDepth of K. With scales per group along K, the sum of 32 or 64 k starts from
 // the bits of a float whose unit in the last place is 1: so the bits are those of that float plus the sum, and become
 // fp32 by one FADD, without a conversion.
@@ -34,6 +35,7 @@
 #include "int8_matmul/int8_matmul.h"
 #include "int8_matmul/quantize_tokens.cuh"
 #include "int8_matmul/tiles_sm80.h"
+#include "int8_matmul/tokens_of_cta.cuh"
 #include "int8_matmul/work.h"
 
 namespace fastattn {
@@ -68,7 +70,10 @@ struct alignas(128) Int8MatmulS8StorageSm80 {
         float sums[Config::kBlockM * SumsLayout<Config::kBlockN>::kRowElements];  // at the end
     };
     float sTokenScale[Config::kBlockM];
-    QuantizeStorage<Config::kNumThreads> quantize;
+    union {
+        QuantizeStorage<Config::kNumThreads> quantize;
+        TokensOfCtaStorage tokens_of_cta;
+    };
 };
 
 // A warp's place in the tile. Sums are int32, in the grid of warps that loads the fewest operands; of groups they are
@@ -267,11 +272,14 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
                                exists ? sizeof(float) : 0);
         }
     };
+    using OwnTokens = TokensOfCta<kDataType, S8Layout<kBlockK>, kBlockM, kBlockK, kNumThreads>;
+    OwnTokens own_tokens;  // in the smallest tile
+    const bool has_own_tokens = OwnTokens::kMayBe && params.quantized.data == nullptr;
     const auto load_x = [&](int32_t step, int stage_idx) {
-        stream_x.load(shared_address(shared.stages[stage_idx].sX), num_tokens - first_token, depth - step * kBlockK,
-                      kBlockK);
+        auto& sX = shared.stages[stage_idx].sX;
+        if (has_own_tokens) return own_tokens.store(reinterpret_cast<char*>(sX));
+        stream_x.load(shared_address(sX), num_tokens - first_token, depth - step * kBlockK, kBlockK);
     };
-
     const auto load = [&](int32_t step, int stage_idx) {
         load_w(step, stage_idx);
         load_x(step, stage_idx);
@@ -280,15 +288,21 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
     // Prologue: the first weights are on their way while the tokens are quantised.
     const int32_t end_of_first = std::min(work.end_step, work.begin_step + kNumStages - 1);
     for (int32_t step = work.begin_step; step < end_of_first; ++step) load_w(step, step % kNumStages);
-    quantize_tokens<kDataType, kBlockM, kNumThreads>(params.input, params.quantized, shared.quantize);
-    wait_for_tokens<kBlockM, kNumThreads>(params.quantized, num_tokens, position.token_tile);
-    start_pipeline<kNumStages>(work.begin_step, work.end_step, load_x);
-    if (thread < std::min(kBlockM, num_tokens - first_token)) {
-        shared.sTokenScale[thread] = __ldcg(params.quantized.scale + first_token + thread);
-    } else if (thread < kBlockM) {
-        shared.sTokenScale[thread] = 0.0f;
+    open_tile(params.epilogue, work);
+    if (has_own_tokens) {
+        own_tokens.start(params.input, work.begin_step, shared.tokens_of_cta, shared.sTokenScale);
+        for (auto& stage : shared.stages) own_tokens.clear(reinterpret_cast<char*>(stage.sX));
+    } else {
+        quantize_tokens<kDataType, kBlockM, kNumThreads>(params.input, params.quantized, shared.quantize);
+        wait_for_tokens<kBlockM, kNumThreads>(params.quantized, num_tokens, position.token_tile);
+        if (thread < std::min(kBlockM, num_tokens - first_token)) {
+            shared.sTokenScale[thread] = __ldcg(params.quantized.scale + first_token + thread);
+        } else if (thread < kBlockM) {
+            shared.sTokenScale[thread] = 0.0f;
+        }
+        if (thread == 0) leave_queue<kBlockM, kNumThreads>(params.quantized, num_tokens);
     }
-    if (thread == 0) leave_queue<kBlockM, kNumThreads>(params.quantized, num_tokens);
+    start_pipeline<kNumStages>(work.begin_step, work.end_step, load_x);
 
     const auto run_steps = [&](auto zero, const float* gOutputScale, auto&& multiply) {
         const S8Warp<Config, decltype(zero)> warp;

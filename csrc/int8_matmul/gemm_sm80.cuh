@@ -229,8 +229,10 @@ __global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, kC
             }
         };
 
+        start_pipeline<kNumStages>(work.begin_step, work.end_step, load);
+        open_tile(params.epilogue, work);
         const auto run_steps = [&](auto grouped) {
-            pipelined_steps<kNumStages>(work.begin_step, work.end_step, load, [&](int32_t, int stage_idx) {
+            run_pipeline<kNumStages>(work.begin_step, work.end_step, load, [&](int32_t, int stage_idx) {
                 multiply_stage<kDataType, grouped.value, Config>(rY, shared.stages[stage_idx], warp_n,
                                                                  weight.group_shift, lane);
             });

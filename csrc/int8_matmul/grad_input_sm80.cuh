@@ -7,7 +7,7 @@
 //
 // The scales lie along the sum, so they must go into an operand and be rounded. They go into the weights, as they would
 // in materialised weights: gradients times a scale of 1e-3 would fall below fp16's normal range. For the same reason
-// fp16 has them relative to a power of two that follows the largest so far, as the maximum of an online softmax does.
+// fp16 has them in a range that follows the largest so far (factor_range.cuh).
 // Per pair of weights: 0.5 LOP3, 1 PRMT, 2 HFMA2, one of them for the scale.
 // A bias's gradient, dY summed over the tokens, comes from the same stages: token_sums.cuh.
 // Preconditions: those of gemm_sm80.cuh.
@@ -26,6 +26,7 @@
 #include "host/host_device.h"
 #include "host/launch.h"
 #include "int8_matmul/epilogue.cuh"
+#include "int8_matmul/factor_range.cuh"
 #include "int8_matmul/int8_matmul.h"
 #include "int8_matmul/tiles_sm80.h"
 #include "int8_matmul/token_sums.cuh"
@@ -40,7 +41,7 @@ struct Int8GradInputConfigSm80 : Int8GradInputTileSm80<kBlockM_> {
     static constexpr int kWarpK = Tile::kBlockK / Tile::kNumWarps;
     static constexpr int kTilesK = kWarpK / kMmaM;         // columns of dX are the MMA's M
     static constexpr int kTilesM = Tile::kBlockM / kMmaN;  // tokens its N
-    static constexpr int kSmallestGroup = 32;
+    static constexpr int kSmallestGroup = Int8WeightView::kSmallestGroup;
     static constexpr int kMaxGroups = Tile::kBlockK / kSmallestGroup;
     static_assert(kWarpK == kSmallestGroup, "one ldmatrix takes a warp's columns, and they share a group");
     static_assert(kNumThreads % Tile::kBlockN == 0, "a thread copies scales of one n");
@@ -71,27 +72,24 @@ union alignas(128) Int8GradInputStorageSm80 {
     float sums[Config::kBlockM * SumsLayout<Config::kBlockK>::kRowElements];  // at the end
 };
 
-// The range of a warp's 16-bit factors: scales divided by `divisor`, as its sums then are. bf16 needs none.
+// A warp's 16-bit factors: scales divided by range.divisor, as its sums then are. bf16 needs no range.
 template <DataType kDataType>
-struct FactorRange {
-    static constexpr float kEnd = 512.0f;  // 127 times as much still is in fp16's range
-    static constexpr bool kIsNarrow = kDataType == DataType::kFloat16;
+struct WarpFactors {
+    static constexpr bool kHasRange = kDataType == DataType::kFloat16;
 
-    float divisor = kIsNarrow ? 0x1p-108f : 1.0f;  // a power of two. Scales below 2^-99 need no larger one
+    FactorRange<256> range;  // 128 times as much still is in fp16's
 
-    __device__ __forceinline__ float to_factor() const { return inverse(divisor); }
+    __device__ __forceinline__ float divisor() const { return kHasRange ? range.divisor : 1.0f; }
+    __device__ __forceinline__ float to_factor() const { return kHasRange ? range.to_factor() : 1.0f; }
 
-    // Makes room for 2 * kWarpSize scales of a step: the largest so far becomes a factor from kEnd / 2 to kEnd.
+    // Makes room for 2 * kWarpSize scales of a step.
     template <int kTilesK, int kTilesM>
     __device__ __forceinline__ void follow(const float* sScale, float (&rX)[kTilesK][kTilesM][4], int lane) {
-        if constexpr (!kIsNarrow) return;
+        if constexpr (!kHasRange) return;
         const float2 own = reinterpret_cast<const float2*>(sScale)[lane];
-        const float largest = fmaxf(fabsf(own.x), fabsf(own.y));
-        if (!__any_sync(0xffffffff, largest >= kEnd * divisor)) return;
-        const uint32_t bits = __reduce_max_sync(0xffffffff, __float_as_uint(largest));  // in the order of the floats
-        const float larger_divisor = __uint_as_float(bits & 0x7f800000) * (2 / kEnd);
-        const float change = divisor * inverse(larger_divisor);
-        divisor = larger_divisor;
+        const float largest = largest_of(own);
+        if (!__any_sync(0xffffffff, !range.holds(largest))) return;
+        const float change = range.make_room(largest_of_warp(largest));
 #pragma unroll
         for (int k = 0; k < kTilesK; ++k) {
 #pragma unroll
@@ -101,23 +99,18 @@ struct FactorRange {
             }
         }
     }
-
-    // Of a power of two: the exponent changes its sign.
-    __device__ __forceinline__ static float inverse(float power) {
-        return __uint_as_float((2 * 127 << 23) - __float_as_uint(power));
-    }
 };
 
 // rX[kTilesK][kTilesM] += Wᵀ · dYᵀ over one stage, for the warp whose columns start at warp_k.
 template <DataType kDataType, typename Config>
 __device__ __forceinline__ void multiply_stage(float (&rX)[Config::kTilesK][Config::kTilesM][4],
-                                               FactorRange<kDataType>& range,
+                                               WarpFactors<kDataType>& factors,
                                                const Int8GradInputStageSm80<Config>& stage, int warp_k, int group,
                                                int lane) {
     constexpr int kTilesK = Config::kTilesK, kTilesM = Config::kTilesM;
     static_assert(Config::kBlockN == 2 * kWarpSize, "a lane looks at two of a step's scales");
-    range.follow(stage.sScale[group], rX, lane);
-    const float to_factor = range.to_factor();
+    factors.follow(stage.sScale[group], rX, lane);
+    const float to_factor = factors.to_factor();
     const SwizzledBlocks<SwizzledLayout::kRowElements> sW(stage.sW, ldmatrix_lane(lane));
     const SwizzledBlocks<SwizzledLayout::kRowElements> sdY(stage.sdY, ldmatrix_lane_b(lane));
     const float* sScale = stage.sScale[group] + accumulator_column(lane);
@@ -129,12 +122,12 @@ __device__ __forceinline__ void multiply_stage(float (&rX)[Config::kTilesK][Conf
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float* scale = sScale + n + 8 * half;
-            const uint32_t factors = pack<kDataType>(scale[0] * to_factor, scale[1] * to_factor);
+            const uint32_t pair = pack<kDataType>(scale[0] * to_factor, scale[1] * to_factor);
 #pragma unroll
             for (int k = 0; k < kTilesK; ++k) {
                 const uint32_t four = biased(rBytes[2 * k + half]);
-                rW[k][2 * half] = multiply_pairs<kDataType>(decode_pair<kDataType, 0, 2>(four), factors);
-                rW[k][2 * half + 1] = multiply_pairs<kDataType>(decode_pair<kDataType, 1, 3>(four), factors);
+                rW[k][2 * half] = multiply_pairs<kDataType>(decode_pair<kDataType, 0, 2>(four), pair);
+                rW[k][2 * half + 1] = multiply_pairs<kDataType>(decode_pair<kDataType, 1, 3>(four), pair);
             }
         }
 #pragma unroll
@@ -191,7 +184,7 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
     do {  // a tile, and a part of its sum
         const TilePosition position = tile_position(plan, work.tile);
         const int32_t first_token = position.token_tile * kBlockM, first_column = position.output_tile * kBlockK;
-        FactorRange<kDataType> range;
+        WarpFactors<kDataType> factors;
         float rX[kTilesK][kTilesM][4] = {};  // [32 columns, kBlockM tokens]
 
         // Producer: every thread copies its chunks of each step, and scales of one n.
@@ -218,14 +211,17 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
             }
         };
 
+        TokenSums<kDataType, Config> token_sums(params.token_sums, position, work.begin_step, plan.output_tiles);
+        start_pipeline<kNumStages>(work.begin_step, work.end_step, load);
+        open_tile(params.epilogue, work);
+        token_sums.open(params.epilogue.token);
         const auto run_steps = [&](auto&& sum_tokens) {
-            pipelined_steps<kNumStages>(work.begin_step, work.end_step, load, [&](int32_t step, int stage_idx) {
+            run_pipeline<kNumStages>(work.begin_step, work.end_step, load, [&](int32_t step, int stage_idx) {
                 const auto& stage = shared.stages[stage_idx];
-                multiply_stage<kDataType, Config>(rX, range, stage, warp_k, warp_group, lane);
+                multiply_stage<kDataType, Config>(rX, factors, stage, warp_k, warp_group, lane);
                 sum_tokens(step, stage.sdY);
             });
         };
-        TokenSums<kDataType, Config> token_sums(params.token_sums, position, work.begin_step, plan.output_tiles);
         if (token_sums.are_wanted()) {
             run_steps([&](int32_t step, const uint16_t* sdY) { token_sums.sum(step, sdY); });
         } else {
@@ -233,13 +229,13 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
         }
 
         // Epilogue: the sums pass through shared memory, so that rows of the result are written by neighbouring threads.
-        const float factor = range.divisor * Int8Decoding<kDataType>::kFactor;
+        const float factor = factors.divisor() * Int8Decoding<kDataType>::kFactor;
         __syncthreads();  // waits until every warp has read the last stages
         stage_sums<Config>(shared.sums, rX, factor, warp_k, lane);
         __syncthreads();  // waits until every warp's sums are in the tile
         const bool is_complete =
             finish_tile<kDataType, kBlockM, kBlockK, kNumThreads>(params.epilogue, shared.sums, work);
-        if (is_complete) token_sums.finish_tile(params.epilogue.token, plan.token_tiles);
+        if (is_complete) token_sums.finish_tile(plan.token_tiles);
     } while (next_work(plan, work));
 }
 

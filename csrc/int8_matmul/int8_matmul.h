@@ -20,16 +20,17 @@ struct MatrixView {
 };
 
 // W [N, K] int8, rows contiguous. Base and row stride are multiples of 16 bytes; what lies between rows may be anything.
-// Its element (n, k) is data[n, k] * scale[n * scale_row_stride + (k / 32 >> group_shift)].
+// Its element (n, k) is data[n, k] * scale[n * scale_row_stride + (k / kSmallestGroup >> group_shift)].
 struct Int8WeightView {
     static constexpr int32_t kOneGroup = 31;  // group_shift where a row has one scale
+    static constexpr int32_t kSmallestGroup = 32;
     const int8_t* data;
     int32_t rows, columns;
     int64_t row_stride;
     const float* scale;
     int32_t scale_row_stride;  // 0: all rows have the same
     int32_t groups;            // of a row
-    int32_t group_shift;       // a group has 32 << group_shift columns
+    int32_t group_shift;       // a group has kSmallestGroup << group_shift columns
 };
 
 // Up to so many columns, sums of products of int8 numbers fit into int32, also of -128 and 127.
@@ -50,8 +51,8 @@ struct MatmulEpilogue {
     MatrixView<const uint16_t> residual;  // data is null where there is none
     MatrixView<uint16_t> out;
     MatmulPlan plan;
-    float* partial;      // [num_slots(plan), rows, columns of a tile], or null: no tile is shared
-    uint64_t* arrivals;  // [shared tiles], see device/arrivals.cuh
+    float* partial;      // [num_slots(plan), sums of a tile as the kernel orders them], or null: no tile is shared
+    uint64_t* arrivals;  // [shared tiles, CTAs of a team], see device/arrivals.cuh
     uint64_t token;
 
     FASTATTN_HOST_DEVICE bool is_gated() const { return activation == Activation::kSwiglu; }
@@ -67,10 +68,20 @@ struct TokenSumsView {
     uint16_t* out;       // [columns], or null: not wanted
     int32_t columns;     // N, rounded up to a multiple of kEpilogueColumns
     float* partial;      // [tiles of tokens, columns], or null: one tile
-    uint64_t* arrivals;  // [tiles of the result's columns], see device/arrivals.cuh; the token is the epilogue's
+    uint64_t* arrivals;  // [columns of CTAs], see device/arrivals.cuh; the token is the epilogue's
 };
 
-// Where a launch puts its tokens as int8 numbers. The counters need no initial value, see device/launch_counter.cuh.
+// Tokens that every CTA quantises for itself: tokens_of_cta.cuh counts what it costs. More are quantised once, into memory
+// that all CTAs then read.
+inline constexpr int32_t kMostTokensOfEachCta = 8, kMostElementsOfEachCta = 1 << 15;
+
+FASTATTN_HOST_DEVICE bool each_cta_quantises(int32_t tokens, int32_t columns) {
+    return tokens <= kMostTokensOfEachCta && int64_t{tokens} * columns <= kMostElementsOfEachCta;
+}
+
+// Where a launch puts its tokens as int8 numbers, or, for Hopper's kernels, a launch before it, which counts nothing. The
+// counters need no initial value, see device/launch_counter.cuh. All is null where sm_80's kernels have so few tokens that
+// each_cta_quantises(): these take the smallest tile.
 struct QuantizedTokens {
     int8_t* data;        // [rows, columns] of the input, contiguous, with a base that is a multiple of 16 bytes
     float* scale;        // [rows]
@@ -87,6 +98,14 @@ struct Int8MatmulParams {
     QuantizedTokens quantized;
 };
 
+// A block of the weights that is dequantised: rows [first_row, first_row + rows) and likewise columns.
+struct DequantizeWeightParams {
+    Int8WeightView weight;
+    int32_t first_row, rows, first_column, columns;
+    uint16_t* out;  // [rows, columns rounded up to a multiple of 16], with a base that is a multiple of 16 bytes
+    int64_t out_stride;
+};
+
 // `matmul`: the tile as the planner sees it. Its outputs and its depth are those of the kernel's own sums.
 struct Int8TileFacts : TileFacts {
     MatmulTile matmul;
@@ -94,10 +113,11 @@ struct Int8TileFacts : TileFacts {
 
 template <typename Tile>
 constexpr Int8TileFacts int8_tile_facts() {
-    return {{Tile::kBlockM, Tile::kBlockN, Tile::kBlockK, Tile::kNumWarps, kCtasPerSm}, Tile::kMatmulTile};
+    return {{Tile::kBlockM, Tile::kBlockN, Tile::kBlockK, Tile::kNumWarps, Tile::kMatmulTile.ctas_per_sm},
+            Tile::kMatmulTile};
 }
 
-// By rows of a tile.
+// By rows of a tile. Variant: whether the weights' scales are of groups along K.
 using Int8KernelTable = KernelTable<Int8MatmulParams, Int8TileFacts>;
 
 inline Int8KernelTable& int8_matmul_kernels() {
@@ -110,9 +130,22 @@ inline Int8KernelTable& int8_matmul_grad_input_kernels() {
     return table;
 }
 
+using DequantizeWeightKernelTable = KernelTable<DequantizeWeightParams>;
+
+inline DequantizeWeightKernelTable& int8_dequantize_weight_kernels() {
+    static auto& table = *new DequantizeWeightKernelTable("dequantising int8 weights");
+    return table;
+}
+
 // With int8 activations; epilogue.scale is null, since all scales have to be multiplied in one place.
 inline Int8KernelTable& int8_matmul_s8_kernels() {
     static auto& table = *new Int8KernelTable("int8_matmul with int8 activations");
+    return table;
+}
+
+// Makes the int8 activations, where the matmul does not make them itself.
+inline KernelTable<Int8MatmulParams>& int8_quantize_tokens_kernels() {
+    static auto& table = *new KernelTable<Int8MatmulParams>("int8 activations");
     return table;
 }
 

@@ -1,7 +1,8 @@
 // Tokens to int8, by the CTAs of the launch that multiplies them: q = round(x / scale), ties to even, with a scale of
 // largest |x| / 127 for each token, 1 where all are zero.
 //
-// A CTA takes tokens from a queue until none is left, then waits for those of its tile. That cannot block for ever: it
+// Few tokens are quantised by every CTA for itself (tokens_of_cta.cuh, where the costs are counted). Of more, a CTA takes
+// tokens from a queue until none is left, then waits for those of its tile. That cannot block for ever: it
 // waits only for tokens that running CTAs have taken, and these wait for nothing before they are done. It costs one
 // more trip of the queue than a kernel of its own would, but the weights' first stages are on their way meanwhile, and
 // no launch is waited for. With many tokens all CTAs that fit on the GPU quantise first, as they would in a kernel of
@@ -28,6 +29,7 @@ struct Division {
 
     float lift, divisor, reciprocal;
 
+    Division() = default;
     __device__ __forceinline__ explicit Division(float divisor)
         : lift(divisor < kSmall ? kLift : 1.0f), divisor(divisor * lift) {
         const float estimate = ptx::rcp_approx_ftz_f32(this->divisor);
@@ -53,6 +55,13 @@ __device__ __forceinline__ float token_scale(float largest) {
     return largest == 0.0f ? 1.0f : is_small ? quotient * (1.0f / kLift) : quotient;
 }
 
+// What a token's scale is multiplied by. largest: the bits of its largest magnitude.
+template <DataType kDataType>
+__device__ __forceinline__ float scale_or_nan(float scale, uint32_t largest) {
+    constexpr uint32_t kInfinity = kDataType == DataType::kFloat16 ? 0x7c00 : 0x7f80;
+    return largest < kInfinity ? scale : __uint_as_float(0x7fffffff);  // NaN for the row
+}
+
 // The bits of round(quotient), whose lowest byte is an int8 number for quotients from -127.5 to 127.5.
 __device__ __forceinline__ uint32_t rounded_bits(float quotient) {
     constexpr float kAmongIntegers = 0x1.8p23f;  // around it floats are the integers
@@ -67,6 +76,30 @@ __device__ __forceinline__ uint32_t quantize_pair(uint32_t pair, const Division&
     return __byte_perm(first, second, 0x0040);
 }
 
+// Eight elements.
+template <DataType kDataType>
+__device__ __forceinline__ uint2 quantize_eight(const uint4& eight, const Division& divide) {
+    return {__byte_perm(quantize_pair<kDataType>(eight.x, divide), quantize_pair<kDataType>(eight.y, divide), 0x5410),
+            __byte_perm(quantize_pair<kDataType>(eight.z, divide), quantize_pair<kDataType>(eight.w, divide), 0x5410)};
+}
+
+// The largest magnitude of 16-bit elements, as its bits: they have the order of the numbers, infinity and then NaN being
+// the largest.
+struct LargestMagnitude {
+    uint32_t lower = 0, upper = 0;
+
+    __device__ __forceinline__ void follow(const uint4& eight) {
+        const uint32_t pairs[] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+            lower = std::max(lower, pairs[pair] & 0x7fff);
+            upper = std::max(upper, pairs[pair] & 0x7fff0000);
+        }
+    }
+
+    __device__ __forceinline__ uint32_t bits() const { return std::max(lower, upper >> 16); }
+};
+
 template <int kThreads>
 struct QuantizeStorage {
     uint32_t ticket;
@@ -80,31 +113,21 @@ __device__ __forceinline__ void quantize_row(const uint16_t* gX, int8_t* gQ, flo
                                              int32_t thread, LargestOfAll&& largest_of_all) {
     constexpr int kElements = 8;  // 16 bytes a thread
     constexpr int kLoads = kGroup == kWarpSize ? 8 : 4;
-    constexpr uint32_t kInfinity = kDataType == DataType::kFloat16 ? 0x7c00 : 0x7f80;
     const int32_t first_column = thread * kElements;
-    uint32_t lower = 0, upper = 0;  // magnitudes' bits: in their order, infinity and then NaN being the largest
+    LargestMagnitude own_largest;
 #pragma unroll kLoads
     for (int32_t column = first_column; column < columns; column += kGroup * kElements) {
-        const uint4 eight = *reinterpret_cast<const uint4*>(gX + column);
-        const uint32_t pairs[] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-            lower = std::max(lower, pairs[pair] & 0x7fff);
-            upper = std::max(upper, pairs[pair] & 0x7fff0000);
-        }
+        own_largest.follow(*reinterpret_cast<const uint4*>(gX + column));
     }
-    const uint32_t largest = largest_of_all(std::max(lower, upper >> 16));
+    const uint32_t largest = largest_of_all(own_largest.bits());
 
     const float scale = token_scale(unpack<kDataType>(static_cast<uint16_t>(largest)));
-    if (thread == 0) *gScale = largest < kInfinity ? scale : __uint_as_float(0x7fffffff);  // NaN for the row
+    if (thread == 0) *gScale = scale_or_nan<kDataType>(scale, largest);
     const Division divide(scale);
 #pragma unroll 2
     for (int32_t column = first_column; column < columns; column += kGroup * kElements) {
         const uint4 eight = *reinterpret_cast<const uint4*>(gX + column);
-        const uint2 numbers = {
-            __byte_perm(quantize_pair<kDataType>(eight.x, divide), quantize_pair<kDataType>(eight.y, divide), 0x5410),
-            __byte_perm(quantize_pair<kDataType>(eight.z, divide), quantize_pair<kDataType>(eight.w, divide), 0x5410)};
-        *reinterpret_cast<uint2*>(gQ + column) = numbers;
+        *reinterpret_cast<uint2*>(gQ + column) = quantize_eight<kDataType>(eight, divide);
     }
 }
 
@@ -120,12 +143,30 @@ __device__ __forceinline__ uint32_t largest_of_cta(uint32_t number, QuantizeStor
     return largest;
 }
 
-// How many tokens a CTA takes from the queue at a time. All of its threads quantise a single one, which is over soonest;
+// How many tokens a CTA takes at a time. All of its threads quantise a single one, which is over soonest;
 // where there are more tokens than CTAs can run, each warp quantises one, so that trips and barriers serve several.
 template <int kThreads>
-__device__ __forceinline__ int32_t tokens_at_a_time(int32_t num_tokens) {
+FASTATTN_HOST_DEVICE int32_t tokens_at_a_time(int32_t num_tokens) {
     constexpr int32_t kManyTokens = 512;
     return num_tokens < kManyTokens ? 1 : kThreads / kWarpSize;
+}
+
+// Those of them that exist, from `token` on.
+template <DataType kDataType, int kThreads>
+__device__ __forceinline__ void quantize_some(const MatrixView<const uint16_t>& input, const QuantizedTokens& out,
+                                              int64_t token, int32_t at_a_time, QuantizeStorage<kThreads>& shared) {
+    const int32_t thread = threadIdx.x;
+    const auto quantize = [&](auto group, int64_t token, int32_t thread_of_group, auto&& largest_of_all) {
+        quantize_row<kDataType, group.value>(input.data + token * input.row_stride, out.data + token * input.columns,
+                                             out.scale + token, input.columns, thread_of_group, largest_of_all);
+    };
+    if (at_a_time == 1) {
+        quantize(std::integral_constant<int, kThreads>{}, token, thread,
+                 [&](uint32_t number) { return largest_of_cta<kThreads>(number, shared); });
+    } else if (token + thread / kWarpSize < input.rows) {
+        quantize(std::integral_constant<int, kWarpSize>{}, token + thread / kWarpSize, thread % kWarpSize,
+                 [](uint32_t number) { return __reduce_max_sync(0xffffffff, number); });
+    }
 }
 
 // Quantises tokens until all are taken.
@@ -134,22 +175,12 @@ __device__ __forceinline__ void quantize_tokens(const MatrixView<const uint16_t>
                                                 QuantizeStorage<kThreads>& shared) {
     static_assert(kBlockM % (kThreads / kWarpSize) == 0, "what is taken at a time lies in one tile");
     const int32_t at_a_time = tokens_at_a_time<kThreads>(input.rows), thread = threadIdx.x;
-    const auto quantize = [&](auto group, int64_t token, int32_t thread_of_group, auto&& largest_of_all) {
-        quantize_row<kDataType, group.value>(input.data + token * input.row_stride, out.data + token * input.columns,
-                                             out.scale + token, input.columns, thread_of_group, largest_of_all);
-    };
     for (;;) {
         if (thread == 0) shared.ticket = LaunchCounter(out.queue, out.launch_token).count</*kOrdered=*/false>();
         __syncthreads();  // waits until the ticket is in shared memory
         const int64_t token = int64_t{shared.ticket} * at_a_time;
         if (token >= input.rows) return;
-        if (at_a_time == 1) {
-            quantize(std::integral_constant<int, kThreads>{}, token, thread,
-                     [&](uint32_t number) { return largest_of_cta<kThreads>(number, shared); });
-        } else if (token + thread / kWarpSize < input.rows) {
-            quantize(std::integral_constant<int, kWarpSize>{}, token + thread / kWarpSize, thread % kWarpSize,
-                     [](uint32_t number) { return __reduce_max_sync(0xffffffff, number); });
-        }
+        quantize_some<kDataType>(input, out, token, at_a_time, shared);
         __syncthreads();  // waits until every thread has stored its numbers and read what is shared
         if (thread == 0) LaunchCounter(out.finished + token / kBlockM, out.launch_token).count();
     }

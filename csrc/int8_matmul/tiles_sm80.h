@@ -8,6 +8,10 @@
 
 namespace fastattn {
 
+// That is what launch bounds and shared memory of the kernels allow on sm_80 and sm_90: one hides the other's starts and
+// ends.
+inline constexpr int kCtasPerSm = MatmulTile{}.ctas_per_sm;
+
 // Shared memory for the stages of a CTA: kCtasPerSm find room in the 164 KB of sm_80.
 inline constexpr int kInt8StageBytes = 80 << 10;
 

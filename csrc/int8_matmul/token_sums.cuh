@@ -17,7 +17,49 @@
 
 namespace fastattn {
 
-// Of one piece of work on a tile of the result. Config: kBlockM tokens and kBlockN of the sum are in shared memory in a step.
+// Of one piece of work on a tile of the result, in one of `columns` columns of CTAs: the steps whose sums it makes, and where
+// these are left.
+struct TokenShare {
+    const TokenSumsView& view;
+    int32_t token_tile, column, columns;
+    int32_t next_step;  // that this CTA adds up
+
+    __device__ __forceinline__ TokenShare(const TokenSumsView& view, int32_t token_tile, int32_t column,
+                                          int32_t columns, int32_t begin_step)
+        : view(view), token_tile(token_tile), column(column), columns(columns) {
+        next_step = column + ceil_div(max(begin_step - column, 0), columns) * columns;
+    }
+
+    // Whether the CTA adds this step up. It asks for one after the other.
+    __device__ __forceinline__ bool takes(int32_t step) {
+        if (step != next_step) return false;
+        next_step += columns;
+        return true;
+    }
+
+    // The results of a column from what its tiles have left, by `threads` threads, of which this is one. kBlockN: of a step.
+    // kAtOnce: how many loads are on their way at a time.
+    template <DataType kDataType, int kBlockN, int kAtOnce>
+    __device__ __forceinline__ void add_tiles(int32_t token_tiles, int thread, int threads) const {
+        constexpr int kChunks = kBlockN / kEpilogueColumns;
+        for (int chunk = thread;; chunk += threads) {
+            const int32_t step = column + chunk / kChunks * columns;
+            const int32_t n = step * kBlockN + chunk % kChunks * kEpilogueColumns;
+            if (n >= view.columns) return;
+            float4 sums = {};
+#pragma unroll kAtOnce
+            for (int32_t tile = 0; tile < token_tiles; ++tile) {
+                const float* part = view.partial + int64_t{tile} * view.columns + n;
+                const float4 more = __ldcg(reinterpret_cast<const float4*>(part));
+                sums = {sums.x + more.x, sums.y + more.y, sums.z + more.z, sums.w + more.w};
+            }
+            const uint2 bits = {pack<kDataType>(sums.x, sums.y), pack<kDataType>(sums.z, sums.w)};
+            *reinterpret_cast<uint2*>(view.out + n) = bits;
+        }
+    }
+};
+
+// By a whole CTA. Config: kBlockM tokens and kBlockN of the sum are in shared memory in a step.
 template <DataType kDataType, typename Config>
 struct TokenSums {
     static constexpr int kBlockN = Config::kBlockN;
@@ -25,22 +67,24 @@ struct TokenSums {
     static_assert(kBlockN == Config::kNumWarps * kWarpN, "the warps share out a step");
 
     const TokenSumsView& view;
-    int32_t token_tile, column, tile_columns;
-    int32_t next_step;  // that this CTA adds up
+    TokenShare share;
 
     __device__ __forceinline__ TokenSums(const TokenSumsView& view, const TilePosition& position, int32_t begin_step,
                                          int32_t tile_columns)
-        : view(view), token_tile(position.token_tile), column(position.output_tile), tile_columns(tile_columns) {
-        const int32_t steps_before = max(begin_step - column, 0);
-        next_step = column + ceil_div(steps_before, tile_columns) * tile_columns;
-    }
+        : view(view), share(view, position.token_tile, position.output_tile, tile_columns, begin_step) {}
 
     __device__ __forceinline__ bool are_wanted() const { return view.out != nullptr; }
 
+    __device__ __forceinline__ bool are_shared() const { return are_wanted() && view.partial != nullptr; }
+
+    // Before the steps, so that its trip to L2 is hidden: prepares finish_tile().
+    __device__ __forceinline__ void open(uint64_t token) const {
+        if (threadIdx.x == 0 && are_shared()) open_arrivals(view.arrivals + share.column, token);
+    }
+
     // sdY: [kBlockM, kBlockN], dY in this step.
     __device__ __forceinline__ void sum(int32_t step, const uint16_t* sdY) {
-        if (step != next_step) return;
-        next_step += tile_columns;
+        if (!share.takes(step)) return;
         constexpr uint32_t kOnes = kDataType == DataType::kFloat16 ? 0x3c003c00 : 0x3f803f80;
         constexpr uint32_t rOnes[4] = {kOnes, kOnes, kOnes, kOnes};
         const int warp_n = threadIdx.x / kWarpSize * kWarpN, lane = threadIdx.x % kWarpSize;
@@ -61,32 +105,18 @@ struct TokenSums {
             if (view.partial == nullptr) {
                 *reinterpret_cast<uint32_t*>(view.out + n) = pack<kDataType>(rSums[tile][0], rSums[tile][1]);
             } else {
-                float* part = view.partial + int64_t{token_tile} * view.columns + n;
+                float* part = view.partial + int64_t{share.token_tile} * view.columns + n;
                 *reinterpret_cast<float2*>(part) = {rSums[tile][0], rSums[tile][1]};
             }
         }
     }
 
     // The whole CTA calls this, behind a barrier, when the tile's result is complete.
-    __device__ __forceinline__ void finish_tile(uint64_t token, int32_t token_tiles) const {
-        constexpr int kChunks = kBlockN / kEpilogueColumns, kThreads = Config::kNumThreads;
-        if (!are_wanted() || view.partial == nullptr) return;
-        const bool is_last = threadIdx.x == 0 && arrives_last(view.arrivals + column, token, token_tiles);
+    __device__ __forceinline__ void finish_tile(int32_t token_tiles) const {
+        if (!are_shared()) return;
+        const bool is_last = threadIdx.x == 0 && arrives_last(view.arrivals + share.column, token_tiles);
         if (!__syncthreads_or(is_last)) return;
-        for (int chunk = threadIdx.x;; chunk += kThreads) {
-            const int32_t step = column + chunk / kChunks * tile_columns;
-            const int32_t n = step * kBlockN + chunk % kChunks * kEpilogueColumns;
-            if (n >= view.columns) return;
-            float4 sums = {};
-#pragma unroll 8
-            for (int32_t tile = 0; tile < token_tiles; ++tile) {
-                const float* part = view.partial + int64_t{tile} * view.columns + n;
-                const float4 more = __ldcg(reinterpret_cast<const float4*>(part));
-                sums = {sums.x + more.x, sums.y + more.y, sums.z + more.z, sums.w + more.w};
-            }
-            const uint2 bits = {pack<kDataType>(sums.x, sums.y), pack<kDataType>(sums.z, sums.w)};
-            *reinterpret_cast<uint2*>(view.out + n) = bits;
-        }
+        share.template add_tiles<kDataType, kBlockN, 8>(token_tiles, threadIdx.x, Config::kNumThreads);
     }
 };
 

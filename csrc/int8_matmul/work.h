@@ -23,16 +23,23 @@
 
 namespace fastattn {
 
-// That is what launch bounds and shared memory of the kernels allow on sm_80 and sm_90: one hides the other's starts and
-// ends. Where only one fits (sm_86, sm_89), two halves of the resident CTAs come one after the other.
-inline constexpr int32_t kCtasPerSm = 2;
-
+// What a kernel computes at a time, and where. A team is the CTAs that compute a tile together, one or a cluster: a "CTA" of a
+// plan is a team.
 struct MatmulTile {
     int32_t tokens, outputs;  // of the result
     int32_t depth;            // of the sum, in a step
     bool dequantises = true;  // false: int8 numbers are multiplied as they are
     bool goes_on = true;      // whether a CTA may go on to another tile
+    bool uses_wgmma = false;  // on Hopper's tensor cores
+    int32_t ctas_per_team = 1;
+    int32_t ctas_per_sm = 2;     // where only one fits (sm_86, sm_89), two halves come one after the other
+    bool scales_groups = false;  // sums of each group of K are multiplied by its scale: the call's, not the kernel's
 };
+
+// Teams that run at a time.
+inline int32_t resident_teams(const MatmulTile& tile, int32_t num_sms) {
+    return num_sms * tile.ctas_per_sm / tile.ctas_per_team;
+}
 
 // Tiles [0, shared_tiles) are cut into num_ranges ranges, of a step or more.
 struct MatmulPlan {
@@ -150,22 +157,50 @@ inline int64_t most_pieces(const MatmulPlan& plan) {
     return (longest - 2) / plan.steps + 2;
 }
 
-// How long a plan's parts take, in clocks. A prediction for choosing between plans and tiles, not a measurement. L2 takes as
-// long on an A100 as on an H100 (262 and 263 clocks: Luo et al., arXiv 2402.13499).
+// How long a plan takes, in clocks. A prediction for choosing between plans and tiles, not a measurement. It counts what
+// comes one after the other, from the first instruction of a CTA to its last store:
+//
+//   piece   indices and addresses, 280 instructions of each of four warps       400
+//           the first weights: a trip to memory, and its queue                 1000
+//           sums through shared memory, two barriers                            200
+//           scale, bias and residual: three trips, to memory at worst          1400
+//   shared  its part into L2, and the fence's wait for that: a trip             300
+//           the count: a trip                                                   300
+//           other parts: a trip, with all loads of up to 16 parts on their way  300
+//   part    of another CTA: its bytes, 512 of a token at 43 a clock              12 a token
+//
+// A trip to L2 takes 262 clocks on an A100 and 263 on an H100, to memory 466 and 479 (Luo et al., arXiv 2402.13499); 300
+// is with a barrier. The counter has been opened during the first trip (device/arrivals.cuh). More than 16 parts, or 8 of
+// more than 4 tokens, are one more trip each time, which is not counted.
 struct MatmulClocks {
-    double step;   // of a CTA, while as many run as can
-    double piece;  // beside its steps: the pipeline's start, the sums' way through shared memory and out
-    double part;   // that the last CTA of a tile adds: two waits for L2, and its bytes
+    double step;    // of a CTA, while as many run as can
+    double piece;   // beside its steps
+    double shared;  // that its last CTA needs to collect a tile's parts
+    double part;    // and for each that it adds
 };
 
-// Weights come no faster from L2, for the tokens of a second tile, than from DRAM.
+// Weights come no faster from L2, for the tokens of a second tile, than from DRAM. Teams are bound by L2, which brings all their
+// operands, and tokens once for both CTAs; other tiles are not, or by less than a tenth.
 inline MatmulClocks matmul_clocks(const MatmulTile& tile, const SmRates& rates) {
-    // 44 instructions of a warp per 32 k of 32 outputs, and a wait for them: 64 clocks, as if nothing of it were hidden.
-    constexpr double kDequantisedInAClock = 64;
-    const double weights = static_cast<double>(tile.outputs) * tile.depth;
-    const double products = weights * tile.tokens / (tile.dequantises ? rates.macs_16bit : rates.macs_int8);
-    const double computed = products + (tile.dequantises ? weights / kDequantisedInAClock : 0);
-    return {kCtasPerSm * std::max(computed, weights / rates.dram_bytes), 3000, 600 + 12.0 * tile.tokens};
+    // 44 instructions of a warp per 32 k of 32 outputs, and a wait for them: 64 clocks, as if nothing of it were hidden. With
+    // wgmma it is hidden, but for the ports of the register file: what a simulation of the machine code predicts for a step is
+    // a line over the tokens, with nine tenths of the tensor cores' rate. So is, on all GPUs, what scaling the sums of groups
+    // adds: to a product of 128 tokens 280 to 290 clocks for 8192 weights, and half as much again where sums are int32.
+    const double dequantised_in_a_clock = tile.uses_wgmma ? 42 : 64;
+    const double reached = tile.uses_wgmma ? 0.9 : 1.0;
+    const double weights = static_cast<double>(tile.outputs) / tile.ctas_per_team * tile.depth;
+    const double macs = tile.uses_wgmma ? (tile.dequantises ? rates.wgmma_macs_16bit : rates.wgmma_macs_int8)
+                                        : (tile.dequantises ? rates.macs_16bit : rates.macs_int8);
+    const double products = weights * tile.tokens / (reached * macs);
+    const double scaled = tile.scales_groups ? weights * tile.tokens / (tile.dequantises ? 3600 : 2400) : 0;
+    const double token_bytes =
+        static_cast<double>(tile.tokens) / tile.ctas_per_team * tile.depth * (tile.dequantises ? 2 : 1);
+    const double loaded =
+        std::max(weights / rates.dram_bytes, tile.uses_wgmma ? (weights + token_bytes) / rates.l2_bytes : 0.0);
+    const double computed = products + scaled + (tile.dequantises ? weights / dequantised_in_a_clock : 0);
+    const double piece = tile.uses_wgmma ? 3000 + 10.0 * tile.tokens : 3000;  // nothing else runs on the SM meanwhile
+    const double shared = tile.uses_wgmma ? 0 : 900, part = tile.uses_wgmma ? 600 : 0;  // a team loads part after part
+    return {tile.ctas_per_sm * std::max(computed, loaded), piece, shared, part + 12.0 * tile.tokens};
 }
 
 inline double predicted_clocks(const MatmulPlan& plan, const MatmulClocks& clocks, int32_t resident_ctas) {
@@ -174,7 +209,7 @@ inline double predicted_clocks(const MatmulPlan& plan, const MatmulClocks& clock
     const double whole = static_cast<double>(waves) * (plan.steps * clocks.step + clocks.piece);
     if (plan.num_ranges == 0) return whole;
     return whole + clocks.step * shared_steps(plan) / plan.num_ranges +
-           clocks.piece * static_cast<double>(most_pieces(plan)) +
+           clocks.piece * static_cast<double>(most_pieces(plan)) + clocks.shared +
            clocks.part * static_cast<double>(most_parts(plan) - 1);
 }
 
@@ -214,26 +249,28 @@ inline MatmulPlan matmul_plan(int32_t tokens, int32_t outputs, int32_t depth, co
 }
 
 struct MatmulChoice {
+    size_t index;  // of the tile; behind the last one if no tile can be had
     MatmulTile tile;
     MatmulPlan plan;
+    double clocks;  // predicted
 };
 
-// Of several tiles, by their tokens in ascending order, that with the fastest plan; of those that hold all tokens, the
-// first is enough.
+// Of several tiles, those of a kind by their tokens in ascending order, that with the fastest plan; of those of a kind that
+// hold all tokens, the first is enough.
 template <typename Tiles>
 MatmulChoice fastest_tile(int32_t tokens, int32_t outputs, int32_t depth, const Tiles& tiles, const SmRates& rates,
                           int32_t num_sms) {
-    const int32_t resident_ctas = kCtasPerSm * num_sms;
-    MatmulChoice best{};
-    double best_clocks = std::numeric_limits<double>::infinity();
-    for (const MatmulTile& tile : tiles) {
-        const MatmulPlan plan = matmul_plan(tokens, outputs, depth, tile, rates, resident_ctas);
-        const double predicted = predicted_clocks(plan, matmul_clocks(tile, rates), resident_ctas);
-        if (predicted < best_clocks) {
-            best = {tile, plan};
-            best_clocks = predicted;
-        }
-        if (tile.tokens >= tokens) break;
+    MatmulChoice best{tiles.size(), {}, {}, std::numeric_limits<double>::infinity()};
+    bool holds_all[2] = {};  // of tiles without wgmma, and with it
+    for (size_t index = 0; index < tiles.size(); ++index) {
+        const MatmulTile& tile = tiles[index];
+        const int32_t teams = resident_teams(tile, num_sms);
+        // A tensor map has no dimension without elements.
+        if (teams == 0 || holds_all[tile.uses_wgmma] || (tile.uses_wgmma && depth == 0)) continue;
+        holds_all[tile.uses_wgmma] = tile.tokens >= tokens;
+        const MatmulPlan plan = matmul_plan(tokens, outputs, depth, tile, rates, teams);
+        const double predicted = predicted_clocks(plan, matmul_clocks(tile, rates), teams);
+        if (predicted < best.clocks) best = {index, tile, plan, predicted};
     }
     return best;
 }

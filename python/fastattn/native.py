@@ -15,9 +15,12 @@ kernel runs. ``arch`` is a compute capability times ten, and ``widest`` the larg
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
+import math
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,19 @@ class Dealt(ctypes.Structure):
     block_m: int
     parts: int
     _fields_ = tuple((name, ctypes.c_int64) for name in ("ctas", "longest_steps", "block_m", "parts"))
+
+
+class Int8Ways(ctypes.Structure):
+    """The fastest kernel of an int8 matmul, and predicted microseconds: of it, and of dequantising for cuBLAS."""
+
+    kernel: bytes | None
+    kernel_microseconds: float
+    dequantised_microseconds: float
+    _fields_ = (
+        ("kernel", ctypes.c_char_p),
+        ("kernel_microseconds", ctypes.c_double),
+        ("dequantised_microseconds", ctypes.c_double),
+    )
 
 
 class DealtBackward(ctypes.Structure):
@@ -84,7 +100,7 @@ class _ForwardTraits(ctypes.Structure):
 
 
 # What the library exports, where it has kernels: its result.
-_QUERIES = {
+_QUERIES: dict[str, Any] = {
     "fastattn_device_facts": NativeDeviceFacts,
     "fastattn_kernels": ctypes.c_char_p,
     "fastattn_attention_forward_kernel": ctypes.c_char_p,
@@ -93,6 +109,9 @@ _QUERIES = {
     "fastattn_decode_kernel": ctypes.c_char_p,
     "fastattn_int8_matmul_kernel": ctypes.c_char_p,
     "fastattn_dealt_int8_matmul": Dealt,
+    "fastattn_int8_ways": Int8Ways,
+    "fastattn_cublas_microseconds": ctypes.c_double,
+    "fastattn_force_int8_tile": None,
     "fastattn_dealt_decode": Dealt,
 }
 
@@ -131,7 +150,7 @@ def _tiles_by_size() -> dict[str, dict[str, Any]]:
     for name, tile in KERNELS.items():
         kernel, _, arguments = name.rstrip(">").partition("<")
         sizes = [text for text in arguments.split(", ") if text.isdigit()]
-        for variant in {"options", "int8"} & set(arguments.split(", ")):
+        for variant in {"options", "int8", "groups"} & set(arguments.split(", ")):
             kernel = kernel.replace("_sm", f"_{variant}_sm")
         if tile is not None:
             tiles.setdefault(kernel, {})[", ".join(sizes)] = tile
@@ -236,24 +255,87 @@ def decode_kernel(arch: int, widest: int, dtype: torch.dtype, is_int8: bool) -> 
     return _text(_LIBRARY.fastattn_decode_kernel(arch, widest, dtype == torch.bfloat16, is_int8))
 
 
+when_forced: list[Callable[[], None]] = []  # what is to be called when other kernels are forced than before
 # In the order of the library's numbers for them.
+DEQUANTISED = "dequantise + cuBLAS"  # a way without a kernel of ours for the product
 _INT8_OPS = ("int8_matmul", "int8_matmul_grad_input", "int8_matmul_s8")
 
 
 def int8_matmul_kernel(
-    op: str, arch: int, num_sms: int, dtype: torch.dtype, tokens: int, outputs: int, depth: int
+    op: str,
+    arch: int,
+    num_sms: int,
+    dtype: torch.dtype,
+    has_groups: bool,
+    has_epilogue: bool,
+    tokens: int,
+    outputs: int,
+    depth: int,
 ) -> str | None:
-    """Of one of ``_INT8_OPS``, for sums ``[tokens, outputs]``, each of ``depth``; ``int8_matmul_s8`` is the matmul with
-    int8 activations."""
-    is_bfloat16 = dtype == torch.bfloat16
-    return _text(
-        _LIBRARY.fastattn_int8_matmul_kernel(_INT8_OPS.index(op), arch, num_sms, is_bfloat16, tokens, outputs, depth)
-    )
+    """What computes one of ``_INT8_OPS``, for sums ``[tokens, outputs]``, each of ``depth``: a kernel's name, or
+    ``DEQUANTISED``.
+
+    ``int8_matmul_s8`` is the matmul with int8 activations. ``has_groups``: the weights' scales are of groups along K;
+    ``has_epilogue``: something follows the product.
+    """
+    traits = dtype == torch.bfloat16, has_groups, not has_epilogue and op != "int8_matmul_s8"
+    sizes = tokens, outputs, depth
+    return _text(_LIBRARY.fastattn_int8_matmul_kernel(_INT8_OPS.index(op), arch, num_sms, *traits, *sizes))
 
 
-def dealt_int8_matmul(op: str, arch: int, num_sms: int, tokens: int, outputs: int, depth: int) -> Dealt:
+def int8_ways(
+    op: str,
+    arch: int,
+    num_sms: int,
+    dtype: torch.dtype,
+    has_groups: bool,
+    has_epilogue: bool,
+    tokens: int,
+    outputs: int,
+    depth: int,
+) -> dict[str, float]:
+    """Predicted microseconds of the ways among which `int8_matmul_kernel` chooses the fastest: not measurements."""
+    traits = dtype == torch.bfloat16, has_groups, not has_epilogue and op != "int8_matmul_s8"
+    ways = _LIBRARY.fastattn_int8_ways(_INT8_OPS.index(op), arch, num_sms, *traits, tokens, outputs, depth)
+    if ways.kernel is None:
+        return {}
+    found = {ways.kernel.decode(): ways.kernel_microseconds}
+    if math.isfinite(ways.dequantised_microseconds):
+        found[DEQUANTISED] = ways.dequantised_microseconds
+    return found
+
+
+def cublas_microseconds(arch: int, num_sms: int, tokens: int, outputs: int, depth: int) -> float:
+    """Predicted, of a matmul by cuBLAS whose weights are 16-bit numbers already: what `int8_ways` stand beside."""
+    found: float = _LIBRARY.fastattn_cublas_microseconds(arch, num_sms, tokens, outputs, depth)
+    return found
+
+
+def dealt_int8_matmul(
+    op: str, arch: int, num_sms: int, has_groups: bool, tokens: int, outputs: int, depth: int
+) -> Dealt:
     """By the kernel that `int8_matmul_kernel` names."""
-    return _LIBRARY.fastattn_dealt_int8_matmul(_INT8_OPS.index(op), arch, num_sms, tokens, outputs, depth)
+    return _LIBRARY.fastattn_dealt_int8_matmul(_INT8_OPS.index(op), arch, num_sms, has_groups, tokens, outputs, depth)
+
+
+@contextlib.contextmanager
+def forced_int8_tile(arch: int = 0, tokens: int = 0) -> Iterator[None]:
+    """Within, int8 matmuls of this process are computed by kernels for ``arch`` with tiles of so many tokens; 0: any.
+
+    For tests and benchmarks, which compare them. A call for which there is none raises. ``arch`` of -1: weights are
+    dequantised for cuBLAS wherever that computes the same.
+    """
+    _force_int8_tile(arch, tokens)
+    try:
+        yield
+    finally:
+        _force_int8_tile(0, 0)
+
+
+def _force_int8_tile(arch: int, tokens: int) -> None:
+    _LIBRARY.fastattn_force_int8_tile(arch, tokens)
+    for forget in when_forced:
+        forget()
 
 
 def dealt_decode(

@@ -288,7 +288,7 @@ def test_who_comes_last_has_no_influence(case: Case, architecture: int, dtype: t
 @only_emulated
 @pytest.mark.parametrize(
     ("instruction", "instead"),
-    [("atom.acq_rel.gpu.global.cas.b64", "atom.relaxed.gpu.global.cas.b64")],
+    [("atom.acq_rel.gpu.global.add.u64", "atom.relaxed.gpu.global.add.u64")],
     ids=["parts are not released"],
 )
 def test_a_fault_planted_in_the_merge_is_found(instruction: str, instead: str) -> None:

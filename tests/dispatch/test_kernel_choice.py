@@ -128,8 +128,9 @@ def test_int8_matmul_launches_what_the_library_names(tokens: int, arch: int) -> 
         ops.int8_matmul_grad_input(torch.randn(tokens, 256).half(), weight.data, weight.scale, False)
         ops.int8_matmul(x, weight.data, weight.scale, None, None, "none", True)
     sums = (("int8_matmul", 256, 128), ("int8_matmul_grad_input", 128, 256), ("int8_matmul_s8", 256, 128))
-    named = [native.int8_matmul_kernel(op, arch, 2, torch.float16, tokens, *sizes) for op, *sizes in sums]
-    assert launched_names(found) == named
+    named = [native.int8_matmul_kernel(op, arch, 2, torch.float16, False, False, tokens, *sizes) for op, *sizes in sums]
+    multiplying = [name for name in launched_names(found) if not name.startswith("int8_quantize_tokens_sm80<")]
+    assert multiplying == named  # before Hopper's kernel for int8 activations another makes these
     assert [call.kernel for call in calls] == named[:1]
 
 
@@ -201,8 +202,8 @@ def test_the_library_names_no_kernel_for_a_gpu_that_has_none() -> None:
         assert native.attention_forward_kernel(80, 64, 264, dtype) is None
         assert native.attention_backward_kernels(75, 64 * 1024, 64, 64, dtype) == ()
         assert native.decode_kernel(75, 64, dtype, False) is None
-        assert native.int8_matmul_kernel("int8_matmul", 75, 40, dtype, 1, 64, 64) is None
-    assert native.dealt_int8_matmul("int8_matmul", 75, 40, 1, 64, 64).ctas == 0
+        assert native.int8_matmul_kernel("int8_matmul", 75, 40, dtype, False, False, 1, 64, 64) is None
+    assert native.dealt_int8_matmul("int8_matmul", 75, 40, False, 1, 64, 64).ctas == 0
     assert native.dealt_decode(75, 40, 64, False, 1, 1, 1, 64).ctas == 0
 
 

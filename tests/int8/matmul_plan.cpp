@@ -7,7 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include "int8_matmul/team_work.h"
 #include "int8_matmul/tiles_sm80.h"
+#include "int8_matmul/tiles_sm90.h"
 #include "int8_matmul/work.h"
 
 using namespace fastattn;
@@ -37,6 +39,21 @@ extern "C" void fastest_tile_of(const int32_t* sizes, int32_t is_forward, int32_
     std::copy(std::begin(values), std::end(values), found);
 }
 
+// The same for the forward pass on Hopper, which has tiles of both architectures, as api/kernel_choice.h offers them. Returns
+// the predicted clocks. TEAM_BLOCK_MS: of instances.json. uses_wgmma: whether the tile is a team's.
+extern "C" double fastest_on_hopper(const int32_t* sizes, int32_t num_sms, int32_t* found, int32_t* uses_wgmma) {
+    std::vector<MatmulTile> tiles;
+    for (const int32_t tokens : {TEAM_BLOCK_MS}) tiles.push_back(team_tile(tokens, 64, true));
+    [&]<int... kBlockMs>(std::integer_sequence<int, kBlockMs...>) {
+        (tiles.push_back(Int8MatmulTileSm80<kBlockMs>::kMatmulTile), ...);
+    }(std::integer_sequence<int, BLOCK_MS>{});
+    const MatmulChoice choice = fastest_tile(sizes[0], sizes[1], sizes[2], tiles, sm_rates(90), num_sms);
+    const int32_t values[] = {choice.tile.tokens, choice.tile.outputs, choice.tile.depth};
+    std::copy(std::begin(values), std::end(values), found);
+    *uses_wgmma = choice.tile.uses_wgmma;
+    return choice.clocks;
+}
+
 namespace {
 
 MatmulPlan plan_of(const int32_t* sizes, const int32_t* tile, const Gpu& gpu) {
@@ -49,6 +66,19 @@ void for_each_piece(const MatmulPlan& plan, int32_t cta, const Function& functio
     MatmulWork work = first_work(plan, cta);
     do function(work);
     while (next_work(plan, work));
+}
+
+// Behind the row.
+int64_t* write_piece(const MatmulPlan& plan, int32_t cta, const MatmulWork& work, int64_t* row) {
+    const TilePosition position = tile_position(plan, work.tile);
+    int64_t count = 1, own = 0, slot = -1;
+    if (!is_whole(plan, work)) {
+        const SumParts parts = sum_parts(plan, work.tile);
+        count = parts.count, own = cta - parts.first_cta, slot = parts.slot(static_cast<int32_t>(own));
+    }
+    const int64_t values[] = {
+        cta, work.tile, position.token_tile, position.output_tile, work.begin_step, work.end_step, count, own, slot};
+    return std::copy(std::begin(values), std::end(values), row);
 }
 
 }  // namespace
@@ -69,24 +99,34 @@ extern "C" int64_t matmul_pieces(const int32_t* sizes, const int32_t* tile, cons
     const MatmulPlan plan = plan_of(sizes, tile, gpu);
     const int64_t* first_row = rows;
     for (int32_t cta = first_cta; cta < end_cta; ++cta) {
-        for_each_piece(plan, cta, [&](const MatmulWork& work) {
-            const TilePosition position = tile_position(plan, work.tile);
-            int64_t count = 1, own = 0, slot = -1;
-            if (!is_whole(plan, work)) {
-                const SumParts parts = sum_parts(plan, work.tile);
-                count = parts.count, own = cta - parts.first_cta, slot = parts.slot(static_cast<int32_t>(own));
-            }
-            const int64_t values[] = {
-                cta, work.tile, position.token_tile, position.output_tile, work.begin_step, work.end_step, count,
-                own, slot};
-            rows = std::copy(std::begin(values), std::end(values), rows);
-        });
+        for_each_piece(plan, cta, [&](const MatmulWork& work) { rows = write_piece(plan, cta, work, rows); });
+    }
+    return (rows - first_row) / 9;
+}
+
+// The same of all teams of a launch on Hopper, of which so many run at a time, with tiles of so many tokens. facts: as of
+// matmul_plan_facts, but teams instead of CTAs.
+extern "C" int64_t team_pieces(const int32_t* sizes, int32_t tile_tokens, int32_t resident_teams, int64_t* facts,
+                               int64_t* rows) {
+    const MatmulPlan plan =
+        matmul_plan(sizes[0], sizes[1], sizes[2], team_tile(tile_tokens, 64, true), sm_rates(90), resident_teams);
+    const int32_t teams = num_teams(plan, resident_teams);
+    const int64_t of_plan[] = {
+        plan.token_tiles, plan.output_tiles, plan.steps, plan.shared_tiles, plan.num_ranges, teams, num_slots(plan)};
+    std::copy(std::begin(of_plan), std::end(of_plan), facts);
+    const int64_t* first_row = rows;
+    for (int32_t team = 0; team < teams; ++team) {
+        MatmulWork work;
+        for (bool has_work = first_piece(plan, team, work); has_work; has_work = next_piece(plan, team, teams, work)) {
+            rows = write_piece(plan, team, work, rows);
+        }
     }
     return (rows - first_row) / 9;
 }
 
 // Clocks until the last CTA has ended, if CTAs start in order as others end, so many at a time. A CTA's pieces take
-// clocks[0] each and clocks[1] a step; the last part of a tile waits for the others, and takes clocks[2] for each of them.
+// clocks[0] each and clocks[1] a step; the last part of a tile waits for the others, and takes clocks[2] and, for each of
+// them, clocks[3].
 extern "C" double simulated_clocks(const int32_t* sizes, const int32_t* tile, const Gpu& gpu, const double* clocks) {
     const MatmulPlan plan = plan_of(sizes, tile, gpu);
     std::priority_queue<double, std::vector<double>, std::greater<>> free_at;
@@ -114,7 +154,7 @@ extern "C" double simulated_clocks(const int32_t* sizes, const int32_t* tile, co
     for (const Piece& piece : shared) {
         if (is_whole(plan, piece.work)) continue;
         const int32_t count = sum_parts(plan, piece.work.tile).count;
-        if (++arrived[piece.work.tile] == count) late[piece.cta] += clocks[2] * (count - 1);
+        if (++arrived[piece.work.tile] == count) late[piece.cta] += clocks[2] + clocks[3] * (count - 1);
     }
     for (const double ended : late) {
         free_at.push(ended);

@@ -20,7 +20,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fastattn
 import instances
 import int8_cases
-from cuda_kernels import DTYPES, EMULATED, MARKS, each_dtype, only_emulated
+from cuda_kernels import DTYPES, EMULATED, MARKS, checked, each_dtype, only_emulated
 from fastattn import native, reference
 from int8_cases import ACTIVATION_NAMES, GRANULARITIES, epilogue, normal, quantised
 from kernel_device import DEVICE
@@ -42,13 +42,15 @@ def running(num_sms: int = 1, **changes: Any) -> Iterator[list[Any]]:
     """Launches within are checked, also for reads of shared memory that nothing wrote; gives the list of them.
 
     ``num_sms``: of the emulated GPU; by them the tile is chosen, and what CTAs share. ``changes``: other options.
+    Kernels are those for sm_80, which Hopper runs too.
     """
     if not EMULATED:
-        yield []
+        with native.forced_int8_tile(80):
+            yield []
         return
     checks = options.launching(**{"tracked": True, "uninitialised": True, "seed": SEED, **changes})
     gpu = device.emulated(90, num_sms=num_sms)
-    with gpu, cuda_runtime.raising_faults(), checks, launches.recorded() as found:
+    with native.forced_int8_tile(80), gpu, cuda_runtime.raising_faults(), checks, launches.recorded() as found:
         yield found
     assert [launched for launched in found if OP in launched.report.kernel]
 
@@ -286,7 +288,8 @@ def test_launches_are_dealt_as_the_library_tells(m: int, n: int, k: int, num_sms
             int8_matmul(normal(m, k, seed=1), weight, scale, None, None, activation)
         grads(normal(m, n, seed=2), weight, scale, True)
     sums = ((OP, m, n, k), (GRAD_OP, m, k, n))
-    dealt = [native.dealt_int8_matmul(op, 90, num_sms, *sizes) for op, *sizes in sums]
+    with native.forced_int8_tile(80):
+        dealt = [native.dealt_int8_matmul(op, 90, num_sms, False, *sizes) for op, *sizes in sums]
     assert [launched.grid[0] for launched in found] == [dealt[0].ctas, dealt[0].ctas, dealt[1].ctas]
     assert blocks_of(found) == [dealt[0].block_m, dealt[0].block_m, dealt[1].block_m]
 
@@ -385,6 +388,16 @@ def test_extreme_weights_are_exact(dtype: torch.dtype) -> None:
     grad_out = torch.ones(2, 16, dtype=dtype, device=DEVICE)
     exact = grad_out.double() @ reference.dequantize_int8(weight, scale, torch.float64)
     assert torch.equal(grad_input(grad_out, weight, scale), exact.to(dtype))
+
+
+@each_dtype
+def test_the_largest_factor_takes_every_weight(dtype: torch.dtype) -> None:
+    """A scale just below a power of two rounds up to it; -128 times as much is still a number."""
+    weight = torch.full((16, 16), -128, dtype=torch.int8, device=DEVICE)
+    scale = torch.full((16, 1), float.fromhex("0x1.fffp-1"), device=DEVICE)
+    with running():
+        found = grad_input(torch.eye(16, dtype=dtype, device=DEVICE), weight, scale)
+    assert torch.equal(found, torch.full_like(found, -128.0))
 
 
 @each_dtype
@@ -728,19 +741,50 @@ def test_the_launch_is_the_one_that_a_gpu_would_get() -> None:
             assert work.multiply_adds == tokens * 256 * 256
 
 
+@only_emulated
+@pytest.mark.parametrize("m", [1, 5, 16, 40])
+@pytest.mark.parametrize("int8_activations", [False, True], ids=["16bit", "int8"])
+def test_ctas_meet_once_where_they_share_a_tile_and_nowhere_else(int8_activations: bool, m: int) -> None:
+    """Each part is one addition, which is all that orders it. Up to 8 tokens a CTA also quantises without others."""
+    weight, scale = quantised(256, 1024, "channel")
+    x = normal(m, 1024, seed=1)
+    for num_sms in (1, 4):  # two tiles, for two CTAs and for eight
+        with device.emulated(80, num_sms=num_sms), checked(seed=m), launches.recorded() as found:
+            torch.ops.fastattn.int8_matmul(x, weight, scale, None, None, "none", int8_activations)
+        (launched,) = found
+        ordered = {
+            name: count
+            for name, count in launched.report.opcodes.items()
+            if name.startswith(("atom", "red", "fence", "membar", "ld.acquire", "st.release"))
+        }
+        if int8_activations and m > 8:
+            assert ordered  # the queue of tokens
+        elif num_sms == 1:
+            assert launched.grid[0] == 2 and not ordered
+        else:
+            adds = ordered.pop("atom.acq_rel.gpu.global.add.u64")
+            asked, opened = ordered.pop("ld.acquire.gpu.global.b64", 0), ordered.pop("atom.relaxed.gpu.global.cas.b64")
+            parts = launched.grid[0]
+            assert not ordered and parts > 2 and parts <= opened <= 2 * parts
+            assert asked == (parts if m > 16 else 0) and parts - (2 if m > 16 else 0) <= adds <= parts
+
+
+# Instruction, what stands instead, tokens.
 FAULTS = {
-    "waits for one group less": ("cp.async.wait_group 1;", "cp.async.wait_group 2;"),
-    "no barrier": ("bar.sync 0;", ""),
-    "arrivals tell nothing of the parts": ("atom.acq_rel.gpu", "atom.relaxed.gpu"),
+    "waits for one group less": ("cp.async.wait_group 1;", "cp.async.wait_group 2;", 5),
+    "no barrier": ("bar.sync 0;", "", 5),
+    "arrivals tell nothing of the parts": ("atom.acq_rel.gpu", "atom.relaxed.gpu", 5),
+    "asking tells nothing of the parts": ("ld.acquire.gpu", "ld.relaxed.gpu", 40),
 }
 
 
 @only_emulated
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_planted_in_the_kernel_is_found(fault: str) -> None:
-    weight, scale = quantised(128, 1024, "channel")
-    x = normal(5, 1024, seed=1)
-    with cuda_runtime.replaced(*FAULTS[fault]):
+    instruction, instead, m = FAULTS[fault]
+    weight, scale = quantised(128 if m == 5 else 192, 1024, "channel")
+    x = normal(m, 1024, seed=1)
+    with cuda_runtime.replaced(instruction, instead):
         for seed in range(3):
             with pytest.raises(EmulatorError) as caught:
                 check_forward(x, weight, scale, launching={"num_sms": 2, "seed": seed, "uninitialised": False})

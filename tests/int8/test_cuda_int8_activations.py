@@ -18,7 +18,7 @@ import fastattn
 import instances
 from cuda_kernels import DTYPES, EMULATED, MARKS, each_dtype, only_emulated
 from fastattn import native, reference
-from int8_cases import GRANULARITIES, normal, quantised
+from int8_cases import GRANULARITIES, assert_near_int8_oracle, normal, quantised
 from kernel_device import DEVICE
 from test_cuda_int8 import OP, arguments, fp32, int8, running, zeros
 
@@ -29,7 +29,6 @@ pytestmark = MARKS
 
 BLOCKS = (16, 64, 128)  # tokens of a tile
 KERNEL = "int8_matmul_s8_sm80"
-UNIT = 2.0**-24  # of fp32's rounding
 
 each_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
 
@@ -57,23 +56,9 @@ def check(
     num_sms: int = 1,
     seed: int = 0,
 ) -> Tensor:
-    """Integer sums are exact. What is left: fp32's roundings of the scaled sums of the groups and parts, a few of what
-    follows, and the result's."""
     with running(num_sms, seed=seed):
         out = matmul(x, weight, scale, bias, residual, activation)
-    assert out.dtype == x.dtype and out.is_contiguous()
-    q, token_scale = (each.to(DEVICE, torch.float64) for each in reference.quantize_rows(x))
-    tokens = q * token_scale[..., None]
-    extra = [None if each is None else each.double() for each in (bias, residual)]
-    oracle = reference.int8_linear(tokens, weight, scale.double(), extra[0], activation, extra[1])
-    magnitude = reference.int8_linear(tokens.abs(), weight.double().abs(), scale.double().abs())
-    magnitude = sum((each.abs() for each in extra if each is not None), magnitude)
-    roundings = 8 + 2 * scale.shape[1] + 16
-    info = torch.finfo(x.dtype)
-    allowed = roundings * UNIT * magnitude + 0.501 * info.eps * oracle.abs() + info.smallest_normal * info.eps
-    error = (out.double() - oracle).abs()
-    worst = int((error - allowed).argmax()) if error.numel() else 0
-    assert bool((error <= allowed).all()), (worst, out.flatten()[worst], oracle.flatten()[worst])
+    assert_near_int8_oracle(out, x, weight, scale, bias, residual, activation)
     return out
 
 
@@ -227,6 +212,32 @@ def test_scales_of_tokens(granularity: str | int) -> None:
     assert bool(out.isfinite().all()) and bool((out[3] == 0).all()) and bool((out[[0, 1]] != 0).any())
 
 
+@only_emulated
+@each_dtype
+@pytest.mark.parametrize("granularity", ["channel", 32, 128])
+@pytest.mark.parametrize("k", [1040, 4096])
+def test_each_cta_quantises_as_the_queue_does(k: int, granularity: str | int, dtype: torch.dtype) -> None:
+    """Up to 8 tokens of 2^15 elements, bit by bit, whoever sums what. The same tokens among more come by the queue."""
+    k -= k % granularity if isinstance(granularity, int) else 0
+    weight, scale = quantised(136, k, granularity)
+    x = normal(9, k, seed=1, dtype=dtype)
+    x[2] *= 2.0**-20
+    x[3] = 0.0
+    x[4, 5], x[6, 7] = torch.inf, torch.nan
+    with running(num_sms=6):
+        expected = matmul(x, weight, scale)
+    for m, seed in ((1, 0), (2, 1), (3, 2), (5, 3), (8, 4)):
+        if m * k > 2**15:
+            continue
+        for rows in (slice(m), slice(9 - m, 9)):
+            with running(num_sms=6, seed=seed) as found:
+                out = matmul(x[rows], weight, scale)
+            assert not any(row.opcode.startswith("ld.acquire") for row in found[0].report.rows)
+            assert torch.equal(out, expected[rows]) or torch.equal(out.isnan(), expected[rows].isnan())
+            finite = x[rows].isfinite().all(-1)
+            assert torch.equal(out[finite], expected[rows][finite])
+
+
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu_tanh"])
 def test_rows_that_are_not_finite(activation: str) -> None:
     """The whole row is NaN, as in the reference, and no other is touched."""
@@ -314,7 +325,7 @@ def test_explain_names_the_tile_that_is_launched(m: int, n: int, block: int, dty
     name = f"{KERNEL}<{block}, {str(dtype).removeprefix('torch.')}>"
     assert (explained.backend, explained.kernel, explained.tile["block_m"]) == ("cuda", name, block)
     (launched,) = found
-    dealt = native.dealt_int8_matmul("int8_matmul_s8", 90, 1, m, n, 256)
+    dealt = native.dealt_int8_matmul("int8_matmul_s8", 90, 1, False, m, n, 256)
     assert (dealt.block_m, dealt.ctas) == (block, launched.grid[0]) and f"{KERNEL}ILi{block}E" in launched.report.kernel
 
 
@@ -402,19 +413,23 @@ def test_no_bank_conflicts_and_whole_sectors(m: int, granularity: str | int) -> 
 
 @only_emulated
 @each_dtype
-def test_few_tokens_move_little_more_than_the_weight(dtype: torch.dtype) -> None:
-    """Each byte of the weight once; each token twice to quantise it, and as int8 to each tile."""
+@pytest.mark.parametrize("m", [1, 8, 9])
+def test_few_tokens_move_little_more_than_the_weight(m: int, dtype: torch.dtype) -> None:
+    """Each byte of the weight once; each token twice to quantise it, by each CTA, or once and then as int8 to each."""
     n, k = 512, 1024
     weight, scale = quantised(n, k, "channel")
-    x = normal(1, k, seed=1, dtype=dtype)
+    x = normal(m, k, seed=1, dtype=dtype)
     with running(num_sms=1) as found:
         out = matmul(x, weight, scale)
     (launched,) = found
     looking = "ld.acquire"  # whether the tokens are there: how often depends on the order of things
+    assert any(row.opcode.startswith(looking) for row in launched.report.rows) == (m > 8)
     moved = sum(row.global_bytes for row in launched.report.rows if not row.opcode.startswith(looking))
-    assert moved <= 1.03 * (weight.nbytes + scale.nbytes + x.nbytes + out.nbytes)
+    ctas = launched.grid[0]
+    tokens = 2 * ctas * x.nbytes if m <= 8 else (2 + 0.5 + 0.5 * ctas) * x.nbytes
+    assert moved <= 1.03 * (weight.nbytes + scale.nbytes + tokens + out.nbytes)
     copied = sum(row.global_bytes for row in launched.report.rows if row.opcode.startswith("cp.async.cg"))
-    assert copied == weight.nbytes + k * (n // 128)
+    assert copied == weight.nbytes + (0 if m <= 8 else m * k * (n // 128))
 
 
 @only_emulated
@@ -432,20 +447,23 @@ def test_the_launch_is_the_one_that_a_gpu_would_get() -> None:
         assert kind == "s8 * s8 + s32" and work.multiply_adds == tokens * 256 * 256
 
 
+# Instruction, what stands instead, tokens, outputs.
 FAULTS = {
-    "waits for one group less": ("cp.async.wait_group 2;", "cp.async.wait_group 3;"),
-    "no barrier": ("bar.sync 0;", ""),
-    "counting tells nothing of the tokens": ("atom.acq_rel.gpu.global.add", "atom.relaxed.gpu.global.add"),
-    "arrivals tell nothing of the parts": ("atom.acq_rel.gpu.global.cas", "atom.relaxed.gpu.global.cas"),
+    "waits for one group less": ("cp.async.wait_group 2;", "cp.async.wait_group 3;", 5, 128),
+    "no barrier": ("bar.sync 0;", "", 5, 128),
+    "counting tells nothing of the tokens": ("atom.acq_rel.gpu.global.add", "atom.relaxed.gpu.global.add", 9, 512),
+    "arrivals tell nothing of the parts": ("atom.acq_rel.gpu.global.add", "atom.relaxed.gpu.global.add", 5, 128),
+    "asking tells nothing of the parts": ("ld.acquire.gpu.global", "ld.relaxed.gpu.global", 40, 192),
 }
 
 
 @only_emulated
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_planted_in_the_kernel_is_found(fault: str) -> None:
-    weight, scale = quantised(128, 1024, "channel")
-    x = normal(5, 1024, seed=1)
-    with cuda_runtime.replaced(*FAULTS[fault]):
+    instruction, instead, m, n = FAULTS[fault]
+    weight, scale = quantised(n, 1024, "channel")
+    x = normal(m, 1024, seed=1)
+    with cuda_runtime.replaced(instruction, instead):
         for seed in range(3):
             with pytest.raises(EmulatorError) as caught, running(num_sms=2, seed=seed, uninitialised=False):
                 matmul(x, weight, scale)

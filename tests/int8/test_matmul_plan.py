@@ -38,6 +38,7 @@ class Gpu(NamedTuple):
         return CTAS_PER_SM * self.num_sms
 
 
+TEAM_BLOCK_MS = sorted({tokens for tokens, grouped, _ in rows_of("int8_matmul/instances/gemm_sm90.cu") if not grouped})
 A100, H200 = Gpu(80, 108, 1024, 13), Gpu(90, 132, 1280, 18.4)
 
 
@@ -75,21 +76,29 @@ class Piece(NamedTuple):
     slot: int
 
 
+class HopperChoice(NamedTuple):
+    tile: Tile
+    uses_wgmma: bool
+    clocks: float  # predicted
+
+
 class Library:
     def __init__(self, path: Path) -> None:
         self.loaded = ctypes.CDLL(str(path))
         self.loaded.matmul_pieces.restype = ctypes.c_int64
         self.loaded.simulated_clocks.restype = ctypes.c_double
+        self.loaded.team_pieces.restype = ctypes.c_int64
+        self.loaded.fastest_on_hopper.restype = ctypes.c_double
 
     def fastest_tile(self, sizes: Sizes, gpu: Gpu, is_forward: bool = True) -> Tile:
         found = (ctypes.c_int32 * 3)()
         self.loaded.fastest_tile_of(_ints(sizes), int(is_forward), gpu.arch, gpu.num_sms, found)
         return Tile(*found)
 
-    def plan(self, sizes: Sizes, tile: Tile, resident_ctas: int) -> Plan:
-        """On a GPU with the rates of an A100, as in `pieces`."""
+    def plan(self, sizes: Sizes, tile: Tile, resident_ctas: int, arch: int = 80) -> Plan:
+        """On a GPU with the rates of an A100, as in `pieces`, or another."""
         facts = (ctypes.c_int64 * 7)()
-        self.loaded.matmul_plan_facts(_ints(sizes), _ints(tile), _ints((A100.arch, resident_ctas)), facts)
+        self.loaded.matmul_plan_facts(_ints(sizes), _ints(tile), _ints((arch, resident_ctas)), facts)
         return Plan(*facts)
 
     def pieces(self, sizes: Sizes, tile: Tile, resident_ctas: int, first_cta: int, end_cta: int) -> list[Piece]:
@@ -105,10 +114,23 @@ class Library:
         )
         return [Piece(*row) for row in rows[:found].tolist()]
 
-    def clocks(self, sizes: Sizes, tile: Tile, gpu: Gpu, clocks: tuple[float, float, float]) -> float:
-        c_gpu, c_clocks = _ints((gpu.arch, gpu.resident_ctas)), (ctypes.c_double * 3)(*clocks)
+    def clocks(self, sizes: Sizes, tile: Tile, gpu: Gpu, clocks: tuple[float, ...]) -> float:
+        c_gpu, c_clocks = _ints((gpu.arch, gpu.resident_ctas)), (ctypes.c_double * 4)(*clocks)
         found: float = self.loaded.simulated_clocks(_ints(sizes), _ints(tile), c_gpu, c_clocks)
         return found
+
+    def team_pieces(self, sizes: Sizes, tile_tokens: int, resident_teams: int) -> tuple[Plan, list[Piece]]:
+        """On Hopper; the plan's "CTAs" are teams."""
+        rows, facts = np.zeros((200_000, 9), dtype=np.int64), (ctypes.c_int64 * 7)()
+        pointer = ctypes.c_void_p(rows.ctypes.data)
+        found = self.loaded.team_pieces(_ints(sizes), tile_tokens, resident_teams, facts, pointer)
+        return Plan(*facts), [Piece(*row) for row in rows[:found].tolist()]
+
+    def fastest_on_hopper(self, sizes: Sizes, num_sms: int) -> HopperChoice:
+        """Among the tiles of both architectures."""
+        tile, uses_wgmma = (ctypes.c_int32 * 3)(), ctypes.c_int32()
+        clocks = self.loaded.fastest_on_hopper(_ints(sizes), num_sms, tile, ctypes.byref(uses_wgmma))
+        return HopperChoice(Tile(*tile), bool(uses_wgmma.value), clocks)
 
 
 def _ints(values: tuple[int, ...]) -> ctypes.Array[ctypes.c_int32]:
@@ -122,6 +144,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     command = [
         *find_cxx(os.environ),
         f"-DBLOCK_MS={','.join(map(str, block_ms))}",
+        f"-DTEAM_BLOCK_MS={','.join(map(str, TEAM_BLOCK_MS))}",
         "-std=c++20",
         "-O1",
         "-shared",
@@ -230,16 +253,49 @@ def test_tiles_of_a_wave_share_weights(library: Library) -> None:
     assert [piece.output_tile // 8 for piece in pieces] == [0] * 80 + [1] * 80 + [2] * 40
 
 
+# --- What each team takes, on Hopper ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resident_teams", [1, 3, 8, 66])
+@pytest.mark.parametrize("tokens", [64, 256])
+def test_teams_take_every_step_of_every_tile_once(library: Library, tokens: int, resident_teams: int) -> None:
+    """Whatever their number; parts of tiles first, which others wait for."""
+    tile = Tile(tokens, 256, 64)
+    for token_tiles, output_tiles, steps in itertools.product((1, 3, 12), COUNTS, STEPS):
+        sizes = Sizes(token_tiles * tile.tokens - 3, output_tiles * tile.outputs - 8, steps * tile.depth - 16)
+        plan, pieces = library.team_pieces(sizes, tokens, resident_teams)
+        assert (plan.token_tiles, plan.output_tiles, plan.steps) == (token_tiles, output_tiles, steps)
+        assert plan.num_ctas <= resident_teams
+        assert {piece.cta for piece in pieces} == set(range(plan.num_ctas))  # no team without work
+        taken: dict[int, list[Piece]] = defaultdict(list)
+        of_team: dict[int, list[Piece]] = defaultdict(list)
+        for piece in pieces:
+            taken[piece.tile].append(piece)
+            of_team[piece.cta].append(piece)
+        assert sorted(taken) == list(range(token_tiles * output_tiles))
+        positions = {(piece.token_tile, piece.output_tile) for piece in pieces}
+        assert positions == set(itertools.product(range(token_tiles), range(output_tiles)))
+        for parts in taken.values():
+            edges = [0, *(step for piece in parts for step in (piece.begin_step, piece.end_step)), steps]
+            assert edges[::2] == edges[1::2]
+            assert [(piece.part, piece.num_parts) for piece in parts] == [(i, len(parts)) for i in range(len(parts))]
+        slots = [piece.slot for piece in pieces if piece.num_parts > 1]
+        assert len(set(slots)) == len(slots) and all(0 <= slot < plan.num_slots for slot in slots)
+        for own in of_team.values():
+            tiles = [piece.tile for piece in own]
+            assert tiles == sorted(tiles)  # the shared tiles are the first ones
+
+
 # --- A model of its time ----------------------------------------------------------------------------------------------
 
 # N, K of linear layers.
 LAYERS = [(4096, 4096), (8192, 8192), (14336, 4096), (4096, 14336), (1280, 8192)]
 TOKENS = range(1, 8193)
 # A prediction, to test the partition and not speed: tiles_sm80.h counts 512 clocks of HMMA on an A100 for 128 tokens
-# per 32 k. Dequantisation counts as a clock for 64 weights; a piece of work as 3000 clocks beside its steps; a part of
-# a sum as a wait for L2 and its bytes. work.h chooses by the same figures and a formula; here the schedule is played
-# through, slot by slot.
-DEQUANTISED, PIECE, WAIT, BYTES_OF_A_TOKEN = 64, 3000, 600, 12
+# per 32 k. Dequantisation counts as a clock for 64 weights; a piece of work as 3000 clocks beside its steps; parts of
+# a sum as three trips to L2, and each as its bytes. work.h chooses by the same figures and a formula; here the schedule
+# is played through, slot by slot.
+DEQUANTISED, PIECE, SHARED, BYTES_OF_A_TOKEN = 64, 3000, 900, 12
 
 
 def clocks_of_step(tile: Tile, gpu: Gpu) -> float:
@@ -250,8 +306,8 @@ def clocks_of_step(tile: Tile, gpu: Gpu) -> float:
 
 def predicted_clocks(library: Library, sizes: Sizes, gpu: Gpu, is_forward: bool) -> float:
     tile = library.fastest_tile(sizes, gpu, is_forward)
-    part = WAIT + BYTES_OF_A_TOKEN * tile.tokens
-    return library.clocks(sizes, tile, gpu, (PIECE, clocks_of_step(tile, gpu), part))
+    part = BYTES_OF_A_TOKEN * tile.tokens
+    return library.clocks(sizes, tile, gpu, (PIECE, clocks_of_step(tile, gpu), SHARED, part))
 
 
 @pytest.mark.parametrize("is_forward", [True, False], ids=["forward", "gradient"])
@@ -296,9 +352,70 @@ def test_few_tokens_take_the_smallest_tile(library: Library) -> None:
         assert library.fastest_tile(Sizes(8192, n, k), H200).tokens == 128
 
 
+def test_the_parts_of_few_tokens_are_the_best_number(library: Library) -> None:
+    """Of all numbers of equal parts, whose trips to L2 are the same few and whose bytes each costs 192 clocks."""
+    for gpu, (outputs, depth) in itertools.product(
+        (A100, H200), ((1024, 8192), (512, 8192), (1024, 4096), (2048, 8192))
+    ):
+        plan = library.plan(Sizes(1, outputs, depth), SMALL, gpu.resident_ctas, gpu.arch)
+        tiles, step = outputs // SMALL.outputs, clocks_of_step(SMALL, gpu)
+
+        def clocks(parts: int, step: float = step, steps: int = plan.steps) -> float:
+            return step * steps / parts + PIECE + (parts > 1) * SHARED + BYTES_OF_A_TOKEN * SMALL.tokens * (parts - 1)
+
+        filling = plan.steps // 4  # parts that fill their pipelines
+        best = min(range(1, min(filling, gpu.resident_ctas // tiles) + 1), key=clocks)
+        assert (plan.shared_tiles, plan.num_ranges) == (tiles, best * tiles)
+    h200 = library.plan(Sizes(1, 1024, 8192), SMALL, H200.resident_ctas, H200.arch)
+    assert h200.num_ranges // h200.shared_tiles == 16  # as many as the loads that are on their way together
+
+
 def test_the_gpu_decides_where_a_larger_tile_pays(library: Library) -> None:
     """mma.sync of an H200 is faster than an A100's, but dequantising a weight takes as many clocks: tokens share it."""
     sizes = [Sizes(m, 4096, 4096) for m in range(16, 2049, 16)]
     gpus = A100._replace(num_sms=132), H200
     a100, h200 = ([library.fastest_tile(each, gpu).tokens for each in sizes] for gpu in gpus)
     assert a100 != h200
+
+
+# --- Hopper, with tiles of both architectures -------------------------------------------------------------------------
+
+
+def test_few_tokens_stay_with_the_kernels_for_sm_80(library: Library) -> None:
+    """They are bound by memory. Many go to wgmma, and to its largest tiles where there are most."""
+    for n, k in LAYERS:
+        for m in (1, 8, 16):
+            few = library.fastest_on_hopper(Sizes(m, n, k), H200.num_sms)
+            assert not few.uses_wgmma and few.tile.tokens == 16
+        for m in range(512, 8193, 512):
+            assert library.fastest_on_hopper(Sizes(m, n, k), H200.num_sms).uses_wgmma
+        assert library.fastest_on_hopper(Sizes(8192, n, k), H200.num_sms).tile.tokens >= 192
+
+
+@pytest.mark.parametrize("n, k", LAYERS)
+def test_no_cliff_on_hopper(library: Library, n: int, k: int) -> None:
+    """By the planner's own prediction: more tokens never take less time.
+
+    Throughput falls where another row of tiles comes and teams begin to share: most where tiles have just filled the
+    GPU once (1024 tokens of 4096 outputs are 64 tiles for 66 teams); by a tenth at most among many tokens.
+    """
+    clocks = [library.fastest_on_hopper(Sizes(m, n, k), H200.num_sms).clocks for m in TOKENS]
+    for m, (before, after) in zip(TOKENS, itertools.pairwise(clocks), strict=False):
+        assert after >= before, f"{m + 1} tokens take {after:.0f} clocks, {m} take {before:.0f}"
+        allowed = 0.22 if m <= 1024 else 0.12 if m < 2048 else 0.1
+        assert (m + 1) / after >= (1 - allowed) * m / before, f"throughput falls from {m} to {m + 1} tokens"
+
+
+@pytest.mark.parametrize("n, k", LAYERS)
+def test_teams_are_kept_busy(library: Library, n: int, k: int) -> None:
+    """From 1024 tokens on, the team with the most steps has at most a twentieth and four steps more than the mean."""
+    for m in range(1024, 8193, 256):
+        sizes = Sizes(m, n, k)
+        best = library.fastest_on_hopper(sizes, H200.num_sms)
+        assert best.uses_wgmma
+        plan, pieces = library.team_pieces(sizes, best.tile.tokens, H200.num_sms // 2)
+        steps: dict[int, int] = defaultdict(int)
+        for piece in pieces:
+            steps[piece.cta] += piece.end_step - piece.begin_step
+        mean = sum(steps.values()) / (H200.num_sms // 2)
+        assert max(steps.values()) <= 1.05 * mean + 4, (m, best.tile, plan)

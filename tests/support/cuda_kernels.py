@@ -30,11 +30,10 @@ MARKS = [
 ]
 # That of one about kernels for Hopper: see the fixture in tests/attention/conftest.py.
 IS_HOPPER = EMULATED or torch.cuda.get_device_capability() == (9, 0)
-HOPPER_MARKS = [
-    *MARKS,
-    pytest.mark.usefixtures("hopper"),
-    pytest.mark.skipif(not IS_HOPPER or "90a" not in native.BUILD["archs"], reason="needs kernels for sm_90a"),
-]
+NEEDS_HOPPER = pytest.mark.skipif(
+    not IS_HOPPER or "90a" not in native.BUILD["archs"], reason="needs kernels for sm_90a"
+)
+HOPPER_MARKS = [*MARKS, pytest.mark.usefixtures("hopper"), NEEDS_HOPPER]
 
 
 @contextlib.contextmanager

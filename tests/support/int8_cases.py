@@ -14,6 +14,7 @@ from oracle import check_against_oracle
 
 GRANULARITIES = ["tensor", "channel", 32, 64, 128]
 ACTIVATION_NAMES = list(ACTIVATIONS)
+_FP32_UNIT = 2.0**-24  # of its rounding
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float16, std: float = 1.0) -> Tensor:
@@ -50,6 +51,34 @@ def check_forward(
     assert out.dtype == x.dtype and out.is_contiguous()
     check_against_oracle("out", out, oracle, composite)
     return out
+
+
+def assert_near_int8_oracle(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+) -> None:
+    """Assert that a kernel with int8 activations meets the oracle over the same int8 tokens.
+
+    Integer sums are exact. What is left: fp32's roundings of the scaled sums of the groups and parts, a few of what
+    follows, and the result's."""
+    assert out.dtype == x.dtype and out.is_contiguous()
+    q, token_scale = (each.to(DEVICE, torch.float64) for each in reference.quantize_rows(x))
+    tokens = q * token_scale[..., None]
+    extra = [None if each is None else each.double() for each in (bias, residual)]
+    oracle = reference.int8_linear(tokens, weight, scale.double(), extra[0], activation, extra[1])
+    magnitude = reference.int8_linear(tokens.abs(), weight.double().abs(), scale.double().abs())
+    magnitude = sum((each.abs() for each in extra if each is not None), magnitude)
+    roundings = 8 + 2 * scale.shape[1] + 16
+    info = torch.finfo(x.dtype)
+    allowed = roundings * _FP32_UNIT * magnitude + 0.501 * info.eps * oracle.abs() + info.smallest_normal * info.eps
+    error = (out.double() - oracle).abs()
+    worst = int((error - allowed).argmax()) if error.numel() else 0
+    assert bool((error <= allowed).all()), (worst, out.flatten()[worst], oracle.flatten()[worst])
 
 
 def check_grad_input(

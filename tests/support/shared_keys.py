@@ -16,7 +16,7 @@ from cuda_kernels import EMULATED, IS_HOPPER, checked
 if EMULATED:
     from emulator import device, launches
 
-MERGES = "atom.acq_rel.gpu.global.cas.b64"
+MERGES = "atom.acq_rel.gpu.global.add.u64"
 
 # A GPU runs what is about its own architecture, or about none in particular.
 of_sm_80 = pytest.mark.skipif(IS_HOPPER and not EMULATED, reason="needs a GPU older than Hopper")

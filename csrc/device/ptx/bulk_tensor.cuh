@@ -7,6 +7,15 @@
 namespace fastattn::ptx {
 
 // Starts to copy the box at these coordinates, the contiguous dimension first. Its bytes arrive at the barrier.
+__device__ __forceinline__ void cp_async_bulk_tensor_2d(uint32_t destination, const void* tensor_map, int32_t x0,
+                                                        int32_t x1, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
+        "[%4];" ::"r"(destination),
+        "l"(tensor_map), "r"(x0), "r"(x1), "r"(barrier)
+        : "memory");
+}
+
 __device__ __forceinline__ void cp_async_bulk_tensor_5d(uint32_t destination, const void* tensor_map, int32_t x0,
                                                         int32_t x1, int32_t x2, int32_t x3, int32_t x4,
                                                         uint32_t barrier) {
@@ -18,6 +27,16 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d(uint32_t destination, co
 }
 
 // The same into all CTAs of the cluster whose bits are set, at the same address in each, whose own barrier gets the bytes.
+__device__ __forceinline__ void cp_async_bulk_tensor_2d_multicast(uint32_t destination, const void* tensor_map,
+                                                                  int32_t x0, int32_t x1, uint32_t barrier,
+                                                                  uint16_t ctas) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%2, %3}], [%4], %5;" ::"r"(destination),
+        "l"(tensor_map), "r"(x0), "r"(x1), "r"(barrier), "h"(ctas)
+        : "memory");
+}
+
 __device__ __forceinline__ void cp_async_bulk_tensor_5d_multicast(uint32_t destination, const void* tensor_map,
                                                                   int32_t x0, int32_t x1, int32_t x2, int32_t x3,
                                                                   int32_t x4, uint32_t barrier, uint16_t ctas) {

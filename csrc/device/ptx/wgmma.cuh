@@ -35,6 +35,10 @@ __device__ __forceinline__ void written_by_wgmma(uint32_t& value) {
     asm volatile("" : "+r"(value)::"memory");
 }
 
+__device__ __forceinline__ void written_by_wgmma(int32_t& value) {
+    asm volatile("" : "+r"(value)::"memory");
+}
+
 template <typename Part, int kCount>
 __device__ __forceinline__ void written_by_wgmma(Part (&values)[kCount]) {
 #pragma unroll
@@ -74,11 +78,12 @@ __device__ __forceinline__ void written_by_wgmma(Part (&values)[kCount]) {
 #define FASTATTN_ALL_SUMS_80 FASTATTN_SUMS_64(d, 0), FASTATTN_SUMS_16(d, 64)
 #define FASTATTN_ALL_SUMS_88 FASTATTN_SUMS_64(d, 0), FASTATTN_SUMS_16(d, 64), FASTATTN_SUMS_8(d, 80)
 #define FASTATTN_ALL_SUMS_96 FASTATTN_SUMS_64(d, 0), FASTATTN_SUMS_32(d, 64)
+#define FASTATTN_ALL_SUMS_112 FASTATTN_SUMS_64(d, 0), FASTATTN_SUMS_32(d, 64), FASTATTN_SUMS_16(d, 96)
 #define FASTATTN_ALL_SUMS_128 FASTATTN_SUMS_64(d, 0), FASTATTN_SUMS_64(d, 64)
 
 // m64nNk16 of 16-bit operands into fp32: d = A * B, or d += A * B. ss: A from shared memory, [M, K] and [N, K] with K
 // contiguous. ss_columns: the same from [K, M] and [K, N], with M and N contiguous. rs: A from registers, and B, [K, N] in
-// shared memory, with N contiguous.
+// shared memory, with N contiguous. rs_rows: the same with B [N, K], K contiguous.
 template <int kN, DataType kDataType>
 struct Wgmma;
 
@@ -106,6 +111,14 @@ struct Wgmma;
                          : FASTATTN_ALL_SUMS_##i0                                                                      \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{adds}));                        \
         }                                                                                                              \
+        __device__ __forceinline__ static void rs_rows(float (&d)[i0], const uint32_t (&a)[4], uint64_t b,             \
+                                                       bool adds) {                                                    \
+            asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #i5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #kN  \
+                         "k16.f32." kType "." kType " {" FASTATTN_NAMES_##i0 "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 \
+                                                                             "}, %" #i4 ", adds, 1, 1, 0;\n}"          \
+                         : FASTATTN_ALL_SUMS_##i0                                                                      \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{adds}));                        \
+        }                                                                                                              \
     };
 #define FASTATTN_WGMMA_OF_BOTH(kN, ...)              \
     FASTATTN_WGMMA(kN, kFloat16, "f16", __VA_ARGS__) \
@@ -120,9 +133,44 @@ FASTATTN_WGMMA_OF_BOTH(144, 72, 73, 74, 75, 76, 77)
 FASTATTN_WGMMA_OF_BOTH(160, 80, 81, 82, 83, 84, 85)
 FASTATTN_WGMMA_OF_BOTH(176, 88, 89, 90, 91, 92, 93)
 FASTATTN_WGMMA_OF_BOTH(192, 96, 97, 98, 99, 100, 101)
+FASTATTN_WGMMA_OF_BOTH(224, 112, 113, 114, 115, 116, 117)
 FASTATTN_WGMMA_OF_BOTH(256, 128, 129, 130, 131, 132, 133)
 
 #undef FASTATTN_WGMMA_OF_BOTH
 #undef FASTATTN_WGMMA
+
+#define FASTATTN_INTEGERS_8(d, i)                                                                               \
+    "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), \
+        "+r"(d[i + 7])
+#define FASTATTN_INTEGERS_32(d, i)                                                            \
+    FASTATTN_INTEGERS_8(d, i), FASTATTN_INTEGERS_8(d, i + 8), FASTATTN_INTEGERS_8(d, i + 16), \
+        FASTATTN_INTEGERS_8(d, i + 24)
+#define FASTATTN_ALL_INTEGERS_32 FASTATTN_INTEGERS_32(d, 0)
+#define FASTATTN_ALL_INTEGERS_64 FASTATTN_ALL_INTEGERS_32, FASTATTN_INTEGERS_32(d, 32)
+#define FASTATTN_ALL_INTEGERS_96 FASTATTN_ALL_INTEGERS_64, FASTATTN_INTEGERS_32(d, 64)
+#define FASTATTN_ALL_INTEGERS_128 FASTATTN_ALL_INTEGERS_96, FASTATTN_INTEGERS_32(d, 96)
+
+// m64nNk32 of int8 operands into int32. ss: both from shared memory, [M, K] and [N, K] with K contiguous, the only way that
+// there is for them.
+template <int kN>
+struct WgmmaS8;
+
+#define FASTATTN_WGMMA_S8(kN, i0, i1, i2)                                                                             \
+    template <>                                                                                                       \
+    struct WgmmaS8<kN> {                                                                                              \
+        __device__ __forceinline__ static void ss(int32_t (&d)[i0], uint64_t a, uint64_t b, bool adds) {              \
+            asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #i2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #kN \
+                         "k32.s32.s8.s8 {" FASTATTN_NAMES_##i0 "}, %" #i0 ", %" #i1 ", adds;\n}"                      \
+                         : FASTATTN_ALL_INTEGERS_##i0                                                                 \
+                         : "l"(a), "l"(b), "r"(int{adds}));                                                           \
+        }                                                                                                             \
+    };
+
+FASTATTN_WGMMA_S8(64, 32, 33, 34)
+FASTATTN_WGMMA_S8(128, 64, 65, 66)
+FASTATTN_WGMMA_S8(192, 96, 97, 98)
+FASTATTN_WGMMA_S8(256, 128, 129, 130)
+
+#undef FASTATTN_WGMMA_S8
 
 }  // namespace fastattn::ptx

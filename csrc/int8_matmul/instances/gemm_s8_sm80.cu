@@ -3,11 +3,10 @@
 
 namespace fastattn {
 
-static const Registration registration(int8_matmul_s8_kernels(),
-                                       KernelKey{80, FASTATTN_BLOCK_M, DataType::FASTATTN_DTYPE, false},
-                                       kernel_name("int8_matmul_s8_sm80", {std::to_string(FASTATTN_BLOCK_M),
-                                                                           to_string(DataType::FASTATTN_DTYPE)}),
-                                       int8_tile_facts<Int8MatmulS8TileSm80<FASTATTN_BLOCK_M>>(),
-                                       launch_int8_matmul_s8_sm80<FASTATTN_BLOCK_M, DataType::FASTATTN_DTYPE>);
+static const Registration registration(
+    int8_matmul_s8_kernels(), KernelKey{80, FASTATTN_BLOCK_M, DataType::FASTATTN_DTYPE, /*variant=*/std::nullopt},
+    kernel_name("int8_matmul_s8_sm80", {std::to_string(FASTATTN_BLOCK_M), to_string(DataType::FASTATTN_DTYPE)}),
+    int8_tile_facts<Int8MatmulS8TileSm80<FASTATTN_BLOCK_M>>(),
+    launch_int8_matmul_s8_sm80<FASTATTN_BLOCK_M, DataType::FASTATTN_DTYPE>);
 
 }  // namespace fastattn

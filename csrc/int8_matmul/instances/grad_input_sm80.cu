@@ -4,7 +4,8 @@
 namespace fastattn {
 
 static const Registration registration(
-    int8_matmul_grad_input_kernels(), KernelKey{80, FASTATTN_BLOCK_M, DataType::FASTATTN_DTYPE, false},
+    int8_matmul_grad_input_kernels(),
+    KernelKey{80, FASTATTN_BLOCK_M, DataType::FASTATTN_DTYPE, /*variant=*/std::nullopt},
     kernel_name("int8_matmul_grad_input_sm80", {std::to_string(FASTATTN_BLOCK_M), to_string(DataType::FASTATTN_DTYPE)}),
     int8_tile_facts<Int8GradInputTileSm80<FASTATTN_BLOCK_M>>(),
     launch_int8_matmul_grad_input_sm80<FASTATTN_BLOCK_M, DataType::FASTATTN_DTYPE>);

@@ -9,6 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fastattn import native
+from fastattn.activations import GATED
 from fastattn.checks import check_choice
 from fastattn.dispatch import reasons
 from fastattn.dispatch.call import Call, Choice
@@ -29,6 +30,9 @@ _warned: set[str] = set()
 @when_emulation_changes
 def _forget_choices() -> None:
     _choices.clear()
+
+
+native.when_forced.append(_forget_choices)
 
 
 def _torch_is_asked_for(call: Call) -> bool:
@@ -122,7 +126,8 @@ def _decide(call: Call, forced: str | None, torch_asked_for: bool) -> Choice:
         dims = seen.head_dim, seen.value_dim
         padded = dims if dims != (call.head_dim, call.value_dim) else None
         decodes, prefills = decoding is not None, prefilling is not None
-        return Choice(chosen, kernel, tile, rejected, padded=padded, decodes=decodes, prefills=prefills)
+        predicted = _predicted(chosen, call, device_facts)
+        return Choice(chosen, kernel, tile, rejected, None, padded, decodes, prefills, predicted)
     detour = None
     if device_facts is not None and forced is None and not torch_asked_for:
         detour = " ".join(dict.fromkeys(rejected.values()))
@@ -222,9 +227,7 @@ def _native_kernel(call: Call, device_facts: DeviceFacts) -> str:
     features, arch, dtype = call.features, device_facts.arch, call.dtype
     head_dim, value_dim = int(call.head_dim), int(call.value_dim)  # a tracer's may be symbols, and become numbers
     if call.op == "int8_matmul":
-        op = "int8_matmul_s8" if "int8 activations" in features else "int8_matmul"
-        tokens, outputs, depth = map(int, call.sizes[:3])
-        name = native.int8_matmul_kernel(op, arch, device_facts.num_sms, dtype, tokens, outputs, depth)
+        name = native.int8_matmul_kernel(*_int8_call(call, device_facts))
     elif call.op == "decode":
         name = native.decode_kernel(arch, max(head_dim, value_dim), dtype, "int8 cache" in features)
     else:
@@ -238,6 +241,22 @@ def _native_kernel(call: Call, device_facts: DeviceFacts) -> str:
         )
     assert name is not None, f"the library has no kernel for {call}"
     return name
+
+
+def _int8_call(call: Call, device_facts: DeviceFacts) -> tuple[Any, ...]:
+    """What the library is asked about an int8 matmul. With gradients, PyTorch applies activation and residual."""
+    features = call.features
+    op = "int8_matmul_s8" if "int8 activations" in features else "int8_matmul"
+    follows = {"bias"} if "gradients" in features else {"bias", "residual", "activation", *GATED}
+    traits = call.dtype, "group scales" in features, not features.isdisjoint(follows)
+    return op, device_facts.arch, device_facts.num_sms, *traits, *map(int, call.sizes[:3])
+
+
+def _predicted(backend: str, call: Call, device_facts: DeviceFacts) -> dict[str, float]:
+    """Microseconds that each way is predicted to take, where ways compete."""
+    if backend != "cuda" or call.op != "int8_matmul" or torch.compiler.is_compiling():
+        return {}
+    return native.int8_ways(*_int8_call(call, device_facts))
 
 
 def is_watched() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from fastattn.layout import reason_to_copy
 class Explanation:
     """``backend`` and ``kernel`` would run, with ``tile``; ``rejected`` says for every other backend why it does not.
 
-    ``copied`` names the tensors that would have to be copied first, and why.
+    ``copied`` names the tensors that would have to be copied first, and why. ``predicted``: of an int8 matmul, the
+    microseconds that each way is predicted to take, of which the least decides. They are not measurements.
     """
 
     backend: str
@@ -29,11 +30,13 @@ class Explanation:
     tile: Any
     rejected: dict[str, str]
     copied: dict[str, str]
+    predicted: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{self.backend}: {self.kernel}"]
         if self.tile is not None:
             lines.append(f"  tile: {self.tile}")
+        lines += [f"  predicted: {way}: {microseconds:.1f} µs" for way, microseconds in self.predicted.items()]
         lines += [f"  copied first: {name}: {reason}" for name, reason in self.copied.items()]
         lines += [f"  not {backend}: {reason}" for backend, reason in self.rejected.items()]
         return "\n".join(lines)
@@ -67,7 +70,9 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
             reason = _reason_to_pad(tensor, name, choice) or reason_to_copy(tensor, rows_anywhere)
             if reason is not None:
                 copied[name] = reason
-    return Explanation(choice.backend, choice.kernel, choice.tile, dict(choice.rejected), copied)
+    return Explanation(
+        choice.backend, choice.kernel, choice.tile, dict(choice.rejected), copied, dict(choice.predicted)
+    )
 
 
 def _reason_to_pad(tensor: Tensor, name: str, choice: Choice) -> str | None:

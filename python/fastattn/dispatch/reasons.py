@@ -104,7 +104,7 @@ def _unavailable(backend: str, device: torch.device, device_facts: DeviceFacts) 
     return None
 
 
-# Of the CUDA C++ kernel that multiplies int8 numbers by int8 numbers, csrc/int8_matmul/gemm_s8_sm80.cuh.
+# Of the CUDA C++ kernels that multiply int8 numbers by int8 numbers, csrc/int8_matmul/gemm_s8_sm80.cuh and _sm90.cuh.
 _INT8_ACTIVATIONS_GO_WITH = frozenset({"gradients", "group scales", "bias", "activation", "residual"})
 _MAX_INT8_SUM_DEPTH = 2**17
 _MAX_INT8_LAUNCH_COUNT = 2**24
@@ -126,7 +126,9 @@ def _reason_against_int8_activations(call: Call, device_facts: DeviceFacts) -> s
         return f"K is {columns}, and int32 holds sums of products of int8 numbers up to {_MAX_INT8_SUM_DEPTH}."
     if not torch.compiler.is_compiling():  # else sizes may be symbols, and the kernel's own check has to do
         gpu = device_facts.arch, device_facts.num_sms
-        ctas = native.dealt_int8_matmul("int8_matmul_s8", *gpu, tokens, rows, columns).ctas
+        ctas = native.dealt_int8_matmul(
+            "int8_matmul_s8", *gpu, "group scales" in call.features, tokens, rows, columns
+        ).ctas
         if tokens + 2 * ctas >= _MAX_INT8_LAUNCH_COUNT:
             return (
                 f"there are {tokens} tokens and {rows} outputs, too many for what the CUDA C++ kernel for int8 "

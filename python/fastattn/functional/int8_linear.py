@@ -48,7 +48,9 @@ def int8_linear(
     """``activation(x @ weight^T + bias) + residual``, the int8 weight being dequantised on the fly.
 
     Everything is computed in at least float32 and rounded to the dtype of ``x`` once, at the end (with gradients, once
-    more before the activation and the residual). Autocast is honoured as by ``F.linear``.
+    more before the activation and the residual). A product alone, of many tokens, may be cuBLAS's where that is
+    predicted to be faster (``fastattn.explain`` tells): then the weight is rounded first, as by ``weight.dequantize``.
+    Autocast is honoured as by ``F.linear``.
 
     Args:
         x: floating ``[..., K]``.

@@ -102,7 +102,8 @@ def backward_kernel(backend: str, arguments: GradInputArguments) -> str:
         return "int8_matmul.grad_input_kernel"
     grad_out, (outputs, depth), gpu = arguments.grad_out, arguments.weight.shape, kernel_facts(arguments.weight.device)
     sizes = math.prod(grad_out.shape[:-1]), depth, outputs
-    name = native.int8_matmul_kernel("int8_matmul_grad_input", gpu.arch, gpu.num_sms, grad_out.dtype, *sizes)
+    traits = grad_out.dtype, arguments.scale.shape[1] > 1, False
+    name = native.int8_matmul_kernel("int8_matmul_grad_input", gpu.arch, gpu.num_sms, *traits, *sizes)
     return name or "no kernel"
 
 

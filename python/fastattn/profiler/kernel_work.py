@@ -177,8 +177,9 @@ _WORK: dict[str, dict[str, Callable[[OperatorCall], Work | None]]] = {
         "combine": _unknown,
     },
     "attention_split_keys": {"split": _split_keys, "combine": _unknown},
-    "int8_matmul": {"merge": _unknown, "forward": _int8, "int8_matmul": _int8},
-    "int8_matmul_grad_input": {"merge": _unknown, "grad_input": _int8},
+    # Of what cuBLAS computes, our kernel only dequantises the weights. Another quantises tokens.
+    "int8_matmul": {"quantize": _unknown, "merge": _unknown, "forward": _int8, "int8_matmul": _int8},
+    "int8_matmul_grad_input": {"dequantize": _unknown, "merge": _unknown, "grad_input": _int8},
 }
 
 

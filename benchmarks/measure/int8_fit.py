@@ -1,0 +1,264 @@
+"""Fits the model by which the library chooses among the ways to an int8 matmul to the GPU at hand.
+
+Each kernel's time is a sum of terms (csrc/int8_matmul/work.h): a launch, the steps of the busiest CTA, its pieces of
+work, and where CTAs share tiles, collecting the parts. So is that of dequantising for cuBLAS (csrc/int8_matmul/ways.h):
+two launches for each block, three bytes a weight, and multiply-adds. Least squares of relative errors give the terms'
+coefficients, in seconds; beside each time stands what the library predicted, from data sheets. Clocks of the tables in
+work.h and ways.h are seconds times the clock of the SMs during the run. The figures go to
+benchmarks/results/<gpu>/int8_fit.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from benchmarks.measure import environment, results, timing
+from fastattn import native, quantize_int8
+
+SCHEMA = 1
+# The largest part of a block, csrc/int8_matmul/ways.h; and CTAs, or on Hopper clusters, that an SM holds (MatmulTile).
+BLOCK_WEIGHTS = 1 << 25
+RESIDENT = {80: 2.0, 90: 0.5}
+_CTAS_OF_A_TEAM = {80: 1, 90: 2}
+
+
+class Case(NamedTuple):
+    """A matmul ``[m, k] @ [n, k]^T``."""
+
+    m: int
+    n: int
+    k: int
+
+
+class Kernel(NamedTuple):
+    """``tile``: what it computes in a step, as `native.KERNELS` has it."""
+
+    name: str
+    arch: int
+    tile: dict[str, int]
+
+
+class Dealt(Protocol):
+    """`native.Dealt`."""
+
+    ctas: int
+    parts: int
+
+
+class Sample(NamedTuple):
+    """``predicted``: by the library, or None."""
+
+    case: Case
+    terms: tuple[float, ...]
+    seconds: float
+    predicted: float | None
+
+
+KERNEL_TERMS = ("launch", "step", "piece", "shared", "part")
+DEQUANTISED_TERMS = ("block", "weight_byte", "mac")
+
+
+def kernels(names: dict[str, Any], arch: int) -> list[Kernel]:
+    """Those of the matmul for 16-bit activations that run on a GPU of ``arch``, in bfloat16, one for each tile."""
+    found = []
+    for name, tile in names.items():
+        matched = re.fullmatch(r"int8_matmul_sm(\d+)<\d+, bfloat16>", name)
+        if matched and (int(matched[1]) == 80 or int(matched[1]) == arch):
+            found.append(Kernel(name, int(matched[1]), tile))
+    return found
+
+
+def _outputs_of_team(kernel: Kernel) -> int:
+    """Of the tile that the CTAs of a team compute together."""
+    return kernel.tile["block_n"] * _CTAS_OF_A_TEAM[kernel.arch]
+
+
+def kernel_cases(kernel: Kernel, num_sms: int) -> Iterator[Case]:
+    """One tile of tokens. Full waves of tiles of outputs, whose sums are whole; and fewer, whose sums are shared."""
+    resident, outputs = int(RESIDENT[kernel.arch] * num_sms), _outputs_of_team(kernel)
+    for k in (2048, 4096, 8192):
+        for tiles in (resident, 2 * resident):
+            yield Case(kernel.tile["block_m"], tiles * outputs, k)
+        for parts in (2, 4, 8):
+            yield Case(kernel.tile["block_m"], max(resident // parts, 1) * outputs, k)
+
+
+def kernel_terms(kernel: Kernel, case: Case, dealt: Dealt, num_sms: int) -> tuple[float, ...] | None:
+    """How often each of ``KERNEL_TERMS`` counts, or None for a plan whose CTAs have parts of several tiles each."""
+    tile, resident = kernel.tile, int(RESIDENT[kernel.arch] * num_sms)
+    tiles = math.ceil(case.m / tile["block_m"]) * math.ceil(case.n / _outputs_of_team(kernel))
+    steps = math.ceil(case.k / tile["block_k"])
+    if dealt.parts == 0:
+        waves = math.ceil(tiles / resident)
+        return 1.0, waves * steps, waves, 0.0, 0.0
+    parts, rest = divmod(dealt.parts, tiles * _CTAS_OF_A_TEAM[kernel.arch])
+    if rest or dealt.ctas != dealt.parts:
+        return None
+    return 1.0, steps / parts, 1.0, 1.0, parts - 1
+
+
+def dequantised_cases() -> Iterator[Case]:
+    """Many tokens, for which cuBLAS is bound by the tensor cores; and layers of one block, and of several."""
+    for n, k in ((2048, 4096), (4096, 4096), (8192, 4096), (8192, 8192), (16384, 8192)):
+        for m in (2048, 4096, 8192):
+            yield Case(m, n, k)
+
+
+def dequantised_terms(case: Case) -> tuple[float, ...]:
+    """How often each of ``DEQUANTISED_TERMS`` counts."""
+    weights = case.n * case.k
+    return math.ceil(weights / BLOCK_WEIGHTS), 3 * weights, case.m * weights
+
+
+def fit(names: Sequence[str], samples: Sequence[Sample]) -> dict[str, Any]:
+    """Coefficients of the terms in seconds, None where the samples do not tell, and how far off these are at worst.
+
+    ``measured_over_predicted``: the median.
+    """
+    terms = np.array([sample.terms for sample in samples], dtype=float).reshape(len(samples), len(names))
+    seconds = np.array([sample.seconds for sample in samples])
+    relative = terms / seconds[:, None]
+    scale = np.linalg.norm(relative, axis=0)
+    told = scale > 0
+    columns = relative[:, told] / scale[told]
+    if len(samples) == 0 or np.linalg.matrix_rank(columns) < columns.shape[1]:
+        coefficients = dict.fromkeys(names)
+        worst = None
+    else:
+        solved, *_ = np.linalg.lstsq(columns, np.ones(len(samples)), rcond=None)
+        values = iter((solved / scale[told]).tolist())
+        coefficients = {name: next(values) if known else None for name, known in zip(names, told, strict=True)}
+        worst = float(np.abs(columns @ solved - 1).max())
+    ratios = [sample.seconds / sample.predicted for sample in samples if sample.predicted]
+    return {
+        "seconds": coefficients,
+        "worst_relative_error": worst,
+        "measured_over_predicted": statistics.median(ratios) if ratios else None,
+        "samples": [{**sample._asdict(), "case": sample.case._asdict()} for sample in samples],
+    }
+
+
+class Gpu(Protocol):
+    """What the fit asks of a device and the library."""
+
+    arch: int
+    num_sms: int
+
+    def dealt(self, kernel: Kernel, case: Case) -> Dealt:
+        """How the kernel deals the case."""
+        ...
+
+    def seconds(self, kernel: Kernel | None, case: Case) -> float:
+        """A call's time by that kernel, or by dequantising for cuBLAS."""
+        ...
+
+    def predicted(self, kernel: Kernel | None, case: Case) -> float | None:
+        """What the library predicts of it."""
+        ...
+
+
+def fit_all(gpu: Gpu, names: dict[str, Any]) -> dict[str, Any]:
+    """A fit for each kernel of ``names`` that the GPU runs, and for `native.DEQUANTISED`."""
+    found = {}
+    for kernel in kernels(names, gpu.arch):
+        samples = []
+        for case in kernel_cases(kernel, gpu.num_sms):
+            terms = kernel_terms(kernel, case, gpu.dealt(kernel, case), gpu.num_sms)
+            if terms is not None:
+                samples.append(Sample(case, terms, gpu.seconds(kernel, case), gpu.predicted(kernel, case)))
+        found[kernel.name] = fit(KERNEL_TERMS, samples)
+    samples = [
+        Sample(case, dequantised_terms(case), gpu.seconds(None, case), gpu.predicted(None, case))
+        for case in dequantised_cases()
+    ]
+    found[native.DEQUANTISED] = fit(DEQUANTISED_TERMS, samples)
+    return found
+
+
+class CudaGpu:
+    """A CUDA device, and the library that is installed."""
+
+    def __init__(self, facts: native.NativeDeviceFacts, timer: timing.Timer) -> None:
+        self.timer = timer
+        self.arch, self.num_sms, self.l2_bytes = facts.arch, facts.num_sms, facts.l2_bytes
+
+    def _forced(self, kernel: Kernel | None) -> Any:
+        return native.forced_int8_tile(-1) if kernel is None else native.forced_int8_tile(kernel.arch, self._m(kernel))
+
+    @staticmethod
+    def _m(kernel: Kernel) -> int:
+        return kernel.tile["block_m"]
+
+    def dealt(self, kernel: Kernel, case: Case) -> Dealt:
+        with self._forced(kernel):
+            return native.dealt_int8_matmul("int8_matmul", self.arch, self.num_sms, False, *case)
+
+    def predicted(self, kernel: Kernel | None, case: Case) -> float | None:
+        asked = "int8_matmul", self.arch, self.num_sms, torch.bfloat16, False, False, *case
+        with self._forced(kernel):
+            ways = native.int8_ways(*asked)
+        microseconds = ways.get(native.DEQUANTISED if kernel is None else kernel.name)
+        return None if microseconds is None else microseconds * 1e-6
+
+    def seconds(self, kernel: Kernel | None, case: Case) -> float:
+        """Within a CUDA graph, over weights that take turns beyond the L2."""
+        bytes_of_set = case.n * case.k + 2 * case.m * (case.k + case.n)
+        free_bytes, _ = torch.cuda.mem_get_info()
+        num_sets = timing.num_input_sets(bytes_of_set, self.l2_bytes, free_bytes)
+
+        def call_over_new_inputs() -> Callable[[], Any]:
+            x = torch.randn(case.m, case.k, device="cuda", dtype=torch.bfloat16)
+            weight = quantize_int8(torch.randn(case.n, case.k, device="cuda", dtype=torch.bfloat16))
+            arguments = x, weight.data, weight.scale, None, None, "none", False
+            return lambda: native.OPS.int8_matmul(*arguments)
+
+        with self._forced(kernel):
+            return self.timer.graph([call_over_new_inputs() for _ in range(num_sets)]).median_s
+
+
+def document_of(fits: dict[str, Any], place: dict[str, Any]) -> dict[str, Any]:
+    """What is written. ``place``: `environment.describe_gpu`."""
+    when = {"date": environment.now(), "commit": environment.commit()}
+    return {"schema": SCHEMA, "fit": "int8_matmul", **when, "environment": place, "ways": fits}
+
+
+def as_text(fits: dict[str, Any]) -> str:
+    """A line for each way: nanoseconds of its terms, its worst error, and how its times stand to the predictions."""
+    lines = []
+    for name, fitted in fits.items():
+        terms = ", ".join(
+            f"{term} {'unknown' if seconds is None else format(1e9 * seconds, '.4g')}"
+            for term, seconds in fitted["seconds"].items()
+        )
+        worst, ratio = fitted["worst_relative_error"], fitted["measured_over_predicted"]
+        error = "" if worst is None else f"; off by {worst:.1%} at most"
+        against = "" if ratio is None else f"; {ratio:.2f} of the predicted time"
+        lines.append(f"{name}: ns: {terms}{error}{against}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="the file to write, instead of the one under benchmarks/results")
+    parser.add_argument("--seconds-per-figure", type=float, default=0.2)
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("int8 fit: no NVIDIA GPU here, so nothing is measured, fitted or written.")
+        return
+    place = environment.describe_gpu(torch.device("cuda", torch.cuda.current_device()))
+    fits = fit_all(CudaGpu(native.device_facts(), timing.CudaTimer(options.seconds_per_figure)), native.KERNELS)
+    print(as_text(fits))
+    path = options.json or results.FOLDER / results.folder_name(place["gpu"]) / "int8_fit.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document_of(fits, place), indent=1) + "\n")
+    print(f"fit: {path}")

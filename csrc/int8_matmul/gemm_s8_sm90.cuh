@@ -1,0 +1,215 @@
+// Matmul with int8 weights and int8 activations for Hopper: Y[M, N] = act(Xq · Wᵀ + bias) + residual, where Xq is X[M, K]
+// rounded to int8 with a scale per token, by a kernel before this one (quantize_tokens_sm80.cuh), and W = scale * int8[N, K]
+// in its plain layout.
+//
+// As in gemm_sm90.cuh a team computes W · Xqᵀ, one tile of 256 outputs and kBlockM tokens after the other or its part of the
+// sums of one; one thread produces, and two warpgroups consume. Here both operands pass from shared memory to wgmma as they
+// are:
+//
+//   ring, stages    full: its bytes have landed    empty: the consumers of both CTAs have multiplied it
+//   W, Xq  kStages  before its products            after them
+//
+// The products of two steps are in flight: while the tensor cores have those of one, the next are started.
+// Sums are int32, exact up to kMaxInt8SumDepth of K, so it is all the same how a tile is cut. With scales per group along K
+// the sums of each group are scaled and added in fp32, in a second set of accumulators; they have the tensor cores of the
+// other consumer meanwhile.
+// Preconditions: those of Int8WeightView; N a multiple of 8, K of 16 and at most kMaxInt8SumDepth; no SwiGLU.
+#pragma once
+
+#include <cstdint>
+
+#include "device/ptx/setmaxnreg.cuh"
+#include "host/device_facts.h"
+#include "host/launch.h"
+#include "int8_matmul/team_sm90.cuh"
+
+namespace fastattn {
+
+inline constexpr int kS8WgmmaK = 32;  // no group of scales is smaller
+
+template <typename Tile>
+struct S8TeamStorage : TeamStorage<Tile> {
+    float token_scales[Tile::kBlockM];
+};
+
+// One consumer's side of the ring: whose products it starts next, and which stage it releases next.
+template <typename Tile>
+struct S8Consumer {
+    using Sums = int32_t[Tile::kBlockM / 2];
+
+    TeamStorage<Tile>& shared;
+    TeamConsumer place;
+    Ring<Tile::kNumStages> ring, ahead;
+
+    __device__ __forceinline__ S8Consumer(TeamStorage<Tile>& shared, const TeamConsumer& place)
+        : shared(shared), place(place), ring(shared.ring), ahead(shared.ring) {}
+
+    // rY += W · Xqᵀ over kDepth of a step from first_k on, or rY = W · Xqᵀ; runs on.
+    template <int kDepth, bool kAdds>
+    __device__ __forceinline__ void start(Sums& rY, int stage, int first_k = 0) const {
+        const int own_rows = place.warpgroup * kWarpgroupM * Tile::kBlockK;
+        const auto sX = OperandDescriptor::of_rows(shared.tokens(stage));
+        const auto sW = OperandDescriptor::of_rows(shared.tokens(stage) + TeamStorage<Tile>::kTokenBytes + own_rows);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int k = first_k; k < first_k + kDepth; k += kS8WgmmaK) {
+            ptx::WgmmaS8<Tile::kBlockM>::ss(rY, sW.at(k), sX.at(k), kAdds || k > first_k);
+        }
+        ptx::wgmma_commit_group();
+    }
+
+    __device__ __forceinline__ void release() { ring.release_to_cluster(place.lane, kTeamCtas); }
+
+    // rY += the products of a piece of work, which has a step at least.
+    __device__ __forceinline__ void sum(Sums& rY, int32_t num_steps) {
+        const auto start_next = [&] {
+            ahead.wait_full();
+            start<Tile::kBlockK, true>(rY, ahead.stage);
+            ahead.advance();
+        };
+        start_next();
+#pragma unroll 1
+        for (int32_t step = 1; step < num_steps; ++step) {
+            start_next();
+            ptx::wgmma_wait_group<1>();  // leaves the products of this step in flight
+            release();
+        }
+        ptx::wgmma_wait_group<0>();  // leaves none in flight
+        ptx::written_by_wgmma(rY);
+        release();
+    }
+
+    // The same with a scale for each kGroupK of K: 32, 64 or 128. scale(half, first_k): that of one of the thread's outputs;
+    // first_k counts from the first step. Scales of a step are loaded a step before.
+    template <int kGroupK, typename Scale>
+    __device__ __forceinline__ void sum_groups(float (&rY)[Tile::kBlockM / 2], int32_t num_steps, Scale&& scale) {
+        constexpr int kGroups = Tile::kBlockK / kGroupK;
+        float scales[kGroups][2], next[kGroups][2];
+        const auto load = [&](int32_t step) {
+#pragma unroll
+            for (int group = 0; group < kGroups; ++group) {
+                next[group][0] = scale(0, step * Tile::kBlockK + group * kGroupK);
+                next[group][1] = scale(1, step * Tile::kBlockK + group * kGroupK);
+            }
+        };
+        load(0);
+#pragma unroll 1
+        for (int32_t step = 0; step < num_steps; ++step) {
+#pragma unroll
+            for (int group = 0; group < kGroups; ++group)
+                scales[group][0] = next[group][0], scales[group][1] = next[group][1];
+            ring.wait_full();
+#pragma unroll
+            for (int group = 0; group < kGroups; ++group) {
+                Sums rGroup;
+                start<kGroupK, false>(rGroup, ring.stage, group * kGroupK);
+                if (group == 0) load(step + 1);
+                ptx::wgmma_wait_group<0>();  // leaves none in flight
+                ptx::written_by_wgmma(rGroup);
+                if (group == kGroups - 1) release();
+#pragma unroll
+                for (int i = 0; i < Tile::kBlockM / 2; ++i) {
+                    rY[i] += static_cast<float>(rGroup[i]) * scales[group][i / 2 % 2];
+                }
+            }
+        }
+    }
+};
+
+template <int kBlockM, DataType kDataType, bool kIsGrouped>
+__global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
+    int8_matmul_s8_sm90(const __grid_constant__ TeamParams params) {
+    using Tile = Int8MatmulS8TileSm90<kBlockM>;
+    extern __shared__ __align__(1024) char shared_bytes[];
+    auto& shared = *reinterpret_cast<S8TeamStorage<Tile>*>(shared_bytes);
+    static_assert(sizeof(shared) <= 227 << 10, "sm_90");
+    static_assert(kBlockM <= kConsumerThreads, "a thread copies each token's scale");
+
+    // Prologue.
+    const MatmulEpilogue& epilogue = params.matmul.epilogue;
+    const Int8WeightView& weight = params.matmul.weight;
+    const MatmulPlan& plan = epilogue.plan;
+    const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
+    const int rank = ptx::cluster_ctarank();
+    start_team(shared);
+
+    // Producer.
+    if (warpgroup == Tile::kNumConsumers) {
+        ptx::setmaxnreg_dec<Tile::kProducerRegisters>();
+        if (warp == 0 && lane == 0) {
+            produce_for_team(shared, params, rank, Tile::kBlockK,
+                             [&](const CtaTile& tile, int32_t step, uint32_t destination, uint32_t landed) {
+                                 ptx::cp_async_bulk_tensor_2d(destination, &params.weight.encoded, step * Tile::kBlockK,
+                                                              tile.output_tile * kCtaOutputs, landed);
+                             });
+        }
+        wait_for_team();  // as below
+        return;
+    }
+
+    // Consumers.
+    ptx::setmaxnreg_inc<Tile::kConsumerRegisters>();
+    const TeamConsumer place{warpgroup, warp, lane, rank};
+    S8Consumer<Tile> consumer(shared, place);
+    MatmulWork work;
+    for (bool has_work = first_piece(plan, team_of_cta(), work); has_work;
+         has_work = next_piece(plan, team_of_cta(), teams_of_launch(), work)) {
+        const CtaTile tile(plan, work, rank);
+        const int32_t num_steps = warp_uniform(work.end_step - work.begin_step);
+        const int32_t token = tile.token_tile * kBlockM + static_cast<int32_t>(threadIdx.x);
+        float token_scale = 0.0f;
+        if (threadIdx.x < kBlockM && token < epilogue.out.rows)
+            token_scale = __ldg(params.matmul.quantized.scale + token);
+        const float* gScale[2];  // of the thread's outputs; of those that do not exist, any
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int32_t row = min(tile.output_tile * kCtaOutputs + place.output(half), weight.rows - 1);
+            gScale[half] = weight.scale + int64_t{row} * weight.scale_row_stride;
+        }
+
+        // The weights' scales come first: those of tokens may be so large that the sums would overflow.
+        const auto finish = [&](const auto& rY, float first_scale, float second_scale) {
+            if (threadIdx.x < kBlockM)
+                shared.token_scales[threadIdx.x] = token_scale;  // visible after the first barrier
+            finish_piece<kDataType, Tile>(epilogue, shared, rY, work, place, [&](int half, int token, auto sum) {
+                return static_cast<float>(sum) * (half == 0 ? first_scale : second_scale) * shared.token_scales[token];
+            });
+        };
+        if constexpr (kIsGrouped) {
+            const int32_t begin_k = work.begin_step * Tile::kBlockK;
+            const auto scale = [&](int half, int32_t k) {
+                const int32_t group = (begin_k + k) / kS8WgmmaK >> weight.group_shift;
+                return group < weight.groups ? __ldg(gScale[half] + group) : 0.0f;
+            };
+            float rY[kBlockM / 2] = {};  // [64 outputs, kBlockM tokens] of the warpgroup
+            if (weight.group_shift == 0) {
+                consumer.template sum_groups<32>(rY, num_steps, scale);
+            } else if (weight.group_shift == 1) {
+                consumer.template sum_groups<64>(rY, num_steps, scale);
+            } else {
+                consumer.template sum_groups<128>(rY, num_steps, scale);
+            }
+            finish(rY, 1.0f, 1.0f);
+        } else {
+            int32_t rY[kBlockM / 2] = {};
+            ptx::written_by_wgmma(rY);
+            consumer.sum(rY, num_steps);
+            finish(rY, __ldg(gScale[0]), __ldg(gScale[1]));
+        }
+    }
+    wait_for_team();  // waits until the other CTA's consumers have arrived at this one's barriers for the last time
+}
+
+template <int kBlockM, DataType kDataType, bool kIsGrouped>
+void launch_int8_matmul_s8_sm90(LaunchedKernel& kernel, const Int8MatmulParams& params, Stream stream) {
+    using Tile = Int8MatmulS8TileSm90<kBlockM>;
+    const Int8WeightView& weight = params.weight;
+    const TeamParams all_params{
+        params, matrix_map(weight.data, 1, weight.rows, weight.columns, weight.row_stride, kCtaOutputs, Tile::kBlockK),
+        matrix_map(params.quantized.data, 1, params.input.rows, params.input.columns, params.input.columns,
+                   kBlockM / kTeamCtas, Tile::kBlockK)};
+    launch_team<Tile, S8TeamStorage<Tile>>(kernel, int8_matmul_s8_sm90<kBlockM, kDataType, kIsGrouped>, all_params,
+                                           device_facts().num_sms, stream);
+}
+
+}  // namespace fastattn

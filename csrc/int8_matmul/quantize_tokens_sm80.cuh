@@ -1,0 +1,30 @@
+// Tokens to int8 in a kernel of its own, for a matmul that follows in the same stream and copies them by TMA: the numbers
+// and scales of quantize_tokens.cuh. A CTA has one token; of many, each of its warps has one.
+// Preconditions: those of MatrixView; K a multiple of 8.
+#pragma once
+
+#include <cstdint>
+
+#include "host/launch.h"
+#include "int8_matmul/quantize_tokens.cuh"
+
+namespace fastattn {
+
+inline constexpr int kQuantizeThreads = 128;
+
+template <DataType kDataType>
+__global__ void __launch_bounds__(kQuantizeThreads)
+    int8_quantize_tokens_sm80(const __grid_constant__ Int8MatmulParams params) {
+    __shared__ QuantizeStorage<kQuantizeThreads> shared;
+    const int32_t at_a_time = tokens_at_a_time<kQuantizeThreads>(params.input.rows);
+    quantize_some<kDataType>(params.input, params.quantized, int64_t{blockIdx.x} * at_a_time, at_a_time, shared);
+}
+
+template <DataType kDataType>
+void launch_int8_quantize_tokens_sm80(LaunchedKernel& kernel, const Int8MatmulParams& params, Stream stream) {
+    const Launch launch{ceil_div(params.input.rows, tokens_at_a_time<kQuantizeThreads>(params.input.rows)),
+                        kQuantizeThreads, 0};
+    kernel.launch(int8_quantize_tokens_sm80<kDataType>, launch, params, stream);
+}
+
+}  // namespace fastattn

@@ -1,0 +1,164 @@
+// Scales as 16-bit factors of the weights, for the Hopper kernel of the input gradient: a warp makes those of a step in shared
+// memory, in the order in which wgmma's lanes need them, and consumers multiply while they decode.
+//
+// fp16: w is decoded and then multiplied (device/dequantize.cuh). bf16: one multiply-add does both, since the offset of 128 is a
+// power of two,
+//
+//   b * 2^-133 * (f * 2^125) - f / 2 = f * w / 256    b = w + 128, f the factor; both of its multiples are exact,
+//
+// and rounds once, as a product of f and w would.
+#pragma once
+
+#include <cstdint>
+
+#include "device/dequantize.cuh"
+#include "device/fragment.cuh"
+#include "device/ptx/cp_async.cuh"
+#include "int8_matmul/factor_range.cuh"
+#include "int8_matmul/team_sm90.cuh"
+
+namespace fastattn {
+
+// Words: the factors of two n.
+template <DataType kDataType>
+struct ScaledDecoding;
+
+template <>
+struct ScaledDecoding<DataType::kFloat16> {
+    using Words = uint32_t;
+    static constexpr int kWords = sizeof(Words) / 4;
+    static constexpr int kEnd = 256;        // 128 times as much still is in fp16's range
+    static constexpr float kFactor = 1.0f;  // a decoded number times this is f * w
+
+    __device__ __forceinline__ static Words make(float first, float second) {
+        return pack<DataType::kFloat16>(first, second);
+    }
+
+    template <int kFirst, int kSecond>
+    __device__ __forceinline__ static uint32_t decode(uint32_t four_biased, const uint32_t* words) {
+        return multiply_pairs<DataType::kFloat16>(decode_pair<DataType::kFloat16, kFirst, kSecond>(four_biased),
+                                                  words[0]);
+    }
+};
+
+template <>
+struct ScaledDecoding<DataType::kBFloat16> {
+    using Words = uint64_t;  // multipliers, and in the upper half offsets: one store; of a uint2, nvcc may make two
+    static constexpr int kWords = sizeof(Words) / 4;
+    static constexpr int kEnd = 4;  // 4 * 2^125 is in bf16's range
+    static constexpr float kFactor = 256.0f;
+
+    __device__ __forceinline__ static Words make(float first, float second) {
+        constexpr uint32_t kTo125 = 0x7e007e00, kMinusHalf = 0xbf00bf00;
+        const uint32_t factors = pack<DataType::kBFloat16>(first, second);
+        const Words offsets = multiply_pairs<DataType::kBFloat16>(factors, kMinusHalf);
+        return offsets << 32 | multiply_pairs<DataType::kBFloat16>(factors, kTo125);
+    }
+
+    template <int kFirst, int kSecond>
+    __device__ __forceinline__ static uint32_t decode(uint32_t four_biased, const uint32_t* words) {
+        return fma_pairs<DataType::kBFloat16>(linear_pair<DataType::kBFloat16, kFirst, kSecond>(four_biased), words[0],
+                                              words[1]);
+    }
+};
+
+inline constexpr int kStepN = 2 * kWarpSize;  // of the sum: a lane makes factors of two
+inline constexpr int kMaxGroups = kCtaOutputs / Int8WeightView::kSmallestGroup;
+
+// Factors of a step, for each group of the CTA's columns. The words of a lane, t among the four of a row, for all pairs of n
+// that it has (2t, 2t+1 of each 8), follow each other, in vectors that the lanes of a row have side by side.
+template <DataType kDataType>
+struct alignas(16) StepFactors {
+    using Decoding = ScaledDecoding<kDataType>;
+    static constexpr int kLaneWords = kStepN / kMmaN * Decoding::kWords;
+
+    uint32_t words[kMaxGroups][kLaneWords / 4][kLanesPerRow][4];
+    float divisors[kMaxGroups];
+    int32_t has_changed;  // any divisor, since the step before
+
+    // Of n = 2 * lane and the next.
+    __device__ __forceinline__ void store(int group, int lane, float first, float second) {
+        const int word = lane / kLanesPerRow * Decoding::kWords;
+        uint32_t* place = &words[group][word / 4][lane % kLanesPerRow][word % 4];
+        *reinterpret_cast<typename Decoding::Words*>(place) = Decoding::make(first, second);
+    }
+
+    __device__ __forceinline__ void load(uint32_t (&own)[kLaneWords], int group, int lane) const {
+#pragma unroll
+        for (int i = 0; i < kLaneWords / 4; ++i) {
+            const uint4 four = *reinterpret_cast<const uint4*>(words[group][i][lane % kLanesPerRow]);
+            own[4 * i] = four.x, own[4 * i + 1] = four.y, own[4 * i + 2] = four.z, own[4 * i + 3] = four.w;
+        }
+    }
+};
+
+// Scales on their way from global memory: those of so many steps, kMaxGroups each.
+inline constexpr int kScaleSteps = 4;
+using ScaleSteps = float[kScaleSteps][kMaxGroups][kStepN];
+
+// One warp makes the factors of all steps, whose scales it copies a few steps ahead.
+template <DataType kDataType, typename Tile>
+__device__ __forceinline__ void make_factors(const RingBarriers<Tile::kNumStages>& barriers,
+                                             StepFactors<kDataType> (&stages)[Tile::kNumStages], ScaleSteps& sScales,
+                                             const TeamParams& params, int rank, int lane) {
+    static_assert(Tile::kBlockK == kStepN);
+    const MatmulPlan& plan = params.matmul.epilogue.plan;
+    const Int8WeightView& weight = params.matmul.weight;
+    const int num_groups = ((kMaxGroups - 1) >> weight.group_shift) + 1;
+    Ring<Tile::kNumStages> ring(barriers);
+    MatmulWork work;
+    for (bool has_work = first_piece(plan, team_of_cta(), work); has_work;
+         has_work = next_piece(plan, team_of_cta(), teams_of_launch(), work)) {
+        const CtaTile tile(plan, work, rank);
+        const int32_t first_group = tile.output_tile * kMaxGroups >> weight.group_shift;
+        const auto copy = [&](int32_t step) {
+            if (step < work.end_step) {
+                uint32_t destination = shared_address(&sScales[step % kScaleSteps][0][lane]);
+#pragma unroll 1
+                for (int group = 0; group < num_groups; ++group) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const int32_t n = step * kStepN + half * kWarpSize + lane;
+                        const bool exists = n < weight.rows && first_group + group < weight.groups;
+                        const float* scale = weight.scale + int64_t{n} * weight.scale_row_stride + first_group + group;
+                        ptx::cp_async_ca_4(destination, scale, exists ? sizeof(float) : 0);
+                        destination += kWarpSize * sizeof(float);
+                    }
+                }
+            }
+            ptx::cp_async_commit_group();
+        };
+
+        FactorRange<ScaledDecoding<kDataType>::kEnd> ranges[kMaxGroups];
+#pragma unroll 1
+        for (int i = 0; i < kScaleSteps; ++i) copy(work.begin_step + i);
+#pragma unroll 1
+        for (int32_t step = work.begin_step; step < work.end_step; ++step) {
+            ptx::cp_async_wait_group<kScaleSteps - 1>();  // waits for this lane's copies of the step's scales
+            __syncwarp();                                 // waits for those of all lanes
+            ring.wait_empty();
+            StepFactors<kDataType>& factors = stages[ring.stage];
+            bool has_changed = step == work.begin_step;
+#pragma unroll
+            for (int group = 0; group < kMaxGroups; ++group) {
+                if (group >= num_groups) break;
+                auto& range = ranges[group];
+                const float2 scales = reinterpret_cast<const float2*>(sScales[step % kScaleSteps][group])[lane];
+                const float largest = largest_of(scales);
+                if (__any_sync(0xffffffff, !range.holds(largest))) {
+                    range.make_room(largest_of_warp(largest));
+                    has_changed = true;
+                }
+                factors.store(group, lane, scales.x * range.to_factor(), scales.y * range.to_factor());
+                if (lane == 0) factors.divisors[group] = range.divisor;
+            }
+            if (lane == 0) factors.has_changed = has_changed;
+            __syncwarp();  // waits until all lanes have stored theirs
+            if (lane == 0) ring.arrive_full();
+            ring.advance();
+            copy(step + kScaleSteps);
+        }
+    }
+}
+
+}  // namespace fastattn

@@ -1,0 +1,31 @@
+// Arrivals by themselves: groups of CTAs leave numbers, and the last one of each adds them up.
+#include "device/arrivals.cuh"
+
+namespace fastattn {
+
+// CTA c is in group c / per_group, and brings brought[c] numbers, each c + 1. counters, sums, and how many took
+// themselves for the last: [groups]; left: [CTAs]. asks: whether a CTA first asks if it is the last, as those may that
+// bring one.
+extern "C" __global__ void arrive(const int32_t* brought, int32_t per_group, int32_t all, uint64_t* counters,
+                                  uint64_t token, int32_t asks, int32_t* left, int32_t* sums, int32_t* lasts) {
+    const int32_t cta = blockIdx.x, group = cta / per_group, first = group * per_group;
+    uint64_t* counter = counters + group;
+    if (threadIdx.x == 0) open_arrivals(counter, token);
+    bool is_last = false;
+    if (asks) is_last = __syncthreads_or(threadIdx.x == 0 && others_have_arrived(counter, token, all));
+    const bool leaves = !is_last;
+    if (leaves) {
+        if (threadIdx.x == 1) left[cta] = brought[cta] * (cta + 1);
+        __syncthreads();  // waits until the number is left
+        is_last = __syncthreads_or(threadIdx.x == 0 && arrives_last(counter, all, brought[cta]));
+    }
+    if (!is_last || threadIdx.x != 2) return;
+    int32_t sum = leaves ? 0 : brought[cta] * (cta + 1);
+    for (int32_t other = first; other < first + per_group; ++other) {
+        if (leaves || other != cta) sum += left[other];
+    }
+    sums[group] = sum;
+    ++lasts[group];
+}
+
+}  // namespace fastattn

@@ -1,0 +1,276 @@
+"""The Hopper kernels of the int8 matmul with int8 activations under the package's own host code, against the oracle
+over the same int8 tokens, and the kernel that quantises tokens before them.
+
+On a Hopper GPU where there is one, else as PTX on the emulator, with all of its checks and at several seeds. Which tile
+computes is forced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+import instances
+from cuda_kernels import DTYPES, EMULATED, MARKS, NEEDS_HOPPER, each_dtype, only_emulated
+from fastattn import native, reference
+from int8_cases import GRANULARITIES, assert_near_int8_oracle, normal, quantised
+from kernel_device import DEVICE
+
+if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+    from emulator import cuda_runtime, device, launches, options
+
+pytestmark = [*MARKS, NEEDS_HOPPER]
+
+SEED = 11
+TEAM_OUTPUTS, STEP = 256, 128
+ROWS = instances.rows_of("int8_matmul/instances/gemm_s8_sm90.cu")
+PLAIN_BLOCKS = sorted({tokens for tokens, has_groups, _ in ROWS if not has_groups})
+GROUPED_BLOCKS = sorted({tokens for tokens, has_groups, _ in ROWS if has_groups})
+GROUPS = [each for each in GRANULARITIES if isinstance(each, int)]
+
+
+@contextlib.contextmanager
+def running(tokens: int, num_sms: int = 2, **changes: Any) -> Iterator[list[Any]]:
+    """Within, tokens are quantised by a kernel of its own and multiplied by Hopper's with tiles of so many, which are
+    checked, also for reads of shared memory that nothing wrote; gives the list of launches."""
+    if not EMULATED:
+        with native.forced_int8_tile(90, tokens):
+            yield []
+        return
+    checks = options.launching(**{"tracked": True, "uninitialised": True, "seed": SEED, **changes})
+    gpu = device.emulated(90, num_sms=num_sms)
+    with native.forced_int8_tile(90, tokens), gpu, cuda_runtime.raising_faults(), checks, launches.recorded() as found:
+        yield found
+    kernels = ("int8_quantize_tokens_sm80", f"int8_matmul_s8_sm90ILi{tokens}E")
+    assert found and len(found) % 2 == 0
+    assert all(kernels[i % 2] in launched.report.kernel for i, launched in enumerate(found))
+
+
+def matmul(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+) -> Tensor:
+    out: Tensor = torch.ops.fastattn.int8_matmul(x, weight, scale, bias, residual, activation, True)
+    return out
+
+
+def check(tokens: int, *arguments: Any, num_sms: int = 2, seed: int = SEED) -> Tensor:
+    with running(tokens, num_sms, seed=seed):
+        out = matmul(*arguments)
+    assert_near_int8_oracle(out, *arguments)
+    return out
+
+
+def integers(n: int, k: int, seed: int = 0) -> Tensor:
+    """All int8 numbers, also -128."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-128, 128, (n, k), dtype=torch.int8, generator=generator).to(DEVICE)
+
+
+def rounded_products(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """The sums, exact in int64, and what fp32 makes of them: times the weight's scale, times the token's, rounded."""
+    q, token_scale = (each.to(DEVICE) for each in reference.quantize_rows(x))
+    sums = q.cpu().long() @ weight.cpu().long().t()
+    return (sums.to(DEVICE).float() * scale[:, 0] * token_scale[:, None]).to(x.dtype)
+
+
+# --- Exact results ----------------------------------------------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("block", PLAIN_BLOCKS)
+def test_every_tile_is_exact(block: int, dtype: torch.dtype) -> None:
+    """A few tokens, one and more of a tile; outputs and columns that are one and more of a tile and of a step."""
+    for m, n, k in [(3, 8, 16), (block, 256, 128), (block + 1, 264, 400), (2 * block - 1, 520, 272)]:
+        weight, scale, x = integers(n, k, seed=m), quantised(n, 32, "channel")[1], normal(m, k, seed=1, dtype=dtype)
+        with running(block, seed=n):
+            assert torch.equal(matmul(x, weight, scale), rounded_products(x, weight, scale))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 8, 9, 10, 17])
+def test_every_number_of_steps_is_exact(steps: int) -> None:
+    """From one step to more than a ring has stages; also where the last is not whole."""
+    for k in (steps * STEP, steps * STEP - 16, steps * STEP - 112):
+        weight, scale, x = integers(72, k, seed=steps), quantised(72, 32, "channel")[1], normal(9, k, seed=1)
+        with running(64, seed=steps):
+            assert torch.equal(matmul(x, weight, scale), rounded_products(x, weight, scale))
+
+
+@only_emulated
+@pytest.mark.parametrize("block", PLAIN_BLOCKS)
+def test_shared_tiles_are_exact(block: int) -> None:
+    """By two teams and by many, in parts that end with a tile or go on into the next; whole tiles that follow. Sums are
+    integers, so no cut changes a bit."""
+    cases = [(4, block - 3, 256, 1280), (8, 20, 600, 6400), (6, block + 9, 304, 3072), (4, 5, 1280, 2048)]
+    for i, (num_sms, m, n, k) in enumerate(cases):
+        weight, scale = integers(n, k, seed=i), quantised(n, 32, "channel")[1]
+        x = normal(m, k, seed=1, dtype=DTYPES[i % 2])
+        expected = rounded_products(x, weight, scale)
+        for launching in ({"seed": SEED + i}, {"seed": SEED + i + 1, "workers": 1}):
+            with running(block, num_sms, **launching) as found:
+                assert torch.equal(matmul(x, weight, scale), expected)
+                assert native.dealt_int8_matmul("int8_matmul_s8", 90, num_sms, False, m, n, k).parts > 0
+            assert found[-1].grid[0] == num_sms
+
+
+@each_dtype
+def test_every_weight_has_its_place(dtype: torch.dtype) -> None:
+    """Products with one element of K after the other: all are exact, so that no two may be exchanged."""
+    n, k = 304, 208
+    weight, x = integers(n, k, seed=1), torch.eye(k, dtype=dtype, device=DEVICE)
+    for block, group in ((64, 1), (256, 1), (128, 2)):
+        columns = k if group == 1 else 192
+        scale = torch.full((n, 1 if group == 1 else columns // 32), 127.0, device=DEVICE)
+        expected = weight[:, :columns].t().to(dtype)
+        with running(block, num_sms=4):
+            found = matmul(x[:columns, :columns], weight[:, :columns].contiguous(), scale / 127)
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("k", [1024, 2**17])
+def test_the_longest_sums(k: int) -> None:
+    """-128 and 127 everywhere: the largest sums that int32 has to hold."""
+    weight = torch.full((8, k), -128, dtype=torch.int8, device=DEVICE)
+    weight[1::3] = 127
+    x = torch.ones(2, k, dtype=torch.bfloat16, device=DEVICE)
+    x[1] = -1.0
+    scale = torch.full((8, 1), 2.0**-24, device=DEVICE)
+    with running(64, num_sms=8, uninitialised=False, tracked=False):
+        assert torch.equal(matmul(x, weight, scale), rounded_products(x, weight, scale))
+
+
+# --- Scales, epilogues, values ----------------------------------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_granularities(granularity: str | int, dtype: torch.dtype) -> None:
+    """Also where the last step is not whole, and groups are no power of two in number."""
+    blocks = PLAIN_BLOCKS[:2] if isinstance(granularity, str) else GROUPED_BLOCKS
+    for block, k in [(blocks[0], 384), (blocks[1], 640), (blocks[0], granularity if granularity in GROUPS else 32)]:
+        k = 5 * k if k in GROUPS else k
+        m, n = block + 5, 136
+        weight, scale = quantised(n, k, granularity, seed=k)
+        extra = normal(n, seed=2, dtype=dtype), normal(m, n, seed=3, dtype=dtype), "gelu"
+        check(block, normal(m, k, seed=1, dtype=dtype), weight, scale, *extra, seed=k)
+
+
+@only_emulated
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("num_sms, m, n, k", [(4, 61, 256, 1280), (8, 20, 600, 2560), (6, 137, 304, 1536)])
+def test_shared_tiles_of_groups(num_sms: int, m: int, n: int, k: int, group: int) -> None:
+    """The same bits, whichever team comes last."""
+    weight, scale = quantised(n, k, group)
+    x = normal(m, k, seed=1)
+    block = GROUPED_BLOCKS[m > 64]
+    out = check(block, x, weight, scale, num_sms=num_sms)
+    for launching in ({"seed": SEED + 1}, {"seed": SEED + 2, "workers": 1}):
+        with running(block, num_sms, **launching):
+            assert torch.equal(out, matmul(x, weight, scale))
+
+
+@each_dtype
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "gelu_tanh", "silu"])
+def test_epilogues(activation: str, dtype: torch.dtype) -> None:
+    for extra in range(4):
+        m, n, k = 4, 40, 1280
+        weight, scale = quantised(n, k, "channel", std=0.1)
+        bias = normal(n, seed=2, dtype=dtype) if extra % 2 else None
+        residual = normal(m, n, seed=3, dtype=dtype) if extra // 2 else None
+        check(64, normal(m, k, seed=1, dtype=dtype), weight, scale, bias, residual, activation, num_sms=2 + 2 * extra)
+
+
+@pytest.mark.parametrize("granularity", ["channel", 32])
+def test_scales_of_tokens(granularity: str | int) -> None:
+    """From the smallest to the largest of bf16: no overflow or underflow on the way to a result without."""
+    weight, scale = quantised(24, 64, granularity)
+    x = normal(6, 64, seed=1, dtype=torch.bfloat16)
+    x[0] *= 2.0**-100
+    x[1] *= 2.0**124
+    x[2] *= 2.0**-20
+    x[3] = 0.0
+    out = check(64, x, weight, scale)
+    assert bool(out.isfinite().all()) and bool((out[3] == 0).all()) and bool((out[[0, 1]] != 0).any())
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu_tanh"])
+def test_rows_that_are_not_finite(activation: str) -> None:
+    """The whole row is NaN, as in the reference, and no other is touched."""
+    weight, scale = quantised(24, 64, "channel")
+    x, bias = normal(5, 64, seed=1), normal(24, seed=2)
+    x[1, 4], x[3, 0] = torch.inf, torch.nan
+    with running(64):
+        found = matmul(x, weight, scale, bias, None, activation)
+    assert bool(found[[1, 3]].isnan().all()) and bool(found[[0, 2, 4]].isfinite().all())
+
+
+def test_a_group_may_be_nan_or_infinite_alone() -> None:
+    """Scales behind the last group are not read: they might belong to nobody."""
+    weight, scale = quantised(24, 96, 32)
+    scale[3, 1], scale[4, 2] = torch.nan, torch.inf
+    with running(64):
+        out = matmul(normal(5, 96, seed=1), weight, scale)
+    assert bool(out[:, 3].isnan().all()) and bool(out[:, 4].isinf().all())
+    assert bool(out[:, [i for i in range(24) if i not in (3, 4)]].isfinite().all())
+
+
+def test_views() -> None:
+    """Batch dims, rows that are parts of longer rows, transposed and misaligned inputs: the bits of a copy."""
+    weight, scale = quantised(48, 128, "channel")
+    wide = normal(2, 5, 200, seed=1)
+    wide[..., 136:] = torch.nan
+    residual = normal(2, 5, 104, seed=3)[..., :48]
+    for x in (wide[..., :128], wide[:, ::2, 8:136], wide[..., 1:129], normal(5, 128, 2, seed=2).permute(2, 0, 1)):
+        added = residual[:, : x.shape[1]]
+        out = check(64, x, weight, scale, None, added)
+        with running(64):
+            assert torch.equal(out, matmul(x.contiguous(), weight, scale, None, added.contiguous()))
+
+
+# --- The kernel that quantises, and what is launched ------------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("m", [1, 5, 517])
+def test_both_ways_quantise_alike(m: int, dtype: torch.dtype) -> None:
+    """A matmul with the identity, whose results show every number. From 512 tokens on each warp quantises one."""
+    k = 144
+    weight, scale = 127 * torch.eye(k, dtype=torch.int8, device=DEVICE), torch.full((k, 1), 1 / 127, device=DEVICE)
+    x = normal(m, k, seed=m, dtype=dtype) * torch.logspace(-3, 3, m, device=DEVICE)[:, None].to(dtype)
+    x[m // 2] = 0.0
+    with running(64):
+        here = matmul(x, weight, scale)
+    with native.forced_int8_tile(80):
+        there = matmul(x, weight, scale)
+    assert torch.equal(here, there) and torch.equal(here, rounded_products(x, weight, scale))
+
+
+@only_emulated
+@pytest.mark.parametrize("block", PLAIN_BLOCKS)
+def test_no_bank_conflicts(block: int) -> None:
+    weight, scale = quantised(512, 256, "channel")
+    with running(block, num_sms=4) as found:
+        matmul(normal(block, 256, seed=1), weight, scale)
+    assert [launched.report.bank_conflicts for launched in found] == [0, 0]
+
+
+@only_emulated
+@pytest.mark.parametrize("m, n, k", [(1, 256, 1280), (130, 72, 528)])
+def test_explain_names_the_tile_that_is_launched(m: int, n: int, k: int) -> None:
+    weight, x = fastattn.Int8Weight(*quantised(n, k, "channel")), normal(m, k, seed=1)
+    with running(64, num_sms=4) as found:
+        explained = fastattn.explain(fastattn.int8_linear, x, weight, input_precision="int8")
+        fastattn.int8_linear(x, weight, input_precision="int8")
+        dealt = native.dealt_int8_matmul("int8_matmul_s8", 90, 4, False, m, n, k)
+    assert (explained.backend, explained.kernel) == ("cuda", f"int8_matmul_s8_sm90<64, {str(x.dtype)[6:]}>")
+    assert (found[-1].grid[0], dealt.block_m) == (dealt.ctas, 64)

@@ -1,0 +1,287 @@
+"""The Hopper kernels of the int8 matmul under the package's own host code, against the oracle.
+
+On a Hopper GPU where there is one, else as PTX on the emulator, with all of its checks and at several seeds. Which tile
+computes is forced: the planner's own choices are in test_matmul_plan.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import instances
+import int8_cases
+import int8_hopper
+from cuda_kernels import DTYPES, EMULATED, MARKS, NEEDS_HOPPER, each_dtype, only_emulated
+from fastattn import native, reference
+from int8_cases import ACTIVATION_NAMES, GRANULARITIES, epilogue, normal, quantised
+from int8_hopper import SEED
+from kernel_device import DEVICE
+
+if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+    from emulator import device
+
+pytestmark = [*MARKS, NEEDS_HOPPER]
+
+TEAM_OUTPUTS, STEP = 256, 64
+ROWS = instances.rows_of("int8_matmul/instances/gemm_sm90.cu")
+PLAIN_BLOCKS = sorted({tokens for tokens, has_groups, _ in ROWS if not has_groups})
+GROUPED_BLOCKS = sorted({tokens for tokens, has_groups, _ in ROWS if has_groups})
+
+
+running = functools.partial(int8_hopper.running, "int8_matmul_sm90")
+
+
+def int8_matmul(*arguments: Any) -> Tensor:
+    return torch.ops.fastattn.int8_matmul(*arguments, False)
+
+
+def check(tokens: int, *arguments: Any, num_sms: int = 2, seed: int = SEED, **named: Any) -> Tensor:
+    with running(tokens, num_sms, seed=seed):
+        return int8_cases.check_forward(int8_matmul, *arguments, **named)
+
+
+def blocks_for(granularity: str | int) -> list[int]:
+    return PLAIN_BLOCKS if isinstance(granularity, str) else GROUPED_BLOCKS
+
+
+# --- Shapes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("granularity", ["channel", 64])
+@pytest.mark.parametrize("block", PLAIN_BLOCKS)
+def test_every_tile(block: int, granularity: str | int) -> None:
+    """A few tokens, one and more of a tile; outputs and columns that are one and more of a tile and of a step."""
+    if block not in blocks_for(granularity):
+        pytest.skip("no such tile")
+    for i, (m, n, k) in enumerate([(3, 8, 128), (block, 256, 64), (block + 1, 264, 192), (2 * block - 1, 520, 128)]):
+        dtype = DTYPES[i % 2]
+        weight, scale = quantised(n, k, granularity, seed=m)
+        check(block, normal(m, k, seed=1, dtype=dtype), weight, scale, *epilogue("none", m, n, dtype), seed=n)
+
+
+@each_dtype
+@pytest.mark.parametrize("m", [1, 7, 65, 130])
+def test_odd_sizes(m: int, dtype: torch.dtype) -> None:
+    """Neither rows of the weight, of x nor of the result are aligned, or only some of them are."""
+    for n, k in [(1, 1), (3, 16), (8, 7), (65, 33), (130, 258), (131, 129), (259, 300)]:
+        weight, scale = quantised(n, k, "channel", seed=m)
+        check(64, normal(m, k, seed=1, dtype=dtype), weight, scale, *epilogue("silu", m, n, dtype), seed=n)
+
+
+@pytest.mark.parametrize("n, k", [(7, 129), (130, 100), (64, 24)])
+def test_what_lies_between_rows_is_not_read(n: int, k: int) -> None:
+    """NaN behind the rows of x and of the residual, 127 behind the weight's."""
+    m, room = 5, 160
+    weight, scale = quantised(n, k, "channel")
+    wide = torch.full((n, room), 127, dtype=torch.int8, device=DEVICE)
+    wide[:, :k] = weight
+
+    def with_room(rows: Tensor) -> Tensor:
+        longer = torch.full((m, room), torch.nan, dtype=rows.dtype, device=DEVICE)
+        longer[:, : rows.shape[1]] = rows
+        return longer[:, : rows.shape[1]]
+
+    x = normal(m, k, seed=1)
+    bias, residual, activation = epilogue("gelu", m, n)
+    out = check(64, with_room(x), wide[:, :k], scale, bias, with_room(residual), activation)
+    with running(64):
+        assert torch.equal(out, int8_matmul(x, weight, scale, bias, residual, activation))
+
+
+@each_dtype
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_granularities_and_sums_of_any_length(granularity: str | int, dtype: torch.dtype) -> None:
+    """From one step to many, more than a ring has stages."""
+    for block, steps in itertools.product((64, 128), (2, 4, 6, 10, 26)):
+        k = steps * STEP
+        weight, scale = quantised(130, k, granularity, seed=steps)
+        check(block, normal(70, k, seed=1, dtype=dtype), weight, scale, seed=steps)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 9])
+def test_every_number_of_steps(steps: int) -> None:
+    """Also where the last step is not whole."""
+    for granularity in ("channel", "tensor", 32):
+        k = steps * STEP - (32 if granularity == 32 else 30)
+        weight, scale = quantised(100, k, granularity, seed=steps)
+        check(64, normal(9, k, seed=1), weight, scale, seed=steps)
+
+
+def test_views() -> None:
+    """Batch dims, rows that are parts of longer rows, transposed and misaligned inputs: the bits of a copy."""
+    weight, scale = quantised(48, 128, "channel")
+    wide = normal(2, 5, 200, seed=1)
+    wide[..., 136:] = torch.nan
+    residual = normal(2, 5, 104, seed=3)[..., :48]
+    repeated = wide[:1, :1, :128].expand(2, 5, 128)
+    overlapping = normal(300, seed=4).as_strided((2, 5, 128), (80, 16, 1))
+    of_batch = normal(5, 128, 2, seed=2).permute(2, 0, 1)
+    for x in (wide[..., :128], wide[:, ::2, 8:136], wide[..., 1:129], of_batch, repeated, overlapping):
+        added = residual[:, : x.shape[1]]
+        out = check(64, x, weight, scale, None, added)
+        with running(64):
+            contiguous = int8_matmul(x.contiguous(), weight, scale, None, added.contiguous(), "none")
+        assert torch.equal(out, contiguous)
+
+
+# --- Sums that several teams share ------------------------------------------------------------------------------------
+
+
+@only_emulated
+@pytest.mark.parametrize("block", PLAIN_BLOCKS)
+def test_shared_tiles(block: int) -> None:
+    """By two teams and by many, in parts that end with a tile or go on into the next; whole tiles that follow."""
+    cases = [
+        (4, block - 3, 250, 640),
+        (8, 20, 250, 2560),
+        (8, 20, 600, 6400),
+        (6, block + 9, 300, 1536),
+        (4, 5, 1280, 1024),
+    ]
+    for i, (num_sms, m, n, k) in enumerate(cases):
+        dtype, granularity = DTYPES[i % 2], 32 if block in GROUPED_BLOCKS and i % 2 == 0 else "channel"
+        weight, scale = quantised(n, k, granularity, seed=i)
+        arguments = (normal(m, k, seed=1, dtype=dtype), weight, scale, *epilogue("gelu", m, n, dtype))
+        out = check(block, *arguments, num_sms=num_sms, seed=i)
+        for launching in ({"seed": SEED + 1}, {"seed": SEED + 2, "workers": 1}):
+            with running(block, num_sms, **launching) as found:
+                assert torch.equal(out, int8_matmul(*arguments))
+                assert native.dealt_int8_matmul("int8_matmul", 90, num_sms, granularity == 32, m, n, k).parts > 0
+        assert [launched.grid[0] for launched in found] == [num_sms]
+
+
+@only_emulated
+@pytest.mark.parametrize("num_sms", [2, 8])
+@pytest.mark.parametrize("m, n, k", [(1, 256, 1280), (3, 262, 1283), (130, 66, 517)])
+def test_launches_are_dealt_as_the_library_tells(m: int, n: int, k: int, num_sms: int) -> None:
+    weight, scale = quantised(n, k, "channel")
+    with running(64, num_sms) as found:
+        int8_matmul(normal(m, k, seed=1), weight, scale, None, None, "none")
+        dealt = native.dealt_int8_matmul("int8_matmul", 90, num_sms, False, m, n, k)
+    assert [launched.grid[0] for launched in found] == [dealt.ctas] and dealt.block_m == 64
+
+
+@only_emulated
+def test_teams_stay_for_the_whole_launch() -> None:
+    """Nine tiles for two teams: one is shared, and each computes four whole ones."""
+    weight, scale = quantised(9 * TEAM_OUTPUTS, 2048, "channel")
+    with running(64, num_sms=4) as found:
+        int8_cases.check_forward(int8_matmul, normal(3, 2048, seed=1), weight, scale)
+    assert [launched.grid[0] for launched in found] == [4]
+
+
+@only_emulated
+@pytest.mark.parametrize("block", [64, 256])
+def test_no_bank_conflicts(block: int) -> None:
+    weight, scale = quantised(512, 256, "channel")
+    with running(block, num_sms=4) as found:
+        int8_matmul(normal(block, 256, seed=1), weight, scale, None, None, "none")
+    (launched,) = found
+    assert launched.report.bank_conflicts == 0
+
+
+# --- Values -----------------------------------------------------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("activation", ACTIVATION_NAMES)
+def test_epilogues(activation: str, dtype: torch.dtype) -> None:
+    """Sums from -10 to 10: every activation's tails. On eight multiprocessors teams share the tile."""
+    for with_bias, with_residual, num_sms in itertools.product([False, True], [False, True], [2, 8]):
+        m, n, k = 4, 48, 640
+        weight, scale = quantised(n, k, "channel", std=0.1)
+        x = normal(m, k, seed=1, std=(1000 / k) ** 0.5, dtype=dtype)
+        bias, residual, _ = epilogue(activation, m, n, dtype)
+        added = bias if with_bias else None, residual if with_residual else None
+        check(64, x, weight, scale, *added, activation, num_sms=num_sms)
+
+
+@each_dtype
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_swiglu(granularity: str | int, dtype: torch.dtype) -> None:
+    """Gates and ups meet, be their number less than that of a tile, equal to it, or more."""
+    for m, outputs, k, block in ((1, 7, 128, 64), (40, 64, 256, 64), (97, 137, 384, 128), (70, 128, 256, 64)):
+        weight, scale = quantised(2 * outputs, k, granularity, seed=m, std=0.1)
+        x = normal(m, k, seed=1, dtype=dtype)
+        check(block, x, weight, scale, *epilogue("swiglu", m, 2 * outputs, dtype), seed=outputs)
+
+
+@pytest.mark.parametrize("activation", ACTIVATION_NAMES[1:])
+def test_nan_passes_through_the_epilogue(activation: str) -> None:
+    weight, scale = quantised(16, 32, "channel")
+    x = normal(3, 32, seed=1)
+    x[1, 4] = torch.nan
+    with running(64):
+        out = int8_matmul(x, weight, scale, None, None, activation)
+    assert bool(out[1].isnan().all()) and not bool(out[[0, 2]].isnan().any())
+
+
+def test_every_int8_number_is_exact() -> None:
+    """Also -128, which the quantisation never makes: each is one product with a power of two."""
+    numbers = torch.arange(-128, 128, dtype=torch.int8, device=DEVICE).view(16, 16)
+    scale = torch.full((16, 1), 0.5, device=DEVICE)
+    for dtype in DTYPES:
+        x = 2 * torch.eye(16, dtype=dtype, device=DEVICE)
+        with running(64):
+            assert torch.equal(int8_matmul(x, numbers, scale, None, None, "none"), numbers.t().to(dtype))
+
+
+@each_dtype
+def test_every_weight_has_its_place(dtype: torch.dtype) -> None:
+    """Products with one element of K after the other: all are exact, so that no two may be exchanged."""
+    n, k = 300, 200
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randint(-128, 128, (n, k), dtype=torch.int8, generator=generator).to(DEVICE)
+    x, scale = torch.eye(k, dtype=dtype, device=DEVICE), torch.ones(n, 1, device=DEVICE)
+    for block in (64, 256):
+        with running(block, num_sms=4):
+            assert torch.equal(int8_matmul(x, weight, scale, None, None, "none"), weight.t().to(dtype))
+
+
+@each_dtype
+def test_scales_of_any_sign_and_size(dtype: torch.dtype) -> None:
+    for granularity in ("channel", 32):
+        weight, scale = quantised(48, 64, granularity)
+        scale[::3] *= -1
+        scale[1::3] *= 1e-3
+        scale[5] *= -1e3
+        check(64, normal(6, 64, seed=2, dtype=dtype), weight, scale)
+
+
+def test_a_group_may_be_nan_or_infinite_alone() -> None:
+    """The last group ends within a step: behind it there is nothing, which an infinite scale would make NaN of."""
+    weight, scale = quantised(20, 96, 32)
+    weight[4, 64:] = 1
+    scale[3, 1], scale[4, 2] = torch.nan, torch.inf
+    with running(64):
+        out = int8_matmul(normal(5, 96, seed=1).abs(), weight, scale, None, None, "none")
+    assert bool(out[:, 3].isnan().all()) and bool((out[:, 4] == torch.inf).all())
+    assert bool(out[:, [i for i in range(20) if i not in (3, 4)]].isfinite().all())
+
+
+@only_emulated
+def test_a_gpu_with_one_multiprocessor_has_no_team() -> None:
+    weight, scale = quantised(16, 32, "channel")
+    with device.emulated(90, num_sms=1), native.forced_int8_tile(90), pytest.raises(RuntimeError, match="1 multiproc"):
+        int8_matmul(normal(3, 32, seed=1), weight, scale, None, None, "none")
+
+
+def test_the_state_of_a_layer_is_the_same_on_every_gpu() -> None:
+    """Weights stay in the plain layout: what sm_80's kernel and Hopper's compute from them is the same product."""
+    weight, scale = quantised(200, 256, "channel")
+    before = weight.clone()
+    x = normal(70, 256, seed=1)
+    with running(128):
+        on_hopper = int8_matmul(x, weight, scale, None, None, "none")
+    with native.forced_int8_tile(80):
+        on_ampere = int8_matmul(x, weight, scale, None, None, "none")
+    exact = x.double() @ reference.dequantize_int8(weight, scale, torch.float64).t()
+    assert torch.equal(weight, before)
+    for out in (on_hopper, on_ampere):
+        assert (out.double() - exact).abs().max() <= 2e-3 * exact.abs().max()

@@ -1,0 +1,100 @@
+"""The machine code of the int8 matmul for sm_90a: products of warpgroups with operands from registers, and what decodes
+these. None of these tests needs a GPU."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+
+import instances
+from emulator import static_facts
+from emulator.static_facts import KernelFacts
+from installed_library import BUILD, LIBRARY_PATH
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("hopper_kernels"),  # the library is taken apart once
+    pytest.mark.skipif("90a" not in BUILD["archs"], reason="the native library was built without kernels for sm_90a"),
+]
+
+DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
+Instance = tuple[int, bool, str]  # tokens of a tile, whether scales are of groups along K, dtype
+ROWS = instances.rows_of("int8_matmul/instances/gemm_sm90.cu")
+STEP_PRODUCTS, STEP_PAIRS = 4, 16  # of 16 of K each; pairs of weights that a thread decodes for them
+MACS = 2048  # of the tensor cores of an SM in a clock
+SCHEDULERS = 4
+
+each_instance = pytest.mark.parametrize("instance", ROWS, ids=str)
+each_plain = pytest.mark.parametrize("instance", [row for row in ROWS if not row[1]], ids=str)
+
+
+@functools.cache
+def kernels() -> dict[Instance, KernelFacts]:
+    found = {}
+    for symbol, facts in static_facts.of_library(LIBRARY_PATH, "sm_90a").items():
+        match = re.search(r"int8_matmul_sm90ILi(\d+)ELN\w*?8DataTypeE(\d)ELb(\d)E", symbol)
+        if match:
+            found[int(match[1]), match[3] == "1", DTYPES[int(match[2])]] = facts
+    return found
+
+
+def loops_of(kernel: KernelFacts) -> list[list[str]]:
+    """The opcodes of the shortest way round each loop with products: two steps."""
+    bodies = [body for body in kernel.main_loops if any("HGMMA" in name for name in kernel.opcodes_of(body))]
+    return [kernel.shortest_round(body) for body in bodies]
+
+
+def count(opcodes: list[str], *kinds: str) -> int:
+    return sum(name.split(".")[0] in kinds for name in opcodes)
+
+
+def test_every_instance_is_there() -> None:
+    assert sorted(kernels()) == ROWS
+
+
+@each_instance
+def test_products_are_those_of_warpgroups(instance: Instance) -> None:
+    """With groups there is a loop for those of 32 and one for larger ones."""
+    tokens, has_groups, dtype = instance
+    kernel = kernels()[instance]
+    assert list(kernel.tensor_core) == ["HGMMA"]
+    assert "UTMALDG" in {opcode.split(".")[0] for opcode in kernel.instructions}
+    loops = loops_of(kernel)
+    assert len(loops) == (2 if has_groups else 1)
+    for opcodes in loops:
+        products = [name for name in opcodes if name.startswith("HGMMA")]
+        assert len(products) == 2 * STEP_PRODUCTS
+        assert all(f"64x{tokens}x16" in name and ("BF16" in name) == (dtype == "bfloat16") for name in products)
+
+
+@each_instance
+def test_nothing_is_in_local_memory(instance: Instance) -> None:
+    kernel = kernels()[instance]
+    assert kernel.registers == 168 and kernel.stack_bytes == 0
+    found = [re.search(r"USETMAXREG.*\b0x([0-9a-f]+)", line) for line in kernel.lines]
+    assert sorted(int(match[1], 16) for match in found if match) == [24, 240]
+
+
+@each_instance
+def test_a_pair_takes_a_load_and_three_instructions(instance: Instance) -> None:
+    for opcodes in loops_of(kernels()[instance]):
+        pairs = 2 * STEP_PAIRS
+        assert count(opcodes, "LDS") == pairs and count(opcodes, "HFMA2", "HADD2") == pairs
+        assert count(opcodes, "PRMT", "LOP3") <= 2 * pairs + 4  # addresses of barriers
+        assert not count(opcodes, "I2F", "F2F", "I2I", "I2FP", "MEMBAR", "STS")
+
+
+@each_plain
+def test_two_steps_are_in_flight_and_decoding_is_hidden(instance: Instance) -> None:
+    """What both consumers issue is less than six tenths of the clocks that their products take, or for 64 tokens, whose
+    time memory takes, less than all of these."""
+    tokens, _, _ = instance
+    (opcodes,) = loops_of(kernels()[instance])
+    assert count(opcodes, "WARPGROUP") == 4  # an arrival and a wait for each step
+    assert sum(name.startswith("WARPGROUP.DEPBAR") for name in opcodes) == 2
+    consumers, warps = 2, 4
+    tensor_clocks = consumers * 2 * STEP_PRODUCTS * 64 * 16 * tokens / MACS
+    issued = consumers * warps * len(opcodes) / SCHEDULERS
+    assert issued <= (0.6 if tokens > 64 else 1.0) * tensor_clocks

@@ -1,0 +1,75 @@
+"""What an int8 matmul of few tokens waits for, by its machine code: fences, atomics and the loads of parts.
+
+For each GPU that the library has machine code for. See also csrc/int8_matmul/work.h, which counts the trips.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+
+import kernel_symbols
+from emulator import static_facts
+from emulator.static_facts import KernelFacts, full_opcode, opcode
+from installed_library import BUILD, LIBRARY_PATH
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("native_library")]  # the library is taken apart once
+
+CODES = [code for code in BUILD["code"].get("80", []) if code.startswith("sm_")]
+MATMUL, WITH_INT8_TOKENS, GRADIENT = "int8_matmul_sm80", "int8_matmul_s8_sm80", "int8_matmul_grad_input_sm80"
+ATOMICS = ("ATOM", "ATOMG", "RED", "REDG")
+
+each_code = pytest.mark.parametrize("code", CODES)
+
+
+@functools.cache
+def kernels_of(code: str, kernel: str) -> dict[str, KernelFacts]:
+    """By the name as the library calls it."""
+    found = {
+        kernel_symbols.name_of(symbol): facts
+        for symbol, facts in static_facts.of_library(LIBRARY_PATH, code).items()
+        if f"{len(kernel)}{kernel}I" in symbol
+    }
+    assert found, f"no {kernel} for {code}"
+    return found
+
+
+def of_few_tokens(code: str, kernel: str) -> list[KernelFacts]:
+    return [kernels_of(code, kernel)[f"{kernel}<16, {dtype}>"] for dtype in kernel_symbols.DTYPES]
+
+
+@each_code
+def test_an_arrival_is_one_addition_and_all_fences_are_its_own(code: str) -> None:
+    """Beside it there is one swap, which opens the counter; of the gradient, another pair for the sums over tokens.
+    tests/int8/test_cuda_int8.py counts how often CTAs add: never where no tile is shared."""
+    for kernel, counters in ((MATMUL, 1), (GRADIENT, 2)):
+        for facts in kernels_of(code, kernel).values():
+            names = [full_opcode(line) or line for line in facts.lines]  # and labels
+            atomics = [name for name in names if name.split(".")[0] in ATOMICS]
+            assert sum(".ADD.64.STRONG.GPU" in name for name in atomics) == counters, facts.name
+            assert all(".ADD." in name or ".CAS." in name for name in atomics)
+            fences = [index for index, name in enumerate(names) if name.startswith(("MEMBAR", "FENCE"))]
+            assert [names[index] for index in fences] == ["MEMBAR.ALL.GPU"] * counters
+            for index in fences:
+                between = list(itertools.takewhile(lambda name: ".ADD." not in name, names[index + 1 :]))
+                assert len(between) <= 4 and not [name for name in between if name.startswith((".L", "BRA", "BAR"))]
+            in_loops = frozenset().union(*facts.main_loops)
+            assert not [line for line in in_loops if opcode(facts.lines[line]) in ("CCTL", *ATOMICS)]
+
+
+@each_code
+def test_parts_of_few_tokens_are_loaded_together(code: str) -> None:
+    """Sixteen parts of up to four tokens, of more tokens eight of four rows each, before anything is added."""
+    for facts in of_few_tokens(code, MATMUL) + of_few_tokens(code, GRADIENT) + of_few_tokens(code, WITH_INT8_TOKENS):
+        names = [full_opcode(line) for line in facts.lines]
+        runs, run = [], 0
+        for name in names:
+            if name == "LDG.E.128.STRONG.GPU":
+                run += 1
+            elif name == "FADD" and run > 0:
+                runs.append(run)
+                run = 0
+        expected = [8, 16, 32] if "grad_input" in facts.name else [16, 32]  # 8: of the sums over tokens
+        assert sorted(each for each in runs if each >= 8) == expected, facts.name

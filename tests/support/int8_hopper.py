@@ -1,0 +1,30 @@
+"""How tests run the Hopper kernels of the int8 matmul, with the tile that they ask for. Not a test module."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from cuda_kernels import EMULATED
+from fastattn import native
+
+if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+    from emulator import cuda_runtime, device, launches, options
+
+SEED = 7
+
+
+@contextlib.contextmanager
+def running(kernel: str, tokens: int, num_sms: int = 2, **changes: Any) -> Iterator[list[Any]]:
+    """Int8 matmuls within run on Hopper's ``kernel`` with tiles of so many tokens, and are checked, also for reads of
+    shared memory that nothing wrote; gives the list of launches. ``changes``: other options."""
+    if not EMULATED:
+        with native.forced_int8_tile(90, tokens):
+            yield []
+        return
+    checks = options.launching(**{"tracked": True, "uninitialised": True, "seed": SEED, **changes})
+    gpu = device.emulated(90, num_sms=num_sms)
+    with native.forced_int8_tile(90, tokens), gpu, cuda_runtime.raising_faults(), checks, launches.recorded() as found:
+        yield found
+    assert found and all(f"{kernel}ILi{tokens}E" in launched.report.kernel for launched in found)
