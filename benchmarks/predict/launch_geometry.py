@@ -327,20 +327,34 @@ def int8_matmul(case: Int8Case, machine: Machine, shared_bytes: int) -> dict[str
     return found
 
 
+def _native_int8_call(case: Int8Case) -> tuple[str, tuple[int, int, int]]:
+    """Its op, and tokens, outputs and depth of its sums."""
+    if case.gradient:
+        return "int8_matmul_grad_input", (case.m, case.k, case.n)
+    return "int8_matmul", (case.m, case.n, case.k)
+
+
+def is_int8_matmul_for_sm80(case: Int8Case, machine: Machine) -> bool:
+    """Whether the library chooses one of these kernels: not Hopper's, and not cuBLAS."""
+    op, sizes = _native_int8_call(case)
+    has_groups = case.group is not None
+    name = native.int8_matmul_kernel(op, machine.arch, machine.num_sms, case.torch_dtype, has_groups, False, *sizes)
+    return name is not None and name.startswith(f"{op}_sm80")
+
+
 def native_int8_matmul(case: Int8Case, machine: Machine) -> dict[str, Geometry]:
-    """The CUDA C++ matmul or its input gradient, which merge the parts of a tile themselves.
+    """The CUDA C++ matmul for sm_80 or its input gradient, which merge the parts of a tile themselves.
 
     Steps with scales of groups are told as masked ones: the matmul has a loop of its own for them.
     """
-    op = "int8_matmul_grad_input" if case.gradient else "int8_matmul"
-    outputs, depth, of_outputs, of_depth = case.n, case.k, "block_n", "block_k"
-    if case.gradient:
-        outputs, depth, of_outputs, of_depth = depth, outputs, of_depth, of_outputs
-    gpu, has_groups, sizes = (machine.arch, machine.num_sms), case.group is not None, (case.m, outputs, depth)
-    # As of our own kernels: those of cuBLAS tell nobody how they deal their work.
-    name = native.int8_matmul_kernel(op, *gpu, case.torch_dtype, has_groups, True, *sizes)
-    assert name is not None
-    dealt = native.dealt_int8_matmul(op, *gpu, has_groups, *sizes)
+    op, sizes = _native_int8_call(case)
+    of_outputs, of_depth = ("block_k", "block_n") if case.gradient else ("block_n", "block_k")
+    _, outputs, depth = sizes
+    gpu, has_groups = (machine.arch, machine.num_sms), case.group is not None
+    with native.forced_int8_tile(80):  # a small shape might get another kernel than the one that it stands for
+        name = native.int8_matmul_kernel(op, *gpu, case.torch_dtype, has_groups, True, *sizes)
+        assert name is not None
+        dealt = native.dealt_int8_matmul(op, *gpu, has_groups, *sizes)
     tile = native.KERNELS[name]
     num_tiles = ceil_div(case.m, tile["block_m"]) * ceil_div(outputs, tile[of_outputs])
     mean = num_tiles * ceil_div(depth, tile[of_depth]) / dealt.ctas

@@ -9,6 +9,7 @@ benchmarks' grids, by the model that `machine_model` states. No GPU takes part, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,7 @@ from benchmarks.measure.cases import decode as case_decode
 from benchmarks.measure.cases import int8 as case_int8
 from benchmarks.measure.cases.attention import AttentionCase
 from benchmarks.measure.cases.decode import DecodeCase
+from benchmarks.measure.cases.int8 import Int8Case
 from benchmarks.measure.labels import label
 from benchmarks.measure.tables import aligned
 from benchmarks.predict import launch_geometry, predictions
@@ -47,6 +49,7 @@ from benchmarks.predict.machine_model import (
     predict,
 )
 from emulator.device import USUAL
+from fastattn import native
 from fastattn.profiler.work import Work
 
 TITLE = "PREDICTION, not measured"
@@ -140,7 +143,9 @@ class Point:
     def call(self) -> None:
         """Through the public functions, on the emulated GPU."""
         inputs: Any
-        with fastattn.use_backend(self.implementation.split()[1]):
+        is_native = self.implementation == CUDA
+        sm80 = native.forced_int8_tile(80) if is_native and self.benchmark == INT8 else contextlib.nullcontext()
+        with fastattn.use_backend(self.implementation.split()[1]), sm80:
             if isinstance(self.case, AttentionCase):
                 inputs = case_attention.make_inputs(self.case, CPU, 0)
                 is_forward = self.benchmark == FORWARD
@@ -151,7 +156,7 @@ class Point:
             else:
                 inputs = case_int8.make_inputs(self.case, CPU, 0)
                 if self.case.gradient:
-                    ops = torch.ops.fastattn if self.implementation == CUDA else torch.ops.fastattn_triton
+                    ops = torch.ops.fastattn if is_native else torch.ops.fastattn_triton
                     weight = inputs.weight
                     ops.int8_matmul_grad_input(inputs.grad_out, weight.data, weight.scale, False)
                 else:
@@ -185,7 +190,10 @@ def _is_quick(benchmark: str, case: Any) -> bool:
 
 
 def has_native_kernel(case: Any, machine: Machine) -> bool:
-    return not isinstance(case, AttentionCase) or launch_geometry.native_forward_kernel(case, machine) is not None
+    """One that the model knows: of Hopper's int8 kernels and of cuBLAS, `int8_curve` has the predictions."""
+    if isinstance(case, AttentionCase):
+        return launch_geometry.native_forward_kernel(case, machine) is not None
+    return not isinstance(case, Int8Case) or launch_geometry.is_int8_matmul_for_sm80(case, machine)
 
 
 def points(full: bool) -> list[Point]:

@@ -229,6 +229,17 @@ def test_ctas_that_share_the_keys_of_a_tile_are_not_predicted() -> None:
     assert not predicted_profile.is_modelled(chunk(64, 8192))
 
 
+@pytest.mark.skipif(not kernel_profiles.HAS_NATIVE, reason="needs nvcc")
+def test_int8_matmuls_are_predicted_where_a_kernel_for_sm80_computes_them() -> None:
+    known = [
+        (tokens, machine)
+        for tokens in (16, 2048)
+        for machine in (A100, H200)
+        if predicted_profile.has_native_kernel(Int8Case("square", tokens, 4096, 4096), machine)
+    ]
+    assert known == [(16, A100), (16, H200), (2048, A100)]
+
+
 # --- from kernels to predictions -------------------------------------------------------------------------------------
 
 needs_emulator = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels run on it")
@@ -246,7 +257,7 @@ POINTS = [
     Point(DECODE, CUDA, DecodeCase(1, 16384, heads=32), A100),
     Point(INT8, CUDA, Int8Case("square", 1, 4096, 4096), H200),
     Point(INT8, CUDA, Int8Case("square", 2048, 4096, 4096, granularity="64"), A100),
-    Point(INT8, CUDA, Int8Case("square", 2048, 4096, 4096, gradient=True), H200),
+    Point(INT8, CUDA, Int8Case("square", 64, 4096, 4096, gradient=True), A100),
 ]
 
 

@@ -82,14 +82,15 @@ def test_a_pair_takes_a_load_and_three_instructions(instance: Instance) -> None:
     for opcodes in loops_of(kernels()[instance]):
         pairs = 2 * STEP_PAIRS
         assert count(opcodes, "LDS") == pairs and count(opcodes, "HFMA2", "HADD2") == pairs
-        assert count(opcodes, "PRMT", "LOP3") <= 2 * pairs + 4  # addresses of barriers
+        # Of each step: a barrier's address in the other CTA, its phase, and an address where ptxas makes it so.
+        assert count(opcodes, "PRMT", "LOP3") <= 2 * pairs + 2 * 3
         assert not count(opcodes, "I2F", "F2F", "I2I", "I2FP", "MEMBAR", "STS")
 
 
 @each_plain
 def test_two_steps_are_in_flight_and_decoding_is_hidden(instance: Instance) -> None:
-    """What both consumers issue is less than six tenths of the clocks that their products take, or for 64 tokens, whose
-    time memory takes, less than all of these."""
+    """What both consumers issue is less than six tenths of the clocks that their products take. Of 64 and 96 tokens memory
+    takes the time: less than all of these clocks, and less than two thirds."""
     tokens, _, _ = instance
     (opcodes,) = loops_of(kernels()[instance])
     assert count(opcodes, "WARPGROUP") == 4  # an arrival and a wait for each step
@@ -97,4 +98,4 @@ def test_two_steps_are_in_flight_and_decoding_is_hidden(instance: Instance) -> N
     consumers, warps = 2, 4
     tensor_clocks = consumers * 2 * STEP_PRODUCTS * 64 * 16 * tokens / MACS
     issued = consumers * warps * len(opcodes) / SCHEDULERS
-    assert issued <= (0.6 if tokens > 64 else 1.0) * tensor_clocks
+    assert issued <= {64: 1.0, 96: 2 / 3}.get(tokens, 0.6) * tensor_clocks

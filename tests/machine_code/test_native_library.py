@@ -390,7 +390,7 @@ def test_int8_never_touches_local_memory(instance: tuple[str, int, str]) -> None
 def test_int8_dequantises_in_two_and_a_half_instructions_a_pair(instance: tuple[str, int, str]) -> None:
     """In the main loops: the forward pass has one with and one without groups, the gradient one that also adds up
     tokens for a bias, and one that does not. A warp dequantises each of its operands A once, 4 pairs a lane, and
-    multiplies it with all tokens. In the gradient one more instruction scales it.
+    multiplies it with all tokens. In the gradient one more instruction scales it. Of groups, one may double a scale.
     """
     name, tokens, dtype = instance
     is_forward = name == "int8_matmul_sm80"
@@ -410,7 +410,7 @@ def test_int8_dequantises_in_two_and_a_half_instructions_a_pair(instance: tuple[
         pairs = 4 * (num_products if is_forward else without[0]) // (tokens // 8)
         conversions = sum(opcode.split(".")[0] in ("PRMT", "HFMA2", "HMUL2", "HADD2") for opcode in opcodes)
         biasing = sum("LOP3" in kernel.lines[index] and "0x80808080" in kernel.lines[index] for index in body)
-        assert biasing > 0 and conversions + biasing <= (2.5 if is_forward else 3.5) * pairs
+        assert biasing > 0 and conversions + biasing <= (2.5 * pairs + 1 if is_forward else 3.5 * pairs)
         assert not [opcode for opcode in opcodes if opcode.split(".")[0] in ("I2F", "F2F", "I2I")]
 
 
@@ -444,7 +444,7 @@ def test_int8_activations_never_touch_local_memory(instance: tuple[int, str]) ->
 @pytest.mark.parametrize("instance", S8_INSTANCES, ids=str)
 def test_int8_activations_multiply_without_conversion(instance: tuple[int, str]) -> None:
     """Three main loops: one scale a row, groups of 32, larger ones. Operands come by ldmatrix, sums of groups become
-    fp32 by additions."""
+    fp32 by additions. Tiles of 16 tokens have a way round on which the CTA quantises tokens itself."""
     tokens, _ = instance
     kernel = s8_kernels()[instance]
     assert len(kernel.main_loops) == 3
@@ -454,7 +454,7 @@ def test_int8_activations_multiply_without_conversion(instance: tuple[int, str])
     assert sum(opcode.startswith("LDSM") for opcode in one_scale) == blocks * loads
     # The clocks that IMMA takes on an A100, or those that an H200's memory takes for the weights.
     assert len(one_scale) <= max(8 * blocks * 2 * tokens // 8, 128 * 32 * blocks / 18.4)
-    for opcodes in (one_scale, *groups):
+    for opcodes in map(kernel.shortest_round, kernel.main_loops):
         products = [opcode for opcode in opcodes if opcode.startswith(("HMMA", "IMMA"))]
         assert products == ["IMMA.16832.S8.S8"] * (blocks * 2 * tokens // 8)
         assert not [opcode for opcode in opcodes if opcode.split(".")[0] in ("PRMT", "I2F", "F2I", "I2I")]
