@@ -89,8 +89,8 @@ def test_a_pair_takes_a_load_and_three_instructions(instance: Instance) -> None:
 
 @each_plain
 def test_two_steps_are_in_flight_and_decoding_is_hidden(instance: Instance) -> None:
-    """What both consumers issue is less than six tenths of the clocks that their products take. Of 64 and 96 tokens memory
-    takes the time: less than all of these clocks, and less than two thirds."""
+    """What both consumers issue is less than six tenths of the clocks that their products take; of 96 tokens, less than
+    two thirds, and of 64, whose time memory takes, less than all."""
     tokens, _, _ = instance
     (opcodes,) = loops_of(kernels()[instance])
     assert count(opcodes, "WARPGROUP") == 4  # an arrival and a wait for each step
