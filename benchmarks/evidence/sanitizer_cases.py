@@ -170,6 +170,12 @@ def int8_dequantised(device: torch.device) -> None:
         fastattn.int8_linear(random(device, 5, 1000).requires_grad_(), weight).backward(random(device, 5, 96, seed=3))
 
 
+def int8_by_teams(device: torch.device, granularity: str | int, input_precision: str = "16bit") -> None:
+    """By the kernels that are Hopper's own, on such a GPU; a tile and a little more."""
+    with native.forced_int8_tile(90 if kernel_facts(device).arch == 90 else 0):
+        int8(device, rows=130, granularity=granularity, activation="gelu", input_precision=input_precision)
+
+
 CASES: dict[str, Case] = {
     **{
         f"forward d={dim} {'causal' if causal else 'full'}": partial(forward, head_dim=dim, causal=causal)
@@ -198,8 +204,11 @@ CASES: dict[str, Case] = {
     "int8 one row, SwiGLU": partial(int8, rows=1, granularity="channel", activation="swiglu"),
     "int8 130 rows": partial(int8, rows=130, granularity="channel", activation="silu"),
     "int8 dequantised": int8_dequantised,
+    "int8 by teams": partial(int8_by_teams, granularity="channel"),
+    "int8 by teams in groups": partial(int8_by_teams, granularity=64),
     "int8 activations in groups": partial(int8, rows=20, granularity=32, input_precision="int8"),
     "int8 activations, 520 rows": partial(int8, rows=520, granularity="channel", input_precision="int8"),
+    "int8 activations by teams": partial(int8_by_teams, granularity="channel", input_precision="int8"),
 }
 
 

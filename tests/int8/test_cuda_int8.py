@@ -38,19 +38,19 @@ each_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
 
 
 @contextlib.contextmanager
-def running(num_sms: int = 1, **changes: Any) -> Iterator[list[Any]]:
+def running(num_sms: int = 1, tokens: int = 0, **changes: Any) -> Iterator[list[Any]]:
     """Launches within are checked, also for reads of shared memory that nothing wrote; gives the list of them.
 
-    ``num_sms``: of the emulated GPU; by them the tile is chosen, and what CTAs share. ``changes``: other options.
-    Kernels are those for sm_80, which Hopper runs too.
+    ``num_sms``: of the emulated GPU; by them the tile is chosen, and what CTAs share, unless tiles are to have so many
+    ``tokens``. ``changes``: other options. Kernels are those for sm_80, which Hopper runs too.
     """
     if not EMULATED:
-        with native.forced_int8_tile(80):
+        with native.forced_int8_tile(80, tokens):
             yield []
         return
     checks = options.launching(**{"tracked": True, "uninitialised": True, "seed": SEED, **changes})
     gpu = device.emulated(90, num_sms=num_sms)
-    with native.forced_int8_tile(80), gpu, cuda_runtime.raising_faults(), checks, launches.recorded() as found:
+    with native.forced_int8_tile(80, tokens), gpu, cuda_runtime.raising_faults(), checks, launches.recorded() as found:
         yield found
     assert [launched for launched in found if OP in launched.report.kernel]
 

@@ -54,9 +54,10 @@ def check(
     activation: str = "none",
     *,
     num_sms: int = 1,
+    tokens: int = 0,
     seed: int = 0,
 ) -> Tensor:
-    with running(num_sms, seed=seed):
+    with running(num_sms, tokens, seed=seed):
         out = matmul(x, weight, scale, bias, residual, activation)
     assert_near_int8_oracle(out, x, weight, scale, bias, residual, activation)
     return out
@@ -91,7 +92,8 @@ def test_every_tile_whole_and_in_parts(m: int, block: int, granularity: str | in
     for n, k, ctas in ((256, 128, 2), (128, 1664, 2)):
         weight, scale = quantised(n, k, granularity, seed=m)
         with launches.recorded() as found:
-            check(normal(m, k, seed=1, dtype=dtype), weight, scale, normal(n, seed=2, dtype=dtype), activation="silu")
+            x, bias = normal(m, k, seed=1, dtype=dtype), normal(n, seed=2, dtype=dtype)
+            check(x, weight, scale, bias, activation="silu", tokens=block)
         (launched,) = found
         assert f"{KERNEL}ILi{block}E" in launched.report.kernel and launched.grid[0] == ctas
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -106,11 +108,12 @@ TOKENS = torch.arange(1, 19).reshape(2, 9)
 
 
 def test_a_model_takes_the_repository_by_its_name(llama):
-    expected = llama(TOKENS).logits
+    exact, eager = copy.deepcopy(llama).double()(TOKENS).logits, llama(TOKENS).logits
     words = llama.generate(TOKENS, max_new_tokens=4, do_sample=False)
     llama.set_attn_implementation(NAME)
     with fastattn.record() as calls:
-        torch.testing.assert_close(llama(TOKENS).logits, expected)
+        came = llama(TOKENS).logits
+    assert (came - exact).abs().max() <= 2 * (eager - exact).abs().max()
     assert len(calls) == llama.config.num_hidden_layers
     assert torch.equal(llama.generate(TOKENS, max_new_tokens=4, do_sample=False), words)
 
