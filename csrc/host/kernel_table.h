@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -170,6 +171,16 @@ struct Registration {
     template <typename Table, typename... Row>
     Registration(Table& table, const Row&... row) {
         table.add(row...);
+    }
+};
+
+// Likewise of a source that is compiled once for both dtypes: of each translation unit, headers alone take seconds. Calls
+// add(std::integral_constant<DataType, …>) for each dtype.
+struct Registrations {
+    template <typename Add>
+    explicit Registrations(Add&& add) {
+        add(std::integral_constant<DataType, DataType::kFloat16>{});
+        add(std::integral_constant<DataType, DataType::kBFloat16>{});
     }
 };
 

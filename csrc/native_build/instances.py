@@ -12,6 +12,9 @@ from pathlib import Path
 from native_build.errors import BuildError
 from native_build.targets import TARGETS, Target
 
+# The values of this name, always these: the kernels of both are compiled at once.
+COMPILED_TOGETHER, BOTH_DTYPES = "DTYPE", ["kFloat16", "kBFloat16"]
+
 
 @dataclass(frozen=True)
 class Instance:
@@ -21,6 +24,7 @@ class Instance:
     architecture: str
     code: tuple[str, ...]
     values: tuple[tuple[str, str], ...] = ()
+    kernels: tuple[tuple[tuple[str, str], ...], ...] = ((),)  # all values of each kernel that it makes
 
     @property
     def object_path(self) -> Path:
@@ -60,6 +64,8 @@ def all_instances(csrc: Path) -> list[Instance]:
         axes = {names: values for names, values in row.items() if names not in ("source", "architecture", "code")}
         if unknown := [names for names in axes if not re.fullmatch("[A-Z][A-Z0-9_]*( [A-Z][A-Z0-9_]*)*", names)]:
             raise BuildError(f"instances.json: {source} has an unknown key, {unknown[0]!r}.")
+        if row.get(COMPILED_TOGETHER, BOTH_DTYPES) != BOTH_DTYPES:
+            raise BuildError(f"instances.json: {source} must have DTYPE {BOTH_DTYPES}, or none.")
         if architecture not in table["architectures"]:
             raise BuildError(f"instances.json: {source} is for an unknown architecture, {architecture!r}.")
         if not (csrc / source).exists():
@@ -67,8 +73,12 @@ def all_instances(csrc: Path) -> list[Instance]:
         code = tuple(row.get("code", table["architectures"][architecture]["code"]))
         if unknown := [name for name in code if not any(name in target.code for target in TARGETS)]:
             raise BuildError(f"instances.json: {source} has unknown code, {unknown[0]!r}.")
+        together: dict[tuple[tuple[str, str], ...], list[tuple[tuple[str, str], ...]]] = {}
         for choice in itertools.product(*(named_values(*axis) for axis in axes.items())):
-            instances.append(Instance(source, architecture, code, tuple(itertools.chain(*choice))))
+            kernel = tuple(itertools.chain(*choice))
+            together.setdefault(tuple(each for each in kernel if each[0] != COMPILED_TOGETHER), []).append(kernel)
+        for values, kernels in together.items():
+            instances.append(Instance(source, architecture, code, values, tuple(kernels)))
     paths = [instance.object_path for instance in instances]
     if repeated := [path for path in paths if paths.count(path) > 1]:
         raise BuildError(f"instances.json: {repeated[0].with_suffix('')} is there twice.")

@@ -405,6 +405,17 @@ def test_values_under_several_names_go_together(tmp_path):
     assert len({instance.object_path for instance in instances}) == 4
 
 
+def test_both_dtypes_are_compiled_at_once(tmp_path):
+    csrc = _table(tmp_path, [{"HEAD_DIM": [64, 128], "DTYPE": ["kFloat16", "kBFloat16"], "CAUSAL": [True]}])
+    instances = all_instances(csrc)
+    assert [instance.defines for instance in instances] == [
+        [f"-DFASTATTN_HEAD_DIM={dim}", "-DFASTATTN_CAUSAL=true"] for dim in (64, 128)
+    ]
+    assert instances[0].kernels == tuple(
+        (("HEAD_DIM", "64"), ("DTYPE", dtype), ("CAUSAL", "true")) for dtype in ("kFloat16", "kBFloat16")
+    )
+
+
 def test_an_instance_has_the_code_of_its_architecture_or_of_its_row_as_far_as_the_targets_want_it(tmp_path):
     rows = [
         {"HEAD_DIM": [64]},
@@ -433,6 +444,7 @@ def test_an_instance_has_the_code_of_its_architecture_or_of_its_row_as_far_as_th
         ([{"HEAD_DIM VALUE_DIM": [[64, 64], [64]]}], "has 2 names, and \\[64\\] as a value"),
         ([{"HEAD_DIM VALUE_DIM": [64]}], "has 2 names, and \\[64\\] as a value"),
         ([{"HEAD_DIM": [64]}, {"HEAD_DIM": [128, 64]}], "HEAD_DIM_64 is there twice"),
+        ([{"DTYPE": ["kBFloat16"]}], "must have DTYPE"),
         ([], "no row for attention/instances/forward_sm80.cu"),
     ],
 )

@@ -13,10 +13,10 @@ _MEANINGS: dict[str, Any] = {"kFloat16": "float16", "kBFloat16": "bfloat16", "fa
 
 
 def rows_of(source: str) -> list[tuple[Any, ...]]:
-    """The values of each instance of ``csrc/source``, in ascending order."""
-    found = [instance for instance in ALL_INSTANCES if instance.source == source]
+    """The values of each kernel of ``csrc/source``, in ascending order."""
+    found = [kernel for instance in ALL_INSTANCES if instance.source == source for kernel in instance.kernels]
     assert found, source
-    return sorted(tuple(_meaning(text) for _, text in instance.values) for instance in found)
+    return sorted(tuple(_meaning(text) for _, text in kernel) for kernel in found)
 
 
 def kernels_of(folder: str) -> list[str]:

@@ -1,12 +1,13 @@
-// The gradient of a bias; compiled with FASTATTN_DTYPE.
+// The gradient of a bias.
 #include "attention/backward_bias_sm80.cuh"
 
 namespace fastattn {
 
-static const Registration registration(attention_backward_bias_kernels(),
-                                       KernelKey{80, 0, DataType::FASTATTN_DTYPE, false},
-                                       kernel_name("attention_backward_bias_sm80",
-                                                   {to_string(DataType::FASTATTN_DTYPE)}),
-                                       TileFacts{}, launch_attention_backward_bias_sm80<DataType::FASTATTN_DTYPE>);
+static const Registrations registrations([](auto dtype) {
+    constexpr DataType kDataType = dtype;
+    attention_backward_bias_kernels().add(KernelKey{80, 0, kDataType, false},
+                                          kernel_name("attention_backward_bias_sm80", {to_string(kDataType)}),
+                                          TileFacts{}, launch_attention_backward_bias_sm80<kDataType>);
+});
 
 }  // namespace fastattn

@@ -1,15 +1,17 @@
-// dK and dV on wide tiles of keys; compiled with FASTATTN_HEAD_DIM and FASTATTN_DTYPE.
+// dK and dV on wide tiles of keys; compiled with FASTATTN_HEAD_DIM.
 #include "attention/backward_key_value_wide_sm80.cuh"
 
 namespace fastattn {
 
-static const Registration registration(
-    attention_backward_key_value_kernels(),
-    KernelKey{80, FASTATTN_HEAD_DIM, DataType::FASTATTN_DTYPE, /*variant=*/false,
-              BackwardWideTileSm80<FASTATTN_HEAD_DIM>::kFitsEverywhere ? 0 : int32_t{kLargeSharedBytesPerCta}},
-    kernel_name("attention_backward_key_value_wide_sm80",
-                {std::to_string(FASTATTN_HEAD_DIM), to_string(DataType::FASTATTN_DTYPE)}),
-    tile_facts<BackwardWideTileSm80<FASTATTN_HEAD_DIM>>(),
-    launch_attention_backward_key_value_wide_sm80<FASTATTN_HEAD_DIM, DataType::FASTATTN_DTYPE>);
+static const Registrations registrations([](auto dtype) {
+    constexpr DataType kDataType = dtype;
+    attention_backward_key_value_kernels().add(
+        KernelKey{80, FASTATTN_HEAD_DIM, kDataType, /*variant=*/false,
+                  BackwardWideTileSm80<FASTATTN_HEAD_DIM>::kFitsEverywhere ? 0 : int32_t{kLargeSharedBytesPerCta}},
+        kernel_name("attention_backward_key_value_wide_sm80",
+                    {std::to_string(FASTATTN_HEAD_DIM), to_string(kDataType)}),
+        tile_facts<BackwardWideTileSm80<FASTATTN_HEAD_DIM>>(),
+        launch_attention_backward_key_value_wide_sm80<FASTATTN_HEAD_DIM, kDataType>);
+});
 
 }  // namespace fastattn

@@ -1,12 +1,14 @@
-// dQ for Hopper; compiled with FASTATTN_HEAD_DIM and FASTATTN_DTYPE.
+// dQ for Hopper; compiled with FASTATTN_HEAD_DIM.
 #include "attention/backward_query_sm90.cuh"
 
 namespace fastattn {
 
-static const Registration registration(
-    attention_backward_query_kernels(), KernelKey{90, FASTATTN_HEAD_DIM, DataType::FASTATTN_DTYPE, false},
-    kernel_name("attention_backward_query_sm90",
-                {std::to_string(FASTATTN_HEAD_DIM), to_string(DataType::FASTATTN_DTYPE)}),
-    TileFacts{}, launch_attention_backward_query_sm90<FASTATTN_HEAD_DIM, DataType::FASTATTN_DTYPE>);
+static const Registrations registrations([](auto dtype) {
+    constexpr DataType kDataType = dtype;
+    attention_backward_query_kernels().add(
+        KernelKey{90, FASTATTN_HEAD_DIM, kDataType, false},
+        kernel_name("attention_backward_query_sm90", {std::to_string(FASTATTN_HEAD_DIM), to_string(kDataType)}),
+        TileFacts{}, launch_attention_backward_query_sm90<FASTATTN_HEAD_DIM, kDataType>);
+});
 
 }  // namespace fastattn

@@ -1,12 +1,13 @@
-// What the backward pass knows of each row; compiled with FASTATTN_DTYPE.
+// What the backward pass knows of each row.
 #include "attention/backward_rows_sm80.cuh"
 
 namespace fastattn {
 
-static const Registration registration(attention_backward_rows_kernels(),
-                                       KernelKey{80, 0, DataType::FASTATTN_DTYPE, false},
-                                       kernel_name("attention_backward_rows_sm80",
-                                                   {to_string(DataType::FASTATTN_DTYPE)}),
-                                       TileFacts{}, launch_attention_backward_rows_sm80<DataType::FASTATTN_DTYPE>);
+static const Registrations registrations([](auto dtype) {
+    constexpr DataType kDataType = dtype;
+    attention_backward_rows_kernels().add(KernelKey{80, 0, kDataType, false},
+                                          kernel_name("attention_backward_rows_sm80", {to_string(kDataType)}),
+                                          TileFacts{}, launch_attention_backward_rows_sm80<kDataType>);
+});
 
 }  // namespace fastattn

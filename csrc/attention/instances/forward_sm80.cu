@@ -1,13 +1,14 @@
-// Attention forward; compiled with FASTATTN_HEAD_DIM and FASTATTN_DTYPE.
+// Attention forward; compiled with FASTATTN_HEAD_DIM.
 #include "attention/forward_sm80.cuh"
 
 namespace fastattn {
 
-static const Registration registration(attention_forward_kernels(),
-                                       KernelKey{80, FASTATTN_HEAD_DIM, DataType::FASTATTN_DTYPE, false},
-                                       kernel_name("attention_forward_sm80", {std::to_string(FASTATTN_HEAD_DIM),
-                                                                              to_string(DataType::FASTATTN_DTYPE)}),
-                                       tile_facts<ForwardTileSm80<FASTATTN_HEAD_DIM>>(),
-                                       launch_attention_forward_sm80<FASTATTN_HEAD_DIM, DataType::FASTATTN_DTYPE>);
+static const Registrations registrations([](auto dtype) {
+    constexpr DataType kDataType = dtype;
+    attention_forward_kernels().add(
+        KernelKey{80, FASTATTN_HEAD_DIM, kDataType, false},
+        kernel_name("attention_forward_sm80", {std::to_string(FASTATTN_HEAD_DIM), to_string(kDataType)}),
+        tile_facts<ForwardTileSm80<FASTATTN_HEAD_DIM>>(), launch_attention_forward_sm80<FASTATTN_HEAD_DIM, kDataType>);
+});
 
 }  // namespace fastattn

@@ -1,13 +1,15 @@
-// Flash-decoding; compiled with FASTATTN_HEAD_DIM, FASTATTN_DTYPE and FASTATTN_INT8, which says what the cache holds.
+// Flash-decoding; compiled with FASTATTN_HEAD_DIM and FASTATTN_INT8, which says what the cache holds.
 #include "decode/split_sm80.cuh"
 
 namespace fastattn {
 
-static const Registration registration(
-    decode_split_kernels(), KernelKey{80, FASTATTN_HEAD_DIM, DataType::FASTATTN_DTYPE, FASTATTN_INT8},
-    kernel_name("decode_split_sm80",
-                {std::to_string(FASTATTN_HEAD_DIM), to_string(DataType::FASTATTN_DTYPE), FASTATTN_INT8 ? "int8" : ""}),
-    tile_facts<DecodeTileSm80<FASTATTN_HEAD_DIM, FASTATTN_INT8>>(),
-    launch_decode_split_sm80<FASTATTN_HEAD_DIM, DataType::FASTATTN_DTYPE, FASTATTN_INT8>);
+static const Registrations registrations([](auto dtype) {
+    constexpr DataType kDataType = dtype;
+    decode_split_kernels().add(KernelKey{80, FASTATTN_HEAD_DIM, kDataType, FASTATTN_INT8},
+                               kernel_name("decode_split_sm80", {std::to_string(FASTATTN_HEAD_DIM),
+                                                                 to_string(kDataType), FASTATTN_INT8 ? "int8" : ""}),
+                               tile_facts<DecodeTileSm80<FASTATTN_HEAD_DIM, FASTATTN_INT8>>(),
+                               launch_decode_split_sm80<FASTATTN_HEAD_DIM, kDataType, FASTATTN_INT8>);
+});
 
 }  // namespace fastattn

@@ -1,12 +1,13 @@
-// Int8 weights as 16-bit floats; compiled with FASTATTN_DTYPE.
+// Int8 weights as 16-bit floats.
 #include "int8_matmul/dequantize_weight_sm80.cuh"
 
 namespace fastattn {
 
-static const Registration registration(int8_dequantize_weight_kernels(),
-                                       KernelKey{80, 0, DataType::FASTATTN_DTYPE, /*variant=*/std::nullopt},
-                                       kernel_name("int8_dequantize_weight_sm80",
-                                                   {to_string(DataType::FASTATTN_DTYPE)}),
-                                       TileFacts{}, launch_int8_dequantize_weight_sm80<DataType::FASTATTN_DTYPE>);
+static const Registrations registrations([](auto dtype) {
+    constexpr DataType kDataType = dtype;
+    int8_dequantize_weight_kernels().add(KernelKey{80, 0, kDataType, /*variant=*/std::nullopt},
+                                         kernel_name("int8_dequantize_weight_sm80", {to_string(kDataType)}),
+                                         TileFacts{}, launch_int8_dequantize_weight_sm80<kDataType>);
+});
 
 }  // namespace fastattn
