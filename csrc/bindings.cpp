@@ -9,6 +9,7 @@
 #include <torch/csrc/stable/library.h>
 
 #ifdef FASTATTN_ARCH_80
+#include "api/append.h"
 #include "api/attention_backward.h"
 #include "api/attention_forward.h"
 #include "api/decode.h"
@@ -19,6 +20,12 @@
 // The compiler replaces FASTATTN_NAMESPACE by its value on the way through these, which torch's macros alone prevent.
 #define DEFINE_OPERATORS(name, library) STABLE_TORCH_LIBRARY(name, library)
 #define DEFINE_KERNELS(name, key, library) STABLE_TORCH_LIBRARY_IMPL(name, key, library)
+
+#define DECODE_ARGUMENTS                                                                                          \
+    "Tensor query, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k_new, Tensor? v_new, "  \
+    "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, Tensor? block_table, Tensor(c!)? k_scale, " \
+    "Tensor(d!)? v_scale, Tensor? alibi_slopes, Tensor? sinks, float scale, int window_left, int window_right, "  \
+    "float softcap, int num_splits, bool batch_invariant"
 
 DEFINE_OPERATORS(FASTATTN_NAMESPACE, m) {
     m.def(
@@ -36,11 +43,13 @@ DEFINE_OPERATORS(FASTATTN_NAMESPACE, m) {
         "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias, Tensor grad_sinks, "
         "Tensor grad_slopes)");
 
+    m.def("attention_decode(" DECODE_ARGUMENTS ") -> (Tensor out, Tensor lse)");
+
+    m.def("attention_decode_out(" DECODE_ARGUMENTS ", Tensor(e!) out) -> Tensor lse");
+
     m.def(
-        "attention_decode(Tensor query, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k_new, "
-        "Tensor? v_new, Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, Tensor? block_table, "
-        "Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor? alibi_slopes, Tensor? sinks, float scale, int window_left, "
-        "int window_right, float softcap, int num_splits, bool batch_invariant) -> (Tensor out, Tensor lse)");
+        "append_to_cache(Tensor k_new, Tensor v_new, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
+        "Tensor(c!)? k_scale, Tensor(d!)? v_scale) -> ()");
 
     m.def(
         "attention_split_keys(Tensor query, Tensor key, Tensor value, Tensor? alibi_slopes, Tensor? sinks, "
@@ -62,6 +71,8 @@ DEFINE_KERNELS(FASTATTN_NAMESPACE, FASTATTN_DISPATCH_KEY, m) {
     m.impl("int8_matmul", TORCH_BOX(&fastattn::int8_matmul));
     m.impl("int8_matmul_grad_input", TORCH_BOX(&fastattn::int8_matmul_grad_input));
     m.impl("attention_decode", TORCH_BOX(&fastattn::attention_decode));
+    m.impl("attention_decode_out", TORCH_BOX(&fastattn::attention_decode_out));
+    m.impl("append_to_cache", TORCH_BOX(&fastattn::append_to_cache));
     m.impl("attention_split_keys", TORCH_BOX(&fastattn::attention_split_keys));
 }
 #endif

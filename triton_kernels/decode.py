@@ -17,6 +17,8 @@ Preconditions: the last dims contiguous, rows 16-byte aligned, capacity below 2^
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -240,7 +242,7 @@ def split_kernel(
     tl.store(out_rows[:, None] + value_dim[None, :], out_tile.to(out.dtype.element_ty), mask=out_mask)
 
 
-def attention_decode(
+def attention_decode_out(
     query: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -261,8 +263,10 @@ def attention_decode(
     softcap: float,
     num_splits: int,
     batch_invariant: bool,
-) -> tuple[Tensor, Tensor]:
-    """Append ``k_new``, ``v_new`` to the caches, then attend: ``out [B, Hq, Sq, Dv]``, ``lse [B, Hq, Sq]`` fp32.
+    out: Tensor,
+) -> Tensor:
+    """Append ``k_new``, ``v_new`` to the caches, then attend: writes ``out [B, Hq, Sq, Dv]``, whose rows are 16-byte
+    aligned, and returns ``lse [B, Hq, Sq]`` fp32.
 
     Shapes and meanings as in ``fastattn.attention_with_kv_cache``; the caller has checked them. A negative window side
     is unbounded, ``causal`` is ``window_right = 0``. ``num_splits`` > 0 is honoured up to the number of key blocks that
@@ -293,10 +297,9 @@ def attention_decode(
             capacity,
         )
 
-    out = empty_like_heads(query, value_dim)
     lse = query.new_empty((batch, num_heads, num_queries), dtype=torch.float32)
     if lse.numel() == 0:
-        return out, lse
+        return lse
 
     device = kernel_facts(query.device)
     query = readable(query)
@@ -399,7 +402,13 @@ def attention_decode(
             num_warps=1,
             enable_fp_fusion=True,
         )
-    return out, lse
+    return lse
+
+
+def attention_decode(query: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """`attention_decode_out` with an output of its own, which lies as the query does."""
+    out = empty_like_heads(query, v_cache.shape[3])
+    return out, attention_decode_out(query, k_cache, v_cache, *others, out)
 
 
 def attention_split_keys(

@@ -3,9 +3,14 @@
     k_cache[:, len + j] = quantise(rotate(k_new[:, j], position = len + j))         j = 0 … S_new - 1
     v_cache[:, len + j] = quantise(v_new[:, j])
 
-One program writes BLOCK_T tokens of one KV head of one sequence, keys then values. Quantisation is symmetric with one
+One program writes BLOCK_T tokens of one KV head of one sequence, keys then values. A second kernel serves those who name
+the slots themselves, one for each token, and have rotated the keys:
+
+    k_cache[slot // page_size, :, slot % page_size] = quantise(k_new[i])            slot = slot_mapping[i]
+
+Quantisation is symmetric with one
 fp32 scale per token and head: scale = max|x| / 127 (1 for a row of zeros), x = round-to-nearest-even(x / scale).
-Tokens that do not fit into the capacity, or whose page does not exist, are dropped. The launcher turns the contraction
+Tokens that do not fit into the capacity, or whose page or slot does not exist, are dropped. The launcher turns the contraction
 to fused multiply-adds off, so that the cache gets the same bits as from ``fastattn.reference``.
 """
 
@@ -129,6 +134,106 @@ def append_kernel(
     v = tl.load(v_rows[:, None] + dim[None, :], mask=is_stored[:, None] & (dim < VALUE_DIM)[None, :], other=0.0)
     store_tokens(
         v, v_cache, v_strides, v_scale, v_scale_strides, block, kv_head_idx, slot, is_stored, dim, VALUE_DIM, QUANTISED
+    )
+
+
+@triton.jit
+def append_to_slots_kernel(
+    k_new,  # [tokens, Hkv, D]
+    k_new_strides,
+    v_new,  # [tokens, Hkv, Dv]
+    v_new_strides,
+    k_cache,  # [num_pages, Hkv, PAGE_SIZE, D]
+    k_strides,
+    v_cache,  # [num_pages, Hkv, PAGE_SIZE, Dv]
+    v_strides,
+    k_scale,  # [num_pages, Hkv, PAGE_SIZE] fp32, or None
+    k_scale_strides,
+    v_scale,
+    v_scale_strides,
+    slot_mapping,  # [tokens] int64 or int32
+    slot_stride,
+    num_tokens,
+    num_slots,
+    num_kv_heads,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    kv_head_idx = (pid % num_kv_heads).to(tl.int64)
+    token = (pid // num_kv_heads).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+
+    # Where the tokens go: slots may hold anything.
+    slot = tl.load(slot_mapping + token * slot_stride, mask=token < num_tokens, other=-1).to(tl.int64)
+    is_stored = (slot >= 0) & (slot < num_slots)
+    page, row = slot // PAGE_SIZE, slot % PAGE_SIZE
+
+    # Keys.
+    dim = tl.arange(0, D_PAD)
+    k_rows = tl.multiple_of(k_new + token * k_new_strides[0] + kv_head_idx * k_new_strides[1], 16)  # bytes
+    k = tl.load(k_rows[:, None] + dim[None, :], mask=is_stored[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+    store_tokens(
+        k, k_cache, k_strides, k_scale, k_scale_strides, page, kv_head_idx, row, is_stored, dim, HEAD_DIM, QUANTISED
+    )
+
+    # Values.
+    dim = tl.arange(0, DV_PAD)
+    v_rows = tl.multiple_of(v_new + token * v_new_strides[0] + kv_head_idx * v_new_strides[1], 16)  # bytes
+    v = tl.load(v_rows[:, None] + dim[None, :], mask=is_stored[:, None] & (dim < VALUE_DIM)[None, :], other=0.0)
+    store_tokens(
+        v, v_cache, v_strides, v_scale, v_scale_strides, page, kv_head_idx, row, is_stored, dim, VALUE_DIM, QUANTISED
+    )
+
+
+def append_to_cache(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """Write token ``i`` to slot ``slot_mapping[i]`` of the caches, in place, as ``fastattn.append_to_cache`` says; the
+    caller has checked the arguments."""
+    tokens, kv_heads, head_dim = k_new.shape
+    num_pages, _, page_size, value_dim = v_cache.shape
+    grid = (kv_heads * ceil_div(tokens, BLOCK_T),)
+    if grid[0] == 0 or num_pages * page_size == 0:
+        return
+    k_new, v_new = readable(k_new), readable(v_new)
+    append_to_slots_kernel[grid](
+        k_new,
+        k_new.stride()[:2],
+        v_new,
+        v_new.stride()[:2],
+        k_cache,
+        k_cache.stride()[:3],
+        v_cache,
+        v_cache.stride()[:3],
+        k_scale,
+        (0, 0, 0) if k_scale is None else k_scale.stride(),
+        v_scale,
+        (0, 0, 0) if v_scale is None else v_scale.stride(),
+        slot_mapping,
+        slot_mapping.stride(0),
+        tokens,
+        num_pages * page_size,
+        kv_heads,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        D_PAD=padded_head_dim(head_dim),
+        DV_PAD=padded_head_dim(value_dim),
+        PAGE_SIZE=page_size,
+        QUANTISED=k_cache.dtype == torch.int8,
+        BLOCK_T=BLOCK_T,
+        num_warps=4,
+        enable_fp_fusion=False,
     )
 
 

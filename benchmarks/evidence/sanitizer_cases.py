@@ -133,6 +133,16 @@ def decode_paged_int8(device: torch.device) -> None:
     )
 
 
+def append(device: torch.device, int8: bool) -> None:
+    """Tokens to slots in no order, beside padding and a slot that there is not."""
+    slots = torch.tensor([40, -1, 3, 64, 17, 0, 2**40]).to(device)
+    dtype = torch.int8 if int8 else torch.float16
+    k_pages, v_pages = (torch.zeros(4, 2, 16, dim, dtype=dtype).to(device) for dim in (64, 72))
+    scales = {name: torch.ones(4, 2, 16).to(device) for name in ("k_scale", "v_scale") if int8}
+    new = [random(device, 7, 2, dim, seed=dim) for dim in (64, 72)]
+    fastattn.append_to_cache(*new, k_pages, v_pages, slots, **scales)
+
+
 def prompts_in_pages(device: torch.device, page_size: int) -> None:
     """Two prompts, taken in part by part over the pages of one cache. The forward for Hopper copies parts of tiles from
     pages of 16 rows, and gathers the rows of pages of 5."""
@@ -199,6 +209,8 @@ CASES: dict[str, Case] = {
     "decode in one part": partial(decode, num_splits=1),
     "decode in 3 parts": partial(decode, num_splits=3),
     "decode paged int8": decode_paged_int8,
+    "append": partial(append, int8=False),
+    "append int8": partial(append, int8=True),
     "int8 one row": partial(int8, rows=1, granularity="channel"),
     "int8 40 rows in groups": partial(int8, rows=40, granularity=128, activation="gelu"),
     "int8 one row, SwiGLU": partial(int8, rows=1, granularity="channel", activation="swiglu"),

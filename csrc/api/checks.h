@@ -59,9 +59,11 @@ inline void check_rank(const char* op, const char* name, const Tensor& tensor, i
     check(tensor.dim() == rank, op, name, " must have ", rank, " dimensions, got shape ", shape_text(tensor));
 }
 
-inline void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& query) {
-    if (are_on_one_device(tensor, query)) return;
-    check(false, op, name, " must be on the device of query, ", device_text(query), ", got ", device_text(tensor));
+inline void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& like,
+                         const char* like_name = "query") {
+    if (are_on_one_device(tensor, like)) return;
+    check(false, op, name, " must be on the device of ", like_name, ", ", device_text(like), ", got ",
+          device_text(tensor));
 }
 
 inline void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& query) {

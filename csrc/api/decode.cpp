@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "api/attention_arguments.h"
+#include "api/cache_arguments.h"
 #include "api/checks.h"
 #include "api/device.h"
 #include "api/scores.h"
@@ -29,13 +30,6 @@ void check_int32(const char* name, const Tensor& tensor, const Tensor& query) {
     check_device(kOp, name, tensor, query);
 }
 
-void check_head_dim(const char* name, const Tensor& tensor) {
-    const int32_t most = decode_split_kernels().largest_head_dim();
-    const int64_t head_dim = tensor.size(3);
-    check(head_dim > 0 && head_dim % 8 == 0 && head_dim <= most, kOp, name,
-          " must have a head dim that is a multiple of 8 up to ", most, ", got ", head_dim);
-}
-
 void check_caches(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache,
                   const std::optional<Tensor>& block_table) {
     check_rank(kOp, "query", query, 4);
@@ -47,31 +41,14 @@ void check_caches(const Tensor& query, const Tensor& k_cache, const Tensor& v_ca
     check_shape(kOp, "v_cache", v_cache, {blocks, kv_heads, k_cache.size(2), v_cache.size(3)});
     check(kv_heads > 0 ? heads % kv_heads == 0 : heads == 0, kOp,
           "the heads of query must be a multiple of the heads of k_cache, got ", heads, " and ", kv_heads);
-    check_head_dim("query", query);
-    check_head_dim("v_cache", v_cache);
-    const bool is_int8 = k_cache.scalar_type() == ScalarType::Char;
-    check(is_int8 || k_cache.scalar_type() == query.scalar_type(), kOp,
-          "k_cache must be int8 or of the dtype of query, ", dtype_text(query), ", got ", dtype_text(k_cache));
-    check(v_cache.scalar_type() == k_cache.scalar_type(), kOp, "v_cache must have the dtype of k_cache, ",
-          dtype_text(k_cache), ", got ", dtype_text(v_cache));
-    for (const auto& [name, cache] : {std::pair{"k_cache", k_cache}, {"v_cache", v_cache}}) {
-        check_device(kOp, name, cache, query);
-        check(cache.numel() == 0 || is_aligned(cache), kOp, name,
-              " is written in place: its last dim must be contiguous, its base and strides multiples of 16 bytes");
-    }
+    const int32_t most_dims = decode_split_kernels().largest_head_dim();
+    check_head_dim(kOp, "query", query, most_dims);
+    check_head_dim(kOp, "v_cache", v_cache, most_dims);
+    check_written(kOp, k_cache, v_cache, "query", query);
     if (!block_table) return;
     check_rank(kOp, "block_table", *block_table, 2);
     check_shape(kOp, "block_table", *block_table, {query.size(0), block_table->size(1)});
     check_int32("block_table", *block_table, query);
-}
-
-// Beside int8 caches, fp32 [blocks, kv_heads, block_rows]; beside others, none.
-void check_scales(const char* name, const std::optional<Tensor>& scales, const Tensor& cache, const Tensor& query) {
-    if (cache.scalar_type() != ScalarType::Char) return check_absent(kOp, name, scales);
-    check(scales.has_value(), kOp, name, " must be a float32 tensor beside an int8 cache");
-    check_shape(kOp, name, *scales, {cache.size(0), cache.size(1), cache.size(2)});
-    check(scales->scalar_type() == ScalarType::Float, kOp, name, " must be float32, got ", dtype_text(*scales));
-    check_device(kOp, name, *scales, query);
 }
 
 void check_new(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache, const std::optional<Tensor>& k_new,
@@ -126,21 +103,11 @@ RotaryParams rotary_params(const Tensor& query, std::optional<Tensor>& cos, std:
             interleaved};
 }
 
-CacheView cache_view(const char* name, const Tensor& cache, const char* scale_name,
-                     const std::optional<Tensor>& scales) {
-    CacheView view{};
-    view.data = cache.data_ptr();
-    view.head_dim = to_int32(kOp, name, cache.size(3));
-    view.head_bytes = cache.stride(1) * cache.element_size();
-    view.block_chunks = stride_in_chunks(kOp, name, cache, 0);
-    view.row_chunks = stride_in_chunks(kOp, name, cache, 2);
-    if (scales) {
-        view.scales = static_cast<float*>(scales->data_ptr());
-        view.scale_head_stride = scales->stride(1);
-        view.scale_block_stride = stride_in_elements(kOp, scale_name, *scales, 0);
-        view.scale_row_stride = stride_in_elements(kOp, scale_name, *scales, 2);
-    }
-    return view;
+void check_out(const Tensor& out, const Tensor& query, int64_t value_dim) {
+    check_shape(kOp, "out", out, {query.size(0), query.size(1), query.size(2), value_dim});
+    check_like(kOp, "out", out, query);
+    check(out.numel() == 0 || is_aligned(out), kOp,
+          "out is written in place: its last dim must be contiguous, its base and strides multiples of 16 bytes");
 }
 
 CachePlaces cache_places(const Tensor& k_cache, const std::optional<Tensor>& block_table) {
@@ -158,18 +125,17 @@ CachePlaces cache_places(const Tensor& k_cache, const std::optional<Tensor>& blo
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens,
-                                            std::optional<Tensor> k_new, std::optional<Tensor> v_new,
-                                            std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin,
-                                            bool rotary_interleaved, std::optional<Tensor> block_table,
-                                            std::optional<Tensor> k_scale, std::optional<Tensor> v_scale,
-                                            std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
-                                            double scale, int64_t window_left, int64_t window_right, double softcap,
-                                            int64_t num_splits, bool batch_invariant) {
+Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens,
+                            std::optional<Tensor> k_new, std::optional<Tensor> v_new, std::optional<Tensor> rotary_cos,
+                            std::optional<Tensor> rotary_sin, bool rotary_interleaved,
+                            std::optional<Tensor> block_table, std::optional<Tensor> k_scale,
+                            std::optional<Tensor> v_scale, std::optional<Tensor> alibi_slopes,
+                            std::optional<Tensor> sinks, double scale, int64_t window_left, int64_t window_right,
+                            double softcap, int64_t num_splits, bool batch_invariant, Tensor out) {
     check_caches(query, k_cache, v_cache, block_table);
     check_new(query, k_cache, v_cache, k_new, v_new);
-    check_scales("k_scale", k_scale, k_cache, query);
-    check_scales("v_scale", v_scale, v_cache, query);
+    check_scales(kOp, "k_scale", k_scale, k_cache);
+    check_scales(kOp, "v_scale", v_scale, v_cache);
     const DataType dtype = data_type(kOp, "query", query);
     const int64_t batch = query.size(0), heads = query.size(1), num_queries = query.size(2);
     const int64_t kv_heads = k_cache.size(1), block_rows = k_cache.size(2);
@@ -191,10 +157,10 @@ std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor
                                value_dim};
     params.scores = score_params(kOp, options, query, sizes, score_tensors);
 
-    const Tensor out = empty_like_heads(query, value_dim);
+    check_out(out, query, value_dim);
     const Tensor lse = torch::stable::new_empty(query, {batch, heads, num_queries}, ScalarType::Float);
     const bool appends = num_new > 0 && batch * kv_heads * capacity > 0;
-    if (lse.numel() == 0 && !appends) return {out, lse};
+    if (lse.numel() == 0 && !appends) return lse;
 
     const Tensor aligned_query = aligned(query), lengths = torch::stable::contiguous(cache_seqlens);
     params.query = heads_view<const uint16_t>(kOp, "query", aligned_query, sizes.query_sequences());
@@ -205,8 +171,8 @@ std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor
                   params.query.rows,
                   lse.stride(0),
                   lse.stride(1)};
-    params.k_cache = cache_view("k_cache", k_cache, "k_scale", k_scale);
-    params.v_cache = cache_view("v_cache", v_cache, "v_scale", v_scale);
+    params.k_cache = cache_view(kOp, "k_cache", k_cache, "k_scale", k_scale);
+    params.v_cache = cache_view(kOp, "v_cache", v_cache, "v_scale", v_scale);
     params.places = cache_places(k_cache, block_table);
     params.cache_seqlens = static_cast<const int32_t*>(lengths.data_ptr());
     std::optional<Tensor> aligned_k_new, aligned_v_new;
@@ -241,6 +207,24 @@ std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor
         params.parts.token = launch_token();
     }
     kernel.launch(params, device.stream());
+    return lse;
+}
+
+std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens,
+                                            std::optional<Tensor> k_new, std::optional<Tensor> v_new,
+                                            std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin,
+                                            bool rotary_interleaved, std::optional<Tensor> block_table,
+                                            std::optional<Tensor> k_scale, std::optional<Tensor> v_scale,
+                                            std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
+                                            double scale, int64_t window_left, int64_t window_right, double softcap,
+                                            int64_t num_splits, bool batch_invariant) {
+    check_rank(kOp, "query", query, 4);
+    check_rank(kOp, "v_cache", v_cache, 4);
+    const Tensor out = empty_like_heads(query, v_cache.size(3));
+    const Tensor lse =
+        attention_decode_out(query, k_cache, v_cache, cache_seqlens, k_new, v_new, rotary_cos, rotary_sin,
+                             rotary_interleaved, block_table, k_scale, v_scale, alibi_slopes, sinks, scale, window_left,
+                             window_right, softcap, num_splits, batch_invariant, out);
     return {out, lse};
 }
 

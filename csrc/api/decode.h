@@ -1,4 +1,4 @@
-// The native kernels behind fastattn::attention_decode and fastattn::attention_split_keys; their schemas are in
+// The native kernels behind fastattn::attention_decode, attention_decode_out and attention_split_keys; their schemas are in
 // bindings.cpp.
 #pragma once
 
@@ -12,8 +12,17 @@ namespace fastattn {
 
 using torch::stable::Tensor;
 
-// Appends k_new and v_new to the caches in place, then attends: out [B, Hq, Sq, Dv] and lse [B, Hq, Sq]. Raises before
-// it writes anything.
+// Appends k_new and v_new to the caches in place, then attends: writes the output [B, Hq, Sq, Dv] to `out` and returns the
+// lse [B, Hq, Sq]. Raises before it writes anything.
+Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens,
+                            std::optional<Tensor> k_new, std::optional<Tensor> v_new, std::optional<Tensor> rotary_cos,
+                            std::optional<Tensor> rotary_sin, bool rotary_interleaved,
+                            std::optional<Tensor> block_table, std::optional<Tensor> k_scale,
+                            std::optional<Tensor> v_scale, std::optional<Tensor> alibi_slopes,
+                            std::optional<Tensor> sinks, double scale, int64_t window_left, int64_t window_right,
+                            double softcap, int64_t num_splits, bool batch_invariant, Tensor out);
+
+// The same with an output of its own, which lies as the query does: out and lse.
 std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens,
                                             std::optional<Tensor> k_new, std::optional<Tensor> v_new,
                                             std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin,
@@ -23,7 +32,7 @@ std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor
                                             double scale, int64_t window_left, int64_t window_right, double softcap,
                                             int64_t num_splits, bool batch_invariant);
 
-// The same, errors included, over keys [B, Hkv, Sk, D] and values [B, Hkv, Sk, Dv] that are all there: nothing is
+// Like attention_decode, errors included, over keys [B, Hkv, Sk, D] and values [B, Hkv, Sk, Dv] that are all there: nothing is
 // written. They are copied where a kernel cannot read them.
 std::tuple<Tensor, Tensor> attention_split_keys(Tensor query, Tensor key, Tensor value,
                                                 std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,

@@ -153,6 +153,14 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_decode_kernel(int32_t compute_capa
     });
 }
 
+FASTATTN_ASKED_BY_PYTHON const char* fastattn_append_kernel(int32_t compute_capability, int32_t widest,
+                                                            int32_t is_bfloat16, int32_t is_int8) {
+    using namespace fastattn;
+    return name_or_null([&]() -> auto& {
+        return decode_append_kernels().find(compute_capability, widest, dtype_of(is_bfloat16), is_int8 != 0);
+    });
+}
+
 // Of the matmul, its input gradient, or the matmul with int8 activations (`which` is 0, 1, 2), with sums [tokens, outputs],
 // each of `depth`. has_groups: the weights' scales are of groups along K; is_plain: nothing follows the product.
 FASTATTN_ASKED_BY_PYTHON const char* fastattn_int8_matmul_kernel(int32_t which, int32_t compute_capability,

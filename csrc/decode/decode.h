@@ -12,4 +12,10 @@ inline KernelTable<DecodeParams>& decode_split_kernels() {
     return table;
 }
 
+// Likewise.
+inline KernelTable<AppendParams>& decode_append_kernels() {
+    static auto& table = *new KernelTable<AppendParams>("append_to_cache");
+    return table;
+}
+
 }  // namespace fastattn

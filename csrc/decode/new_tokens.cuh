@@ -30,9 +30,44 @@ __device__ __forceinline__ void take_new_tokens(const WarpTile<kHeadDim, kRows>&
     }
 }
 
-// Likewise, quantised to int8 with one scale a row: scale = max|x| / 127, or 1 for zeros, and x = round(x / scale), to
-// nearest even. A row that is not finite gets the scale NaN, so that it stays visible. sScales and gScale are for
-// scales what the tile and gRow are for rows. The tile's kRows rows are kHeadDim bytes each.
+// A chunk of a row in int8, and the scale of its row.
+struct QuantisedChunk {
+    uint2 numbers;
+    float scale;
+};
+
+// Symmetric int8 with one scale a row: scale = max|x| / 127, or 1 for zeros, and x = round(x / scale), to nearest even.
+// A row that is not finite gets the scale NaN, so that it stays visible. kLanesOfRow neighbouring lanes pass a chunk of a
+// row each, zeros beyond its end. All lanes of the warp call it.
+template <DataType kDataType, int kLanesOfRow>
+__device__ __forceinline__ QuantisedChunk quantise_chunk(uint4 bits) {
+    const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+    float values[kChunkElements], largest = 0.0f, spoiled = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kChunkElements; ++i) {
+        values[i] = unpack<kDataType>(static_cast<uint16_t>(pairs[i / 2] >> 16 * (i % 2)));
+        largest = fmaxf(largest, fabsf(values[i]));  // ignores NaN
+        spoiled += values[i] * 0.0f;
+    }
+#pragma unroll
+    for (int distance = 1; distance < kLanesOfRow; distance *= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
+        spoiled += __shfl_xor_sync(0xffffffff, spoiled, distance);
+    }
+    float scale = __fdiv_rn(largest, 127.0f);
+    scale = (scale == 0.0f ? 1.0f : scale) + spoiled;
+    uint32_t packed[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < kChunkElements; ++i) {
+        const float ratio = fminf(fmaxf(rintf(__fdiv_rn(values[i], scale)), -127.0f), 127.0f);
+        const int32_t number = scale == scale ? static_cast<int32_t>(ratio) : 0;
+        packed[i / 4] |= (static_cast<uint32_t>(number) & 0xff) << 8 * (i % 4);
+    }
+    return {{packed[0], packed[1]}, scale};
+}
+
+// As take_new_tokens, quantised. sScales and gScale are for scales what the tile and gRow are for rows. The tile's kRows
+// rows are kHeadDim bytes each.
 template <DataType kDataType, int kHeadDim, int kRows>
 __device__ __forceinline__ void quantise_new_tokens(char* sTile, float* sScales, const uint16_t* gNew,
                                                     int64_t row_stride, int head_dim, uint32_t is_new,
@@ -50,35 +85,14 @@ __device__ __forceinline__ void quantise_new_tokens(char* sTile, float* sScales,
         if (row_is_new && has_dims) {
             bits = load_rotated<kDataType>(rotary, gNew + row * row_stride, chunk, first_position + row);
         }
-        const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
-        float values[kChunkElements], largest = 0.0f, spoiled = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kChunkElements; ++i) {
-            values[i] = unpack<kDataType>(static_cast<uint16_t>(pairs[i / 2] >> 16 * (i % 2)));
-            largest = fmaxf(largest, fabsf(values[i]));  // ignores NaN
-            spoiled += values[i] * 0.0f;
-        }
-#pragma unroll
-        for (int distance = 1; distance < kLanesOfRow; distance *= 2) {
-            largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
-            spoiled += __shfl_xor_sync(0xffffffff, spoiled, distance);
-        }
-        float scale = __fdiv_rn(largest, 127.0f);
-        scale = (scale == 0.0f ? 1.0f : scale) + spoiled;
-        uint32_t packed[2] = {0, 0};
-#pragma unroll
-        for (int i = 0; i < kChunkElements; ++i) {
-            const float ratio = fminf(fmaxf(rintf(__fdiv_rn(values[i], scale)), -127.0f), 127.0f);
-            const int32_t number = scale == scale ? static_cast<int32_t>(ratio) : 0;
-            packed[i / 4] |= (static_cast<uint32_t>(number) & 0xff) << 8 * (i % 4);
-        }
+        const QuantisedChunk quantised = quantise_chunk<kDataType, kLanesOfRow>(bits);
         if (!row_is_new) continue;
         using Layout = Swizzle<kHeadDim / 2>;
-        reinterpret_cast<uint2*>(sTile + Layout::offset(row, chunk / 2))[chunk % 2] = {packed[0], packed[1]};
-        if (chunk == 0) sScales[row] = scale;
+        reinterpret_cast<uint2*>(sTile + Layout::offset(row, chunk / 2))[chunk % 2] = quantised.numbers;
+        if (chunk == 0) sScales[row] = quantised.scale;
         if (row_address == 0) continue;
-        if (has_dims) reinterpret_cast<uint2*>(row_address)[chunk] = {packed[0], packed[1]};
-        if (chunk == 0) *reinterpret_cast<float*>(scale_address) = scale;
+        if (has_dims) reinterpret_cast<uint2*>(row_address)[chunk] = quantised.numbers;
+        if (chunk == 0) *reinterpret_cast<float*>(scale_address) = quantised.scale;
     }
 }
 

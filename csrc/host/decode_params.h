@@ -57,6 +57,24 @@ struct RotaryParams {
     bool interleaved;
 };
 
+// Where appended tokens go: token i to the slot that data[i * stride] names, row slot % page_size of page slot / page_size.
+// Neither is trusted: a slot that does not exist drops its token, as a negative one does.
+struct SlotsView {
+    const void* data;
+    bool is_int64;  // else int32
+    int64_t stride;
+    int32_t num_slots, page_size;
+    Divisor by_page_size;
+};
+
+// decode/append_sm80.cuh.
+struct AppendParams {
+    HeadsView<const uint16_t> k_new, v_new;  // [tokens, Hkv, D or Dv], the tokens as rows of one batch
+    int32_t num_rows;                        // tokens times KV heads
+    CacheView k_cache, v_cache;              // a block is a page
+    SlotsView slots;
+};
+
 // decode/split_sm80.cuh.
 struct DecodeParams {
     HeadsView<const uint16_t> query;  // [B, Hq, Sq, D]

@@ -14,6 +14,7 @@ from fastattn.dispatch.explain import Explanation, explain
 from fastattn.dispatch.recording import record
 from fastattn.dispatch.thread_state import use_backend
 from fastattn.errors import CacheFull, InputError
+from fastattn.functional.append_to_cache import append_to_cache
 from fastattn.functional.attention import attention, attention_varlen
 from fastattn.functional.int8_linear import int8_linear
 from fastattn.functional.int8_weight import Int8Weight, quantize_int8
@@ -30,6 +31,7 @@ __all__ = [
     "KVCache",
     "PagedKVCache",
     "StepCache",
+    "append_to_cache",
     "attention",
     "attention_varlen",
     "attention_with_kv_cache",

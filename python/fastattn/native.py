@@ -107,6 +107,7 @@ _QUERIES: dict[str, Any] = {
     "fastattn_attention_backward_kernels": ctypes.c_int32,
     "fastattn_dealt_backward": DealtBackward,
     "fastattn_decode_kernel": ctypes.c_char_p,
+    "fastattn_append_kernel": ctypes.c_char_p,
     "fastattn_int8_matmul_kernel": ctypes.c_char_p,
     "fastattn_dealt_int8_matmul": Dealt,
     "fastattn_int8_ways": Int8Ways,
@@ -253,6 +254,11 @@ def dealt_backward(
 def decode_kernel(arch: int, widest: int, dtype: torch.dtype, is_int8: bool) -> str | None:
     """``is_int8``: of the caches."""
     return _text(_LIBRARY.fastattn_decode_kernel(arch, widest, dtype == torch.bfloat16, is_int8))
+
+
+def append_kernel(arch: int, widest: int, dtype: torch.dtype, is_int8: bool) -> str | None:
+    """``is_int8``: of the caches."""
+    return _text(_LIBRARY.fastattn_append_kernel(arch, widest, dtype == torch.bfloat16, is_int8))
 
 
 when_forced: list[Callable[[], None]] = []  # what is to be called when other kernels are forced than before

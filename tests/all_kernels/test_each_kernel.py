@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import append_cases
 import attention_cases
 import decode_cases
 import int8_cases
@@ -79,6 +80,14 @@ def test_decode(name: str, backend: str) -> None:
         return OPS[backend].attention_decode(**decode_cases.op_arguments(case, arguments))
 
     decode_cases.check(case, run)
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["16-bit", "int8"])
+def test_append_to_cache(int8: bool, backend: str) -> None:
+    arguments = append_cases.make_arguments(append_cases.Case("append", dims=(64, 72), int8=int8, absent=(-1, 80)))
+    expected = append_cases.expected(arguments)
+    OPS[backend].append_to_cache(**arguments)
+    append_cases.check_caches(arguments, expected)
 
 
 @pytest.mark.parametrize("granularity", ["channel", 64])

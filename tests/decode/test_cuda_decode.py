@@ -237,7 +237,7 @@ def test_any_number_of_multiprocessors_meets_the_oracle(num_sms: int) -> None:
 
 
 def test_instances_are_those_of_the_tables_above() -> None:
-    assert instances.kernels_of("decode") == ["split_sm80"]
+    assert instances.kernels_of("decode") == ["split_sm80", "append_sm80"]
     expected = sorted(itertools.product(HEAD_DIMS, instances.DTYPES, (False, True)))  # True: an int8 cache
     assert instances.rows_of("decode/instances/split_sm80.cu") == expected
 

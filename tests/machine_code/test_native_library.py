@@ -30,6 +30,8 @@ SCHEMA_ARGUMENTS = {
     "attention_forward": 20,
     "attention_backward": 24,
     "attention_decode": 20,
+    "attention_decode_out": 21,
+    "append_to_cache": 7,
     "attention_split_keys": 9,
     "int8_matmul": 7,
     "int8_matmul_grad_input": 4,
@@ -37,6 +39,7 @@ SCHEMA_ARGUMENTS = {
 
 FORWARD_INSTANCES = rows_of("attention/instances/forward_sm80.cu")
 DECODE_INSTANCES = rows_of("decode/instances/split_sm80.cu")
+APPEND_INSTANCES = rows_of("decode/instances/append_sm80.cu")
 OPTIONS_INSTANCES = rows_of("attention/instances/forward_options_sm80.cu")  # True: keys in pages
 INT8_INSTANCES = sorted(
     (kernel, *values)
@@ -84,10 +87,13 @@ def test_schema_has_the_documented_number_of_arguments(name: str) -> None:
 
 
 @pytest.mark.quick
-def test_decode_says_that_it_writes_to_the_caches_and_their_scales() -> None:
-    arguments = torch.ops.fastattn.attention_decode.default._schema.arguments
+@pytest.mark.parametrize(
+    ("name", "more"), [("attention_decode", set()), ("attention_decode_out", {"out"}), ("append_to_cache", set())]
+)
+def test_decode_says_that_it_writes_to_the_caches_and_their_scales(name: str, more: set[str]) -> None:
+    arguments = getattr(torch.ops.fastattn, name).default._schema.arguments
     written = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
-    assert written == {"k_cache", "v_cache", "k_scale", "v_scale"}
+    assert written == {"k_cache", "v_cache", "k_scale", "v_scale"} | more
 
 
 @pytest.mark.quick
@@ -156,6 +162,12 @@ def options_instance(symbol: str) -> tuple[int, str, bool] | None:
 def decode_instance(symbol: str) -> tuple[int, str, bool] | None:
     """(head dim, dtype, int8 cache) of a mangled decode_split_sm80, None for any other symbol."""
     match = re.search(r"decode_split_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
+    return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
+
+
+def append_instance(symbol: str) -> tuple[int, str, bool] | None:
+    """Likewise of a decode_append_sm80."""
+    match = re.search(r"decode_append_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
     return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
 
 
@@ -468,6 +480,18 @@ def test_every_decode_instance_is_there() -> None:
 
 
 @with_sm80_kernels
+def test_append_copies_16_bytes_at_a_time_and_leaves_room_for_other_ctas() -> None:
+    """Keys and values each once; what it waits for is memory, so that many warps are to run at a time."""
+    kernels = {instance: facts for name, facts in machine_code().items() if (instance := append_instance(name))}
+    assert sorted(kernels) == APPEND_INSTANCES
+    for (_, _, is_int8), kernel in kernels.items():
+        assert 0 < kernel.registers <= 64 and kernel.static_shared_bytes == kernel.stack_bytes == 0
+        names = [".".join(name.split(".")) for name in kernel.instructions]
+        assert sum(name.startswith("LDG") and name.endswith("128") or ".128." in name for name in names if name[:3] == "LDG") == 2
+        assert sum(("64" if is_int8 else "128") in name.split(".") for name in names if name[:3] == "STG") == 2
+
+
+@with_sm80_kernels
 @pytest.mark.parametrize("instance", DECODE_INSTANCES, ids=str)
 def test_decode_never_touches_local_memory(instance: tuple[int, str, bool]) -> None:
     kernel = decode_kernels()[instance]
@@ -537,6 +561,7 @@ def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
     assert sorted(filter(None, map(int8_instance, entries))) == INT8_INSTANCES
     assert sorted(filter(None, map(s8_instance, entries))) == S8_INSTANCES
     assert sorted(filter(None, map(decode_instance, entries))) == DECODE_INSTANCES
+    assert sorted(filter(None, map(append_instance, entries))) == APPEND_INSTANCES
     assert sorted(filter(None, map(key_value_instance, entries))) == KEY_VALUE_INSTANCES
     assert sorted(filter(None, map(wide_instance, entries))) == WIDE_INSTANCES
     assert sorted(filter(None, map(backward_instance, entries)), key=str) == BACKWARD_INSTANCES

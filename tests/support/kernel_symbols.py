@@ -11,6 +11,7 @@ FLAGS = {
     "attention_backward_key_value_sm80": ("plain", "options"),
     "attention_backward_key_value_sm90": ("", "options"),
     "decode_split_sm80": ("", "int8"),
+    "decode_append_sm80": ("", "int8"),
     "int8_matmul_sm90": ("", "groups"),
     "int8_matmul_s8_sm90": ("", "groups"),
 }

@@ -38,7 +38,7 @@ native.when_forced.append(_forget_choices)
 def _torch_is_asked_for(call: Call) -> bool:
     """For attention inside ``torch.nn.attention.sdpa_kernel``, or where a backend of torch's SDPA was switched off."""
     c = torch._C
-    if call.op == "int8_matmul" or thread.serving_torch:
+    if call.op in ("append", "int8_matmul") or thread.serving_torch:
         return False
     return not (c._get_flash_sdp_enabled() and c._get_mem_efficient_sdp_enabled() and c._get_math_sdp_enabled())
 
@@ -216,6 +216,8 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
             device_facts.shared_memory_bytes,
             page_size,
         )
+    if call.op == "append":
+        return "decode_append.append_to_slots_kernel", None
     tile = tiles.int8_matmul_tile(
         device_facts.arch, *call.sizes, device_facts.shared_memory_bytes, device_facts.num_sms
     )
@@ -228,6 +230,8 @@ def _native_kernel(call: Call, device_facts: DeviceFacts) -> str:
     head_dim, value_dim = int(call.head_dim), int(call.value_dim)  # a tracer's may be symbols, and become numbers
     if call.op == "int8_matmul":
         name = native.int8_matmul_kernel(*_int8_call(call, device_facts))
+    elif call.op == "append":
+        name = native.append_kernel(arch, max(head_dim, value_dim), dtype, "int8 cache" in features)
     elif call.op == "decode":
         name = native.decode_kernel(arch, max(head_dim, value_dim), dtype, "int8 cache" in features)
     else:

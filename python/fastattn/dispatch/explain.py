@@ -90,5 +90,6 @@ def _named_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     except (TypeError, ValueError):
         return {}
     pages = () if named.get("block_table") is None else ("key", "value")  # never copied
-    read = [name for name in ("query", "key", "value", "x", "weight", "residual") if name not in pages]
+    tensors = ("query", "key", "value", "k_new", "v_new", "x", "weight", "residual")
+    read = [name for name in tensors if name not in pages]
     return {name: named[name] for name in read if name in named}

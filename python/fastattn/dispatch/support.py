@@ -43,6 +43,10 @@ FEATURES: dict[str, dict[str, str]] = {
         "alibi": "ALiBi slopes",
         "sinks": "attention sinks",
     },
+    "append": {
+        "value dim": "a value head dim that differs from the keys'",
+        "int8 cache": "an int8 cache",
+    },
     "int8_matmul": {
         "gradients": "gradients (of the input, bias and residual)",
         "group scales": "scales per group along K",
@@ -61,6 +65,7 @@ CHANGES_SCORES = frozenset({"softcap", "alibi", "mask", "bias", "dropout"})
 FUNCTIONS = {
     "attention": "`scaled_dot_product_attention`, `attention`, `attention_varlen`",
     "decode": "`attention_with_kv_cache`",
+    "append": "`append_to_cache`",
     "int8_matmul": "`int8_linear`",
 }
 
@@ -117,6 +122,10 @@ SUPPORT: dict[str, dict[str, Support]] = {
     "decode": {
         "cuda": Support(_all_features_but("decode"), head_dims=range(8, 257, 8)),
         "triton": Support(_all_features_but("decode"), head_dims=range(16, 257, 8)),
+    },
+    "append": {
+        "cuda": Support(_all_features_but("append"), head_dims=range(8, 257, 8)),
+        "triton": Support(_all_features_but("append"), head_dims=range(8, 257, 8)),
     },
     "int8_matmul": {
         "cuda": Support(_all_features_but("int8_matmul"), head_dims=None),

@@ -14,7 +14,7 @@ from fastattn.dispatch.recording import note
 from fastattn.functional.attention_checks import UNBOUNDED, check_uncopied
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
 from fastattn.functional.checked_once import CheckedOnce
-from fastattn.functional.kv_cache_checks import Options, Tensors, check_call, check_device_memory
+from fastattn.functional.kv_cache_checks import Options, Tensors, check_call, check_device_memory, check_out_memory
 from fastattn.ops.decode import DecodeArguments
 
 
@@ -42,6 +42,7 @@ def attention_with_kv_cache(
     return_lse: Literal[False] = ...,
     num_splits: int = ...,
     batch_invariant: bool = ...,
+    out: Tensor | None = ...,
 ) -> Tensor: ...
 
 
@@ -69,6 +70,7 @@ def attention_with_kv_cache(
     return_lse: Literal[True],
     num_splits: int = ...,
     batch_invariant: bool = ...,
+    out: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -96,6 +98,7 @@ def attention_with_kv_cache(
     return_lse: bool = ...,
     num_splits: int = ...,
     batch_invariant: bool = ...,
+    out: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -122,6 +125,7 @@ def attention_with_kv_cache(
     return_lse: bool = False,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Appends ``k_new`` and ``v_new`` to a cache in place, then attends over it: one step of generation.
 
@@ -149,9 +153,12 @@ def attention_with_kv_cache(
         return_lse: also return the natural log of each row's softmax denominator.
         num_splits: into how many parts a sequence is split; 0 chooses by the shapes and the size of the GPU.
         batch_invariant: a sequence's result has the same bits whatever else is in the batch.
+        out: ``[B, Hq, Sq, Dv]`` of the query's dtype, where the result is to go: apart in memory from all other
+            arguments, its last dim contiguous, on a GPU base and strides multiples of 16 bytes. Decoding writes there;
+            what the kernel of ``attention_varlen`` or PyTorch computes is copied there.
 
     Returns:
-        ``[B, Hq, Sq, Dv]``, and with ``return_lse`` the lse, ``[B, Hq, Sq]``.
+        ``[B, Hq, Sq, Dv]``, and with ``return_lse`` the lse, ``[B, Hq, Sq]``. The former is ``out`` where that is given.
 
     Raises:
         InputError, TypeError: an argument that the host can see is wrong; with ``FASTATTN_CHECK=1`` also lengths,
@@ -171,6 +178,7 @@ def attention_with_kv_cache(
         v_scale,
         alibi_slopes,
         sinks,
+        out,
     )
     check_tensor("query", query)
     cast = autocast_dtype(query.device.type)
@@ -184,13 +192,14 @@ def attention_with_kv_cache(
     options = Options(rotary_interleaved, causal, window, softcap, scale, return_lse, num_splits, batch_invariant)
     checked = _checked_calls.get(tensors, options)
     options = checked.options
+    check_out_memory(tensors)
     if device_checks_are_on():
         check_device_memory(tensors)
 
     choice = choose(checked.call)
     if choice.backend == "torch":
         with without_autocast(query.device.type):
-            out, lse = reference.attention_with_kv_cache(
+            result, lse = reference.attention_with_kv_cache(
                 *tensors[:4],
                 k_new=k_new,
                 v_new=v_new,
@@ -207,10 +216,14 @@ def attention_with_kv_cache(
                 sinks=sinks,
                 scale=checked.scale,
             )
+        if out is not None:
+            result = out.copy_(result)
     else:
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
             check_uncopied(name, cache, "it is written in place")
-        out, lse = run.kv_cache_attention(
+        if out is not None:
+            check_uncopied("out", out, "the kernel writes there")
+        result, lse = run.kv_cache_attention(
             choice,
             DecodeArguments(
                 query,
@@ -233,9 +246,10 @@ def attention_with_kv_cache(
                 options.num_splits,
                 options.batch_invariant,
             ),
+            out,
         )
     note(checked.call.op, choice.backend, choice.kernel)
-    return (out, lse) if options.return_lse else out
+    return (result, lse) if options.return_lse else result
 
 
 _checked_calls = CheckedOnce(check_call)

@@ -43,6 +43,19 @@ class Tensors(NamedTuple):
     v_scale: Tensor | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    out: Tensor | None = None
+
+
+class AppendTensors(NamedTuple):
+    """Of ``append_to_cache``."""
+
+    k_new: Tensor
+    v_new: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slot_mapping: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
 
 
 class Options(NamedTuple):
@@ -70,9 +83,14 @@ class CheckedCall(NamedTuple):
 _NEEDED = ("query", "k_cache", "v_cache", "cache_seqlens")
 
 
-def _refuse_gradients(tensors: Tensors) -> None:
-    for name, tensor in zip(Tensors._fields, tensors, strict=True):
-        if needs_gradient(tensor):
+def check_tensors(tensors: Tensors | AppendTensors, needed: tuple[str, ...]) -> None:
+    """What holds of every tensor: it is a plain one, on the device of the first, and needs no gradient."""
+    named = dict(zip(tensors._fields, tensors, strict=True))
+    for name, tensor in named.items():
+        check_tensor(name, tensor, optional=name not in needed)
+        refuse_wrapped(name, tensor)
+    for name, tensor in named.items():
+        if torch.is_grad_enabled() and needs_gradient(tensor):
             raise InputError(
                 f"{name}: expected a tensor that needs no gradient, since attention over a cache is for inference only "
                 "(use torch.no_grad(), or fastattn.attention to train), got one with requires_grad=True"
@@ -80,11 +98,7 @@ def _refuse_gradients(tensors: Tensors) -> None:
 
 
 def check_call(t: Tensors, options: Options) -> CheckedCall:
-    for name, tensor in zip(Tensors._fields, t, strict=True):
-        check_tensor(name, tensor, optional=name not in _NEEDED)
-        refuse_wrapped(name, tensor)
-    if torch.is_grad_enabled():
-        _refuse_gradients(t)
+    check_tensors(t, _NEEDED)
     check_dtype("query", t.query, FLOATING)
     check_rank("query", t.query, "[B, Hq, Sq, D]")
     batch, heads, num_queries, head_dim = t.query.shape
@@ -121,6 +135,9 @@ def check_call(t: Tensors, options: Options) -> CheckedCall:
     if t.sinks is not None:
         check_sinks(t.sinks, t.query.device, heads)
         features.add("sinks")
+    if t.out is not None:
+        check_shape("out", t.out, (batch, heads, num_queries, t.v_cache.shape[-1]), "[B, Hq, Sq, Dv]")
+        check_dtype("out", t.out, (t.query.dtype,))
     kv_heads, capacity = t.k_cache.shape[1:3]
     if t.block_table is not None:
         capacity *= t.block_table.shape[1]
@@ -168,19 +185,23 @@ def _check_caches(t: Tensors) -> set[str]:
         expect(
             t.block_table.shape[0] == batch, "block_table", f"{batch} rows [B, max_pages]", list(t.block_table.shape)
         )
+    return features | _check_storage(t, t.query.dtype)
+
+
+def _check_storage(t: Tensors | AppendTensors, dtype: torch.dtype) -> set[str]:
+    """Dtypes of caches beside tensors of ``dtype``, and the scales that belong to them."""
     is_int8 = t.k_cache.dtype == torch.int8
-    check_dtype("k_cache", t.k_cache, (t.query.dtype, torch.int8))
+    check_dtype("k_cache", t.k_cache, (dtype, torch.int8))
     check_dtype("v_cache", t.v_cache, (t.k_cache.dtype,))
     for name, scale, cache in (("k_scale", t.k_scale, t.k_cache), ("v_scale", t.v_scale, t.v_cache)):
         if not is_int8:
             expect(scale is None, name, f"None beside a cache of {cache.dtype}", "a tensor")
             continue
-        features.add("int8 cache")
         if scale is None:
             raise InputError(f"{name}: expected a float32 tensor beside an int8 cache, got None")
         check_dtype(name, scale, (torch.float32,))
         check_shape(name, scale, cache.shape[:-1], "of the cache without its last dim")
-    return features
+    return {"int8 cache"} if is_int8 else set()
 
 
 def _check_append(t: Tensors) -> set[str]:
@@ -218,6 +239,81 @@ def _check_rotary(t: Tensors) -> set[str]:
     head_dim = t.query.shape[-1]
     expect(2 * half <= head_dim, "rotary_cos", f"rotary_dim / 2 <= {head_dim // 2}, half the head dim", half)
     return {"rotary"}
+
+
+def check_append(t: AppendTensors, options: tuple[()]) -> Call:
+    """What the host knows about the arguments of ``append_to_cache``; it has no options."""
+    check_tensors(t, AppendTensors._fields[:5])
+    check_dtype("k_new", t.k_new, FLOATING)
+    for name, tensor in zip(t._fields, t, strict=True):
+        if tensor is not None:
+            check_same_device(name, tensor, t.k_new.device)
+    check_rank("k_new", t.k_new, "[tokens, Hkv, D]")
+    check_rank("v_new", t.v_new, "[tokens, Hkv, Dv]")
+    check_dtype("v_new", t.v_new, (t.k_new.dtype,))
+    tokens, kv_heads, head_dim = t.k_new.shape
+    value_dim = t.v_new.shape[-1]
+    check_shape("v_new", t.v_new, (tokens, kv_heads, value_dim), "[tokens, Hkv, Dv]")
+    check_rank("k_cache", t.k_cache, "[num_pages, Hkv, page_size, D]")
+    num_pages, _, page_size, _ = t.k_cache.shape
+    for name, cache, dim in (("k_cache", t.k_cache, head_dim), ("v_cache", t.v_cache, value_dim)):
+        layout = "[num_pages, Hkv, page_size, " + ("D]" if name == "k_cache" else "Dv]")
+        check_shape(name, cache, (num_pages, kv_heads, page_size, dim), layout)
+    check_dtype("slot_mapping", t.slot_mapping, (torch.int64, torch.int32))
+    check_shape("slot_mapping", t.slot_mapping, (tokens,), "[tokens]")
+    features = _check_storage(t, t.k_new.dtype)
+    if value_dim != head_dim:
+        features.add("value dim")
+    return Call(
+        "append",
+        t.k_new.device,
+        t.k_new.dtype,
+        head_dim,
+        value_dim,
+        frozenset(features),
+        only_torch=only_torch_handles(*t),
+    )
+
+
+def check_slots(t: AppendTensors) -> None:
+    """Reads the slots back: only with ``FASTATTN_CHECK=1``."""
+    num_slots = t.k_cache.shape[0] * t.k_cache.shape[2]
+    token_of: dict[int, int] = {}
+    for token, slot in enumerate(t.slot_mapping.tolist()):
+        expect(slot < num_slots, "slot_mapping", f"slots below {num_slots}", f"{slot} for token {token}")
+        other = token_of.setdefault(slot, token)
+        came = f"{slot} for tokens {other} and {token}"
+        expect(slot < 0 or other == token, "slot_mapping", "another slot for each token", came)
+
+
+def check_out_memory(t: Tensors) -> None:
+    """Where ``out`` lies: of every call, since a signature of arguments says nothing about addresses."""
+    out = t.out
+    if out is None:
+        return
+    contiguous = out.shape[-1] <= 1 or out.stride(-1) == 1
+    expect(contiguous, "out", "a contiguous last dimension", f"strides {out.stride()}")
+    extent = 1  # of what lies within the strides so far
+    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
+        if size > 1 and out.numel() > 0:
+            expect(stride >= extent, "out", "a place of its own for each element", f"strides {out.stride()}")
+            extent += stride * (size - 1)
+    if torch.compiler.is_compiling() or out.numel() == 0:
+        return  # it has no address
+    begin, end = _addresses(out)
+    for name, tensor in zip(t._fields[:-1], t[:-1], strict=True):
+        if tensor is None or tensor.numel() == 0:
+            continue
+        first, last = _addresses(tensor)
+        apart = end <= first or last <= begin
+        expect(apart, "out", "memory apart from that of all other arguments", f"some between elements of {name}")
+
+
+def _addresses(tensor: Tensor) -> tuple[int, int]:
+    """Of the first byte of a tensor, and behind its last."""
+    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (last + 1) * tensor.element_size()
 
 
 def check_device_memory(t: Tensors) -> None:

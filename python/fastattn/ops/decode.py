@@ -1,8 +1,10 @@
 """Flash-decoding: the operators ``attention_decode``, which appends to a key-value cache in place and attends over it,
-and ``attention_split_keys``, which writes nothing."""
+``attention_decode_out``, which also writes its output to a tensor that is there, and ``attention_split_keys``, which
+writes nothing."""
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -43,6 +45,10 @@ class DecodeArguments(NamedTuple):
     batch_invariant: bool = False
 
 
+# Those of ``attention_decode_out``.
+DecodeOutArguments = namedtuple("DecodeOutArguments", (*DecodeArguments._fields, "out"))  # type: ignore[misc]
+
+
 class SplitKeysArguments(NamedTuple):
     """The arguments of ``attention_split_keys``: query ``[B, Hq, Sq, D]``, all keys ``[B, Hkv, Sk, D]`` and values."""
 
@@ -69,6 +75,12 @@ def attention_decode(backend: str, arguments: DecodeArguments) -> tuple[Tensor, 
     return results
 
 
+def attention_decode_out(backend: str, arguments: DecodeArguments, out: Tensor) -> Tensor:
+    """The same with the output in ``out``; returns the lse."""
+    lse: Tensor = call(backend, "attention_decode_out", DecodeOutArguments(*arguments, out))
+    return lse
+
+
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:
     given = DecodeArguments(*args)
     lse = given.query.new_empty(given.query.shape[:3], dtype=torch.float32)
@@ -84,6 +96,14 @@ def _flops(*args: Any, **kwargs: Any) -> int:
     return attention_flops(batch * heads * num_queries * capacity, head_dim, given.v_cache[-1])
 
 
+def _fake_out(*args: Any) -> Tensor:
+    return _fake(*args[:-1])[1]
+
+
+def _flops_out(*args: Any, out: Any = None, **kwargs: Any) -> int:
+    return _flops(*args[: len(DecodeArguments._fields)], **kwargs)
+
+
 def _fake_split_keys(*args: Any) -> tuple[Tensor, Tensor]:
     given = SplitKeysArguments(*args)
     return _fake(given.query, given.key, given.value, None)
@@ -96,6 +116,13 @@ def _split_keys_flops(*args: Any, **kwargs: Any) -> int:
 
 
 register("attention_decode", arguments=DecodeArguments, triton_module="decode", fake=_fake, flops=_flops)
+register(
+    "attention_decode_out",
+    arguments=DecodeOutArguments,
+    triton_module="decode",
+    fake=_fake_out,
+    flops=_flops_out,
+)
 
 
 def _vmap_split_keys(overload: torch._ops.OpOverload) -> Callable[..., Any]:

@@ -154,6 +154,12 @@ def _unknown(call: OperatorCall) -> None:
     """Merges the parts of a split, whose number the launcher chose: not to be told from the operator's arguments."""
 
 
+_DECODING: dict[str, Callable[[OperatorCall], Work | None]] = {
+    "decode_split": _decode_with_append,
+    "append": _append,
+    "split": _decode,
+    "combine": _unknown,
+}
 # Operator → what the names of its kernels contain → their work. The first that fits counts.
 _WORK: dict[str, dict[str, Callable[[OperatorCall], Work | None]]] = {
     "attention_forward": {"attention_forward": _forward},
@@ -170,12 +176,9 @@ _WORK: dict[str, dict[str, Callable[[OperatorCall], Work | None]]] = {
         "attention_backward_slope_sums": _native_slope_sums,
         "attention_backward_slopes": _backward_part(1, 1, ("alibi_slopes",)),
     },
-    "attention_decode": {
-        "decode_split": _decode_with_append,
-        "append": _append,
-        "split": _decode,
-        "combine": _unknown,
-    },
+    "attention_decode": _DECODING,
+    "attention_decode_out": _DECODING,
+    "append_to_cache": {"append": _append},
     "attention_split_keys": {"split": _split_keys, "combine": _unknown},
     # Of what cuBLAS computes, our kernel only dequantises the weights. Another quantises tokens.
     "int8_matmul": {"quantize": _unknown, "merge": _unknown, "forward": _int8, "int8_matmul": _int8},

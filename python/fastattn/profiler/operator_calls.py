@@ -58,7 +58,7 @@ class OperatorCall:
         """In which the products are taken."""
         if "int8_activations" in self.arguments and self["int8_activations"].text == "True":
             return "int8"
-        for name in ("query", "x", "grad_out"):
+        for name in ("query", "x", "grad_out", "k_new"):
             if name in self.arguments:
                 return _DTYPES.get(self.arguments[name].dtype, (self.arguments[name].dtype, 0))[0]
         return ""

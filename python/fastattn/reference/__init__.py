@@ -9,10 +9,11 @@ from fastattn.quantization import dequantize_int8, quantize_int8, quantize_rows
 from fastattn.reference.attention import attention, attention_varlen
 from fastattn.reference.dropout import dropout_keep, philox_4x32
 from fastattn.reference.int8_linear import int8_linear
-from fastattn.reference.kv_cache import attention_with_kv_cache
+from fastattn.reference.kv_cache import append_to_cache, attention_with_kv_cache
 from fastattn.rotary import rotary
 
 __all__ = [
+    "append_to_cache",
     "attention",
     "attention_varlen",
     "attention_with_kv_cache",

@@ -25,6 +25,31 @@ def _append(cache: Tensor, new: Tensor, rows: Tensor, block_rows: int) -> None:
     cache.copy_(torch.where(is_written, written.to(cache.dtype), cache))
 
 
+def append_to_cache(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Writes token ``i`` to slot ``slot_mapping[i]`` of the caches in place, unless there is no such slot."""
+    num_pages, _, page_size, _ = k_cache.shape
+    num_slots = num_pages * page_size
+    if slot_mapping.numel() == 0 or num_slots == 0:
+        return
+    slot = slot_mapping.to(torch.int64)[None]
+    slot = torch.where((slot >= 0) & (slot < num_slots), slot, num_slots)
+    for cache, new, scales in ((k_cache, k_new, k_scale), (v_cache, v_new, v_scale)):
+        new = new.transpose(0, 1)[None]
+        if scales is not None:
+            new, new_scales = quantize_rows(new)
+            _append(scales, new_scales, slot, page_size)
+        _append(cache, new, slot, page_size)
+
+
 def attention_with_kv_cache(
     query: Tensor,
     k_cache: Tensor,

@@ -8,14 +8,22 @@ from torch import Tensor
 
 from fastattn.dispatch.call import Choice
 from fastattn.ops.attention import AttentionArguments, attention_forward
-from fastattn.ops.decode import DecodeArguments, attention_decode
+from fastattn.ops.decode import DecodeArguments, attention_decode, attention_decode_out
 from fastattn.rotary import rotary
 
 
-def kv_cache_attention(choice: Choice, arguments: DecodeArguments) -> tuple[Tensor, Tensor]:
-    """Appends to the caches in place, then attends over them: output and lse. Not differentiable."""
+def kv_cache_attention(
+    choice: Choice, arguments: DecodeArguments, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Appends to the caches in place, then attends over them: output and lse. Not differentiable.
+
+    ``out``: the output is to be there.
+    """
     if choice.prefills:
-        return _prefill(choice.backend, arguments)
+        result, lse = _prefill(choice.backend, arguments)
+        return (result if out is None else out.copy_(result)), lse
+    if out is not None:
+        return out, attention_decode_out(choice.backend, arguments, out)
     return attention_decode(choice.backend, arguments)
 
 

@@ -1,0 +1,75 @@
+// Appends tokens to a paged KV cache, each to the slot that the caller names: what servers do before attention over the
+// cache. Keys come as they are to be stored.
+//
+//   page, row = divmod(slots[i], page_size)
+//   k_cache[page, :, row] = quantise(k_new[i])     v_cache[page, :, row] = quantise(v_new[i])
+//
+// A row is what a token has of a KV head. kHeadDim / 8 neighbouring lanes take one, 16 bytes each, keys and then values;
+// rows of a token follow each other, so that a warp reads whole lines. An int8 cache gets the numbers and scales of
+// decode/new_tokens.cuh. Nothing else limits it than memory.
+// Preconditions: those of HeadsView and CacheView; head dims are multiples of 8 and at most kHeadDim. Of two tokens for one
+// slot, parts of both may stay.
+#pragma once
+
+#include <cstdint>
+
+#include "decode/cache_tokens.cuh"
+#include "decode/decode.h"
+#include "decode/new_tokens.cuh"
+#include "host/launch.h"
+
+namespace fastattn {
+
+inline constexpr int kAppendThreads = 128;
+
+// The place of token `token`, absent unless its slot exists.
+__device__ __forceinline__ TokenPlace place_of_slot(const SlotsView& slots, int32_t token) {
+    const int64_t index = token * slots.stride;
+    const int64_t slot = slots.is_int64 ? static_cast<const int64_t*>(slots.data)[index]
+                                        : int64_t{static_cast<const int32_t*>(slots.data)[index]};
+    if (slot < 0 || slot >= slots.num_slots) return {-1, 0};
+    const int32_t page = slots.by_page_size.quotient(static_cast<int32_t>(slot));
+    return {page, static_cast<int32_t>(slot) - page * slots.page_size};
+}
+
+// This lane's chunk of one row, from `tokens` to its place in `cache`. All lanes of the warp call it.
+template <int kHeadDim, DataType kDataType, bool kInt8>
+__device__ __forceinline__ void append_chunk(const HeadsView<const uint16_t>& tokens, const CacheView& cache,
+                                             int32_t token, int32_t kv_head, TokenPlace place, int chunk) {
+    const CacheHead head(cache, kv_head);
+    const bool is_stored = place.is_present() && chunk * kChunkElements < cache.head_dim;
+    uint4 bits = {0, 0, 0, 0};
+    if (is_stored) bits = reinterpret_cast<const uint4*>(row_pointer(tokens, 0, kv_head, token))[chunk];
+    if constexpr (kInt8) {
+        const QuantisedChunk quantised = quantise_chunk<kDataType, kHeadDim / kChunkElements>(bits);
+        if (!is_stored) return;
+        reinterpret_cast<uint2*>(head.row(place))[chunk] = quantised.numbers;
+        if (chunk == 0) *head.scale(place) = quantised.scale;
+    } else if (is_stored) {
+        reinterpret_cast<uint4*>(head.row(place))[chunk] = bits;
+    }
+}
+
+template <int kHeadDim, DataType kDataType, bool kInt8>
+__global__ void __launch_bounds__(kAppendThreads) decode_append_sm80(const __grid_constant__ AppendParams params) {
+    constexpr int kLanesOfRow = kHeadDim / kChunkElements, kRowsOfCta = kAppendThreads / kLanesOfRow;
+    const int64_t row = int64_t{blockIdx.x} * kRowsOfCta + threadIdx.x / kLanesOfRow;
+    const int chunk = threadIdx.x % kLanesOfRow;
+    const bool is_row = row < params.num_rows;  // lanes without one help to quantise
+    const auto row_or_first = static_cast<uint32_t>(is_row ? row : 0);
+    const auto kv_heads = static_cast<uint32_t>(params.k_new.heads);
+    const auto token = static_cast<int32_t>(row_or_first / kv_heads);
+    const auto kv_head = static_cast<int32_t>(row_or_first % kv_heads);
+    const TokenPlace place = is_row ? place_of_slot(params.slots, token) : TokenPlace{-1, 0};
+    append_chunk<kHeadDim, kDataType, kInt8>(params.k_new, params.k_cache, token, kv_head, place, chunk);
+    append_chunk<kHeadDim, kDataType, kInt8>(params.v_new, params.v_cache, token, kv_head, place, chunk);
+}
+
+template <int kHeadDim, DataType kDataType, bool kInt8>
+void launch_decode_append_sm80(LaunchedKernel& kernel, const AppendParams& params, Stream stream) {
+    constexpr int kRowsOfCta = kAppendThreads / (kHeadDim / kChunkElements);
+    const Launch launch{ceil_div(params.num_rows, kRowsOfCta), kAppendThreads, 0};
+    kernel.launch(decode_append_sm80<kHeadDim, kDataType, kInt8>, launch, params, stream);
+}
+
+}  // namespace fastattn

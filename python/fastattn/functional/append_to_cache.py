@@ -1,0 +1,72 @@
+"""Tokens into the slots of a paged cache that the caller names."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastattn import reference
+from fastattn.checks import check_tensor, device_checks_are_on
+from fastattn.dispatch.choose import choose
+from fastattn.dispatch.recording import note
+from fastattn.functional.attention_checks import check_uncopied
+from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
+from fastattn.functional.checked_once import CheckedOnce
+from fastattn.functional.kv_cache_checks import AppendTensors, check_append, check_slots
+from fastattn.ops.append import AppendArguments
+from fastattn.ops.append import append_to_cache as append_by_kernel
+
+
+def append_to_cache(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Writes tokens into a paged cache in place, each into the slot that ``slot_mapping`` names for it.
+
+    Slot ``s`` is row ``s % page_size`` of page ``s // page_size``. A server that assigns slots itself calls this before
+    ``attention_varlen`` or ``attention_with_kv_cache`` over the pages, tokens of all sequences at once. Keys are stored
+    as they come: rotate them first. The slots stay on the device and are not read back, so that the call works in CUDA
+    graphs. Inference only.
+
+    Args:
+        k_new, v_new: ``[tokens, Hkv, D]`` and ``[tokens, Hkv, Dv]``.
+        k_cache, v_cache: pages, ``[num_pages, Hkv, page_size, D]`` and ``[num_pages, Hkv, page_size, Dv]``: of the
+            dtype of ``k_new``, or int8 with scales. Written in place, hence never copied: on a GPU the last dim must be
+            contiguous, and the base and the strides multiples of 16 bytes. They may be views of one tensor.
+        slot_mapping: int64 or int32 ``[tokens]``. A token whose slot is negative is skipped (padding), and so is one
+            whose slot does not exist. Where two tokens have one slot, what it then holds is not defined.
+        k_scale, v_scale: float32, the caches' shape without the last dim. A token's head is stored as
+            ``round(x / scale)``, to nearest even, with ``scale = max|x| / 127``, or 1 for zeros: as
+            ``attention_with_kv_cache`` stores what it appends.
+
+    Raises:
+        InputError, TypeError: an argument that the host can see is wrong; with ``FASTATTN_CHECK=1`` also slots that are
+            too large, or given twice. The cache is then as it was.
+    """
+    check_tensor("k_new", k_new)
+    check_tensor("v_new", v_new)
+    cast = autocast_dtype(k_new.device.type)
+    if cast is not None:
+        k_new, v_new = autocast_to(cast, k_new), autocast_to(cast, v_new)
+    tensors = AppendTensors(k_new, v_new, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    call = _checked_calls.get(tensors, ())
+    if device_checks_are_on():
+        check_slots(tensors)
+
+    choice = choose(call)
+    if choice.backend == "torch":
+        with without_autocast(k_new.device.type):
+            reference.append_to_cache(*tensors[:5], k_scale=k_scale, v_scale=v_scale)
+    else:
+        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            check_uncopied(name, cache, "it is written in place")
+        append_by_kernel(choice.backend, AppendArguments(*tensors))
+    note(call.op, choice.backend, choice.kernel)
+
+
+_checked_calls = CheckedOnce(check_append)

@@ -1,0 +1,88 @@
+"""Calls of ``append_to_cache``: their arguments, and what the caches hold afterwards. Not a test module."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decode_cases import aligned_rows
+from fastattn import reference
+from kernel_device import DEVICE
+
+CACHES = ("k_cache", "v_cache")
+SCALES = ("k_scale", "v_scale")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call; ``absent`` are slots of tokens that are written nowhere. Caches hold NaN, or 99 with the scale NaN."""
+
+    name: str
+    tokens: int = 21
+    kv_heads: int = 2
+    dims: tuple[int, int] = (64, 64)
+    num_pages: int = 5
+    page_size: int = 16
+    dtype: torch.dtype = torch.float16
+    int8: bool = False
+    slot_dtype: torch.dtype = torch.int64
+    absent: tuple[int, ...] = ()
+    magnitude: float = 1.0
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}-seed{self.seed}"
+
+
+def make_arguments(case: Case) -> dict[str, Any]:
+    """Slots in no order; the absent ones come in between."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def normal(dim: int) -> Tensor:
+        rows = torch.randn(case.tokens, case.kv_heads, dim, generator=generator)
+        return (case.magnitude * rows).to(case.dtype)
+
+    num_slots = case.num_pages * case.page_size
+    slots = torch.randperm(num_slots, generator=generator)[: case.tokens].to(case.slot_dtype)
+    places = torch.randperm(case.tokens, generator=generator)[: len(case.absent)]
+    slots[places] = torch.tensor(case.absent, dtype=case.slot_dtype)
+    shape = case.num_pages, case.kv_heads, case.page_size
+    arguments: dict[str, Any] = {"k_new": normal(case.dims[0]), "v_new": normal(case.dims[1])}
+    for name, dim in zip(CACHES, case.dims, strict=True):
+        kind, nothing = (torch.int8, 99) if case.int8 else (case.dtype, math.nan)
+        arguments[name] = aligned_rows(torch.full((*shape, dim), nothing, dtype=kind))
+    arguments["slot_mapping"] = slots
+    for name in SCALES:
+        arguments[name] = torch.full(shape, math.nan) if case.int8 else None
+    return {name: value if value is None else _on_device(value) for name, value in arguments.items()}
+
+
+def _on_device(tensor: Tensor) -> Tensor:
+    return tensor if DEVICE == "cpu" else tensor.to(DEVICE)  # which keeps strides
+
+
+def expected(arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """What the caches and scales hold afterwards, token by token."""
+    after = {name: arguments[name].clone() for name in (*CACHES, *SCALES) if arguments[name] is not None}
+    num_pages, _, page_size, _ = arguments["k_cache"].shape
+    for cache, scale, new in zip(CACHES, SCALES, (arguments["k_new"], arguments["v_new"]), strict=True):
+        scales = None
+        if scale in after:
+            new, scales = reference.quantize_rows(new)
+        for token, slot in enumerate(arguments["slot_mapping"].tolist()):
+            if 0 <= slot < num_pages * page_size:
+                page, row = divmod(slot, page_size)
+                after[cache][page, :, row] = new[token]
+                if scales is not None:
+                    after[scale][page, :, row] = scales[token]
+    return after
+
+
+def check_caches(found: dict[str, Any], wanted: dict[str, Tensor]) -> None:
+    """Bit for bit."""
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
