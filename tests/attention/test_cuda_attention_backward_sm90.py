@@ -279,7 +279,7 @@ SHARED = {
 def test_ctas_that_share_a_tile(name: str, deterministic: bool) -> None:
     """dK and dV are then added up in fp32; where all tiles have one CTA, there are as many as tiles."""
     case = SHARED[name]
-    for seed in range(2):
+    for seed in range(1 if deterministic else 2):
         check(case, deterministic=deterministic, seed=seed)
 
 
@@ -299,7 +299,7 @@ def test_a_tile_is_shared_where_it_would_leave_sms_idle() -> None:
 
 
 @pytest.mark.parametrize(
-    "lengths", [(1,) * 70 + (300,) + (1,) * 19, (0,) * 40 + (130, 0, 129)], ids=["ones", "empties"]
+    "lengths", [(1,) * 34 + (200,) + (1,) * 5, (0,) * 40 + (130, 0, 129)], ids=["ones", "empties"]
 )
 def test_more_packed_sequences_than_lanes(lengths: tuple[int, ...]) -> None:
     """A warp counts their tiles."""

@@ -80,8 +80,9 @@ def grad_input_build(arch: int, dtype: str, m: int, group: int) -> Build:
 
 
 def builds() -> list[Build]:
-    found = []
-    for arch in (80, 86, 90, 100):
+    found = [forward_build(100, "fp16", 1, 0, "gelu"), forward_build(100, "bf16", 4096, 128, "none")]
+    found.append(grad_input_build(100, "bf16", 4096, 0))
+    for arch in (80, 86, 90):
         for m, dtype, other in (
             (1, "fp16", "bf16"),
             (32, "bf16", "fp16"),
