@@ -152,16 +152,32 @@ def half(*shape: int) -> Tensor:
 
 BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = {
     "type": (lambda _: [1], TypeError, "out: expected a torch.Tensor or None, got list"),
-    "shape": (lambda _: half(2, 4, 2, 32), ValueError, r"out: expected shape \[B, Hq, Sq, Dv\] = \[2, 4, 1, 32\], got \[2, 4, 2, 32\]"),
+    "shape": (
+        lambda _: half(2, 4, 2, 32),
+        ValueError,
+        r"out: expected shape \[B, Hq, Sq, Dv\] = \[2, 4, 1, 32\], got \[2, 4, 2, 32\]",
+    ),
     "dtype": (lambda _: half(*SHAPE).float(), ValueError, "out: expected torch.float16, got torch.float32"),
     "device": (lambda _: half(*SHAPE).to("meta"), ValueError, "out: expected a tensor on .* got one on meta"),
     "gradient": (lambda _: half(*SHAPE).requires_grad_(), ValueError, "out: expected a tensor that needs no gradient"),
-    "last dimension": (lambda _: half(32, 4, 1, 2).permute(3, 1, 2, 0), ValueError, "out: expected a contiguous last dimension"),
-    "expanded": (lambda _: half(1, 4, 1, 32).expand(SHAPE), ValueError, "out: expected a place of its own for each element"),
-    "overlapping": (lambda _: half(300).as_strided(SHAPE, (64, 16, 16, 1)), ValueError, "out: expected a place of its own"),
+    "last dimension": (
+        lambda _: half(32, 4, 1, 2).permute(3, 1, 2, 0),
+        ValueError,
+        "out: expected a contiguous last dimension",
+    ),
+    "expanded": (
+        lambda _: half(1, 4, 1, 32).expand(SHAPE),
+        ValueError,
+        "out: expected a place of its own for each element",
+    ),
+    "overlapping": (
+        lambda _: half(300).as_strided(SHAPE, (64, 16, 16, 1)),
+        ValueError,
+        "out: expected a place of its own",
+    ),
     "the query": (lambda a: a["query"], ValueError, "out: expected memory apart .* got some between elements of query"),
     "a cache": (lambda a: a["v_cache"][:, 0, 2:6, None], ValueError, "got some between elements of v_cache"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -180,7 +196,7 @@ def test_alignment_is_what_a_kernel_needs(backend: str) -> None:
     if backend == "torch":
         torch.testing.assert_close(decode(CASE, arguments, out=out), decode(CASE, arguments), rtol=0, atol=0)
         return
-    with pytest.raises(fastattn.InputError, match="out: expected a contiguous last dimension, and base and strides.*16 bytes"):
+    with pytest.raises(fastattn.InputError, match=r"out: expected a contiguous last dimension, and base.*16 bytes"):
         decode(CASE, arguments, out=out)
 
 
