@@ -405,10 +405,12 @@ def attention_decode_out(
     return lse
 
 
-def attention_decode(query: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def attention_decode(
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Any, **named: Any
+) -> tuple[Tensor, Tensor]:
     """`attention_decode_out` with an output of its own, which lies as the query does."""
     out = empty_like_heads(query, v_cache.shape[3])
-    return out, attention_decode_out(query, k_cache, v_cache, *others, out)
+    return out, attention_decode_out(query, k_cache, v_cache, *others, **named, out=out)
 
 
 def attention_split_keys(

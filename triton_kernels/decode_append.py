@@ -3,15 +3,15 @@
     k_cache[:, len + j] = quantise(rotate(k_new[:, j], position = len + j))         j = 0 … S_new - 1
     v_cache[:, len + j] = quantise(v_new[:, j])
 
-One program writes BLOCK_T tokens of one KV head of one sequence, keys then values. A second kernel serves those who name
-the slots themselves, one for each token, and have rotated the keys:
+One program writes BLOCK_T tokens of one KV head of one sequence, keys then values. A second kernel serves those who
+name the slots themselves, one for each token, and have rotated the keys:
 
     k_cache[slot // page_size, :, slot % page_size] = quantise(k_new[i])            slot = slot_mapping[i]
 
-Quantisation is symmetric with one
-fp32 scale per token and head: scale = max|x| / 127 (1 for a row of zeros), x = round-to-nearest-even(x / scale).
-Tokens that do not fit into the capacity, or whose page or slot does not exist, are dropped. The launcher turns the contraction
-to fused multiply-adds off, so that the cache gets the same bits as from ``fastattn.reference``.
+Quantisation is symmetric with one fp32 scale per token and head: scale = max|x| / 127 (1 for a row of zeros),
+x = round-to-nearest-even(x / scale). Tokens that do not fit into the capacity, or whose page or slot does not exist,
+are dropped. The launchers turn the contraction to fused multiply-adds off, so that the cache gets the same bits as from
+``fastattn.reference``.
 """
 
 from __future__ import annotations

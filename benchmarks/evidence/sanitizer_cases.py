@@ -139,8 +139,8 @@ def append(device: torch.device, int8: bool) -> None:
     dtype = torch.int8 if int8 else torch.float16
     k_pages, v_pages = (torch.zeros(4, 2, 16, dim, dtype=dtype).to(device) for dim in (64, 72))
     scales = {name: torch.ones(4, 2, 16).to(device) for name in ("k_scale", "v_scale") if int8}
-    new = [random(device, 7, 2, dim, seed=dim) for dim in (64, 72)]
-    fastattn.append_to_cache(*new, k_pages, v_pages, slots, **scales)
+    k_new, v_new = (random(device, 7, 2, dim, seed=dim) for dim in (64, 72))
+    fastattn.append_to_cache(k_new, v_new, k_pages, v_pages, slots, **scales)
 
 
 def prompts_in_pages(device: torch.device, page_size: int) -> None:

@@ -71,7 +71,9 @@ class ModelStep:
         return not self.counts and self.refusal is None
 
     def num_reserved(self) -> int:
-        return sum(pages_for(len(self.before[s]) + len(new)) - pages_for(len(self.before[s])) for s, new in self.new.items())
+        return sum(
+            pages_for(len(self.before[s]) + len(new)) - pages_for(len(self.before[s])) for s, new in self.new.items()
+        )
 
 
 def pages_for(tokens: int) -> int:
@@ -130,7 +132,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     def snapshot(self) -> Any:
         layers = [[tensor.tolist() for tensor in self.cache.pools(layer)] for layer in range(LAYERS)]
-        named = {sequence: (self.cache.length(sequence), self.cache.pages(sequence)) for sequence in self.cache.sequences}
+        named = {
+            sequence: (self.cache.length(sequence), self.cache.pages(sequence)) for sequence in self.cache.sequences
+        }
         return self.cache.num_free_pages, named, layers
 
     # --- Sequences ----------------------------------------------------------------------------------------------------
@@ -159,7 +163,9 @@ class CacheMachine(RuleBasedStateMachine):
                 self.cache.fork(sequence)
             return multiple()
         length = len(self.tokens[sequence]) if whole else round(share * len(self.tokens[sequence]))
-        free = self.cache.num_free_pages + sum(s.num_reserved() for s in self.model_steps if s.is_open and sequence in s.new)
+        free = self.cache.num_free_pages + sum(
+            s.num_reserved() for s in self.model_steps if s.is_open and sequence in s.new
+        )
         child = self.cache.fork(sequence) if whole else self.cache.fork(sequence, length)
         self.end_steps_of(sequence, "was forked")
         self.tokens[child] = self.tokens[sequence][:length]
@@ -283,7 +289,9 @@ class CacheMachine(RuleBasedStateMachine):
             for at in range(len(step.before[sequence]), len(step.before[sequence]) + len(new))
         ]
         for layer in range(LAYERS):
-            key, value = (vectors(tokens, layer, *what).transpose(0, 1) for what in (("key", DIM), ("value", VALUE_DIM)))
+            key, value = (
+                vectors(tokens, layer, *what).transpose(0, 1) for what in (("key", DIM), ("value", VALUE_DIM))
+            )
             fastattn.append_to_cache(key, value, *self.cache.pools(layer), torch.tensor(places, dtype=torch.int64))
         step.real.commit()
         step.stored.update(range(LAYERS))

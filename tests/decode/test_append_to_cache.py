@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import append_cases
 import fastattn
 import instances
 from append_cases import CACHES, SCALES, Case, check_caches, expected, make_arguments
@@ -290,22 +289,64 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float16, **options: Any) -> Te
 BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "no tensor": (lambda: spoiled(k_new=3), TypeError, "k_new: expected a torch.Tensor, got int"),
     "no slots": (lambda: spoiled(slot_mapping=None), TypeError, "slot_mapping: expected a torch.Tensor"),
-    "rank": (lambda: spoiled(k_new=zeros(1, 21, 2, 64)), ValueError, r"k_new: expected 3 dimensions \[tokens, Hkv, D\]"),
+    "rank": (
+        lambda: spoiled(k_new=zeros(1, 21, 2, 64)),
+        ValueError,
+        r"k_new: expected 3 dimensions \[tokens, Hkv, D\]",
+    ),
     "tokens": (lambda: spoiled(v_new=zeros(20, 2, 64)), ValueError, r"v_new: expected shape \[tokens, Hkv, Dv\]"),
     "dtype": (lambda: spoiled(v_new=zeros(21, 2, 64).float()), ValueError, "v_new: expected torch.float16, got"),
-    "heads": (lambda: spoiled(k_new=zeros(21, 3, 64), v_new=zeros(21, 3, 64)), ValueError,
-              r"k_cache: expected shape \[num_pages, Hkv, page_size, D\] = \[5, 3, 16, 64\], got \[5, 2, 16, 64\]"),
-    "pages": (lambda: spoiled(v_cache=zeros(4, 2, 16, 64)), ValueError, r"v_cache: expected shape .* = \[5, 2, 16, 64\]"),
-    "cache dtype": (lambda: spoiled(k_cache=zeros(5, 2, 16, 64).float()), ValueError, "k_cache: expected torch.float16 or"),
-    "slots": (lambda: spoiled(slot_mapping=zeros(20, dtype=torch.int64)), ValueError, r"slot_mapping: expected shape \[tokens\]"),
-    "slot dtype": (lambda: spoiled(slot_mapping=zeros(21, dtype=torch.int16)), ValueError,
-                   "slot_mapping: expected torch.int64 or torch.int32, got torch.int16"),
-    "device": (lambda: spoiled(slot_mapping=zeros(21, dtype=torch.int64, device="meta")), ValueError, "slot_mapping: expected a tensor on"),
-    "scales": (lambda: spoiled(k_scale=zeros(5, 2, 16).float()), ValueError, "k_scale: expected None beside a cache of torch.float16"),
-    "no scales": (lambda: spoiled(int8=True, v_scale=None), ValueError, "v_scale: expected a float32 tensor beside an int8 cache"),
-    "scale shape": (lambda: spoiled(int8=True, v_scale=zeros(5, 2, 17).float()), ValueError, "v_scale: expected shape of the cache"),
-    "gradient": (lambda: spoiled(k_new=zeros(21, 2, 64, requires_grad=True)), ValueError, "k_new: expected a tensor that needs no gradient"),
-}  # fmt: skip
+    "heads": (
+        lambda: spoiled(k_new=zeros(21, 3, 64), v_new=zeros(21, 3, 64)),
+        ValueError,
+        r"k_cache: expected shape \[num_pages, Hkv, page_size, D\] = \[5, 3, 16, 64\], got \[5, 2, 16, 64\]",
+    ),
+    "pages": (
+        lambda: spoiled(v_cache=zeros(4, 2, 16, 64)),
+        ValueError,
+        r"v_cache: expected shape .* = \[5, 2, 16, 64\]",
+    ),
+    "cache dtype": (
+        lambda: spoiled(k_cache=zeros(5, 2, 16, 64).float()),
+        ValueError,
+        "k_cache: expected torch.float16 or",
+    ),
+    "slots": (
+        lambda: spoiled(slot_mapping=zeros(20, dtype=torch.int64)),
+        ValueError,
+        r"slot_mapping: expected shape \[tokens\]",
+    ),
+    "slot dtype": (
+        lambda: spoiled(slot_mapping=zeros(21, dtype=torch.int16)),
+        ValueError,
+        "slot_mapping: expected torch.int64 or torch.int32, got torch.int16",
+    ),
+    "device": (
+        lambda: spoiled(slot_mapping=zeros(21, dtype=torch.int64, device="meta")),
+        ValueError,
+        "slot_mapping: expected a tensor on",
+    ),
+    "scales": (
+        lambda: spoiled(k_scale=zeros(5, 2, 16).float()),
+        ValueError,
+        "k_scale: expected None beside a cache of torch.float16",
+    ),
+    "no scales": (
+        lambda: spoiled(int8=True, v_scale=None),
+        ValueError,
+        "v_scale: expected a float32 tensor beside an int8 cache",
+    ),
+    "scale shape": (
+        lambda: spoiled(int8=True, v_scale=zeros(5, 2, 17).float()),
+        ValueError,
+        "v_scale: expected shape of the cache",
+    ),
+    "gradient": (
+        lambda: spoiled(k_new=zeros(21, 2, 64, requires_grad=True)),
+        ValueError,
+        "k_new: expected a tensor that needs no gradient",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -323,7 +364,7 @@ def test_a_cache_that_a_kernel_cannot_write_is_an_error(backend: str) -> None:
     if backend == "torch":
         check(arguments)
         return
-    with pytest.raises(fastattn.InputError, match="k_cache: expected a contiguous last dimension.*written in place"):
+    with pytest.raises(fastattn.InputError, match=r"k_cache: expected a contiguous last dimension.*written in place"):
         fastattn.append_to_cache(**arguments)
 
 
@@ -369,7 +410,9 @@ def test_the_operator_checks_for_itself(changes: dict[str, tuple[int, ...]], wor
 
 def test_instances_cover_head_dims_and_dtypes() -> None:
     rows = instances.rows_of("decode/instances/append_sm80.cu")
-    assert rows == [(dim, dtype, int8) for dim in (64, 128, 256) for dtype in instances.DTYPES[::-1] for int8 in (False, True)]
+    assert rows == [
+        (dim, dtype, int8) for dim in (64, 128, 256) for dtype in instances.DTYPES[::-1] for int8 in (False, True)
+    ]
 
 
 @only_emulated

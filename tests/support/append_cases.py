@@ -85,4 +85,6 @@ def expected(arguments: dict[str, Any]) -> dict[str, Tensor]:
 def check_caches(found: dict[str, Any], wanted: dict[str, Tensor]) -> None:
     """Bit for bit."""
     for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[name], tensor, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+        )

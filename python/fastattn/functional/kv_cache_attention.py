@@ -158,7 +158,7 @@ def attention_with_kv_cache(
             what the kernel of ``attention_varlen`` or PyTorch computes is copied there.
 
     Returns:
-        ``[B, Hq, Sq, Dv]``, and with ``return_lse`` the lse, ``[B, Hq, Sq]``. The former is ``out`` where that is given.
+        ``[B, Hq, Sq, Dv]``, which is ``out`` where that is given, and with ``return_lse`` the lse, ``[B, Hq, Sq]``.
 
     Raises:
         InputError, TypeError: an argument that the host can see is wrong; with ``FASTATTN_CHECK=1`` also lengths,

@@ -45,8 +45,8 @@ class DecodeArguments(NamedTuple):
     batch_invariant: bool = False
 
 
-# Those of ``attention_decode_out``.
-DecodeOutArguments = namedtuple("DecodeOutArguments", (*DecodeArguments._fields, "out"))  # type: ignore[misc]
+# The arguments of ``attention_decode_out``: those, and where the output goes.
+DecodeOutArguments: Any = namedtuple("DecodeOutArguments", (*DecodeArguments._fields, "out"))  # type: ignore[misc]
 
 
 class SplitKeysArguments(NamedTuple):

@@ -12,9 +12,7 @@ from fastattn.ops.decode import DecodeArguments, attention_decode, attention_dec
 from fastattn.rotary import rotary
 
 
-def kv_cache_attention(
-    choice: Choice, arguments: DecodeArguments, out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def kv_cache_attention(choice: Choice, arguments: DecodeArguments, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Appends to the caches in place, then attends over them: output and lse. Not differentiable.
 
     ``out``: the output is to be there.
