@@ -101,13 +101,19 @@ def test_a_prompt_is_appended_and_attended_to(int8: bool) -> None:
     check(Case("prompt", queries=70, new=70, lengths=(0, 5), capacity=96, heads=(4, 2), rotary_dim=32, int8=int8))
 
 
-@pytest.mark.parametrize("kind", (torch.float32, torch.float64, torch.bfloat16), ids=str)
-def test_angles_of_any_dtype(kind: torch.dtype) -> None:
-    case = Case("angles", rotary_dim=24, new=2, queries=2)
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("rotary_dim", [24, 32, 20])
+@pytest.mark.parametrize("kind", (torch.float32, torch.float64, torch.float16, torch.bfloat16), ids=str)
+def test_angles_of_any_dtype(kind: torch.dtype, rotary_dim: int, interleaved: bool) -> None:
+    """A chunk's angles are neighbours, or of two halves, or end within it. Tables begin at a multiple of 16 bytes, or
+    elsewhere."""
+    case = Case("angles", rotary_dim=rotary_dim, interleaved=interleaved, new=2, queries=2)
     arguments = make_arguments(case)
-    for name in ("rotary_cos", "rotary_sin"):
-        arguments[name] = arguments[name].to(kind)
-    check(case, arguments)
+    tables = {name: arguments[name].to(kind) for name in ("rotary_cos", "rotary_sin")}
+    check(case, arguments | tables)
+    elsewhere = {name: torch.cat((table[0, :1], table.flatten()))[1:].view_as(table) for name, table in tables.items()}
+    assert all(table.data_ptr() % 16 for table in elsewhere.values())
+    check(case, arguments | elsewhere)
 
 
 # --- Values -----------------------------------------------------------------------------------------------------------

@@ -127,8 +127,8 @@ def split_build(
 
 
 def builds() -> list[Build]:
-    """Both row tiles and every width on sm_80 and sm_90, whose tiles sm_100 has too; the costliest features once for each
-    tile."""
+    """Both row tiles and every width on sm_80 and sm_90, whose tiles sm_100 has too; the costliest features once for
+    each tile."""
     found = [split_build(100, "bf16", (256, 256), 32, **FEATURES), split_build(100, "fp16", (128, 128), 16)]
     found.append(split_build(100, "bf16", (128, 128), 16, page_size=64, int8=True))
     for arch in (80, 90):
