@@ -136,10 +136,10 @@ def decode_paged_int8(device: torch.device) -> None:
 def append(device: torch.device, int8: bool) -> None:
     """Tokens to slots in no order, beside padding and a slot that there is not."""
     slots = torch.tensor([40, -1, 3, 64, 17, 0, 2**40]).to(device)
-    dtype = torch.int8 if int8 else torch.float16
-    k_pages, v_pages = (torch.zeros(4, 2, 16, dim, dtype=dtype).to(device) for dim in (64, 72))
+    dtype = torch.int8 if int8 else DTYPE
+    k_pages, v_pages = (torch.zeros(4, 2, 16, dim, dtype=dtype).to(device) for dim in (64, 80))
     scales = {name: torch.ones(4, 2, 16).to(device) for name in ("k_scale", "v_scale") if int8}
-    k_new, v_new = (random(device, 7, 2, dim, seed=dim) for dim in (64, 72))
+    k_new, v_new = (random(device, 7, 2, dim, seed=dim) for dim in (64, 80))
     fastattn.append_to_cache(k_new, v_new, k_pages, v_pages, slots, **scales)
 
 
