@@ -410,7 +410,8 @@ def attention_decode(
 ) -> tuple[Tensor, Tensor]:
     """`attention_decode_out` with an output of its own, which lies as the query does."""
     out = empty_like_heads(query, v_cache.shape[3])
-    return out, attention_decode_out(query, k_cache, v_cache, *others, **named, out=out)
+    named["out"] = out
+    return out, attention_decode_out(query, k_cache, v_cache, *others, **named)
 
 
 def attention_split_keys(

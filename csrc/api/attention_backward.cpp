@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "api/attention_arguments.h"
+#include "api/dealer.h"
 #include "api/device.h"
 #include "api/kernel_choice.h"
 #include "api/scores.h"
@@ -85,28 +86,6 @@ BiasGradientView bias_gradient_view(const Tensor& gradient) {
 // What kernels leave for those that follow. It lives until all of them have been started.
 struct Workspace {
     Tensor zeros, others;
-};
-
-// One tensor's memory, dealt out in the order in which it is asked for: sizes first, then addresses.
-class Dealer {
-  public:
-    explicit Dealer(float* memory) : memory_(memory) {}
-
-    // Of so many numbers, aligned to 128 bytes; null without memory, and where there are none.
-    template <typename Number = float>
-    Number* take(int64_t count) {
-        static_assert(sizeof(Number) == sizeof(float));
-        constexpr int64_t kAlignment = 128 / sizeof(float);
-        float* const begin = memory_ != nullptr && count > 0 ? memory_ + taken_ : nullptr;
-        taken_ += (count + kAlignment - 1) / kAlignment * kAlignment;
-        return reinterpret_cast<Number*>(begin);
-    }
-
-    int64_t taken() const { return taken_; }
-
-  private:
-    float* memory_;
-    int64_t taken_ = 0;
 };
 
 // O(tokens): up to six numbers for each query row, one for 64 of them, dQ in fp32, in tiles of as many rows as the

@@ -13,12 +13,12 @@
 #include "api/attention_arguments.h"
 #include "api/device.h"
 #include "api/kernel_choice.h"
+#include "api/part_workspace.h"
 #include "api/scores.h"
 #include "attention/forward.h"
 #include "attention/key_shares.h"
 #include "attention/tile_order.h"
 #include "host/device_facts.h"
-#include "host/launch_token.h"
 
 namespace fastattn {
 namespace {
@@ -71,16 +71,13 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     const KernelSize head_dims(static_cast<int32_t>(sizes.head_dim), static_cast<int32_t>(sizes.value_dim));
     auto& kernel = forward_kernel(facts.compute_capability, head_dims, sizes.dtype, traits);
     // CTAs may share the keys of a tile, as lengths in the whole batch have it: see attention/key_shares.h.
-    std::optional<Tensor> part_values, part_sums, arrivals;
+    std::optional<Tensor> workspace;
     const int64_t num_ctas = int64_t{facts.num_sms} * kernel.tile.ctas_per_sm;
     const int64_t rows_of_workspace = rows_of_parts(attention, kernel.tile.block_m, kernel.tile.block_n, num_ctas);
     if (rows_of_workspace > 0 && !batch_invariant) {
-        part_values = torch::stable::new_empty(query, {rows_of_workspace, sizes.value_dim}, ScalarType::Float);
-        part_sums = torch::stable::new_empty(query, {rows_of_workspace, 2}, ScalarType::Float);
-        arrivals = torch::stable::new_empty(query, {num_ctas * kMostSlotsPerCta * kMergeSteps}, ScalarType::Long);
+        workspace = make_part_workspace(attention.parts, query, rows_of_workspace, sizes.value_dim,
+                                        num_ctas * kMostSlotsPerCta * kMergeSteps);
         attention.resident_ctas = static_cast<int32_t>(num_ctas);
-        attention.parts = {static_cast<float*>(part_values->data_ptr()), static_cast<float*>(part_sums->data_ptr()),
-                           static_cast<uint64_t*>(arrivals->data_ptr()), launch_token()};
     }
     kernel.launch(attention, device.stream());
     return {out, lse, max_logit};

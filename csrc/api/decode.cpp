@@ -13,11 +13,11 @@
 #include "api/cache_arguments.h"
 #include "api/checks.h"
 #include "api/device.h"
+#include "api/part_workspace.h"
 #include "api/scores.h"
 #include "decode/decode.h"
 #include "decode/split_plan.h"
 #include "host/device_facts.h"
-#include "host/launch_token.h"
 
 namespace fastattn {
 namespace {
@@ -195,16 +195,10 @@ Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor
     const int32_t block_keys = kernel.tile.block_n;
     params.plan = split_plan(params.sequence, params.query.batch, params.kv_heads, params.row_tiles, block_keys,
                              num_splits, batch_invariant, facts.num_sms * kernel.tile.ctas_per_sm);
-    std::optional<Tensor> partial_out, partial_sums, arrivals;
+    std::optional<Tensor> workspace;
     if (lse.numel() > 0 && can_be_cut(params.plan, params.sequence, block_keys)) {
-        const int64_t rows = num_slots(params.plan) * kernel.tile.block_m;
-        partial_out = torch::stable::new_empty(query, {rows, value_dim}, ScalarType::Float);
-        partial_sums = torch::stable::new_empty(query, {rows, 2}, ScalarType::Float);
-        params.parts.values = static_cast<float*>(partial_out->data_ptr());
-        params.parts.sums = static_cast<float*>(partial_sums->data_ptr());
-        arrivals = torch::stable::new_empty(query, {num_counters(params.plan)}, ScalarType::Long);
-        params.parts.arrivals = static_cast<uint64_t*>(arrivals->data_ptr());
-        params.parts.token = launch_token();
+        workspace = make_part_workspace(params.parts, query, num_slots(params.plan) * kernel.tile.block_m, value_dim,
+                                        num_counters(params.plan));
     }
     kernel.launch(params, device.stream());
     return lse;

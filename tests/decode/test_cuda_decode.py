@@ -102,7 +102,7 @@ def test_a_prompt_is_appended_and_attended_to(int8: bool) -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize("rotary_dim", [24, 32, 20])
+@pytest.mark.parametrize("rotary_dim", [16, 24, 26])
 @pytest.mark.parametrize("kind", (torch.float32, torch.float64, torch.float16, torch.bfloat16), ids=str)
 def test_angles_of_any_dtype(kind: torch.dtype, rotary_dim: int, interleaved: bool) -> None:
     """A chunk's angles are neighbours, or of two halves, or end within it. Tables begin at a multiple of 16 bytes, or

@@ -486,16 +486,11 @@ def test_append_copies_16_bytes_at_a_time_and_leaves_room_for_other_ctas() -> No
     assert sorted(kernels) == APPEND_INSTANCES
     for (_, _, is_int8), kernel in kernels.items():
         assert 0 < kernel.registers <= 64 and kernel.static_shared_bytes == kernel.stack_bytes == 0
-        names = [".".join(name.split(".")) for name in kernel.instructions]
-        assert (
-            sum(
-                (name.startswith("LDG") and name.endswith("128")) or ".128." in name
-                for name in names
-                if name[:3] == "LDG"
-            )
-            == 2
+        loads, stores = (
+            [name.split(".") for name in kernel.instructions if name.startswith(kind)] for kind in ("LDG", "STG")
         )
-        assert sum(("64" if is_int8 else "128") in name.split(".") for name in names if name[:3] == "STG") == 2
+        assert sum("128" in parts for parts in loads) == 2
+        assert sum(("64" if is_int8 else "128") in parts for parts in stores) == 2
 
 
 @with_sm80_kernels

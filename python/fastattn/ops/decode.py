@@ -46,7 +46,7 @@ class DecodeArguments(NamedTuple):
 
 
 # The arguments of ``attention_decode_out``: those, and where the output goes.
-DecodeOutArguments: Any = namedtuple("DecodeOutArguments", (*DecodeArguments._fields, "out"))  # type: ignore[misc]
+DecodeOutArguments = namedtuple("DecodeOutArguments", (*DecodeArguments._fields, "out"))  # type: ignore[misc]
 
 
 class SplitKeysArguments(NamedTuple):
@@ -77,7 +77,7 @@ def attention_decode(backend: str, arguments: DecodeArguments) -> tuple[Tensor, 
 
 def attention_decode_out(backend: str, arguments: DecodeArguments, out: Tensor) -> Tensor:
     """The same with the output in ``out``; returns the lse."""
-    lse: Tensor = call(backend, "attention_decode_out", DecodeOutArguments(*arguments, out))
+    lse: Tensor = call(backend, "attention_decode_out", (*arguments, out))
     return lse
 
 
