@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 # Names that are fastattn's wherever they appear: in the replay of a CUDA graph no operator tells whose a kernel is.
-_TRITON_KERNEL = re.compile(r"(attention_(forward|backward_\w+)|split|append|combine|forward|grad_input|merge)_kernel")
+_TRITON_KERNEL = re.compile(
+    r"(attention_(forward|backward_\w+)|split|append|append_to_slots|combine|forward|grad_input|merge)_kernel"
+)
 
 
 def is_fastattn_kernel(kernel: str) -> bool:
