@@ -28,7 +28,7 @@ from fastattn.dispatch.device import kernel_facts
 from fastattn.layout import empty_like_heads, readable
 
 from .decode_append import launch_append
-from .decode_cache import load_rotated, locate_tokens, tokens_before
+from .decode_cache import cache_arguments, load_rotated, locate_tokens, tokens_before
 from .decode_combine import COMBINE_SPLITS, combine_kernel, finish_row
 from .device_math import tanh
 from .tiles import ceil_div, decode_key_blocks, decode_plan, decode_tile, padded_head_dim
@@ -330,14 +330,7 @@ def attention_decode_out(
     split_kernel[(batch * kv_heads * plan.num_splits * m_blocks,)](
         query,
         query.stride()[:3],
-        k_cache,
-        k_cache.stride()[:3],
-        v_cache,
-        v_cache.stride()[:3],
-        k_scale,
-        (0, 0, 0) if k_scale is None else k_scale.stride(),
-        v_scale,
-        (0, 0, 0) if v_scale is None else v_scale.stride(),
+        *cache_arguments(k_cache, v_cache, k_scale, v_scale),
         cache_seqlens,
         block_table,
         (0, 0) if block_table is None else block_table.stride(),

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fastattn.layout import readable
 
-from .decode_cache import load_rotated, locate_tokens, tokens_before
+from .decode_cache import cache_arguments, load_rotated, locate_tokens, tokens_before
 from .tiles import ceil_div, padded_head_dim
 
 # Adding and subtracting 1.5 * 2^23 rounds an fp32 of magnitude below 2^22 to the nearest integer, ties to even.
@@ -212,14 +212,7 @@ def append_to_cache(
         k_new.stride()[:2],
         v_new,
         v_new.stride()[:2],
-        k_cache,
-        k_cache.stride()[:3],
-        v_cache,
-        v_cache.stride()[:3],
-        k_scale,
-        (0, 0, 0) if k_scale is None else k_scale.stride(),
-        v_scale,
-        (0, 0, 0) if v_scale is None else v_scale.stride(),
+        *cache_arguments(k_cache, v_cache, k_scale, v_scale),
         slot_mapping,
         slot_mapping.stride(0),
         tokens,
@@ -263,14 +256,7 @@ def launch_append(
         k_new.stride()[:3],
         v_new,
         v_new.stride()[:3],
-        k_cache,
-        k_cache.stride()[:3],
-        v_cache,
-        v_cache.stride()[:3],
-        k_scale,
-        (0, 0, 0) if k_scale is None else k_scale.stride(),
-        v_scale,
-        (0, 0, 0) if v_scale is None else v_scale.stride(),
+        *cache_arguments(k_cache, v_cache, k_scale, v_scale),
         cache_seqlens,
         block_table,
         (0, 0) if block_table is None else block_table.stride(),

@@ -1,4 +1,4 @@
-"""Device functions that the append and the split kernel of flash-decoding share: where the tokens of a sequence lie.
+"""What the append and the split kernel of flash-decoding share: the caches, and where the tokens of a sequence lie.
 
 A cache is ``[blocks, Hkv, block_rows, D]``. Contiguous, a sequence is one block and ``block_rows`` its capacity. Paged,
 a sequence's row of the block table names its pages. Lengths and tables lie in device memory and may hold anything:
@@ -7,8 +7,11 @@ lengths are clamped, and tokens whose page does not exist are absent, neither re
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -91,3 +94,19 @@ def load_rotated(
         turned = tl.where(is_first[None, :], x_cos - y_sin, y_sin + x_cos)
         x = tl.where(turns, turned.to(x.dtype), x)
     return x
+
+
+def cache_arguments(
+    k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+) -> tuple[Any, ...]:
+    """The caches and their scales, each with its strides, as the kernels take them."""
+    return (
+        k_cache,
+        k_cache.stride()[:3],
+        v_cache,
+        v_cache.stride()[:3],
+        k_scale,
+        (0, 0, 0) if k_scale is None else k_scale.stride(),
+        v_scale,
+        (0, 0, 0) if v_scale is None else v_scale.stride(),
+    )

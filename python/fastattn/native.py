@@ -262,8 +262,8 @@ def append_kernel(arch: int, widest: int, dtype: torch.dtype, is_int8: bool) -> 
 
 
 when_forced: list[Callable[[], None]] = []  # what is to be called when other kernels are forced than before
-# In the order of the library's numbers for them.
 DEQUANTISED = "dequantise + cuBLAS"  # a way without a kernel of ours for the product
+# In the order of the library's numbers for them.
 _INT8_OPS = ("int8_matmul", "int8_matmul_grad_input", "int8_matmul_s8")
 
 
@@ -284,9 +284,14 @@ def int8_matmul_kernel(
     ``int8_matmul_s8`` is the matmul with int8 activations. ``has_groups``: the weights' scales are of groups along K;
     ``has_epilogue``: something follows the product.
     """
-    traits = dtype == torch.bfloat16, has_groups, not has_epilogue and op != "int8_matmul_s8"
+    traits = _int8_traits(op, dtype, has_groups, has_epilogue)
     sizes = tokens, outputs, depth
     return _text(_LIBRARY.fastattn_int8_matmul_kernel(_INT8_OPS.index(op), arch, num_sms, *traits, *sizes))
+
+
+def _int8_traits(op: str, dtype: torch.dtype, has_groups: bool, has_epilogue: bool) -> tuple[bool, bool, bool]:
+    """Int8Traits of csrc/api/kernel_choice.h: is it bfloat16, has it groups, is it a product alone."""
+    return dtype == torch.bfloat16, has_groups, not has_epilogue and op != "int8_matmul_s8"
 
 
 def int8_ways(
@@ -301,7 +306,7 @@ def int8_ways(
     depth: int,
 ) -> dict[str, float]:
     """Predicted microseconds of the ways among which `int8_matmul_kernel` chooses the fastest: not measurements."""
-    traits = dtype == torch.bfloat16, has_groups, not has_epilogue and op != "int8_matmul_s8"
+    traits = _int8_traits(op, dtype, has_groups, has_epilogue)
     ways = _LIBRARY.fastattn_int8_ways(_INT8_OPS.index(op), arch, num_sms, *traits, tokens, outputs, depth)
     if ways.kernel is None:
         return {}

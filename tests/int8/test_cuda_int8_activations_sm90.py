@@ -7,8 +7,7 @@ computes is forced.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -17,13 +16,12 @@ from torch import Tensor
 
 import fastattn
 import instances
-from cuda_kernels import DTYPES, EMULATED, MARKS, NEEDS_HOPPER, each_dtype, only_emulated
+import int8_hopper
+from cuda_kernels import DTYPES, MARKS, NEEDS_HOPPER, each_dtype, only_emulated
 from fastattn import native, reference
 from int8_cases import GRANULARITIES, assert_near_int8_oracle, normal, quantised
 from kernel_device import DEVICE
-
-if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
-    from emulator import cuda_runtime, device, launches, options
+from test_cuda_int8_activations import matmul
 
 pytestmark = [*MARKS, NEEDS_HOPPER]
 
@@ -35,33 +33,10 @@ GROUPED_BLOCKS = sorted({tokens for tokens, has_groups, _ in ROWS if has_groups}
 GROUPS = [each for each in GRANULARITIES if isinstance(each, int)]
 
 
-@contextlib.contextmanager
-def running(tokens: int, num_sms: int = 2, **changes: Any) -> Iterator[list[Any]]:
-    """Within, tokens are quantised by a kernel of its own and multiplied by Hopper's with tiles of so many, which are
-    checked, also for reads of shared memory that nothing wrote; gives the list of launches."""
-    if not EMULATED:
-        with native.forced_int8_tile(90, tokens):
-            yield []
-        return
-    checks = options.launching(**{"tracked": True, "uninitialised": True, "seed": SEED, **changes})
-    gpu = device.emulated(90, num_sms=num_sms)
-    with native.forced_int8_tile(90, tokens), gpu, cuda_runtime.raising_faults(), checks, launches.recorded() as found:
-        yield found
-    kernels = ("int8_quantize_tokens_sm80", f"int8_matmul_s8_sm90ILi{tokens}E")
-    assert found and len(found) % 2 == 0
-    assert all(kernels[i % 2] in launched.report.kernel for i, launched in enumerate(found))
-
-
-def matmul(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str = "none",
-) -> Tensor:
-    out: Tensor = torch.ops.fastattn.int8_matmul(x, weight, scale, bias, residual, activation, True)
-    return out
+def running(tokens: int, num_sms: int = 2, **changes: Any) -> AbstractContextManager[list[Any]]:
+    """Within, tokens are quantised by a kernel of its own and multiplied by Hopper's with tiles of so many."""
+    before = ("int8_quantize_tokens_sm80",)
+    return int8_hopper.running("int8_matmul_s8_sm90", tokens, num_sms, before, **{"seed": SEED, **changes})
 
 
 def check(tokens: int, *arguments: Any, num_sms: int = 2, seed: int = SEED) -> Tensor:

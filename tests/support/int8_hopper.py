@@ -16,9 +16,12 @@ SEED = 7
 
 
 @contextlib.contextmanager
-def running(kernel: str, tokens: int, num_sms: int = 2, **changes: Any) -> Iterator[list[Any]]:
+def running(
+    kernel: str, tokens: int, num_sms: int = 2, before: tuple[str, ...] = (), **changes: Any
+) -> Iterator[list[Any]]:
     """Int8 matmuls within run on Hopper's ``kernel`` with tiles of so many tokens, and are checked, also for reads of
-    shared memory that nothing wrote; gives the list of launches. ``changes``: other options."""
+    shared memory that nothing wrote; gives the list of launches. ``before``: kernels that each is to launch first.
+    ``changes``: other options."""
     if not EMULATED:
         with native.forced_int8_tile(90, tokens):
             yield []
@@ -27,4 +30,6 @@ def running(kernel: str, tokens: int, num_sms: int = 2, **changes: Any) -> Itera
     gpu = device.emulated(90, num_sms=num_sms)
     with native.forced_int8_tile(90, tokens), gpu, cuda_runtime.raising_faults(), checks, launches.recorded() as found:
         yield found
-    assert found and all(f"{kernel}ILi{tokens}E" in launched.report.kernel for launched in found)
+    kernels = (*before, f"{kernel}ILi{tokens}E")
+    assert found and len(found) % len(kernels) == 0
+    assert all(kernels[i % len(kernels)] in launched.report.kernel for i, launched in enumerate(found))
