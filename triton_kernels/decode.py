@@ -25,12 +25,15 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.dispatch.device import kernel_facts
+from fastattn.dispatch.support import FEATURE_OF_CACHE
 from fastattn.layout import empty_like_heads, readable
+from fastattn.quantization import FP8
 
 from .decode_append import launch_append
 from .decode_cache import cache_arguments, load_rotated, locate_tokens, tokens_before
 from .decode_combine import COMBINE_SPLITS, combine_kernel, finish_row
 from .device_math import tanh
+from .fp8 import decode_fp8
 from .tiles import ceil_div, decode_key_blocks, decode_plan, decode_tile, padded_head_dim
 
 # Further than any key can be from any query: a window side that masks nothing.
@@ -45,7 +48,7 @@ def split_kernel(
     k_strides,
     v_cache,  # [blocks, Hkv, rows, Dv]
     v_strides,
-    k_scale,  # [blocks, Hkv, rows] fp32, or None
+    k_scale,  # [blocks, Hkv, rows] fp32, or None: beside fp8, 1
     k_scale_strides,
     v_scale,
     v_scale_strides,
@@ -82,7 +85,8 @@ def split_kernel(
     ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,  # 0: contiguous
-    QUANTISED: tl.constexpr,
+    QUANTISED: tl.constexpr,  # int8 or fp8
+    IS_FP8: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SINK: tl.constexpr,
@@ -180,9 +184,12 @@ def split_kernel(
             k = tl.load(k_cache + k_offset[:, None] + dim[None, :], mask=k_mask, other=0.0)
             v = tl.load(v_cache + v_offset[:, None] + value_dim[None, :], mask=v_mask, other=0.0)
 
+            if IS_FP8:
+                k, v = decode_fp8(k), decode_fp8(v)
+
             # Scores. In natural units, not base 2: of large ones the constant would cost another rounding.
             s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
-            if QUANTISED:
+            if QUANTISED and k_scale is not None:
                 scale_offset = block * k_scale_strides[0] + kv_head_idx * k_scale_strides[1] + slot * k_scale_strides[2]
                 s *= tl.load(k_scale + scale_offset, mask=is_present, other=0.0)[None, :]
             s *= inner_scale
@@ -207,7 +214,14 @@ def split_kernel(
             acc *= rescale[:, None]
 
             # Values.
-            if QUANTISED:
+            if ROWS_DIFFER and AT_EDGE and (IS_FP8 or not QUANTISED):
+                # Zero probability times NaN is NaN: only rows that see a non-finite value may get it.
+                is_finite = tl.abs(v.to(tl.float32)) < float("inf")
+                is_spoiled = tl.where(is_finite, 0.0, 1.0).to(q.dtype)
+                v = tl.where(is_finite, v, 0.0)
+                num_spoiled = tl.dot(visible.to(q.dtype), is_spoiled, input_precision="ieee")
+                acc = tl.where(num_spoiled > 0.0, float("nan"), acc)
+            if QUANTISED and v_scale is not None:
                 # V's scales go into P, relative to the block's largest: alone they may be below fp16's normal range.
                 scale_offset = block * v_scale_strides[0] + kv_head_idx * v_scale_strides[1] + slot * v_scale_strides[2]
                 scale = tl.load(v_scale + scale_offset, mask=is_present, other=0.0)
@@ -216,14 +230,7 @@ def split_kernel(
                 p = tl.where(visible, p * (scale / largest)[None, :], 0.0)  # a masked key's scale may be NaN
                 acc += tl.dot(p.to(q.dtype), v.to(q.dtype), input_precision="ieee") * largest
             else:
-                if ROWS_DIFFER and AT_EDGE:
-                    # Zero probability times NaN is NaN: only rows that see a non-finite value may get it.
-                    is_finite = tl.abs(v.to(tl.float32)) < float("inf")
-                    is_spoiled = tl.where(is_finite, 0.0, 1.0).to(q.dtype)
-                    v = tl.where(is_finite, v, 0.0)
-                    num_spoiled = tl.dot(visible.to(q.dtype), is_spoiled, input_precision="ieee")
-                    acc = tl.where(num_spoiled > 0.0, float("nan"), acc)
-                acc += tl.dot(p.to(q.dtype), v, input_precision="ieee")
+                acc += tl.dot(p.to(q.dtype), v.to(q.dtype), input_precision="ieee")
 
     # Leave the split's own result, or the final one.
     if SPLIT:
@@ -364,7 +371,8 @@ def attention_decode_out(
         ROTARY_DIM=0 if rotary_cos is None else 2 * rotary_cos.shape[1],
         INTERLEAVED=rotary_interleaved,
         PAGE_SIZE=page_size,
-        QUANTISED=k_cache.dtype == torch.int8,
+        QUANTISED=k_cache.dtype in FEATURE_OF_CACHE,
+        IS_FP8=k_cache.dtype == FP8,
         HAS_SOFTCAP=softcap > 0,
         HAS_ALIBI=alibi_slopes is not None,
         HAS_SINK=sinks is not None,

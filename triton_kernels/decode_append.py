@@ -1,4 +1,4 @@
-"""Appends new keys and values to a KV cache: RoPE on the keys, int8 quantisation if the cache is int8.
+"""Appends new keys and values to a KV cache: RoPE on the keys, quantisation if the cache is int8 or fp8.
 
     k_cache[:, len + j] = quantise(rotate(k_new[:, j], position = len + j))         j = 0 … S_new - 1
     v_cache[:, len + j] = quantise(v_new[:, j])
@@ -9,7 +9,7 @@ name the slots themselves, one for each token, and have rotated the keys:
     k_cache[slot // page_size, :, slot % page_size] = quantise(k_new[i])            slot = slot_mapping[i]
 
 Quantisation is symmetric with one fp32 scale per token and head: scale = max|x| / 127 (1 for a row of zeros),
-x = round-to-nearest-even(x / scale). Tokens that do not fit into the capacity, or whose page or slot does not exist,
+x = round-to-nearest-even(x / scale). fp8 has 448 in place of 127, or scales that are given. Tokens that do not fit into the capacity, or whose page or slot does not exist,
 are dropped. The launchers turn the contraction to fused multiply-adds off, so that the cache gets the same bits as from
 ``fastattn.reference``.
 """
@@ -21,9 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.dispatch.support import FEATURE_OF_CACHE
 from fastattn.layout import readable
+from fastattn.quantization import FP8, are_given
 
 from .decode_cache import cache_arguments, load_rotated, locate_tokens, tokens_before
+from .fp8 import encode_fp8
 from .tiles import ceil_div, padded_head_dim
 
 # Adding and subtracting 1.5 * 2^23 rounds an fp32 of magnitude below 2^22 to the nearest integer, ties to even.
@@ -47,17 +50,28 @@ def store_tokens(
     dim,
     HEAD_DIM: tl.constexpr,
     QUANTISED: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    GIVEN: tl.constexpr,
 ):
-    """Write rows ``x`` to their places, quantised if the cache is int8."""
-    if QUANTISED:
+    """Write rows ``x`` to their places, quantised if the cache is int8 or fp8. GIVEN: by a scale of all tokens."""
+    if GIVEN:
         x = x.to(tl.float32)
+        if scales is not None:
+            x = tl.div_rn(x, tl.load(scales + kv_head_idx * scale_strides[1]) + tl.zeros(x.shape, tl.float32))
+        x = encode_fp8(x)
+    elif QUANTISED:
+        x = x.to(tl.float32)
+        LARGEST: tl.constexpr = 448.0 if IS_FP8 else 127.0
         absmax = tl.max(tl.abs(x), axis=1)
-        scale = tl.where(absmax == 0.0, 1.0, tl.div_rn(absmax, 127.0))
+        scale = tl.where(absmax == 0.0, 1.0, tl.div_rn(absmax, LARGEST))
         # A maximum ignores NaN. Zero times a non-finite value is NaN: such a row gets the scale NaN, and stays visible.
         scale += tl.sum(x * 0.0, axis=1)
         ratio = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
         ratio = tl.where(scale[:, None] == scale[:, None], ratio, 0.0)
-        x = tl.minimum(tl.maximum(ratio + ROUND_TO_INTEGER - ROUND_TO_INTEGER, -127.0), 127.0).to(tl.int8)
+        if IS_FP8:
+            x = encode_fp8(ratio)
+        else:
+            x = tl.minimum(tl.maximum(ratio + ROUND_TO_INTEGER - ROUND_TO_INTEGER, -127.0), 127.0).to(tl.int8)
         scale_offset = block * scale_strides[0] + kv_head_idx * scale_strides[1] + slot * scale_strides[2]
         tl.store(scales + scale_offset, scale, mask=is_stored)
     row_offset = block * cache_strides[0] + kv_head_idx * cache_strides[1] + slot * cache_strides[2]
@@ -98,6 +112,9 @@ def append_kernel(
     INTERLEAVED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     QUANTISED: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    K_GIVEN: tl.constexpr,
+    V_GIVEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     num_t_blocks = tl.cdiv(num_new, BLOCK_T)
@@ -123,8 +140,9 @@ def append_kernel(
         HEAD_DIM, ROTARY_DIM, INTERLEAVED,
     )  # fmt: skip
     store_tokens(
-        k, k_cache, k_strides, k_scale, k_scale_strides, block, kv_head_idx, slot, is_stored, dim, HEAD_DIM, QUANTISED
-    )
+        k, k_cache, k_strides, k_scale, k_scale_strides, block, kv_head_idx, slot, is_stored, dim, HEAD_DIM, QUANTISED,
+        IS_FP8, K_GIVEN,
+    )  # fmt: skip
 
     # Values.
     dim = tl.arange(0, DV_PAD)
@@ -133,8 +151,9 @@ def append_kernel(
     v_rows = tl.multiple_of(v_rows, 16)  # bytes
     v = tl.load(v_rows[:, None] + dim[None, :], mask=is_stored[:, None] & (dim < VALUE_DIM)[None, :], other=0.0)
     store_tokens(
-        v, v_cache, v_strides, v_scale, v_scale_strides, block, kv_head_idx, slot, is_stored, dim, VALUE_DIM, QUANTISED
-    )
+        v, v_cache, v_strides, v_scale, v_scale_strides, block, kv_head_idx, slot, is_stored, dim, VALUE_DIM, QUANTISED,
+        IS_FP8, V_GIVEN,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -162,6 +181,9 @@ def append_to_slots_kernel(
     DV_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     QUANTISED: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    K_GIVEN: tl.constexpr,
+    V_GIVEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     pid = tl.program_id(0)
@@ -178,16 +200,18 @@ def append_to_slots_kernel(
     k_rows = tl.multiple_of(k_new + token * k_new_strides[0] + kv_head_idx * k_new_strides[1], 16)  # bytes
     k = tl.load(k_rows[:, None] + dim[None, :], mask=is_stored[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
     store_tokens(
-        k, k_cache, k_strides, k_scale, k_scale_strides, page, kv_head_idx, row, is_stored, dim, HEAD_DIM, QUANTISED
-    )
+        k, k_cache, k_strides, k_scale, k_scale_strides, page, kv_head_idx, row, is_stored, dim, HEAD_DIM, QUANTISED,
+        IS_FP8, K_GIVEN,
+    )  # fmt: skip
 
     # Values.
     dim = tl.arange(0, DV_PAD)
     v_rows = tl.multiple_of(v_new + token * v_new_strides[0] + kv_head_idx * v_new_strides[1], 16)  # bytes
     v = tl.load(v_rows[:, None] + dim[None, :], mask=is_stored[:, None] & (dim < VALUE_DIM)[None, :], other=0.0)
     store_tokens(
-        v, v_cache, v_strides, v_scale, v_scale_strides, page, kv_head_idx, row, is_stored, dim, VALUE_DIM, QUANTISED
-    )
+        v, v_cache, v_strides, v_scale, v_scale_strides, page, kv_head_idx, row, is_stored, dim, VALUE_DIM, QUANTISED,
+        IS_FP8, V_GIVEN,
+    )  # fmt: skip
 
 
 def append_to_cache(
@@ -223,7 +247,10 @@ def append_to_cache(
         D_PAD=padded_head_dim(head_dim),
         DV_PAD=padded_head_dim(value_dim),
         PAGE_SIZE=page_size,
-        QUANTISED=k_cache.dtype == torch.int8,
+        QUANTISED=k_cache.dtype in FEATURE_OF_CACHE,
+        IS_FP8=k_cache.dtype == FP8,
+        K_GIVEN=k_cache.dtype == FP8 and are_given(k_scale),
+        V_GIVEN=k_cache.dtype == FP8 and are_given(v_scale),
         BLOCK_T=BLOCK_T,
         num_warps=4,
         enable_fp_fusion=False,
@@ -275,7 +302,10 @@ def launch_append(
         ROTARY_DIM=0 if rotary_cos is None else 2 * rotary_cos.shape[1],
         INTERLEAVED=rotary_interleaved,
         PAGE_SIZE=0 if block_table is None else k_cache.shape[2],
-        QUANTISED=k_cache.dtype == torch.int8,
+        QUANTISED=k_cache.dtype in FEATURE_OF_CACHE,
+        IS_FP8=k_cache.dtype == FP8,
+        K_GIVEN=k_cache.dtype == FP8 and are_given(k_scale),
+        V_GIVEN=k_cache.dtype == FP8 and are_given(v_scale),
         BLOCK_T=BLOCK_T,
         num_warps=4,
         enable_fp_fusion=False,

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from fastattn.quantization import FP8, are_given
 
 
 @triton.jit
@@ -99,14 +102,25 @@ def load_rotated(
 def cache_arguments(
     k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> tuple[Any, ...]:
-    """The caches and their scales, each with its strides, as the kernels take them."""
+    """The caches and their scales, each with its strides, as the kernels take them: fp8 as bytes."""
+    if k_cache.dtype == FP8:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     return (
         k_cache,
         k_cache.stride()[:3],
         v_cache,
         v_cache.stride()[:3],
         k_scale,
-        (0, 0, 0) if k_scale is None else k_scale.stride(),
+        _scale_strides(k_scale),
         v_scale,
-        (0, 0, 0) if v_scale is None else v_scale.stride(),
+        _scale_strides(v_scale),
     )
+
+
+def _scale_strides(scales: Tensor | None) -> tuple[int, ...]:
+    """Of ``[blocks, Hkv, rows]``; what is one for all tokens of a head is seen as such."""
+    if scales is None:
+        return 0, 0, 0
+    if are_given(scales):
+        return 0, scales.stride(0) if scales.numel() > 1 else 0, 0
+    return scales.stride()

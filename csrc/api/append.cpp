@@ -17,8 +17,8 @@ namespace {
 
 constexpr const char* kOp = "append_to_cache";
 
-void check_arguments(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cache, const Tensor& v_cache,
-                     const Tensor& slot_mapping) {
+CacheFormat check_arguments(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cache, const Tensor& v_cache,
+                            const Tensor& slot_mapping) {
     check_rank(kOp, "k_new", k_new, 3);
     check_rank(kOp, "k_cache", k_cache, 4);
     check_rank(kOp, "v_cache", v_cache, 4);
@@ -29,21 +29,22 @@ void check_arguments(const Tensor& k_new, const Tensor& v_new, const Tensor& k_c
     check(v_new.scalar_type() == k_new.scalar_type(), kOp, "v_new must have the dtype of k_new, ", dtype_text(k_new),
           ", got ", dtype_text(v_new));
     check_device(kOp, "v_new", v_new, k_new, "k_new");
-    const int32_t most_dims = decode_append_kernels().largest_head_dim();
+    const int32_t most_dims = decode_append_kernels(CacheFormat::k16Bit).largest_head_dim();
     check_head_dim(kOp, "k_new", k_new, most_dims);
     check_head_dim(kOp, "v_new", v_new, most_dims);
-    check_written(kOp, k_cache, v_cache, "k_new", k_new);
+    const CacheFormat format = check_written(kOp, k_cache, v_cache, "k_new", k_new);
     check_shape(kOp, "slot_mapping", slot_mapping, {tokens});
     check(slot_mapping.scalar_type() == ScalarType::Long || slot_mapping.scalar_type() == ScalarType::Int, kOp,
           "slot_mapping must be int64 or int32, got ", dtype_text(slot_mapping));
     check_device(kOp, "slot_mapping", slot_mapping, k_new, "k_new");
+    return format;
 }
 
 }  // namespace
 
 void append_to_cache(Tensor k_new, Tensor v_new, Tensor k_cache, Tensor v_cache, Tensor slot_mapping,
                      std::optional<Tensor> k_scale, std::optional<Tensor> v_scale) {
-    check_arguments(k_new, v_new, k_cache, v_cache, slot_mapping);
+    const CacheFormat format = check_arguments(k_new, v_new, k_cache, v_cache, slot_mapping);
     check_scales(kOp, "k_scale", k_scale, k_cache);
     check_scales(kOp, "v_scale", v_scale, v_cache);
     const DataType dtype = data_type(kOp, "k_new", k_new);
@@ -67,8 +68,8 @@ void append_to_cache(Tensor k_new, Tensor v_new, Tensor k_cache, Tensor v_cache,
                     Divisor::of(static_cast<int32_t>(k_cache.size(2)))};
     const OnDeviceOf device(k_new);
     const int32_t widest = std::max(params.k_new.head_dim, params.v_new.head_dim);
-    decode_append_kernels()
-        .find(device_facts().compute_capability, widest, dtype, k_scale.has_value())
+    decode_append_kernels(format)
+        .find(device_facts().compute_capability, widest, dtype, /*variant=*/false)
         .launch(params, device.stream());
 }
 

@@ -18,13 +18,21 @@ inline void check_head_dim(const char* op, const char* name, const Tensor& tenso
           " must have a head dim that is a multiple of 8 up to ", most, ", got ", head_dim);
 }
 
-// Both int8 or of the dtype of `like`, which is called like_name, on its device, and placed so that a kernel can write
+// Of a cache beside tensors of the dtype of `like`, which is called like_name.
+inline CacheFormat cache_format(const char* op, const char* name, const Tensor& cache, const char* like_name,
+                                const Tensor& like) {
+    if (cache.scalar_type() == ScalarType::Char) return CacheFormat::kInt8;
+    if (cache.scalar_type() == ScalarType::Float8_e4m3fn) return CacheFormat::kFp8;
+    check(cache.scalar_type() == like.scalar_type(), op, name, " must be int8, float8_e4m3fn or of the dtype of ",
+          like_name, ", ", dtype_text(like), ", got ", dtype_text(cache));
+    return CacheFormat::k16Bit;
+}
+
+// Both of one format, on the device of `like`, and placed so that a kernel can write
 // their rows.
-inline void check_written(const char* op, const Tensor& k_cache, const Tensor& v_cache, const char* like_name,
-                          const Tensor& like) {
-    const bool is_int8 = k_cache.scalar_type() == ScalarType::Char;
-    check(is_int8 || k_cache.scalar_type() == like.scalar_type(), op, "k_cache must be int8 or of the dtype of ",
-          like_name, ", ", dtype_text(like), ", got ", dtype_text(k_cache));
+inline CacheFormat check_written(const char* op, const Tensor& k_cache, const Tensor& v_cache, const char* like_name,
+                                 const Tensor& like) {
+    const CacheFormat format = cache_format(op, "k_cache", k_cache, like_name, like);
     check(v_cache.scalar_type() == k_cache.scalar_type(), op, "v_cache must have the dtype of k_cache, ",
           dtype_text(k_cache), ", got ", dtype_text(v_cache));
     for (const auto& [name, cache] : {std::pair{"k_cache", k_cache}, {"v_cache", v_cache}}) {
@@ -32,13 +40,26 @@ inline void check_written(const char* op, const Tensor& k_cache, const Tensor& v
         check(cache.numel() == 0 || is_aligned(cache), op, name,
               " is written in place: its last dim must be contiguous, its base and strides multiples of 16 bytes");
     }
+    return format;
 }
 
-// Beside int8 caches, fp32 [blocks, kv_heads, block_rows]; beside others, none.
+// Whether the scales are one for each head, or one for all of them, and not one for each token.
+inline bool are_given(const Tensor& scales) {
+    return scales.dim() < 3;
+}
+
+// Beside int8 caches, fp32 [blocks, kv_heads, block_rows]; beside fp8 ones that, [kv_heads], [1], [] or none, which means 1;
+// beside others, none.
 inline void check_scales(const char* op, const char* name, const std::optional<Tensor>& scales, const Tensor& cache) {
-    if (cache.scalar_type() != ScalarType::Char) return check_absent(op, name, scales);
-    check(scales.has_value(), op, name, " must be a float32 tensor beside an int8 cache");
-    check_shape(op, name, *scales, {cache.size(0), cache.size(1), cache.size(2)});
+    const bool is_fp8 = cache.scalar_type() == ScalarType::Float8_e4m3fn;
+    if (!is_fp8 && cache.scalar_type() != ScalarType::Char) return check_absent(op, name, scales);
+    check(is_fp8 || scales.has_value(), op, name, " must be a float32 tensor beside an int8 cache");
+    if (!scales) return;
+    if (!is_fp8 || !are_given(*scales)) {
+        check_shape(op, name, *scales, {cache.size(0), cache.size(1), cache.size(2)});
+    } else if (scales->numel() != 1) {
+        check_shape(op, name, *scales, {cache.size(1)});
+    }
     check(scales->scalar_type() == ScalarType::Float, op, name, " must be float32, got ", dtype_text(*scales));
     check_device(op, name, *scales, cache, "the cache");
 }
@@ -51,8 +72,12 @@ inline CacheView cache_view(const char* op, const char* name, const Tensor& cach
     view.head_bytes = cache.stride(1) * cache.element_size();
     view.block_chunks = stride_in_chunks(op, name, cache, 0);
     view.row_chunks = stride_in_chunks(op, name, cache, 2);
-    if (scales) {
-        view.scales = static_cast<float*>(scales->data_ptr());
+    view.scales_are_given = !scales || are_given(*scales);
+    if (!scales) return view;
+    view.scales = static_cast<float*>(scales->data_ptr());
+    if (view.scales_are_given) {
+        view.scale_head_stride = scales->numel() > 1 ? scales->stride(0) : 0;
+    } else {
         view.scale_head_stride = scales->stride(1);
         view.scale_block_stride = stride_in_elements(op, scale_name, *scales, 0);
         view.scale_row_stride = stride_in_elements(op, scale_name, *scales, 2);

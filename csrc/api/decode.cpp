@@ -30,8 +30,8 @@ void check_int32(const char* name, const Tensor& tensor, const Tensor& query) {
     check_device(kOp, name, tensor, query);
 }
 
-void check_caches(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache,
-                  const std::optional<Tensor>& block_table) {
+CacheFormat check_caches(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache,
+                         const std::optional<Tensor>& block_table) {
     check_rank(kOp, "query", query, 4);
     check_rank(kOp, "k_cache", k_cache, 4);
     check_rank(kOp, "v_cache", v_cache, 4);
@@ -41,14 +41,15 @@ void check_caches(const Tensor& query, const Tensor& k_cache, const Tensor& v_ca
     check_shape(kOp, "v_cache", v_cache, {blocks, kv_heads, k_cache.size(2), v_cache.size(3)});
     check(kv_heads > 0 ? heads % kv_heads == 0 : heads == 0, kOp,
           "the heads of query must be a multiple of the heads of k_cache, got ", heads, " and ", kv_heads);
-    const int32_t most_dims = decode_split_kernels().largest_head_dim();
+    const int32_t most_dims = decode_split_kernels(CacheFormat::k16Bit).largest_head_dim();
     check_head_dim(kOp, "query", query, most_dims);
     check_head_dim(kOp, "v_cache", v_cache, most_dims);
-    check_written(kOp, k_cache, v_cache, "query", query);
-    if (!block_table) return;
+    const CacheFormat format = check_written(kOp, k_cache, v_cache, "query", query);
+    if (!block_table) return format;
     check_rank(kOp, "block_table", *block_table, 2);
     check_shape(kOp, "block_table", *block_table, {query.size(0), block_table->size(1)});
     check_int32("block_table", *block_table, query);
+    return format;
 }
 
 void check_new(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache, const std::optional<Tensor>& k_new,
@@ -132,7 +133,7 @@ Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor
                             std::optional<Tensor> v_scale, std::optional<Tensor> alibi_slopes,
                             std::optional<Tensor> sinks, double scale, int64_t window_left, int64_t window_right,
                             double softcap, int64_t num_splits, bool batch_invariant, Tensor out) {
-    check_caches(query, k_cache, v_cache, block_table);
+    const CacheFormat format = check_caches(query, k_cache, v_cache, block_table);
     check_new(query, k_cache, v_cache, k_new, v_new);
     check_scales(kOp, "k_scale", k_scale, k_cache);
     check_scales(kOp, "v_scale", v_scale, v_cache);
@@ -185,7 +186,8 @@ Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor
     }
     const OnDeviceOf device(query);
     const DeviceFacts facts = device_facts();
-    auto& kernel = decode_split_kernels().find(facts.compute_capability, sizes.widest(), dtype, k_scale.has_value());
+    auto& kernel =
+        decode_split_kernels(format).find(facts.compute_capability, sizes.widest(), dtype, /*variant=*/false);
     params.kv_heads = to_int32(kOp, "k_cache", kv_heads);
     params.group = kv_heads > 0 ? params.query.heads / params.kv_heads : 0;
     params.row_tiles = std::max(1, ceil_div(to_int32(kOp, "query", num_queries * params.group), kernel.tile.block_m));

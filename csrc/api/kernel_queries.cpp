@@ -147,18 +147,20 @@ FASTATTN_ASKED_BY_PYTHON fastattn::DealtBackward fastattn_dealt_backward(
 }
 
 FASTATTN_ASKED_BY_PYTHON const char* fastattn_decode_kernel(int32_t compute_capability, int32_t widest,
-                                                            int32_t is_bfloat16, int32_t is_int8) {
+                                                            int32_t is_bfloat16, int32_t cache_format) {
     using namespace fastattn;
     return name_or_null([&]() -> auto& {
-        return decode_split_kernels().find(compute_capability, widest, dtype_of(is_bfloat16), is_int8 != 0);
+        return decode_split_kernels(static_cast<CacheFormat>(cache_format))
+            .find(compute_capability, widest, dtype_of(is_bfloat16), /*variant=*/false);
     });
 }
 
 FASTATTN_ASKED_BY_PYTHON const char* fastattn_append_kernel(int32_t compute_capability, int32_t widest,
-                                                            int32_t is_bfloat16, int32_t is_int8) {
+                                                            int32_t is_bfloat16, int32_t cache_format) {
     using namespace fastattn;
     return name_or_null([&]() -> auto& {
-        return decode_append_kernels().find(compute_capability, widest, dtype_of(is_bfloat16), is_int8 != 0);
+        return decode_append_kernels(static_cast<CacheFormat>(cache_format))
+            .find(compute_capability, widest, dtype_of(is_bfloat16), /*variant=*/false);
     });
 }
 
@@ -238,11 +240,11 @@ FASTATTN_ASKED_BY_PYTHON void fastattn_force_int8_tile(int32_t architecture, int
 
 // With so many rows of queries for each KV head, and sequences that fill the capacity.
 FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_decode(int32_t compute_capability, int32_t num_sms,
-                                                               int32_t widest, int32_t is_int8, int32_t batch,
+                                                               int32_t widest, int32_t cache_format, int32_t batch,
                                                                int32_t kv_heads, int32_t rows, int32_t capacity) {
     using namespace fastattn;
-    const auto* kernel =
-        decode_split_kernels().find_or_null(compute_capability, widest, DataType::kBFloat16, is_int8 != 0);
+    const auto* kernel = decode_split_kernels(static_cast<CacheFormat>(cache_format))
+                             .find_or_null(compute_capability, widest, DataType::kBFloat16, /*variant=*/false);
     if (kernel == nullptr) return {};
     const TileFacts& tile = kernel->tile;
     const SequenceShape shape{capacity, 0, 1, -1};

@@ -5,7 +5,7 @@
 //   k_cache[page, :, row] = quantise(k_new[i])     v_cache[page, :, row] = quantise(v_new[i])
 //
 // A row is what a token has of a KV head. kHeadDim / 8 neighbouring lanes take one, 16 bytes each, keys and then values;
-// rows of a token follow each other, so that a warp reads whole lines. An int8 cache gets the numbers and scales of
+// rows of a token follow each other, so that a warp reads whole lines. An 8-bit cache gets the numbers and scales of
 // decode/new_tokens.cuh. Nothing else limits it than memory.
 // Preconditions: those of HeadsView and CacheView; head dims are multiples of 8 and at most kHeadDim. Of two tokens for one
 // slot, parts of both may stay.
@@ -33,24 +33,25 @@ __device__ __forceinline__ TokenPlace place_of_slot(const SlotsView& slots, int3
 }
 
 // This lane's chunk of one row, from `tokens` to its place in `cache`. All lanes of the warp call it.
-template <int kHeadDim, DataType kDataType, bool kInt8>
+template <int kHeadDim, DataType kDataType, CacheFormat kFormat>
 __device__ __forceinline__ void append_chunk(const HeadsView<const uint16_t>& tokens, const CacheView& cache,
                                              int32_t token, int32_t kv_head, TokenPlace place, int chunk) {
     const CacheHead head(cache, kv_head);
     const bool is_stored = place.is_present() && chunk * kChunkElements < cache.head_dim;
     uint4 bits = {0, 0, 0, 0};
     if (is_stored) bits = reinterpret_cast<const uint4*>(row_pointer(tokens, 0, kv_head, token))[chunk];
-    if constexpr (kInt8) {
-        const QuantisedChunk quantised = quantise_chunk<kDataType, kHeadDim / kChunkElements>(bits);
+    if constexpr (is_8bit(kFormat)) {
+        const HeadScale given = head.given_scale();
+        const QuantisedChunk quantised = quantise_chunk<kFormat, kDataType, kHeadDim / kChunkElements>(bits, given);
         if (!is_stored) return;
         reinterpret_cast<uint2*>(head.row(place))[chunk] = quantised.numbers;
-        if (chunk == 0) *head.scale(place) = quantised.scale;
+        if (chunk == 0 && !given.is_given) *head.scale(place) = quantised.scale;
     } else if (is_stored) {
         reinterpret_cast<uint4*>(head.row(place))[chunk] = bits;
     }
 }
 
-template <int kHeadDim, DataType kDataType, bool kInt8>
+template <int kHeadDim, DataType kDataType, CacheFormat kFormat>
 __global__ void __launch_bounds__(kAppendThreads) decode_append_sm80(const __grid_constant__ AppendParams params) {
     constexpr int kLanesOfRow = kHeadDim / kChunkElements, kRowsOfCta = kAppendThreads / kLanesOfRow;
     const int64_t row = int64_t{blockIdx.x} * kRowsOfCta + threadIdx.x / kLanesOfRow;
@@ -61,15 +62,15 @@ __global__ void __launch_bounds__(kAppendThreads) decode_append_sm80(const __gri
     const auto token = static_cast<int32_t>(row_or_first / kv_heads);
     const auto kv_head = static_cast<int32_t>(row_or_first % kv_heads);
     const TokenPlace place = is_row ? place_of_slot(params.slots, token) : TokenPlace{-1, 0};
-    append_chunk<kHeadDim, kDataType, kInt8>(params.k_new, params.k_cache, token, kv_head, place, chunk);
-    append_chunk<kHeadDim, kDataType, kInt8>(params.v_new, params.v_cache, token, kv_head, place, chunk);
+    append_chunk<kHeadDim, kDataType, kFormat>(params.k_new, params.k_cache, token, kv_head, place, chunk);
+    append_chunk<kHeadDim, kDataType, kFormat>(params.v_new, params.v_cache, token, kv_head, place, chunk);
 }
 
-template <int kHeadDim, DataType kDataType, bool kInt8>
+template <int kHeadDim, DataType kDataType, CacheFormat kFormat>
 void launch_decode_append_sm80(LaunchedKernel& kernel, const AppendParams& params, Stream stream) {
     constexpr int kRowsOfCta = kAppendThreads / (kHeadDim / kChunkElements);
     const Launch launch{ceil_div(params.num_rows, kRowsOfCta), kAppendThreads, 0};
-    kernel.launch(decode_append_sm80<kHeadDim, kDataType, kInt8>, launch, params, stream);
+    kernel.launch(decode_append_sm80<kHeadDim, kDataType, kFormat>, launch, params, stream);
 }
 
 }  // namespace fastattn

@@ -26,6 +26,12 @@ __device__ __forceinline__ TokenPlace place_of(const CachePlaces& places, int32_
     return place_in_page(page, places.num_blocks, key, page_idx, places.block_rows);
 }
 
+// The scale of all tokens of a head, where the caller gives one.
+struct HeadScale {
+    bool is_given;
+    float value;
+};
+
 // One head of a cache.
 struct CacheHead {
     const CacheView& cache;
@@ -43,6 +49,10 @@ struct CacheHead {
                           kChunkBytes;
     }
 
+    __device__ __forceinline__ HeadScale given_scale() const {
+        return {cache.scales_are_given, cache.scales_are_given && cache.scales != nullptr ? *scales : 1.0f};
+    }
+
     __device__ __forceinline__ float* scale(TokenPlace place) const {
         return scales + uint64_t{static_cast<uint32_t>(place.block)} * cache.scale_block_stride +
                uint64_t{static_cast<uint32_t>(place.row)} * cache.scale_row_stride;
@@ -50,10 +60,15 @@ struct CacheHead {
 };
 
 // Starts to copy the scales of a tile's kKeys tokens: lane l passes where that of token l is, null if it is absent. A
-// scale that is `skipped` (one bit each) is written elsewhere.
+// scale that is `skipped` (one bit each) is written elsewhere. are_ones: there are no others in memory.
 template <int kKeys>
-__device__ __forceinline__ void load_scales(float* sScales, const float* gScale, uint32_t skipped, int lane) {
+__device__ __forceinline__ void load_scales(float* sScales, const float* gScale, bool are_ones, uint32_t skipped,
+                                            int lane) {
     if (lane >= kKeys || (skipped >> lane & 1) != 0) return;
+    if (are_ones) {
+        sScales[lane] = 1.0f;
+        return;
+    }
     ptx::cp_async_ca_4(shared_address(sScales + lane), gScale, gScale != nullptr ? sizeof(float) : 0);
 }
 

@@ -1,21 +1,34 @@
 // The native kernels of flash-decoding, as the host sees them.
 #pragma once
 
+#include <array>
+#include <cstdint>
+#include <string>
+
 #include "host/decode_params.h"
 #include "host/kernel_table.h"
 
 namespace fastattn {
 
-// By head dim: those in between run in the next larger one, and nothing of what they lack is loaded. variant: int8 caches.
-inline KernelTable<DecodeParams>& decode_split_kernels() {
-    static auto& table = *new KernelTable<DecodeParams>("attention_decode");
-    return table;
+// For caches of a format, by head dim: those in between run in the next larger one, and nothing of what they lack is loaded.
+inline KernelTable<DecodeParams>& decode_split_kernels(CacheFormat format) {
+    using Table = KernelTable<DecodeParams>;
+    constexpr const char* kOperation = "attention_decode";
+    static auto& tables = *new std::array<Table, 3>{Table(kOperation), Table(kOperation), Table(kOperation)};
+    return tables[static_cast<int32_t>(format)];
 }
 
 // Likewise.
-inline KernelTable<AppendParams>& decode_append_kernels() {
-    static auto& table = *new KernelTable<AppendParams>("append_to_cache");
-    return table;
+inline KernelTable<AppendParams>& decode_append_kernels(CacheFormat format) {
+    using Table = KernelTable<AppendParams>;
+    constexpr const char* kOperation = "append_to_cache";
+    static auto& tables = *new std::array<Table, 3>{Table(kOperation), Table(kOperation), Table(kOperation)};
+    return tables[static_cast<int32_t>(format)];
+}
+
+// The last word of a kernel's name, empty where elements have 16 bits.
+inline std::string name_of(CacheFormat format) {
+    return format == CacheFormat::kInt8 ? "int8" : format == CacheFormat::kFp8 ? "fp8" : "";
 }
 
 }  // namespace fastattn

@@ -5,6 +5,7 @@
 
 #include "decode/cache_tokens.cuh"
 #include "decode/rotary.cuh"
+#include "device/fp8.cuh"
 #include "device/tile_copy.cuh"
 
 namespace fastattn {
@@ -30,17 +31,28 @@ __device__ __forceinline__ void take_new_tokens(const WarpTile<kHeadDim, kRows>&
     }
 }
 
-// A chunk of a row in int8, and the scale of its row.
+// A chunk of a row in 8 bits, and the scale of its row.
 struct QuantisedChunk {
     uint2 numbers;
     float scale;
 };
 
-// Symmetric int8 with one scale a row: scale = max|x| / 127, or 1 for zeros, and x = round(x / scale), to nearest even.
-// A row that is not finite gets the scale NaN, so that it stays visible. kLanesOfRow neighbouring lanes pass a chunk of a
-// row each, zeros beyond its end. All lanes of the warp call it.
-template <DataType kDataType, int kLanesOfRow>
-__device__ __forceinline__ QuantisedChunk quantise_chunk(uint4 bits) {
+// The largest number of the format; a row's own scale makes its largest element that.
+template <CacheFormat kFormat>
+inline constexpr float kLargestElement = kFormat == CacheFormat::kFp8 ? kLargestFp8 : 127.0f;
+
+// The byte of x / scale, rounded to nearest even and no larger than the largest number.
+template <CacheFormat kFormat>
+__device__ __forceinline__ uint32_t quantise(float ratio) {
+    if constexpr (kFormat == CacheFormat::kFp8) return encode_fp8(ratio);
+    return static_cast<uint32_t>(static_cast<int32_t>(fminf(fmaxf(rintf(ratio), -127.0f), 127.0f))) & 0xff;
+}
+
+// Symmetric 8 bits: x = round(x / scale). The scale is given, or the row's own: max|x| divided by the largest number of the
+// format, or 1 for zeros. A row that is not finite then has the scale NaN, so that it stays visible. kLanesOfRow
+// neighbouring lanes pass a chunk of a row each, zeros beyond its end. All lanes of the warp call it.
+template <CacheFormat kFormat, DataType kDataType, int kLanesOfRow>
+__device__ __forceinline__ QuantisedChunk quantise_chunk(uint4 bits, const HeadScale& given) {
     const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
     float values[kChunkElements], largest = 0.0f, spoiled = 0.0f;
 #pragma unroll
@@ -54,25 +66,26 @@ __device__ __forceinline__ QuantisedChunk quantise_chunk(uint4 bits) {
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
         spoiled += __shfl_xor_sync(0xffffffff, spoiled, distance);
     }
-    float scale = __fdiv_rn(largest, 127.0f);
+    float scale = __fdiv_rn(largest, kLargestElement<kFormat>);
     scale = (scale == 0.0f ? 1.0f : scale) + spoiled;
+    const bool is_spoiled = !given.is_given && scale != scale;
+    if (given.is_given) scale = given.value;
     uint32_t packed[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < kChunkElements; ++i) {
-        const float ratio = fminf(fmaxf(rintf(__fdiv_rn(values[i], scale)), -127.0f), 127.0f);
-        const int32_t number = scale == scale ? static_cast<int32_t>(ratio) : 0;
-        packed[i / 4] |= (static_cast<uint32_t>(number) & 0xff) << 8 * (i % 4);
+        const uint32_t number = is_spoiled ? 0 : quantise<kFormat>(__fdiv_rn(values[i], scale));
+        packed[i / 4] |= number << 8 * (i % 4);
     }
     return {{packed[0], packed[1]}, scale};
 }
 
-// As take_new_tokens, quantised. sScales and gScale are for scales what the tile and gRow are for rows. The tile's kRows
-// rows are kHeadDim bytes each.
-template <DataType kDataType, int kHeadDim, int kRows>
+// As take_new_tokens, quantised. sScales and gScale are for scales what the tile and gRow are for rows; nothing is
+// stored in gScale where the scale is `given`. The tile's kRows rows are kHeadDim bytes each.
+template <CacheFormat kFormat, DataType kDataType, int kHeadDim, int kRows>
 __device__ __forceinline__ void quantise_new_tokens(char* sTile, float* sScales, const uint16_t* gNew,
                                                     int64_t row_stride, int head_dim, uint32_t is_new,
                                                     const RotaryParams& rotary, int32_t first_position, char* gRow,
-                                                    float* gScale, int lane) {
+                                                    float* gScale, const HeadScale& given, int lane) {
     constexpr int kLanesOfRow = kHeadDim / kChunkElements;
     constexpr int kRowsPerPass = kWarpSize / kLanesOfRow;
     const int chunk = lane % kLanesOfRow;
@@ -85,14 +98,14 @@ __device__ __forceinline__ void quantise_new_tokens(char* sTile, float* sScales,
         if (row_is_new && has_dims) {
             bits = load_rotated<kDataType>(rotary, gNew + row * row_stride, chunk, first_position + row);
         }
-        const QuantisedChunk quantised = quantise_chunk<kDataType, kLanesOfRow>(bits);
+        const QuantisedChunk quantised = quantise_chunk<kFormat, kDataType, kLanesOfRow>(bits, given);
         if (!row_is_new) continue;
         using Layout = Swizzle<kHeadDim / 2>;
         reinterpret_cast<uint2*>(sTile + Layout::offset(row, chunk / 2))[chunk % 2] = quantised.numbers;
         if (chunk == 0) sScales[row] = quantised.scale;
         if (row_address == 0) continue;
         if (has_dims) reinterpret_cast<uint2*>(row_address)[chunk] = quantised.numbers;
-        if (chunk == 0) *reinterpret_cast<float*>(scale_address) = quantised.scale;
+        if (chunk == 0 && !given.is_given) *reinterpret_cast<float*>(scale_address) = quantised.scale;
     }
 }
 

@@ -10,9 +10,9 @@
 
 namespace fastattn {
 
-// sQ [16, kHeadDim]; rows that do not exist, and dims that queries do not have, become zero. kInt8: dims in the order
-// of int8_gemm.cuh. All kThreads take part.
-template <int kHeadDim, DataType kDataType, bool kInt8, int kThreads>
+// sQ [16, kHeadDim]; rows that do not exist, and dims that queries do not have, become zero. k8BitCache: dims in the
+// order of eight_bit_gemm.cuh. All kThreads take part.
+template <int kHeadDim, DataType kDataType, bool k8BitCache, int kThreads>
 __device__ __forceinline__ void stage_queries(uint16_t* sQ, const DecodeParams& params, const CachedSequence& tokens,
                                               int32_t batch, int32_t kv_head, int32_t first_row) {
     using Layout = Swizzle<kHeadDim>;
@@ -30,7 +30,7 @@ __device__ __forceinline__ void stage_queries(uint16_t* sQ, const DecodeParams& 
             bits = load_rotated<kDataType>(params.rotary, gRow, chunk,
                                            tokens.total - params.sequence.num_queries + row.query);
         }
-        if constexpr (kInt8) {
+        if constexpr (k8BitCache) {
             // Of the 16 dims that two lanes hold, one takes the even pairs of dims, the other the odd ones.
             const bool is_odd = chunk % 2 != 0;
             const uint32_t taken0 = __shfl_xor_sync(0xffffffff, is_odd ? bits.x : bits.y, 1);

@@ -11,7 +11,7 @@
 //   step             wait K → Q·Kᵀ → load K → softmax → wait V → P·V → load V
 //
 // New tokens are never read from the cache: a CTA that needs one takes it from k_new and v_new, and the last tile of rows
-// stores it. So one launch does both; RoPE is applied to queries by every CTA for itself. An int8 cache has a scale for
+// stores it. So one launch does both; RoPE is applied to queries by every CTA for itself. An 8-bit cache has a scale for
 // each token and head: keys' scales multiply scores, values' scales go into P.
 // Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim, a capacity below 2^30.
 #pragma once
@@ -21,7 +21,7 @@
 
 #include "decode/cache_tokens.cuh"
 #include "decode/decode.h"
-#include "decode/int8_gemm.cuh"
+#include "decode/eight_bit_gemm.cuh"
 #include "decode/new_tokens.cuh"
 #include "decode/packed_rows.cuh"
 #include "decode/planned_work.cuh"
@@ -37,12 +37,13 @@
 
 namespace fastattn {
 
-template <int kHeadDim_, bool kInt8_>
-struct DecodeConfigSm80 : DecodeTileSm80<kHeadDim_, kInt8_> {
-    using Tile = DecodeTileSm80<kHeadDim_, kInt8_>;
+template <int kHeadDim_, CacheFormat kFormat_>
+struct DecodeConfigSm80 : DecodeTileSm80<kHeadDim_, is_8bit(kFormat_)> {
+    using Tile = DecodeTileSm80<kHeadDim_, is_8bit(kFormat_)>;
     static constexpr int kHeadDim = kHeadDim_;
-    static constexpr bool kInt8 = kInt8_;  // the cache, with a scale for each token and head
-    static constexpr int kElementBytes = kInt8 ? 1 : 2;
+    static constexpr CacheFormat kFormat = kFormat_;
+    static constexpr bool k8Bit = is_8bit(kFormat);  // the cache, with a scale for each token and head
+    static constexpr int kElementBytes = k8Bit ? 1 : 2;
     static constexpr int kCacheDim = kHeadDim * kElementBytes / 2;  // a row of the cache, in pieces of 16 bits
     static constexpr int kNumThreads = Tile::kNumWarps * kWarpSize;
     static constexpr int kTilesN = Tile::kWarpN / kMmaN;
@@ -66,7 +67,7 @@ struct alignas(128) DecodeStorageSm80 {
     uint16_t sQ[Config::kBlockM * Swizzle<Config::kHeadDim>::kRowElements];  // swizzled
     char ring[Config::kNumWarps][Config::kRingBytes];      // K and V in turn, swizzled; a warp's output at the end
     uint32_t present[Config::kNumWarps][Config::kStages];  // keys in the ring, one bit each
-    float scales[Config::kNumWarps][Config::kInt8 ? Config::kStages : 1][2][Config::kWarpN];  // of K and of V
+    float scales[Config::kNumWarps][Config::k8Bit ? Config::kStages : 1][2][Config::kWarpN];  // of K and of V
     float row_max[Config::kNumWarps][Config::kBlockM], row_sum[Config::kNumWarps][Config::kBlockM];
     PlannedLine line;
     TileInHand tile;
@@ -77,11 +78,11 @@ struct DecodeThreads : AllThreadsOfCta {
     static constexpr int kCount = Config::kNumThreads;
 };
 
-// Where a warp's output stands: [kBlockM, kHeadDim] fp32. Lanes write eight columns of four rows at a time, of an int8
+// Where a warp's output stands: [kBlockM, kHeadDim] fp32. Lanes write eight columns of four rows at a time, of an 8-bit
 // cache 16 columns of two, and read along a row: each covers all banks.
 template <typename Config>
 __device__ __forceinline__ int output_index(int row, int column) {
-    return row * Config::kHeadDim + (column ^ (Config::kInt8 ? row % 2 * 16 : row % 4 * 8));
+    return row * Config::kHeadDim + (column ^ (Config::k8Bit ? row % 2 * 16 : row % 4 * 8));
 }
 
 template <typename Config>
@@ -90,7 +91,7 @@ __device__ __forceinline__ void store_output_row(float* sO, const float (&rO)[Co
 #pragma unroll
     for (int d = 0; d < Config::kTilesD; ++d) {
         const float first = rO[d][2 * half] * factor, second = rO[d][2 * half + 1] * factor;
-        if constexpr (!Config::kInt8) {
+        if constexpr (!Config::k8Bit) {
             const int column = d * kMmaN + accumulator_column(lane);
             *reinterpret_cast<float2*>(sO + output_index<Config>(row, column)) = {first, second};
         } else if (d % 2 == 0) {  // even dims, and the odd ones between them
@@ -140,13 +141,15 @@ __device__ __forceinline__ void store_part(const Rows& rows, const DecodeStorage
     }
 }
 
-template <int kHeadDim, DataType kDataType, bool kInt8>
-__global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads,
-                                  DecodeConfigSm80<kHeadDim, kInt8>::kMinCtasPerSm)
+template <int kHeadDim, DataType kDataType, CacheFormat kFormat>
+__global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kFormat>::kNumThreads,
+                                  DecodeConfigSm80<kHeadDim, kFormat>::kMinCtasPerSm)
     decode_split_sm80(const __grid_constant__ DecodeParams params) {
-    using Config = DecodeConfigSm80<kHeadDim, kInt8>;
+    using Config = DecodeConfigSm80<kHeadDim, kFormat>;
     constexpr int kCacheDim = Config::kCacheDim, kWarpN = Config::kWarpN, kBlockN = Config::kBlockN;
     constexpr int kStages = Config::kStages;
+    constexpr bool k8Bit = Config::k8Bit;
+    using Decoding = CacheDecoding<kFormat, kDataType>;
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<DecodeStorageSm80<Config>*>(shared_bytes);
     static_assert(has_room_for(Config::kMinCtasPerSm, sizeof(shared)));
@@ -188,17 +191,17 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
                 tile.load_scattered(is_present ? head.row(own) : nullptr, row_bytes, is_new);
             }
             float* gScale = nullptr;
-            if constexpr (kInt8) {
-                if (is_present) gScale = head.scale(own);
-                load_scales<kWarpN>(sScales, gScale, is_new, lane);
+            if constexpr (k8Bit) {
+                if (is_present && cache.scales != nullptr) gScale = head.scale(own);
+                load_scales<kWarpN>(sScales, gScale, cache.scales == nullptr, is_new, lane);
             }
             if (is_new == 0) return;
             const uint16_t* gNew = row_pointer(new_tokens, batch, kv_head, first_key - tokens.before);
             char* gRow = stores_new && is_present ? head.row(own) : nullptr;
-            if constexpr (kInt8) {
-                quantise_new_tokens<kDataType, kHeadDim, kWarpN>(sTile, sScales, gNew, new_tokens.row_stride,
-                                                                 cache.head_dim, is_new, rotary, first_key, gRow,
-                                                                 gScale, lane);
+            if constexpr (k8Bit) {
+                quantise_new_tokens<kFormat, kDataType, kHeadDim, kWarpN>(sTile, sScales, gNew, new_tokens.row_stride,
+                                                                          cache.head_dim, is_new, rotary, first_key,
+                                                                          gRow, gScale, head.given_scale(), lane);
             } else {
                 take_new_tokens<kDataType>(tile, gNew, new_tokens.row_stride, cache.head_dim, is_new, rotary, first_key,
                                            gRow);
@@ -207,7 +210,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
         char* ring = shared.ring[warp];
         const auto ring_k = [&](int stage) { return ring + 2 * stage * Config::kStageBytes; };
         const auto ring_v = [&](int stage) { return ring + (2 * stage + 1) * Config::kStageBytes; };
-        const auto scales = [&](int stage, int of_values) { return shared.scales[warp][kInt8 ? stage : 0][of_values]; };
+        const auto scales = [&](int stage, int of_values) { return shared.scales[warp][k8Bit ? stage : 0][of_values]; };
         const auto load_k = [&](int stage, int32_t first_key) {
             if (first_key < end_key) {
                 if (in_line) {
@@ -237,14 +240,14 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
             load_k(stage, first_key + stage * kBlockN);
             load_v(stage, first_key + stage * kBlockN);
         }
-        stage_queries<kHeadDim, kDataType, kInt8, Config::kNumThreads>(shared.sQ, params, tokens, batch, kv_head,
+        stage_queries<kHeadDim, kDataType, k8Bit, Config::kNumThreads>(shared.sQ, params, tokens, batch, kv_head,
                                                                        first_row);
         if (threadIdx.x == 0) shared.tile = {sequence.spans, sequence.first_span, share.tile_idx, share.count};
         __syncthreads();  // waits until the queries are in shared memory
 
         OnlineSoftmax<1, /*kInNats=*/true> softmax(kLog2E);
         float rO[1][Config::kTilesD][4] = {};  // [kBlockM, kHeadDim], of this warp's keys
-        OutputScale output_scale;              // of an int8 cache: rO is divided by it
+        OutputScale output_scale;              // of an 8-bit cache: rO is divided by it
         for (int stage = 0; first_key < end_key; first_key += kBlockN) {
             float rS[1][Config::kTilesN][4];  // [kBlockM, kWarpN]: scores, then probabilities
             const int32_t next_key = first_key + kStages * kBlockN;
@@ -253,9 +256,9 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
             __syncwarp();  // waits until the copies of every lane have landed: all of K is there
             const uint32_t present_now = shared.present[warp][stage];
             const SwizzledBlocks<kCacheDim> sK(reinterpret_cast<uint16_t*>(ring_k(stage)), ldmatrix_lane_b(lane));
-            if constexpr (kInt8) {
-                gemm_qk_int8<kDataType>(rS, sQ, sK);
-                multiply_columns(rS, scales(stage, 0), Int8Decoding<kDataType>::kFactor, lane);
+            if constexpr (k8Bit) {
+                gemm_qk_8bit<Decoding>(rS, sQ, sK);
+                multiply_columns(rS, scales(stage, 0), Decoding::kFactor, lane);
             } else {
                 gemm_qk<kDataType>(rS, sQ, sK);
             }
@@ -270,10 +273,13 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
             ptx::cp_async_wait_group<2 * kStages - 1>();
             __syncwarp();  // waits until the copies of every lane have landed: all of V is there
             const SwizzledBlocks<kCacheDim> sV(reinterpret_cast<uint16_t*>(ring_v(stage)), ldmatrix_lane(lane));
-            if constexpr (kInt8) {
+            if constexpr (k8Bit) {
+                if (kFormat == CacheFormat::kFp8 && rows.differ(first_key, min(first_key + kWarpN, tokens.total))) {
+                    silence_unseen_fp8<kWarpN>(rO, ring_v(stage), rows, present_now, first_key, lane);
+                }
                 output_scale.follow<kWarpN>(rO, scales(stage, 1), lane);
                 output_scale.weigh(rS, scales(stage, 1), rows, present_now, first_key, lane);
-                gemm_pv_int8<kDataType, kHeadDim>(rO, rS, sV);
+                gemm_pv_8bit<Decoding, kHeadDim>(rO, rS, sV);
             } else {
                 if (rows.differ(first_key, min(first_key + kWarpN, tokens.total))) {
                     silence_unseen<kDataType>(rO, ring_v(stage), rows, present_now, first_key, lane);
@@ -287,7 +293,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
 
         // Epilogue: the warps' results, merged.
         auto* sO = reinterpret_cast<float*>(ring);
-        const float output_factor = kInt8 ? output_scale.value() * Int8Decoding<kDataType>::kFactor : 1.0f;
+        const float output_factor = k8Bit ? output_scale.value() * Decoding::kFactor : 1.0f;
         for_own_rows<1>(lane, [&](int m, int half, int row) {
             shared.row_max[warp][row] = softmax.reference[m][half];  // the lanes of a row hold the same
             shared.row_sum[warp][row] = row_reduce_sum(softmax.row_sum[m][half]);
@@ -315,11 +321,11 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kInt8>::kNumThreads
     }
 }
 
-template <int kHeadDim, DataType kDataType, bool kInt8>
+template <int kHeadDim, DataType kDataType, CacheFormat kFormat>
 void launch_decode_split_sm80(LaunchedKernel& kernel, const DecodeParams& params, Stream stream) {
-    using Config = DecodeConfigSm80<kHeadDim, kInt8>;
+    using Config = DecodeConfigSm80<kHeadDim, kFormat>;
     const Launch launch{params.plan.num_ctas, Config::kNumThreads, sizeof(DecodeStorageSm80<Config>)};
-    kernel.launch(decode_split_sm80<kHeadDim, kDataType, kInt8>, launch, params, stream);
+    kernel.launch(decode_split_sm80<kHeadDim, kDataType, kFormat>, launch, params, stream);
 }
 
 }  // namespace fastattn

@@ -7,22 +7,22 @@ namespace fastattn {
 // and values is 16 KB, of which at least half is on its way at any time: with two CTAs, 64 KB an SM. An H200 (4.8 TB/s,
 // 132 SMs) needs 29 KB an SM to cover 0.8 us of latency, an A100 (2.0 TB/s, 108 SMs) 15 KB.
 //
-// 16 keys, of n dims each in K and V, are 64 n bytes of a 16-bit cache and half as many of an int8 cache. While an
+// 16 keys, of n dims each in K and V, are 64 n bytes of a 16-bit cache and half as many of an 8-bit one. While an
 // H200's memory brings them (18.4 bytes a clock and SM), an SM has the issue slots of the table. Below them stand the
 // instructions that are executed for these keys, by the emulator's count (contiguous cache, all rows see all keys):
 //
 //   dims              64    128    256
 //   16-bit: slots    890   1780   3560
 //     executed       329    400    547
-//   int8: slots      445    890   1780
+//   8-bit: slots     445    890   1780
 //     executed       356    620    879
 //
-// With int8 and 64 dims, 16 keys are 1 KB, and a step of 16 would execute more instructions than there are issue slots:
+// With 8 bits and 64 dims, 16 keys are 1 KB, and a step of 16 would execute more instructions than there are issue slots:
 // so a warp takes 32 keys at a time there.
-template <int kHeadDim, bool kInt8>
+template <int kHeadDim, bool k8BitCache>
 struct DecodeTileSm80 {
     static constexpr int kBlockM = 16;
-    static constexpr int kWarpN = kInt8 && kHeadDim == 64 ? 32 : 16;
+    static constexpr int kWarpN = k8BitCache && kHeadDim == 64 ? 32 : 16;
     static constexpr int kNumWarps = 4;
     static constexpr int kBlockN = kNumWarps * kWarpN;
     static constexpr int kRingBytes = 16 << 10;

@@ -1,10 +1,11 @@
-// What scores and probabilities need on their way: the scales of int8 tokens, and values that are not finite.
+// What scores and probabilities need on their way: the scales of 8-bit tokens, and values that are not finite.
 #pragma once
 
 #include <cstdint>
 
 #include "decode/cache_tokens.cuh"
 #include "decode/packed_rows.cuh"
+#include "device/fp8.cuh"
 #include "device/nonfinite.cuh"
 
 namespace fastattn {
@@ -19,7 +20,43 @@ __device__ __forceinline__ void silence_unseen(float (&rO)[1][kTilesD][4], char*
     separate_nonfinite<kDataType>(rO, reinterpret_cast<const uint16_t*>(sV), tile, sees, lane, [] { __syncwarp(); });
 }
 
-// Scores of int8 keys, times the keys' scales and `factor`.
+// The same of a tile of fp8 values [kKeys, kTilesD * 8]: NaN is all that is not finite. rO as in eight_bit_gemm.cuh.
+template <int kKeys, int kTilesD>
+__device__ __forceinline__ void silence_unseen_fp8(float (&rO)[1][kTilesD][4], char* sV, const PackedRows& rows,
+                                                   uint32_t present, int32_t first_key, int lane) {
+    using Tile = WarpTile<kTilesD * kMmaN / 2, kKeys>;
+    const Tile tile(sV, lane);
+    uint32_t found = 0;
+    tile.for_own_pairs([&](uint32_t& four) { found |= nan_bits_of_fp8(four); });
+    if (!__any_sync(0xffffffff, found != 0)) return;
+    const uint32_t seen[2] = {rows.seen<kKeys>(0, present, first_key), rows.seen<kKeys>(1, present, first_key)};
+#pragma unroll 1
+    for (int key = 0; key < kKeys; ++key) {
+#pragma unroll
+        for (int chunk = 0; chunk < kTilesD / 2; ++chunk) {  // of 16 dims, of which a lane has four
+            const auto* fours = reinterpret_cast<const uint32_t*>(sV + Tile::Layout::offset(key, chunk));
+            const uint32_t is_nan = nan_bits_of_fp8(fours[lane % kLanesPerRow]);
+            if (is_nan == 0) continue;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if ((is_nan >> (8 * i + 7) & 1) == 0) continue;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    if ((seen[half] >> key & 1) != 0)
+                        rO[0][2 * chunk + i % 2][2 * half + i / 2] = __uint_as_float(0x7fffffff);
+                }
+            }
+        }
+    }
+    __syncwarp();  // waits until every lane has read V as it was
+    tile.for_own_pairs([](uint32_t& four) {
+        const uint32_t is_nan = nan_bits_of_fp8(four);
+        four &= ~((is_nan << 1) - (is_nan >> 7));
+    });
+    __syncwarp();  // waits until V is finite in all of the tile
+}
+
+// Scores of 8-bit keys, times the keys' scales and `factor`.
 template <int kTilesN>
 __device__ __forceinline__ void multiply_columns(float (&rS)[1][kTilesN][4], const float* sScales, float factor,
                                                  int lane) {
@@ -31,7 +68,7 @@ __device__ __forceinline__ void multiply_columns(float (&rS)[1][kTilesN][4], con
     }
 }
 
-// The scales of int8 values go into P, divided by a scale of the output's own: alone they may lie below what 16 bits hold.
+// The scales of 8-bit values go into P, divided by a scale of the output's own: alone they may lie below what 16 bits hold.
 // rO is then the output divided by it. It is a power of two, at most twice the largest scale of the last tile of values,
 // and seldom another than before.
 struct OutputScale {

@@ -8,7 +8,15 @@
 
 namespace fastattn {
 
-// Keys or values of a cache: [blocks, kv_heads, block_rows, head_dim], of 16-bit elements or of int8. A contiguous
+// What a cache holds: elements of the queries' dtype; int8; or fp8, torch's float8_e4m3fn. An element of 8 bits times its scale
+// is what it stands for.
+enum class CacheFormat : int32_t { k16Bit, kInt8, kFp8 };
+
+constexpr bool is_8bit(CacheFormat format) {
+    return format != CacheFormat::k16Bit;
+}
+
+// Keys or values of a cache: [blocks, kv_heads, block_rows, head_dim], of 16-bit elements or of 8-bit ones. A contiguous
 // cache has a block for each sequence, a paged one for each page. Rows lie as those of a HeadsView. Blocks and rows are
 // looked up at every step: their strides have 32 bits, so that an address is two products.
 struct CacheView {
@@ -16,9 +24,10 @@ struct CacheView {
     int32_t head_dim;
     int64_t head_bytes;                 // from one head to the next
     uint32_t block_chunks, row_chunks;  // likewise, in chunks of 16 bytes
-    float* scales;                      // [blocks, kv_heads, block_rows]; null unless the cache is int8
+    float* scales;  // [blocks, kv_heads, block_rows]; null: all are 1, or elements of 16 bits have none
     int64_t scale_head_stride;
     uint32_t scale_block_stride, scale_row_stride;
+    bool scales_are_given;  // one for all tokens of a head: read, while those of single tokens are found and written
 };
 
 // Where the tokens of a sequence lie. Neither lengths nor tables are trusted: see decode/cache_tokens.cuh.

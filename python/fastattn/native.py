@@ -157,7 +157,7 @@ def _tiles_by_size() -> dict[str, dict[str, Any]]:
     for name, tile in KERNELS.items():
         kernel, _, arguments = name.rstrip(">").partition("<")
         sizes = [text for text in arguments.split(", ") if text.isdigit()]
-        for variant in {"options", "int8", "groups"} & set(arguments.split(", ")):
+        for variant in {"options", "int8", "fp8", "groups"} & set(arguments.split(", ")):
             kernel = kernel.replace("_sm", f"_{variant}_sm")
         if tile is not None:
             tiles.setdefault(kernel, {})[", ".join(sizes)] = tile
@@ -257,14 +257,20 @@ def dealt_backward(
     return _LIBRARY.fastattn_dealt_backward(ctypes.byref(facts), widest, *shape, *window, deterministic)
 
 
-def decode_kernel(arch: int, widest: int, dtype: torch.dtype, is_int8: bool) -> str | None:
-    """``is_int8``: of the caches."""
-    return _text(_LIBRARY.fastattn_decode_kernel(arch, widest, dtype == torch.bfloat16, is_int8))
+# What a cache holds, in the order of the C++ enum CacheFormat.
+CACHE_FORMATS = ("16-bit", "int8", "fp8")
 
 
-def append_kernel(arch: int, widest: int, dtype: torch.dtype, is_int8: bool) -> str | None:
-    """``is_int8``: of the caches."""
-    return _text(_LIBRARY.fastattn_append_kernel(arch, widest, dtype == torch.bfloat16, is_int8))
+def decode_kernel(arch: int, widest: int, dtype: torch.dtype, cache: str) -> str | None:
+    """``cache``: one of ``CACHE_FORMATS``."""
+    is_bfloat16 = dtype == torch.bfloat16
+    return _text(_LIBRARY.fastattn_decode_kernel(arch, widest, is_bfloat16, CACHE_FORMATS.index(cache)))
+
+
+def append_kernel(arch: int, widest: int, dtype: torch.dtype, cache: str) -> str | None:
+    """``cache``: one of ``CACHE_FORMATS``."""
+    is_bfloat16 = dtype == torch.bfloat16
+    return _text(_LIBRARY.fastattn_append_kernel(arch, widest, is_bfloat16, CACHE_FORMATS.index(cache)))
 
 
 when_forced: list[Callable[[], None]] = []  # what is to be called when other kernels are forced than before
@@ -364,7 +370,8 @@ def _force_int8_tile(arch: int, tokens: int) -> None:
 
 
 def dealt_decode(
-    arch: int, num_sms: int, widest: int, is_int8: bool, batch: int, kv_heads: int, rows: int, capacity: int
+    arch: int, num_sms: int, widest: int, cache: str, batch: int, kv_heads: int, rows: int, capacity: int
 ) -> Dealt:
     """By the kernel that `decode_kernel` names: ``rows`` of queries a KV head, and ``capacity`` tokens a sequence."""
-    return _LIBRARY.fastattn_dealt_decode(arch, num_sms, widest, is_int8, batch, kv_heads, rows, capacity)
+    cache_format = CACHE_FORMATS.index(cache)
+    return _LIBRARY.fastattn_dealt_decode(arch, num_sms, widest, cache_format, batch, kv_heads, rows, capacity)

@@ -1,6 +1,8 @@
-"""Symmetric int8: rounding to it, and back."""
+"""Symmetric int8, and fp8 (e4m3): rounding to them, and back."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -14,6 +16,39 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = x.detach().to(dtype).abs().amax(-1) / 127
     scale = torch.where(scale == 0, 1.0, scale)  # of zeros, or so small that the division underflows
     return (x.to(dtype) / scale[..., None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+FP8 = torch.float8_e4m3fn
+_LARGEST_FP8 = 448.0
+
+
+def to_fp8(x: Tensor, scale: Tensor | None) -> Tensor:
+    """``x / scale`` in fp8, rounded to nearest even; ``scale`` broadcasts, None is 1.
+
+    Infinity and numbers that are too large become the largest number, 448, and NaN stays NaN.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (x if scale is None else x / scale).clamp(-_LARGEST_FP8, _LARGEST_FP8).to(FP8)
+
+
+def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """fp8 with a scale per row, ``max|x| / 448``: ``x [..., D]`` to fp8 ``[..., D]`` and scales ``[...]``, 1 for zeros.
+
+    A row that is not finite is zeros with the scale NaN.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if x.shape[-1] == 0:
+        return x.to(FP8), x.new_ones(x.shape[:-1], dtype=dtype)
+    scale = x.detach().to(dtype).abs().amax(-1) / _LARGEST_FP8
+    scale = torch.where(scale == 0, 1.0, scale)
+    is_finite = scale.isfinite()
+    rows = torch.where(is_finite[..., None], x.to(dtype), 0.0)
+    return to_fp8(rows, torch.where(is_finite, scale, 1.0)[..., None]), torch.where(is_finite, scale, math.nan)
+
+
+def are_given(scales: Tensor | None) -> bool:
+    """Whether these scales of an fp8 cache are one for all tokens of a head, which the append reads, not writes."""
+    return scales is None or scales.dim() < 3
 
 
 def quantize_int8(weight: Tensor, granularity: str | int = "channel") -> tuple[Tensor, Tensor]:

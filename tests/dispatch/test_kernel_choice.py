@@ -105,15 +105,15 @@ def test_backward_launches_what_the_library_names(changes: dict[str, Any], dtype
 
 @each_dtype
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 208])
-@pytest.mark.parametrize("is_int8", [False, True], ids=["16-bit", "int8"])
-def test_decode_launches_what_the_library_names(head_dim: int, is_int8: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("cache_format", native.CACHE_FORMATS)
+def test_decode_launches_what_the_library_names(head_dim: int, cache_format: str, dtype: torch.dtype) -> None:
     query, cache = heads(1, head_dim, dtype=dtype), heads(40, head_dim, dtype=dtype)
-    scales = {"k_scale": torch.ones(1, 2, 40), "v_scale": torch.ones(1, 2, 40)} if is_int8 else {}
-    cache = cache.to(torch.int8) if is_int8 else cache
+    scales = {} if cache_format == "16-bit" else {"k_scale": torch.ones(1, 2, 40), "v_scale": torch.ones(1, 2, 40)}
+    cache = cache.to({"16-bit": dtype, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[cache_format])
     lengths = torch.tensor([40], dtype=torch.int32)
     with fastattn.use_backend("cuda"), launches.recorded() as found, fastattn.record() as calls:
         fastattn.attention_with_kv_cache(query, cache, cache.clone(), lengths, **scales)
-    assert launched_names(found) == [native.decode_kernel(80, head_dim, dtype, is_int8)]
+    assert launched_names(found) == [native.decode_kernel(80, head_dim, dtype, cache_format)]
     assert launched_names(found) == [call.kernel for call in calls]
 
 
@@ -201,10 +201,10 @@ def test_the_library_names_no_kernel_for_a_gpu_that_has_none() -> None:
         assert native.attention_forward_kernel(80, 264, 64, dtype) is None
         assert native.attention_forward_kernel(80, 64, 264, dtype) is None
         assert native.attention_backward_kernels(75, 64 * 1024, 64, 64, dtype) == ()
-        assert native.decode_kernel(75, 64, dtype, False) is None
+        assert native.decode_kernel(75, 64, dtype, "16-bit") is None
         assert native.int8_matmul_kernel("int8_matmul", 75, 40, dtype, False, False, 1, 64, 64) is None
     assert native.dealt_int8_matmul("int8_matmul", 75, 40, False, 1, 64, 64).ctas == 0
-    assert native.dealt_decode(75, 40, 64, False, 1, 1, 1, 64).ctas == 0
+    assert native.dealt_decode(75, 40, 64, "16-bit", 1, 1, 1, 64).ctas == 0
 
 
 def test_a_gpu_without_kernels_is_an_error_that_names_it() -> None:

@@ -19,6 +19,7 @@ import kernel_symbols
 from emulator import static_facts
 from emulator.static_facts import KernelFacts
 from fastattn import native
+from fastattn.native import CACHE_FORMATS
 from installed_library import BUILD, LIBRARY_PATH
 from instances import ALL_INSTANCES, DTYPES, rows_of
 
@@ -159,16 +160,16 @@ def options_instance(symbol: str) -> tuple[int, str, bool] | None:
     return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
 
 
-def decode_instance(symbol: str) -> tuple[int, str, bool] | None:
-    """(head dim, dtype, int8 cache) of a mangled decode_split_sm80, None for any other symbol."""
-    match = re.search(r"decode_split_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
-    return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
+def decode_instance(symbol: str) -> tuple[int, str, str] | None:
+    """(head dim, dtype, format of the cache) of a mangled decode_split_sm80, None for any other symbol."""
+    match = re.search(r"decode_split_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELN\w*?11CacheFormatE(\d)E", symbol)
+    return (int(match[1]), DTYPES[int(match[2])], CACHE_FORMATS[int(match[3])]) if match else None
 
 
-def append_instance(symbol: str) -> tuple[int, str, bool] | None:
+def append_instance(symbol: str) -> tuple[int, str, str] | None:
     """Likewise of a decode_append_sm80."""
-    match = re.search(r"decode_append_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
-    return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
+    match = re.search(r"decode_append_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELN\w*?11CacheFormatE(\d)E", symbol)
+    return (int(match[1]), DTYPES[int(match[2])], CACHE_FORMATS[int(match[3])]) if match else None
 
 
 def key_value_instance(symbol: str) -> tuple[int, bool, str] | None:
@@ -219,7 +220,7 @@ def options_kernels() -> dict[tuple[int, str, bool], KernelFacts]:
 
 
 @functools.cache
-def decode_kernels() -> dict[tuple[int, str, bool], KernelFacts]:
+def decode_kernels() -> dict[tuple[int, str, str], KernelFacts]:
     return {
         instance: facts for name, facts in machine_code().items() if (instance := decode_instance(name)) is not None
     }
@@ -484,18 +485,18 @@ def test_append_copies_16_bytes_at_a_time_and_leaves_room_for_other_ctas() -> No
     """Keys and values each once; what it waits for is memory, so that many warps are to run at a time."""
     kernels = {instance: facts for name, facts in machine_code().items() if (instance := append_instance(name))}
     assert sorted(kernels) == APPEND_INSTANCES
-    for (_, _, is_int8), kernel in kernels.items():
+    for (_, _, cache_format), kernel in kernels.items():
         assert 0 < kernel.registers <= 64 and kernel.static_shared_bytes == kernel.stack_bytes == 0
         loads, stores = (
             [name.split(".") for name in kernel.instructions if name.startswith(kind)] for kind in ("LDG", "STG")
         )
         assert sum("128" in parts for parts in loads) == 2
-        assert sum(("64" if is_int8 else "128") in parts for parts in stores) == 2
+        assert sum(("128" if cache_format == "16-bit" else "64") in parts for parts in stores) == 2
 
 
 @with_sm80_kernels
 @pytest.mark.parametrize("instance", DECODE_INSTANCES, ids=str)
-def test_decode_never_touches_local_memory(instance: tuple[int, str, bool]) -> None:
+def test_decode_never_touches_local_memory(instance: tuple[int, str, str]) -> None:
     kernel = decode_kernels()[instance]
     assert 0 < kernel.registers <= MAX_REGISTERS
     assert kernel.local_in_loops + kernel.local_outside == 0
@@ -504,7 +505,7 @@ def test_decode_never_touches_local_memory(instance: tuple[int, str, bool]) -> N
 
 @with_sm80_kernels
 @pytest.mark.parametrize("instance", DECODE_INSTANCES, ids=str)
-def test_decode_multiplies_on_the_tensor_cores(instance: tuple[int, str, bool]) -> None:
+def test_decode_multiplies_on_the_tensor_cores(instance: tuple[int, str, str]) -> None:
     head_dim, dtype, int8 = instance
     expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
     instructions = decode_kernels()[instance].instructions

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastattn import reference
+from fastattn.quantization import FP8
 from kernel_device import DEVICE
 from oracle import check_against_oracle
 
@@ -39,6 +40,7 @@ class Case:
     rotary_dim: int = 0
     interleaved: bool = False
     int8: bool = False
+    fp8: str = ""  # "", or whose the scales are: "tokens", "heads", "tensor", "nobody"
     scale: float | None = None
     splits: int = 0
     batch_invariant: bool = False
@@ -61,6 +63,18 @@ def aligned_rows(cache: Tensor) -> Tensor:
     return copy.copy_(cache)
 
 
+def spoil(tensor: Tensor) -> None:
+    """Fill it with NaN."""
+    if tensor.dtype == FP8:
+        tensor.view(torch.uint8).fill_(0x7F)
+    else:
+        tensor.fill_(math.nan)
+
+
+def comparable(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == FP8 else tensor
+
+
 def make_cache(
     case: Case, dim: int, block_table: Tensor | None, generator: torch.Generator
 ) -> tuple[Tensor, Tensor | None]:
@@ -71,13 +85,21 @@ def make_cache(
     scales = None
     if case.int8:
         rows, scales = reference.quantize_rows(rows)
+    if case.fp8 == "tokens":
+        rows, scales = reference.quantize_rows_fp8(rows)
+    elif case.fp8:
+        rows = reference.to_fp8(rows, None)
     spoiled = scales if scales is not None else rows
     for sequence in range(batch):
-        spoiled[sequence, :, absent_rows(case, sequence)] = math.nan
+        spoil(spoiled[sequence, :, absent_rows(case, sequence)])
     if block_table is None:
         return rows, scales
     num_pages = batch * block_table.shape[1] + 3  # three pages that nobody names
-    pages = rows.new_full((num_pages, kv_heads, case.page_size, dim), 99 if case.int8 else math.nan)
+    pages = rows.new_zeros((num_pages, kv_heads, case.page_size, dim))
+    if case.int8:
+        pages.fill_(99)
+    else:
+        spoil(pages)
     page_scales = None if scales is None else scales.new_full((num_pages, kv_heads, case.page_size), math.nan)
     for sequence in range(batch):
         for index, page in enumerate(block_table[sequence].tolist()):
@@ -104,6 +126,9 @@ def make_arguments(case: Case) -> dict[str, Any]:
         block_table = block_table.view(batch, max_pages).to(torch.int32)
     k_cache, k_scale = make_cache(case, head_dim, block_table, generator)
     v_cache, v_scale = make_cache(case, value_dim, block_table, generator)
+    if case.fp8 in ("heads", "tensor"):
+        shape = (kv_heads,) if case.fp8 == "heads" else ()
+        k_scale, v_scale = (0.3 + torch.rand(shape, generator=generator) for _ in range(2))
     if block_table is not None:  # what lies beyond the tokens names no page
         for sequence, length in enumerate(case.lengths):
             first_unused = -(-max(length + case.new, 0) // case.page_size)
@@ -172,7 +197,8 @@ def check(case: Case, run_kernel: RunKernel, arguments: dict[str, Any] | None = 
     out, lse = run_kernel(case, inputs)
     for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
         if isinstance(arguments[name], Tensor):
-            torch.testing.assert_close(inputs[name], expected[name], rtol=0, atol=0, equal_nan=True)
+            found, wanted = comparable(inputs[name]), comparable(expected[name])
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
     # The cache is what it should be: now the oracle attends over these very bits, with nothing left to append.
     expected["cache_seqlens"] = expected["cache_seqlens"].clamp(0, case.capacity) + case.new
@@ -185,6 +211,7 @@ def check(case: Case, run_kernel: RunKernel, arguments: dict[str, Any] | None = 
     return out, lse
 
 
+FP8_SCALES = ("tokens", "heads", "tensor", "nobody")
 CASES = [
     Case("one-query"),
     Case("bfloat16", dtype=torch.bfloat16),
@@ -230,6 +257,17 @@ CASES = [
     Case("int8-small-values", int8=True, magnitude=1e-4, scale=1e6),
     Case("int8-paged", int8=True, page_size=16, capacity=160, new=1, splits=3),
     Case("int8-page-64", int8=True, page_size=64, capacity=192, new=2, dims=(16, 48)),
+    *(Case(f"fp8-of-{whose}", fp8=whose) for whose in FP8_SCALES),
+    *(Case(f"fp8-append-{whose}", fp8=whose, new=3, queries=3, rotary_dim=32) for whose in FP8_SCALES),
+    Case("fp8-bfloat16", fp8="tensor", new=2, queries=2, dtype=torch.bfloat16),
+    Case("fp8-tokens-bfloat16", fp8="tokens", new=2, queries=2, dtype=torch.bfloat16),
+    Case("fp8-subnormal", fp8="nobody", magnitude=0.004, scale=1e3, new=2),
+    Case("fp8-saturated", fp8="nobody", magnitude=300.0, scale=1e-4, new=5),
+    Case("fp8-paged", fp8="heads", page_size=16, capacity=160, new=1, splits=3),
+    Case("fp8-page-64", fp8="tokens", page_size=64, capacity=192, new=2, dims=(16, 48)),
+    Case("fp8-window", fp8="heads", window=(17, 2), causal=False, queries=7, dims=(64, 128)),
+    Case("fp8-everything", dims=(64, 32), heads=(8, 2), queries=3, new=3, page_size=16, capacity=160, window=(90, -1),
+         softcap=8.0, alibi="batch", sinks=True, rotary_dim=32, fp8="heads", splits=2),
     Case("large-magnitude", magnitude=30.0),
     Case("negative-scale", scale=-0.3, queries=2),
     Case("zero-scale", scale=0.0),

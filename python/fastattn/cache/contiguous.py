@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn.cache.protocol import AttendOptions, StepCache
-from fastattn.cache.storage import CacheLayout, LayerStorage
+from fastattn.cache.storage import CacheLayout, LayerStorage, as_numbers
 from fastattn.checks import check_dtype, check_int, check_rank, check_same_device, check_shape, check_tensor, expect
 from fastattn.errors import CacheFull
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
@@ -41,7 +41,8 @@ class KVCache(StepCache):
         capacity: tokens per sequence to begin with.
         max_capacity: where growing ends and ``CacheFull`` is raised; by default nowhere.
         dtype, device: of the queries, keys and values; by default torch's defaults.
-        quantized: store int8 with one float32 scale per token and head: half the memory of 16 bits.
+        quantized: store int8 (``True`` or ``torch.int8``) or fp8 (``torch.float8_e4m3fn``) with one float32 scale per
+            token and head: half the memory of 16 bits.
 
     Raises:
         InputError, TypeError: an argument is wrong.
@@ -59,7 +60,7 @@ class KVCache(StepCache):
         max_capacity: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        quantized: bool = False,
+        quantized: bool | torch.dtype = False,
     ) -> None:
         check_int("num_layers", num_layers, minimum=1)
         check_int("batch", batch, minimum=0)
@@ -210,7 +211,7 @@ class KVCache(StepCache):
         check_same_device("sequences", sequences, self._lengths.device)
         sequences = sequences.clamp(0, max(self.batch - 1, 0))  # nothing outside is read, whatever the device holds
         lengths = self._lengths.index_select(1, sequences)
-        tensors = [tensor for layer in self._layers for tensor in layer.tensors()]
+        tensors = [as_numbers(tensor) for layer in self._layers for tensor in layer.tensors()]
         # All memory that it takes, first: if that ran out half-way, some layers would be reordered and others not.
         reordered = {(tensor.shape, tensor.dtype): torch.empty_like(tensor) for tensor in tensors}
         for tensor in tensors:

@@ -48,7 +48,8 @@ class PagedKVCache:
         page_size: tokens per page.
         value_dim: the values' head dim, by default ``head_dim``.
         dtype, device: of the queries, keys and values; by default torch's defaults.
-        quantized: store int8 with one float32 scale per token and head.
+        quantized: store int8 (``True`` or ``torch.int8``) or fp8 (``torch.float8_e4m3fn``) with one float32 scale per
+            token and head.
 
     Raises:
         InputError, TypeError: an argument is wrong.
@@ -65,7 +66,7 @@ class PagedKVCache:
         value_dim: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        quantized: bool = False,
+        quantized: bool | torch.dtype = False,
     ) -> None:
         check_int("num_layers", num_layers, minimum=1)
         check_int("num_pages", num_pages, minimum=1)
@@ -147,7 +148,9 @@ class PagedKVCache:
             CacheFull: the pool has too few free pages. InputError, TypeError: an argument is wrong, or the cache is
                 quantized. Nothing has changed then.
         """
-        expect(not self.layout.quantized, "quantized", "False for chunks: their attention takes no int8 pages", True)
+        expect(
+            not self.layout.quantized, "quantized", "False for chunks: their attention takes no pages of 8 bits", True
+        )
         names, counts = list(sequences), list(num_new)
         expect(len(counts) == len(names), "num_new", f"one number for each of {len(names)} sequences", len(counts))
         for count in counts:

@@ -10,6 +10,12 @@ from torch import Tensor
 
 from fastattn.checks import FLOATING, check_bool, check_choice, check_int
 from fastattn.layout import ALIGNMENT_BYTES
+from fastattn.quantization import FP8
+
+
+def as_numbers(tensor: Tensor) -> Tensor:
+    """fp8 as its bytes, since torch has few operators for it; other tensors as they are."""
+    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,7 @@ class CacheLayout:
     value_dim: int
     dtype: torch.dtype
     device: torch.device
-    quantized: bool
+    quantized: torch.dtype | None  # int8 or fp8, if it is
 
     @classmethod
     def checked(
@@ -41,13 +47,19 @@ class CacheLayout:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype: expected a torch.dtype, got {type(dtype).__name__}")
         check_choice("dtype", dtype, FLOATING)
-        check_bool("quantized", quantized)
+        if not isinstance(quantized, torch.dtype):
+            quantized = torch.int8 if check_bool("quantized", quantized) else None
+        check_choice("quantized", quantized, (None, torch.int8, FP8))
         device = torch.get_default_device() if device is None else torch.device(device)
         return cls(kv_heads, head_dim, value_dim, dtype, device, quantized)
 
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return self.quantized or self.dtype
+
     def describe(self) -> str:
         """For a cache's ``repr``."""
-        kind = "int8" if self.quantized else str(self.dtype).removeprefix("torch.")
+        kind = str(self.stored_dtype).removeprefix("torch.")
         dims = f"head_dim={self.head_dim}"
         if self.value_dim != self.head_dim:
             dims += f", value_dim={self.value_dim}"
@@ -56,7 +68,7 @@ class CacheLayout:
 
 @dataclass
 class LayerStorage:
-    """``k [blocks, Hkv, rows, D]`` and ``v [blocks, Hkv, rows, Dv]``; if int8, with scales ``[blocks, Hkv, rows]``."""
+    """``k [blocks, Hkv, rows, D]`` and ``v [blocks, Hkv, rows, Dv]``; of 8 bits with scales ``[blocks, Hkv, rows]``."""
 
     k: Tensor
     v: Tensor
@@ -66,7 +78,7 @@ class LayerStorage:
     @classmethod
     def allocate(cls, layout: CacheLayout, blocks: int, rows: int) -> LayerStorage:
         """Zeros, every row on the boundary that the kernels' vector loads need."""
-        dtype = torch.int8 if layout.quantized else layout.dtype
+        dtype = layout.stored_dtype
 
         def zeros(dim: int) -> Tensor:
             unit = max(1, ALIGNMENT_BYTES // dtype.itemsize)
@@ -75,7 +87,7 @@ class LayerStorage:
             return torch.zeros(shape, dtype=dtype, device=layout.device)[..., :dim]
 
         def ones() -> Tensor | None:
-            if not layout.quantized:
+            if layout.quantized is None:
                 return None
             return torch.ones(blocks, layout.kv_heads, rows, dtype=torch.float32, device=layout.device)
 
@@ -99,7 +111,8 @@ class LayerStorage:
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks ``sources`` to blocks ``targets``, int64 ``[n]``; no target is a source."""
         for tensor in self.tensors():
-            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+            numbers = as_numbers(tensor)
+            numbers.index_copy_(0, targets, numbers.index_select(0, sources))
 
     @property
     def nbytes(self) -> int:

@@ -17,7 +17,7 @@ from fastattn.dispatch.device import DeviceFacts, facts, when_emulation_changes
 from fastattn.dispatch.order import order_for
 from fastattn.dispatch.reasons import reason_against
 from fastattn.dispatch.recording import is_recording
-from fastattn.dispatch.support import CHANGES_SCORES, FEATURES, KERNEL_BACKENDS, SUPPORT, Support
+from fastattn.dispatch.support import CHANGES_SCORES, FEATURE_OF_CACHE, FEATURES, KERNEL_BACKENDS, SUPPORT, Support
 from fastattn.dispatch.thread_state import Explained, NoKernel, thread
 from fastattn.dispatch.users_line import warn_at_users_line
 from fastattn.errors import InputError
@@ -186,7 +186,7 @@ def _hold_in_graph(conditions: tuple[Any, ...]) -> bool:
 
 def _as_prefilling(backend: str, call: Call, device_facts: DeviceFacts) -> Call | None:
     """Decoding with many queries as a call of the attention kernel over pages, or None where it is another case."""
-    if call.op != "decode" or not call.may_prefill or "int8 cache" in call.features:
+    if call.op != "decode" or not call.may_prefill or not call.features.isdisjoint(FEATURE_OF_CACHE.values()):
         return None
     features = call.features & FEATURES["attention"].keys() | {"varlen", "paged"}
     prefilling = call._replace(op="attention", features=features)
@@ -231,9 +231,9 @@ def _native_kernel(call: Call, device_facts: DeviceFacts) -> str:
     if call.op == "int8_matmul":
         name = native.int8_matmul_kernel(*_int8_call(call, device_facts))
     elif call.op == "append":
-        name = native.append_kernel(arch, max(head_dim, value_dim), dtype, "int8 cache" in features)
+        name = native.append_kernel(arch, max(head_dim, value_dim), dtype, _cache_format(features))
     elif call.op == "decode":
-        name = native.decode_kernel(arch, max(head_dim, value_dim), dtype, "int8 cache" in features)
+        name = native.decode_kernel(arch, max(head_dim, value_dim), dtype, _cache_format(features))
     else:
         name = native.attention_forward_kernel(
             arch,
@@ -245,6 +245,11 @@ def _native_kernel(call: Call, device_facts: DeviceFacts) -> str:
         )
     assert name is not None, f"the library has no kernel for {call}"
     return name
+
+
+def _cache_format(features: frozenset[str]) -> str:
+    """One of ``native.CACHE_FORMATS``."""
+    return next((name for name in native.CACHE_FORMATS if f"{name} cache" in features), "16-bit")
 
 
 def _int8_call(call: Call, device_facts: DeviceFacts) -> tuple[Any, ...]:

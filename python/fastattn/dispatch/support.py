@@ -38,6 +38,7 @@ FEATURES: dict[str, dict[str, str]] = {
         "rotary": "rotary embedding",
         "paged": "a paged cache",
         "int8 cache": "an int8 cache",
+        "fp8 cache": "an fp8 cache",
         "window": "a sliding window",
         "softcap": "softcap",
         "alibi": "ALiBi slopes",
@@ -46,6 +47,7 @@ FEATURES: dict[str, dict[str, str]] = {
     "append": {
         "value dim": "a value head dim that differs from the keys'",
         "int8 cache": "an int8 cache",
+        "fp8 cache": "an fp8 cache",
     },
     "int8_matmul": {
         "gradients": "gradients (of the input, bias and residual)",
@@ -60,6 +62,9 @@ FEATURES: dict[str, dict[str, str]] = {
 
 # Options of attention that do more to scores than scaling them and hiding some by position.
 CHANGES_SCORES = frozenset({"softcap", "alibi", "mask", "bias", "dropout"})
+
+# How a call uses a cache of 8 bits, by the cache's dtype.
+FEATURE_OF_CACHE = {torch.int8: "int8 cache", torch.float8_e4m3fn: "fp8 cache"}
 
 # What the table's rows call the operations.
 FUNCTIONS = {

@@ -25,8 +25,10 @@ from fastattn.checks import (
 from fastattn.dispatch.call import Call
 from fastattn.dispatch.choose import MOST_DECODED_QUERIES
 from fastattn.dispatch.reasons import only_torch_handles
+from fastattn.dispatch.support import FEATURE_OF_CACHE
 from fastattn.errors import InputError
 from fastattn.functional.attention_checks import check_pages, check_sinks, check_slopes, check_window, default_scale
+from fastattn.quantization import FP8, are_given
 
 
 class Tensors(NamedTuple):
@@ -190,18 +192,24 @@ def _check_caches(t: Tensors) -> set[str]:
 
 def _check_storage(t: Tensors | AppendTensors, dtype: torch.dtype) -> set[str]:
     """Dtypes of caches beside tensors of ``dtype``, and the scales that belong to them."""
-    is_int8 = t.k_cache.dtype == torch.int8
-    check_dtype("k_cache", t.k_cache, (dtype, torch.int8))
+    check_dtype("k_cache", t.k_cache, (dtype, torch.int8, FP8))
     check_dtype("v_cache", t.v_cache, (t.k_cache.dtype,))
     for name, scale, cache in (("k_scale", t.k_scale, t.k_cache), ("v_scale", t.v_scale, t.v_cache)):
-        if not is_int8:
+        if cache.dtype not in FEATURE_OF_CACHE:
             expect(scale is None, name, f"None beside a cache of {cache.dtype}", "a tensor")
             continue
         if scale is None:
-            raise InputError(f"{name}: expected a float32 tensor beside an int8 cache, got None")
+            if cache.dtype == torch.int8:
+                raise InputError(f"{name}: expected a float32 tensor beside an int8 cache, got None")
+            continue
         check_dtype(name, scale, (torch.float32,))
-        check_shape(name, scale, cache.shape[:-1], "of the cache without its last dim")
-    return {"int8 cache"} if is_int8 else set()
+        if cache.dtype == torch.int8 or not are_given(scale):
+            check_shape(name, scale, cache.shape[:-1], "of the cache without its last dim")
+        elif scale.numel() != 1:
+            layout = "of one scale ([] or [1]), of the cache without its last dim, or [Hkv]"
+            check_shape(name, scale, cache.shape[1:2], layout)
+    feature = FEATURE_OF_CACHE.get(t.k_cache.dtype)
+    return set() if feature is None else {feature}
 
 
 def _check_append(t: Tensors) -> set[str]:
@@ -336,6 +344,9 @@ def check_device_memory(t: Tensors) -> None:
     is_old = (column < t.cache_seqlens[:, None])[:, None]
     for name, scale in (("k_scale", t.k_scale), ("v_scale", t.v_scale)):
         if scale is None or capacity == 0 or scale.numel() == 0:
+            continue
+        if are_given(scale):
+            expect(bool(scale.isfinite().all()), name, "finite scales", "NaN or infinity")
             continue
         if t.block_table is not None:
             pages = t.block_table.clamp(0, scale.shape[0] - 1).long()

@@ -115,7 +115,7 @@ def _decode(call: OperatorCall) -> Work:
         tokens,
         call["query"].itemsize,
         call["k_cache"].itemsize,
-        call["k_scale"].is_tensor,
+        len(call["k_scale"].shape) == 3,
     )
     return result._replace(is_upper_bound=True)
 

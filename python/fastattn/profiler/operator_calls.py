@@ -17,6 +17,7 @@ _DTYPES = {
     "float": ("float32", 4),
     "double": ("float64", 8),
     "signed char": ("int8", 1),
+    "c10::Float8_e4m3fn": ("float8_e4m3fn", 1),
 }
 
 

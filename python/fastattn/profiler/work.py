@@ -92,7 +92,8 @@ def attention_decode(
     cache_itemsize: int,
     scales: bool = False,
 ) -> Work:
-    """``query [B, Hq, Sq, D]`` over ``total_tokens`` cached ones of all sequences; ``scales``: of an int8 cache."""
+    """``query [B, Hq, Sq, D]`` over ``total_tokens`` cached ones of all sequences; ``scales``: each token of a
+    head has its own."""
     batch, heads, num_queries, head_dim = query
     rows = batch * heads * num_queries
     token_bytes = kv_heads * ((head_dim + value_dim) * cache_itemsize + (8 if scales else 0))

@@ -5,7 +5,7 @@ O(Sq * Sk) memory. Shapes and meanings are those of the public functions of the 
 floating dtype up to float64 and computes in at least float32 unless ``compute_dtype`` says otherwise.
 """
 
-from fastattn.quantization import dequantize_int8, quantize_int8, quantize_rows
+from fastattn.quantization import dequantize_int8, quantize_int8, quantize_rows, quantize_rows_fp8, to_fp8
 from fastattn.reference.attention import attention, attention_varlen
 from fastattn.reference.dropout import dropout_keep, philox_4x32
 from fastattn.reference.int8_linear import int8_linear
@@ -23,5 +23,7 @@ __all__ = [
     "philox_4x32",
     "quantize_int8",
     "quantize_rows",
+    "quantize_rows_fp8",
     "rotary",
+    "to_fp8",
 ]

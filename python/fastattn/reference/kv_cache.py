@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.quantization import quantize_rows
+from fastattn.quantization import FP8, are_given, quantize_rows, quantize_rows_fp8, to_fp8
 from fastattn.reference.formula import attend, bounds
 from fastattn.reference.pages import gather_pages, present_pages
 from fastattn.rotary import rotary
@@ -23,6 +23,39 @@ def _append(cache: Tensor, new: Tensor, rows: Tensor, block_rows: int) -> None:
     is_written = (writer >= 0)[:, None, :].view(cache.shape[0], 1, block_rows, *[1] * (cache.dim() - 3))
     written = new.transpose(1, 2).flatten(0, 1)[writer.clamp(min=0)].transpose(1, 2)
     cache.copy_(torch.where(is_written, written.to(cache.dtype), cache))
+
+
+def _store(cache: Tensor, scales: Tensor | None, new: Tensor, rows: Tensor, block_rows: int) -> None:
+    """`_append` in the format of the cache, with the scales that it computes."""
+    if cache.dtype == FP8:
+        if are_given(scales):
+            new = to_fp8(new, scales if scales is None else _of_heads(scales))
+        else:
+            assert scales is not None
+            new, new_scales = quantize_rows_fp8(new)
+            _append(scales, new_scales, rows, block_rows)
+        cache, new = cache.view(torch.uint8), new.view(torch.uint8)  # torch has few operators for fp8
+    elif scales is not None:
+        new, new_scales = quantize_rows(new)
+        _append(scales, new_scales, rows, block_rows)
+    _append(cache, new, rows, block_rows)
+
+
+def _read(cache: Tensor, scales: Tensor | None, table: Tensor) -> Tensor:
+    """The keys or values of the pages in ``table``."""
+    if cache.dtype == FP8:
+        tokens = gather_pages(cache.view(torch.uint8), table).view(FP8).to(torch.float32)
+    else:
+        tokens = gather_pages(cache, table)
+    if scales is None:
+        return tokens
+    of_tokens = _of_heads(scales) if are_given(scales) else gather_pages(scales, table)[..., None]
+    return tokens.to(scales.dtype) * of_tokens
+
+
+def _of_heads(scales: Tensor) -> Tensor:
+    """Scales ``[Hkv]``, ``[1]`` or ``[]`` beside ``[B, Hkv, …, D]``."""
+    return scales.reshape(-1, 1, 1)
 
 
 def append_to_cache(
@@ -43,11 +76,7 @@ def append_to_cache(
     slot = slot_mapping.to(torch.int64)[None]
     slot = torch.where((slot >= 0) & (slot < num_slots), slot, num_slots)
     for cache, new, scales in ((k_cache, k_new, k_scale), (v_cache, v_new, v_scale)):
-        new = new.transpose(0, 1)[None]
-        if scales is not None:
-            new, new_scales = quantize_rows(new)
-            _append(scales, new_scales, slot, page_size)
-        _append(cache, new, slot, page_size)
+        _store(cache, scales, new.transpose(0, 1)[None], slot, page_size)
 
 
 def attention_with_kv_cache(
@@ -103,21 +132,14 @@ def attention_with_kv_cache(
         fits = (new_position < capacity) & block_is_present.gather(1, block)
         row = torch.where(fits, row, num_blocks * block_rows)
         for cache, new, scales in ((k_cache, k_new, k_scale), (v_cache, v_new, v_scale)):
-            if scales is not None:
-                new, new_scales = quantize_rows(new)
-                _append(scales, new_scales, row, block_rows)
-            _append(cache, new, row, block_rows)
-
-    def read(cache: Tensor, scales: Tensor | None) -> Tensor:
-        rows = gather_pages(cache, table)
-        return rows if scales is None else rows.to(scales.dtype) * gather_pages(scales, table)[..., None]
+            _store(cache, scales, new, row, block_rows)
 
     column = torch.arange(capacity, device=device)
     key_is_present = (column < total[:, None]) & block_is_present.repeat_interleave(block_rows, dim=1)
     out, lse = attend(
         query,
-        read(k_cache, k_scale),
-        read(v_cache, v_scale),
+        _read(k_cache, k_scale, table),
+        _read(v_cache, v_scale, table),
         position=position,
         alibi_position=position,
         key_is_present=key_is_present,

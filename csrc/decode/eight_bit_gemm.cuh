@@ -1,7 +1,7 @@
-// The two products of attention on int8 keys and values, which become 16-bit floats in registers, exactly
-// (device/dequantize.cuh): both products lack a factor of Int8Decoding<kDataType>::kFactor.
+// The two products of attention on keys and values of 8 bits, which become 16-bit floats in registers, exactly
+// (cache_decoding.cuh): both products lack a factor of Decoding::kFactor.
 //
-// A row of int8 is a row of half as many pairs, of 16 bits each, for copies, swizzles and ldmatrix. A lane then receives four
+// A row of them is a row of half as many pairs, of 16 bits each, for copies, swizzles and ldmatrix. A lane then receives four
 // neighbouring dims where a matrix of 16-bit elements would give it two. Which dims stand where is free as long as both
 // operands of a product agree:
 //   Q·Kᵀ  of each 16 dims, lane l % 4 holds dims 4 * (l % 4) + 0 … 3 as its k; queries are staged in that order.
@@ -11,17 +11,17 @@
 
 #include <cstdint>
 
-#include "device/dequantize.cuh"
+#include "decode/cache_decoding.cuh"
 #include "device/fragment.cuh"
 #include "device/ptx/ldmatrix.cuh"
 #include "device/swizzle.cuh"
 
 namespace fastattn {
 
-// rS = sQ · sKᵀ, without the keys' scales. sQ at ldmatrix_lane, in the order above; sK [kTilesN * 8, kHeadDim] int8 at
+// rS = sQ · sKᵀ, without the keys' scales. sQ at ldmatrix_lane, in the order above; sK [kTilesN * 8, kHeadDim] bytes at
 // ldmatrix_lane_b.
-template <DataType kDataType, int kHeadDim, int kTilesN>
-__device__ __forceinline__ void gemm_qk_int8(float (&rS)[1][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
+template <typename Decoding, int kHeadDim, int kTilesN>
+__device__ __forceinline__ void gemm_qk_8bit(float (&rS)[1][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
                                              const SwizzledBlocks<kHeadDim / 2>& sK) {
 #pragma unroll
     for (int n = 0; n < kTilesN; ++n) {
@@ -39,36 +39,36 @@ __device__ __forceinline__ void gemm_qk_int8(float (&rS)[1][kTilesN][4], const S
             ptx::ldmatrix_m8n8_x4(rQ, sQ.address(0, 2 * pair + half * kMmaK));
 #pragma unroll
             for (int n = 0; n < kTilesN; ++n) {
-                const uint32_t four = biased(rK[n / 2][n % 2 * 2 + half]);
-                mma_m16n8k16<kDataType>(rS[0][n], rQ, decode_pair<kDataType, 0, 1>(four),
-                                        decode_pair<kDataType, 2, 3>(four));
+                const auto four = Decoding::spread(rK[n / 2][n % 2 * 2 + half]);
+                mma_m16n8k16<Decoding::kDataType>(rS[0][n], rQ, Decoding::template pair<0, 1>(four),
+                                                  Decoding::template pair<2, 3>(four));
             }
         }
     }
 }
 
-// rO += rP · sV, with rP rounded to 16 bits. sV [kTilesN * 8, kHeadDim] int8 at ldmatrix_lane. rO[2 * i] and
+// rO += rP · sV, with rP rounded to 16 bits. sV [kTilesN * 8, kHeadDim] bytes at ldmatrix_lane. rO[2 * i] and
 // rO[2 * i + 1] are the even and the odd dims of the i-th 16.
-template <DataType kDataType, int kHeadDim, int kTilesN>
-__device__ __forceinline__ void gemm_pv_int8(float (&rO)[1][kHeadDim / kMmaN][4], const float (&rP)[1][kTilesN][4],
+template <typename Decoding, int kHeadDim, int kTilesN>
+__device__ __forceinline__ void gemm_pv_8bit(float (&rO)[1][kHeadDim / kMmaN][4], const float (&rP)[1][kTilesN][4],
                                              const SwizzledBlocks<kHeadDim / 2>& sV) {
 #pragma unroll
     for (int n = 0; n < kTilesN; n += 2) {
         uint32_t rA[4];
-        accumulators_to_a<kDataType>(rA, rP[0][n], rP[0][n + 1]);
+        accumulators_to_a<Decoding::kDataType>(rA, rP[0][n], rP[0][n + 1]);
 #pragma unroll
         for (int pair = 0; pair < kHeadDim / 2; pair += kMmaK) {
             uint32_t rV[4];
             ptx::ldmatrix_m8n8_x4_trans(rV, sV.address(n * kMmaN, pair));
 #pragma unroll
             for (int right = 0; right < 2; ++right) {
-                const uint32_t upper = biased(rV[2 * right]), lower = biased(rV[2 * right + 1]);
+                const auto upper = Decoding::spread(rV[2 * right]), lower = Decoding::spread(rV[2 * right + 1]);
                 float (&rEven)[4] = rO[0][pair / 4 + 2 * right];
                 float (&rOdd)[4] = rO[0][pair / 4 + 2 * right + 1];
-                mma_m16n8k16<kDataType>(rEven, rA, decode_pair<kDataType, 0, 2>(upper),
-                                        decode_pair<kDataType, 0, 2>(lower));
-                mma_m16n8k16<kDataType>(rOdd, rA, decode_pair<kDataType, 1, 3>(upper),
-                                        decode_pair<kDataType, 1, 3>(lower));
+                mma_m16n8k16<Decoding::kDataType>(rEven, rA, Decoding::template pair<0, 2>(upper),
+                                                  Decoding::template pair<0, 2>(lower));
+                mma_m16n8k16<Decoding::kDataType>(rOdd, rA, Decoding::template pair<1, 3>(upper),
+                                                  Decoding::template pair<1, 3>(lower));
             }
         }
     }

@@ -1,0 +1,35 @@
+"""fp8 (e4m3 without infinities) by its bits, on GPUs that have no instructions for it too: caches come as bytes."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LARGEST = tl.constexpr(448.0)
+LEAST_NORMAL = tl.constexpr(2.0**-6)
+UNIT_IS_LEAST_SUBNORMAL = tl.constexpr(2.0**14)  # its unit in the last place, as fp32, is 2^-9
+BIASES = tl.constexpr((127 - 7) << 3)
+
+
+@triton.jit
+def decode_fp8(code):
+    """uint8 to the fp32 numbers that they are, exactly. Magnitude 0x7f is NaN.
+
+    Exponent and mantissa where fp32 has the lowest and the highest bits of its own are the number times 2^(7 - 127).
+    """
+    code = code.to(tl.int32)
+    bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
+    value = bits.to(tl.float32, bitcast=True) * 2.0**120
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def encode_fp8(x):
+    """fp32 to uint8, rounded to nearest even. What is larger than 448 becomes 448, infinity too; NaN stays NaN."""
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    magnitude = tl.minimum(tl.abs(x), LARGEST)
+    subnormal = (magnitude + UNIT_IS_LEAST_SUBNORMAL).to(tl.int32, bitcast=True) & 0xF
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - BIASES
+    code = tl.where(magnitude < LEAST_NORMAL, subnormal, normal)
+    return (sign | tl.where(x == x, code, 0x7F)).to(tl.uint8)
