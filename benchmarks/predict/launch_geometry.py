@@ -269,14 +269,14 @@ def decode(case: DecodeCase, machine: Machine, shared_bytes: int) -> dict[str, G
 
 def native_decode(case: DecodeCase, machine: Machine) -> dict[str, Geometry]:
     """The CUDA C++ kernel, which merges the parts of a tile itself. CTAs have as many blocks of keys, whoever's."""
-    name = native.decode_kernel(machine.arch, case.head_dim, case.torch_dtype, cache="16-bit")
+    rows, shared_bytes = case.heads // case.kv_heads, machine.shared_bytes - RESERVED_SHARED_BYTES
+    name = native.decode_kernel(machine.arch, shared_bytes, case.head_dim, case.torch_dtype, "16-bit", rows)
     assert name is not None
     kernel, _, arguments = name.partition("<")
-    tile, width, rows = native.KERNELS[name], int(arguments.split(",")[0]), case.heads // case.kv_heads
+    tile, width = native.KERNELS[name], int(arguments.split(",")[0])
     capacity = case.pages_per_sequence * case.page_size if case.page_size else case.context
-    dealt = native.dealt_decode(
-        machine.arch, machine.num_sms, case.head_dim, "16-bit", case.batch, case.kv_heads, rows, capacity
-    )
+    facts = native.NativeDeviceFacts(machine.arch, machine.num_sms, 0, shared_bytes)
+    dealt = native.dealt_decode(facts, case.head_dim, "16-bit", case.batch, case.kv_heads, rows, capacity)
     row_tiles = ceil_div(rows, tile["block_m"])
     blocks = case.kv_heads * row_tiles * sum(ceil_div(length, tile["block_n"]) for length in case.lengths)
     is_shared = dealt.ctas > case.batch * case.kv_heads * row_tiles

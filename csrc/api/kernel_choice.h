@@ -71,6 +71,18 @@ inline BackwardKernels backward_kernels(int32_t compute_capability, int32_t shar
     return kernels;
 }
 
+// Flash-decoding for so many rows of queries a KV head: tiles of few where these hold all of them, or where a CTA has no room
+// for more.
+inline KernelTable<DecodeParams>::Row& decode_kernel(int32_t compute_capability, int32_t shared_bytes, int32_t widest,
+                                                     DataType dtype, CacheFormat format, int64_t rows) {
+    auto& kernels = decode_split_kernels(format);
+    if (rows > kFewRows) {
+        auto* large = kernels.find_or_null(compute_capability, widest, dtype, /*variant=*/true, shared_bytes);
+        if (large != nullptr) return *large;
+    }
+    return kernels.find(compute_capability, widest, dtype, /*variant=*/false);
+}
+
 // How a matmul with int8 weights is computed best: which of our kernels is the fastest, and the predicted clocks of it and of
 // dequantising for cuBLAS, infinity where that does not compute the same.
 struct Int8Choice {

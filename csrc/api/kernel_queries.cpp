@@ -146,12 +146,14 @@ FASTATTN_ASKED_BY_PYTHON fastattn::DealtBackward fastattn_dealt_backward(
     }
 }
 
-FASTATTN_ASKED_BY_PYTHON const char* fastattn_decode_kernel(int32_t compute_capability, int32_t widest,
-                                                            int32_t is_bfloat16, int32_t cache_format) {
+// rows: of queries, for each KV head.
+FASTATTN_ASKED_BY_PYTHON const char* fastattn_decode_kernel(int32_t compute_capability, int32_t shared_bytes,
+                                                            int32_t widest, int32_t is_bfloat16, int32_t cache_format,
+                                                            int32_t rows) {
     using namespace fastattn;
     return name_or_null([&]() -> auto& {
-        return decode_split_kernels(static_cast<CacheFormat>(cache_format))
-            .find(compute_capability, widest, dtype_of(is_bfloat16), /*variant=*/false);
+        return decode_kernel(compute_capability, shared_bytes, widest, dtype_of(is_bfloat16),
+                             static_cast<CacheFormat>(cache_format), rows);
     });
 }
 
@@ -239,17 +241,21 @@ FASTATTN_ASKED_BY_PYTHON void fastattn_force_int8_tile(int32_t architecture, int
 }
 
 // With so many rows of queries for each KV head, and sequences that fill the capacity.
-FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_decode(int32_t compute_capability, int32_t num_sms,
-                                                               int32_t widest, int32_t cache_format, int32_t batch,
-                                                               int32_t kv_heads, int32_t rows, int32_t capacity) {
+FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_decode(const fastattn::DeviceFacts* facts, int32_t widest,
+                                                               int32_t cache_format, int32_t batch, int32_t kv_heads,
+                                                               int32_t rows, int32_t capacity) {
     using namespace fastattn;
-    const auto* kernel = decode_split_kernels(static_cast<CacheFormat>(cache_format))
-                             .find_or_null(compute_capability, widest, DataType::kBFloat16, /*variant=*/false);
-    if (kernel == nullptr) return {};
-    const TileFacts& tile = kernel->tile;
+    TileFacts tile;
+    try {
+        tile = decode_kernel(facts->compute_capability, facts->shared_bytes_per_cta, widest, DataType::kBFloat16,
+                             static_cast<CacheFormat>(cache_format), rows)
+                   .tile;
+    } catch (const std::exception&) {
+        return {};
+    }
     const SequenceShape shape{capacity, 0, 1, -1};
     const SplitPlan plan = split_plan(shape, batch, kv_heads, ceil_div(rows, tile.block_m), tile.block_n,
-                                      /*num_splits=*/0, /*batch_invariant=*/false, num_sms * tile.ctas_per_sm);
+                                      /*num_splits=*/0, /*batch_invariant=*/false, facts->num_sms * tile.ctas_per_sm);
     const TileSpans spans = tile_spans(plan, cached_sequence(shape, capacity), tile.block_n);
     const int64_t blocks = int64_t{batch} * plan.tiles_per_sequence * spans.num_spans * spans.blocks_per_span;
     return {plan.num_ctas, spans_per_cta(plan, blocks), tile.block_m,

@@ -16,14 +16,16 @@
 
 namespace fastattn {
 
-// `key` is read from the table only where it is `wanted`, which implies 0 <= key < capacity.
-__device__ __forceinline__ TokenPlace place_of(const CachePlaces& places, int32_t batch, int32_t key, bool wanted) {
-    if (!wanted) return {-1, 0};
-    if (places.block_table == nullptr) return {batch, key};
+// What the table holds for a key, 0 <= key < capacity.
+__device__ __forceinline__ int32_t page_in_table(const CachePlaces& places, int32_t batch, int32_t key) {
     const int32_t page_idx = places.by_block_rows.quotient(key);
-    const int32_t page =
-        __ldg(places.block_table + batch * places.table_batch_stride + page_idx * places.table_page_stride);
-    return place_in_page(page, places.num_blocks, key, page_idx, places.block_rows);
+    return __ldg(places.block_table + batch * places.table_batch_stride + page_idx * places.table_page_stride);
+}
+
+// `page`: what the table, if there is one, holds for the key; negative: the key is absent.
+__device__ __forceinline__ TokenPlace place_of(const CachePlaces& places, int32_t batch, int32_t key, int32_t page) {
+    if (places.block_table == nullptr) return {batch, key};
+    return place_in_page(page, places.num_blocks, key, places.by_block_rows.quotient(key), places.block_rows);
 }
 
 // The scale of all tokens of a head, where the caller gives one.

@@ -10,7 +10,10 @@
 
 namespace fastattn {
 
+inline constexpr int32_t kFewRows = 16;  // of a tile, where no KV head has more
+
 // For caches of a format, by head dim: those in between run in the next larger one, and nothing of what they lack is loaded.
+// The variant: tiles of more than kFewRows.
 inline KernelTable<DecodeParams>& decode_split_kernels(CacheFormat format) {
     using Table = KernelTable<DecodeParams>;
     constexpr const char* kOperation = "attention_decode";

@@ -20,6 +20,7 @@ struct QueryRow {
         : query(row / max(params.group, 1)), head(kv_head * params.group + row % max(params.group, 1)) {}
 };
 
+// Of one warp, which has 16 rows of a tile.
 struct PackedRows {
     const ScoreParams& params;
     int32_t position[2];  // of the lane's upper and lower row
@@ -27,14 +28,16 @@ struct PackedRows {
     float slope[2];
     KeyRange some, all;  // keys that some row of the tile sees, and that every one does, of those that exist
 
+    // The tile has tile_rows rows from first_row on; the warp's are those from first_of_warp on.
     __device__ __forceinline__ PackedRows(const DecodeParams& decode, const CachedSequence& tokens, int32_t batch,
-                                          int32_t kv_head, int32_t first_row, int lane)
+                                          int32_t kv_head, int32_t first_row, int32_t tile_rows, int32_t first_of_warp,
+                                          int lane)
         : params(decode.scores) {
         const int32_t num_queries = decode.sequence.num_queries, num_rows = num_queries * decode.group;
         const Window window{tokens.total, tokens.total - num_queries, params.window_left, params.window_right};
-        const int32_t last_row = min(first_row + kMmaM, num_rows) - 1;
-        for_own_rows<1>(lane, [&](int, int half, int row_in_tile) {
-            const int32_t row = first_row + row_in_tile;
+        const int32_t last_row = min(first_row + tile_rows, num_rows) - 1;
+        for_own_rows<1>(lane, [&](int, int half, int row_of_warp) {
+            const int32_t row = first_of_warp + row_of_warp;
             const QueryRow own(decode, kv_head, row);
             const bool exists = row <= last_row;
             position[half] = own.query + window.offset;

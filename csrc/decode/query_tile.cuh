@@ -10,18 +10,18 @@
 
 namespace fastattn {
 
-// sQ [16, kHeadDim]; rows that do not exist, and dims that queries do not have, become zero. k8BitCache: dims in the
+// sQ [kRows, kHeadDim]; rows that do not exist, and dims that queries do not have, become zero. k8BitCache: dims in the
 // order of eight_bit_gemm.cuh. All kThreads take part.
-template <int kHeadDim, DataType kDataType, bool k8BitCache, int kThreads>
+template <int kRows, int kHeadDim, DataType kDataType, bool k8BitCache, int kThreads>
 __device__ __forceinline__ void stage_queries(uint16_t* sQ, const DecodeParams& params, const CachedSequence& tokens,
                                               int32_t batch, int32_t kv_head, int32_t first_row) {
     using Layout = Swizzle<kHeadDim>;
     constexpr int kChunks = kHeadDim / kChunkElements;
-    static_assert(kMmaM * kChunks % kThreads == 0, "lanes stay together");
+    static_assert(kRows * kChunks % kThreads == 0, "lanes stay together");
     const HeadsView<const uint16_t>& query = params.query;
     const int32_t num_rows = params.sequence.num_queries * params.group;
 #pragma unroll 1
-    for (int item = threadIdx.x; item < kMmaM * kChunks; item += kThreads) {
+    for (int item = threadIdx.x; item < kRows * kChunks; item += kThreads) {
         const int row_in_tile = item / kChunks, chunk = item % kChunks;
         const QueryRow row(params, kv_head, first_row + row_in_tile);
         uint4 bits = {0, 0, 0, 0};

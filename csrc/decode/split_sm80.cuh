@@ -7,8 +7,11 @@
 // a few keys at a time, in turn, each with a softmax, a sum and a pipeline of its own; no warp waits for another before
 // the end of the tile, where the warps' results are merged. CTAs that share a tile each leave a part (device/merge_parts.cuh).
 //
-//   ring of a warp   K0 V0 K1 V1 …   kStages of each; what a product has read is loaded anew at once
+//   ring             K0 V0 K1 V1 …   kStages of each; what a product has read is loaded anew at once
 //   step             wait K → Q·Kᵀ → load K → softmax → wait V → P·V → load V
+//
+// A tile of more than 16 rows has a group of warps for each share of keys, one for each 16 rows: they read the same ring,
+// which one of them fills, and wait for each other where a single warp waits for its lanes.
 //
 // New tokens are never read from the cache: a CTA that needs one takes it from k_new and v_new, and the last tile of rows
 // stores it. So one launch does both; RoPE is applied to queries by every CTA for itself. An 8-bit cache has a scale for
@@ -22,10 +25,11 @@
 #include "decode/cache_tokens.cuh"
 #include "decode/decode.h"
 #include "decode/eight_bit_gemm.cuh"
-#include "decode/new_tokens.cuh"
 #include "decode/packed_rows.cuh"
 #include "decode/planned_work.cuh"
 #include "decode/query_tile.cuh"
+#include "decode/ring_loader.cuh"
+#include "decode/row_warps.cuh"
 #include "decode/tile_rows.cuh"
 #include "decode/tiles_sm80.h"
 #include "decode/value_rows.cuh"
@@ -37,9 +41,9 @@
 
 namespace fastattn {
 
-template <int kHeadDim_, CacheFormat kFormat_>
-struct DecodeConfigSm80 : DecodeTileSm80<kHeadDim_, is_8bit(kFormat_)> {
-    using Tile = DecodeTileSm80<kHeadDim_, is_8bit(kFormat_)>;
+template <int kBlockM, int kHeadDim_, CacheFormat kFormat_>
+struct DecodeConfigSm80 : DecodeTileSm80<kBlockM, kHeadDim_, is_8bit(kFormat_)> {
+    using Tile = DecodeTileSm80<kBlockM, kHeadDim_, is_8bit(kFormat_)>;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr CacheFormat kFormat = kFormat_;
     static constexpr bool k8Bit = is_8bit(kFormat);  // the cache, with a scale for each token and head
@@ -50,9 +54,9 @@ struct DecodeConfigSm80 : DecodeTileSm80<kHeadDim_, is_8bit(kFormat_)> {
     static constexpr int kTilesD = kHeadDim / kMmaN;
     static constexpr int kStageBytes = Tile::kWarpN * Swizzle<kCacheDim>::kRowBytes;
     static constexpr int kStages = std::min(4, Tile::kRingBytes / (2 * kStageBytes));
-    static_assert(Tile::kBlockM == kMmaM, "a warp's tile is one MMA of rows");
+    static_assert(kBlockM == kMmaM * Tile::kRowWarps, "a warp's tile is one MMA of rows");
     static_assert(kStages >= 1 && Tile::kWarpN <= kWarpSize, "one bit of a mask, and one lane, for each key");
-    static_assert(Tile::kBlockM * kHeadDim * 4 <= Tile::kRingBytes, "a warp's output takes the place of its ring");
+    static_assert(kBlockM * kHeadDim * 4 <= Tile::kRingBytes, "the output of a group takes the place of its ring");
 };
 
 // What the loop of steps need not know of the CTA's tile. It waits in shared memory, because registers are scarce.
@@ -65,20 +69,25 @@ struct TileInHand {
 template <typename Config>
 struct alignas(128) DecodeStorageSm80 {
     uint16_t sQ[Config::kBlockM * Swizzle<Config::kHeadDim>::kRowElements];  // swizzled
-    char ring[Config::kNumWarps][Config::kRingBytes];      // K and V in turn, swizzled; a warp's output at the end
-    uint32_t present[Config::kNumWarps][Config::kStages];  // keys in the ring, one bit each
-    float scales[Config::kNumWarps][Config::k8Bit ? Config::kStages : 1][2][Config::kWarpN];  // of K and of V
-    float row_max[Config::kNumWarps][Config::kBlockM], row_sum[Config::kNumWarps][Config::kBlockM];
+    KeyRing<Config> rings[Config::kKeyGroups];  // a group's output takes the place of K and V at the end
+    float row_max[Config::kKeyGroups][Config::kBlockM], row_sum[Config::kKeyGroups][Config::kBlockM];
     PlannedLine line;
     TileInHand tile;
 };
+
+// What a CTA must be able to have, of a GPU that runs the kernel; 0: any has it.
+template <typename Config>
+constexpr size_t bytes_needed() {
+    constexpr size_t kBytes = sizeof(DecodeStorageSm80<Config>);
+    return ctas_with_room(kBytes, kSharedBytesSm86) >= 1 ? 0 : kBytes;
+}
 
 template <typename Config>
 struct DecodeThreads : AllThreadsOfCta {
     static constexpr int kCount = Config::kNumThreads;
 };
 
-// Where a warp's output stands: [kBlockM, kHeadDim] fp32. Lanes write eight columns of four rows at a time, of an 8-bit
+// Where a group's output stands: [kBlockM, kHeadDim] fp32. Lanes write eight columns of four rows at a time, of an 8-bit
 // cache 16 columns of two, and read along a row: each covers all banks.
 template <typename Config>
 __device__ __forceinline__ int output_index(int row, int column) {
@@ -102,7 +111,7 @@ __device__ __forceinline__ void store_output_row(float* sO, const float (&rO)[Co
     }
 }
 
-// Merges the warps' results for a part of a tile, then merges this part with the parts to its left that only wait for
+// Merges the groups' results for a part of a tile, then merges this part with the parts to its left that only wait for
 // it. The outcome goes into the result if it completes the tile, else into the slot of the largest node that the CTA
 // can make so far.
 template <typename Config, typename Rows>
@@ -117,12 +126,14 @@ __device__ __forceinline__ void store_part(const Rows& rows, const DecodeStorage
         const int row = item / kQuads, column = item % kQuads * 4;
         RowPart result = {-kInfinity, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
 #pragma unroll
-        for (int warp = 0; warp < Config::kNumWarps; ++warp) result.max = fmaxf(result.max, shared.row_max[warp][row]);
+        for (int group = 0; group < Config::kKeyGroups; ++group) {
+            result.max = fmaxf(result.max, shared.row_max[group][row]);
+        }
 #pragma unroll
-        for (int warp = 0; warp < Config::kNumWarps; ++warp) {
-            const float weight = weight_of(shared.row_max[warp][row], result.max);
-            const auto* sO = reinterpret_cast<const float*>(shared.ring[warp]);
-            result.sum += weight * shared.row_sum[warp][row];
+        for (int group = 0; group < Config::kKeyGroups; ++group) {
+            const float weight = weight_of(shared.row_max[group][row], result.max);
+            const auto* sO = reinterpret_cast<const float*>(shared.rings[group].data);
+            result.sum += weight * shared.row_sum[group][row];
             add_weighted(result.values, weight,
                          *reinterpret_cast<const float4*>(sO + output_index<Config>(row, column)));
         }
@@ -141,24 +152,24 @@ __device__ __forceinline__ void store_part(const Rows& rows, const DecodeStorage
     }
 }
 
-template <int kHeadDim, DataType kDataType, CacheFormat kFormat>
-__global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kFormat>::kNumThreads,
-                                  DecodeConfigSm80<kHeadDim, kFormat>::kMinCtasPerSm)
+template <int kBlockM, int kHeadDim, DataType kDataType, CacheFormat kFormat>
+__global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::kNumThreads,
+                                  DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::kMinCtasPerSm)
     decode_split_sm80(const __grid_constant__ DecodeParams params) {
-    using Config = DecodeConfigSm80<kHeadDim, kFormat>;
+    using Config = DecodeConfigSm80<kBlockM, kHeadDim, kFormat>;
     constexpr int kCacheDim = Config::kCacheDim, kWarpN = Config::kWarpN, kBlockN = Config::kBlockN;
     constexpr int kStages = Config::kStages;
     constexpr bool k8Bit = Config::k8Bit;
     using Decoding = CacheDecoding<kFormat, kDataType>;
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<DecodeStorageSm80<Config>*>(shared_bytes);
-    static_assert(has_room_for(Config::kMinCtasPerSm, sizeof(shared)));
+    static_assert(ctas_with_room(sizeof(shared), kSharedBytesSm80) >= Config::kMinCtasPerSm);
 
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const int lane = threadIdx.x % kWarpSize;
+    const RowWarps<Config::kRowWarps> warps;
     const PlannedWork<kBlockN> work(params, shared.line, lane);
-    const SwizzledBlocks<kHeadDim> sQ(shared.sQ, ldmatrix_lane(lane));
-    // Whether a warp's keys always lie in one block.
-    const bool in_line = params.places.block_table == nullptr || params.places.block_rows % kWarpN == 0;
+    const SwizzledBlocks<kHeadDim> sQ(shared.sQ + warps.index() * kMmaM * Swizzle<kHeadDim>::kRowElements,
+                                      ldmatrix_lane(lane));
 
     for (int64_t span = work.begin_span(); span < work.end_span();) {
         // Prologue: which tile, and which of its keys.
@@ -167,103 +178,50 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kFormat>::kNumThrea
         const TileShare share =
             tile_share(params.plan, sequence.spans, tokens, kBlockN, sequence.first_span, span, work.end_span());
         const int32_t batch = sequence.batch, kv_head = share.tile_idx / params.row_tiles;
-        const int32_t row_tile = share.tile_idx % params.row_tiles, first_row = row_tile * Config::kBlockM;
-        const PackedRows rows(params, tokens, batch, kv_head, first_row, lane);
+        const int32_t row_tile = share.tile_idx % params.row_tiles, first_row = row_tile * kBlockM;
+        const PackedRows rows(params, tokens, batch, kv_head, first_row, kBlockM, first_row + warps.index() * kMmaM,
+                              lane);
         const bool stores_new = row_tile == params.row_tiles - 1 && tokens.before < tokens.total;
         const KeyRange wanted = {stores_new ? min(rows.some.begin, tokens.before) : rows.some.begin,
                                  stores_new ? tokens.total : rows.some.end};
         const int32_t begin_key = max(share.begin_key, wanted.begin), end_key = min(share.end_key, wanted.end);
 
-        // Producer: a warp copies its own keys and values.
-        const CacheHead k_head(params.k_cache, kv_head), v_head(params.v_cache, kv_head);
-        uint32_t present = 0, is_new = 0;  // of the tile that is loaded; new tokens come from k_new and v_new
-        TokenPlace place{-1, 0};           // of its first key where its keys are in line, else of key lane % kWarpN
-        const auto load_tile = [&](const CacheHead& head, const HeadsView<const uint16_t>& new_tokens,
-                                   const RotaryParams& rotary, char* sTile, float* sScales, int32_t first_key) {
-            const WarpTile<kCacheDim, kWarpN> tile(sTile, lane);
-            const CacheView& cache = head.cache;
-            const int row_bytes = cache.head_dim * Config::kElementBytes;
-            const bool is_present = (present >> lane % kWarpN & 1) != 0;
-            const TokenPlace own{place.block, place.row + (in_line ? lane % kWarpN : 0)};
-            if (in_line) {
-                tile.load_line(head.row(place), cache.row_chunks, row_bytes, present, is_new);
-            } else {
-                tile.load_scattered(is_present ? head.row(own) : nullptr, row_bytes, is_new);
-            }
-            float* gScale = nullptr;
-            if constexpr (k8Bit) {
-                if (is_present && cache.scales != nullptr) gScale = head.scale(own);
-                load_scales<kWarpN>(sScales, gScale, cache.scales == nullptr, is_new, lane);
-            }
-            if (is_new == 0) return;
-            const uint16_t* gNew = row_pointer(new_tokens, batch, kv_head, first_key - tokens.before);
-            char* gRow = stores_new && is_present ? head.row(own) : nullptr;
-            if constexpr (k8Bit) {
-                quantise_new_tokens<kFormat, kDataType, kHeadDim, kWarpN>(sTile, sScales, gNew, new_tokens.row_stride,
-                                                                          cache.head_dim, is_new, rotary, first_key,
-                                                                          gRow, gScale, head.given_scale(), lane);
-            } else {
-                take_new_tokens<kDataType>(tile, gNew, new_tokens.row_stride, cache.head_dim, is_new, rotary, first_key,
-                                           gRow);
-            }
-        };
-        char* ring = shared.ring[warp];
-        const auto ring_k = [&](int stage) { return ring + 2 * stage * Config::kStageBytes; };
-        const auto ring_v = [&](int stage) { return ring + (2 * stage + 1) * Config::kStageBytes; };
-        const auto scales = [&](int stage, int of_values) { return shared.scales[warp][k8Bit ? stage : 0][of_values]; };
-        const auto load_k = [&](int stage, int32_t first_key) {
-            if (first_key < end_key) {
-                if (in_line) {
-                    place = place_of(params.places, batch, first_key, true);
-                    present = place.is_present() ? keys_between<kWarpN>(begin_key - first_key, end_key - first_key) : 0;
-                } else {
-                    const int32_t key = first_key + lane % kWarpN;
-                    place = place_of(params.places, batch, key, key >= begin_key && key < end_key);
-                    present = __ballot_sync(0xffffffff, place.is_present()) & kAllKeys<kWarpN>;
-                }
-                is_new = present & keys_between<kWarpN>(tokens.before - first_key, kWarpN);
-                if (lane == 0) shared.present[warp][stage] = present;
-                load_tile(k_head, params.k_new, params.rotary, ring_k(stage), scales(stage, 0), first_key);
-            }
-            ptx::cp_async_commit_group();
-        };
-        const auto load_v = [&](int stage, int32_t first_key) {
-            if (first_key < end_key) {
-                load_tile(v_head, params.v_new, RotaryParams{}, ring_v(stage), scales(stage, 1), first_key);
-            }
-            ptx::cp_async_commit_group();
-        };
-
-        int32_t first_key = begin_key / kBlockN * kBlockN + warp * kWarpN;
+        // Producer: of each group a warp.
+        KeyRing<Config>& ring = shared.rings[warps.group()];
+        int32_t first_key = begin_key / kBlockN * kBlockN + warps.group() * kWarpN;
+        RingLoader<Config, kDataType> loader(params, ring, lane);
+        if (warps.is_first()) {
+            loader.begin({batch, kv_head, begin_key, end_key, tokens.before, stores_new}, first_key);
 #pragma unroll 1
-        for (int stage = 0; stage < kStages; ++stage) {
-            load_k(stage, first_key + stage * kBlockN);
-            load_v(stage, first_key + stage * kBlockN);
+            for (int stage = 0; stage < kStages; ++stage) {
+                loader.load_keys(stage, first_key + stage * kBlockN);
+                loader.load_values(stage, first_key + stage * kBlockN);
+            }
         }
-        stage_queries<kHeadDim, kDataType, k8Bit, Config::kNumThreads>(shared.sQ, params, tokens, batch, kv_head,
-                                                                       first_row);
+        stage_queries<kBlockM, kHeadDim, kDataType, k8Bit, Config::kNumThreads>(shared.sQ, params, tokens, batch,
+                                                                                kv_head, first_row);
         if (threadIdx.x == 0) shared.tile = {sequence.spans, sequence.first_span, share.tile_idx, share.count};
         __syncthreads();  // waits until the queries are in shared memory
 
         OnlineSoftmax<1, /*kInNats=*/true> softmax(kLog2E);
-        float rO[1][Config::kTilesD][4] = {};  // [kBlockM, kHeadDim], of this warp's keys
+        float rO[1][Config::kTilesD][4] = {};  // [16, kHeadDim], of this warp's rows and keys
         OutputScale output_scale;              // of an 8-bit cache: rO is divided by it
         for (int stage = 0; first_key < end_key; first_key += kBlockN) {
-            float rS[1][Config::kTilesN][4];  // [kBlockM, kWarpN]: scores, then probabilities
+            float rS[1][Config::kTilesN][4];  // [16, kWarpN]: scores, then probabilities
             const int32_t next_key = first_key + kStages * kBlockN;
 
             ptx::cp_async_wait_group<2 * kStages - 1>();
-            __syncwarp();  // waits until the copies of every lane have landed: all of K is there
-            const uint32_t present_now = shared.present[warp][stage];
-            const SwizzledBlocks<kCacheDim> sK(reinterpret_cast<uint16_t*>(ring_k(stage)), ldmatrix_lane_b(lane));
+            warps.sync();  // waits until the copies of every lane have landed: all of K is there
+            const uint32_t present_now = ring.present[stage];
+            const SwizzledBlocks<kCacheDim> sK(reinterpret_cast<uint16_t*>(ring.keys(stage)), ldmatrix_lane_b(lane));
             if constexpr (k8Bit) {
                 gemm_qk_8bit<Decoding>(rS, sQ, sK);
-                multiply_columns(rS, scales(stage, 0), Decoding::kFactor, lane);
+                multiply_columns(rS, ring.key_scales(stage), Decoding::kFactor, lane);
             } else {
                 gemm_qk<kDataType>(rS, sQ, sK);
             }
-            __syncwarp();  // waits until every lane has read K: it may be overwritten
-            load_k(stage, next_key);
+            warps.sync();  // waits until every lane has read K: it may be overwritten
+            if (warps.is_first()) loader.load_keys(stage, next_key);
 
             rows.to_scores(rS, present_now, first_key, lane);
             const auto max = maxima_of_lane(rS);
@@ -271,36 +229,38 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kFormat>::kNumThrea
             softmax.exponentiate(rS);
 
             ptx::cp_async_wait_group<2 * kStages - 1>();
-            __syncwarp();  // waits until the copies of every lane have landed: all of V is there
-            const SwizzledBlocks<kCacheDim> sV(reinterpret_cast<uint16_t*>(ring_v(stage)), ldmatrix_lane(lane));
+            warps.sync();  // waits until the copies of every lane have landed: all of V is there
+            const SwizzledBlocks<kCacheDim> sV(reinterpret_cast<uint16_t*>(ring.values(stage)), ldmatrix_lane(lane));
+            const bool rows_differ = rows.differ(first_key, min(first_key + kWarpN, tokens.total));
             if constexpr (k8Bit) {
-                if (kFormat == CacheFormat::kFp8 && rows.differ(first_key, min(first_key + kWarpN, tokens.total))) {
-                    silence_unseen_fp8<kWarpN>(rO, ring_v(stage), rows, present_now, first_key, lane);
+                if (kFormat == CacheFormat::kFp8 && rows_differ) {
+                    silence_unseen_fp8<kWarpN>(rO, ring.values(stage), rows, warps, present_now, first_key, lane);
                 }
-                output_scale.follow<kWarpN>(rO, scales(stage, 1), lane);
-                output_scale.weigh(rS, scales(stage, 1), rows, present_now, first_key, lane);
+                output_scale.follow<kWarpN>(rO, ring.value_scales(stage), lane);
+                output_scale.weigh(rS, ring.value_scales(stage), rows, present_now, first_key, lane);
                 gemm_pv_8bit<Decoding, kHeadDim>(rO, rS, sV);
             } else {
-                if (rows.differ(first_key, min(first_key + kWarpN, tokens.total))) {
-                    silence_unseen<kDataType>(rO, ring_v(stage), rows, present_now, first_key, lane);
+                if (rows_differ) {
+                    silence_unseen<kDataType>(rO, ring.values(stage), rows, warps, present_now, first_key, lane);
                 }
                 gemm_pv<kDataType>(rO, rS, sV);
             }
-            __syncwarp();  // waits until every lane has read V: it may be overwritten
-            load_v(stage, next_key);
+            warps.sync();  // waits until every lane has read V: it may be overwritten
+            if (warps.is_first()) loader.load_values(stage, next_key);
             stage = stage + 1 == kStages ? 0 : stage + 1;
         }
 
-        // Epilogue: the warps' results, merged.
-        auto* sO = reinterpret_cast<float*>(ring);
+        // Epilogue: the groups' results, merged.
+        auto* sO = reinterpret_cast<float*>(ring.data);
         const float output_factor = k8Bit ? output_scale.value() * Decoding::kFactor : 1.0f;
-        for_own_rows<1>(lane, [&](int m, int half, int row) {
-            shared.row_max[warp][row] = softmax.reference[m][half];  // the lanes of a row hold the same
-            shared.row_sum[warp][row] = row_reduce_sum(softmax.row_sum[m][half]);
+        for_own_rows<1>(lane, [&](int m, int half, int row_of_warp) {
+            const int row = warps.index() * kMmaM + row_of_warp;
+            shared.row_max[warps.group()][row] = softmax.reference[m][half];  // the lanes of a row hold the same
+            shared.row_sum[warps.group()][row] = row_reduce_sum(softmax.row_sum[m][half]);
             store_output_row<Config>(sO, rO[m], output_factor, row, half, lane);
         });
         __syncthreads();  // waits until the results of every warp are in shared memory
-        using Rows = TileRows<Config::kBlockM, kHeadDim, kDataType>;
+        using Rows = TileRows<kBlockM, kHeadDim, kDataType>;
         const Rows tile_rows{params, batch, kv_head, first_row};
         const TileInHand& in_hand = shared.tile;
         const TileParts parts =
@@ -314,18 +274,18 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kFormat>::kNumThrea
         if (shares_tile && part + 1 == own.end && params.parts.arrivals != nullptr) {
             using Threads = DecodeThreads<Config>;
             using Storage = MergeStorage<Rows, Threads>;
-            static_assert(sizeof(Storage) <= sizeof(shared.ring));
-            PartMerger<Rows, Threads>{tile_rows, *reinterpret_cast<Storage*>(shared.ring), parts, own}.run();
+            static_assert(sizeof(Storage) <= sizeof(shared.sQ) + sizeof(shared.rings), "takes their place");
+            PartMerger<Rows, Threads>{tile_rows, *reinterpret_cast<Storage*>(shared.sQ), parts, own}.run();
             __syncthreads();  // waits until every thread is done with the merge, which uses the rings
         }
     }
 }
 
-template <int kHeadDim, DataType kDataType, CacheFormat kFormat>
+template <int kBlockM, int kHeadDim, DataType kDataType, CacheFormat kFormat>
 void launch_decode_split_sm80(LaunchedKernel& kernel, const DecodeParams& params, Stream stream) {
-    using Config = DecodeConfigSm80<kHeadDim, kFormat>;
+    using Config = DecodeConfigSm80<kBlockM, kHeadDim, kFormat>;
     const Launch launch{params.plan.num_ctas, Config::kNumThreads, sizeof(DecodeStorageSm80<Config>)};
-    kernel.launch(decode_split_sm80<kHeadDim, kDataType, kFormat>, launch, params, stream);
+    kernel.launch(decode_split_sm80<kBlockM, kHeadDim, kDataType, kFormat>, launch, params, stream);
 }
 
 }  // namespace fastattn

@@ -1,9 +1,11 @@
 // Tiles of flash-decoding for sm_80.
 #pragma once
 
+#include <algorithm>
+
 namespace fastattn {
 
-// A warp takes 16 keys at a time, all rows and all dims: nobody waits for another warp in the loop. Its ring of keys
+// A warp takes 16 keys at a time, 16 rows and all dims: nobody waits for another warp in the loop. Its ring of keys
 // and values is 16 KB, of which at least half is on its way at any time: with two CTAs, 64 KB an SM. An H200 (4.8 TB/s,
 // 132 SMs) needs 29 KB an SM to cover 0.8 us of latency, an A100 (2.0 TB/s, 108 SMs) 15 KB.
 //
@@ -19,14 +21,17 @@ namespace fastattn {
 //
 // With 8 bits and 64 dims, 16 keys are 1 KB, and a step of 16 would execute more instructions than there are issue slots:
 // so a warp takes 32 keys at a time there.
-template <int kHeadDim, bool k8BitCache>
+// kBlockM: 16 rows, or more where so many share a KV head. Then groups of warps take the same keys (row_warps.cuh), in as
+// many registers a warp, so that an SM holds one such CTA instead of two.
+template <int kBlockM_, int kHeadDim, bool k8BitCache>
 struct DecodeTileSm80 {
-    static constexpr int kBlockM = 16;
+    static constexpr int kBlockM = kBlockM_;
+    static constexpr int kRowWarps = kBlockM / 16, kKeyGroups = 4;
     static constexpr int kWarpN = k8BitCache && kHeadDim == 64 ? 32 : 16;
-    static constexpr int kNumWarps = 4;
-    static constexpr int kBlockN = kNumWarps * kWarpN;
-    static constexpr int kRingBytes = 16 << 10;
-    static constexpr int kMinCtasPerSm = 2;
+    static constexpr int kNumWarps = kRowWarps * kKeyGroups;
+    static constexpr int kBlockN = kKeyGroups * kWarpN;
+    static constexpr int kRingBytes = std::max(16 << 10, kBlockM * kHeadDim * 4);
+    static constexpr int kMinCtasPerSm = 2 / kRowWarps;
 };
 
 }  // namespace fastattn

@@ -5,30 +5,51 @@
 
 #include "decode/cache_tokens.cuh"
 #include "decode/packed_rows.cuh"
+#include "decode/row_warps.cuh"
 #include "device/fp8.cuh"
 #include "device/nonfinite.cuh"
 
 namespace fastattn {
 
-// NaN and infinities in a tile of values [16, kHeadDim] reach the rows that see their key, and no other.
-template <DataType kDataType, int kTilesD>
+// A tile that several warps read: only what the one that has copied it changes is changed.
+template <typename Tile>
+struct SharedTile {
+    using Layout = typename Tile::Layout;
+    static constexpr int kNumRows = Tile::kNumRows;
+    const Tile& tile;
+    bool is_own;
+
+    template <typename Function>
+    __device__ __forceinline__ void for_own_pairs(Function&& function) const {
+        if (is_own) tile.for_own_pairs(function);
+    }
+};
+
+// NaN and infinities in a tile of values [16, kHeadDim] reach the rows that see their key, and no other. All `warps` that
+// share the tile take part.
+template <DataType kDataType, int kTilesD, int kRowWarps>
 __device__ __forceinline__ void silence_unseen(float (&rO)[1][kTilesD][4], char* sV, const PackedRows& rows,
-                                               uint32_t present, int32_t first_key, int lane) {
-    const WarpTile<kTilesD * kMmaN, kMmaK> tile(sV, lane);
-    if (!__any_sync(0xffffffff, has_nonfinite<kDataType>(tile))) return;
+                                               const RowWarps<kRowWarps>& warps, uint32_t present, int32_t first_key,
+                                               int lane) {
+    using Tile = WarpTile<kTilesD * kMmaN, kMmaK>;
+    const Tile of_warp(sV, lane);
+    const SharedTile<Tile> tile{of_warp, warps.is_first()};
+    if (!warps.any(has_nonfinite<kDataType>(tile))) return;
     const auto sees = [&](int, int half, int n) { return (rows.seen<kMmaK>(half, present, first_key) >> n & 1) != 0; };
-    separate_nonfinite<kDataType>(rO, reinterpret_cast<const uint16_t*>(sV), tile, sees, lane, [] { __syncwarp(); });
+    separate_nonfinite<kDataType>(rO, reinterpret_cast<const uint16_t*>(sV), tile, sees, lane, [&] { warps.sync(); });
 }
 
 // The same of a tile of fp8 values [kKeys, kTilesD * 8]: NaN is all that is not finite. rO as in eight_bit_gemm.cuh.
-template <int kKeys, int kTilesD>
+template <int kKeys, int kTilesD, int kRowWarps>
 __device__ __forceinline__ void silence_unseen_fp8(float (&rO)[1][kTilesD][4], char* sV, const PackedRows& rows,
-                                                   uint32_t present, int32_t first_key, int lane) {
+                                                   const RowWarps<kRowWarps>& warps, uint32_t present,
+                                                   int32_t first_key, int lane) {
     using Tile = WarpTile<kTilesD * kMmaN / 2, kKeys>;
-    const Tile tile(sV, lane);
+    const Tile of_warp(sV, lane);
+    const SharedTile<Tile> tile{of_warp, warps.is_first()};
     uint32_t found = 0;
     tile.for_own_pairs([&](uint32_t& four) { found |= nan_bits_of_fp8(four); });
-    if (!__any_sync(0xffffffff, found != 0)) return;
+    if (!warps.any(found != 0)) return;
     const uint32_t seen[2] = {rows.seen<kKeys>(0, present, first_key), rows.seen<kKeys>(1, present, first_key)};
 #pragma unroll 1
     for (int key = 0; key < kKeys; ++key) {
@@ -48,12 +69,12 @@ __device__ __forceinline__ void silence_unseen_fp8(float (&rO)[1][kTilesD][4], c
             }
         }
     }
-    __syncwarp();  // waits until every lane has read V as it was
+    warps.sync();  // waits until every lane has read V as it was
     tile.for_own_pairs([](uint32_t& four) {
         const uint32_t is_nan = nan_bits_of_fp8(four);
         four &= ~((is_nan << 1) - (is_nan >> 7));
     });
-    __syncwarp();  // waits until V is finite in all of the tile
+    warps.sync();  // waits until V is finite in all of the tile
 }
 
 // Scores of 8-bit keys, times the keys' scales and `factor`.

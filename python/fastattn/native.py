@@ -261,10 +261,13 @@ def dealt_backward(
 CACHE_FORMATS = ("16-bit", "int8", "fp8")
 
 
-def decode_kernel(arch: int, widest: int, dtype: torch.dtype, cache: str) -> str | None:
-    """``cache``: one of ``CACHE_FORMATS``."""
+def decode_kernel(
+    arch: int, shared_bytes: int, widest: int, dtype: torch.dtype, cache: str, rows: int
+) -> str | None:
+    """``cache``: one of ``CACHE_FORMATS``; ``rows``: queries times query heads of a KV head."""
     is_bfloat16 = dtype == torch.bfloat16
-    return _text(_LIBRARY.fastattn_decode_kernel(arch, widest, is_bfloat16, CACHE_FORMATS.index(cache)))
+    cache_format = CACHE_FORMATS.index(cache)
+    return _text(_LIBRARY.fastattn_decode_kernel(arch, shared_bytes, widest, is_bfloat16, cache_format, rows))
 
 
 def append_kernel(arch: int, widest: int, dtype: torch.dtype, cache: str) -> str | None:
@@ -370,8 +373,10 @@ def _force_int8_tile(arch: int, tokens: int) -> None:
 
 
 def dealt_decode(
-    arch: int, num_sms: int, widest: int, cache: str, batch: int, kv_heads: int, rows: int, capacity: int
+    facts: NativeDeviceFacts, widest: int, cache: str, batch: int, kv_heads: int, rows: int, capacity: int
 ) -> Dealt:
     """By the kernel that `decode_kernel` names: ``rows`` of queries a KV head, and ``capacity`` tokens a sequence."""
     cache_format = CACHE_FORMATS.index(cache)
-    return _LIBRARY.fastattn_dealt_decode(arch, num_sms, widest, cache_format, batch, kv_heads, rows, capacity)
+    return _LIBRARY.fastattn_dealt_decode(
+        ctypes.byref(facts), widest, cache_format, batch, kv_heads, rows, capacity
+    )

@@ -113,7 +113,7 @@ def test_decode_launches_what_the_library_names(head_dim: int, cache_format: str
     lengths = torch.tensor([40], dtype=torch.int32)
     with fastattn.use_backend("cuda"), launches.recorded() as found, fastattn.record() as calls:
         fastattn.attention_with_kv_cache(query, cache, cache.clone(), lengths, **scales)
-    assert launched_names(found) == [native.decode_kernel(80, head_dim, dtype, cache_format)]
+    assert launched_names(found) == [native.decode_kernel(80, A100_BYTES, head_dim, dtype, cache_format, rows=3)]
     assert launched_names(found) == [call.kernel for call in calls]
 
 
@@ -201,10 +201,10 @@ def test_the_library_names_no_kernel_for_a_gpu_that_has_none() -> None:
         assert native.attention_forward_kernel(80, 264, 64, dtype) is None
         assert native.attention_forward_kernel(80, 64, 264, dtype) is None
         assert native.attention_backward_kernels(75, 64 * 1024, 64, 64, dtype) == ()
-        assert native.decode_kernel(75, 64, dtype, "16-bit") is None
+        assert native.decode_kernel(75, 64 << 10, 64, dtype, "16-bit", rows=1) is None
         assert native.int8_matmul_kernel("int8_matmul", 75, 40, dtype, False, False, 1, 64, 64) is None
     assert native.dealt_int8_matmul("int8_matmul", 75, 40, False, 1, 64, 64).ctas == 0
-    assert native.dealt_decode(75, 40, 64, "16-bit", 1, 1, 1, 64).ctas == 0
+    assert native.dealt_decode(native.NativeDeviceFacts(75, 40, 0, 64 << 10), 64, "16-bit", 1, 1, 1, 64).ctas == 0
 
 
 def test_a_gpu_without_kernels_is_an_error_that_names_it() -> None:

@@ -1,4 +1,5 @@
-// Flash-decoding; compiled with FASTATTN_HEAD_DIM and FASTATTN_CACHE, the cache's format.
+// Flash-decoding; compiled with FASTATTN_HEAD_DIM, FASTATTN_BLOCK_M, the rows of a tile, and FASTATTN_CACHE, the cache's
+// format.
 #include "decode/split_sm80.cuh"
 
 namespace fastattn {
@@ -6,11 +7,14 @@ namespace fastattn {
 static const Registrations registrations([](auto dtype) {
     constexpr DataType kDataType = dtype;
     constexpr CacheFormat kFormat = CacheFormat::FASTATTN_CACHE;
+    constexpr int kRows = FASTATTN_BLOCK_M;
+    using Config = DecodeConfigSm80<kRows, FASTATTN_HEAD_DIM, kFormat>;
     decode_split_kernels(kFormat).add(
-        KernelKey{80, FASTATTN_HEAD_DIM, kDataType, std::nullopt},
-        kernel_name("decode_split_sm80", {std::to_string(FASTATTN_HEAD_DIM), to_string(kDataType), name_of(kFormat)}),
-        tile_facts<DecodeTileSm80<FASTATTN_HEAD_DIM, is_8bit(kFormat)>>(),
-        launch_decode_split_sm80<FASTATTN_HEAD_DIM, kDataType, kFormat>);
+        KernelKey{80, FASTATTN_HEAD_DIM, kDataType, /*variant=*/kRows > kFewRows,
+                  static_cast<int32_t>(bytes_needed<Config>())},
+        kernel_name("decode_split_sm80", {std::to_string(FASTATTN_HEAD_DIM), to_string(kDataType), name_of(kFormat),
+                                          kRows > kFewRows ? std::to_string(kRows) + " rows" : ""}),
+        tile_facts<typename Config::Tile>(), launch_decode_split_sm80<kRows, FASTATTN_HEAD_DIM, kDataType, kFormat>);
 });
 
 }  // namespace fastattn

@@ -233,7 +233,9 @@ def _native_kernel(call: Call, device_facts: DeviceFacts) -> str:
     elif call.op == "append":
         name = native.append_kernel(arch, max(head_dim, value_dim), dtype, _cache_format(features))
     elif call.op == "decode":
-        name = native.decode_kernel(arch, max(head_dim, value_dim), dtype, _cache_format(features))
+        rows, shared_bytes = int(call.sizes[0]), device_facts.shared_memory_bytes
+        widest = max(head_dim, value_dim)
+        name = native.decode_kernel(arch, shared_bytes, widest, dtype, _cache_format(features), rows)
     else:
         name = native.attention_forward_kernel(
             arch,

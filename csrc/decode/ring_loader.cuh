@@ -1,0 +1,155 @@
+// The way of keys and values into a ring: a warp looks up where the keys of a step lie, and starts to copy them, and later
+// their values. New tokens come from k_new and v_new instead, and go into the cache on their way.
+#pragma once
+
+#include <cstdint>
+
+#include "decode/cache_tokens.cuh"
+#include "decode/new_tokens.cuh"
+#include "decode/split_plan.h"
+#include "device/ptx/cp_async.cuh"
+#include "device/sequence.cuh"
+
+namespace fastattn {
+
+// One head of one sequence, of which a CTA takes the keys [begin_key, end_key).
+struct HeadKeys {
+    int32_t batch, kv_head;
+    int32_t begin_key, end_key;
+    int32_t first_new;  // key: tokens from there on are new
+    bool stores_new;    // into the cache
+};
+
+// A ring in shared memory, and what belongs to the keys in it.
+template <typename Config>
+struct alignas(128) KeyRing {
+    char data[Config::kRingBytes];      // K and V in turn, swizzled
+    uint32_t present[Config::kStages];  // keys, one bit each
+    float scales[Config::k8Bit ? Config::kStages : 1][2][Config::kWarpN];  // of K and of V
+    // What only loads need to know: registers are scarce.
+    HeadKeys head;
+    int32_t pages[Config::kStages][kWarpSize];  // of each lane's key
+
+    __device__ __forceinline__ char* keys(int stage) { return data + 2 * stage * Config::kStageBytes; }
+    __device__ __forceinline__ char* values(int stage) { return data + (2 * stage + 1) * Config::kStageBytes; }
+    __device__ __forceinline__ float* key_scales(int stage) { return scales[Config::k8Bit ? stage : 0][0]; }
+    __device__ __forceinline__ float* value_scales(int stage) { return scales[Config::k8Bit ? stage : 0][1]; }
+};
+
+// The steps of a warp: kWarpN keys each, kBlockN apart, of the head that the ring is for.
+template <typename Config, DataType kDataType>
+class RingLoader {
+  public:
+    __device__ __forceinline__ RingLoader(const DecodeParams& params, KeyRing<Config>& ring, int lane)
+        : params_(params),
+          ring_(ring),
+          lane_(lane),
+          in_line_(params.places.block_table == nullptr || params.places.block_rows % kWarpN == 0) {}
+
+    // Before the first step, whose keys are those from first_key on.
+    __device__ __forceinline__ void begin(const HeadKeys& head, int32_t first_key) {
+        if (lane_ == 0) ring_.head = head;
+        __syncwarp();  // waits until all lanes can read that
+        next_page_ = page_of(first_key);
+    }
+
+    // K of the next step.
+    __device__ __forceinline__ void load_keys(int stage, int32_t first_key) {
+        if (first_key < ring_.head.end_key) {
+            const int32_t page = next_page_;
+            next_page_ = page_of(first_key + Config::kBlockN);  // on its way while this step is copied and multiplied
+            ring_.pages[stage][lane_] = page;
+            const Tokens tokens = tokens_in(page, first_key);
+            if (lane_ == 0) ring_.present[stage] = tokens.present;
+            const CacheHead cache(params_.k_cache, ring_.head.kv_head);
+            load_tile(tokens, cache, params_.k_new, params_.rotary, ring_.keys(stage), ring_.key_scales(stage),
+                      first_key);
+        }
+        ptx::cp_async_commit_group();
+    }
+
+    // V of the step whose keys this stage has got.
+    __device__ __forceinline__ void load_values(int stage, int32_t first_key) {
+        if (first_key < ring_.head.end_key) {
+            const Tokens tokens = tokens_in(ring_.pages[stage][lane_], first_key);
+            const CacheHead cache(params_.v_cache, ring_.head.kv_head);
+            load_tile(tokens, cache, params_.v_new, RotaryParams{}, ring_.values(stage), ring_.value_scales(stage),
+                      first_key);
+        }
+        ptx::cp_async_commit_group();
+    }
+
+  private:
+    static constexpr int kWarpN = Config::kWarpN;
+
+    // Of a step: where its first key lies, or where keys are not in line, key lane % kWarpN; which of its keys there are, and
+    // which of these are new.
+    struct Tokens {
+        TokenPlace place;
+        uint32_t present, is_new;
+    };
+
+    // The key that this lane looks up. Where keys are in line, the first one tells of all.
+    __device__ __forceinline__ int32_t own_key(int32_t first_key) const {
+        return first_key + (in_line_ ? 0 : lane_ % kWarpN);
+    }
+
+    // What the page table holds for it.
+    __device__ __forceinline__ int32_t page_of(int32_t first_key) const {
+        const int32_t key = own_key(first_key);
+        const bool is_wanted = key < ring_.head.end_key && (in_line_ || key >= ring_.head.begin_key);
+        return params_.places.block_table != nullptr && is_wanted ? page_in_table(params_.places, ring_.head.batch, key)
+                                                                  : -1;
+    }
+
+    __device__ __forceinline__ Tokens tokens_in(int32_t page, int32_t first_key) const {
+        const HeadKeys& head = ring_.head;
+        const TokenPlace place = place_of(params_.places, head.batch, own_key(first_key), page);
+        const uint32_t wanted = keys_between<kWarpN>(head.begin_key - first_key, head.end_key - first_key);
+        uint32_t found = place.is_present() ? kAllKeys<kWarpN> : 0;
+        if (!in_line_) found = __ballot_sync(0xffffffff, place.is_present());
+        const uint32_t present = found & wanted;
+        return {place, present, present & keys_between<kWarpN>(head.first_new - first_key, kWarpN)};
+    }
+
+    __device__ __forceinline__ void load_tile(const Tokens& tokens, const CacheHead& cache_head,
+                                              const HeadsView<const uint16_t>& new_tokens, const RotaryParams& rotary,
+                                              char* sTile, float* sScales, int32_t first_key) const {
+        const auto [place, present, is_new] = tokens;
+        const WarpTile<Config::kCacheDim, kWarpN> tile(sTile, lane_);
+        const CacheView& cache = cache_head.cache;
+        const int row_bytes = cache.head_dim * Config::kElementBytes;
+        const bool is_present = (present >> lane_ % kWarpN & 1) != 0;
+        const TokenPlace own{place.block, place.row + (in_line_ ? lane_ % kWarpN : 0)};
+        if (in_line_) {
+            tile.load_line(cache_head.row(place), cache.row_chunks, row_bytes, present, is_new);
+        } else {
+            tile.load_scattered(is_present ? cache_head.row(own) : nullptr, row_bytes, is_new);
+        }
+        float* gScale = nullptr;
+        if constexpr (Config::k8Bit) {
+            if (is_present && cache.scales != nullptr) gScale = cache_head.scale(own);
+            load_scales<kWarpN>(sScales, gScale, cache.scales == nullptr, is_new, lane_);
+        }
+        if (is_new == 0) return;
+        const HeadKeys& head = ring_.head;
+        const uint16_t* gNew = row_pointer(new_tokens, head.batch, head.kv_head, first_key - head.first_new);
+        char* gRow = head.stores_new && is_present ? cache_head.row(own) : nullptr;
+        if constexpr (Config::k8Bit) {
+            quantise_new_tokens<Config::kFormat, kDataType, Config::kHeadDim, kWarpN>(
+                sTile, sScales, gNew, new_tokens.row_stride, cache.head_dim, is_new, rotary, first_key, gRow, gScale,
+                cache_head.given_scale(), lane_);
+        } else {
+            take_new_tokens<kDataType>(tile, gNew, new_tokens.row_stride, cache.head_dim, is_new, rotary, first_key,
+                                       gRow);
+        }
+    }
+
+    const DecodeParams& params_;
+    KeyRing<Config>& ring_;
+    const int lane_;
+    const bool in_line_;      // whether a step's keys always lie in one block, one after the other
+    int32_t next_page_ = -1;  // of the next step, as the table has it
+};
+
+}  // namespace fastattn

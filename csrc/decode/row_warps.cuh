@@ -1,0 +1,40 @@
+// Warps of flash-decoding that take the same keys, each for 16 of a tile's rows: what one of them has loaded, all multiply.
+#pragma once
+
+#include "device/fragment.cuh"
+#include "device/ptx/named_barrier.cuh"
+
+namespace fastattn {
+
+template <int kCount>
+struct RowWarps {
+    // Of the CTA's groups: which keys.
+    __device__ __forceinline__ int group() const { return threadIdx.x / (kCount * kWarpSize); }
+
+    // Of the warp in its group: which rows.
+    __device__ __forceinline__ int index() const { return threadIdx.x / kWarpSize % kCount; }
+
+    // One warp copies for all, and writes what changes in shared memory.
+    __device__ __forceinline__ bool is_first() const { return kCount == 1 || index() == 0; }
+
+    __device__ __forceinline__ void sync() const {
+        if constexpr (kCount == 1) {
+            __syncwarp();
+        } else {
+            ptx::bar_sync(kFirstBarrier + group(), kCount * kWarpSize);
+        }
+    }
+
+    __device__ __forceinline__ bool any(bool predicate) const {
+        if constexpr (kCount == 1) {
+            return __any_sync(0xffffffff, predicate) != 0;
+        } else {
+            return ptx::bar_red_or(kFirstBarrier + group(), kCount * kWarpSize, predicate);
+        }
+    }
+
+  private:
+    static constexpr int kFirstBarrier = 1;  // 0 is the CTA's
+};
+
+}  // namespace fastattn
