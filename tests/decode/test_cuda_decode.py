@@ -283,10 +283,8 @@ def test_instructions_for_16_keys(dim: int, cache: str, dtype: torch.dtype) -> N
     """Those that tiles_sm80.h states, but for how often a maximum changes; pages cost a look at the table more."""
 
     def executed(length: int, page_size: int) -> int:
-        case = Case(
-            "step", (length,), (4, 1), dims=(dim, dim), capacity=2048, page_size=page_size, dtype=dtype, splits=1
-        )
-        case = replace(case, int8=cache == "int8", fp8="tensor" if cache == "fp8" else "")
+        case = Case("step", (length,), (4, 1), dims=(dim, dim), capacity=2048, page_size=page_size, splits=1)
+        case = replace(case, dtype=dtype, int8=cache == "int8", fp8="tensor" if cache == "fp8" else "")
         with launches.recorded() as found:
             run_kernel(case, make_arguments(case))
         return sum(row.warps for row in found[0].report.rows)

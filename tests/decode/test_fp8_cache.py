@@ -1,4 +1,4 @@
-"""fp8 caches, of every backend: each code and each rounding, whose scales there are, and what the caches' classes do."""
+"""fp8 caches, of every backend: each number and each rounding, whose scales there are, and what the classes do."""
 
 from __future__ import annotations
 
@@ -115,9 +115,8 @@ def test_tokens_go_to_their_slots(dims: tuple[int, int], dtype: torch.dtype, who
 @pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf))
 def test_what_is_not_finite(value: float, backend: str) -> None:
     """Of a head with a scale of its own, the scale is NaN. Divided by a given scale, NaN is NaN, and infinity 448."""
-    arguments = append_cases.make_arguments(
-        append_cases.Case("tokens", tokens=4, fp8="tokens", page_size=4, num_pages=1)
-    )
+    case = append_cases.Case("not-finite", tokens=4, page_size=4, num_pages=1)
+    arguments = append_cases.make_arguments(replace(case, fp8="tokens"))
     arguments["k_new"][1, 0, 5] = value
     fastattn.append_to_cache(**arguments)
     row = int(arguments["slot_mapping"][1])
@@ -125,9 +124,7 @@ def test_what_is_not_finite(value: float, backend: str) -> None:
     assert bool(is_spoiled[0, 0, row]) and int(is_spoiled.sum()) == 1
     assert bool((arguments["k_cache"][0, 0, row].float() == 0).all())
 
-    arguments = append_cases.make_arguments(
-        append_cases.Case("tensor", tokens=4, fp8="tensor", page_size=4, num_pages=1)
-    )
+    arguments = append_cases.make_arguments(replace(case, fp8="tensor"))
     arguments["k_new"][1, 0, 5] = value
     scale = arguments["k_scale"].clone()
     fastattn.append_to_cache(**arguments)
@@ -173,7 +170,7 @@ def test_pages(page_size: int, whose: str, backend: str) -> None:
 def test_nan_reaches_only_rows_that_see_it(
     code: int, queries: int, window: tuple[int, int], dtype: torch.dtype, backend: str
 ) -> None:
-    """Some see the spoiled keys' values, which lie in one tile with all others, and the rest have the bits of before."""
+    """Some see the spoiled values, which lie in one tile with all others, and the rest have the bits of before."""
     case = Case("nan", fp8="heads", queries=queries, window=window, causal=window[1] < 0, lengths=(70,), dtype=dtype)
     clean, spoiled = make_arguments(case), make_arguments(case)
     positions, dims = [66, 67, 68, 69], [0, 5, 14, 31]

@@ -97,11 +97,7 @@ def expected(arguments: dict[str, Any]) -> dict[str, Tensor]:
 def check_caches(found: dict[str, Any], wanted: dict[str, Tensor]) -> None:
     """Bit for bit."""
     for name, tensor in wanted.items():
+        found_tensor, wanted_tensor = comparable(found[name]), comparable(tensor)
         torch.testing.assert_close(
-            comparable(found[name]),
-            comparable(tensor),
-            rtol=0,
-            atol=0,
-            equal_nan=True,
-            msg=lambda m, n=name: f"{n}: {m}",
+            found_tensor, wanted_tensor, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
         )
