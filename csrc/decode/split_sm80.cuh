@@ -175,10 +175,10 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kFormat>::kNumThrea
         const int32_t begin_key = max(share.begin_key, wanted.begin), end_key = min(share.end_key, wanted.end);
 
         // Producer: a warp copies its own keys and values.
-        const CacheHead k_head(params.k_cache, kv_head), v_head(params.v_cache, kv_head);
+        const CacheHead<kFormat> k_head(params.k_cache, kv_head), v_head(params.v_cache, kv_head);
         uint32_t present = 0, is_new = 0;  // of the tile that is loaded; new tokens come from k_new and v_new
         TokenPlace place{-1, 0};           // of its first key where its keys are in line, else of key lane % kWarpN
-        const auto load_tile = [&](const CacheHead& head, const HeadsView<const uint16_t>& new_tokens,
+        const auto load_tile = [&](const CacheHead<kFormat>& head, const HeadsView<const uint16_t>& new_tokens,
                                    const RotaryParams& rotary, char* sTile, float* sScales, int32_t first_key) {
             const WarpTile<kCacheDim, kWarpN> tile(sTile, lane);
             const CacheView& cache = head.cache;
@@ -192,8 +192,8 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kFormat>::kNumThrea
             }
             float* gScale = nullptr;
             if constexpr (k8Bit) {
-                if (is_present && cache.scales != nullptr) gScale = head.scale(own);
-                load_scales<kWarpN>(sScales, gScale, cache.scales == nullptr, is_new, lane);
+                if (is_present) gScale = head.scale(own);
+                load_scales<kWarpN>(sScales, gScale, is_new, lane);
             }
             if (is_new == 0) return;
             const uint16_t* gNew = row_pointer(new_tokens, batch, kv_head, first_key - tokens.before);
