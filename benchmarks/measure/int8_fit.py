@@ -26,8 +26,9 @@ from benchmarks.measure import environment, results, timing
 from fastattn import native, quantize_int8
 
 SCHEMA = 1
-# The largest part of a block, csrc/int8_matmul/ways.h; and CTAs, or on Hopper clusters, that an SM holds (MatmulTile).
-BLOCK_WEIGHTS = 1 << 25
+# The most weights of a block and what its outputs are a multiple of, csrc/int8_matmul/ways.h; and CTAs, or on Hopper
+# clusters, that an SM holds (MatmulTile).
+BLOCK_WEIGHTS, BLOCK_MULTIPLE = 1 << 25, 256
 RESIDENT = {80: 2.0, 90: 0.5}
 _CTAS_OF_A_TEAM = {80: 1, 90: 2}
 
@@ -53,6 +54,7 @@ class Dealt(Protocol):
 
     ctas: int
     parts: int
+    steps_of_full_gpu: float
 
 
 class Sample(NamedTuple):
@@ -95,29 +97,28 @@ def kernel_cases(kernel: Kernel, num_sms: int) -> Iterator[Case]:
 
 def kernel_terms(kernel: Kernel, case: Case, dealt: Dealt, num_sms: int) -> tuple[float, ...] | None:
     """How often each of ``KERNEL_TERMS`` counts, or None for a plan whose CTAs have parts of several tiles each."""
-    tile, resident = kernel.tile, int(RESIDENT[kernel.arch] * num_sms)
-    tiles = math.ceil(case.m / tile["block_m"]) * math.ceil(case.n / _outputs_of_team(kernel))
-    steps = math.ceil(case.k / tile["block_k"])
+    tiles = math.ceil(case.m / kernel.tile["block_m"]) * math.ceil(case.n / _outputs_of_team(kernel))
+    steps = dealt.steps_of_full_gpu
     if dealt.parts == 0:
-        waves = math.ceil(tiles / resident)
-        return 1.0, waves * steps, waves, 0.0, 0.0
+        return 1.0, steps, math.ceil(tiles / int(RESIDENT[kernel.arch] * num_sms)), 0.0, 0.0
     parts, rest = divmod(dealt.parts, tiles * _CTAS_OF_A_TEAM[kernel.arch])
     if rest or dealt.ctas != dealt.parts:
         return None
-    return 1.0, steps / parts, 1.0, 1.0, parts - 1
+    return 1.0, steps, 1.0, 1.0, parts - 1
 
 
 def dequantised_cases() -> Iterator[Case]:
     """Many tokens, for which cuBLAS is bound by the tensor cores; and layers of one block, and of several."""
-    for n, k in ((2048, 4096), (4096, 4096), (8192, 4096), (8192, 8192), (16384, 8192)):
+    for n, k in ((2048, 4096), (4096, 4096), (8192, 4096), (14336, 4096), (8192, 8192), (16384, 8192)):
         for m in (2048, 4096, 8192):
             yield Case(m, n, k)
 
 
 def dequantised_terms(case: Case) -> tuple[float, ...]:
     """How often each of ``DEQUANTISED_TERMS`` counts."""
-    weights = case.n * case.k
-    return math.ceil(weights / BLOCK_WEIGHTS), 3 * weights, case.m * weights
+    weights, fitting = case.n * case.k, BLOCK_WEIGHTS // case.k
+    outputs = case.n if fitting >= case.n else fitting // BLOCK_MULTIPLE * BLOCK_MULTIPLE
+    return math.ceil(case.n / outputs), 3 * weights, case.m * weights
 
 
 def fit(names: Sequence[str], samples: Sequence[Sample]) -> dict[str, Any]:

@@ -30,7 +30,6 @@ void mm_out(const Tensor& a, const Tensor& b, const Tensor& out) {
 
 void multiply_dequantised(const Int8WeightView& weight, DataType dtype, const Tensor& input, Tensor out,
                           bool is_transposed, Stream stream) {
-    constexpr int64_t kMultiple = 16;  // of the columns of a dequantised row
     auto& kernel = int8_dequantize_weight_kernels().find(device_facts().compute_capability, 0, dtype, false);
     const int32_t count = is_transposed ? weight.rows : weight.columns;  // columns of the result
     const int32_t elements = is_transposed ? weight.columns : weight.rows;
@@ -41,7 +40,7 @@ void multiply_dequantised(const Int8WeightView& weight, DataType dtype, const Te
         DequantizeWeightParams params{weight, 0, weight.rows, 0, weight.columns, nullptr, 0};
         (is_transposed ? params.first_row : params.first_column) = first;
         (is_transposed ? params.rows : params.columns) = here;
-        params.out_stride = (params.columns + kMultiple - 1) / kMultiple * kMultiple;
+        params.out_stride = dequantised_stride(params.columns);
         const int64_t elements_here = params.rows * params.out_stride;
         if (!room) room = torch::stable::new_empty(input, {elements_here});  // no block has more than the first
         params.out = static_cast<uint16_t*>(room->data_ptr());

@@ -152,9 +152,10 @@ void check_for_int8_activations(const char* op, const Tensor& weight, const Matm
           "rows, and of 16 columns up to ", kMaxInt8SumDepth, ", for int8 activations, got ", shape_text(weight));
 }
 
-Int8Choice choose(Int8KernelTable& kernels, DataType dtype, const Int8MatmulParams& params, bool is_plain) {
+Int8Choice choose(Int8KernelTable& kernels, DataType dtype, const Int8MatmulParams& params, bool is_plain,
+                  bool sums_tokens = false) {
     const DeviceFacts facts = device_facts();
-    const Int8Traits traits{dtype, params.weight.group_shift != Int8WeightView::kOneGroup, is_plain};
+    const Int8Traits traits{dtype, params.weight.group_shift != Int8WeightView::kOneGroup, is_plain, sums_tokens};
     return int8_kernel(kernels, facts.compute_capability, facts.num_sms, traits, params.input.rows,
                        params.epilogue.sum_columns(), params.input.columns);
 }
@@ -185,6 +186,12 @@ Int8KernelTable::Row& plan_work(const Int8Choice& chosen, Int8MatmulParams& para
         params.token_sums.arrivals = static_cast<uint64_t*>(tensors.token_arrivals->data_ptr());
     }
     return *chosen.kernel;
+}
+
+// By PyTorch: the sum of dY's rows in its own dtype, whatever autocast says; without elements where it is not wanted.
+Tensor bias_gradient(const Tensor& grad_out, bool is_wanted) {
+    if (!is_wanted) return torch::stable::new_empty(grad_out, {0});
+    return torch::stable::sum(grad_out, std::array<int64_t, 1>{0}, /*keepdim=*/false, grad_out.scalar_type());
 }
 
 // Whether a kernel multiplies tokens that are int8 numbers already. The others make them first.
@@ -262,7 +269,7 @@ Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> 
                                      is_plain && !int8_activations);
     if (chosen.dequantises) {
         const Tensor out = torch::stable::reshape(tensors.out, {rows, columns});
-        multiply_dequantised(params.weight, dtype, as_matrix(x), out, /*is_transposed=*/true, device.stream());
+        multiply_dequantised(params.weight, dtype, tensors.input, out, /*is_transposed=*/true, device.stream());
         return tensors.out;
     }
     auto& kernel = plan_work(chosen, params, tensors);
@@ -287,18 +294,26 @@ std::tuple<Tensor, Tensor> int8_matmul_grad_input(Tensor grad_out, Tensor weight
 
     Int8MatmulTensors tensors{grad_out, weight, scale,
                               torch::stable::new_empty(grad_out, with_columns(grad_out, columns))};
-    Tensor grad_bias = torch::stable::new_empty(grad_out, {bias_grad ? depth : 0});
     Int8MatmulParams params{};
     params.weight = weight_view(kOp, tensors);
-    if (grad_out.numel() == 0) return {torch::stable::zero_(tensors.out), torch::stable::zero_(grad_bias)};
+    if (grad_out.numel() == 0) {
+        return {torch::stable::zero_(tensors.out), torch::stable::new_zeros(grad_out, {bias_grad ? depth : 0})};
+    }
     const int64_t rows = grad_out.numel() / depth;
     if (columns == 0) {  // no tile of a result, and no CTA that would add up tokens
-        const Tensor matrix = torch::stable::reshape(grad_out, {rows, depth});
-        return {tensors.out, bias_grad ? torch::stable::sum(matrix, std::array<int64_t, 1>{0}) : grad_bias};
+        return {tensors.out, bias_gradient(torch::stable::reshape(grad_out, {rows, depth}), bias_grad)};
     }
     tensors.input = with_aligned_rows(as_matrix(grad_out));
     params.input = matrix_view<const uint16_t>(kOp, "grad_out", tensors.input);
-    params.epilogue.out = matrix_view<uint16_t>(kOp, "out", torch::stable::reshape(tensors.out, {rows, columns}));
+    const Tensor out = torch::stable::reshape(tensors.out, {rows, columns});
+    params.epilogue.out = matrix_view<uint16_t>(kOp, "out", out);
+    const OnDeviceOf device(tensors.input);
+    const Int8Choice chosen = choose(int8_matmul_grad_input_kernels(), dtype, params, /*is_plain=*/true, bias_grad);
+    if (chosen.dequantises) {
+        multiply_dequantised(params.weight, dtype, tensors.input, out, /*is_transposed=*/false, device.stream());
+        return {tensors.out, bias_gradient(tensors.input, bias_grad)};
+    }
+    Tensor grad_bias = torch::stable::new_empty(grad_out, {0});
     if (bias_grad) {
         // Whole chunks; behind the last column of dY there are sums of zeros.
         params.token_sums.columns = ceil_div(params.weight.rows, kEpilogueColumns) * kEpilogueColumns;
@@ -306,15 +321,7 @@ std::tuple<Tensor, Tensor> int8_matmul_grad_input(Tensor grad_out, Tensor weight
         params.token_sums.out = static_cast<uint16_t*>(grad_bias.data_ptr());
         grad_bias = torch::stable::narrow(grad_bias, 0, 0, depth);
     }
-    const OnDeviceOf device(tensors.input);
-    const Int8Choice chosen = choose(int8_matmul_grad_input_kernels(), dtype, params, /*is_plain=*/true);
-    if (chosen.dequantises) {
-        const Tensor out = torch::stable::reshape(tensors.out, {rows, columns});
-        multiply_dequantised(params.weight, dtype, as_matrix(grad_out), out, /*is_transposed=*/false, device.stream());
-        if (bias_grad) grad_bias = torch::stable::sum(tensors.input, std::array<int64_t, 1>{0});
-    } else {
-        plan_work(chosen, params, tensors).launch(params, device.stream());
-    }
+    plan_work(chosen, params, tensors).launch(params, device.stream());
     return {tensors.out, grad_bias};
 }
 

@@ -85,8 +85,9 @@ inline constexpr const char* kDequantisedName = "dequantise + cuBLAS";
 // What decides which kernel computes a matmul, beside its sizes.
 struct Int8Traits {
     DataType dtype;
-    bool has_groups;  // of scales, along K
-    bool is_plain;    // a product alone, of 16-bit numbers: nothing is added, and no activation follows
+    bool has_groups;           // of scales, along K
+    bool is_plain;             // a product alone, of 16-bit numbers: nothing is added, and no activation follows
+    bool sums_tokens = false;  // for the gradient of a bias, beside the product
 };
 
 // Tests and benchmarks compare kernels: only those of this architecture with tiles of so many tokens are chosen, in this
@@ -121,7 +122,8 @@ inline Int8Choice int8_kernel(Int8KernelTable& table, int32_t compute_capability
         tiles.push_back(row.tile.matmul);
         tiles.back().scales_groups = traits.has_groups;
     });
-    const MatmulChoice choice = fastest_tile(tokens, outputs, depth, tiles, sm_rates(compute_capability), num_sms);
+    const SmRates rates = sm_rates(compute_capability);
+    const MatmulChoice choice = fastest_tile(tokens, outputs, depth, tiles, rates, num_sms);
     if (choice.index == tiles.size()) {
         throw std::runtime_error("fastattn: no kernel of the int8 matmul runs on a GPU of compute capability " +
                                  std::to_string(compute_capability / 10) + '.' +
@@ -130,9 +132,11 @@ inline Int8Choice int8_kernel(Int8KernelTable& table, int32_t compute_capability
     }
     const bool may_dequantise =
         traits.is_plain && (forced_int8_tile().is_none() || forced_int8_tile().is_dequantising());
-    const double clocks = may_dequantise && depth > 0
-                              ? dequantised_clocks(tokens, outputs, depth, sm_rates(compute_capability), num_sms)
-                              : std::numeric_limits<double>::infinity();
+    double clocks = std::numeric_limits<double>::infinity();
+    if (may_dequantise && depth > 0) {
+        clocks = dequantised_clocks(tokens, outputs, depth, rates, num_sms);
+        if (traits.sums_tokens) clocks += token_sum_clocks(tokens, depth, rates, num_sms);
+    }
     const bool dequantises = clocks < choice.clocks || (forced_int8_tile().is_dequantising() && std::isfinite(clocks));
     return {rows[choice.index], choice, clocks, dequantises};
 }

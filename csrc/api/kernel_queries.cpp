@@ -48,6 +48,7 @@ Int8KernelTable& int8_kernels(int32_t which) {
 // How a launch deals its steps to CTAs, and how many parts of tiles pass through a workspace.
 struct Dealt {
     int64_t ctas, longest_steps, block_m, parts;
+    double steps_of_full_gpu;  // of an int8 matmul: see int8_matmul/work.h
 };
 
 // The fastest of our kernels, null where there is none, its predicted microseconds, and those of dequantising for cuBLAS.
@@ -164,13 +165,15 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_append_kernel(int32_t compute_capa
 }
 
 // Of the matmul, its input gradient, or the matmul with int8 activations (`which` is 0, 1, 2), with sums [tokens, outputs],
-// each of `depth`. has_groups: the weights' scales are of groups along K; is_plain: nothing follows the product.
+// each of `depth`. has_groups: the weights' scales are of groups along K; is_plain: nothing follows the product;
+// sums_tokens: beside the input gradient, a bias's is wanted.
 FASTATTN_ASKED_BY_PYTHON const char* fastattn_int8_matmul_kernel(int32_t which, int32_t compute_capability,
                                                                  int32_t num_sms, int32_t is_bfloat16,
-                                                                 int32_t has_groups, int32_t is_plain, int32_t tokens,
-                                                                 int32_t outputs, int32_t depth) {
+                                                                 int32_t has_groups, int32_t is_plain,
+                                                                 int32_t sums_tokens, int32_t tokens, int32_t outputs,
+                                                                 int32_t depth) {
     using namespace fastattn;
-    const Int8Traits traits{dtype_of(is_bfloat16), has_groups != 0, is_plain != 0};
+    const Int8Traits traits{dtype_of(is_bfloat16), has_groups != 0, is_plain != 0, sums_tokens != 0};
     try {
         const Int8Choice chosen =
             int8_kernel(int8_kernels(which), compute_capability, num_sms, traits, tokens, outputs, depth);
@@ -183,10 +186,10 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_int8_matmul_kernel(int32_t which, 
 // Likewise: the predicted times of the ways among which that chooses.
 FASTATTN_ASKED_BY_PYTHON fastattn::Int8Ways fastattn_int8_ways(int32_t which, int32_t compute_capability,
                                                                int32_t num_sms, int32_t is_bfloat16, int32_t has_groups,
-                                                               int32_t is_plain, int32_t tokens, int32_t outputs,
-                                                               int32_t depth) {
+                                                               int32_t is_plain, int32_t sums_tokens, int32_t tokens,
+                                                               int32_t outputs, int32_t depth) {
     using namespace fastattn;
-    const Int8Traits traits{dtype_of(is_bfloat16), has_groups != 0, is_plain != 0};
+    const Int8Traits traits{dtype_of(is_bfloat16), has_groups != 0, is_plain != 0, sums_tokens != 0};
     try {
         const Int8Choice chosen =
             int8_kernel(int8_kernels(which), compute_capability, num_sms, traits, tokens, outputs, depth);
@@ -207,10 +210,15 @@ FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_int8_matmul(int32_t whic
         const Int8Traits traits{DataType::kBFloat16, has_groups != 0, /*is_plain=*/false};
         const auto [_, tile, plan, clocks] =
             int8_kernel(int8_kernels(which), compute_capability, num_sms, traits, tokens, outputs, depth).choice;
-        if (!tile.uses_wgmma) return {num_ctas(plan), longest_steps(plan), tile.tokens, num_slots(plan)};
-        const int32_t teams = num_teams(plan, resident_teams(tile, num_sms));
+        const int32_t resident = resident_teams(tile, num_sms);
+        const double full_steps =
+            steps_of_full_gpu(plan, matmul_clocks(tile, tokens, sm_rates(compute_capability), resident), resident);
+        if (!tile.uses_wgmma) {
+            return {num_ctas(plan), longest_steps(plan), tile.tokens, num_slots(plan), full_steps};
+        }
+        const int32_t teams = num_teams(plan, resident);
         return {int64_t{tile.ctas_per_team} * teams, longest_steps_of_team(plan, teams), tile.tokens,
-                tile.ctas_per_team * num_slots(plan)};
+                tile.ctas_per_team * num_slots(plan), full_steps};
     } catch (const std::exception&) {
         return {};
     }
@@ -245,7 +253,7 @@ FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_decode(int32_t compute_c
     const TileSpans spans = tile_spans(plan, cached_sequence(shape, capacity), tile.block_n);
     const int64_t blocks = int64_t{batch} * plan.tiles_per_sequence * spans.num_spans * spans.blocks_per_span;
     return {plan.num_ctas, spans_per_cta(plan, blocks), tile.block_m,
-            can_be_cut(plan, shape, tile.block_n) ? num_slots(plan) : 0};
+            can_be_cut(plan, shape, tile.block_n) ? num_slots(plan) : 0, /*steps_of_full_gpu=*/0};
 }
 
 #endif  // FASTATTN_ARCH_80

@@ -393,7 +393,7 @@ struct ForwardConsumerSm90 {
     // All consumers, when there is no more work: merges the tiles that this CTA shares with others, where it is the
     // last one. factor: of the output.
     __device__ __forceinline__ void merge_shared_tiles(const AttentionForwardParams& params, float factor = 1.0f) {
-        using Storage = MergeStorage<PartRowsOfTile>;
+        using Storage = MergeStorage<PartRowsOfTile, ConsumerThreads>;
         static_assert(sizeof(Storage) <= sizeof(shared.sQ), "takes the place of Q");
 #pragma unroll 1
         for (int i = 0; i < shared.num_shared; ++i) {

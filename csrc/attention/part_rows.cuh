@@ -78,15 +78,16 @@ template <int kNumThreads, int kWarpM, typename Rows, int kTilesM, int kTilesD, 
 __device__ __forceinline__ void leave_and_merge(const Rows& rows, const KeyPortion& portion,
                                                 const float (&rO)[kTilesM][kTilesD][4], const Softmax& softmax,
                                                 Tile& sTile) {
-    static_assert(sizeof(MergeStorage<Rows>) <= sizeof(sTile));
     using Threads = LateThreadsOfCta<kNumThreads>;
+    using Storage = MergeStorage<Rows, Threads>;
+    static_assert(sizeof(Storage) <= sizeof(sTile));
     const auto cta = static_cast<int32_t>(blockIdx.x);
     const int warp = Threads::index() / kWarpSize, lane = Threads::index() % kWarpSize;
     const TileParts parts{portion.num_parts, cta - portion.part, 1};
     const PartRange own = parts.of_cta(cta);
     rows.leave(slot_of(rows.slots_per_cta(), cta, largest_node(own.begin, own, parts.count)), warp * kWarpM, rO,
                softmax, lane);
-    PartMerger<Rows, Threads>{rows, *reinterpret_cast<MergeStorage<Rows>*>(sTile), parts, own}.run();
+    PartMerger<Rows, Threads>{rows, *reinterpret_cast<Storage*>(sTile), parts, own}.run();
 }
 
 }  // namespace fastattn

@@ -312,8 +312,10 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kFormat>::kNumThrea
         __syncthreads();  // waits until every thread has read the results: rings and queries may be overwritten
         const bool shares_tile = own.end - own.begin < parts.count;
         if (shares_tile && part + 1 == own.end && params.parts.arrivals != nullptr) {
-            auto& merge_storage = *reinterpret_cast<MergeStorage<Rows>*>(shared.ring);
-            PartMerger<Rows, DecodeThreads<Config>>{tile_rows, merge_storage, parts, own}.run();
+            using Threads = DecodeThreads<Config>;
+            using Storage = MergeStorage<Rows, Threads>;
+            static_assert(sizeof(Storage) <= sizeof(shared.ring));
+            PartMerger<Rows, Threads>{tile_rows, *reinterpret_cast<Storage*>(shared.ring), parts, own}.run();
             __syncthreads();  // waits until every thread is done with the merge, which uses the rings
         }
     }

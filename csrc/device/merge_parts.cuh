@@ -14,6 +14,7 @@
 #include "device/fragment.cuh"
 #include "device/part_slots.cuh"
 #include "device/part_tree.h"
+#include "device/ptx/cp_async.cuh"
 
 namespace fastattn {
 
@@ -21,7 +22,7 @@ namespace fastattn {
 //   kBlockM, kValueDim        how many, and their columns
 //   kLog2Nodes                of the nodes that are merged side by side: 4 or 16. More are fewer steps; but each step is work
 //                             of one CTA, and of more steps, more CTAs work at a time
-//   kQuadsAtOnce              of four columns, whose loads a thread has on their way together
+//   kQuadsAtOnce              of four columns, whose loads from 4 nodes a thread has on their way together
 //   num_rows()                those that exist
 //   slots()                   the workspace
 //   slots_per_cta()           of it
@@ -35,9 +36,11 @@ struct AllThreadsOfCta {
     __device__ __forceinline__ static bool sync_or(bool predicate) { return __syncthreads_or(predicate) != 0; }
 };
 
-template <typename Rows>
+template <typename Rows, typename Threads>
 struct MergeStorage {
     static constexpr int kNodes = 1 << Rows::kLog2Nodes;
+    static constexpr bool kHoldsValues = kNodes > 4;  // registers have no room for so many on their way together
+    float4 values[kHoldsValues ? kNodes : 1][kHoldsValues ? Threads::kCount : 1];  // each thread's own
     float2 sums[kNodes][Rows::kBlockM];  // a row's maximum and sum
     int64_t slot[kNodes];                // of the node that begins here
     uint32_t present;                    // one bit for each of the nodes: where one begins
@@ -46,11 +49,12 @@ struct MergeStorage {
 // One tile's merge, by the CTA that has just left its last part of that tile.
 template <typename Rows, typename Threads>
 struct PartMerger {
+    using Storage = MergeStorage<Rows, Threads>;
     static constexpr int kNodes = 1 << Rows::kLog2Nodes, kBlockM = Rows::kBlockM;
     static_assert(kNodes == 4 || kNodes == 16, "see merged_nodes()");
 
     const Rows& rows;
-    MergeStorage<Rows>& shared;
+    Storage& shared;
     const TileParts& parts;
     const PartRange own;  // parts that this CTA has made
 
@@ -112,11 +116,17 @@ struct PartMerger {
             if (Threads::index() == 0) shared.present = present;
         }
         Threads::sync();  // waits until the slots are known
-        for (int i = Threads::index(); i < kNodes * kBlockM; i += Threads::kCount) {
-            const int node = i / kBlockM, row = i % kBlockM;
-            if ((shared.present >> node & 1) == 0 || row >= rows.num_rows()) continue;
-            shared.sums[node][row] = rows.slots().load_sums(shared.slot[node], row);
-        }
+        constexpr int kSums = ceil_div(kNodes * kBlockM, Threads::kCount);
+        float2 sums[kSums];
+        const auto for_own_sums = [&](auto&& function) {
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) {
+                const int item = Threads::index() + i * Threads::kCount, node = item / kBlockM, row = item % kBlockM;
+                if (begins_at(node) && row < rows.num_rows()) function(node, row, sums[i]);
+            }
+        };
+        for_own_sums([&](int node, int row, float2& own) { own = rows.slots().load_sums(shared.slot[node], row); });
+        for_own_sums([&](int node, int row, const float2& own) { shared.sums[node][row] = own; });
         Threads::sync();  // waits until all sums are in shared memory: from here on the first node may be overwritten
     }
 
@@ -148,6 +158,7 @@ struct PartMerger {
 
     // All nodes as one.
     __device__ __forceinline__ RowPart merged_nodes(int row, int column) const {
+        if constexpr (Storage::kHoldsValues) copy_values(row, column);
         RowPart result = merged_four(0, row, column);
         if constexpr (kNodes == 4) return result;
         if (begins_at(4)) result = merged(result, merged_four(4, row, column));
@@ -159,8 +170,25 @@ struct PartMerger {
         return result;
     }
 
-    // Nodes [first, first + 4) as one; their loads are on their way together. A node begins at the first. With 8 at a
-    // time, 84 bytes of registers spill in flash-decoding (256 dims, bf16, sm_80).
+    // Four columns of all nodes into shared memory, all on their way together. No other thread reads them.
+    __device__ __forceinline__ void copy_values(int row, int column) const {
+        const bool exists = column < rows.slots().value_dim;
+#pragma unroll
+        for (int node = 0; node < kNodes; ++node) {
+            if (!begins_at(node)) continue;
+            const float* values = rows.slots().values_of(shared.slot[node], row) + (exists ? column : 0);
+            ptx::cp_async_cg_16(shared_address(&shared.values[node][Threads::index()]), values, exists ? 16 : 0);
+        }
+        ptx::cp_async_commit_group();
+        ptx::cp_async_wait_group<0>();
+    }
+
+    __device__ __forceinline__ float4 values_of(int node, int row, int column) const {
+        if constexpr (Storage::kHoldsValues) return shared.values[node][Threads::index()];
+        return rows.slots().load_values(shared.slot[node], row, column);
+    }
+
+    // Nodes [first, first + 4) as one; their loads are on their way together. A node begins at the first.
     __device__ __forceinline__ RowPart merged_four(int first, int row, int column) const {
         const uint32_t present = shared.present >> first;
         RowPart nodes[4];
@@ -168,7 +196,7 @@ struct PartMerger {
         for (int i = 0; i < 4; ++i) {
             if ((present >> i & 1) == 0) continue;
             const float2 sums = shared.sums[first + i][row];
-            nodes[i] = {sums.x, sums.y, rows.slots().load_values(shared.slot[first + i], row, column)};
+            nodes[i] = {sums.x, sums.y, values_of(first + i, row, column)};
         }
 #pragma unroll
         for (int distance = 1; distance < 4; distance *= 2) {

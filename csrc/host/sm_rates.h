@@ -22,11 +22,10 @@ struct SmRates {
 inline SmRates sm_rates(int32_t compute_capability) {
     // H200. The tensor cores do so much in each clock, whatever its rate: 989 TFLOP/s of 132 SMs are 2048 multiply-adds of
     // wgmma (4096 on int8) at 1.83 GHz, the clock of the data sheet, and mma.sync reaches 5/8 of them (Luo et al., arXiv
-    // 2402.13499, measure 62 %). cuBLAS has shown 770 to 800 of these TFLOP/s on random data. Device memory has a clock of
-    // its own, and the 4.8 TB/s are the fewer bytes in each clock of the SMs the faster these are: 18.4 at 1.98 GHz, the
-    // highest, to which they rise in kernels that wait for memory. An H100 loads 12.8 bytes. The L2 cache of an H100 gives
-    // 5.6 to 5.7 TB/s (measured by others).
-    constexpr SmRates kHopper{1280, 2560, 2048, 4096, 1620, 18.4, 24, 1.83};
+    // 2402.13499, measure 62 %). cuBLAS has shown 770 to 800 of these TFLOP/s on random data. 4.8 TB/s of device memory
+    // are 19.9 bytes in a clock of that rate (an H100's 3.35 TB/s are 13.9), and 5.6 to 5.7 TB/s, which the L2 cache of an H100
+    // gives (measured by others), 23.4.
+    constexpr SmRates kHopper{1280, 2560, 2048, 4096, 1620, 19.9, 23.4, 1.83};
     // A100: 312 TFLOP/s, 624 TOP/s and 2.0 TB/s, 108 SMs, 1.41 GHz (data sheet), 5120 bytes of L2 in a clock (A100 white
     // paper); of cuBLAS 85 % are assumed.
     constexpr SmRates kAmpere{1024, 2048, 0, 0, 870, 13, 47, 1.41};

@@ -49,7 +49,7 @@ struct Int8GradInputTileSm80 {
 //
 // Of one step of a CTA, in clocks of its SM: what a scheduler issues (sm_80 code), IMMA and additions of scaled sums in
 // their pipes, shared memory (LDSM and what copies write, 128 bytes a clock), and how long an H200's memory (18.4 bytes
-// a clock and SM) takes to bring the step's weights, which binds where no other tile reads them. These are predictions,
+// a clock and SM at 1.98 GHz) takes to bring the step's weights, which binds where no other tile reads them. These are predictions,
 // not measurements: 8 clocks of an IMMA on an A100 are its data sheet's rate, and 6.4 on an H200, 5/8 of wgmma's rate,
 // are an assumption.
 //

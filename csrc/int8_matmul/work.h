@@ -166,58 +166,96 @@ inline int64_t most_pieces(const MatmulPlan& plan) {
 //           scale, bias and residual: three trips, to memory at worst          1400
 //   shared  its part into L2, and the fence's wait for that: a trip             300
 //           the count: a trip                                                   300
-//           other parts: a trip, with all loads of up to 16 parts on their way  300
+//           other parts: a trip for each 16, or 8 of more than 4 tokens         300
 //   part    of another CTA: its bytes, 512 of a token at 43 a clock              12 a token
 //
 // A trip to L2 takes 262 clocks on an A100 and 263 on an H100, to memory 466 and 479 (Luo et al., arXiv 2402.13499); 300
-// is with a barrier. The counter has been opened during the first trip (device/arrivals.cuh). More than 16 parts, or 8 of
-// more than 4 tokens, are one more trip each time, which is not counted.
+// is with a barrier. The counter has been opened during the first trip (device/arrivals.cuh).
 struct MatmulClocks {
-    double step;    // of a CTA, while as many run as can
-    double piece;   // beside its steps
-    double shared;  // that its last CTA needs to collect a tile's parts
-    double part;    // and for each that it adds
+    double alone;         // of a step: what an SM needs for it where no other team runs on it,
+    double together;      // and where as many run as it holds;
+    double loaded;        // what an SM needs to load the bytes;
+    double from_memory;   // what they take of all of the GPU's memory or L2
+    double piece;         // beside its steps
+    double shared;        // that its last CTA needs to collect a tile's parts,
+    double trip;          // once more for each parts_at_once of them,
+    double part;          // and for each that it adds
+    int64_t teams_apart;  // so many teams have SMs of their own; where there are more, some share one
+    int64_t parts_at_once;
+
+    // Of a team, while so many run: few of them have more of the memory, each, than many.
+    double step(int64_t teams) const {
+        return std::max({teams > teams_apart ? together : alone, loaded, static_cast<double>(teams) * from_memory});
+    }
 };
 
-// Weights come no faster from L2, for the tokens of a second tile, than from DRAM. Teams are bound by L2, which brings all their
-// operands, and tokens once for both CTAs; other tiles are not, or by less than a tenth.
-inline MatmulClocks matmul_clocks(const MatmulTile& tile, const SmRates& rates) {
+// Of a matmul of so many tokens. Weights come no faster from L2, for the tokens of a second tile, than from DRAM. A team loads
+// its tokens once for both of its CTAs.
+inline MatmulClocks matmul_clocks(const MatmulTile& tile, int32_t tokens, const SmRates& rates,
+                                  int32_t resident_teams) {
     // 44 instructions of a warp per 32 k of 32 outputs, and a wait for them: 64 clocks, as if nothing of it were hidden. With
     // wgmma it is hidden, but for the ports of the register file: what a simulation of the machine code predicts for a step is
     // a line over the tokens, with nine tenths of the tensor cores' rate. So is, on all GPUs, what scaling the sums of groups
     // adds: to a product of 128 tokens 280 to 290 clocks for 8192 weights, and half as much again where sums are int32.
     const double dequantised_in_a_clock = tile.uses_wgmma ? 42 : 64;
     const double reached = tile.uses_wgmma ? 0.9 : 1.0;
-    const double weights = static_cast<double>(tile.outputs) / tile.ctas_per_team * tile.depth;
+    constexpr double kBytesOfAnSm = 32;  // that an SM loads in a clock, of 64 that L2 can give it: an assumption
+    constexpr double kAlone = 1.5;  // two CTAs of an SM take 2: one hides some of the other's waits, an assumption too
+    const double weights = static_cast<double>(tile.outputs) / tile.ctas_per_team * tile.depth;  // of a CTA
     const double macs = tile.uses_wgmma ? (tile.dequantises ? rates.wgmma_macs_16bit : rates.wgmma_macs_int8)
                                         : (tile.dequantises ? rates.macs_16bit : rates.macs_int8);
     const double products = weights * tile.tokens / (reached * macs);
     const double scaled = tile.scales_groups ? weights * tile.tokens / (tile.dequantises ? 3600 : 2400) : 0;
-    const double token_bytes =
-        static_cast<double>(tile.tokens) / tile.ctas_per_team * tile.depth * (tile.dequantises ? 2 : 1);
-    const double loaded =
-        std::max(weights / rates.dram_bytes, tile.uses_wgmma ? (weights + token_bytes) / rates.l2_bytes : 0.0);
+    const int32_t rows = std::min(tokens, tile.tokens);
+    const double token_bytes = static_cast<double>(rows) / tile.ctas_per_team * tile.depth * (tile.dequantises ? 2 : 1);
+    const double bytes = weights + token_bytes;
+    MatmulClocks clocks;
+    clocks.teams_apart = std::max(resident_teams / tile.ctas_per_sm, 1);
     const double computed = products + scaled + (tile.dequantises ? weights / dequantised_in_a_clock : 0);
-    const double piece = tile.uses_wgmma ? 3000 + 10.0 * tile.tokens : 3000;  // nothing else runs on the SM meanwhile
-    const double shared = tile.uses_wgmma ? 0 : 900, part = tile.uses_wgmma ? 600 : 0;  // a team loads part after part
-    return {tile.ctas_per_sm * std::max(computed, loaded), piece, shared, part + 12.0 * tile.tokens};
+    clocks.alone = tile.ctas_per_sm > 1 ? kAlone * computed : computed;
+    clocks.together = tile.ctas_per_sm * computed;
+    clocks.loaded = bytes / std::max(kBytesOfAnSm, rates.l2_bytes);
+    clocks.from_memory =
+        std::max(weights / rates.dram_bytes, bytes / rates.l2_bytes) / static_cast<double>(clocks.teams_apart);
+    clocks.piece = tile.uses_wgmma ? 3000 + 10.0 * tile.tokens : 3000;  // nothing else runs on the SM meanwhile
+    clocks.shared = tile.uses_wgmma ? 0 : 600;
+    clocks.trip = tile.uses_wgmma ? 0 : 300;
+    clocks.part = (tile.uses_wgmma ? 600 : 0) + 12.0 * rows;  // a team loads part after part
+    clocks.parts_at_once = rows <= 4 ? 16 : 8;
+    return clocks;
+}
+
+// The steps of the busiest CTA: so many that take as long as its own where all that can run do.
+inline double steps_of_full_gpu(const MatmulPlan& plan, const MatmulClocks& clocks, int32_t resident_ctas) {
+    const int64_t whole_tiles = num_tiles(plan) - plan.shared_tiles, rest = whole_tiles % resident_ctas;
+    const auto share = [&](int64_t ctas) { return clocks.step(ctas) / clocks.step(resident_ctas); };
+    double steps = static_cast<double>(whole_tiles / resident_ctas) * plan.steps;
+    if (rest > 0) steps += plan.steps * share(rest);
+    if (plan.num_ranges > 0) steps += share(plan.num_ranges) * shared_steps(plan) / plan.num_ranges;
+    return steps;
 }
 
 inline double predicted_clocks(const MatmulPlan& plan, const MatmulClocks& clocks, int32_t resident_ctas) {
-    const int64_t whole_tiles = num_tiles(plan) - plan.shared_tiles,
-                  waves = (whole_tiles + resident_ctas - 1) / resident_ctas;
-    const double whole = static_cast<double>(waves) * (plan.steps * clocks.step + clocks.piece);
+    const int64_t waves = (num_tiles(plan) - plan.shared_tiles + resident_ctas - 1) / resident_ctas;
+    const double stepping =
+        plan.steps == 0 ? 0 : clocks.step(resident_ctas) * steps_of_full_gpu(plan, clocks, resident_ctas);
+    const double whole = stepping + static_cast<double>(waves) * clocks.piece;
     if (plan.num_ranges == 0) return whole;
-    return whole + clocks.step * shared_steps(plan) / plan.num_ranges +
-           clocks.piece * static_cast<double>(most_pieces(plan)) + clocks.shared +
-           clocks.part * static_cast<double>(most_parts(plan) - 1);
+    const int64_t parts = most_parts(plan);
+    return whole + clocks.piece * static_cast<double>(most_pieces(plan)) + clocks.shared +
+           clocks.trip * static_cast<double>((parts + clocks.parts_at_once - 1) / clocks.parts_at_once) +
+           clocks.part * static_cast<double>(parts - 1);
 }
 
-// Whether the ranges fill their pipelines, and stay within 32 bits.
-inline bool can_share(const MatmulPlan& plan) {
-    constexpr int64_t kMinSteps = 4;
+// The fewest steps of a range: enough to hide the trips to memory of all but the first.
+inline int32_t least_steps(const MatmulTile& tile) {
+    return ceil_div(256, tile.depth);
+}
+
+// Whether the ranges are long enough, and stay within 32 bits.
+inline bool can_share(const MatmulPlan& plan, const MatmulTile& tile) {
     const int64_t steps = int64_t{plan.shared_tiles} * plan.steps;
-    return steps >= kMinSteps * plan.num_ranges && steps * plan.num_ranges <= INT64_C(0xffffffff);
+    return steps >= int64_t{least_steps(tile)} * plan.num_ranges && steps * plan.num_ranges <= INT64_C(0xffffffff);
 }
 
 // The plan that is predicted to be the fastest: all tiles whole; or those beyond the last full wave cut into as many
@@ -225,26 +263,26 @@ inline bool can_share(const MatmulPlan& plan) {
 inline MatmulPlan matmul_plan(int32_t tokens, int32_t outputs, int32_t depth, const MatmulTile& tile,
                               const SmRates& rates, int32_t resident_ctas) {
     MatmulPlan best{ceil_div(tokens, tile.tokens), ceil_div(outputs, tile.outputs), ceil_div(depth, tile.depth), 0, 0};
-    const MatmulClocks clocks = matmul_clocks(tile, rates);
+    const MatmulClocks clocks = matmul_clocks(tile, tokens, rates, resident_ctas);
     const int64_t tiles = num_tiles(best);
     const int32_t rest = static_cast<int32_t>(tiles % resident_ctas);
     double best_clocks = predicted_clocks(best, clocks, resident_ctas);
-    const auto improves = [&](int32_t shared_tiles, int32_t num_ranges) {
+    const auto try_sharing = [&](int32_t shared_tiles, int32_t num_ranges) {
         MatmulPlan plan = best;
         plan.shared_tiles = shared_tiles;
         plan.num_ranges = num_ranges;
-        if (!can_share(plan)) return false;
+        if (!can_share(plan, tile)) return;
         const double predicted = predicted_clocks(plan, clocks, resident_ctas);
-        if (predicted >= best_clocks) return false;
+        if (predicted >= best_clocks) return;
         best = plan;
         best_clocks = predicted;
-        return true;
     };
     if (rest == 0 || best.steps == 0) return best;
-    for (int32_t parts = 2; parts <= resident_ctas / rest && improves(rest, rest * parts);) ++parts;
+    const int32_t most_parts = std::min(resident_ctas / rest, best.steps / least_steps(tile));
+    for (int32_t parts = 2; parts <= most_parts; ++parts) try_sharing(rest, rest * parts);
     if (!tile.goes_on) return best;
-    improves(rest, resident_ctas);
-    if (tiles > resident_ctas) improves(rest + resident_ctas, resident_ctas);
+    try_sharing(rest, resident_ctas);
+    if (tiles > resident_ctas) try_sharing(rest + resident_ctas, resident_ctas);
     return best;
 }
 
@@ -255,8 +293,8 @@ struct MatmulChoice {
     double clocks;  // predicted
 };
 
-// Of several tiles, those of a kind by their tokens in ascending order, that with the fastest plan; of those of a kind that
-// hold all tokens, the first is enough.
+// Of several tiles, those of a kind by their tokens in ascending order, that with the fastest plan. Of those of a kind that
+// hold all tokens only the first is looked at: the others are not faster, or by less than a twentieth.
 template <typename Tiles>
 MatmulChoice fastest_tile(int32_t tokens, int32_t outputs, int32_t depth, const Tiles& tiles, const SmRates& rates,
                           int32_t num_sms) {
@@ -269,7 +307,7 @@ MatmulChoice fastest_tile(int32_t tokens, int32_t outputs, int32_t depth, const 
         if (teams == 0 || holds_all[tile.uses_wgmma] || (tile.uses_wgmma && depth == 0)) continue;
         holds_all[tile.uses_wgmma] = tile.tokens >= tokens;
         const MatmulPlan plan = matmul_plan(tokens, outputs, depth, tile, rates, teams);
-        const double predicted = predicted_clocks(plan, matmul_clocks(tile, rates), teams);
+        const double predicted = predicted_clocks(plan, matmul_clocks(tile, tokens, rates, teams), teams);
         if (predicted < best.clocks) best = {index, tile, plan, predicted};
     }
     return best;

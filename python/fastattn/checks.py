@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -105,6 +106,20 @@ def needs_gradient(tensor: Tensor | None) -> bool:
         tensor = functorch.get_unwrapped(tensor)
         needs = tensor.requires_grad
     return needs
+
+
+def mapped_size(*tensors: Any) -> int:
+    """How many samples ``torch.vmap`` passes to an operator at once: the product of the dimensions that it hides."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return 1
+    functorch = torch._C._functorch
+    size_of_level: dict[int, int] = {}
+    for tensor in tensors:
+        while isinstance(tensor, Tensor) and functorch.is_functorch_wrapped_tensor(tensor):
+            wrapped, tensor = tensor, functorch.get_unwrapped(tensor)
+            if functorch.is_batchedtensor(wrapped):
+                size_of_level[functorch.maybe_get_level(wrapped)] = tensor.shape[functorch.maybe_get_bdim(wrapped)]
+    return math.prod(size_of_level.values())
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:

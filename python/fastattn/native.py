@@ -37,13 +37,19 @@ class Dealt(ctypes.Structure):
     """How a launch deals the steps of its main loop: the number of CTAs, and the steps of the longest.
 
     ``block_m``: rows of a tile; ``parts``: how many parts of tiles pass through a workspace, at most.
+    ``steps_of_full_gpu``: of an int8 matmul, so many steps as are predicted to take as long as the longest CTA's where
+    all CTAs run that can, among which the GPU's memory is divided.
     """
 
     ctas: int
     longest_steps: int
     block_m: int
     parts: int
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("ctas", "longest_steps", "block_m", "parts"))
+    steps_of_full_gpu: float
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("ctas", "longest_steps", "block_m", "parts")),
+        ("steps_of_full_gpu", ctypes.c_double),
+    )
 
 
 class Int8Ways(ctypes.Structure):
@@ -288,16 +294,18 @@ def int8_matmul_kernel(
     ``DEQUANTISED``.
 
     ``int8_matmul_s8`` is the matmul with int8 activations. ``has_groups``: the weights' scales are of groups along K;
-    ``has_epilogue``: something follows the product.
+    ``has_epilogue``: something follows the product; beside the input gradient, that of a bias is wanted.
     """
     traits = _int8_traits(op, dtype, has_groups, has_epilogue)
     sizes = tokens, outputs, depth
     return _text(_LIBRARY.fastattn_int8_matmul_kernel(_INT8_OPS.index(op), arch, num_sms, *traits, *sizes))
 
 
-def _int8_traits(op: str, dtype: torch.dtype, has_groups: bool, has_epilogue: bool) -> tuple[bool, bool, bool]:
-    """Int8Traits of csrc/api/kernel_choice.h: is it bfloat16, has it groups, is it a product alone."""
-    return dtype == torch.bfloat16, has_groups, not has_epilogue and op != "int8_matmul_s8"
+def _int8_traits(op: str, dtype: torch.dtype, has_groups: bool, has_epilogue: bool) -> tuple[bool, bool, bool, bool]:
+    """Int8Traits of csrc/api/kernel_choice.h: is it bfloat16, has it groups, is it plain, sums it tokens."""
+    is_gradient = op == "int8_matmul_grad_input"
+    is_plain = is_gradient or (op == "int8_matmul" and not has_epilogue)
+    return dtype == torch.bfloat16, has_groups, is_plain, is_gradient and has_epilogue
 
 
 def int8_ways(
@@ -331,7 +339,7 @@ def cublas_microseconds(arch: int, num_sms: int, tokens: int, outputs: int, dept
 def dealt_int8_matmul(
     op: str, arch: int, num_sms: int, has_groups: bool, tokens: int, outputs: int, depth: int
 ) -> Dealt:
-    """By the kernel that `int8_matmul_kernel` names."""
+    """By the fastest of our kernels, also where dequantising is faster."""
     return _LIBRARY.fastattn_dealt_int8_matmul(_INT8_OPS.index(op), arch, num_sms, has_groups, tokens, outputs, depth)
 
 
@@ -342,14 +350,20 @@ def forced_int8_tile(arch: int = 0, tokens: int = 0) -> Iterator[None]:
     For tests and benchmarks, which compare them. A call for which there is none raises. ``arch`` of -1: weights are
     dequantised for cuBLAS wherever that computes the same.
     """
+    before = _forced
     _force_int8_tile(arch, tokens)
     try:
         yield
     finally:
-        _force_int8_tile(0, 0)
+        _force_int8_tile(*before)
+
+
+_forced = (0, 0)
 
 
 def _force_int8_tile(arch: int, tokens: int) -> None:
+    global _forced
+    _forced = arch, tokens
     _LIBRARY.fastattn_force_int8_tile(arch, tokens)
     for forget in when_forced:
         forget()

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason=NO_KERNELS)
 H200, A100 = GPUS
 # Over cuBLAS with bf16 weights, by the model. Sums of groups are scaled on their way, which costs most between few
 # tokens, whose time memory takes, and many, for which dequantising pays.
-LEAST_SPEEDUP = {("H200", False): 0.87, ("H200", True): 0.62, ("A100", False): 1.0, ("A100", True): 0.85}
+LEAST_SPEEDUP = {("H200", False): 0.84, ("H200", True): 0.56, ("A100", False): 1.0, ("A100", True): 0.83}
 
 each_layer = pytest.mark.parametrize("outputs, depth", LAYERS)
 
@@ -36,17 +36,18 @@ def test_how_much_slower_than_cublas_a_call_may_be(
 
 @each_layer
 def test_few_tokens_take_little_more_than_half_the_time(outputs: int, depth: int) -> None:
-    """Half the bytes; the least layer is bound by trips to memory."""
+    """Half the bytes."""
     for tokens in range(1, 17):
-        assert predict(H200, "int8_matmul", tokens, outputs, depth).speedup >= (1.6 if outputs > 1024 else 1.05)
+        assert predict(H200, "int8_matmul", tokens, outputs, depth).speedup >= (1.75 if outputs > 1024 else 1.5)
 
 
 @each_layer
 @pytest.mark.parametrize("op", FORMATS.values())
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 def test_no_cliff(gpu: int8_curve.Gpu, op: str, outputs: int, depth: int) -> None:
-    """One token more may begin a tile, or a wave of tiles. With int8 activations tiles are few, three on an A100."""
-    most = 1.4 if op == "int8_matmul" else 1.7 if gpu == H200 else 2.8
+    """One token more may begin a tile, or a wave of tiles. With int8 activations tiles are few, three on an A100, and
+    on an H200 L2 binds: a second tile loads all weights once more."""
+    most = 1.4 if op == "int8_matmul" else 1.8 if gpu == H200 else 2.8
     tokens = dense_tokens()
     times = [predict(gpu, op, m, outputs, depth).microseconds for m in tokens]
     for (m, time), (more, longer) in itertools.pairwise(zip(tokens, times, strict=True)):
@@ -61,3 +62,8 @@ def test_the_page_says_that_nothing_is_measured(tmp_path: Path, capsys: pytest.C
     assert text.count("| ") > len(int8_curve.TOKENS) * len(GPUS)
     assert (tmp_path / "int8_speed.svg").read_text().startswith("<?xml")
     assert "int8_speed.md" in capsys.readouterr().out
+
+
+def test_the_page_is_of_this_version() -> None:
+    """``python -m benchmarks int8-curve`` writes it again."""
+    assert (int8_curve.DOCS / "int8_speed.md").read_text() == int8_curve.page()

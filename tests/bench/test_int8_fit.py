@@ -21,6 +21,7 @@ DEQUANTISED_SECONDS = dict(zip(DEQUANTISED_TERMS, (4e-6, 1 / 4e12, 1 / 4e14), st
 class Dealt(NamedTuple):
     ctas: int
     parts: int
+    steps_of_full_gpu: float
 
 
 class FakeGpu:
@@ -33,9 +34,9 @@ class FakeGpu:
         resident, steps = (2 * NUM_SMS if team == 1 else NUM_SMS // 2), case.k // kernel.tile["block_k"]
         tiles = case.n // (team * kernel.tile["block_n"])
         if tiles % resident == 0:
-            return Dealt(team * min(tiles, resident), 0)
+            return Dealt(team * min(tiles, resident), 0, tiles // resident * steps)
         parts = min(resident // tiles, steps // 4)
-        return Dealt(team * tiles * parts, team * tiles * parts)
+        return Dealt(team * tiles * parts, team * tiles * parts, steps / parts)
 
     def terms(self, kernel: Kernel | None, case: Case) -> tuple[float, ...]:
         if kernel is None:
@@ -84,11 +85,11 @@ def test_kernels_are_those_that_the_gpu_runs() -> None:
 def test_terms_by_hand() -> None:
     """Teams of two CTAs with 128 outputs each, on 132 SMs: 66 at a time."""
     kernel = int8_fit.kernels(NAMES, 90)[1]
-    whole = int8_fit.kernel_terms(kernel, Case(256, 132 * 256, 4096), Dealt(132, 0), NUM_SMS)
+    whole = int8_fit.kernel_terms(kernel, Case(256, 132 * 256, 4096), Dealt(132, 0, 128), NUM_SMS)
     assert whole == (1, 2 * 64, 2, 0, 0)
-    shared = int8_fit.kernel_terms(kernel, Case(256, 33 * 256, 4096), Dealt(132, 132), NUM_SMS)
+    shared = int8_fit.kernel_terms(kernel, Case(256, 33 * 256, 4096), Dealt(132, 132, 32), NUM_SMS)
     assert shared == (1, 32, 1, 1, 1)
-    ranges = int8_fit.kernel_terms(kernel, Case(256, 40 * 256, 4096), Dealt(132, 264), NUM_SMS)
+    ranges = int8_fit.kernel_terms(kernel, Case(256, 40 * 256, 4096), Dealt(132, 264, 40), NUM_SMS)
     assert ranges is None  # parts of several tiles
     assert int8_fit.dequantised_terms(Case(100, 8192, 8192)) == (2, 3 << 26, 100 << 26)
 

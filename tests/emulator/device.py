@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from emulator import cuda_runtime
 
 KIB = 1024
-# Compute capability times ten → (multiprocessors, opt-in shared memory of one block) of an A100 and of an H200.
-USUAL = {80: (108, 163 * KIB), 90: (132, 227 * KIB)}
+# Compute capability times ten → (multiprocessors, opt-in shared memory of one block) of an A100, of an H200, and of a
+# B200, which runs the native kernels for sm_80 here.
+USUAL = {80: (108, 163 * KIB), 90: (132, 227 * KIB), 100: (148, 227 * KIB)}
 
 
 @contextlib.contextmanager

@@ -10,12 +10,13 @@
 #include "int8_matmul/team_work.h"
 #include "int8_matmul/tiles_sm80.h"
 #include "int8_matmul/tiles_sm90.h"
+#include "int8_matmul/ways.h"
 #include "int8_matmul/work.h"
 
 using namespace fastattn;
 
 struct Gpu {
-    int32_t compute_capability, resident_ctas;
+    int32_t compute_capability, resident_ctas;  // of which two share an SM
 };
 
 namespace {
@@ -37,6 +38,22 @@ extern "C" void fastest_tile_of(const int32_t* sizes, int32_t is_forward, int32_
                                        : fastest<Int8GradInputTileSm80>(sizes, compute_capability, num_sms, BlockMs{});
     const int32_t values[] = {tile.tokens, tile.outputs, tile.depth};
     std::copy(std::begin(values), std::end(values), found);
+}
+
+extern "C" int32_t dequantised_block_of(int32_t count, int32_t elements) {
+    return dequantised_block(count, elements);
+}
+
+// The predicted clocks of each tile of the forward pass, in the order of BLOCK_MS.
+extern "C" void clocks_of_tiles(const int32_t* sizes, int32_t compute_capability, int32_t num_sms, double* found) {
+    [&]<int... kBlockMs>(std::integer_sequence<int, kBlockMs...>) {
+        const auto clocks = [&](const MatmulTile& tile) {
+            return fastest_tile(sizes[0], sizes[1], sizes[2], std::vector{tile}, sm_rates(compute_capability), num_sms)
+                .clocks;
+        };
+        const double values[] = {clocks(Int8MatmulTileSm80<kBlockMs>::kMatmulTile)...};
+        std::copy(std::begin(values), std::end(values), found);
+    }(std::integer_sequence<int, BLOCK_MS>{});
 }
 
 // The same for the forward pass on Hopper, which has tiles of both architectures, as api/kernel_choice.h offers them. Returns
@@ -124,11 +141,15 @@ extern "C" int64_t team_pieces(const int32_t* sizes, int32_t tile_tokens, int32_
     return (rows - first_row) / 9;
 }
 
-// Clocks until the last CTA has ended, if CTAs start in order as others end, so many at a time. A CTA's pieces take
-// clocks[0] each and clocks[1] a step; the last part of a tile waits for the others, and takes clocks[2] and, for each of
-// them, clocks[3].
+// Clocks until the last CTA has ended, if CTAs start in order as others end, so many at a time. clocks: of a step by a CTA
+// that has its SM for itself, and by each of two that share it; of a step's bytes, if one CTA had all of the GPU's memory; of
+// a piece of work beside its steps; and of the last part of a tile, which waits for the others: once, and for each of them.
 extern "C" double simulated_clocks(const int32_t* sizes, const int32_t* tile, const Gpu& gpu, const double* clocks) {
     const MatmulPlan plan = plan_of(sizes, tile, gpu);
+    const auto step_of = [&](int64_t running) {
+        const int64_t num_sms = std::max(gpu.resident_ctas / 2, 1);
+        return std::max(clocks[running > num_sms ? 1 : 0], clocks[2] * running);
+    };
     std::priority_queue<double, std::vector<double>, std::greater<>> free_at;
     for (int32_t cta = 0; cta < gpu.resident_ctas; ++cta) free_at.push(0);
     std::vector<int32_t> arrived(plan.shared_tiles);
@@ -141,11 +162,12 @@ extern "C" double simulated_clocks(const int32_t* sizes, const int32_t* tile, co
     };
     std::vector<Piece> shared;
     std::vector<double> late(plan.num_ranges);  // that a CTA spent on adding up parts
+    const double step_of_range = step_of(plan.num_ranges);
     for (int32_t cta = 0; cta < plan.num_ranges; ++cta) {
         double now = free_at.top();
         free_at.pop();
         for_each_piece(plan, cta, [&](const MatmulWork& work) {
-            now += clocks[0] + clocks[1] * (work.end_step - work.begin_step);
+            now += clocks[3] + step_of_range * (work.end_step - work.begin_step);
             shared.push_back({now, cta, work});
         });
         late[cta] = now;
@@ -154,15 +176,17 @@ extern "C" double simulated_clocks(const int32_t* sizes, const int32_t* tile, co
     for (const Piece& piece : shared) {
         if (is_whole(plan, piece.work)) continue;
         const int32_t count = sum_parts(plan, piece.work.tile).count;
-        if (++arrived[piece.work.tile] == count) late[piece.cta] += clocks[2] + clocks[3] * (count - 1);
+        if (++arrived[piece.work.tile] == count) late[piece.cta] += clocks[4] + clocks[5] * (count - 1);
     }
     for (const double ended : late) {
         free_at.push(ended);
         end = std::max(end, ended);
     }
-    const double whole = clocks[0] + clocks[1] * plan.steps;
-    for (int64_t cta = plan.num_ranges; cta < num_ctas(plan); ++cta) {
-        const double ended = free_at.top() + whole;
+    const int64_t whole_tiles = num_ctas(plan) - plan.num_ranges;
+    for (int64_t tile_idx = 0; tile_idx < whole_tiles; ++tile_idx) {
+        const int64_t wave = tile_idx / gpu.resident_ctas * gpu.resident_ctas;
+        const int64_t running = std::min<int64_t>(whole_tiles - wave, gpu.resident_ctas);
+        const double ended = free_at.top() + clocks[3] + step_of(running) * plan.steps;
         free_at.pop();
         free_at.push(ended);
         end = std::max(end, ended);

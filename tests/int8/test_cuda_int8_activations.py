@@ -20,7 +20,7 @@ from cuda_kernels import DTYPES, EMULATED, MARKS, each_dtype, only_emulated
 from fastattn import native, reference
 from int8_cases import GRANULARITIES, assert_near_int8_oracle, normal, quantised
 from kernel_device import DEVICE
-from test_cuda_int8 import OP, arguments, fp32, int8, running, zeros
+from test_cuda_int8 import ARCH, OP, arguments, fp32, int8, running, zeros
 
 if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
     from emulator import EmulatorError, cuda_runtime, launches
@@ -88,14 +88,15 @@ def test_granularities(m: int, granularity: str | int, dtype: torch.dtype) -> No
 @each_granularity
 @pytest.mark.parametrize("m, block", [(13, 16), (61, 64), (125, 128)])
 def test_every_tile_whole_and_in_parts(m: int, block: int, granularity: str | int, dtype: torch.dtype) -> None:
-    """Two tiles for two resident CTAs, which are whole; one, in two parts."""
-    for n, k, ctas in ((256, 128, 2), (128, 1664, 2)):
+    """Two tiles for two resident CTAs, which are whole; one, in parts."""
+    for num_sms, n, k in ((1, 256, 128), (2, 128, 1664)):
         weight, scale = quantised(n, k, granularity, seed=m)
         with launches.recorded() as found:
             x, bias = normal(m, k, seed=1, dtype=dtype), normal(n, seed=2, dtype=dtype)
-            check(x, weight, scale, bias, activation="silu", tokens=block)
+            check(x, weight, scale, bias, activation="silu", tokens=block, num_sms=num_sms)
         (launched,) = found
-        assert f"{KERNEL}ILi{block}E" in launched.report.kernel and launched.grid[0] == ctas
+        assert f"{KERNEL}ILi{block}E" in launched.report.kernel
+        assert launched.grid[0] == 2 if num_sms == 1 else launched.grid[0] >= 2
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -327,7 +328,7 @@ def test_explain_names_the_tile_that_is_launched(m: int, n: int, block: int, dty
     name = f"{KERNEL}<{block}, {str(dtype).removeprefix('torch.')}>"
     assert (explained.backend, explained.kernel, explained.tile["block_m"]) == ("cuda", name, block)
     (launched,) = found
-    dealt = native.dealt_int8_matmul("int8_matmul_s8", 90, 1, False, m, n, 256)
+    dealt = native.dealt_int8_matmul("int8_matmul_s8", ARCH, 1, False, m, n, 256)
     assert (dealt.block_m, dealt.ctas) == (block, launched.grid[0]) and f"{KERNEL}ILi{block}E" in launched.report.kernel
 
 

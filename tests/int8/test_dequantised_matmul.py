@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,18 +26,33 @@ pytestmark = MARKS
 KERNEL = "int8_dequantize_weight_sm80"
 
 
+# What the planners know of: compute capability and SMs of an A100, RTX 3090, RTX 4090, H200, B200 and RTX 5090.
+GPUS = ((80, 108), (86, 82), (89, 128), (90, 132), (100, 148), (120, 170))
+
+
 @contextlib.contextmanager
 def dequantising(**changes: Any) -> Iterator[list[Any]]:
     """Products within are computed in this way; gives the list of launches. ``changes``: options of the emulator."""
     if not EMULATED:
-        with native.forced_int8_tile(-1):
+        with native.forced_int8_tile(-1), launches_on_gpu() as kernels:
             yield []
+        assert kernels and all(KERNEL in kernel for kernel in kernels)
         return
     checks = options.launching(**{"tracked": True, "uninitialised": True, "seed": 3, **changes})
     gpu = device.emulated(80, num_sms=4)
     with native.forced_int8_tile(-1), gpu, cuda_runtime.raising_faults(), checks, launches.recorded() as found:
         yield found
     assert found and all(KERNEL in launched.report.kernel for launched in found)
+
+
+@contextlib.contextmanager
+def launches_on_gpu() -> Iterator[list[str]]:
+    """The names of fastattn's kernels that ran within."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        found: list[str] = []
+        yield found
+        torch.cuda.synchronize()
+    found += [event.name for event in profile.events() if "fastattn" in event.name]
 
 
 def int8_matmul(*arguments: Any) -> Tensor:
@@ -90,10 +106,48 @@ def test_blocks_fit_into_the_workspace() -> None:
 def test_what_follows_a_product_is_rounded_once() -> None:
     """By a kernel of ours, which adds it in fp32, also where cuBLAS is asked for."""
     weight, scale = quantised(48, 64, "channel")
-    with native.forced_int8_tile(-1), launches.recorded() if EMULATED else contextlib.nullcontext([]) as found:
+    recorded = launches.recorded() if EMULATED else launches_on_gpu()
+    with native.forced_int8_tile(-1), recorded as found:
         for arguments in (epilogue("none", 5, 48), (normal(48, seed=1), None, "none"), (None, None, "relu")):
             int8_cases.check_forward(int8_matmul, normal(5, 64, seed=1), weight, scale, *arguments)
-    assert not any(KERNEL in launched.report.kernel for launched in found)
+    kernels = [launched.report.kernel for launched in found] if EMULATED else found
+    assert kernels and not any(KERNEL in kernel for kernel in kernels)
+
+
+@pytest.mark.parametrize("arch, num_sms", GPUS)
+def test_few_tokens_are_not_dequantised(arch: int, num_sms: int) -> None:
+    """However small the layer: it would move five bytes for one."""
+    for tokens, outputs, depth in itertools.product((1, 4, 16), SMALL_AND_LARGE, SMALL_AND_LARGE):
+        for op, has_groups in itertools.product(("int8_matmul", "int8_matmul_grad_input"), (False, True)):
+            sizes = tokens, outputs, depth
+            kernel = native.int8_matmul_kernel(op, arch, num_sms, torch.bfloat16, has_groups, False, *sizes)
+            assert kernel in native.KERNELS, (op, has_groups, *sizes, kernel)
+
+
+SMALL_AND_LARGE = (64, 128, 256, 768, 1024, 2048, 4096, 14336)
+
+
+def test_a_matmul_of_each_block_is_counted() -> None:
+    """Of 16384 x 8192 weights four blocks are dequantised, as of four layers of a quarter."""
+    for op, count, sizes in (
+        ("int8_matmul", 4, (2048, 16384, 8192)),
+        ("int8_matmul_grad_input", 4, (512, 16384, 8192)),
+    ):
+        tokens, outputs, depth = sizes
+        whole, part = (
+            native.int8_ways(op, 90, 132, torch.bfloat16, False, False, tokens, each, depth)[native.DEQUANTISED]
+            for each in (outputs, outputs // count)
+        )
+        assert whole == pytest.approx(count * part)
+
+
+def test_the_bias_gradient_costs_a_kernel_beside_cublas() -> None:
+    op, sizes = "int8_matmul_grad_input", (4096, 4096, 4096)
+    alone, with_bias = (native.int8_ways(op, 90, 132, torch.bfloat16, True, bias, *sizes) for bias in (False, True))
+    read = 2 * 4096 * 4096 / 4.8e12 * 1e6
+    assert with_bias[native.DEQUANTISED] >= alone[native.DEQUANTISED] + read
+    (kernel,) = alone.keys() - {native.DEQUANTISED}
+    assert with_bias[kernel] == alone[kernel]
 
 
 @only_emulated
@@ -127,6 +181,60 @@ def test_gradients_take_it_too() -> None:
         fastattn.int8_linear(x, weight).backward(grad_out)
     assert [call.kernel for call in calls] == [native.DEQUANTISED] * 2
     assert x.grad is not None and torch.equal(x.grad, grad_out @ weight.dequantize(torch.bfloat16))
+
+
+@only_emulated
+def test_a_mapped_call_is_explained_by_all_its_tokens() -> None:
+    """torch.vmap hides the samples, whose tokens one kernel multiplies."""
+    weight = fastattn.quantize_int8(torch.randn(2048, 2048), granularity=64)
+    x = torch.randn(512, 8, 2048).bfloat16()
+    with device.emulated(90, num_sms=132), fastattn.use_backend("cuda"):
+        of_one = fastattn.explain(fastattn.int8_linear, x[0], weight)
+        of_all = fastattn.explain(fastattn.int8_linear, x.flatten(0, 1), weight)
+        mapped = fastattn.explain(torch.vmap(lambda each: fastattn.int8_linear(each, weight)), x)
+        assert (mapped.kernel, mapped.predicted) == (of_all.kernel, of_all.predicted) and mapped.kernel != of_one.kernel
+        residual = torch.zeros(512, 8, 2048).bfloat16()
+        add = torch.vmap(lambda added: fastattn.int8_linear(x[0], weight, residual=added))
+        unmapped = fastattn.explain(fastattn.int8_linear, x.flatten(0, 1), weight, residual=residual.flatten(0, 1))
+        assert fastattn.explain(add, residual).predicted == unmapped.predicted
+
+
+@only_emulated
+def test_a_mapped_gradient_is_recorded_as_what_runs() -> None:
+    """The bias's gradient is not the kernel's then: each sample has one."""
+    weight, bias = fastattn.quantize_int8(torch.randn(64, 64)), torch.randn(64).half()
+    x = torch.randn(40, 3, 64).half()
+
+    def loss(each: Tensor, bias: Tensor) -> Tensor:
+        return fastattn.int8_linear(each, weight, bias).float().sum()
+
+    with device.emulated(90, num_sms=4), fastattn.use_backend("cuda"), fastattn.record() as calls:
+        torch.vmap(torch.func.grad(loss, argnums=(0, 1)), in_dims=(0, None))(x, bias)
+    expected = [
+        native.int8_matmul_kernel(op, 90, 4, torch.float16, False, has_bias, 120, 64, 64)
+        for op, has_bias in (("int8_matmul", True), ("int8_matmul_grad_input", False))
+    ]
+    assert [call.kernel for call in calls] == expected
+
+
+@only_emulated
+def test_a_product_with_the_weight_itself_is_explained_as_the_gradient() -> None:
+    """``grad @ weight``, as DTensor spells the backward pass of a linear layer."""
+    weight = fastattn.nn.Int8Linear(256, 128, dtype=torch.float16).weight
+    grad_out = torch.randn(20, 128).half()
+    with device.emulated(90, num_sms=4), fastattn.use_backend("cuda"), fastattn.record() as calls:
+        explained = fastattn.explain(torch.mm, grad_out, weight)
+        torch.mm(grad_out, weight)
+    assert "grad_input" in explained.kernel and [call.kernel for call in calls] == [explained.kernel]
+
+
+@only_emulated
+def test_a_forced_way_ends_with_its_block() -> None:
+    weight, x = fastattn.quantize_int8(torch.randn(64, 64)), torch.randn(4, 64).half()
+    with device.emulated(90, num_sms=4), fastattn.use_backend("cuda"), native.forced_int8_tile(-1):
+        with native.forced_int8_tile(80, 32):
+            assert fastattn.explain(fastattn.int8_linear, x, weight).kernel == "int8_matmul_sm80<32, float16>"
+        assert fastattn.explain(fastattn.int8_linear, x, weight).kernel == native.DEQUANTISED
 
 
 @only_emulated

@@ -14,7 +14,8 @@ class Call(NamedTuple):
     ``sizes``: of attention (batch, heads, KV heads, queries, keys); of decode (rows, bytes of an element, page size or
     0); of int8_matmul (tokens, N, K, group or 0). ``only_torch`` says why no kernel can take the arguments at all.
     ``may_decode``: the mask of this attention means the same to the decoding kernel (a top-left causal mask does not).
-    ``may_prefill``: decoding with so many queries that the attention kernel is better at it.
+    ``may_prefill``: decoding with so many queries that the attention kernel is better at it. ``is_input_gradient``: of
+    an int8_matmul only the gradient of its input is computed, for somebody else who differentiates.
     """
 
     op: str
@@ -27,6 +28,7 @@ class Call(NamedTuple):
     only_torch: str | None = None
     may_decode: bool = True
     may_prefill: bool = False
+    is_input_gradient: bool = False
 
 
 @dataclass(frozen=True)

@@ -218,10 +218,10 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
         )
     if call.op == "append":
         return "decode_append.append_to_slots_kernel", None
-    tile = tiles.int8_matmul_tile(
-        device_facts.arch, *call.sizes, device_facts.shared_memory_bytes, device_facts.num_sms
-    )
-    return "int8_matmul.forward_kernel", tile
+    tokens, outputs, depth, _ = call.sizes
+    sizes = (tokens, depth, outputs, 0) if call.is_input_gradient else call.sizes
+    tile = tiles.int8_matmul_tile(device_facts.arch, *sizes, device_facts.shared_memory_bytes, device_facts.num_sms)
+    return f"int8_matmul.{'grad_input' if call.is_input_gradient else 'forward'}_kernel", tile
 
 
 def _native_kernel(call: Call, device_facts: DeviceFacts) -> str:
@@ -254,11 +254,15 @@ def _cache_format(features: frozenset[str]) -> str:
 
 def _int8_call(call: Call, device_facts: DeviceFacts) -> tuple[Any, ...]:
     """What the library is asked about an int8 matmul. With gradients, PyTorch applies activation and residual."""
-    features = call.features
+    features, gpu = call.features, (device_facts.arch, device_facts.num_sms)
+    if call.is_input_gradient:
+        tokens, outputs, depth = map(int, call.sizes[:3])
+        traits = call.dtype, "group scales" in features, False
+        return "int8_matmul_grad_input", *gpu, *traits, tokens, depth, outputs
     op = "int8_matmul_s8" if "int8 activations" in features else "int8_matmul"
     follows = {"bias"} if "gradients" in features else {"bias", "residual", "activation", *GATED}
     traits = call.dtype, "group scales" in features, not features.isdisjoint(follows)
-    return op, device_facts.arch, device_facts.num_sms, *traits, *map(int, call.sizes[:3])
+    return op, *gpu, *traits, *map(int, call.sizes[:3])
 
 
 def _predicted(backend: str, call: Call, device_facts: DeviceFacts) -> dict[str, float]:

@@ -61,6 +61,10 @@ def reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) -
     if call.dtype not in support.dtypes:
         takes = f"the {_NAMES[backend]} kernel takes {support.dtypes_text()}"
         return f"the dtype is {call.dtype}, and {takes}; cast or autocast."
+    if backend == "cuda" and call.op == "int8_matmul" and not torch.compiler.is_compiling():
+        most = max(call.sizes, default=0)
+        if most > _MAX_INT32:
+            return f"there are {most} tokens, and the CUDA C++ kernels count them in 32 bits; call it for fewer."
     if backend == "cuda" and "int8 activations" in call.features:
         reason = _reason_against_int8_activations(call, device_facts)
         if reason is not None:
@@ -108,6 +112,7 @@ def _unavailable(backend: str, device: torch.device, device_facts: DeviceFacts) 
 _INT8_ACTIVATIONS_GO_WITH = frozenset({"gradients", "group scales", "bias", "activation", "residual"})
 _MAX_INT8_SUM_DEPTH = 2**17
 _MAX_INT8_LAUNCH_COUNT = 2**24
+_MAX_INT32 = 2**31 - 1
 
 
 def _reason_against_int8_activations(call: Call, device_facts: DeviceFacts) -> str | None:
@@ -125,10 +130,16 @@ def _reason_against_int8_activations(call: Call, device_facts: DeviceFacts) -> s
     if columns > _MAX_INT8_SUM_DEPTH:
         return f"K is {columns}, and int32 holds sums of products of int8 numbers up to {_MAX_INT8_SUM_DEPTH}."
     if not torch.compiler.is_compiling():  # else sizes may be symbols, and the kernel's own check has to do
-        gpu = device_facts.arch, device_facts.num_sms
-        ctas = native.dealt_int8_matmul(
-            "int8_matmul_s8", *gpu, "group scales" in call.features, tokens, rows, columns
-        ).ctas
+        op, gpu, has_groups = (
+            "int8_matmul_s8",
+            (device_facts.arch, device_facts.num_sms),
+            "group scales" in call.features,
+        )
+        sizes = tokens, rows, columns
+        kernel = native.int8_matmul_kernel(op, *gpu, call.dtype, has_groups, False, *sizes)
+        if kernel is not None and "_sm90" in kernel:  # its tokens are int8 numbers before it starts
+            return None
+        ctas = native.dealt_int8_matmul(op, *gpu, has_groups, *sizes).ctas
         if tokens + 2 * ctas >= _MAX_INT8_LAUNCH_COUNT:
             return (
                 f"there are {tokens} tokens and {rows} outputs, too many for what the CUDA C++ kernel for int8 "

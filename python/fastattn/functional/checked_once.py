@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from fastattn.checks import needs_gradient
+from fastattn.checks import mapped_size, needs_gradient
 
 Checked = TypeVar("Checked")
 
@@ -34,6 +34,7 @@ class CheckedOnce(Generic[Checked]):
         signature: tuple[Any, ...] = (*map(_signature, tensors), options, *map(type, options), torch.is_grad_enabled())
         if torch._C._are_functorch_transforms_active():  # tensors do not tell of themselves then
             signature += tuple(isinstance(tensor, Tensor) and needs_gradient(tensor) for tensor in tensors)
+            signature += tuple(mapped_size(tensor) for tensor in tensors)
         try:
             found = self._kept.get(signature)
         except TypeError:  # an option that cannot be hashed is a wrong one: the checks say what is wrong with it

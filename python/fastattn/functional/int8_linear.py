@@ -19,6 +19,7 @@ from fastattn.checks import (
     check_tensor,
     device_checks_are_on,
     expect,
+    mapped_size,
     needs_gradient,
 )
 from fastattn.dispatch.call import Call
@@ -49,7 +50,8 @@ def int8_linear(
 
     Everything is computed in at least float32 and rounded to the dtype of ``x`` once, at the end (with gradients, once
     more before the activation and the residual). A product alone, of many tokens, may be cuBLAS's where that is
-    predicted to be faster (``fastattn.explain`` tells): then the weight is rounded first, as by ``weight.dequantize``.
+    predicted to be faster (``fastattn.explain`` tells): then the weight is rounded first, as by ``weight.dequantize``,
+    and partial sums are where PyTorch lets cuBLAS round them (docs/concepts.md).
     Autocast is honoured as by ``F.linear``.
 
     Args:
@@ -152,7 +154,8 @@ def _grad_input(grad_out: Tensor, data: Tensor, scale: Tensor) -> Tensor:
     features = frozenset({"gradients", "group scales"} if groups > 1 else {"gradients"})
     sizes = (grad_out.shape[0], rows, columns, columns // groups if groups > 1 else 0)
     only_torch = only_torch_handles(grad_out, data, scale)
-    choice = choose(Call("int8_matmul", grad_out.device, grad_out.dtype, 0, 0, features, sizes, only_torch))
+    call = Call("int8_matmul", grad_out.device, grad_out.dtype, 0, 0, features, sizes, only_torch)
+    choice = choose(call._replace(is_input_gradient=True))
     if choice.backend == "torch":
         return grad_out @ quantization.dequantize_int8(data, scale, grad_out.dtype)
     return run.int8_grad_input(choice, GradInputArguments(grad_out, data, scale, bias_grad=False))
@@ -219,7 +222,8 @@ def _check_call(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Call:
         features.add("group scales")
     if torch.is_grad_enabled() and any(map(needs_gradient, (x, bias, residual))):
         features.add("gradients")
-    rows_of_x = x.shape[:-1].numel()
+    into_the_kernel = (x,) if "gradients" in features else (x, residual)
+    rows_of_x = x.shape[:-1].numel() * mapped_size(*into_the_kernel)
     return Call(
         "int8_matmul",
         x.device,

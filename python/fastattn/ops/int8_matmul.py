@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastattn import native
 from fastattn.activations import result_columns
+from fastattn.checks import mapped_size
 from fastattn.dispatch.device import kernel_facts
 from fastattn.dispatch.recording import is_recording, note
 from fastattn.layout import sum_over_tokens
@@ -101,8 +102,9 @@ def backward_kernel(backend: str, arguments: GradInputArguments) -> str:
     if backend == "triton":
         return "int8_matmul.grad_input_kernel"
     grad_out, (outputs, depth), gpu = arguments.grad_out, arguments.weight.shape, kernel_facts(arguments.weight.device)
-    sizes = math.prod(grad_out.shape[:-1]), depth, outputs
-    traits = grad_out.dtype, arguments.scale.shape[1] > 1, False
+    samples = mapped_size(grad_out)
+    sizes = samples * math.prod(grad_out.shape[:-1]), depth, outputs
+    traits = grad_out.dtype, arguments.scale.shape[1] > 1, arguments.bias_grad and samples == 1
     name = native.int8_matmul_kernel("int8_matmul_grad_input", gpu.arch, gpu.num_sms, *traits, *sizes)
     return name or "no kernel"
 
