@@ -9,14 +9,13 @@ name the slots themselves, one for each token, and have rotated the keys:
     k_cache[slot // page_size, :, slot % page_size] = quantise(k_new[i])            slot = slot_mapping[i]
 
 Quantisation is symmetric with one fp32 scale per token and head: scale = max|x| / 127 (1 for a row of zeros),
-x = round-to-nearest-even(x / scale). fp8 has 448 in place of 127, or scales that are given. Tokens that do not fit into the capacity, or whose page or slot does not exist,
-are dropped. The launchers turn the contraction to fused multiply-adds off, so that the cache gets the same bits as from
-``fastattn.reference``.
+x = round-to-nearest-even(x / scale). fp8 has 448 in place of 127, or scales that are given. Tokens that do not fit into
+the capacity, or whose page or slot does not exist, are dropped. The launchers turn the contraction to fused
+multiply-adds off, so that the cache gets the same bits as from ``fastattn.reference``.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

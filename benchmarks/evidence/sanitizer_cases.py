@@ -133,12 +133,26 @@ def decode_paged_int8(device: torch.device) -> None:
     )
 
 
-def append(device: torch.device, int8: bool) -> None:
+def decode_fp8(device: torch.device) -> None:
+    """fp8 with a scale for each head, and NaN in new values, of which the first query does not see all."""
+    k_cache, v_cache = (random(device, 2, 2, 256, 64, seed=seed).to(torch.float8_e4m3fn) for seed in (1, 2))
+    fastattn.attention_with_kv_cache(
+        random(device, 2, 8, 2, 64),
+        k_cache,
+        v_cache,
+        torch.tensor([200, 100], dtype=torch.int32).to(device),
+        k_new=random(device, 2, 2, 2, 64, seed=3),
+        v_new=random(device, 2, 2, 2, 64, seed=4) * float("nan"),
+        k_scale=torch.tensor([0.5, 2.0]).to(device),
+        num_splits=3,
+    )
+
+
+def append(device: torch.device, dtype: torch.dtype) -> None:
     """Tokens to slots in no order, beside padding and a slot that there is not."""
     slots = torch.tensor([40, -1, 3, 64, 17, 0, 2**40]).to(device)
-    dtype = torch.int8 if int8 else DTYPE
     k_pages, v_pages = (torch.zeros(4, 2, 16, dim, dtype=dtype).to(device) for dim in (64, 80))
-    scales = {name: torch.ones(4, 2, 16).to(device) for name in ("k_scale", "v_scale") if int8}
+    scales = {name: torch.ones(4, 2, 16).to(device) for name in ("k_scale", "v_scale") if dtype != DTYPE}
     k_new, v_new = (random(device, 7, 2, dim, seed=dim) for dim in (64, 80))
     fastattn.append_to_cache(k_new, v_new, k_pages, v_pages, slots, **scales)
 
@@ -209,8 +223,10 @@ CASES: dict[str, Case] = {
     "decode in one part": partial(decode, num_splits=1),
     "decode in 3 parts": partial(decode, num_splits=3),
     "decode paged int8": decode_paged_int8,
-    "append": partial(append, int8=False),
-    "append int8": partial(append, int8=True),
+    "decode fp8": decode_fp8,
+    "append": partial(append, dtype=DTYPE),
+    "append int8": partial(append, dtype=torch.int8),
+    "append fp8": partial(append, dtype=torch.float8_e4m3fn),
     "int8 one row": partial(int8, rows=1, granularity="channel"),
     "int8 40 rows in groups": partial(int8, rows=40, granularity=128, activation="gelu"),
     "int8 one row, SwiGLU": partial(int8, rows=1, granularity="channel", activation="swiglu"),

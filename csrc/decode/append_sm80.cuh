@@ -36,7 +36,7 @@ __device__ __forceinline__ TokenPlace place_of_slot(const SlotsView& slots, int3
 template <int kHeadDim, DataType kDataType, CacheFormat kFormat>
 __device__ __forceinline__ void append_chunk(const HeadsView<const uint16_t>& tokens, const CacheView& cache,
                                              int32_t token, int32_t kv_head, TokenPlace place, int chunk) {
-    const CacheHead head(cache, kv_head);
+    const CacheHead<kFormat> head(cache, kv_head);
     const bool is_stored = place.is_present() && chunk * kChunkElements < cache.head_dim;
     uint4 bits = {0, 0, 0, 0};
     if (is_stored) bits = reinterpret_cast<const uint4*>(row_pointer(tokens, 0, kv_head, token))[chunk];

@@ -34,7 +34,11 @@ struct HeadScale {
     float value;
 };
 
+// For fp8 caches without scales: the scale of every token.
+static __device__ float kScaleOfOne = 1.0f;
+
 // One head of a cache.
+template <CacheFormat kFormat>
 struct CacheHead {
     const CacheView& cache;
     char* data;
@@ -43,7 +47,9 @@ struct CacheHead {
     __device__ __forceinline__ CacheHead(const CacheView& cache, int32_t kv_head)
         : cache(cache),
           data(static_cast<char*>(cache.data) + kv_head * cache.head_bytes),
-          scales(cache.scales + kv_head * cache.scale_head_stride) {}
+          scales(kFormat == CacheFormat::kFp8 && cache.scales == nullptr
+                     ? &kScaleOfOne
+                     : cache.scales + kv_head * cache.scale_head_stride) {}
 
     __device__ __forceinline__ char* row(TokenPlace place) const {
         return data + (uint64_t{static_cast<uint32_t>(place.block)} * cache.block_chunks +
@@ -52,7 +58,8 @@ struct CacheHead {
     }
 
     __device__ __forceinline__ HeadScale given_scale() const {
-        return {cache.scales_are_given, cache.scales_are_given && cache.scales != nullptr ? *scales : 1.0f};
+        if constexpr (kFormat != CacheFormat::kFp8) return {false, 1.0f};
+        return {cache.scales_are_given, cache.scales_are_given ? *scales : 1.0f};
     }
 
     __device__ __forceinline__ float* scale(TokenPlace place) const {
@@ -62,15 +69,10 @@ struct CacheHead {
 };
 
 // Starts to copy the scales of a tile's kKeys tokens: lane l passes where that of token l is, null if it is absent. A
-// scale that is `skipped` (one bit each) is written elsewhere. are_ones: there are no others in memory.
+// scale that is `skipped` (one bit each) is written elsewhere.
 template <int kKeys>
-__device__ __forceinline__ void load_scales(float* sScales, const float* gScale, bool are_ones, uint32_t skipped,
-                                            int lane) {
+__device__ __forceinline__ void load_scales(float* sScales, const float* gScale, uint32_t skipped, int lane) {
     if (lane >= kKeys || (skipped >> lane & 1) != 0) return;
-    if (are_ones) {
-        sScales[lane] = 1.0f;
-        return;
-    }
     ptx::cp_async_ca_4(shared_address(sScales + lane), gScale, gScale != nullptr ? sizeof(float) : 0);
 }
 

@@ -23,8 +23,8 @@ struct HeadKeys {
 // A ring in shared memory, and what belongs to the keys in it.
 template <typename Config>
 struct alignas(128) KeyRing {
-    char data[Config::kRingBytes];      // K and V in turn, swizzled
-    uint32_t present[Config::kStages];  // keys, one bit each
+    char data[Config::kRingBytes];                                         // K and V in turn, swizzled
+    uint32_t present[Config::kStages];                                     // keys, one bit each
     float scales[Config::k8Bit ? Config::kStages : 1][2][Config::kWarpN];  // of K and of V
     // What only loads need to know: registers are scarce.
     HeadKeys head;
@@ -61,7 +61,7 @@ class RingLoader {
             ring_.pages[stage][lane_] = page;
             const Tokens tokens = tokens_in(page, first_key);
             if (lane_ == 0) ring_.present[stage] = tokens.present;
-            const CacheHead cache(params_.k_cache, ring_.head.kv_head);
+            const Head cache(params_.k_cache, ring_.head.kv_head);
             load_tile(tokens, cache, params_.k_new, params_.rotary, ring_.keys(stage), ring_.key_scales(stage),
                       first_key);
         }
@@ -72,7 +72,7 @@ class RingLoader {
     __device__ __forceinline__ void load_values(int stage, int32_t first_key) {
         if (first_key < ring_.head.end_key) {
             const Tokens tokens = tokens_in(ring_.pages[stage][lane_], first_key);
-            const CacheHead cache(params_.v_cache, ring_.head.kv_head);
+            const Head cache(params_.v_cache, ring_.head.kv_head);
             load_tile(tokens, cache, params_.v_new, RotaryParams{}, ring_.values(stage), ring_.value_scales(stage),
                       first_key);
         }
@@ -81,6 +81,7 @@ class RingLoader {
 
   private:
     static constexpr int kWarpN = Config::kWarpN;
+    using Head = CacheHead<Config::kFormat>;
 
     // Of a step: where its first key lies, or where keys are not in line, key lane % kWarpN; which of its keys there are, and
     // which of these are new.
@@ -112,7 +113,7 @@ class RingLoader {
         return {place, present, present & keys_between<kWarpN>(head.first_new - first_key, kWarpN)};
     }
 
-    __device__ __forceinline__ void load_tile(const Tokens& tokens, const CacheHead& cache_head,
+    __device__ __forceinline__ void load_tile(const Tokens& tokens, const Head& cache_head,
                                               const HeadsView<const uint16_t>& new_tokens, const RotaryParams& rotary,
                                               char* sTile, float* sScales, int32_t first_key) const {
         const auto [place, present, is_new] = tokens;
@@ -128,8 +129,8 @@ class RingLoader {
         }
         float* gScale = nullptr;
         if constexpr (Config::k8Bit) {
-            if (is_present && cache.scales != nullptr) gScale = cache_head.scale(own);
-            load_scales<kWarpN>(sScales, gScale, cache.scales == nullptr, is_new, lane_);
+            if (is_present) gScale = cache_head.scale(own);
+            load_scales<kWarpN>(sScales, gScale, is_new, lane_);
         }
         if (is_new == 0) return;
         const HeadKeys& head = ring_.head;

@@ -41,9 +41,9 @@ struct MergeStorage {
     static constexpr int kNodes = 1 << Rows::kLog2Nodes;
     static constexpr bool kHoldsValues = kNodes > 4;  // registers have no room for so many on their way together
     float4 values[kHoldsValues ? kNodes : 1][kHoldsValues ? Threads::kCount : 1];  // each thread's own
-    float2 sums[kNodes][Rows::kBlockM];  // a row's maximum and sum
-    int64_t slot[kNodes];                // of the node that begins here
-    uint32_t present;                    // one bit for each of the nodes: where one begins
+    float2 sums[kNodes][Rows::kBlockM];                                            // a row's maximum and sum
+    int64_t slot[kNodes];                                                          // of the node that begins here
+    uint32_t present;  // one bit for each of the nodes: where one begins
 };
 
 // One tile's merge, by the CTA that has just left its last part of that tile.

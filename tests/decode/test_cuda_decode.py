@@ -17,6 +17,7 @@ import fastattn
 import instances
 from cuda_kernels import EMULATED, MARKS, checked, each_dtype, only_emulated
 from decode_cases import CASES, HUGE, SCENARIOS, Case, make_arguments, op_arguments
+from fastattn import native
 from kernel_device import DEVICE
 
 if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
@@ -244,7 +245,7 @@ def test_any_number_of_multiprocessors_meets_the_oracle(num_sms: int) -> None:
 
 def test_instances_are_those_of_the_tables_above() -> None:
     assert instances.kernels_of("decode") == ["split_sm80", "append_sm80"]
-    expected = sorted(itertools.product(HEAD_DIMS, instances.DTYPES, (False, True)))  # True: an int8 cache
+    expected = sorted(itertools.product(HEAD_DIMS, instances.DTYPES, native.CACHE_FORMATS))
     assert instances.rows_of("decode/instances/split_sm80.cu") == expected
 
 
@@ -275,23 +276,26 @@ def test_bytes_moved(dims: tuple[int, int], page_size: int, int8: bool) -> None:
 
 
 @only_emulated
-@each_cache
+@each_dtype
+@pytest.mark.parametrize("cache", native.CACHE_FORMATS)
 @pytest.mark.parametrize("dim", (64, 128, 256))
-def test_instructions_for_16_keys(dim: int, int8: bool) -> None:
+def test_instructions_for_16_keys(dim: int, cache: str, dtype: torch.dtype) -> None:
     """Those that tiles_sm80.h states, but for how often a maximum changes; pages cost a look at the table more."""
 
     def executed(length: int, page_size: int) -> int:
-        case = Case("step", (length,), (4, 1), dims=(dim, dim), capacity=2048, page_size=page_size, int8=int8, splits=1)
+        case = Case("step", (length,), (4, 1), dims=(dim, dim), capacity=2048, page_size=page_size, splits=1)
+        case = replace(case, dtype=dtype, int8=cache == "int8", fp8="tensor" if cache == "fp8" else "")
         with launches.recorded() as found:
             run_kernel(case, make_arguments(case))
         return sum(row.warps for row in found[0].report.rows)
 
     tiles = (Path(__file__).resolve().parents[2] / "csrc" / "decode" / "tiles_sm80.h").read_text()
-    stated = [list(map(int, line.split()[2:])) for line in tiles.splitlines() if line.startswith("//     executed")]
-    assert len(stated) == 2
+    stated = [list(map(int, line.split()[-3:])) for line in tiles.splitlines() if line.startswith("//     executed")]
+    assert len(stated) == 4  # of 16 bits, int8, and fp8 as float16 and as bfloat16
     for page_size, more in ((0, 0), (32, 20)):
         for_16_keys = (executed(2048, page_size) - executed(1024, page_size)) / (1024 / 16)
-        expected = stated[int8][(64, 128, 256).index(dim)]
+        row = native.CACHE_FORMATS.index(cache) + (cache == "fp8" and dtype == torch.bfloat16)
+        expected = stated[row][(64, 128, 256).index(dim)]
         assert 0.98 * expected <= for_16_keys <= 1.02 * expected + more
 
 

@@ -23,6 +23,7 @@ if DEVICE == "cpu":
 
 ops = torch.ops.fastattn
 KIB = 1024
+A100_BYTES = 163 * KIB  # of shared memory, that a CTA can have
 
 
 def heads(rows: int, head_dim: int = 64, num: int = 2, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode_cases import aligned_rows
+from decode_cases import aligned_rows, comparable, spoil
 from fastattn import reference
+from fastattn.quantization import FP8
 from kernel_device import DEVICE
 
 CACHES = ("k_cache", "v_cache")
@@ -29,6 +30,7 @@ class Case:
     page_size: int = 16
     dtype: torch.dtype = torch.float16
     int8: bool = False
+    fp8: str = ""  # as in decode_cases.Case
     slot_dtype: torch.dtype = torch.int64
     absent: tuple[int, ...] = ()
     magnitude: float = 1.0
@@ -53,11 +55,15 @@ def make_arguments(case: Case) -> dict[str, Any]:
     shape = case.num_pages, case.kv_heads, case.page_size
     arguments: dict[str, Any] = {"k_new": normal(case.dims[0]), "v_new": normal(case.dims[1])}
     for name, dim in zip(CACHES, case.dims, strict=True):
-        kind, nothing = (torch.int8, 99) if case.int8 else (case.dtype, math.nan)
-        arguments[name] = aligned_rows(torch.full((*shape, dim), nothing, dtype=kind))
+        kind = torch.int8 if case.int8 else FP8 if case.fp8 else case.dtype
+        arguments[name] = aligned_rows(torch.full((*shape, dim), 99, dtype=torch.int8).to(kind))
+        if not case.int8:
+            spoil(arguments[name])
     arguments["slot_mapping"] = slots
     for name in SCALES:
-        arguments[name] = torch.full(shape, math.nan) if case.int8 else None
+        arguments[name] = torch.full(shape, math.nan) if case.int8 or case.fp8 == "tokens" else None
+        if case.fp8 in ("heads", "tensor"):
+            arguments[name] = 0.3 + torch.rand((case.kv_heads,) if case.fp8 == "heads" else (), generator=generator)
     return {name: value if value is None else _on_device(value) for name, value in arguments.items()}
 
 
@@ -71,7 +77,13 @@ def expected(arguments: dict[str, Any]) -> dict[str, Tensor]:
     num_pages, _, page_size, _ = arguments["k_cache"].shape
     for cache, scale, new in zip(CACHES, SCALES, (arguments["k_new"], arguments["v_new"]), strict=True):
         scales = None
-        if scale in after:
+        if arguments[cache].dtype == FP8:
+            given = arguments[scale]
+            if given is None or given.dim() < 3:
+                new = reference.to_fp8(new, given if given is None else given.reshape(-1, 1))
+            else:
+                new, scales = reference.quantize_rows_fp8(new)
+        elif scale in after:
             new, scales = reference.quantize_rows(new)
         for token, slot in enumerate(arguments["slot_mapping"].tolist()):
             if 0 <= slot < num_pages * page_size:
@@ -85,6 +97,7 @@ def expected(arguments: dict[str, Any]) -> dict[str, Tensor]:
 def check_caches(found: dict[str, Any], wanted: dict[str, Tensor]) -> None:
     """Bit for bit."""
     for name, tensor in wanted.items():
+        found_tensor, wanted_tensor = comparable(found[name]), comparable(tensor)
         torch.testing.assert_close(
-            found[name], tensor, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+            found_tensor, wanted_tensor, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
         )

@@ -10,8 +10,13 @@ from native_build.instances import all_instances
 ALL_INSTANCES = all_instances(Path(__file__).parents[2] / "csrc")
 DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
 _MEANINGS: dict[str, Any] = {
-    **{"kFloat16": "float16", "kBFloat16": "bfloat16", "false": False, "true": True},
-    **{"k16Bit": "16-bit", "kInt8": "int8", "kFp8": "fp8"},
+    "kFloat16": "float16",
+    "kBFloat16": "bfloat16",
+    "false": False,
+    "true": True,
+    "k16Bit": "16-bit",
+    "kInt8": "int8",
+    "kFp8": "fp8",
 }
 
 

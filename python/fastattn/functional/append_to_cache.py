@@ -36,16 +36,17 @@ def append_to_cache(
     Args:
         k_new, v_new: ``[tokens, Hkv, D]`` and ``[tokens, Hkv, Dv]``.
         k_cache, v_cache: pages, ``[num_pages, Hkv, page_size, D]`` and ``[num_pages, Hkv, page_size, Dv]``: of the
-            dtype of ``k_new``, or int8 or fp8 (``torch.float8_e4m3fn``) with scales. Written in place, hence never copied: on a GPU the last dim must be
-            contiguous, and the base and the strides multiples of 16 bytes. They may be views of one tensor.
+            dtype of ``k_new``, or int8 or fp8 (``torch.float8_e4m3fn``) with scales. Written in place, hence never
+            copied: on a GPU the last dim must be contiguous, and the base and the strides multiples of 16 bytes. They
+            may be views of one tensor.
         slot_mapping: int64 or int32 ``[tokens]``. A token whose slot is negative is skipped (padding), and so is one
             whose slot does not exist. Where two tokens have one slot, what it then holds is not defined.
         k_scale, v_scale: float32, the caches' shape without the last dim. A token's head is stored as
             ``round(x / scale)``, to nearest even, with ``scale = max|x| / 127``, or 1 for zeros: as
             ``attention_with_kv_cache`` stores what it appends. Of fp8 it is ``x / scale``, to nearest even, with
             ``scale = max|x| / 448``; a head that is not finite has the scale NaN. Beside fp8 caches also ``[Hkv]``,
-            ``[1]`` or ``[]``, float32, scales of all tokens, which are read, not written, or None, which is 1: then what
-            is larger than 448 after the division, infinity too, becomes 448, and NaN stays NaN.
+            ``[1]`` or ``[]``, float32, scales of all tokens, which are read, not written, or None, which is 1: then
+            what is larger than 448 after the division, infinity too, becomes 448, and NaN stays NaN.
 
     Raises:
         InputError, TypeError: an argument that the host can see is wrong; with ``FASTATTN_CHECK=1`` also slots that are

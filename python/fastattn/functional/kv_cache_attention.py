@@ -130,8 +130,8 @@ def attention_with_kv_cache(
     """Appends ``k_new`` and ``v_new`` to a cache in place, then attends over it: one step of generation.
 
     Each sequence's cache is split among many CTAs, whose results are merged (Dao et al., "Flash-Decoding for
-    long-context inference", 2023). A prompt, of more than 64 queries over a cache that is not of 8 bits, is attended to by
-    the kernel of ``attention_varlen`` behind an append, unless ``num_splits`` is given. Inference only. Lengths and
+    long-context inference", 2023). A prompt, of more than 64 queries over a cache that is not of 8 bits, is attended to
+    by the kernel of ``attention_varlen`` behind an append, unless ``num_splits`` is given. Inference only. Lengths and
     tables stay on the device and are not read back, so that the call works in CUDA graphs; ``cache_seqlens`` is not
     advanced.
 
@@ -149,9 +149,9 @@ def attention_with_kv_cache(
         rotary_interleaved: RoPE pairs dims ``(2i, 2i + 1)`` instead of ``(i, i + rotary_dim / 2)``.
         block_table: int32 ``[B, max_pages]``: the pages of each sequence, in order. Where an entry names no page, its
             tokens are absent.
-        k_scale, v_scale: float32, the caches' shape without the last dim: a token's head is what the cache holds times its
-            scale, which the append computes. Beside an fp8 cache also ``[Hkv]``, ``[1]`` or ``[]``, one for all tokens,
-            which the append divides by; None is 1. ``append_to_cache`` says how both round.
+        k_scale, v_scale: float32, the caches' shape without the last dim: a token's head is what the cache holds times
+            its scale, which the append computes. Beside an fp8 cache also ``[Hkv]``, ``[1]`` or ``[]``, one for all
+            tokens, which the append divides by; None is 1. ``append_to_cache`` says how both round.
         causal, window, softcap, alibi_slopes, sinks, scale: as in ``fastattn.attention``.
         return_lse: also return the natural log of each row's softmax denominator.
         num_splits: into how many parts a sequence is split; 0 chooses by the shapes and the size of the GPU.
