@@ -13,6 +13,7 @@
 #include "api/cache_arguments.h"
 #include "api/checks.h"
 #include "api/device.h"
+#include "api/kernel_choice.h"
 #include "api/part_workspace.h"
 #include "api/scores.h"
 #include "decode/decode.h"
