@@ -192,8 +192,12 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kFormat>::kNumThrea
             }
             float* gScale = nullptr;
             if constexpr (k8Bit) {
-                if (is_present) gScale = head.scale(own);
-                load_scales<kWarpN>(sScales, gScale, is_new, lane);
+                if (head.all_are_one()) {
+                    if (lane < kWarpN) sScales[lane] = 1.0f;
+                } else {
+                    if (is_present) gScale = head.scale(own);
+                    load_scales<kWarpN>(sScales, gScale, is_new, lane);
+                }
             }
             if (is_new == 0) return;
             const uint16_t* gNew = row_pointer(new_tokens, batch, kv_head, first_key - tokens.before);
@@ -201,7 +205,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kFormat>::kNumThrea
             if constexpr (k8Bit) {
                 quantise_new_tokens<kFormat, kDataType, kHeadDim, kWarpN>(sTile, sScales, gNew, new_tokens.row_stride,
                                                                           cache.head_dim, is_new, rotary, first_key,
-                                                                          gRow, gScale, head.given_scale(), lane);
+                                                                          gRow, gScale, head, lane);
             } else {
                 take_new_tokens<kDataType>(tile, gNew, new_tokens.row_stride, cache.head_dim, is_new, rotary, first_key,
                                            gRow);
@@ -274,7 +278,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kHeadDim, kFormat>::kNumThrea
             __syncwarp();  // waits until the copies of every lane have landed: all of V is there
             const SwizzledBlocks<kCacheDim> sV(reinterpret_cast<uint16_t*>(ring_v(stage)), ldmatrix_lane(lane));
             if constexpr (k8Bit) {
-                if (kFormat == CacheFormat::kFp8 && rows.differ(first_key, min(first_key + kWarpN, tokens.total))) {
+                if (kFormat == CacheFormat::kFp8 && !rows.see_all<kWarpN>(present_now, first_key)) {
                     silence_unseen_fp8<kWarpN>(rO, ring_v(stage), rows, present_now, first_key, lane);
                 }
                 output_scale.follow<kWarpN>(rO, scales(stage, 1), lane);
