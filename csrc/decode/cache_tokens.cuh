@@ -34,9 +34,6 @@ struct HeadScale {
     float value;
 };
 
-// For fp8 caches without scales: the scale of every token.
-static __device__ float kScaleOfOne = 1.0f;
-
 // One head of a cache.
 template <CacheFormat kFormat>
 struct CacheHead {
@@ -47,9 +44,7 @@ struct CacheHead {
     __device__ __forceinline__ CacheHead(const CacheView& cache, int32_t kv_head)
         : cache(cache),
           data(static_cast<char*>(cache.data) + kv_head * cache.head_bytes),
-          scales(kFormat == CacheFormat::kFp8 && cache.scales == nullptr
-                     ? &kScaleOfOne
-                     : cache.scales + kv_head * cache.scale_head_stride) {}
+          scales(cache.scales + kv_head * cache.scale_head_stride) {}
 
     __device__ __forceinline__ char* row(TokenPlace place) const {
         return data + (uint64_t{static_cast<uint32_t>(place.block)} * cache.block_chunks +
@@ -57,9 +52,14 @@ struct CacheHead {
                           kChunkBytes;
     }
 
+    // Whether the cache has no scales.
+    __device__ __forceinline__ bool all_are_one() const {
+        return kFormat == CacheFormat::kFp8 && cache.scales == nullptr;
+    }
+
     __device__ __forceinline__ HeadScale given_scale() const {
         if constexpr (kFormat != CacheFormat::kFp8) return {false, 1.0f};
-        return {cache.scales_are_given, cache.scales_are_given ? *scales : 1.0f};
+        return {cache.scales_are_given, cache.scales_are_given && !all_are_one() ? *scales : 1.0f};
     }
 
     __device__ __forceinline__ float* scale(TokenPlace place) const {

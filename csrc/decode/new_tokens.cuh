@@ -85,7 +85,7 @@ template <CacheFormat kFormat, DataType kDataType, int kHeadDim, int kRows>
 __device__ __forceinline__ void quantise_new_tokens(char* sTile, float* sScales, const uint16_t* gNew,
                                                     int64_t row_stride, int head_dim, uint32_t is_new,
                                                     const RotaryParams& rotary, int32_t first_position, char* gRow,
-                                                    float* gScale, const HeadScale& given, int lane) {
+                                                    float* gScale, const CacheHead<kFormat>& head, int lane) {
     constexpr int kLanesOfRow = kHeadDim / kChunkElements;
     constexpr int kRowsPerPass = kWarpSize / kLanesOfRow;
     const int chunk = lane % kLanesOfRow;
@@ -98,6 +98,7 @@ __device__ __forceinline__ void quantise_new_tokens(char* sTile, float* sScales,
         if (row_is_new && has_dims) {
             bits = load_rotated<kDataType>(rotary, gNew + row * row_stride, chunk, first_position + row);
         }
+        const HeadScale given = head.given_scale();
         const QuantisedChunk quantised = quantise_chunk<kFormat, kDataType, kLanesOfRow>(bits, given);
         if (!row_is_new) continue;
         using Layout = Swizzle<kHeadDim / 2>;

@@ -129,8 +129,12 @@ class RingLoader {
         }
         float* gScale = nullptr;
         if constexpr (Config::k8Bit) {
-            if (is_present) gScale = cache_head.scale(own);
-            load_scales<kWarpN>(sScales, gScale, is_new, lane_);
+            if (cache_head.all_are_one()) {
+                if (lane_ < kWarpN) sScales[lane_] = 1.0f;
+            } else {
+                if (is_present) gScale = cache_head.scale(own);
+                load_scales<kWarpN>(sScales, gScale, is_new, lane_);
+            }
         }
         if (is_new == 0) return;
         const HeadKeys& head = ring_.head;
@@ -139,7 +143,7 @@ class RingLoader {
         if constexpr (Config::k8Bit) {
             quantise_new_tokens<Config::kFormat, kDataType, Config::kHeadDim, kWarpN>(
                 sTile, sScales, gNew, new_tokens.row_stride, cache.head_dim, is_new, rotary, first_key, gRow, gScale,
-                cache_head.given_scale(), lane_);
+                cache_head, lane_);
         } else {
             take_new_tokens<kDataType>(tile, gNew, new_tokens.row_stride, cache.head_dim, is_new, rotary, first_key,
                                        gRow);

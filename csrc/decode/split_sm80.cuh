@@ -152,7 +152,7 @@ __device__ __forceinline__ void store_part(const Rows& rows, const DecodeStorage
     }
 }
 
-template <int kBlockM, int kHeadDim, DataType kDataType, CacheFormat kFormat>
+template <int kHeadDim, DataType kDataType, CacheFormat kFormat, int kBlockM>
 __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::kNumThreads,
                                   DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::kMinCtasPerSm)
     decode_split_sm80(const __grid_constant__ DecodeParams params) {
@@ -231,16 +231,15 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
             ptx::cp_async_wait_group<2 * kStages - 1>();
             warps.sync();  // waits until the copies of every lane have landed: all of V is there
             const SwizzledBlocks<kCacheDim> sV(reinterpret_cast<uint16_t*>(ring.values(stage)), ldmatrix_lane(lane));
-            const bool rows_differ = rows.differ(first_key, min(first_key + kWarpN, tokens.total));
             if constexpr (k8Bit) {
-                if (kFormat == CacheFormat::kFp8 && rows_differ) {
+                if (kFormat == CacheFormat::kFp8 && !rows.see_all<kWarpN>(present_now, first_key)) {
                     silence_unseen_fp8<kWarpN>(rO, ring.values(stage), rows, warps, present_now, first_key, lane);
                 }
                 output_scale.follow<kWarpN>(rO, ring.value_scales(stage), lane);
                 output_scale.weigh(rS, ring.value_scales(stage), rows, present_now, first_key, lane);
                 gemm_pv_8bit<Decoding, kHeadDim>(rO, rS, sV);
             } else {
-                if (rows_differ) {
+                if (rows.differ(first_key, min(first_key + kWarpN, tokens.total))) {
                     silence_unseen<kDataType>(rO, ring.values(stage), rows, warps, present_now, first_key, lane);
                 }
                 gemm_pv<kDataType>(rO, rS, sV);
@@ -281,11 +280,11 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
     }
 }
 
-template <int kBlockM, int kHeadDim, DataType kDataType, CacheFormat kFormat>
+template <int kHeadDim, DataType kDataType, CacheFormat kFormat, int kBlockM>
 void launch_decode_split_sm80(LaunchedKernel& kernel, const DecodeParams& params, Stream stream) {
     using Config = DecodeConfigSm80<kBlockM, kHeadDim, kFormat>;
     const Launch launch{params.plan.num_ctas, Config::kNumThreads, sizeof(DecodeStorageSm80<Config>)};
-    kernel.launch(decode_split_sm80<kBlockM, kHeadDim, kDataType, kFormat>, launch, params, stream);
+    kernel.launch(decode_split_sm80<kHeadDim, kDataType, kFormat, kBlockM>, launch, params, stream);
 }
 
 }  // namespace fastattn

@@ -10,24 +10,25 @@ FLAGS = {
     "attention_forward_options_sm80": ("", "paged"),
     "attention_backward_key_value_sm80": ("plain", "options"),
     "attention_backward_key_value_sm90": ("", "options"),
-    "decode_split_sm80": ("", "int8"),
-    "decode_append_sm80": ("", "int8"),
     "int8_matmul_sm90": ("", "groups"),
     "int8_matmul_s8_sm90": ("", "groups"),
 }
+CACHES = ("", "int8", "fp8")  # in the order of the C++ enum CacheFormat
 
 
 def name_of(symbol: str) -> str:
     """``attention_forward_sm80<64, bfloat16>`` of the mangled name of that kernel."""
-    arguments = r"(?:Li(\d+)E)?(?:Li(\d+)E)?(?:LN\w*?8DataTypeE(\d)E)?(?:Lb([01])E)?"
+    arguments = r"(?:Li(\d+)E)?(?:Li(\d+)E)?(?:LN\w*?8DataTypeE(\d)E)?(?:Lb([01])E)?(?:LN\w*?11CacheFormatE(\d)E)?(?:Li(\d+)E)?"
     match = re.match(rf"_ZN8fastattn\d+(\w+?_sm\d+)(?:I{arguments}E)?E", symbol)
     assert match is not None, symbol
-    kernel, size, value_dim, dtype, flag = match.groups()
+    kernel, size, value_dim, dtype, flag, cache, rows = match.groups()
     texts = (
         size or "",
         value_dim if value_dim is not None and value_dim != size else "",
         DTYPES[int(dtype)] if dtype is not None else "",
         FLAGS[kernel][int(flag)] if flag is not None else "",
+        CACHES[int(cache)] if cache is not None else "",
+        f"{rows} rows" if rows not in (None, "16") else "",
     )
     listed = ", ".join(filter(None, texts))
     return f"{kernel}<{listed}>" if listed else kernel

@@ -14,7 +14,7 @@ static const Registrations registrations([](auto dtype) {
                   static_cast<int32_t>(bytes_needed<Config>())},
         kernel_name("decode_split_sm80", {std::to_string(FASTATTN_HEAD_DIM), to_string(kDataType), name_of(kFormat),
                                           kRows > kFewRows ? std::to_string(kRows) + " rows" : ""}),
-        tile_facts<typename Config::Tile>(), launch_decode_split_sm80<kRows, FASTATTN_HEAD_DIM, kDataType, kFormat>);
+        tile_facts<typename Config::Tile>(), launch_decode_split_sm80<FASTATTN_HEAD_DIM, kDataType, kFormat, kRows>);
 });
 
 }  // namespace fastattn
