@@ -28,7 +28,6 @@ struct alignas(128) KeyRing {
     float scales[Config::k8Bit ? Config::kStages : 1][2][Config::kWarpN];  // of K and of V
     // What only loads need to know: registers are scarce.
     HeadKeys head;
-    int32_t pages[Config::kStages][kWarpSize];  // of each lane's key
 
     __device__ __forceinline__ char* keys(int stage) { return data + 2 * stage * Config::kStageBytes; }
     __device__ __forceinline__ char* values(int stage) { return data + (2 * stage + 1) * Config::kStageBytes; }
@@ -58,23 +57,19 @@ class RingLoader {
         if (first_key < ring_.head.end_key) {
             const int32_t page = next_page_;
             next_page_ = page_of(first_key + Config::kBlockN);  // on its way while this step is copied and multiplied
-            ring_.pages[stage][lane_] = page;
-            const Tokens tokens = tokens_in(page, first_key);
-            if (lane_ == 0) ring_.present[stage] = tokens.present;
+            tokens_ = tokens_in(page, first_key);
+            if (lane_ == 0) ring_.present[stage] = tokens_.present;
             const Head cache(params_.k_cache, ring_.head.kv_head);
-            load_tile(tokens, cache, params_.k_new, params_.rotary, ring_.keys(stage), ring_.key_scales(stage),
-                      first_key);
+            load_tile(cache, params_.k_new, params_.rotary, ring_.keys(stage), ring_.key_scales(stage), first_key);
         }
         ptx::cp_async_commit_group();
     }
 
-    // V of the step whose keys this stage has got.
+    // V of the step whose keys were the last to be loaded.
     __device__ __forceinline__ void load_values(int stage, int32_t first_key) {
         if (first_key < ring_.head.end_key) {
-            const Tokens tokens = tokens_in(ring_.pages[stage][lane_], first_key);
             const Head cache(params_.v_cache, ring_.head.kv_head);
-            load_tile(tokens, cache, params_.v_new, RotaryParams{}, ring_.values(stage), ring_.value_scales(stage),
-                      first_key);
+            load_tile(cache, params_.v_new, RotaryParams{}, ring_.values(stage), ring_.value_scales(stage), first_key);
         }
         ptx::cp_async_commit_group();
     }
@@ -113,10 +108,10 @@ class RingLoader {
         return {place, present, present & keys_between<kWarpN>(head.first_new - first_key, kWarpN)};
     }
 
-    __device__ __forceinline__ void load_tile(const Tokens& tokens, const Head& cache_head,
-                                              const HeadsView<const uint16_t>& new_tokens, const RotaryParams& rotary,
-                                              char* sTile, float* sScales, int32_t first_key) const {
-        const auto [place, present, is_new] = tokens;
+    __device__ __forceinline__ void load_tile(const Head& cache_head, const HeadsView<const uint16_t>& new_tokens,
+                                              const RotaryParams& rotary, char* sTile, float* sScales,
+                                              int32_t first_key) const {
+        const auto [place, present, is_new] = tokens_;
         const WarpTile<Config::kCacheDim, kWarpN> tile(sTile, lane_);
         const CacheView& cache = cache_head.cache;
         const int row_bytes = cache.head_dim * Config::kElementBytes;
@@ -154,6 +149,7 @@ class RingLoader {
     KeyRing<Config>& ring_;
     const int lane_;
     const bool in_line_;      // whether a step's keys always lie in one block, one after the other
+    Tokens tokens_{};         // of the step that is loaded
     int32_t next_page_ = -1;  // of the next step, as the table has it
 };
 
