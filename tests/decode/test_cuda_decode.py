@@ -356,7 +356,7 @@ def test_up_to_32_rows_load_each_key_once(rows: int, times: int, int8: bool) -> 
     (report,) = (launched.report for launched in found)
     copies = [row for row in report.rows if row.opcode.startswith("cp.async.c")]
     assert sum(row.global_bytes for row in copies) == times * 700 * ((128 + 64) * (1 if int8 else 2) + 8 * int8)
-    assert report.bank_conflicts <= 1e-2 * report.shared_wavefronts
+    assert {row.opcode[:9] for row in report.rows if row.bank_conflicts} <= {"st.shared"}  # as above
 
 
 @only_emulated

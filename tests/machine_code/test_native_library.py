@@ -509,7 +509,8 @@ def test_decode_multiplies_on_the_tensor_cores(instance: tuple[int, str, str]) -
     head_dim, dtype, cache_format = instance
     expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
     instructions = decode_kernels()[instance].instructions
-    tile = native.TILES["decode_split_sm80" if cache_format == "16-bit" else f"decode_split_{cache_format}_sm80"][str(head_dim)]
+    variant = "" if cache_format == "16-bit" else f"_{cache_format}"
+    tile = native.TILES[f"decode_split{variant}_sm80"][str(head_dim)]
     keys = tile["block_n"] // tile["num_warps"]
     products = 2 * (keys // 8) * (head_dim // 16)  # two, of 16 rows by a warp's keys
     assert [name for name in instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))] == [expected] * products
