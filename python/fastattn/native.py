@@ -156,7 +156,7 @@ def _tiles_by_size() -> dict[str, dict[str, Any]]:
     tiles: dict[str, dict[str, Any]] = {}
     for name, tile in KERNELS.items():
         kernel, _, arguments = name.rstrip(">").partition("<")
-        sizes = [text for text in arguments.split(", ") if text.isdigit()]
+        sizes = [text for text in arguments.split(", ") if text[:1].isdigit()]
         for variant in {"options", "int8", "fp8", "groups"} & set(arguments.split(", ")):
             kernel = kernel.replace("_sm", f"_{variant}_sm")
         if tile is not None:
@@ -261,9 +261,7 @@ def dealt_backward(
 CACHE_FORMATS = ("16-bit", "int8", "fp8")
 
 
-def decode_kernel(
-    arch: int, shared_bytes: int, widest: int, dtype: torch.dtype, cache: str, rows: int
-) -> str | None:
+def decode_kernel(arch: int, shared_bytes: int, widest: int, dtype: torch.dtype, cache: str, rows: int) -> str | None:
     """``cache``: one of ``CACHE_FORMATS``; ``rows``: queries times query heads of a KV head."""
     is_bfloat16 = dtype == torch.bfloat16
     cache_format = CACHE_FORMATS.index(cache)
@@ -377,6 +375,4 @@ def dealt_decode(
 ) -> Dealt:
     """By the kernel that `decode_kernel` names: ``rows`` of queries a KV head, and ``capacity`` tokens a sequence."""
     cache_format = CACHE_FORMATS.index(cache)
-    return _LIBRARY.fastattn_dealt_decode(
-        ctypes.byref(facts), widest, cache_format, batch, kv_heads, rows, capacity
-    )
+    return _LIBRARY.fastattn_dealt_decode(ctypes.byref(facts), widest, cache_format, batch, kv_heads, rows, capacity)

@@ -177,7 +177,7 @@ def test_lengths_and_tables_are_not_trusted(int8: bool) -> None:
         assert not out.isnan().any() and not lse.isnan().any()
 
 
-# --- Tiles of 32 rows: two warps share each ring -----------------------------------------------------------------------
+# --- Tiles of 32 rows: two warps share each ring ----------------------------------------------------------------------
 
 each_format = pytest.mark.parametrize("cache", native.CACHE_FORMATS)
 
@@ -191,7 +191,7 @@ def with_cache(case: Case, cache: str) -> Case:
 @pytest.mark.parametrize("dims", [(64, 64), (128, 104), (256, 256)], ids=str)
 @pytest.mark.parametrize("heads, queries", [((17, 1), 1), ((32, 1), 1), ((16, 2), 4), ((6, 2), 16), ((33, 1), 2)])
 def test_many_rows(heads: tuple[int, int], queries: int, dims: tuple[int, int], cache: str, dtype: torch.dtype) -> None:
-    """17, 32, 48 and 66 rows of a KV head: tiles that are full, that end within a warp's rows, and that have one warp's."""
+    """17, 32, 48 and 66 rows of a KV head: tiles that are full, or end within a warp's rows, or have one warp's."""
     case = Case("rows", (150, 0, 77), heads, dims=dims, queries=queries, new=queries, dtype=dtype, capacity=160)
     check(with_cache(case, cache))
 
@@ -243,7 +243,9 @@ def test_a_barrier_that_is_missing_between_the_warps_is_found() -> None:
 def test_a_gpu_with_little_shared_memory_has_tiles_of_16_rows_where_32_do_not_fit() -> None:
     for dim, name in ((128, "<128, float16, 32 rows>"), (256, "<256, float16>")):
         assert native.decode_kernel(86, 99 << 10, dim, torch.float16, "16-bit", rows=32) == f"{KERNEL}{name}"
-    assert native.decode_kernel(80, 163 << 10, 256, torch.float16, "int8", 17) == f"{KERNEL}<256, float16, int8, 32 rows>"
+    assert (
+        native.decode_kernel(80, 163 << 10, 256, torch.float16, "int8", 17) == f"{KERNEL}<256, float16, int8, 32 rows>"
+    )
     assert native.decode_kernel(80, 163 << 10, 256, torch.float16, "fp8", 16) == f"{KERNEL}<256, float16, fp8>"
 
 

@@ -160,14 +160,14 @@ def options_instance(symbol: str) -> tuple[int, str, bool] | None:
     return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
 
 
-def decode_instance(symbol: str) -> tuple[int, str, str] | None:
-    """(head dim, dtype, format of the cache) of a mangled decode_split_sm80, None for any other symbol."""
-    match = re.search(r"decode_split_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELN\w*?11CacheFormatE(\d)E", symbol)
-    return (int(match[1]), DTYPES[int(match[2])], CACHE_FORMATS[int(match[3])]) if match else None
+def decode_instance(symbol: str) -> tuple[int, int, str, str] | None:
+    """(head dim, rows, dtype, format of the cache) of a mangled decode_split_sm80, None for any other symbol."""
+    match = re.search(r"decode_split_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELN\w*?11CacheFormatE(\d)ELi(\d+)E", symbol)
+    return (int(match[1]), int(match[4]), DTYPES[int(match[2])], CACHE_FORMATS[int(match[3])]) if match else None
 
 
 def append_instance(symbol: str) -> tuple[int, str, str] | None:
-    """Likewise of a decode_append_sm80."""
+    """(head dim, dtype, format of the cache) of a mangled decode_append_sm80."""
     match = re.search(r"decode_append_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELN\w*?11CacheFormatE(\d)E", symbol)
     return (int(match[1]), DTYPES[int(match[2])], CACHE_FORMATS[int(match[3])]) if match else None
 
@@ -220,7 +220,7 @@ def options_kernels() -> dict[tuple[int, str, bool], KernelFacts]:
 
 
 @functools.cache
-def decode_kernels() -> dict[tuple[int, str, str], KernelFacts]:
+def decode_kernels() -> dict[tuple[int, int, str, str], KernelFacts]:
     return {
         instance: facts for name, facts in machine_code().items() if (instance := decode_instance(name)) is not None
     }
@@ -496,7 +496,7 @@ def test_append_copies_16_bytes_at_a_time_and_leaves_room_for_other_ctas() -> No
 
 @with_sm80_kernels
 @pytest.mark.parametrize("instance", DECODE_INSTANCES, ids=str)
-def test_decode_never_touches_local_memory(instance: tuple[int, str, str]) -> None:
+def test_decode_never_touches_local_memory(instance: tuple[int, int, str, str]) -> None:
     kernel = decode_kernels()[instance]
     assert 0 < kernel.registers <= MAX_REGISTERS
     assert kernel.local_in_loops + kernel.local_outside == 0
@@ -505,13 +505,14 @@ def test_decode_never_touches_local_memory(instance: tuple[int, str, str]) -> No
 
 @with_sm80_kernels
 @pytest.mark.parametrize("instance", DECODE_INSTANCES, ids=str)
-def test_decode_multiplies_on_the_tensor_cores(instance: tuple[int, str, str]) -> None:
-    head_dim, dtype, cache_format = instance
+def test_decode_multiplies_on_the_tensor_cores(instance: tuple[int, int, str, str]) -> None:
+    head_dim, rows, dtype, cache_format = instance
     expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
     instructions = decode_kernels()[instance].instructions
     variant = "" if cache_format == "16-bit" else f"_{cache_format}"
-    tile = native.TILES[f"decode_split{variant}_sm80"][str(head_dim)]
-    keys = tile["block_n"] // tile["num_warps"]
+    tile = native.TILES[f"decode_split{variant}_sm80"][f"{head_dim}" + (f", {rows} rows" if rows > 16 else "")]
+    assert tile["block_m"] == rows
+    keys = tile["block_n"] // (tile["num_warps"] // (rows // 16))
     products = 2 * (keys // 8) * (head_dim // 16)  # two, of 16 rows by a warp's keys
     assert [name for name in instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))] == [expected] * products
     assert {"LDGSTS", "LDSM"} <= {name.split(".")[0] for name in instructions}

@@ -18,7 +18,9 @@ CACHES = ("", "int8", "fp8")  # in the order of the C++ enum CacheFormat
 
 def name_of(symbol: str) -> str:
     """``attention_forward_sm80<64, bfloat16>`` of the mangled name of that kernel."""
-    arguments = r"(?:Li(\d+)E)?(?:Li(\d+)E)?(?:LN\w*?8DataTypeE(\d)E)?(?:Lb([01])E)?(?:LN\w*?11CacheFormatE(\d)E)?(?:Li(\d+)E)?"
+    arguments = (
+        r"(?:Li(\d+)E)?(?:Li(\d+)E)?(?:LN\w*?8DataTypeE(\d)E)?(?:Lb([01])E)?(?:LN\w*?11CacheFormatE(\d)E)?(?:Li(\d+)E)?"
+    )
     match = re.match(rf"_ZN8fastattn\d+(\w+?_sm\d+)(?:I{arguments}E)?E", symbol)
     assert match is not None, symbol
     kernel, size, value_dim, dtype, flag, cache, rows = match.groups()
