@@ -26,13 +26,14 @@ struct PackedRows {
     int32_t position[2];  // of the lane's upper and lower row
     KeyRange sees[2];     // empty for rows that do not exist
     float slope[2];
-    KeyRange some, all;  // keys that some row of the tile sees, and that every one does, of those that exist
+    KeyRange some;        // keys that some row of the tile sees, of those that exist
+    const KeyRange& all;  // and that every one does: in shared memory, since registers are scarce
 
-    // The tile has tile_rows rows from first_row on; the warp's are those from first_of_warp on.
+    // The tile has tile_rows rows from first_row on; the warp's are those from first_of_warp on. Thread 0 writes `all`.
     __device__ __forceinline__ PackedRows(const DecodeParams& decode, const CachedSequence& tokens, int32_t batch,
                                           int32_t kv_head, int32_t first_row, int32_t tile_rows, int32_t first_of_warp,
-                                          int lane)
-        : params(decode.scores) {
+                                          KeyRange& all, int lane)
+        : params(decode.scores), all(all) {
         const int32_t num_queries = decode.sequence.num_queries, num_rows = num_queries * decode.group;
         const Window window{tokens.total, tokens.total - num_queries, params.window_left, params.window_right};
         const int32_t last_row = min(first_row + tile_rows, num_rows) - 1;
@@ -50,7 +51,7 @@ struct PackedRows {
         const KeyRange first = window.keys_of(QueryRow(decode, kv_head, first_row).query);
         const KeyRange last = window.keys_of(QueryRow(decode, kv_head, last_row).query);
         some = {first.begin, max(last.end, first.begin)};
-        all = {last.begin, first.end};
+        if (threadIdx.x == 0) all = {last.begin, first.end};
         if (num_rows == 0) some = {tokens.total, tokens.total};
     }
 

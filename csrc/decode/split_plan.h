@@ -1,7 +1,7 @@
 // Which keys each CTA of flash-decoding takes: a pure function of lengths, heads and the size of the GPU, that CTAs
 // compute for themselves from the lengths in device memory.
 //
-// A tile is the rows of a KV head of a sequence, 16 at most. Its keys are cut into spans of whole blocks, and the spans
+// A tile is the rows of a KV head of a sequence, 16 or 32 at most. Its keys are cut into spans of whole blocks, and the spans
 // of all tiles form a line: by sequence, then by tile, then by key. CTA c takes spans [c * share, (c + 1) * share),
 // which may be the end of one tile, whole tiles, and the beginning of another. So the work of CTAs differs by a span at
 // most, however ragged the lengths are, and whatever they become in the replay of a CUDA graph.

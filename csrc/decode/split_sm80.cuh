@@ -73,6 +73,7 @@ struct alignas(128) DecodeStorageSm80 {
     float row_max[Config::kKeyGroups][Config::kBlockM], row_sum[Config::kKeyGroups][Config::kBlockM];
     PlannedLine line;
     TileInHand tile;
+    KeyRange seen_by_all;
 };
 
 // What a CTA must be able to have, of a GPU that runs the kernel; 0: any has it.
@@ -180,7 +181,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
         const int32_t batch = sequence.batch, kv_head = share.tile_idx / params.row_tiles;
         const int32_t row_tile = share.tile_idx % params.row_tiles, first_row = row_tile * kBlockM;
         const PackedRows rows(params, tokens, batch, kv_head, first_row, kBlockM, first_row + warps.index() * kMmaM,
-                              lane);
+                              shared.seen_by_all, lane);
         const bool stores_new = row_tile == params.row_tiles - 1 && tokens.before < tokens.total;
         const KeyRange wanted = {stores_new ? min(rows.some.begin, tokens.before) : rows.some.begin,
                                  stores_new ? tokens.total : rows.some.end};
@@ -201,7 +202,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
         stage_queries<kBlockM, kHeadDim, kDataType, k8Bit, Config::kNumThreads>(shared.sQ, params, tokens, batch,
                                                                                 kv_head, first_row);
         if (threadIdx.x == 0) shared.tile = {sequence.spans, sequence.first_span, share.tile_idx, share.count};
-        __syncthreads();  // waits until the queries are in shared memory
+        __syncthreads();  // waits until the queries, and what is known of the tile, are in shared memory
 
         OnlineSoftmax<1, /*kInNats=*/true> softmax(kLog2E);
         float rO[1][Config::kTilesD][4] = {};  // [16, kHeadDim], of this warp's rows and keys

@@ -116,17 +116,19 @@ struct PartMerger {
             if (Threads::index() == 0) shared.present = present;
         }
         Threads::sync();  // waits until the slots are known
-        constexpr int kSums = ceil_div(kNodes * kBlockM, Threads::kCount);
-        float2 sums[kSums];
-        const auto for_own_sums = [&](auto&& function) {
+        constexpr int kAtOnce = Storage::kHoldsValues ? ceil_div(kNodes * kBlockM, Threads::kCount) : 1;
+        for (int first = Threads::index(); first < kNodes * kBlockM; first += kAtOnce * Threads::kCount) {
+            float2 sums[kAtOnce];
+            const auto for_own_sums = [&](auto&& function) {
 #pragma unroll
-            for (int i = 0; i < kSums; ++i) {
-                const int item = Threads::index() + i * Threads::kCount, node = item / kBlockM, row = item % kBlockM;
-                if (begins_at(node) && row < rows.num_rows()) function(node, row, sums[i]);
-            }
-        };
-        for_own_sums([&](int node, int row, float2& own) { own = rows.slots().load_sums(shared.slot[node], row); });
-        for_own_sums([&](int node, int row, const float2& own) { shared.sums[node][row] = own; });
+                for (int i = 0; i < kAtOnce; ++i) {
+                    const int item = first + i * Threads::kCount, node = item / kBlockM, row = item % kBlockM;
+                    if (begins_at(node) && row < rows.num_rows()) function(node, row, sums[i]);
+                }
+            };
+            for_own_sums([&](int node, int row, float2& own) { own = rows.slots().load_sums(shared.slot[node], row); });
+            for_own_sums([&](int node, int row, const float2& own) { shared.sums[node][row] = own; });
+        }
         Threads::sync();  // waits until all sums are in shared memory: from here on the first node may be overwritten
     }
 
