@@ -15,18 +15,18 @@ namespace fastattn {
 //
 //   dims              64    128    256
 //   16-bit: slots    890   1780   3560
-//     executed       339    407    561
+//     executed       351    419    573
 //   8-bit: slots     445    890   1780
-//     executed       365    637    893   int8
-//     executed       478    871   1348   fp8 as float16
-//     executed       506    933   1474   fp8 as bfloat16
+//     executed       373    654    910   int8
+//     executed       491    899   1376   fp8 as float16
+//     executed       520    961   1502   fp8 as bfloat16
 //
-// So where 16 keys of fp8 are 64 dims wide, or 128 with bfloat16, the issue slots of an H200 are predicted to bind.
+// So where 16 keys of fp8 are 64 or 128 dims wide, the issue slots of an H200 are predicted to bind.
 // With 8 bits and 64 dims, 16 keys are 1 KB, and a step of 16 would execute more instructions than there are issue slots:
 // so a warp takes 32 keys at a time there.
 //
 // kBlockM: 16 rows, or 32 where more than 16 share a KV head. Then two warps take the same keys (row_warps.cuh), each for 16
-// rows and in as many registers as before, so that an SM holds one such CTA instead of two. They execute 535, 650 and 872
+// rows and in as many registers as before, so that an SM holds one such CTA instead of two. They execute 561, 676 and 898
 // instructions for 16 keys of 16 bits, of which two tiles of 16 rows would execute twice what is above, and load twice.
 template <int kBlockM_, int kHeadDim, bool k8BitCache>
 struct DecodeTileSm80 {
