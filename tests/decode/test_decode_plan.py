@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from native_build.tools import find_cxx
 
@@ -214,3 +216,41 @@ def test_lengths_out_of_range(library: ctypes.CDLL) -> None:
     for length in (-1, -(2**31), 2**31 - 1):
         (share,) = plan_of(library, [length], capacity=64, heads=1, new=3, left=2**30, queries=2**30 - 1).shares
         assert 0 <= share.first_key <= share.end_key <= 64
+
+
+# --- Any batch --------------------------------------------------------------------------------------------------------
+
+MILLION = 1 << 20
+# As many short sequences as long ones.
+ANY_LENGTH = st.one_of(st.integers(0, 64), st.integers(0, 4096), st.integers(0, MILLION))
+ANY_LENGTHS = st.one_of(st.lists(ANY_LENGTH, min_size=1, max_size=24), st.lists(ANY_LENGTH, min_size=1, max_size=512))
+ANY_GPU = st.sampled_from([1, 2 * 78, 2 * 108, H200_CTAS])
+any_batch = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@any_batch
+@given(lengths=ANY_LENGTHS, heads=st.sampled_from([1, 2, 8]), resident=ANY_GPU)
+def test_any_batch_is_dealt_evenly(library: ctypes.CDLL, lengths: list[int], heads: int, resident: int) -> None:
+    """The busiest CTA has 3 % more than the mean at most, or a block; and a CTA cuts no tile but its first and last."""
+    plan = plan_of(library, lengths, capacity=MILLION, heads=heads, resident=resident)
+    blocks: dict[int, int] = defaultdict(int)
+    for share in plan.shares:
+        blocks[share.cta] += share.spans
+    mean = sum(blocks.values()) / plan.num_ctas
+    assert max(blocks.values()) <= max(1.03 * mean, mean + 1, 2)
+    assert len(plan.shares) <= len(lengths) * heads + len(blocks) - 1
+    assert sum(share.end_key - share.first_key for share in plan.shares) == heads * sum(lengths)
+
+
+@any_batch
+@given(lengths=ANY_LENGTHS, data=st.data(), resident=ANY_GPU)
+def test_any_batch_leaves_a_sequence_its_bits(
+    library: ctypes.CDLL, lengths: list[int], data: st.DataObject, resident: int
+) -> None:
+    """With batch_invariant: the cut of its keys, and the order in which its parts are merged, are as alone."""
+    chosen = data.draw(st.integers(0, len(lengths) - 1))
+    call = {"capacity": MILLION, "heads": 1, "invariant": True, "resident": resident}
+    of_all = [each for each in plan_of(library, lengths, **call).shares if each.sequence == chosen]
+    alone = plan_of(library, [lengths[chosen]], **call).shares
+    assert [(each.first_key, each.end_key) for each in of_all] == [(each.first_key, each.end_key) for each in alone]
+    assert merges_of(library, lengths, **call)[chosen] == merges_of(library, [lengths[chosen]], **call)[0]
