@@ -87,9 +87,9 @@ def test_generation(name: str, model: Decoder, dtype: torch.dtype) -> None:
     with checked(seed=3), fastattn.record() as calls:
         generated = generate("cuda", model, dtype, cache)
 
-    kernels = {"int8_matmul": r"int8_matmul_sm80<\d+, {}>", "decode": "decode_split_sm80<64, {}>"}
+    kernels = {"int8_matmul": r"int8_matmul_sm80<\d+, {}>", "decode": "decode_split_sm80<64, {}(, 32 rows)?>"}
     if cache.quantized:
-        kernels["decode"] = "decode_split_sm80<64, {}, int8>"
+        kernels["decode"] = "decode_split_sm80<64, {}, int8(, 32 rows)?>"
     for call in calls:
         assert call.backend == "cuda"
         assert re.fullmatch(kernels[call.op].format(str(dtype).removeprefix("torch.")), call.kernel)

@@ -156,6 +156,7 @@ def test_int8_layers_come_as_int8_and_run_in_the_kernel(input_precision: str, wi
 
 def test_adapters_over_int8_layers_get_the_gradients_of_dequantised_ones(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
+    torch.manual_seed(2)  # of the adapters, which are so large that float16 may round gradients by 2 %
     make_model("llama", "eager", DTYPE).save_pretrained(tmp_path)
     config = integration.Int8Config()
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, attn_implementation="eager")

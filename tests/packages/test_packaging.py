@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("packaging")]  # one whe
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
-MAX_LIBRARY_BYTES = 48 * 2**20
+MAX_LIBRARY_BYTES = 58 * 2**20  # with machine code for sm_80, sm_90 and sm_90a, and PTX
 
 
 def run(*command, cwd=ROOT, **environment):
