@@ -21,7 +21,7 @@ ONES = (
     "rotary_stride",
     "capacity",
 )
-# Everything at once, which needs most registers; not the int8 cache and the pages, which change the loads.
+# Everything at once, which needs most registers; not caches of 8 bits and the pages, which change the loads.
 FEATURES = {"softcap": True, "alibi": True, "sinks": True, "rotary_dim": 64, "split": False, "rows_differ": True}
 
 
@@ -32,10 +32,10 @@ class TupleType(tuple[str, ...]):
         return self, "", ""
 
 
-def cache_types(dtype: str, int8: bool, paged: bool, rotary: bool) -> dict[str, Any]:
-    """Types of the arguments that the append and the split kernel share."""
-    cache = "*i8:16" if int8 else f"*{dtype}:16"
-    scale = "*fp32:16" if int8 else "none"
+def cache_types(dtype: str, cache_format: str, paged: bool, rotary: bool) -> dict[str, Any]:
+    """Types of the arguments that the append and the split kernel share. ``cache_format``: "16bit", "int8" or "fp8"."""
+    cache = {"16bit": f"*{dtype}:16", "int8": "*i8:16", "fp8": "*u8:16"}[cache_format]
+    scale = "none" if cache_format == "16bit" else "*fp32:16"
     table = f"*{dtype}:16" if rotary else "none"
     return {
         "k_cache": cache,
@@ -67,7 +67,7 @@ def split_build(
     rows: int,
     *,
     page_size: int = 0,
-    int8: bool = False,
+    cache: str = "16bit",
     rows_differ: bool = False,
     softcap: bool = False,
     alibi: bool = False,
@@ -77,8 +77,8 @@ def split_build(
     ones: tuple[str, ...] = (),
 ) -> Build:
     """``ones``: integers that are 1, of which Triton makes constants."""
-    tile = tiles.decode_tile(arch, *dims, rows, 1 if int8 else 2, SHARED_MEMORY[arch], page_size)
-    types: dict[str, Any] = cache_types(dtype, int8, page_size > 0, rotary_dim > 0) | {
+    tile = tiles.decode_tile(arch, *dims, rows, 2 if cache == "16bit" else 1, SHARED_MEMORY[arch], page_size)
+    types: dict[str, Any] = cache_types(dtype, cache, page_size > 0, rotary_dim > 0) | {
         "query": f"*{dtype}:16",
         "q_strides": TupleType(STRIDES),
         "alibi_slopes": "*fp32:16" if alibi else "none",
@@ -105,7 +105,8 @@ def split_build(
         "ROTARY_DIM": rotary_dim,
         "INTERLEAVED": False,
         "PAGE_SIZE": page_size,
-        "QUANTISED": int8,
+        "QUANTISED": cache != "16bit",
+        "IS_FP8": cache == "fp8",
         "HAS_SOFTCAP": softcap,
         "HAS_ALIBI": alibi,
         "HAS_SINK": sinks,
@@ -121,8 +122,8 @@ def split_build(
         del types[one]
         constexprs[one] = 1
     kind = "ones" if ones else "features" if softcap else "rows-differ" if rows_differ else "plain"
-    cache = ("int8" if int8 else "16bit") + (f"-page{page_size}" if page_size else "")
-    name = f"decode-sm{arch}-{dtype}-d{dims[0]}x{dims[1]}-rows{rows}-{cache}-{kind}"
+    pages = f"-page{page_size}" if page_size else ""
+    name = f"decode-sm{arch}-{dtype}-d{dims[0]}x{dims[1]}-rows{rows}-{cache}{pages}-{kind}"
     return Build(name, split_kernel, arch, types, constexprs, SHARED_MEMORY[arch] // tile.ctas_per_sm)
 
 
@@ -130,7 +131,7 @@ def builds() -> list[Build]:
     """Both row tiles and every width on sm_80 and sm_90, whose tiles sm_100 has too; the costliest features once for
     each tile."""
     found = [split_build(100, "bf16", (256, 256), 32, **FEATURES), split_build(100, "fp16", (128, 128), 16)]
-    found.append(split_build(100, "bf16", (128, 128), 16, page_size=64, int8=True))
+    found.append(split_build(100, "bf16", (128, 128), 16, page_size=64, cache="int8"))
     for arch in (80, 90):
         for dtype, other, rows in (("fp16", "bf16", 16), ("bf16", "fp16", 32)):
             for dim in (64, 128, 256):
@@ -138,11 +139,13 @@ def builds() -> list[Build]:
                 if arch == 90 or dim == 128:
                     found.append(split_build(arch, other, (dim, dim), rows, **FEATURES))
             found.append(split_build(arch, dtype, (128, 128), rows, page_size=16, rows_differ=True))
-            found.append(split_build(arch, other, (128, 128), rows, page_size=64, int8=True))
-        found.append(split_build(arch, "fp16", (256, 256), 32, page_size=16, int8=True, rows_differ=True))
+            found.append(split_build(arch, other, (128, 128), rows, page_size=64, cache="int8"))
+            found.append(split_build(arch, dtype, (128, 128), rows, cache="fp8"))
+        for cache in ("int8", "fp8"):
+            found.append(split_build(arch, "fp16", (256, 256), 32, page_size=16, cache=cache, rows_differ=True))
     found.append(split_build(80, "bf16", (72, 40), 16))
     found.append(split_build(90, "bf16", (64, 64), 8, rotary_dim=64, page_size=16, ones=ONES))
     # sm_86, sm_89 and sm_120 have 99 KB of shared memory.
     found += [split_build(86, "bf16", (dim, dim), 32, rows_differ=True) for dim in (128, 256)]
-    found.append(split_build(86, "fp16", (256, 256), 32, page_size=16, int8=True))
+    found.append(split_build(86, "fp16", (256, 256), 32, page_size=16, cache="int8"))
     return found

@@ -11,8 +11,8 @@ from fastattn.triton_kernels.decode_combine import COMBINE_SPLITS, combine_kerne
 from fastattn.triton_kernels.int8_matmul import MERGE_BLOCK, merge_kernel
 
 
-def append_build(arch: int, dtype: str, int8: bool) -> Build:
-    types: dict[str, Any] = cache_types(dtype, int8, True, True) | {
+def append_build(arch: int, dtype: str, cache: str) -> Build:
+    types: dict[str, Any] = cache_types(dtype, cache, True, True) | {
         "k_new": f"*{dtype}:16",
         "k_new_strides": TupleType(STRIDES),
         "v_new": f"*{dtype}:16",
@@ -26,12 +26,15 @@ def append_build(arch: int, dtype: str, int8: bool) -> Build:
         "ROTARY_DIM": 128,
         "INTERLEAVED": True,
         "PAGE_SIZE": 16,
-        "QUANTISED": int8,
+        "QUANTISED": cache != "16bit",
+        "IS_FP8": cache == "fp8",
+        "K_GIVEN": False,
+        "V_GIVEN": cache == "fp8",
         "BLOCK_T": BLOCK_T,
         "num_warps": 4,
         "enable_fp_fusion": False,
     }
-    name = f"append-sm{arch}-{dtype}-{'int8' if int8 else '16bit'}"
+    name = f"append-sm{arch}-{dtype}-{cache}"
     return Build(name, append_kernel, arch, types, constexprs, SHARED_MEMORY[arch])
 
 
@@ -88,6 +91,6 @@ def builds() -> list[Build]:
     found = []
     for arch in (80, 90, 100):
         for dtype in ("fp16", "bf16"):
-            found += [append_build(arch, dtype, int8) for int8 in (False, True)]
+            found += [append_build(arch, dtype, cache) for cache in ("16bit", "int8", "fp8")]
             found += [combine_build(arch, dtype), merge_build(arch, dtype)]
     return found
