@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.quantization import FP8, are_given
+from fastattn.quantization import are_given, as_numbers
 
 
 @triton.jit
@@ -103,8 +102,7 @@ def cache_arguments(
     k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> tuple[Any, ...]:
     """The caches and their scales, each with its strides, as the kernels take them: fp8 as bytes."""
-    if k_cache.dtype == FP8:
-        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    k_cache, v_cache = as_numbers(k_cache), as_numbers(v_cache)
     return (
         k_cache,
         k_cache.stride()[:3],

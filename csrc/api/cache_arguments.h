@@ -28,8 +28,7 @@ inline CacheFormat cache_format(const char* op, const char* name, const Tensor& 
     return CacheFormat::k16Bit;
 }
 
-// Both of one format, on the device of `like`, and placed so that a kernel can write
-// their rows.
+// Both of one format, on the device of `like`, and placed so that a kernel can write their rows.
 inline CacheFormat check_written(const char* op, const Tensor& k_cache, const Tensor& v_cache, const char* like_name,
                                  const Tensor& like) {
     const CacheFormat format = cache_format(op, "k_cache", k_cache, like_name, like);

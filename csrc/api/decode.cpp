@@ -187,11 +187,12 @@ Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor
     }
     const OnDeviceOf device(query);
     const DeviceFacts facts = device_facts();
-    auto& kernel = decode_kernel(facts.compute_capability, facts.shared_bytes_per_cta, sizes.widest(), dtype, format,
-                                 kv_heads > 0 ? num_queries * (heads / kv_heads) : 0);
     params.kv_heads = to_int32(kOp, "k_cache", kv_heads);
     params.group = kv_heads > 0 ? params.query.heads / params.kv_heads : 0;
-    params.row_tiles = std::max(1, ceil_div(to_int32(kOp, "query", num_queries * params.group), kernel.tile.block_m));
+    const int32_t rows = to_int32(kOp, "query", num_queries * params.group);
+    auto& kernel =
+        decode_kernel(facts.compute_capability, facts.shared_bytes_per_cta, sizes.widest(), dtype, format, rows);
+    params.row_tiles = std::max(1, ceil_div(rows, kernel.tile.block_m));
     params.sequence = {static_cast<int32_t>(capacity), appends ? params.k_new.rows : 0, params.query.rows,
                        params.scores.window_left};
 

@@ -74,7 +74,7 @@ inline BackwardKernels backward_kernels(int32_t compute_capability, int32_t shar
 // Flash-decoding for so many rows of queries a KV head: tiles of few where these hold all of them, or where a CTA has no room
 // for more.
 inline KernelTable<DecodeParams>::Row& decode_kernel(int32_t compute_capability, int32_t shared_bytes, int32_t widest,
-                                                     DataType dtype, CacheFormat format, int64_t rows) {
+                                                     DataType dtype, CacheFormat format, int32_t rows) {
     auto& kernels = decode_split_kernels(format);
     if (rows > kFewRows) {
         auto* large = kernels.find_or_null(compute_capability, widest, dtype, /*variant=*/true, shared_bytes);

@@ -22,6 +22,11 @@ FP8 = torch.float8_e4m3fn
 _LARGEST_FP8 = 448.0
 
 
+def as_numbers(tensor: Tensor) -> Tensor:
+    """fp8 as its bytes, since torch has few operators for it; other tensors as they are."""
+    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
+
+
 def to_fp8(x: Tensor, scale: Tensor | None) -> Tensor:
     """``x / scale`` in fp8, rounded to nearest even; ``scale`` broadcasts, None is 1.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,14 +32,6 @@ KERNELS = {
     "torch": "PyTorch",
 }
 pytest.importorskip("triton")
-
-
-@pytest.fixture(params=["torch", "triton", "cuda"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "cuda" and not HAS_KERNELS:
-        pytest.skip(NO_KERNELS)
-    with fastattn.use_backend(request.param), checked():
-        yield request.param
 
 
 def check(arguments: dict[str, Any]) -> None:

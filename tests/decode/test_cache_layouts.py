@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fastattn
-from cuda_kernels import EMULATED, HAS_KERNELS, NO_KERNELS, checked
+from cuda_kernels import EMULATED, HAS_KERNELS, checked
 from decode_cases import Case, clone, make_arguments
 from kernel_device import DEVICE
 
@@ -21,14 +21,6 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("emulated_gpu", "tracked_tensors")
 
 CACHES, SCALES = ("k_cache", "v_cache"), ("k_scale", "v_scale")
-
-
-@pytest.fixture(params=["torch", "triton", "cuda"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "cuda" and not HAS_KERNELS:
-        pytest.skip(NO_KERNELS)
-    with fastattn.use_backend(request.param), checked():
-        yield request.param
 
 
 def in_one_row(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -370,7 +370,7 @@ def test_instructions_for_16_keys(dim: int, cache: str, dtype: torch.dtype) -> N
 
     def executed(length: int, page_size: int) -> int:
         case = Case("step", (length,), (4, 1), dims=(dim, dim), capacity=2048, page_size=page_size, splits=1)
-        case = replace(case, dtype=dtype, int8=cache == "int8", fp8="tensor" if cache == "fp8" else "")
+        case = with_cache(replace(case, dtype=dtype), cache)
         with launches.recorded() as found:
             run_kernel(case, make_arguments(case))
         return sum(row.warps for row in found[0].report.rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fastattn
-from cuda_kernels import HAS_KERNELS, NO_KERNELS, checked
+from cuda_kernels import HAS_KERNELS, NO_KERNELS
 from decode_cases import Case, clone, make_arguments, op_arguments
 from kernel_device import DEVICE
 
@@ -20,14 +20,6 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("emulated_gpu", "tracked_tensors")
 
 OPS = {"cuda": torch.ops.fastattn, "triton": torch.ops.fastattn_triton}
-
-
-@pytest.fixture(params=["torch", "triton", "cuda"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "cuda" and not HAS_KERNELS:
-        pytest.skip(NO_KERNELS)
-    with fastattn.use_backend(request.param), checked():
-        yield request.param
 
 
 def decode(case: Case, arguments: dict[str, Any], **more: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 import append_cases
 import decode_cases
 import fastattn
-from cuda_kernels import DTYPES, HAS_KERNELS, NO_KERNELS, checked
+from cuda_kernels import DTYPES
 from decode_cases import FP8_SCALES, Case, comparable, make_arguments
 from fastattn import InputError, reference
 from fastattn.quantization import FP8
@@ -26,14 +25,6 @@ pytestmark = pytest.mark.usefixtures("emulated_gpu", "tracked_tensors")
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["f16", "bf16"])
 each_scales = pytest.mark.parametrize("whose", FP8_SCALES)
 NAN_CODES = (0x7F, 0xFF)
-
-
-@pytest.fixture(params=["torch", "triton", "cuda"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "cuda" and not HAS_KERNELS:
-        pytest.skip(NO_KERNELS)
-    with fastattn.use_backend(request.param), checked():
-        yield request.param
 
 
 def run_public(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from fastattn.cache.protocol import AttendOptions, StepCache
-from fastattn.cache.storage import CacheLayout, LayerStorage, as_numbers
+from fastattn.cache.storage import CacheLayout, LayerStorage
 from fastattn.checks import check_dtype, check_int, check_rank, check_same_device, check_shape, check_tensor, expect
 from fastattn.errors import CacheFull
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
+from fastattn.quantization import as_numbers
 
 _MOST_TOKENS = 2**31 - 1  # lengths are int32
 

@@ -10,12 +10,7 @@ from torch import Tensor
 
 from fastattn.checks import FLOATING, check_bool, check_choice, check_int
 from fastattn.layout import ALIGNMENT_BYTES
-from fastattn.quantization import FP8
-
-
-def as_numbers(tensor: Tensor) -> Tensor:
-    """fp8 as its bytes, since torch has few operators for it; other tensors as they are."""
-    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
+from fastattn.quantization import FP8, as_numbers
 
 
 @dataclass(frozen=True)

@@ -130,16 +130,12 @@ def _reason_against_int8_activations(call: Call, device_facts: DeviceFacts) -> s
     if columns > _MAX_INT8_SUM_DEPTH:
         return f"K is {columns}, and int32 holds sums of products of int8 numbers up to {_MAX_INT8_SUM_DEPTH}."
     if not torch.compiler.is_compiling():  # else sizes may be symbols, and the kernel's own check has to do
-        op, gpu, has_groups = (
-            "int8_matmul_s8",
-            (device_facts.arch, device_facts.num_sms),
-            "group scales" in call.features,
-        )
-        sizes = tokens, rows, columns
-        kernel = native.int8_matmul_kernel(op, *gpu, call.dtype, has_groups, False, *sizes)
+        gpu, sizes = ("int8_matmul_s8", device_facts.arch, device_facts.num_sms), (tokens, rows, columns)
+        has_groups = "group scales" in call.features
+        kernel = native.int8_matmul_kernel(*gpu, call.dtype, has_groups, False, *sizes)
         if kernel is not None and "_sm90" in kernel:  # its tokens are int8 numbers before it starts
             return None
-        ctas = native.dealt_int8_matmul(op, *gpu, has_groups, *sizes).ctas
+        ctas = native.dealt_int8_matmul(*gpu, has_groups, *sizes).ctas
         if tokens + 2 * ctas >= _MAX_INT8_LAUNCH_COUNT:
             return (
                 f"there are {tokens} tokens and {rows} outputs, too many for what the CUDA C++ kernel for int8 "

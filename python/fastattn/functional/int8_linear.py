@@ -154,8 +154,8 @@ def _grad_input(grad_out: Tensor, data: Tensor, scale: Tensor) -> Tensor:
     features = frozenset({"gradients", "group scales"} if groups > 1 else {"gradients"})
     sizes = (grad_out.shape[0], rows, columns, columns // groups if groups > 1 else 0)
     only_torch = only_torch_handles(grad_out, data, scale)
-    call = Call("int8_matmul", grad_out.device, grad_out.dtype, 0, 0, features, sizes, only_torch)
-    choice = choose(call._replace(is_input_gradient=True))
+    parts = "int8_matmul", grad_out.device, grad_out.dtype, 0, 0, features, sizes, only_torch
+    choice = choose(Call(*parts, is_input_gradient=True))
     if choice.backend == "torch":
         return grad_out @ quantization.dequantize_int8(data, scale, grad_out.dtype)
     return run.int8_grad_input(choice, GradInputArguments(grad_out, data, scale, bias_grad=False))

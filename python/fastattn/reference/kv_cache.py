@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.quantization import FP8, are_given, quantize_rows, quantize_rows_fp8, to_fp8
+from fastattn.quantization import FP8, are_given, as_numbers, quantize_rows, quantize_rows_fp8, to_fp8
 from fastattn.reference.formula import attend, bounds
 from fastattn.reference.pages import gather_pages, present_pages
 from fastattn.rotary import rotary
@@ -34,19 +34,17 @@ def _store(cache: Tensor, scales: Tensor | None, new: Tensor, rows: Tensor, bloc
             assert scales is not None
             new, new_scales = quantize_rows_fp8(new)
             _append(scales, new_scales, rows, block_rows)
-        cache, new = cache.view(torch.uint8), new.view(torch.uint8)  # torch has few operators for fp8
     elif scales is not None:
         new, new_scales = quantize_rows(new)
         _append(scales, new_scales, rows, block_rows)
-    _append(cache, new, rows, block_rows)
+    _append(as_numbers(cache), as_numbers(new), rows, block_rows)
 
 
 def _read(cache: Tensor, scales: Tensor | None, table: Tensor) -> Tensor:
     """The keys or values of the pages in ``table``."""
+    tokens = gather_pages(as_numbers(cache), table).view(cache.dtype)
     if cache.dtype == FP8:
-        tokens = gather_pages(cache.view(torch.uint8), table).view(FP8).to(torch.float32)
-    else:
-        tokens = gather_pages(cache, table)
+        tokens = tokens.to(torch.float32)
     if scales is None:
         return tokens
     of_tokens = _of_heads(scales) if are_given(scales) else gather_pages(scales, table)[..., None]
