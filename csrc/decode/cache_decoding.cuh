@@ -1,5 +1,5 @@
-// Elements of 8 bits of a cache as pairs of 16-bit floats, exactly but for a factor: four at a time, kFactor times what
-// pair<…>(spread(four)) gives is what the cache holds.
+// Elements of 8 bits of a cache as pairs of 16-bit floats, exactly but for a factor: kFactor times what pairs<…>(four) gives
+// is what the cache holds.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,13 @@
 
 namespace fastattn {
 
+// Four elements as two pairs, the lower halves first: 0 and 1, 2 and 3, or 0 and 2, 1 and 3.
+inline constexpr uint32_t kNeighbours = 0x3210, kEvenAndOdd = 0x3120;
+
+// kDataType: of the floats, and of what they are multiplied by.
 template <CacheFormat kFormat, DataType kDataType_>
 struct CacheDecoding {  // of 16 bits: there is nothing to do
+    static constexpr DataType kDataType = kDataType_;
     static constexpr float kFactor = 1.0f;
 };
 
@@ -20,26 +25,18 @@ struct CacheDecoding<CacheFormat::kInt8, kDataType_> {
     static constexpr DataType kDataType = kDataType_;
     static constexpr float kFactor = Int8Decoding<kDataType>::kFactor;
 
-    __device__ __forceinline__ static uint32_t spread(uint32_t four) { return biased(four); }
-
-    // Of two of the four; the first becomes the lower half of the pair.
-    template <int kFirst, int kSecond>
-    __device__ __forceinline__ static uint32_t pair(uint32_t four) {
-        return decode_pair<kDataType, kFirst, kSecond>(four);
+    template <uint32_t kOrder>
+    __device__ __forceinline__ static uint2 pairs(uint32_t four) {
+        const uint32_t four_biased = biased(four);
+        return {decode_pair<kDataType, (kOrder & 3), (kOrder >> 4 & 3)>(four_biased),
+                decode_pair<kDataType, (kOrder >> 8 & 3), (kOrder >> 12 & 3)>(four_biased)};
     }
 };
 
+// fp16 has every fp8 number, and the instruction for it.
 template <DataType kDataType_>
-struct CacheDecoding<CacheFormat::kFp8, kDataType_> {
-    static constexpr DataType kDataType = kDataType_;
-    static constexpr float kFactor = Fp8Decoding<kDataType>::kFactor;
-
-    __device__ __forceinline__ static SpreadFp8 spread(uint32_t four) { return spread_fp8<kDataType>(four); }
-
-    template <int kFirst, int kSecond>
-    __device__ __forceinline__ static uint32_t pair(const SpreadFp8& four) {
-        return decode_fp8_pair<kDataType, kFirst, kSecond>(four);
-    }
+struct CacheDecoding<CacheFormat::kFp8, kDataType_> : Fp8Decoding {
+    static constexpr DataType kDataType = DataType::kFloat16;
 };
 
 }  // namespace fastattn

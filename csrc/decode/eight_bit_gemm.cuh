@@ -39,9 +39,8 @@ __device__ __forceinline__ void gemm_qk_8bit(float (&rS)[1][kTilesN][4], const S
             ptx::ldmatrix_m8n8_x4(rQ, sQ.address(0, 2 * pair + half * kMmaK));
 #pragma unroll
             for (int n = 0; n < kTilesN; ++n) {
-                const auto four = Decoding::spread(rK[n / 2][n % 2 * 2 + half]);
-                mma_m16n8k16<Decoding::kDataType>(rS[0][n], rQ, Decoding::template pair<0, 1>(four),
-                                                  Decoding::template pair<2, 3>(four));
+                const uint2 dims = Decoding::template pairs<kNeighbours>(rK[n / 2][n % 2 * 2 + half]);
+                mma_m16n8k16<Decoding::kDataType>(rS[0][n], rQ, dims.x, dims.y);
             }
         }
     }
@@ -62,13 +61,12 @@ __device__ __forceinline__ void gemm_pv_8bit(float (&rO)[1][kHeadDim / kMmaN][4]
             ptx::ldmatrix_m8n8_x4_trans(rV, sV.address(n * kMmaN, pair));
 #pragma unroll
             for (int right = 0; right < 2; ++right) {
-                const auto upper = Decoding::spread(rV[2 * right]), lower = Decoding::spread(rV[2 * right + 1]);
+                const uint2 upper = Decoding::template pairs<kEvenAndOdd>(rV[2 * right]);
+                const uint2 lower = Decoding::template pairs<kEvenAndOdd>(rV[2 * right + 1]);
                 float (&rEven)[4] = rO[0][pair / 4 + 2 * right];
                 float (&rOdd)[4] = rO[0][pair / 4 + 2 * right + 1];
-                mma_m16n8k16<Decoding::kDataType>(rEven, rA, Decoding::template pair<0, 2>(upper),
-                                                  Decoding::template pair<0, 2>(lower));
-                mma_m16n8k16<Decoding::kDataType>(rOdd, rA, Decoding::template pair<1, 3>(upper),
-                                                  Decoding::template pair<1, 3>(lower));
+                mma_m16n8k16<Decoding::kDataType>(rEven, rA, upper.x, lower.x);
+                mma_m16n8k16<Decoding::kDataType>(rOdd, rA, upper.y, lower.y);
             }
         }
     }

@@ -72,15 +72,17 @@ struct PackedRows {
         return present == kAllKeys<kKeys> && !differ(first_key, first_key + kKeys);
     }
 
-    // Turns Q·Kᵀ into scores in nats, -inf where a row does not see a key.
+    // Turns Q·Kᵀ, each row times its factor, into scores in nats, -inf where a row does not see a key.
     template <int kTilesN>
-    __device__ __forceinline__ void to_scores(float (&rS)[1][kTilesN][4], uint32_t present, int32_t first_key,
-                                              int lane) const {
-        const float scale = params.scale, softcap = params.softcap;
+    __device__ __forceinline__ void to_scores(float (&rS)[1][kTilesN][4], const float (&factor)[2], uint32_t present,
+                                              int32_t first_key, int lane) const {
+        const float softcap = params.softcap;
         if (softcap > 0) {
-            for_each(rS, [&](int, int, float s) { return softcap * tanh_of(s * params.scale_over_softcap); });
+            const float scale[2] = {params.scale_over_softcap * factor[0], params.scale_over_softcap * factor[1]};
+            for_each(rS, [&](int, int e, float s) { return softcap * tanh_of(s * scale[e / 2]); });
         } else {
-            for_each(rS, [&](int, int, float s) { return s * scale; });
+            const float scale[2] = {params.scale * factor[0], params.scale * factor[1]};
+            for_each(rS, [&](int, int e, float s) { return s * scale[e / 2]; });
         }
         const int column = accumulator_column(lane);
         if (params.alibi_slopes != nullptr) {

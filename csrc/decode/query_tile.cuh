@@ -1,4 +1,8 @@
 // The query rows of a tile, rotated by RoPE if there is any, in swizzled shared memory.
+//
+// Beside fp8 caches, which are multiplied as fp16, rows of bfloat16 become fp16 too, each divided by a power of two that
+// brings its largest element close to the largest of fp16. Only elements below 2^-32 times that one are rounded, by 2^-39 times it
+// at most.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +14,41 @@
 
 namespace fastattn {
 
-// sQ [kRows, kHeadDim]; rows that do not exist, and dims that queries do not have, become zero. k8BitCache: dims in the
-// order of eight_bit_gemm.cuh. All kThreads take part.
-template <int kRows, int kHeadDim, DataType kDataType, bool k8BitCache, int kThreads>
-__device__ __forceinline__ void stage_queries(uint16_t* sQ, const DecodeParams& params, const CachedSequence& tokens,
-                                              int32_t batch, int32_t kv_head, int32_t first_row) {
+// A row's chunk as fp16, and the power of two by which the row is divided. kLanesOfRow neighbouring lanes pass a chunk of a
+// row each.
+struct DividedChunk {
+    uint4 bits;
+    float power;
+};
+
+template <int kLanesOfRow>
+__device__ __forceinline__ DividedChunk divided_to_float16(const uint4& bits) {
+    constexpr uint32_t kExponent = 0x7f800000, kOne = 0x3f800000;
+    constexpr uint32_t kBelow = 14 << 23;  // the row's largest element is then 2^14 to 2^15
+    constexpr uint32_t kLeast = kBelow + (1 << 23), kMost = 0x7f000000;  // so that powers are normal numbers
+    float values[kChunkElements], largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kChunkElements; ++i) {
+        values[i] = element_of<DataType::kBFloat16>(bits, i);
+        largest = fmaxf(largest, fabsf(values[i]));  // ignores NaN
+    }
+#pragma unroll
+    for (int distance = 1; distance < kLanesOfRow; distance *= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
+    }
+    const uint32_t power = min(max(__float_as_uint(largest) & kExponent, kLeast), kMost) - kBelow;
+    const float inverse = __uint_as_float(2 * kOne - power);
+    const auto pair = [&](int i) { return pack<DataType::kFloat16>(values[i] * inverse, values[i + 1] * inverse); };
+    return {{pair(0), pair(2), pair(4), pair(6)}, __uint_as_float(power)};
+}
+
+// sQ [kRows, kHeadDim] of the dtype of Decoding; rows that do not exist, and dims that queries do not have, become zero. The
+// powers of two [kRows] are written where that is not kDataType. k8BitCache: dims in the order of eight_bit_gemm.cuh. All
+// kThreads take part.
+template <int kRows, int kHeadDim, DataType kDataType, typename Decoding, bool k8BitCache, int kThreads>
+__device__ __forceinline__ void stage_queries(uint16_t* sQ, float* sPowers, const DecodeParams& params,
+                                              const CachedSequence& tokens, int32_t batch, int32_t kv_head,
+                                              int32_t first_row) {
     using Layout = Swizzle<kHeadDim>;
     constexpr int kChunks = kHeadDim / kChunkElements;
     static_assert(kRows * kChunks % kThreads == 0, "lanes stay together");
@@ -29,6 +63,11 @@ __device__ __forceinline__ void stage_queries(uint16_t* sQ, const DecodeParams& 
             const uint16_t* gRow = row_pointer(query, batch, row.head, row.query);
             bits = load_rotated<kDataType>(params.rotary, gRow, chunk,
                                            tokens.total - params.sequence.num_queries + row.query);
+        }
+        if constexpr (Decoding::kDataType != kDataType) {
+            const DividedChunk divided = divided_to_float16<kChunks>(bits);
+            bits = divided.bits;
+            if (chunk == 0) sPowers[row_in_tile] = divided.power;
         }
         if constexpr (k8BitCache) {
             // Of the 16 dims that two lanes hold, one takes the even pairs of dims, the other the odd ones.

@@ -71,6 +71,7 @@ struct alignas(128) DecodeStorageSm80 {
     uint16_t sQ[Config::kBlockM * Swizzle<Config::kHeadDim>::kRowElements];  // swizzled
     KeyRing<Config> rings[Config::kKeyGroups];  // a group's output takes the place of K and V at the end
     float row_max[Config::kKeyGroups][Config::kBlockM], row_sum[Config::kKeyGroups][Config::kBlockM];
+    float query_powers[Config::kFormat == CacheFormat::kFp8 ? Config::kBlockM : 1];  // query_tile.cuh
     PlannedLine line;
     TileInHand tile;
     KeyRange seen_by_all;
@@ -199,8 +200,8 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
                 loader.load_values(stage, first_key + stage * kBlockN);
             }
         }
-        stage_queries<kBlockM, kHeadDim, kDataType, k8Bit, Config::kNumThreads>(shared.sQ, params, tokens, batch,
-                                                                                kv_head, first_row);
+        stage_queries<kBlockM, kHeadDim, kDataType, Decoding, k8Bit, Config::kNumThreads>(
+            shared.sQ, shared.query_powers, params, tokens, batch, kv_head, first_row);
         if (threadIdx.x == 0) shared.tile = {sequence.spans, sequence.first_span, share.tile_idx, share.count};
         __syncthreads();  // waits until the queries, and what is known of the tile, are in shared memory
 
@@ -224,7 +225,13 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
             warps.sync();  // waits until every lane has read K: it may be overwritten
             if (warps.is_first()) loader.load_keys(stage, next_key);
 
-            rows.to_scores(rS, present_now, first_key, lane);
+            float query_power[2] = {1.0f, 1.0f};
+            if constexpr (Decoding::kDataType != kDataType) {
+                for_own_rows<1>(lane, [&](int, int half, int row) {
+                    query_power[half] = shared.query_powers[warps.index() * kMmaM + row];
+                });
+            }
+            rows.to_scores(rS, query_power, present_now, first_key, lane);
             const auto max = maxima_of_lane(rS);
             if (softmax.is_outgrown_by(max)) rescale(rO, softmax.follow(max));
             softmax.exponentiate(rS);

@@ -18,10 +18,9 @@ namespace fastattn {
 //     executed       351    419    573
 //   8-bit: slots     445    890   1780
 //     executed       373    654    910   int8
-//     executed       491    899   1376   fp8 as float16
-//     executed       520    961   1502   fp8 as bfloat16
+//     executed       493    903   1380   fp8 before sm_89, by bits
+//     executed       348    619    824   fp8 from sm_89 on, by an instruction
 //
-// So where 16 keys of fp8 are 64 or 128 dims wide, the issue slots of an H200 are predicted to bind.
 // With 8 bits and 64 dims, 16 keys are 1 KB, and a step of 16 would execute more instructions than there are issue slots:
 // so a warp takes 32 keys at a time there.
 //

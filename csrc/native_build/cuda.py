@@ -70,7 +70,7 @@ class CudaToolkit:
 
 def check_host_compiler(toolkit: CudaToolkit, cxx: str, instances: Sequence[Instance]) -> None:
     """Compiles an empty kernel: an nvcc supports a certain range of C++ compilers and of architectures."""
-    gencodes = list(dict.fromkeys(instance.gencode() for instance in instances))
+    gencodes = list(dict.fromkeys(each for instance in instances for each in instance.gencodes()))
     with tempfile.TemporaryDirectory() as folder:
         probe = Path(folder) / "probe.cu"
         probe.write_text("__global__ void probe() {}\n")

@@ -23,6 +23,7 @@ class Instance:
     source: str  # in csrc
     architecture: str
     code: tuple[str, ...]
+    ptx: tuple[str, ...]  # from which that is made: of the architecture, and what the table embeds of later ones
     values: tuple[tuple[str, str], ...] = ()
     kernels: tuple[tuple[tuple[str, str], ...], ...] = ((),)  # all values of each kernel that it makes
 
@@ -36,9 +37,14 @@ class Instance:
     def defines(self) -> list[str]:
         return [f"-DFASTATTN_{name}={value}" for name, value in self.values]
 
-    def gencode(self, code: Sequence[str] | None = None) -> str:
-        """nvcc's -gencode for ``code``, by default the instance's own."""
-        return f"arch=compute_{self.architecture},code=[{','.join(code or self.code)}]"
+    def gencodes(self, code: Sequence[str] | None = None) -> list[str]:
+        """nvcc's -gencode for ``code``, by default the instance's own: machine code comes from the PTX of its number
+        where that is there, else from that of the architecture."""
+        made: dict[str, list[str]] = {}
+        for name in code or self.code:
+            of_its_number = "compute_" + name.partition("_")[2]
+            made.setdefault(of_its_number if of_its_number in self.ptx else self.ptx[0], []).append(name)
+        return [f"arch={ptx},code=[{','.join(names)}]" for ptx, names in made.items()]
 
 
 def macro_text(value: object) -> str:
@@ -73,12 +79,14 @@ def all_instances(csrc: Path) -> list[Instance]:
         code = tuple(row.get("code", table["architectures"][architecture]["code"]))
         if unknown := [name for name in code if not any(name in target.code for target in TARGETS)]:
             raise BuildError(f"instances.json: {source} has unknown code, {unknown[0]!r}.")
+        own = f"compute_{architecture}"
+        ptx = (own, *(name for name in code if name.startswith("compute_") and name != own))
         together: dict[tuple[tuple[str, str], ...], list[tuple[tuple[str, str], ...]]] = {}
         for choice in itertools.product(*(named_values(*axis) for axis in axes.items())):
             kernel = tuple(itertools.chain(*choice))
             together.setdefault(tuple(each for each in kernel if each[0] != COMPILED_TOGETHER), []).append(kernel)
         for values, kernels in together.items():
-            instances.append(Instance(source, architecture, code, values, tuple(kernels)))
+            instances.append(Instance(source, architecture, code, ptx, values, tuple(kernels)))
     paths = [instance.object_path for instance in instances]
     if repeated := [path for path in paths if paths.count(path) > 1]:
         raise BuildError(f"instances.json: {repeated[0].with_suffix('')} is there twice.")

@@ -150,7 +150,7 @@ class NativeBuild:
                 nvcc_flags += ["--no-compress", "-lineinfo"]
             lines += [
                 "rule cuda",
-                f"  command = {shell(nvcc_flags)} $defines -gencode $gencode -MD -MF $out.d -c $in -o $out",
+                f"  command = {shell(nvcc_flags)} $defines $gencode -MD -MF $out.d -c $in -o $out",
                 "  depfile = $out.d",
                 "  deps = gcc",
                 "  description = CUDA $out",
@@ -163,10 +163,10 @@ class NativeBuild:
             lines += [f"build {objects[-1]}: cxx {ninja_path(path)}"]
         for instance in self.instances:
             objects.append(ninja_path(self.output / instance.object_path))
-            ptx = [f"compute_{instance.architecture}"] if self.emulated_runtime else None
+            gencodes = instance.gencodes(instance.ptx if self.emulated_runtime else None)
             lines += [
                 f"build {objects[-1]}: cuda {ninja_path(self.source / instance.source)}",
-                f"  gencode = {shell([instance.gencode(ptx)])}",
+                f"  gencode = {shell([part for each in gencodes for part in ('-gencode', each)])}",
                 f"  defines = {shell(instance.defines)}",
             ]
         library, exports = ninja_path(self.own_output / LIBRARY_NAME), ninja_path(self.output / "exports.map")

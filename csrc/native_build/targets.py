@@ -22,7 +22,7 @@ class Target:
 
 TARGETS = (
     # PTX beside the machine code: GPUs without machine code of their own run it, compiled by the driver.
-    Target("80", ("sm_80", "compute_80")),
+    Target("80", ("sm_80", "compute_80", "compute_90")),
     # Instructions of "a" targets exist on that GPU alone, so PTX would help no other.
     Target("90a", ("sm_90", "sm_90a")),
 )
@@ -50,7 +50,7 @@ def native_target(environ: Mapping[str, str]) -> Target:
                 f"FASTATTN_ARCHS=native: a GPU here has compute capability {gpu / 10}, and the kernels need 8.0 or "
                 f"later; {WITHOUT_CUDA}."
             )
-        code += ["sm_90", "sm_90a"] if gpu == 90 else ["sm_80"] if gpu < 90 else ["compute_80"]
+        code += ["sm_90", "sm_90a"] if gpu == 90 else ["sm_80"] if gpu < 90 else ["compute_80", "compute_90"]
     return Target("native", tuple(dict.fromkeys(code)))
 
 

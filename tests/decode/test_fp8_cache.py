@@ -24,6 +24,8 @@ pytestmark = pytest.mark.usefixtures("emulated_gpu", "tracked_tensors")
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["f16", "bf16"])
 each_scales = pytest.mark.parametrize("whose", FP8_SCALES)
+BACKENDS = ("torch", "triton", "cuda", "cuda on sm_90")  # the last has an instruction that decodes fp8
+each_decoding = pytest.mark.parametrize("backend", BACKENDS, indirect=True, ids=lambda name: name.replace(" ", "_"))
 NAN_CODES = (0x7F, 0xFF)
 
 
@@ -45,6 +47,7 @@ def codes() -> Tensor:
 # --- Every code -------------------------------------------------------------------------------------------------------
 
 
+@each_decoding
 @each_dtype
 def test_every_value_is_exact(dtype: torch.dtype, backend: str) -> None:
     """One key has all of the softmax's weight, so that the output is its value."""
@@ -56,6 +59,7 @@ def test_every_value_is_exact(dtype: torch.dtype, backend: str) -> None:
     assert int(out.isnan().sum()) == 2
 
 
+@each_decoding
 @each_dtype
 def test_every_key_is_exact(dtype: torch.dtype, backend: str) -> None:
     """A query that is 1 in one dim has the key's number there as its score, and that of a single key is the lse."""
@@ -141,6 +145,7 @@ def test_scales_of_any_magnitude(magnitude: float, backend: str) -> None:
 # --- Attention --------------------------------------------------------------------------------------------------------
 
 
+@each_decoding
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (16, 128), (192, 16)], ids=str)
 @each_dtype
 @each_scales
@@ -155,6 +160,7 @@ def test_pages(page_size: int, whose: str, backend: str) -> None:
     check(Case("pages", page_size=page_size, capacity=192, lengths=(100, 3, 189), new=3, fp8=whose, dims=(64, 40)))
 
 
+@each_decoding
 @each_dtype
 @pytest.mark.parametrize("queries, window", [(4, (-1, -1)), (7, (20, 1))], ids=str)
 @pytest.mark.parametrize("code", NAN_CODES)
@@ -180,12 +186,48 @@ def test_nan_reaches_only_rows_that_see_it(
     assert torch.equal(out[rest], expected[rest]) and torch.equal(lse, expected_lse)
 
 
+@each_decoding
 @each_dtype
 def test_values_are_as_far_apart_as_their_scales(dtype: torch.dtype, backend: str) -> None:
     case = Case("scales", fp8="tokens", lengths=(150,), dtype=dtype, splits=1, scale=0.01)
     arguments = make_arguments(case)
     arguments["v_scale"][:, :, :150] *= torch.logspace(-6, 2, 150, device=DEVICE)
     decode_cases.check(case, run_public, arguments)
+
+
+@pytest.mark.parametrize("magnitude", (1e-35, 1e-6, 1.0, 1e5, 1e35))
+@each_decoding
+def test_queries_of_any_magnitude(magnitude: float, backend: str) -> None:
+    """In rows of one tile too, of which each is half as large as the one before."""
+    generator = torch.Generator(DEVICE).manual_seed(17)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device=DEVICE)
+
+    halves = 0.5 ** torch.arange(16, dtype=torch.float64, device=DEVICE)
+    query = (noise(1, 16, 1, 64) * magnitude * halves.view(16, 1, 1)).bfloat16()
+    caches = [noise(1, 1, 40, 64).to(FP8) for _ in range(2)]
+    scores = (query.double() / magnitude) @ caches[0].double().mT
+    length = torch.full((1,), 40, dtype=torch.int32, device=DEVICE)
+    out, lse = fastattn.attention_with_kv_cache(query, *caches, length, scale=1 / magnitude, return_lse=True)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    expected = scores.softmax(-1) @ caches[1].double()
+    torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf, 1e30))
+@each_decoding
+def test_a_query_that_is_not_finite_spoils_its_row_alone(value: float, backend: str) -> None:
+    case = Case("query", heads=(8, 2), queries=2, fp8="tokens", dtype=torch.bfloat16)
+    arguments = make_arguments(case)
+    expected, expected_lse = run_public(case, arguments)
+    arguments = make_arguments(case)
+    arguments["query"][0, 1, 1, 3] = value
+    out, lse = run_public(case, arguments)
+    rest = torch.ones_like(lse, dtype=torch.bool)
+    rest[0, 1, 1] = False
+    assert torch.equal(out[rest], expected[rest]) and torch.equal(lse[rest], expected_lse[rest])
+    assert bool(lse[~rest].isfinite().all()) == (value == 1e30)
 
 
 def test_fp8_caches_are_close_to_float_ones(backend: str) -> None:

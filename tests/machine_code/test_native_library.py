@@ -506,7 +506,7 @@ def test_decode_never_touches_local_memory(instance: tuple[int, int, str, str]) 
 @pytest.mark.parametrize("instance", DECODE_INSTANCES, ids=str)
 def test_decode_multiplies_on_the_tensor_cores(instance: tuple[int, int, str, str]) -> None:
     head_dim, rows, dtype, cache_format = instance
-    expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
+    expected = "HMMA.16816.F32" if dtype == "float16" or cache_format == "fp8" else "HMMA.16816.F32.BF16"
     instructions = decode_kernels()[instance].instructions
     variant = "" if cache_format == "16-bit" else f"_{cache_format}"
     tile = native.TILES[f"decode_split{variant}_sm80"][f"{head_dim}" + (f", {rows} rows" if rows > 16 else "")]
@@ -558,8 +558,15 @@ def test_other_backward_kernels(instance: tuple[Any, ...]) -> None:
 @with_sm80_kernels
 def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
     ptx = static_facts.run("cuobjdump", "-ptx", LIBRARY_PATH)[0]
-    assert set(re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)) == {"sm_80"}
-    entries = re.findall(r"\.entry (\w+)", ptx)
+    modules = re.split(r"^\.target (\w+)", ptx, flags=re.MULTILINE)[1:]
+    entries_of: dict[str, list[str]] = {}
+    for target, text in zip(modules[::2], modules[1::2], strict=True):
+        entries_of.setdefault(target, []).extend(re.findall(r"\.entry (\w+)", text))
+    assert entries_of.keys() == {"sm_80", "sm_90"}
+    decoding_fp8 = [instance for instance in DECODE_INSTANCES if instance[3] == "fp8"]  # sm_89 has an instruction
+    assert sorted(filter(None, map(decode_instance, entries_of["sm_90"]))) == sorted(decoding_fp8)
+    assert len(entries_of["sm_90"]) == len(decoding_fp8)
+    entries = entries_of["sm_80"]
     assert sorted(filter(None, map(forward_instance, entries))) == FORWARD_INSTANCES
     assert sorted(filter(None, map(options_instance, entries))) == OPTIONS_INSTANCES
     assert sorted(filter(None, map(int8_instance, entries))) == INT8_INSTANCES

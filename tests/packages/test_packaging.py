@@ -293,7 +293,7 @@ def _nvidia_smi(folder, script):
         (["9.0", "9.0"], {"sm_90", "sm_90a"}),
         (["8.0"], {"sm_80"}),
         (["8.9", "9.0"], {"sm_80", "sm_90", "sm_90a"}),
-        (["12.0"], {"compute_80"}),
+        (["12.0"], {"compute_80", "compute_90"}),
     ],
 )
 def test_native_means_the_code_that_the_gpus_here_run(tmp_path, gpus, code):
@@ -391,7 +391,7 @@ def test_a_row_is_compiled_for_every_combination_of_its_values_into_objects_of_t
         for causal in ("false", "true")
     ]
     assert len({instance.object_path for instance in instances}) == 4
-    assert {instance.gencode() for instance in instances} == {"arch=compute_80,code=[sm_80,sm_90,compute_80]"}
+    assert [instance.gencodes() for instance in instances] == [["arch=compute_80,code=[sm_80,sm_90,compute_80]"]] * 4
 
 
 def test_values_under_several_names_go_together(tmp_path):
@@ -421,6 +421,7 @@ def test_an_instance_has_the_code_of_its_architecture_or_of_its_row_as_far_as_th
         {"HEAD_DIM": [64]},
         {"HEAD_DIM": [128], "code": ["sm_80", "compute_80"]},  # sm_90 has a kernel of its own for it
         {"source": "attention/instances/forward_sm90.cu", "architecture": "90a", "HEAD_DIM": [128]},
+        {"HEAD_DIM": [256], "code": ["sm_80", "sm_90", "compute_80", "compute_90"]},  # it has instructions of sm_90
     ]
     csrc = _table(tmp_path, rows, ("forward_sm80.cu", "forward_sm90.cu"))
     sm80, sm90 = TARGETS
@@ -428,10 +429,18 @@ def test_an_instance_has_the_code_of_its_architecture_or_of_its_row_as_far_as_th
     def code(*targets):
         return [instance.code for instance in instances_for(csrc, targets)]
 
-    assert code(sm80, sm90) == [("sm_80", "sm_90", "compute_80"), ("sm_80", "compute_80"), ("sm_90a",)]
-    assert code(sm80) == [("sm_80", "compute_80"), ("sm_80", "compute_80")]
-    assert code(sm90) == [("sm_90",), ("sm_90a",)]
+    all_code = ("sm_80", "sm_90", "compute_80", "compute_90")
+    assert code(sm80, sm90) == [("sm_80", "sm_90", "compute_80"), ("sm_80", "compute_80"), ("sm_90a",), all_code]
+    assert code(sm80) == [*[("sm_80", "compute_80")] * 2, ("sm_80", "compute_80", "compute_90")]
+    assert code(sm90) == [("sm_90",), ("sm_90a",), ("sm_90",)]
     assert code() == []
+
+    def gencodes(*targets):
+        return instances_for(csrc, targets)[-1].gencodes()
+
+    assert gencodes(sm80, sm90) == ["arch=compute_80,code=[sm_80,compute_80]", "arch=compute_90,code=[sm_90,compute_90]"]
+    assert gencodes(sm80) == ["arch=compute_80,code=[sm_80,compute_80]", "arch=compute_90,code=[compute_90]"]
+    assert gencodes(sm90) == ["arch=compute_90,code=[sm_90]"]
 
 
 @pytest.mark.parametrize(
@@ -469,7 +478,8 @@ def test_the_build_has_an_edge_for_each_instance_of_the_table():
     assert edges == [str(Path("out") / instance.object_path) for instance in instances]
     assert len(set(edges)) == len(edges) > 100
     gencodes = [line for line in lines if line.startswith("  gencode = ")]
-    assert gencodes == [f"  gencode = '{instance.gencode()}'" for instance in instances]
+    flags = [[part for each in instance.gencodes() for part in ("-gencode", f"'{each}'")] for instance in instances]
+    assert gencodes == ["  gencode = " + " ".join(each) for each in flags]
     (link,) = [line for line in lines if line.startswith("build ") and ": link " in line]
     assert set(edges) <= set(link.split())
 

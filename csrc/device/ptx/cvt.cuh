@@ -1,4 +1,4 @@
-// cvt: between fp32 and 16-bit floats. PTX ISA, "Data Movement and Conversion Instructions: cvt".
+// cvt: between fp32, 16-bit floats and fp8. PTX ISA, "Data Movement and Conversion Instructions: cvt".
 #pragma once
 
 #include <cstdint>
@@ -22,6 +22,20 @@ __device__ __forceinline__ float cvt_f32_f16(uint16_t half) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
     return value;
+}
+
+// Pairs of fp8 numbers, the lower and the upper half of `four`. sm_89.
+__device__ __forceinline__ uint2 cvt_rn_f16x2_e4m3x2(uint32_t four) {
+    uint2 pairs;
+    asm("{\n"
+        ".reg .b16 lower, upper;\n"
+        "mov.b32 {lower, upper}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, lower;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, upper;\n"
+        "}\n"
+        : "=r"(pairs.x), "=r"(pairs.y)
+        : "r"(four));
+    return pairs;
 }
 
 }  // namespace fastattn::ptx
