@@ -25,7 +25,7 @@
     "Tensor query, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k_new, Tensor? v_new, "  \
     "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, Tensor? block_table, Tensor(c!)? k_scale, " \
     "Tensor(d!)? v_scale, Tensor? alibi_slopes, Tensor? sinks, float scale, int window_left, int window_right, "  \
-    "float softcap, int num_splits, bool batch_invariant"
+    "float softcap, int num_splits, bool batch_invariant, Tensor? tree_mask"
 
 DEFINE_OPERATORS(FASTATTN_NAMESPACE, m) {
     m.def(

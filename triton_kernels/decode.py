@@ -63,6 +63,8 @@ def split_kernel(
     alibi_slopes,  # [B or 1, Hq] fp32, or None
     alibi_batch_stride,
     sinks,  # [Hq] fp32, or None
+    tree_mask,  # [B, Sq, Sq] bytes, or None: which of the last Sq tokens each query sees
+    tree_strides,
     out,  # [B, Hq, Sq, Dv]; or, where SPLIT, [num_splits, B, Hq, Sq, Dv] fp32
     out_strides,  # (split, batch, head, query)
     lse,  # [B, Hq, Sq] fp32; or, where SPLIT, [num_splits, B, Hq, Sq]
@@ -135,7 +137,10 @@ def split_kernel(
     # Blocks [full_begin, full_end) are those that every row sees whole.
     full_begin = tl.cdiv(tl.maximum(last_position - window_left, 0), BLOCK_N)
     full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
-    full_end = tl.maximum(tl.minimum(first_position + window_right + 1, total), 0) // BLOCK_N
+    full_end = tl.minimum(first_position + window_right + 1, total)
+    if tree_mask is not None:
+        full_end = tl.minimum(full_end, total - num_queries)
+    full_end = tl.maximum(full_end, 0) // BLOCK_N
     full_end = tl.maximum(tl.minimum(full_end, end), full_begin)
 
     VECTOR: tl.constexpr = 128 // k_cache.dtype.element_ty.primitive_bitwidth  # rows are 16-byte aligned
@@ -202,6 +207,12 @@ def split_kernel(
             if ROWS_DIFFER and AT_EDGE:
                 visible &= position[None, :] >= row_position[:, None] - window_left
                 visible &= position[None, :] <= row_position[:, None] + window_right
+                if tree_mask is not None:
+                    token = position - (total - num_queries)
+                    tree_rows = tree_mask + batch_idx * tree_strides[0] + query_idx.to(tl.int64) * tree_strides[1]
+                    is_asked = visible & is_row[:, None] & (token >= 0)[None, :]
+                    tree_ptrs = tree_rows[:, None] + token.to(tl.int64)[None, :] * tree_strides[2]
+                    visible &= tl.load(tree_ptrs, mask=is_asked, other=1) != 0
             s = tl.where(visible, s, float("-inf"))
 
             # Online softmax.
@@ -270,6 +281,7 @@ def attention_decode_out(
     softcap: float,
     num_splits: int,
     batch_invariant: bool,
+    tree_mask: Tensor | None,
     out: Tensor,
 ) -> Tensor:
     """Append ``k_new``, ``v_new`` to the caches, then attend: writes ``out [B, Hq, Sq, Dv]``, whose rows are 16-byte
@@ -349,6 +361,8 @@ def attention_decode_out(
         alibi_slopes,
         0 if alibi_slopes is None or alibi_slopes.shape[0] == 1 else num_heads,
         sinks,
+        None if tree_mask is None else tree_mask.view(torch.uint8),
+        (0, 0, 0) if tree_mask is None else tree_mask.stride(),
         split_out,
         split_out.stride()[:4],
         split_lse,
@@ -376,7 +390,7 @@ def attention_decode_out(
         HAS_SOFTCAP=softcap > 0,
         HAS_ALIBI=alibi_slopes is not None,
         HAS_SINK=sinks is not None,
-        ROWS_DIFFER=num_queries > 1 and (window_left >= 0 or window_right >= 0),
+        ROWS_DIFFER=tree_mask is not None or (num_queries > 1 and (window_left >= 0 or window_right >= 0)),
         SPLIT=is_split,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
@@ -433,5 +447,5 @@ def attention_split_keys(
     nothing = (None,) * 4
     return attention_decode(
         query, key, value, lengths, *nothing, False, *nothing[:3], alibi_slopes, sinks,
-        scale, window_left, window_right, softcap, 0, False,
+        scale, window_left, window_right, softcap, 0, False, None,
     )  # fmt: skip

@@ -133,6 +133,21 @@ def decode_paged_int8(device: torch.device) -> None:
     )
 
 
+def decode_tree(device: torch.device) -> None:
+    """A tree of five proposed tokens, for which a tile has 20 rows."""
+    tree = torch.eye(5, dtype=torch.bool)
+    tree[:, 0] = True
+    fastattn.attention_with_kv_cache(
+        random(device, 2, 8, 5, 64),
+        *(random(device, 2, 2, 256, 64, seed=seed) for seed in (1, 2)),
+        torch.tensor([190, 7], dtype=torch.int32).to(device),
+        k_new=random(device, 2, 2, 5, 64, seed=3),
+        v_new=random(device, 2, 2, 5, 64, seed=4),
+        tree_mask=tree[None].to(device),
+        num_splits=3,
+    )
+
+
 def decode_fp8(device: torch.device) -> None:
     """fp8 with a scale for each head, and NaN in new values, of which the first query does not see all."""
     k_cache, v_cache = (random(device, 2, 2, 256, 64, seed=seed).to(torch.float8_e4m3fn) for seed in (1, 2))
@@ -224,6 +239,7 @@ CASES: dict[str, Case] = {
     "decode in 3 parts": partial(decode, num_splits=3),
     "decode paged int8": decode_paged_int8,
     "decode fp8": decode_fp8,
+    "decode a tree": decode_tree,
     "append": partial(append, dtype=DTYPE),
     "append int8": partial(append, dtype=torch.int8),
     "append fp8": partial(append, dtype=torch.float8_e4m3fn),

@@ -105,6 +105,21 @@ RotaryParams rotary_params(const Tensor& query, std::optional<Tensor>& cos, std:
             interleaved};
 }
 
+// The last queries' tokens in `tree_mask`, whose positions are not their places in the sequence.
+TreeMaskView tree_mask_view(const Tensor& query, const std::optional<Tensor>& tree_mask, const ScoreParams& scores,
+                            const RotaryParams& rotary) {
+    if (!tree_mask) return {};
+    check(tree_mask->scalar_type() == ScalarType::Bool, kOp, "tree_mask must be bool, got ", dtype_text(*tree_mask));
+    check_rank(kOp, "tree_mask", *tree_mask, 3);
+    check_shape(kOp, "tree_mask", *tree_mask, {query.size(0), query.size(2), query.size(2)});
+    check_device(kOp, "tree_mask", *tree_mask, query);
+    check(scores.window_left < 0 && scores.window_right < 0 && scores.alibi_slopes == nullptr &&
+              rotary.kind == RotaryParams::Kind::kNone,
+          kOp, "tree_mask excludes a window, alibi_slopes and rotary_cos, which take a token's place for its position");
+    return {static_cast<const uint8_t*>(tree_mask->data_ptr()), tree_mask->stride(0), tree_mask->stride(1),
+            tree_mask->stride(2)};
+}
+
 void check_out(const Tensor& out, const Tensor& query, int64_t value_dim) {
     check_shape(kOp, "out", out, {query.size(0), query.size(1), query.size(2), value_dim});
     check_like(kOp, "out", out, query);
@@ -133,7 +148,8 @@ Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor
                             std::optional<Tensor> block_table, std::optional<Tensor> k_scale,
                             std::optional<Tensor> v_scale, std::optional<Tensor> alibi_slopes,
                             std::optional<Tensor> sinks, double scale, int64_t window_left, int64_t window_right,
-                            double softcap, int64_t num_splits, bool batch_invariant, Tensor out) {
+                            double softcap, int64_t num_splits, bool batch_invariant, std::optional<Tensor> tree_mask,
+                            Tensor out) {
     const CacheFormat format = check_caches(query, k_cache, v_cache, block_table);
     check_new(query, k_cache, v_cache, k_new, v_new);
     check_scales(kOp, "k_scale", k_scale, k_cache);
@@ -159,6 +175,7 @@ Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor
                                value_dim};
     params.scores = score_params(kOp, options, query, sizes, score_tensors);
 
+    params.tree_mask = tree_mask_view(query, tree_mask, params.scores, params.rotary);
     check_out(out, query, value_dim);
     const Tensor lse = torch::stable::new_empty(query, {batch, heads, num_queries}, ScalarType::Float);
     const bool appends = num_new > 0 && batch * kv_heads * capacity > 0;
@@ -215,14 +232,14 @@ std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor
                                             std::optional<Tensor> k_scale, std::optional<Tensor> v_scale,
                                             std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
                                             double scale, int64_t window_left, int64_t window_right, double softcap,
-                                            int64_t num_splits, bool batch_invariant) {
+                                            int64_t num_splits, bool batch_invariant, std::optional<Tensor> tree_mask) {
     check_rank(kOp, "query", query, 4);
     check_rank(kOp, "v_cache", v_cache, 4);
     const Tensor out = empty_like_heads(query, v_cache.size(3));
     const Tensor lse =
         attention_decode_out(query, k_cache, v_cache, cache_seqlens, k_new, v_new, rotary_cos, rotary_sin,
                              rotary_interleaved, block_table, k_scale, v_scale, alibi_slopes, sinks, scale, window_left,
-                             window_right, softcap, num_splits, batch_invariant, out);
+                             window_right, softcap, num_splits, batch_invariant, tree_mask, out);
     return {out, lse};
 }
 
@@ -235,7 +252,7 @@ std::tuple<Tensor, Tensor> attention_split_keys(Tensor query, Tensor key, Tensor
     return attention_decode(query, aligned(key), aligned(value), lengths, std::nullopt, std::nullopt, std::nullopt,
                             std::nullopt, /*rotary_interleaved=*/false, std::nullopt, std::nullopt, std::nullopt,
                             alibi_slopes, sinks, scale, window_left, window_right, softcap, /*num_splits=*/0,
-                            /*batch_invariant=*/false);
+                            /*batch_invariant=*/false, /*tree_mask=*/std::nullopt);
 }
 
 }  // namespace fastattn

@@ -20,7 +20,8 @@ Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor
                             std::optional<Tensor> block_table, std::optional<Tensor> k_scale,
                             std::optional<Tensor> v_scale, std::optional<Tensor> alibi_slopes,
                             std::optional<Tensor> sinks, double scale, int64_t window_left, int64_t window_right,
-                            double softcap, int64_t num_splits, bool batch_invariant, Tensor out);
+                            double softcap, int64_t num_splits, bool batch_invariant, std::optional<Tensor> tree_mask,
+                            Tensor out);
 
 // The same with an output of its own, which lies as the query does: out and lse.
 std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens,
@@ -30,7 +31,7 @@ std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor
                                             std::optional<Tensor> k_scale, std::optional<Tensor> v_scale,
                                             std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
                                             double scale, int64_t window_left, int64_t window_right, double softcap,
-                                            int64_t num_splits, bool batch_invariant);
+                                            int64_t num_splits, bool batch_invariant, std::optional<Tensor> tree_mask);
 
 // Like attention_decode, errors included, over keys [B, Hkv, Sk, D] and values [B, Hkv, Sk, Dv] that are all there: nothing is
 // written. They are copied where a kernel cannot read them.

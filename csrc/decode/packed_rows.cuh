@@ -20,20 +20,28 @@ struct QueryRow {
         : query(row / max(params.group, 1)), head(kv_head * params.group + row % max(params.group, 1)) {}
 };
 
+// What the rows of a tile have in common: in shared memory, since registers are scarce.
+struct CommonMask {
+    KeyRange all;  // keys that every row sees, of those that exist
+    int32_t tree;  // the first key that a tree mask tells of
+    int32_t batch;
+};
+
 // Of one warp, which has 16 rows of a tile.
 struct PackedRows {
+    const DecodeParams& decode;
     const ScoreParams& params;
     int32_t position[2];  // of the lane's upper and lower row
-    KeyRange sees[2];     // empty for rows that do not exist
+    KeyRange sees[2];     // empty for rows that do not exist; a tree mask hides some of them
     float slope[2];
-    KeyRange some;        // keys that some row of the tile sees, of those that exist
-    const KeyRange& all;  // and that every one does: in shared memory, since registers are scarce
+    KeyRange some;  // keys that some row of the tile sees, of those that exist
+    const CommonMask& common;
 
-    // The tile has tile_rows rows from first_row on; the warp's are those from first_of_warp on. Thread 0 writes `all`.
+    // The tile has tile_rows rows from first_row on; the warp's are those from first_of_warp on. Thread 0 writes `common`.
     __device__ __forceinline__ PackedRows(const DecodeParams& decode, const CachedSequence& tokens, int32_t batch,
                                           int32_t kv_head, int32_t first_row, int32_t tile_rows, int32_t first_of_warp,
-                                          KeyRange& all, int lane)
-        : params(decode.scores), all(all) {
+                                          CommonMask& common, int lane)
+        : decode(decode), params(decode.scores), common(common) {
         const int32_t num_queries = decode.sequence.num_queries, num_rows = num_queries * decode.group;
         const Window window{tokens.total, tokens.total - num_queries, params.window_left, params.window_right};
         const int32_t last_row = min(first_row + tile_rows, num_rows) - 1;
@@ -51,19 +59,28 @@ struct PackedRows {
         const KeyRange first = window.keys_of(QueryRow(decode, kv_head, first_row).query);
         const KeyRange last = window.keys_of(QueryRow(decode, kv_head, last_row).query);
         some = {first.begin, max(last.end, first.begin)};
-        if (threadIdx.x == 0) all = {last.begin, first.end};
+        if (threadIdx.x == 0) {
+            const int32_t end = decode.tree_mask.data != nullptr ? min(first.end, window.offset) : first.end;
+            common = {{last.begin, end}, window.offset, batch};
+        }
         if (num_rows == 0) some = {tokens.total, tokens.total};
     }
 
-    // Those of kKeys keys that the row sees. `present`: those that are there.
+    // Those of kKeys keys that the lane's upper and lower row see. `present`: those that are there. All lanes of the warp
+    // call it.
     template <int kKeys>
-    __device__ __forceinline__ uint32_t seen(int half, uint32_t present, int32_t first_key) const {
-        return present & keys_between<kKeys>(sees[half].begin - first_key, sees[half].end - first_key);
+    __device__ __forceinline__ uint2 seen(uint32_t present, int32_t first_key, int lane) const {
+        const auto of_row = [&](int half) {
+            uint32_t keys = present & keys_between<kKeys>(sees[half].begin - first_key, sees[half].end - first_key);
+            if (decode.tree_mask.data != nullptr) keys &= seen_in_tree<kKeys>(half, keys, first_key, lane);
+            return keys;
+        };
+        return {of_row(0), of_row(1)};
     }
 
     // Whether rows differ in what they see of `num_keys` keys.
     __device__ __forceinline__ bool differ(int32_t first_key, int32_t end_key) const {
-        return first_key < all.begin || end_key > all.end;
+        return first_key < common.all.begin || end_key > common.all.end;
     }
 
     // Whether every row sees each of kKeys keys.
@@ -93,13 +110,33 @@ struct PackedRows {
         }
         constexpr int kKeys = kTilesN * kMmaN;
         if (see_all<kKeys>(present, first_key)) return;
-        const uint32_t bits[2] = {seen<kKeys>(0, present, first_key) >> column,
-                                  seen<kKeys>(1, present, first_key) >> column};
+        const uint2 keys = seen<kKeys>(present, first_key, lane);
+        const uint32_t bits[2] = {keys.x >> column, keys.y >> column};
         for_each(
             rS, [&](int n, int e, float s) { return (bits[e / 2] & 1u << (n * kMmaN + e % 2)) != 0 ? s : -kInfinity; });
     }
 
   private:
+    // Those of `keys` that the tree mask lets the row see. Of the lanes that share a row each asks about some of them.
+    template <int kKeys>
+    __device__ __forceinline__ uint32_t seen_in_tree(int half, uint32_t keys, int32_t first_key, int lane) const {
+        const TreeMaskView& mask = decode.tree_mask;
+        const int32_t query = position[half] - common.tree;
+        const uint8_t* row = mask.data + common.batch * mask.batch_stride + query * mask.query_stride;
+        uint32_t found = 0;
+#pragma unroll 1
+        for (int key = lane % kLanesPerRow; key < kKeys; key += kLanesPerRow) {
+            const int32_t token = first_key + key - common.tree;
+            const bool is_asked = (keys >> key & 1) != 0;
+            if (is_asked && (token < 0 || __ldg(row + token * mask.token_stride) != 0)) found |= 1u << key;
+        }
+#pragma unroll
+        for (int distance = 1; distance < kLanesPerRow; distance *= 2) {
+            found |= __shfl_xor_sync(0xffffffff, found, distance);
+        }
+        return found;
+    }
+
     template <int kTilesN, typename Function>
     __device__ __forceinline__ static void for_each(float (&rS)[1][kTilesN][4], Function&& function) {
 #pragma unroll

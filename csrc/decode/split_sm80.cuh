@@ -74,7 +74,7 @@ struct alignas(128) DecodeStorageSm80 {
     float query_powers[Config::kFormat == CacheFormat::kFp8 ? Config::kBlockM : 1];  // query_tile.cuh
     PlannedLine line;
     TileInHand tile;
-    KeyRange seen_by_all;
+    CommonMask mask;
 };
 
 // What a CTA must be able to have, of a GPU that runs the kernel; 0: any has it.
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
         const int32_t batch = sequence.batch, kv_head = share.tile_idx / params.row_tiles;
         const int32_t row_tile = share.tile_idx % params.row_tiles, first_row = row_tile * kBlockM;
         const PackedRows rows(params, tokens, batch, kv_head, first_row, kBlockM, first_row + warps.index() * kMmaM,
-                              shared.seen_by_all, lane);
+                              shared.mask, lane);
         const bool stores_new = row_tile == params.row_tiles - 1 && tokens.before < tokens.total;
         const KeyRange wanted = {stores_new ? min(rows.some.begin, tokens.before) : rows.some.begin,
                                  stores_new ? tokens.total : rows.some.end};

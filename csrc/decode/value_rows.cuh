@@ -35,7 +35,8 @@ __device__ __forceinline__ void silence_unseen(float (&rO)[1][kTilesD][4], char*
     const Tile of_warp(sV, lane);
     const SharedTile<Tile> tile{of_warp, warps.is_first()};
     if (!warps.any(has_nonfinite<kDataType>(tile))) return;
-    const auto sees = [&](int, int half, int n) { return (rows.seen<kMmaK>(half, present, first_key) >> n & 1) != 0; };
+    const uint2 seen = rows.seen<kMmaK>(present, first_key, lane);
+    const auto sees = [&](int, int half, int n) { return ((half == 0 ? seen.x : seen.y) >> n & 1) != 0; };
     separate_nonfinite<kDataType>(rO, reinterpret_cast<const uint16_t*>(sV), tile, sees, lane, [&] { warps.sync(); });
 }
 
@@ -50,7 +51,8 @@ __device__ __forceinline__ void silence_unseen_fp8(float (&rO)[1][kTilesD][4], c
     uint32_t found = 0;
     tile.for_own_pairs([&](uint32_t& four) { found |= nan_bits_of_fp8(four); });
     if (!warps.any(found != 0)) return;
-    const uint32_t seen[2] = {rows.seen<kKeys>(0, present, first_key), rows.seen<kKeys>(1, present, first_key)};
+    const uint2 keys = rows.seen<kKeys>(present, first_key, lane);
+    const uint32_t seen[2] = {keys.x, keys.y};
 #pragma unroll 1
     for (int key = 0; key < kKeys; ++key) {
 #pragma unroll
@@ -134,8 +136,8 @@ struct OutputScale {
             for (int e = 0; e < 4; ++e) rP[0][n][e] *= (e % 2 == 0 ? scale.x : scale.y) * inverse;
         }
         if (rows.see_all<kKeys>(present, first_key)) return;
-        const uint32_t bits[2] = {rows.seen<kKeys>(0, present, first_key) >> column,
-                                  rows.seen<kKeys>(1, present, first_key) >> column};
+        const uint2 keys = rows.seen<kKeys>(present, first_key, lane);
+        const uint32_t bits[2] = {keys.x >> column, keys.y >> column};
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {
 #pragma unroll

@@ -46,6 +46,13 @@ struct SequenceShape {
     int32_t window_left;  // as in ScoreParams
 };
 
+// Which of a sequence's last num_queries tokens each query sees: bytes [batch, num_queries, num_queries], 0 or 1. Null: what the
+// window says.
+struct TreeMaskView {
+    const uint8_t* data;
+    int64_t batch_stride, query_stride, token_stride;
+};
+
 // How the keys of all sequences are dealt to CTAs: see decode/split_plan.h.
 struct SplitPlan {
     int32_t num_ctas;
@@ -96,7 +103,8 @@ struct DecodeParams {
     RotaryParams rotary;
     SequenceShape sequence;
     int32_t kv_heads, group, row_tiles;  // group: query heads of a KV head
-    ScoreParams scores;                  // without bias and dropout
+    ScoreParams scores;                  // without bias and dropout; beside a tree mask also without window and ALiBi
+    TreeMaskView tree_mask;
     SplitPlan plan;
     PartWorkspace parts;  // num_slots() and num_counters() of decode/split_plan.h; null too where no tile has rows
 };

@@ -30,8 +30,8 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 SCHEMA_ARGUMENTS = {
     "attention_forward": 20,
     "attention_backward": 24,
-    "attention_decode": 20,
-    "attention_decode_out": 21,
+    "attention_decode": 21,
+    "attention_decode_out": 22,
     "append_to_cache": 7,
     "attention_split_keys": 9,
     "int8_matmul": 7,

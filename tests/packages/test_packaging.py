@@ -438,7 +438,10 @@ def test_an_instance_has_the_code_of_its_architecture_or_of_its_row_as_far_as_th
     def gencodes(*targets):
         return instances_for(csrc, targets)[-1].gencodes()
 
-    assert gencodes(sm80, sm90) == ["arch=compute_80,code=[sm_80,compute_80]", "arch=compute_90,code=[sm_90,compute_90]"]
+    assert gencodes(sm80, sm90) == [
+        "arch=compute_80,code=[sm_80,compute_80]",
+        "arch=compute_90,code=[sm_90,compute_90]",
+    ]
     assert gencodes(sm80) == ["arch=compute_80,code=[sm_80,compute_80]", "arch=compute_90,code=[compute_90]"]
     assert gencodes(sm90) == ["arch=compute_90,code=[sm_90]"]
 

@@ -181,6 +181,7 @@ def op_arguments(case: Case, arguments: dict[str, Any]) -> dict[str, Any]:
         "window_right": 0 if case.causal else right,
         "num_splits": case.splits,
         "batch_invariant": case.batch_invariant,
+        "tree_mask": arguments.get("tree_mask"),
     }
 
 

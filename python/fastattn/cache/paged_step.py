@@ -185,6 +185,8 @@ class PagedChunk(_NewTokens):
         num_splits = options.get("num_splits", 0)
         check_int("num_splits", num_splits)
         expect(num_splits == 0, "num_splits", "0, as the kernel decides how to share the keys of a chunk", num_splits)
+        tree_mask = options.get("tree_mask")
+        expect(tree_mask is None, "tree_mask", "None in a chunk: the tokens of a tree are a step's", "a tensor")
         self._check_new(layer, k_new, v_new)
         query, k_new = self._rotated(query, k_new, options)
         key, value = self.cache.pools(layer)

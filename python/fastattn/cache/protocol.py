@@ -24,6 +24,7 @@ class AttendOptions(TypedDict, total=False):
     scale: float | None
     num_splits: int
     batch_invariant: bool
+    tree_mask: Tensor | None
 
 
 _OPTIONS = frozenset(AttendOptions.__annotations__)

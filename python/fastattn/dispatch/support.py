@@ -34,6 +34,7 @@ FEATURES: dict[str, dict[str, str]] = {
         "gqa": "grouped-query attention (fewer KV heads than query heads)",
         "value dim": "a value head dim that differs from the query's",
         "causal": "a causal mask among the new queries",
+        "tree mask": "a tree mask among the new queries",
         "append": "appending new keys and values",
         "rotary": "rotary embedding",
         "paged": "a paged cache",

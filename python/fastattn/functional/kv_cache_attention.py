@@ -42,6 +42,7 @@ def attention_with_kv_cache(
     return_lse: Literal[False] = ...,
     num_splits: int = ...,
     batch_invariant: bool = ...,
+    tree_mask: Tensor | None = ...,
     out: Tensor | None = ...,
 ) -> Tensor: ...
 
@@ -70,6 +71,7 @@ def attention_with_kv_cache(
     return_lse: Literal[True],
     num_splits: int = ...,
     batch_invariant: bool = ...,
+    tree_mask: Tensor | None = ...,
     out: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -98,6 +100,7 @@ def attention_with_kv_cache(
     return_lse: bool = ...,
     num_splits: int = ...,
     batch_invariant: bool = ...,
+    tree_mask: Tensor | None = ...,
     out: Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
@@ -125,13 +128,14 @@ def attention_with_kv_cache(
     return_lse: bool = False,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    tree_mask: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Appends ``k_new`` and ``v_new`` to a cache in place, then attends over it: one step of generation.
 
     Each sequence's cache is split among many CTAs, whose results are merged (Dao et al., "Flash-Decoding for
     long-context inference", 2023). A prompt, of more than 64 queries over a cache that is not of 8 bits, is attended to
-    by the kernel of ``attention_varlen`` behind an append, unless ``num_splits`` is given. Inference only. Lengths and
+    by the kernel of ``attention_varlen`` behind an append, unless ``num_splits`` or ``tree_mask`` is given. Inference only. Lengths and
     tables stay on the device and are not read back, so that the call works in CUDA graphs; ``cache_seqlens`` is not
     advanced.
 
@@ -156,6 +160,11 @@ def attention_with_kv_cache(
         return_lse: also return the natural log of each row's softmax denominator.
         num_splits: into how many parts a sequence is split; 0 chooses by the shapes and the size of the GPU.
         batch_invariant: a sequence's result has the same bits whatever else is in the batch.
+        tree_mask: bool ``[B, Sq, Sq]``, or ``[1, Sq, Sq]`` for all sequences alike: of the last Sq tokens, which
+            speculative decoding proposes as a tree, query ``i`` sees token ``j`` where ``tree_mask[b, i, j]``, and all
+            tokens before them. It takes the place of ``causal``. A token's position is then its depth in the tree, not
+            its place in the cache: rotate ``query`` and ``k_new`` before the call. ``window`` and ``alibi_slopes`` are
+            refused for the same reason.
         out: ``[B, Hq, Sq, Dv]`` of the query's dtype, where the result is to go: apart in memory from all other
             arguments, its last dim contiguous, on a GPU base and strides multiples of 16 bytes. Decoding writes there;
             what the kernel of ``attention_varlen`` or PyTorch computes is copied there.
@@ -181,6 +190,7 @@ def attention_with_kv_cache(
         v_scale,
         alibi_slopes,
         sinks,
+        tree_mask,
         out,
     )
     check_tensor("query", query)
@@ -218,6 +228,7 @@ def attention_with_kv_cache(
                 alibi_slopes=alibi_slopes,
                 sinks=sinks,
                 scale=checked.scale,
+                tree_mask=tree_mask,
             )
         if out is not None:
             result = out.copy_(result)
@@ -248,6 +259,7 @@ def attention_with_kv_cache(
                 float(options.softcap),
                 options.num_splits,
                 options.batch_invariant,
+                None if tree_mask is None else tree_mask.expand(query.shape[0], -1, -1),
             ),
             out,
         )

@@ -27,7 +27,14 @@ from fastattn.dispatch.choose import MOST_DECODED_QUERIES
 from fastattn.dispatch.reasons import only_torch_handles
 from fastattn.dispatch.support import FEATURE_OF_CACHE
 from fastattn.errors import InputError
-from fastattn.functional.attention_checks import check_pages, check_sinks, check_slopes, check_window, default_scale
+from fastattn.functional.attention_checks import (
+    UNBOUNDED,
+    check_pages,
+    check_sinks,
+    check_slopes,
+    check_window,
+    default_scale,
+)
 from fastattn.quantization import FP8, are_given
 
 
@@ -45,6 +52,7 @@ class Tensors(NamedTuple):
     v_scale: Tensor | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    tree_mask: Tensor | None = None
     out: Tensor | None = None
 
 
@@ -123,7 +131,10 @@ def check_call(t: Tensors, options: Options) -> CheckedCall:
         check_int("num_splits", options.num_splits, minimum=0),
         check_bool("batch_invariant", options.batch_invariant),
     )
-    if options.causal:
+    if t.tree_mask is not None:
+        _check_tree(t, options)
+        features.add("tree mask")
+    elif options.causal:
         right = 0
         if num_queries > 1:
             features.add("causal")
@@ -160,7 +171,10 @@ def check_call(t: Tensors, options: Options) -> CheckedCall:
             0 if t.block_table is None else t.k_cache.shape[2],
         ),
         only_torch_handles(*t),
-        may_prefill=num_queries > MOST_DECODED_QUERIES and options.num_splits == 0 and 0 < batch * capacity < 2**31,
+        may_prefill=num_queries > MOST_DECODED_QUERIES
+        and options.num_splits == 0
+        and t.tree_mask is None
+        and 0 < batch * capacity < 2**31,
     )
     return CheckedCall(call, options, scale, (left, right))
 
@@ -247,6 +261,21 @@ def _check_rotary(t: Tensors) -> set[str]:
     head_dim = t.query.shape[-1]
     expect(2 * half <= head_dim, "rotary_cos", f"rotary_dim / 2 <= {head_dim // 2}, half the head dim", half)
     return {"rotary"}
+
+
+def _check_tree(t: Tensors, options: Options) -> None:
+    """What hides tokens by their place in the cache cannot be beside a tree, where a token's position is its depth."""
+    assert t.tree_mask is not None
+    batch, _, num_queries, _ = t.query.shape
+    check_dtype("tree_mask", t.tree_mask, (torch.bool,))
+    check_rank("tree_mask", t.tree_mask, "[B, Sq, Sq]")
+    if t.tree_mask.shape[0] != 1:
+        check_shape("tree_mask", t.tree_mask, (batch, num_queries, num_queries), "[B, Sq, Sq]")
+    check_shape("tree_mask", t.tree_mask, (t.tree_mask.shape[0], num_queries, num_queries), "[1, Sq, Sq]")
+    beside = "beside a tree_mask, where a token's position is not its place in the cache"
+    expect(t.rotary_cos is None, "rotary_cos", f"None {beside}: rotate query and k_new before the call", "a tensor")
+    expect(t.alibi_slopes is None, "alibi_slopes", f"None {beside}", "a tensor")
+    expect(options.window == (UNBOUNDED, UNBOUNDED), "window", f"{(UNBOUNDED, UNBOUNDED)} {beside}", options.window)
 
 
 def check_append(t: AppendTensors, options: tuple[()]) -> Call:

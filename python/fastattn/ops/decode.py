@@ -20,7 +20,8 @@ from fastattn.ops.registration import call, fold_into_heads, register, unfold_he
 class DecodeArguments(NamedTuple):
     """The arguments of ``attention_decode``, as those of ``attention_with_kv_cache``.
 
-    ``alibi_slopes`` and ``sinks`` are float32, the slopes ``[1 or B, Hq]``; -1 is an unbounded window.
+    ``alibi_slopes`` and ``sinks`` are float32, the slopes ``[1 or B, Hq]``; -1 is an unbounded window. ``tree_mask`` is
+    ``[B, Sq, Sq]``.
     """
 
     query: Tensor
@@ -43,6 +44,7 @@ class DecodeArguments(NamedTuple):
     softcap: float = 0.0
     num_splits: int = 0
     batch_invariant: bool = False
+    tree_mask: Tensor | None = None
 
 
 # The arguments of ``attention_decode_out``: those, and where the output goes.

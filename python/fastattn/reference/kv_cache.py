@@ -97,6 +97,7 @@ def attention_with_kv_cache(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
+    tree_mask: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Appends to the cache in place, then attends over it. ``([B, Hq, Sq, Dv], [B, Hq, Sq])``."""
@@ -141,9 +142,9 @@ def attention_with_kv_cache(
         position=position,
         alibi_position=position,
         key_is_present=key_is_present,
-        window=bounds(causal, window),
+        window=bounds(causal and tree_mask is None, window),
         softcap=softcap,
-        bias=None,
+        bias=None if tree_mask is None else _tree_of_keys(tree_mask, column - (total - num_queries)[:, None]),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         dropout_p=0.0,
@@ -152,3 +153,14 @@ def attention_with_kv_cache(
         compute_dtype=compute_dtype,
     )
     return out, lse
+
+
+def _tree_of_keys(tree_mask: Tensor, token: Tensor) -> Tensor:
+    """``tree_mask [1 or B, Sq, Sq]`` as bool ``[B, 1, Sq, Sk]``. ``token [B, Sk]``: which of the last ``Sq`` tokens a key
+    is, below 0 where it comes before them."""
+    num_queries = tree_mask.shape[-1]
+    is_before = (token < 0)[:, None, :]
+    if num_queries == 0:
+        return is_before[:, None, :0]
+    of_keys = token.clamp(0, num_queries - 1)[:, None, :].expand(-1, num_queries, -1)
+    return (is_before | tree_mask.expand(len(token), -1, -1).gather(2, of_keys))[:, None]
