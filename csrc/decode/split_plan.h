@@ -64,9 +64,14 @@ FASTATTN_HOST_DEVICE TileSpans tile_spans(const SplitPlan& plan, const CachedSeq
     return spans;
 }
 
+// Shares of one span halve the steps of a CTA and double what is left to merge. That pays where tiles have one span, for
+// nothing is merged, and where they have more than a CTA takes at least, but no more than are merged at once.
 FASTATTN_HOST_DEVICE int64_t spans_per_cta(const SplitPlan& plan, int64_t total_spans) {
     const int64_t share = (total_spans + plan.num_ctas - 1) / plan.num_ctas;
-    return share > plan.min_spans_per_cta ? share : plan.min_spans_per_cta;
+    const bool merges_at_once =
+        total_spans > plan.min_spans_per_cta * plan.num_tiles && total_spans <= kMergedNodes * plan.num_tiles;
+    const int64_t least = merges_at_once || total_spans <= plan.num_tiles ? 1 : plan.min_spans_per_cta;
+    return share > least ? share : least;
 }
 
 // What a CTA takes of one tile at once, from `span` on: the tile's spans [first, first + count), and the keys of these
@@ -130,15 +135,14 @@ inline int64_t num_counters(const SplitPlan& plan) {
 inline SplitPlan split_plan(const SequenceShape& shape, int32_t batch, int32_t kv_heads, int32_t row_tiles,
                             int32_t block_keys, int64_t num_splits, bool batch_invariant, int32_t resident_ctas) {
     constexpr int32_t kInvariantKeys = 1024;  // 512 KB of 128 + 128 dims; 16 rows written and read are 3 % of that
-    // Both blocks of a CTA are on their way before the first is used: with one block each, CTAs would take as long, and
-    // leave twice as many results to merge.
-    constexpr int32_t kMinBlocks = 2;
+    constexpr int32_t kMinBlocks = 2;  // both are on their way before the first is used
     const int32_t blocks = std::max(1, most_blocks(shape, block_keys));
     SplitPlan plan{};
     plan.tiles_per_sequence = kv_heads * row_tiles;
     plan.blocks_per_span = 1;
     plan.min_spans_per_cta = 1;
     const int64_t tiles = int64_t{batch} * plan.tiles_per_sequence;
+    plan.num_tiles = tiles;
     int64_t num_ctas;
     if (num_splits > 0) {
         plan.splits_per_tile = static_cast<int32_t>(std::min<int64_t>(num_splits, blocks));
@@ -153,7 +157,11 @@ inline SplitPlan split_plan(const SequenceShape& shape, int32_t batch, int32_t k
     } else {
         plan.min_spans_per_cta = kMinBlocks;
         plan.slots_per_cta = 2;
-        num_ctas = std::min<int64_t>(resident_ctas, (tiles * blocks + kMinBlocks - 1) / kMinBlocks);
+        num_ctas = tiles;
+        if (blocks > kMinBlocks) {
+            num_ctas = std::max((tiles * blocks + kMinBlocks - 1) / kMinBlocks, tiles * std::min(blocks, kMergedNodes));
+        }
+        num_ctas = std::min<int64_t>(num_ctas, resident_ctas);
     }
     plan.num_ctas = static_cast<int32_t>(std::min<int64_t>(num_ctas, 0x3fffffff));
     return plan;

@@ -10,6 +10,9 @@
 //   ring             K0 V0 K1 V1 …   kStages of each; what a product has read is loaded anew at once
 //   step             wait K → Q·Kᵀ → load K → softmax → wait V → P·V → load V
 //
+// What waits for memory, one after the other, from the first instruction to the last (benchmarks/predict/decode_time.py adds
+// it up): lengths → page table → K of the first step … the part is stored → arrival → parts are loaded → result.
+//
 // A tile of more than 16 rows has a group of warps for each share of keys, one for each 16 rows: they read the same ring,
 // which one of them fills, and wait for each other where a single warp waits for its lanes.
 //
@@ -89,26 +92,39 @@ struct DecodeThreads : AllThreadsOfCta {
     static constexpr int kCount = Config::kNumThreads;
 };
 
-// Where a group's output stands: [kBlockM, kHeadDim] fp32. Lanes write eight columns of four rows at a time, of an 8-bit
-// cache 16 columns of two, and read along a row: each covers all banks.
+// Where a group's output stands: [kBlockM, kHeadDim] fp32, swizzled in stretches of columns: those of one MMA, or of an 8-bit
+// cache of two. Lanes write eight columns of four rows at a time, of an 8-bit cache 16 columns
+// of two, and read along a row: each covers all banks.
 template <typename Config>
-__device__ __forceinline__ int output_index(int row, int column) {
-    return row * Config::kHeadDim + (column ^ (Config::k8Bit ? row % 2 * 16 : row % 4 * 8));
-}
+struct OutputLayout {
+    static constexpr int kStretch = Config::k8Bit ? 2 * kMmaN : kMmaN, kPeriod = Config::k8Bit ? 2 : 4;
+
+    __device__ __forceinline__ static int index(int row, int column) {
+        return row * Config::kHeadDim + (column ^ (row % kPeriod * kStretch));
+    }
+};
 
 template <typename Config>
 __device__ __forceinline__ void store_output_row(float* sO, const float (&rO)[Config::kTilesD][4], float factor,
                                                  int row, int half, int lane) {
+    using Layout = OutputLayout<Config>;
+    constexpr int kTiles = Layout::kStretch / kMmaN;  // of a stretch: the even dims, and the odd ones between them
+    float* sOwn[Layout::kPeriod];                     // in the first stretches; the others follow in steps
 #pragma unroll
-    for (int d = 0; d < Config::kTilesD; ++d) {
+    for (int i = 0; i < Layout::kPeriod; ++i) {
+        sOwn[i] = sO + Layout::index(row, i * Layout::kStretch + kTiles * accumulator_column(lane));
+    }
+#pragma unroll
+    for (int d = 0; d < Config::kTilesD; d += kTiles) {
+        const int stretch = d / kTiles;
+        float* sStretch =
+            sOwn[stretch % Layout::kPeriod] + stretch / Layout::kPeriod * Layout::kPeriod * Layout::kStretch;
         const float first = rO[d][2 * half] * factor, second = rO[d][2 * half + 1] * factor;
-        if constexpr (!Config::k8Bit) {
-            const int column = d * kMmaN + accumulator_column(lane);
-            *reinterpret_cast<float2*>(sO + output_index<Config>(row, column)) = {first, second};
-        } else if (d % 2 == 0) {  // even dims, and the odd ones between them
-            const int column = d * kMmaN + 2 * accumulator_column(lane);
+        if constexpr (kTiles == 1) {
+            *reinterpret_cast<float2*>(sStretch) = {first, second};
+        } else {
             const float between = rO[d + 1][2 * half] * factor, last = rO[d + 1][2 * half + 1] * factor;
-            reinterpret_cast<float4*>(sO)[output_index<Config>(row, column) / 4] = {first, between, second, last};
+            *reinterpret_cast<float4*>(sStretch) = {first, between, second, last};
         }
     }
 }
@@ -137,7 +153,7 @@ __device__ __forceinline__ void store_part(const Rows& rows, const DecodeStorage
             const auto* sO = reinterpret_cast<const float*>(shared.rings[group].data);
             result.sum += weight * shared.row_sum[group][row];
             add_weighted(result.values, weight,
-                         *reinterpret_cast<const float4*>(sO + output_index<Config>(row, column)));
+                         *reinterpret_cast<const float4*>(sO + OutputLayout<Config>::index(row, column)));
         }
 #pragma unroll 1
         for (int level = 0; level < node.level; ++level) {

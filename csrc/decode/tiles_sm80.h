@@ -7,7 +7,9 @@ namespace fastattn {
 
 // A warp takes 16 keys at a time, 16 rows and all dims: nobody waits for another warp in the loop. Its ring of keys
 // and values is 16 KB, of which at least half is on its way at any time: with two CTAs, 64 KB an SM. An H200 (4.8 TB/s,
-// 132 SMs) needs 29 KB an SM to cover 0.8 us of latency, an A100 (2.0 TB/s, 108 SMs) 15 KB.
+// 132 SMs) needs 29 KB an SM to cover 0.8 us of latency, an A100 (2.0 TB/s, 108 SMs) 15 KB. Of 8 bits and 64 dims it is 8 KB,
+// so that three CTAs fit, 48 KB on its way: two warps of a scheduler wait too often for their own results there, and are
+// predicted to reach four fifths of an H200's bandwidth.
 //
 // 16 keys, of n dims each in K and V, are 64 n bytes of a 16-bit cache and half as many of an 8-bit one. While an
 // H200's memory brings them (18.4 bytes a clock and SM), an SM has the issue slots of the table. Below them stand the
@@ -34,8 +36,9 @@ struct DecodeTileSm80 {
     static constexpr int kWarpN = k8BitCache && kHeadDim == 64 ? 32 : 16;
     static constexpr int kNumWarps = kRowWarps * kKeyGroups;
     static constexpr int kBlockN = kKeyGroups * kWarpN;
-    static constexpr int kRingBytes = std::max(16 << 10, kBlockM * kHeadDim * 4);
-    static constexpr int kMinCtasPerSm = 2 / kRowWarps;
+    static constexpr bool kIsSmall = k8BitCache && kHeadDim == 64 && kRowWarps == 1;
+    static constexpr int kRingBytes = kIsSmall ? 8 << 10 : std::max(16 << 10, kBlockM * kHeadDim * 4);
+    static constexpr int kMinCtasPerSm = kIsSmall ? 3 : 2 / kRowWarps;
 };
 
 }  // namespace fastattn

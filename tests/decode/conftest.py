@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(params=["torch", "triton", "cuda"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """In force, with the emulator's checks. A test may add "cuda on sm_90" to the parameters: the usual GPU is older."""
+    """In force, with the emulator's checks. A test may add "cuda on sm_90" to the parameters."""
     import fastattn  # not before it is decided which library the process takes
     from cuda_kernels import EMULATED, HAS_KERNELS, NO_KERNELS, checked
 

@@ -163,8 +163,22 @@ def test_shapes_alone_decide_the_launch(library: ctypes.CDLL) -> None:
 
 
 def test_little_work_is_not_spread_thin(library: ctypes.CDLL) -> None:
-    assert max(share.cta for share in plan_of(library, [1024]).shares) + 1 == 8 * 8  # 128 keys each
-    assert all(share.num_parts == 1 for share in plan_of(library, [100] * 4).shares)
+    """A CTA takes one block where all parts of a tile are merged at once, else two at least."""
+    for capacity in (4096, 1 << 17):
+        for length, parts, ctas in (
+            (1, 1, 8),
+            (128, 1, 8),
+            (129, 3, 24),
+            (1024, 16, 128),
+            (1025, 9, 68),
+            (2048, 16, 128),
+        ):
+            shares = plan_of(library, [length], capacity=capacity).shares
+            assert {share.num_parts for share in shares} == {parts}
+            assert max(share.cta for share in shares) + 1 == ctas
+        assert all(share.num_parts == 1 for share in plan_of(library, [100] * 4, capacity=capacity).shares)
+    assert plan_of(library, [1024], capacity=1024).num_ctas == 8 * 16
+    assert plan_of(library, [128], capacity=128).num_ctas == 8
 
 
 def test_batch_invariant_sequences_are_alone(library: ctypes.CDLL) -> None:

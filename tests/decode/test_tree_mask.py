@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ each_format = pytest.mark.parametrize(
 
 
 def tree(parents: list[int]) -> Tensor:
-    """bool ``[Sq, Sq]``: token ``i`` sees itself, its parent ``parents[i] < i`` and what that sees; -1 has no parent."""
+    """bool ``[Sq, Sq]``: token ``i`` sees itself, its parent ``parents[i] < i`` and what that sees; -1: it has none."""
     mask = torch.eye(len(parents), dtype=torch.bool)
     for token, parent in enumerate(parents):
         if parent >= 0:
@@ -94,7 +95,7 @@ def test_each_path_of_a_tree_is_a_sequence_of_its_own(seed: int, backend: str) -
 def test_a_chain_is_causal(stored: dict[str, Any], dtype: torch.dtype, backend: str) -> None:
     case = Case("chain", lengths=(0, 30, 149, 140), queries=6, new=6, capacity=160, dtype=dtype, splits=1, **stored)
     expected = run_public(case, make_arguments(case))
-    for mask in (chain(6)[None], chain(6).expand(4, 6, 6)):
+    for mask in (chain(6), chain(6)[None], chain(6).expand(4, 6, 6)):
         out, lse = run_public(case, {**make_arguments(case), "tree_mask": mask.to(DEVICE)})
         assert torch.equal(out, expected[0])
         last_bit = 2e-7 if backend == "triton" else 0.0  # of another compilation
@@ -159,10 +160,11 @@ def test_each_instance(stored: dict[str, Any], dtype: torch.dtype, dims: tuple[i
         check(case, torch.stack([tree(drawn_parents(4, seed)) for seed in (1, 2)]))
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 24, 64])
-@pytest.mark.parametrize("splits", [0, 1, 3])
-def test_pages_and_splits(page_size: int, splits: int, backend: str) -> None:
+@each_format
+@pytest.mark.parametrize("page_size, splits", [(1, 1), (16, 3), (24, 0), (64, 3)])
+def test_pages_and_splits(page_size: int, splits: int, stored: dict[str, Any], backend: str) -> None:
     case = Case("pages", lengths=(90, 5, 0), queries=13, new=13, capacity=192, page_size=page_size, splits=splits)
+    case = replace(case, **stored)
     check(case, drawn_mask(3, 13, 13, seed=page_size + splits))
 
 
@@ -253,9 +255,9 @@ def test_it_compiles(backend: str) -> None:
 QUERIES = 4
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"tree_mask": torch.ones(2, QUERIES, QUERIES)}, "tree_mask: expected .*bool.*float32"),
-    "rank": ({"tree_mask": chain(QUERIES)}, r"tree_mask: expected .*\[B, Sq, Sq\]"),
+    "rank": ({"tree_mask": chain(QUERIES)[None, None]}, r"tree_mask: expected .*\[B, Sq, Sq\].*\[1, 1, 4, 4\]"),
     "batch": ({"tree_mask": chain(QUERIES).expand(3, -1, -1)}, r"tree_mask: .*\[2, 4, 4\].*\[3, 4, 4\]"),
-    "queries": ({"tree_mask": chain(3)[None]}, r"tree_mask: .*\[1, 4, 4\].*\[1, 3, 3\]"),
+    "queries": ({"tree_mask": chain(3)[None]}, r"tree_mask: .*\[2, 4, 4\].*\[1, 3, 3\]"),
     "rotary": ({"rotary_cos": torch.ones(256, 8), "rotary_sin": torch.ones(256, 8)}, "rotary_cos: .*rotate query"),
     "window": ({"window": (8, 0)}, "window: .*tree_mask"),
     "alibi": ({"alibi_slopes": torch.ones(4)}, "alibi_slopes: .*tree_mask"),

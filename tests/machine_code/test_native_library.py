@@ -65,6 +65,7 @@ MAX_SPILLED_BYTES = 16  # of a thread, outside of loops
 # Bytes of the stack frame, for what does not fit in registers, by kernel and template arguments; nothing elsewhere.
 # Decoding fp8 takes registers, of which 256 dims leave none: a few numbers are loaded once a step.
 SPILLED_BYTES_SM80 = {("decode", 256, 16, dtype, "fp8"): 16 for dtype in DTYPES}
+SPILLED_BYTES_SM80["decode", 256, 32, "bfloat16", "fp8"] = 8  # powers of its queries beside that
 SPILLED_BYTES_SM90 = {("decode", 256, rows, dtype, "fp8"): 24 for rows in (16, 32) for dtype in DTYPES}
 LOCAL_IN_LOOPS_SM90 = set(SPILLED_BYTES_SM90)
 MAX_SHARED_BYTES = 99 * 1024  # of one CTA on sm_86, sm_89 and sm_120

@@ -135,9 +135,9 @@ def attention_with_kv_cache(
 
     Each sequence's cache is split among many CTAs, whose results are merged (Dao et al., "Flash-Decoding for
     long-context inference", 2023). A prompt, of more than 64 queries over a cache that is not of 8 bits, is attended to
-    by the kernel of ``attention_varlen`` behind an append, unless ``num_splits`` or ``tree_mask`` is given. Inference only. Lengths and
-    tables stay on the device and are not read back, so that the call works in CUDA graphs; ``cache_seqlens`` is not
-    advanced.
+    by the kernel of ``attention_varlen`` behind an append, unless ``num_splits`` or ``tree_mask`` is given. Inference
+    only. Lengths and tables stay on the device and are not read back, so that the call works in CUDA graphs;
+    ``cache_seqlens`` is not advanced.
 
     Args:
         query: ``[B, Hq, Sq, D]``. Query ``i`` stands at position ``total - Sq + i``, where total counts the append.
@@ -160,11 +160,11 @@ def attention_with_kv_cache(
         return_lse: also return the natural log of each row's softmax denominator.
         num_splits: into how many parts a sequence is split; 0 chooses by the shapes and the size of the GPU.
         batch_invariant: a sequence's result has the same bits whatever else is in the batch.
-        tree_mask: bool ``[B, Sq, Sq]``, or ``[1, Sq, Sq]`` for all sequences alike: of the last Sq tokens, which
-            speculative decoding proposes as a tree, query ``i`` sees token ``j`` where ``tree_mask[b, i, j]``, and all
-            tokens before them. It takes the place of ``causal``. A token's position is then its depth in the tree, not
-            its place in the cache: rotate ``query`` and ``k_new`` before the call. ``window`` and ``alibi_slopes`` are
-            refused for the same reason.
+        tree_mask: bool ``[B, Sq, Sq]``, or ``[1, Sq, Sq]`` or ``[Sq, Sq]`` for all sequences alike: of the last Sq
+            tokens, which speculative decoding proposes as a tree, query ``i`` sees token ``j`` where
+            ``tree_mask[b, i, j]``, and all tokens before them. It takes the place of ``causal``. A token's position is
+            then its depth in the tree, not its place in the cache: rotate ``query`` and ``k_new`` before the call.
+            ``window`` and ``alibi_slopes`` are refused for the same reason.
         out: ``[B, Hq, Sq, Dv]`` of the query's dtype, where the result is to go: apart in memory from all other
             arguments, its last dim contiguous, on a GPU base and strides multiples of 16 bytes. Decoding writes there;
             what the kernel of ``attention_varlen`` or PyTorch computes is copied there.
@@ -259,7 +259,7 @@ def attention_with_kv_cache(
                 float(options.softcap),
                 options.num_splits,
                 options.batch_invariant,
-                None if tree_mask is None else tree_mask.expand(query.shape[0], -1, -1),
+                None if tree_mask is None else tree_mask.expand(query.shape[0], *tree_mask.shape[-2:]),
             ),
             out,
         )

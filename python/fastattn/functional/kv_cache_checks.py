@@ -268,10 +268,9 @@ def _check_tree(t: Tensors, options: Options) -> None:
     assert t.tree_mask is not None
     batch, _, num_queries, _ = t.query.shape
     check_dtype("tree_mask", t.tree_mask, (torch.bool,))
-    check_rank("tree_mask", t.tree_mask, "[B, Sq, Sq]")
-    if t.tree_mask.shape[0] != 1:
-        check_shape("tree_mask", t.tree_mask, (batch, num_queries, num_queries), "[B, Sq, Sq]")
-    check_shape("tree_mask", t.tree_mask, (t.tree_mask.shape[0], num_queries, num_queries), "[1, Sq, Sq]")
+    tree, shape = list(t.tree_mask.shape), [num_queries, num_queries]
+    words = f"shape [B, Sq, Sq] = {[batch, *shape]}, [1, Sq, Sq] or [Sq, Sq]"
+    expect(tree in ([batch, *shape], [1, *shape], shape), "tree_mask", words, tree)
     beside = "beside a tree_mask, where a token's position is not its place in the cache"
     expect(t.rotary_cos is None, "rotary_cos", f"None {beside}: rotate query and k_new before the call", "a tensor")
     expect(t.alibi_slopes is None, "alibi_slopes", f"None {beside}", "a tensor")

@@ -156,11 +156,13 @@ def attention_with_kv_cache(
 
 
 def _tree_of_keys(tree_mask: Tensor, token: Tensor) -> Tensor:
-    """``tree_mask [1 or B, Sq, Sq]`` as bool ``[B, 1, Sq, Sk]``. ``token [B, Sk]``: which of the last ``Sq`` tokens a key
-    is, below 0 where it comes before them."""
+    """``tree_mask [1 or B, Sq, Sq]`` or ``[Sq, Sq]`` as bool ``[B, 1, Sq, Sk]``.
+
+    ``token [B, Sk]``: which of the last ``Sq`` tokens a key is, below 0 where it comes before them.
+    """
     num_queries = tree_mask.shape[-1]
     is_before = (token < 0)[:, None, :]
     if num_queries == 0:
         return is_before[:, None, :0]
     of_keys = token.clamp(0, num_queries - 1)[:, None, :].expand(-1, num_queries, -1)
-    return (is_before | tree_mask.expand(len(token), -1, -1).gather(2, of_keys))[:, None]
+    return (is_before | tree_mask.expand(len(token), num_queries, -1).gather(2, of_keys))[:, None]

@@ -1,0 +1,117 @@
+"""A step of flash-decoding, predicted: what waits for what, from the launch to the result. Nothing here is measured.
+
+``python -m benchmarks decode-time`` prints the table. The model of a launch (csrc/decode/split_sm80.cuh):
+
+    launch → lengths → page table → K of the first step → steps → part stored → arrival → parts loaded → result
+             L2        L2           device memory                 L2            L2        L2
+
+Each of these trips waits for the one before; the last three come again for each merge. Between them lie instructions:
+those of the steps of the busiest SM, and those around them (the plan, queries, masks, what starts the first loads, the
+merge of warps and parts). They take clocks of a simulation of the machine code, which is right to 8 % at best. All
+bytes have to come from device memory at its data sheet's rate, which nobody reaches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import NamedTuple
+
+from tabulate import tabulate
+
+from benchmarks.predict.machine_model import H200
+from fastattn import native
+
+# Clocks that a load waits where nothing else is on its way: Luo et al., arXiv 2402.13499 (H100).
+L2_CLOCKS, MEMORY_CLOCKS = 263, 479
+# Between two kernels of a CUDA graph: assumed.
+LAUNCH_MICROSECONDS = 1.5
+# Of a warp, one of a scheduler's that runs alone, for an instruction: simulated, 2.8 to 3.3 in the loops of steps.
+CLOCKS_OF_INSTRUCTION = 3.3
+SHARED_BYTES_PER_CTA = 227 << 10
+
+SIXTEEN, INT8, FP8 = native.CACHE_FORMATS
+HEAD_DIM = 128
+BLOCK_KEYS, MERGED_AT_ONCE = 64, 16
+
+
+class Steps(NamedTuple):
+    """Of 128 dims.
+
+    A warp's instructions for 16 keys, clocks of a step on an SM with one CTA and on a full one, and the bytes of a key
+    in K and V.
+    """
+
+    instructions: int
+    clocks_alone: int
+    clocks_full: int
+    key_bytes: int
+
+
+# Clocks are simulated, for the machine code of sm_90 and an H200's memory.
+STEPS = {
+    SIXTEEN: Steps(420, 1402, 3293, 512),
+    INT8: Steps(655, 1755, 2048, 264),
+    FP8: Steps(619, 1764, 2102, 264),
+}
+# What a warp executes around its steps, by the emulator's count for one sequence of 1024 tokens, the mean of all CTAs.
+INSTRUCTIONS_AROUND = 1300
+
+
+class Prediction(NamedTuple):
+    """``issue``: of the issue slots that memory leaves for a step; ``of_memory``: of the data sheet's bandwidth."""
+
+    microseconds: float
+    megabytes: float
+    issue: float
+    of_memory: float
+
+
+def trips(parts: int, paged: bool) -> float:
+    """Microseconds of all loads and stores that wait for each other."""
+    merges = math.ceil(math.log(parts, MERGED_AT_ONCE)) if parts > 1 else 0
+    clocks = L2_CLOCKS * (2 + paged + 3 * merges) + MEMORY_CLOCKS
+    return clocks / H200.clock_hz * 1e6
+
+
+def predict(tokens: int, batch: int, group: int, cache: str, kv_heads: int = 8, paged: bool = True) -> Prediction:
+    """One query of ``group * kv_heads`` heads for each of ``batch`` sequences of ``tokens`` tokens, on an H200."""
+    facts = native.NativeDeviceFacts(H200.arch, H200.num_sms, 0, SHARED_BYTES_PER_CTA)
+    dealt = native.dealt_decode(facts, HEAD_DIM, cache, batch, kv_heads, group, tokens)
+    step = STEPS[cache]
+    blocks = batch * kv_heads * math.ceil(tokens / BLOCK_KEYS)
+    ctas = math.ceil(blocks / dealt.longest_steps)
+    clocks = step.clocks_alone if ctas <= H200.num_sms else step.clocks_full
+    megabytes = batch * kv_heads * tokens * step.key_bytes / 1e6
+    of_steps = max(dealt.longest_steps * clocks / H200.clock_hz * 1e6, megabytes * 1e6 / H200.hbm_bytes_per_s * 1e6)
+    around = INSTRUCTIONS_AROUND * CLOCKS_OF_INSTRUCTION / H200.clock_hz * 1e6
+    parts = math.ceil(math.ceil(tokens / BLOCK_KEYS) / dealt.longest_steps)
+    microseconds = LAUNCH_MICROSECONDS + trips(parts, paged) + around + of_steps
+    slots = 4 * 16 * step.key_bytes / (H200.hbm_bytes_per_s / H200.num_sms / H200.clock_hz)
+    least = megabytes * 1e6 / H200.hbm_bytes_per_s * 1e6
+    return Prediction(microseconds, megabytes, step.instructions / slots, least / microseconds)
+
+
+def table() -> str:
+    """Microseconds (and the share of the data sheet's bandwidth) of 8 KV heads of 128 dims, in pages."""
+    rows = []
+    for cache in STEPS:
+        for batch in (1, 8, 64):
+            row = [cache, str(batch)]
+            for tokens in (512, 1024, 4096, 16384, 65536, 262144):
+                found = predict(tokens, batch, 4, cache)
+                row.append(f"{found.microseconds:.1f} ({found.of_memory:.2f})")
+            rows.append(row)
+    return tabulate(rows, ["cache", "batch", "512", "1k", "4k", "16k", "64k", "256k"], "pipe")
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the table."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(
+        arguments
+    )
+    print("Predicted, not measured: H200, 8 KV heads of 128 dims, groups of 1 to 16 query heads.")
+    for cache in STEPS:
+        print(f"{cache}: {predict(1024, 1, 4, cache).issue:.2f} of the issue slots that memory leaves")
+    print(f"microseconds (share of 4.8 TB/s), by tokens of each sequence\n\n{table()}")
+    return 0
