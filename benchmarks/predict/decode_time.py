@@ -32,27 +32,33 @@ SHARED_BYTES_PER_CTA = 227 << 10
 
 SIXTEEN, INT8, FP8 = native.CACHE_FORMATS
 HEAD_DIM = 128
-BLOCK_KEYS, MERGED_AT_ONCE = 64, 16
+MERGED_AT_ONCE = 16
 
 
 class Steps(NamedTuple):
     """Of 128 dims.
 
-    A warp's instructions for 16 keys, clocks of a step on an SM with one CTA and on a full one, and the bytes of a key
-    in K and V.
+    How many keys a warp takes at a time and its instructions for them, clocks of such a step on an SM with one CTA and
+    on a full one, and the bytes of a key in K and V.
     """
 
+    keys: int
     instructions: int
     clocks_alone: int
     clocks_full: int
     key_bytes: int
 
+    @property
+    def block(self) -> int:
+        """Keys that the four warps of a CTA take at a time."""
+        return 4 * self.keys
+
 
 # Clocks are simulated, for the machine code of sm_90 and an H200's memory.
 STEPS = {
-    SIXTEEN: Steps(420, 1402, 3293, 512),
-    INT8: Steps(655, 1755, 2048, 264),
-    FP8: Steps(619, 1764, 2102, 264),
+    SIXTEEN: Steps(16, 420, 1402, 3293, 512),
+    INT8: Steps(32, 980, 2478, 3171, 264),
+    FP8: Steps(32, 880, 2169, 3259, 264),
 }
 # What a warp executes around its steps, by the emulator's count for one sequence of 1024 tokens, the mean of all CTAs.
 INSTRUCTIONS_AROUND = 1300
@@ -79,15 +85,15 @@ def predict(tokens: int, batch: int, group: int, cache: str, kv_heads: int = 8, 
     facts = native.NativeDeviceFacts(H200.arch, H200.num_sms, 0, SHARED_BYTES_PER_CTA)
     dealt = native.dealt_decode(facts, HEAD_DIM, cache, batch, kv_heads, group, tokens)
     step = STEPS[cache]
-    blocks = batch * kv_heads * math.ceil(tokens / BLOCK_KEYS)
+    blocks = batch * kv_heads * math.ceil(tokens / step.block)
     ctas = math.ceil(blocks / dealt.longest_steps)
     clocks = step.clocks_alone if ctas <= H200.num_sms else step.clocks_full
     megabytes = batch * kv_heads * tokens * step.key_bytes / 1e6
     of_steps = max(dealt.longest_steps * clocks / H200.clock_hz * 1e6, megabytes * 1e6 / H200.hbm_bytes_per_s * 1e6)
     around = INSTRUCTIONS_AROUND * CLOCKS_OF_INSTRUCTION / H200.clock_hz * 1e6
-    parts = math.ceil(math.ceil(tokens / BLOCK_KEYS) / dealt.longest_steps)
+    parts = math.ceil(math.ceil(tokens / step.block) / dealt.longest_steps)
     microseconds = LAUNCH_MICROSECONDS + trips(parts, paged) + around + of_steps
-    slots = 4 * 16 * step.key_bytes / (H200.hbm_bytes_per_s / H200.num_sms / H200.clock_hz)
+    slots = 4 * step.keys * step.key_bytes / (H200.hbm_bytes_per_s / H200.num_sms / H200.clock_hz)
     least = megabytes * 1e6 / H200.hbm_bytes_per_s * 1e6
     return Prediction(microseconds, megabytes, step.instructions / slots, least / microseconds)
 

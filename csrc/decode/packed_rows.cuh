@@ -1,5 +1,5 @@
-// The rows of a tile are queries times the heads of a group: row = query * group + head in group. What a lane needs to
-// know of its two rows, to make scores of Q·Kᵀ.
+// The rows of a tile are queries times the heads of a group: row = query * group + head in group. What is to be known of them
+// to make scores of Q·Kᵀ.
 #pragma once
 
 #include <cstdint>
@@ -20,48 +20,59 @@ struct QueryRow {
         : query(row / max(params.group, 1)), head(kv_head * params.group + row % max(params.group, 1)) {}
 };
 
-// What the rows of a tile have in common: in shared memory, since registers are scarce.
-struct CommonMask {
+struct alignas(16) RowFacts {
+    KeyRange sees;  // empty for rows that do not exist; a tree mask hides some of them
+    int32_t position;
+    float slope;
+};
+
+// What is known of a tile's rows. It waits in shared memory, because registers are scarce and few steps ask for it.
+template <int kRows>
+struct TileMask {
+    RowFacts rows[kRows];
     KeyRange all;  // keys that every row sees, of those that exist
     int32_t tree;  // the first key that a tree mask tells of
     int32_t batch;
 };
 
 // Of one warp, which has 16 rows of a tile.
+template <int kRows>
 struct PackedRows {
     const DecodeParams& decode;
     const ScoreParams& params;
-    int32_t position[2];  // of the lane's upper and lower row
-    KeyRange sees[2];     // empty for rows that do not exist; a tree mask hides some of them
-    float slope[2];
-    KeyRange some;  // keys that some row of the tile sees, of those that exist
-    const CommonMask& common;
+    const TileMask<kRows>& mask;
+    const RowFacts* upper;  // the lane's; its lower row is kLowerRow rows further
+    KeyRange some;          // keys that some row of the tile sees, of those that exist
 
-    // The tile has tile_rows rows from first_row on; the warp's are those from first_of_warp on. Thread 0 writes `common`.
+    // The tile has its rows from first_row on, and the warp's first is one of them. All threads of the CTA come here; what
+    // they write is there after the next barrier.
     __device__ __forceinline__ PackedRows(const DecodeParams& decode, const CachedSequence& tokens, int32_t batch,
-                                          int32_t kv_head, int32_t first_row, int32_t tile_rows, int32_t first_of_warp,
-                                          CommonMask& common, int lane)
-        : decode(decode), params(decode.scores), common(common) {
+                                          int32_t kv_head, int32_t first_row, int first_of_warp, TileMask<kRows>& mask,
+                                          int lane)
+        : decode(decode), params(decode.scores), mask(mask), upper(mask.rows + first_of_warp + lane / kLanesPerRow) {
         const int32_t num_queries = decode.sequence.num_queries, num_rows = num_queries * decode.group;
         const Window window{tokens.total, tokens.total - num_queries, params.window_left, params.window_right};
-        const int32_t last_row = min(first_row + tile_rows, num_rows) - 1;
-        for_own_rows<1>(lane, [&](int, int half, int row_of_warp) {
-            const int32_t row = first_of_warp + row_of_warp;
+        const int32_t last_row = min(first_row + kRows, num_rows) - 1;
+        if (threadIdx.x < kRows) {
+            const int32_t row = first_row + static_cast<int32_t>(threadIdx.x);
             const QueryRow own(decode, kv_head, row);
-            const bool exists = row <= last_row;
-            position[half] = own.query + window.offset;
-            sees[half] = exists ? window.keys_of(own.query) : KeyRange{0, 0};
-            slope[half] = 0;
-            if (exists && params.alibi_slopes != nullptr) {
-                slope[half] = params.alibi_slopes[batch * params.alibi_batch_stride + own.head];
+            RowFacts facts{{0, 0}, own.query + window.offset, 0.0f};
+            if (row <= last_row) {
+                facts.sees = window.keys_of(own.query);
+                if (params.alibi_slopes != nullptr) {
+                    facts.slope = params.alibi_slopes[batch * params.alibi_batch_stride + own.head];
+                }
             }
-        });
+            mask.rows[threadIdx.x] = facts;
+        }
         const KeyRange first = window.keys_of(QueryRow(decode, kv_head, first_row).query);
         const KeyRange last = window.keys_of(QueryRow(decode, kv_head, last_row).query);
         some = {first.begin, max(last.end, first.begin)};
         if (threadIdx.x == 0) {
             const int32_t end = decode.tree_mask.data != nullptr ? min(first.end, window.offset) : first.end;
-            common = {{last.begin, end}, window.offset, batch};
+            mask.all = {last.begin, end};
+            mask.tree = window.offset;
+            mask.batch = batch;
         }
         if (num_rows == 0) some = {tokens.total, tokens.total};
     }
@@ -71,7 +82,8 @@ struct PackedRows {
     template <int kKeys>
     __device__ __forceinline__ uint2 seen(uint32_t present, int32_t first_key, int lane) const {
         const auto of_row = [&](int half) {
-            uint32_t keys = present & keys_between<kKeys>(sees[half].begin - first_key, sees[half].end - first_key);
+            const KeyRange sees = upper[half * kLowerRow].sees;
+            uint32_t keys = present & keys_between<kKeys>(sees.begin - first_key, sees.end - first_key);
             if (decode.tree_mask.data != nullptr) keys &= seen_in_tree<kKeys>(half, keys, first_key, lane);
             return keys;
         };
@@ -80,7 +92,7 @@ struct PackedRows {
 
     // Whether rows differ in what they see of `num_keys` keys.
     __device__ __forceinline__ bool differ(int32_t first_key, int32_t end_key) const {
-        return first_key < common.all.begin || end_key > common.all.end;
+        return first_key < mask.all.begin || end_key > mask.all.end;
     }
 
     // Whether every row sees each of kKeys keys.
@@ -103,9 +115,10 @@ struct PackedRows {
         }
         const int column = accumulator_column(lane);
         if (params.alibi_slopes != nullptr) {
+            const RowFacts facts[2] = {upper[0], upper[kLowerRow]};
             for_each(rS, [&](int n, int e, float s) {
                 const int32_t key = first_key + n * kMmaN + column + e % 2;
-                return s - slope[e / 2] * static_cast<float>(abs(position[e / 2] - key));
+                return s - facts[e / 2].slope * static_cast<float>(abs(facts[e / 2].position - key));
             });
         }
         constexpr int kKeys = kTilesN * kMmaN;
@@ -117,18 +130,20 @@ struct PackedRows {
     }
 
   private:
+    static constexpr int kLowerRow = kMmaM / 2;
+
     // Those of `keys` that the tree mask lets the row see. Of the lanes that share a row each asks about some of them.
     template <int kKeys>
     __device__ __forceinline__ uint32_t seen_in_tree(int half, uint32_t keys, int32_t first_key, int lane) const {
-        const TreeMaskView& mask = decode.tree_mask;
-        const int32_t query = position[half] - common.tree;
-        const uint8_t* row = mask.data + common.batch * mask.batch_stride + query * mask.query_stride;
+        const TreeMaskView& tree = decode.tree_mask;
+        const int32_t query = upper[half * kLowerRow].position - mask.tree;
+        const uint8_t* row = tree.data + mask.batch * tree.batch_stride + query * tree.query_stride;
         uint32_t found = 0;
 #pragma unroll 1
         for (int key = lane % kLanesPerRow; key < kKeys; key += kLanesPerRow) {
-            const int32_t token = first_key + key - common.tree;
+            const int32_t token = first_key + key - mask.tree;
             const bool is_asked = (keys >> key & 1) != 0;
-            if (is_asked && (token < 0 || __ldg(row + token * mask.token_stride) != 0)) found |= 1u << key;
+            if (is_asked && (token < 0 || __ldg(row + token * tree.token_stride) != 0)) found |= 1u << key;
         }
 #pragma unroll
         for (int distance = 1; distance < kLanesPerRow; distance *= 2) {

@@ -135,7 +135,7 @@ inline int64_t num_counters(const SplitPlan& plan) {
 inline SplitPlan split_plan(const SequenceShape& shape, int32_t batch, int32_t kv_heads, int32_t row_tiles,
                             int32_t block_keys, int64_t num_splits, bool batch_invariant, int32_t resident_ctas) {
     constexpr int32_t kInvariantKeys = 1024;  // 512 KB of 128 + 128 dims; 16 rows written and read are 3 % of that
-    constexpr int32_t kMinBlocks = 2;  // both are on their way before the first is used
+    constexpr int32_t kMinBlocks = 2;         // both are on their way before the first is used
     const int32_t blocks = std::max(1, most_blocks(shape, block_keys));
     SplitPlan plan{};
     plan.tiles_per_sequence = kv_heads * row_tiles;

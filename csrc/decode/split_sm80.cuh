@@ -77,7 +77,7 @@ struct alignas(128) DecodeStorageSm80 {
     float query_powers[Config::kFormat == CacheFormat::kFp8 ? Config::kBlockM : 1];  // query_tile.cuh
     PlannedLine line;
     TileInHand tile;
-    CommonMask mask;
+    TileMask<Config::kBlockM> mask;
 };
 
 // What a CTA must be able to have, of a GPU that runs the kernel; 0: any has it.
@@ -93,8 +93,8 @@ struct DecodeThreads : AllThreadsOfCta {
 };
 
 // Where a group's output stands: [kBlockM, kHeadDim] fp32, swizzled in stretches of columns: those of one MMA, or of an 8-bit
-// cache of two. Lanes write eight columns of four rows at a time, of an 8-bit cache 16 columns
-// of two, and read along a row: each covers all banks.
+// cache of two. Lanes write eight columns of four rows at a time, of an 8-bit cache 16 columns of two, and read along a row:
+// each covers all banks.
 template <typename Config>
 struct OutputLayout {
     static constexpr int kStretch = Config::k8Bit ? 2 * kMmaN : kMmaN, kPeriod = Config::k8Bit ? 2 : 4;
@@ -197,8 +197,8 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
             tile_share(params.plan, sequence.spans, tokens, kBlockN, sequence.first_span, span, work.end_span());
         const int32_t batch = sequence.batch, kv_head = share.tile_idx / params.row_tiles;
         const int32_t row_tile = share.tile_idx % params.row_tiles, first_row = row_tile * kBlockM;
-        const PackedRows rows(params, tokens, batch, kv_head, first_row, kBlockM, first_row + warps.index() * kMmaM,
-                              shared.mask, lane);
+        const PackedRows<kBlockM> rows(params, tokens, batch, kv_head, first_row, warps.index() * kMmaM, shared.mask,
+                                       lane);
         const bool stores_new = row_tile == params.row_tiles - 1 && tokens.before < tokens.total;
         const KeyRange wanted = {stores_new ? min(rows.some.begin, tokens.before) : rows.some.begin,
                                  stores_new ? tokens.total : rows.some.end};

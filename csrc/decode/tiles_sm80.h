@@ -7,9 +7,7 @@ namespace fastattn {
 
 // A warp takes 16 keys at a time, 16 rows and all dims: nobody waits for another warp in the loop. Its ring of keys
 // and values is 16 KB, of which at least half is on its way at any time: with two CTAs, 64 KB an SM. An H200 (4.8 TB/s,
-// 132 SMs) needs 29 KB an SM to cover 0.8 us of latency, an A100 (2.0 TB/s, 108 SMs) 15 KB. Of 8 bits and 64 dims it is 8 KB,
-// so that three CTAs fit, 48 KB on its way: two warps of a scheduler wait too often for their own results there, and are
-// predicted to reach four fifths of an H200's bandwidth.
+// 132 SMs) needs 29 KB an SM to cover 0.8 us of latency, an A100 (2.0 TB/s, 108 SMs) 15 KB.
 //
 // 16 keys, of n dims each in K and V, are 64 n bytes of a 16-bit cache and half as many of an 8-bit one. While an
 // H200's memory brings them (18.4 bytes a clock and SM), an SM has the issue slots of the table. Below them stand the
@@ -19,12 +17,13 @@ namespace fastattn {
 //   16-bit: slots    890   1780   3560
 //     executed       351    419    573
 //   8-bit: slots     445    890   1780
-//     executed       373    654    910   int8
-//     executed       493    903   1380   fp8 before sm_89, by bits
-//     executed       348    619    824   fp8 from sm_89 on, by an instruction
+//     executed       373    490    910   int8
+//     executed       495    720   1380   fp8 before sm_89, by bits
+//     executed       350    440    824   fp8 from sm_89 on, by an instruction
 //
-// With 8 bits and 64 dims, 16 keys are 1 KB, and a step of 16 would execute more instructions than there are issue slots:
-// so a warp takes 32 keys at a time there.
+// Two warps of a scheduler wait too often for their own results to use more than half of the slots. So of 8 bits a warp takes
+// 32 keys at a time up to 128 dims, over which the instructions of a step are spread, and with 64 dims there are three CTAs,
+// whose rings are 8 KB, 48 KB on its way.
 //
 // kBlockM: 16 rows, or 32 where more than 16 share a KV head. Then two warps take the same keys (row_warps.cuh), each for 16
 // rows and in as many registers as before, so that an SM holds one such CTA instead of two. They execute 561, 676 and 898
@@ -33,7 +32,7 @@ template <int kBlockM_, int kHeadDim, bool k8BitCache>
 struct DecodeTileSm80 {
     static constexpr int kBlockM = kBlockM_;
     static constexpr int kRowWarps = kBlockM / 16, kKeyGroups = 4;
-    static constexpr int kWarpN = k8BitCache && kHeadDim == 64 ? 32 : 16;
+    static constexpr int kWarpN = k8BitCache && kHeadDim <= 128 ? 32 : 16;
     static constexpr int kNumWarps = kRowWarps * kKeyGroups;
     static constexpr int kBlockN = kKeyGroups * kWarpN;
     static constexpr bool kIsSmall = k8BitCache && kHeadDim == 64 && kRowWarps == 1;

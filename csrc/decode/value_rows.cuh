@@ -27,8 +27,8 @@ struct SharedTile {
 
 // NaN and infinities in a tile of values [16, kHeadDim] reach the rows that see their key, and no other. All `warps` that
 // share the tile take part.
-template <DataType kDataType, int kTilesD, int kRowWarps>
-__device__ __forceinline__ void silence_unseen(float (&rO)[1][kTilesD][4], char* sV, const PackedRows& rows,
+template <DataType kDataType, int kTilesD, int kRows, int kRowWarps>
+__device__ __forceinline__ void silence_unseen(float (&rO)[1][kTilesD][4], char* sV, const PackedRows<kRows>& rows,
                                                const RowWarps<kRowWarps>& warps, uint32_t present, int32_t first_key,
                                                int lane) {
     using Tile = WarpTile<kTilesD * kMmaN, kMmaK>;
@@ -41,8 +41,8 @@ __device__ __forceinline__ void silence_unseen(float (&rO)[1][kTilesD][4], char*
 }
 
 // The same of a tile of fp8 values [kKeys, kTilesD * 8]: NaN is all that is not finite. rO as in eight_bit_gemm.cuh.
-template <int kKeys, int kTilesD, int kRowWarps>
-__device__ __forceinline__ void silence_unseen_fp8(float (&rO)[1][kTilesD][4], char* sV, const PackedRows& rows,
+template <int kKeys, int kTilesD, int kRows, int kRowWarps>
+__device__ __forceinline__ void silence_unseen_fp8(float (&rO)[1][kTilesD][4], char* sV, const PackedRows<kRows>& rows,
                                                    const RowWarps<kRowWarps>& warps, uint32_t present,
                                                    int32_t first_key, int lane) {
     using Tile = WarpTile<kTilesD * kMmaN / 2, kKeys>;
@@ -124,9 +124,10 @@ struct OutputScale {
     }
 
     // The probability of a key that a row does not see stays 0, whatever the key's scale is.
-    template <int kTilesN>
-    __device__ __forceinline__ void weigh(float (&rP)[1][kTilesN][4], const float* sScales, const PackedRows& rows,
-                                          uint32_t present, int32_t first_key, int lane) const {
+    template <int kTilesN, int kRows>
+    __device__ __forceinline__ void weigh(float (&rP)[1][kTilesN][4], const float* sScales,
+                                          const PackedRows<kRows>& rows, uint32_t present, int32_t first_key,
+                                          int lane) const {
         constexpr int kKeys = kTilesN * kMmaN;
         const int column = accumulator_column(lane);
 #pragma unroll
