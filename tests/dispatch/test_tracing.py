@@ -368,10 +368,11 @@ OP_CALLS: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
             None,
             0.25,
             -1,
-            0,
+            -1,
             0.0,
             0,
             False,
+            torch.ones(2, 1, 1, dtype=torch.bool),
         ),
     ),
     "split keys": (

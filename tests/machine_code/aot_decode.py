@@ -72,6 +72,7 @@ def split_build(
     softcap: bool = False,
     alibi: bool = False,
     sinks: bool = False,
+    tree: bool = False,
     rotary_dim: int = 0,
     split: bool = True,
     ones: tuple[str, ...] = (),
@@ -84,6 +85,8 @@ def split_build(
         "alibi_slopes": "*fp32:16" if alibi else "none",
         "alibi_batch_stride": "i32",
         "sinks": "*fp32:16" if sinks else "none",
+        "tree_mask": "*u8" if tree else "none",
+        "tree_strides": TupleType(STRIDES),
         "out": "*fp32:16" if split else f"*{dtype}:16",
         "out_strides": TupleType(("i32", *STRIDES)),
         "lse": "*fp32:16",
@@ -121,7 +124,7 @@ def split_build(
     for one in ones:
         del types[one]
         constexprs[one] = 1
-    kind = "ones" if ones else "features" if softcap else "rows-differ" if rows_differ else "plain"
+    kind = "ones" if ones else "features" if softcap else "tree" if tree else "rows-differ" if rows_differ else "plain"
     pages = f"-page{page_size}" if page_size else ""
     name = f"decode-sm{arch}-{dtype}-d{dims[0]}x{dims[1]}-rows{rows}-{cache}{pages}-{kind}"
     return Build(name, split_kernel, arch, types, constexprs, SHARED_MEMORY[arch] // tile.ctas_per_sm)
@@ -143,6 +146,7 @@ def builds() -> list[Build]:
             found.append(split_build(arch, dtype, (128, 128), rows, cache="fp8"))
         for cache in ("int8", "fp8"):
             found.append(split_build(arch, "fp16", (256, 256), 32, page_size=16, cache=cache, rows_differ=True))
+    found.append(split_build(90, "bf16", (128, 128), 32, page_size=16, rows_differ=True, tree=True))
     found.append(split_build(80, "bf16", (72, 40), 16))
     found.append(split_build(90, "bf16", (64, 64), 8, rotary_dim=64, page_size=16, ones=ONES))
     # sm_86, sm_89 and sm_120 have 99 KB of shared memory.

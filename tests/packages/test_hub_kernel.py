@@ -99,7 +99,7 @@ def test_modules_import_relatively_or_from_the_standard_library_torch_and_triton
 def test_the_variant_names_the_oldest_torch_the_cuda_version_and_the_gpus():
     assert variant_name(with_cuda()).startswith("torch-stable-abi210-cu130-")
     assert variant_name(a_build(Path("out"))).startswith("torch-stable-abi210-cpu-")
-    assert metadata(with_cuda())["backend"] == {"type": "cuda", "archs": ["8.0+PTX", "9.0", "9.0a"]}
+    assert metadata(with_cuda())["backend"] == {"type": "cuda", "archs": ["8.0+PTX", "9.0+PTX", "9.0a"]}
     hopper = [each for each in all_instances(CSRC) if each.architecture == "90a"]
     assert metadata(with_cuda(instances=hopper))["backend"]["archs"] == sorted(
         {"sm_90": "9.0", "sm_90a": "9.0a"}[name] for name in {code for each in hopper for code in each.code}
