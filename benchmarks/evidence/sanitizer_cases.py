@@ -137,9 +137,11 @@ def decode_tree(device: torch.device) -> None:
     """A tree of five proposed tokens, for which a tile has 20 rows."""
     tree = torch.eye(5, dtype=torch.bool)
     tree[:, 0] = True
+    k_cache, v_cache = (random(device, 2, 2, 256, 64, seed=seed) for seed in (1, 2))
     fastattn.attention_with_kv_cache(
         random(device, 2, 8, 5, 64),
-        *(random(device, 2, 2, 256, 64, seed=seed) for seed in (1, 2)),
+        k_cache,
+        v_cache,
         torch.tensor([190, 7], dtype=torch.int32).to(device),
         k_new=random(device, 2, 2, 5, 64, seed=3),
         v_new=random(device, 2, 2, 5, 64, seed=4),

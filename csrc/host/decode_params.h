@@ -61,8 +61,8 @@ struct SplitPlan {
     int32_t blocks_per_span;     // else a span has so many blocks of keys
     int32_t min_spans_per_cta;   // but see spans_per_cta()
     int64_t num_tiles;           // of all sequences
-    bool spans_are_parts;   // each span becomes a part of its own; else all that a CTA has of a tile is one part
-    int32_t slots_per_cta;  // of the workspace
+    bool spans_are_parts;        // each span becomes a part of its own; else all that a CTA has of a tile is one part
+    int32_t slots_per_cta;       // of the workspace
 };
 
 // cos and sin of RoPE: [num_positions, half_dim]; the first 2 * half_dim dims of a row turn.
