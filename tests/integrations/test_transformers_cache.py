@@ -1,4 +1,4 @@
-"""``fastattn.integrations.transformers.Cache``: eager's tokens, and with int8 those of eager over rounded keys."""
+"""``fastattn.integrations.transformers.Cache``: eager's tokens, and with 8 bits those of eager over rounded keys."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from transformers.cache_utils import DynamicLayer
 
 import fastattn
 from fastattn.integrations import transformers as integration
-from fastattn.quantization import quantize_rows
+from fastattn.quantization import quantize_rows, quantize_rows_fp8
 from tiny_models import DECODERS, ENCODER_DECODERS, make_model, tokens
 
 OPTIONS = {"max_new_tokens": 7, "do_sample": False, "disable_compile": True}
 EXACT = {"rtol": 2e-4, "atol": 2e-5}
-each_dtype = pytest.mark.parametrize("dtype", [None, "int8"])
+QUANTIZE = {"int8": quantize_rows, "fp8": quantize_rows_fp8}
+each_dtype = pytest.mark.parametrize("dtype", [None, *QUANTIZE])
 
 
 @pytest.fixture(autouse=True)
@@ -26,22 +27,31 @@ def registered() -> None:
     integration.register()
 
 
-def rounded(states: Tensor) -> Tensor:
-    values, scale = quantize_rows(states)
-    return (values * scale[..., None]).to(states.dtype)
+def rounded(states: Tensor, dtype: str) -> Tensor:
+    values, scale = QUANTIZE[dtype](states)
+    return (values.to(scale.dtype) * scale[..., None]).to(states.dtype)
 
 
 class RoundedLayer(DynamicLayer):
     """Keeps what int8 keeps, in the model's dtype. A prompt is attended to before it is rounded."""
 
+    stored_as = "int8"
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         is_prompt = self.get_seq_length() == 0
-        found = super().update(rounded(key_states), rounded(value_states))
+        found = super().update(*(rounded(states, self.stored_as) for states in (key_states, value_states)))
         return (key_states, value_states) if is_prompt else found
 
 
+class LayerRoundedToFp8(RoundedLayer):
+    stored_as = "fp8"
+
+
+LAYERS = {None: DynamicLayer, "int8": RoundedLayer, "fp8": LayerRoundedToFp8}
+
+
 def reference_cache(dtype: str | None) -> AnyCache:
-    return AnyCache(layer_class_to_replicate=DynamicLayer if dtype is None else RoundedLayer)
+    return AnyCache(layer_class_to_replicate=LAYERS[dtype])
 
 
 def make_cache(model: Any, dtype: str | None, batch_size: int = 2, max_length: int = 20) -> integration.Cache:
@@ -66,7 +76,7 @@ class TestGenerate:
         came = ours.generate(**tokens("left"), past_key_values=make_cache(ours, dtype, batch_size=6), **options)
         assert torch.equal(came, wanted)
 
-    @pytest.mark.parametrize(("family", "dtype"), [("bart", None), ("bart", "int8"), ("t5", None)])
+    @pytest.mark.parametrize(("family", "dtype"), [("bart", None), ("bart", "int8"), ("bart", "fp8"), ("t5", None)])
     def test_encoder_decoders(self, family: str, dtype: str | None) -> None:
         eager, ours = make_model(family, "eager"), make_model(family, "fastattn")
         caches = (reference_cache(dtype), make_cache(ours, dtype))
@@ -158,12 +168,13 @@ def test_a_compiled_step_without_breaks(padding: str, dtype: str | None) -> None
     torch.testing.assert_close(torch.cat([part.logits for part in parts], 1)[is_token], wanted[is_token], **EXACT)
 
 
-def test_int8_takes_a_byte_and_a_scale() -> None:
+@pytest.mark.parametrize(("dtype", "stored"), [("int8", torch.int8), ("fp8", torch.float8_e4m3fn)])
+def test_an_element_takes_a_byte_and_a_token_a_scale(dtype: str, stored: torch.dtype) -> None:
     model = make_model("llama", "fastattn", head_dim=16)
-    cache = make_cache(model, "int8")
+    cache = make_cache(model, dtype)
     model.generate(**tokens(), past_key_values=cache, **OPTIONS)
     layer = cache.layers[0]
-    assert layer.keys.dtype == torch.int8 and layer.keys.shape == (2, 2, 20, 16)
+    assert layer.keys.dtype == stored and layer.keys.shape == (2, 2, 20, 16)
     assert layer.keys.untyped_storage().nbytes() == layer.keys.numel()
 
 
@@ -193,7 +204,7 @@ class TestRefusals:
         [
             ({"batch_size": 0}, r"^batch_size: expected at least 1"),
             ({"max_length": 2.5}, r"^max_length: expected an int"),
-            ({"dtype": "int4"}, r"^dtype: expected one of None, 'int8'"),
+            ({"dtype": "int4"}, r"^dtype: expected one of None, 'int8', 'fp8'"),
             ({"config": RecurrentGemmaConfig()}, r"^config: expected layers of the kinds full_attention"),
         ],
         ids=["batch size", "length", "dtype", "layers"],
@@ -224,7 +235,7 @@ class TestRefusals:
     def test_of_what_int8_lacks(self) -> None:
         model = make_model("t5", "fastattn")
         cache = EncoderDecoderCache(make_cache(model, "int8"), DynamicCache())
-        with pytest.raises(fastattn.InputError, match=r"^position_bias: expected None over an int8 cache"):
+        with pytest.raises(fastattn.InputError, match=r"^position_bias: expected None over an 8-bit cache"):
             model.generate(**tokens(), past_key_values=cache, **OPTIONS)
         model = make_model("llama", "fastattn")
         cache = make_cache(model, "int8", max_length=30)
@@ -234,5 +245,5 @@ class TestRefusals:
         model = make_model("llama", "fastattn", attention_dropout=0.1).train()
         cache.reset()
         model(**tokens(), past_key_values=cache)  # a prompt is attended to as it is
-        with pytest.raises(fastattn.InputError, match=r"^dropout: expected 0 over an int8 cache"):
+        with pytest.raises(fastattn.InputError, match=r"^dropout: expected 0 over an 8-bit cache"):
             model(**tokens(), past_key_values=cache)

@@ -122,15 +122,16 @@ def test_generate_gives_eagers_tokens() -> None:
     assert torch.equal(came, wanted)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("padding", ["none", "left"])
-def test_an_int8_cache_is_read_by_the_decoding_kernel(padding: str) -> None:
+def test_an_8_bit_cache_is_read_by_the_decoding_kernel(padding: str, dtype: str) -> None:
     """After the prompt every layer decodes, padded or not. PyTorch is the reference, over the same cache."""
     inputs = to_device(tokens(padding, length=6))
     options = {"max_new_tokens": 3, "do_sample": False, "disable_compile": True}
     results = []
     for backend in ("torch", "cuda"):
         model = make_model("gemma2", "fastattn", DTYPE, head_dim=16).to(DEVICE)
-        cache = integration.Cache(model.config, batch_size=2, max_length=12, dtype="int8")
+        cache = integration.Cache(model.config, batch_size=2, max_length=12, dtype=dtype)
         with fastattn.use_backend(backend), fastattn.record() as calls:
             results.append(model.generate(**inputs, past_key_values=cache, **options))
     assert torch.equal(*results)

@@ -8,7 +8,7 @@
 attention.py is the function that models call, masks.py decides what a model's mask becomes, patterns.py reads what mask
 transformers means, and marks.py says it in a few numbers instead of a mask ``[B, 1, Sq, Sk]``. model_code.py knows what
 transformers does not say of a model, and model_setup.py refuses models by it. cache.py has a cache for ``generate``,
-also of int8.
+also of 8 bits, and eight_bit_cache.py attends over it.
 
 int8_config.py is what makes a model's linear layers int8 while it is loaded; int8_layers.py chooses the layers,
 int8_loading.py makes their weights, and int8_quantizer.py is what transformers calls. Importing this package makes them

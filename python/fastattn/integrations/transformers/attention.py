@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from fastattn.dispatch.device import facts
+from fastattn.dispatch.support import FEATURE_OF_CACHE
 from fastattn.errors import InputError
 from fastattn.functional.attention import attention, attention_varlen
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
-from fastattn.integrations.transformers.int8_cache import attend_int8
+from fastattn.integrations.transformers.eight_bit_cache import attend_8bit
 from fastattn.integrations.transformers.marks import Keys, Lengths, Offsets, read
 
 _REFUSED = {
@@ -94,9 +95,9 @@ def attend(
             window = (sliding_window - 1, sliding_window - 1) if sliding_window else (-1, -1)
         return _attend_packed(query, key, value, offsets, window, options, deterministic), None
 
-    if key.dtype == torch.int8:
+    if key.dtype in FEATURE_OF_CACHE:
         options_of_cache = _options_of_cache(position_bias, options)
-        out = attend_int8(query, key, value, attention_mask, causal_window, **options_of_cache)
+        out = attend_8bit(query, key, value, attention_mask, causal_window, **options_of_cache)
         return out.transpose(1, 2).contiguous(), None
     window = (-1, -1)
     mask = attention_mask
@@ -142,10 +143,10 @@ def _options_of_cache(position_bias: Tensor | None, options: _Options) -> dict[s
     """Raises where attention over a cache lacks one."""
     if position_bias is not None:
         raise InputError(
-            "position_bias: expected None over an int8 cache, got a tensor; use a cache of the model's dtype"
+            "position_bias: expected None over an 8-bit cache, got a tensor; use a cache of the model's dtype"
         )
     if options.dropout_p > 0:
-        raise InputError(f"dropout: expected 0 over an int8 cache, got {options.dropout_p}; call model.eval()")
+        raise InputError(f"dropout: expected 0 over an 8-bit cache, got {options.dropout_p}; call model.eval()")
     return {"softcap": options.softcap, "sinks": options.sinks, "scale": options.scale}
 
 

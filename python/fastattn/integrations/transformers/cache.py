@@ -1,4 +1,4 @@
-"""A cache for ``generate``: static memory, of the model's dtype or of int8 that the kernel reads as it is."""
+"""A cache for ``generate``: static memory, of the model's dtype or of 8 bits that the kernel reads as they are."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from transformers.cache_utils import CacheLayerMixin, DummyLayer, get_layer_type
 from fastattn.checks import check_choice, check_int, expect
 from fastattn.errors import CacheFull, InputError
 from fastattn.layout import ALIGNMENT_BYTES
-from fastattn.quantization import quantize_rows
+from fastattn.quantization import FP8, as_numbers, quantize_rows, quantize_rows_fp8
 
 _SERVED = ("full_attention", "sliding_attention", "dummy")
+# Dtypes of 8 bits by their names, and what rounds to them.
+_EIGHT_BIT = {"int8": (torch.int8, quantize_rows), "fp8": (FP8, quantize_rows_fp8)}
 
 
 class Cache(transformers.Cache):
@@ -23,7 +25,8 @@ class Cache(transformers.Cache):
     >>> cache = Cache(model.config, batch_size=2, max_length=4096, dtype="int8")
     >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=100)
 
-    With ``dtype="int8"`` every token's head has a scale, and attention reads 8 bits: nothing is dequantised in memory.
+    With ``dtype="int8"`` or ``"fp8"`` every token's head has a scale, and attention reads 8 bits: nothing is
+    dequantised in memory.
     The prompt that fills an empty cache is attended to in the model's own dtype. Only models whose
     ``attn_implementation`` is fastattn's can read such a cache. Beam search takes ``batch_size * num_beams``.
 
@@ -37,30 +40,30 @@ class Cache(transformers.Cache):
     def __init__(self, config: Any, *, batch_size: int, max_length: int, dtype: str | None = None) -> None:
         check_int("batch_size", batch_size, minimum=1)
         check_int("max_length", max_length, minimum=1)
-        check_choice("dtype", dtype, (None, "int8"))
+        check_choice("dtype", dtype, (None, *_EIGHT_BIT))
         layer_types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
         for layer_type in layer_types:
             expect(layer_type in _SERVED, "config", f"layers of the kinds {', '.join(_SERVED)}", repr(layer_type))
         layers = [
-            DummyLayer() if layer_type == "dummy" else _Layer(batch_size, max_length, dtype == "int8")
+            DummyLayer() if layer_type == "dummy" else _Layer(batch_size, max_length, dtype)
             for layer_type in layer_types
         ]
         super().__init__(layers=layers)
 
 
 def scale_of(cache: Tensor) -> Tensor:
-    """The scales of an int8 cache ``[B, Hkv, capacity, D]``, float32 ``[B, Hkv, capacity]``."""
+    """The scales of an 8-bit cache ``[B, Hkv, capacity, D]``, float32 ``[B, Hkv, capacity]``."""
     scale = getattr(cache, "fastattn_scale", None)
     if scale is None:
         raise InputError(
-            "key: expected int8 keys as fastattn.integrations.transformers.Cache returns them, got int8 ones without "
-            "scales; the model must not change what the cache returns"
+            f"key: expected {cache.dtype} keys as fastattn.integrations.transformers.Cache returns them, got some "
+            "without scales; the model must not change what the cache returns"
         )
     return scale
 
 
 class _Layer(CacheLayerMixin):
-    """``keys`` and ``values``: ``[B, Hkv, capacity, D]``, in memory ``[B, capacity, Hkv, D]``; int8 with their scales.
+    """``keys`` and ``values``: ``[B, Hkv, capacity, D]``, in memory ``[B, capacity, Hkv, D]``; of 8 bits with scales.
 
     A token's heads lie together, so that each token can be a page (attention.py).
     """
@@ -70,11 +73,11 @@ class _Layer(CacheLayerMixin):
     is_sliding = False
     cumulative_length: Tensor
 
-    def __init__(self, batch_size: int, max_length: int, is_int8: bool) -> None:
+    def __init__(self, batch_size: int, max_length: int, eight_bit: str | None) -> None:
         super().__init__()
         self.batch_size = batch_size
         self.max_cache_len = max_length
-        self.is_int8 = is_int8
+        self.eight_bit = None if eight_bit is None else _EIGHT_BIT[eight_bit]
         self.is_empty = True
         self.cumulative_length = torch.tensor(0, dtype=torch.int64)
         # What the host knows of it: without the tokens of compiled steps, whose graph it would be a guard of.
@@ -97,14 +100,14 @@ class _Layer(CacheLayerMixin):
 
     def _allocate(self, like: Tensor) -> Tensor:
         """Every row on the boundary that the kernels' vector loads need."""
-        dtype = torch.int8 if self.is_int8 else like.dtype
+        dtype = like.dtype if self.eight_bit is None else self.eight_bit[0]
         _, heads, _, dim = like.shape
         unit = ALIGNMENT_BYTES // dtype.itemsize
         shape = (self.batch_size, self.max_cache_len, heads)
         with torch.inference_mode(False):  # memory from inside could not be written outside of it
             rows = torch.zeros(*shape, -(-dim // unit) * unit, dtype=dtype, device=like.device)[..., :dim]
             cache = rows.transpose(1, 2)
-            if self.is_int8:
+            if self.eight_bit is not None:
                 scale = torch.ones(shape, dtype=torch.float32, device=like.device).transpose(1, 2)
                 cache.fastattn_scale = scale  # type: ignore[attr-defined]
         return cache
@@ -112,7 +115,7 @@ class _Layer(CacheLayerMixin):
     def _tensors(self) -> list[Tensor]:
         """All that have a row for each sequence."""
         caches = [self.keys, self.values]
-        return caches + [scale_of(cache) for cache in caches] if self.is_int8 else caches
+        return caches if self.eight_bit is None else caches + [scale_of(cache) for cache in caches]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Appends, and returns what attention reads: the new states alone if the cache was empty, else all of it."""
@@ -129,10 +132,11 @@ class _Layer(CacheLayerMixin):
         place = torch.arange(num_new, device=self.device) + self.cumulative_length
         self.cumulative_length.add_(num_new)
         for cache, states in ((self.keys, key_states), (self.values, value_states)):
-            if self.is_int8:
-                states, scale = quantize_rows(states)
+            if self.eight_bit is not None:
+                _, quantize = self.eight_bit
+                states, scale = quantize(states)
                 scale_of(cache).index_copy_(2, place, scale.to(torch.float32))
-            cache.index_copy_(2, place, states)
+            as_numbers(cache).index_copy_(2, place, as_numbers(states))
         if self.is_empty:
             self.is_empty = False
             return key_states, value_states
@@ -166,7 +170,8 @@ class _Layer(CacheLayerMixin):
         """In place: the memory of a compiled step stays where it is."""
         if not self.is_empty:
             for tensor in self._tensors():
-                tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+                numbers = as_numbers(tensor)
+                numbers.copy_(numbers.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._select(torch.arange(self.batch_size).repeat_interleave(repeats))
@@ -183,4 +188,4 @@ class _Layer(CacheLayerMixin):
         rows = torch.arange(before[0].shape[0])[indices.cpu()].to(self.device)
         self.keys, self.values = (self._allocate(tensor) for tensor in before)
         for mine, theirs in zip(self._tensors(), (*before, *scales), strict=True):
-            mine.copy_(theirs.index_select(0, rows))
+            as_numbers(mine).copy_(as_numbers(theirs).index_select(0, rows))

@@ -1,4 +1,4 @@
-"""Attention over the int8 cache of cache.py, whose kernel takes lengths and pages, and no masks."""
+"""Attention over the 8-bit cache of cache.py, whose kernel takes lengths and pages, and no masks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastattn.integrations.transformers.cache import scale_of
 from fastattn.integrations.transformers.marks import Keys, Lengths, read
 
 
-def attend_int8(
+def attend_8bit(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -21,7 +21,7 @@ def attend_int8(
     causal_window: tuple[int, int],
     **options: Any,
 ) -> Tensor:
-    """``[B, Hq, Sq, Dv]``. ``key``, ``value``: int8 ``[B, Hkv, capacity, D]``, with their scales.
+    """``[B, Hq, Sq, Dv]``. ``key``, ``value``: int8 or fp8 ``[B, Hkv, capacity, D]``, with their scales.
 
     Where keys are masked out, each token is a page, and the table names those that are left, in their order: what
     is left is as far from the queries as before wherever the gaps are padding on the left.
@@ -38,14 +38,14 @@ def attend_int8(
         present, window = attention_mask[..., :capacity], (-1, -1)
     elif attention_mask is not None:
         raise InputError(
-            "attention_mask: expected padding and causality alone for several queries over an int8 cache, got another "
+            "attention_mask: expected padding and causality alone for several queries over an 8-bit cache, got another "
             "mask; use a cache of the model's dtype"
         )
     if present is None:
         lengths = torch.full((batch,), count, dtype=torch.int32, device=query.device)
         return _attend(query, key, value, lengths, window, options)
     if present.shape[1] != 1:
-        raise InputError("attention_mask: expected one for all heads over an int8 cache, got one for each")
+        raise InputError("attention_mask: expected one for all heads over an 8-bit cache, got one for each")
     assert attention_mask is not None
     table, lengths = _pages_of(attention_mask, present[:, 0, 0].expand(batch, -1), capacity)
     return _attend(query, key, value, lengths, window, {**options, "block_table": table})
