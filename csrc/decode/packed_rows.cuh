@@ -44,8 +44,8 @@ struct PackedRows {
     const RowFacts* upper;  // the lane's; its lower row is kLowerRow rows further
     KeyRange some;          // keys that some row of the tile sees, of those that exist
 
-    // The tile has its rows from first_row on, and the warp's first is one of them. All threads of the CTA come here; what
-    // they write is there after the next barrier.
+    // The tile's rows begin with row first_row of the KV head, the warp's with row first_of_warp of the tile. All threads of the
+    // CTA come here; what they write into `mask` is there after the next barrier.
     __device__ __forceinline__ PackedRows(const DecodeParams& decode, const CachedSequence& tokens, int32_t batch,
                                           int32_t kv_head, int32_t first_row, int first_of_warp, TileMask<kRows>& mask,
                                           int lane)
@@ -90,7 +90,7 @@ struct PackedRows {
         return {of_row(0), of_row(1)};
     }
 
-    // Whether rows differ in what they see of `num_keys` keys.
+    // Whether rows differ in what they see of the keys [first_key, end_key).
     __device__ __forceinline__ bool differ(int32_t first_key, int32_t end_key) const {
         return first_key < mask.all.begin || end_key > mask.all.end;
     }
