@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
-from benchmarks.predict.machine_model import H200
+from benchmarks.predict.machine_model import H200, RESERVED_SHARED_BYTES
 from fastattn import native
 
 # Clocks that a load waits where nothing else is on its way: Luo et al., arXiv 2402.13499 (H100).
@@ -28,7 +28,6 @@ L2_CLOCKS, MEMORY_CLOCKS = 263, 479
 LAUNCH_MICROSECONDS = 1.5
 # Of a warp, one of a scheduler's that runs alone, for an instruction: simulated, 2.8 to 3.3 in the loops of steps.
 CLOCKS_OF_INSTRUCTION = 3.3
-SHARED_BYTES_PER_CTA = 227 << 10
 
 SIXTEEN, INT8, FP8 = native.CACHE_FORMATS
 HEAD_DIM = 128
@@ -82,20 +81,20 @@ def trips(parts: int, paged: bool) -> float:
 
 def predict(tokens: int, batch: int, group: int, cache: str, kv_heads: int = 8, paged: bool = True) -> Prediction:
     """One query of ``group * kv_heads`` heads for each of ``batch`` sequences of ``tokens`` tokens, on an H200."""
-    facts = native.NativeDeviceFacts(H200.arch, H200.num_sms, 0, SHARED_BYTES_PER_CTA)
+    facts = native.NativeDeviceFacts(H200.arch, H200.num_sms, 0, H200.shared_bytes - RESERVED_SHARED_BYTES)
     dealt = native.dealt_decode(facts, HEAD_DIM, cache, batch, kv_heads, group, tokens)
     step = STEPS[cache]
     blocks = batch * kv_heads * math.ceil(tokens / step.block)
     ctas = math.ceil(blocks / dealt.longest_steps)
     clocks = step.clocks_alone if ctas <= H200.num_sms else step.clocks_full
-    megabytes = batch * kv_heads * tokens * step.key_bytes / 1e6
-    of_steps = max(dealt.longest_steps * clocks / H200.clock_hz * 1e6, megabytes * 1e6 / H200.hbm_bytes_per_s * 1e6)
+    num_bytes = batch * kv_heads * tokens * step.key_bytes
+    least = num_bytes / H200.hbm_bytes_per_s * 1e6
+    of_steps = max(dealt.longest_steps * clocks / H200.clock_hz * 1e6, least)
     around = INSTRUCTIONS_AROUND * CLOCKS_OF_INSTRUCTION / H200.clock_hz * 1e6
     parts = math.ceil(math.ceil(tokens / step.block) / dealt.longest_steps)
     microseconds = LAUNCH_MICROSECONDS + trips(parts, paged) + around + of_steps
     slots = 4 * step.keys * step.key_bytes / (H200.hbm_bytes_per_s / H200.num_sms / H200.clock_hz)
-    least = megabytes * 1e6 / H200.hbm_bytes_per_s * 1e6
-    return Prediction(microseconds, megabytes, step.instructions / slots, least / microseconds)
+    return Prediction(microseconds, num_bytes / 1e6, step.instructions / slots, least / microseconds)
 
 
 def table() -> str:

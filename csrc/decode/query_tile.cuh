@@ -9,6 +9,7 @@
 
 #include "decode/packed_rows.cuh"
 #include "decode/rotary.cuh"
+#include "device/power_of_two.cuh"
 #include "device/swizzle.cuh"
 #include "device/tile_copy.cuh"
 
@@ -23,9 +24,8 @@ struct DividedChunk {
 
 template <int kLanesOfRow>
 __device__ __forceinline__ DividedChunk divided_to_float16(const uint4& bits) {
-    constexpr uint32_t kExponent = 0x7f800000, kOne = 0x3f800000;
-    constexpr uint32_t kBelow = 14 << 23;  // the row's largest element is then 2^14 to 2^15
-    constexpr uint32_t kLeast = kBelow + (1 << 23), kMost = 0x7f000000;  // so that powers are normal numbers
+    constexpr uint32_t kBelow = 14 * kExponentStep;  // the row's largest element is then 2^14 to 2^15
+    constexpr uint32_t kLeast = kBelow + kExponentStep, kMost = 0x7f000000;  // so that powers are normal numbers
     float values[kChunkElements], largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < kChunkElements; ++i) {
@@ -36,10 +36,10 @@ __device__ __forceinline__ DividedChunk divided_to_float16(const uint4& bits) {
     for (int distance = 1; distance < kLanesOfRow; distance *= 2) {
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
     }
-    const uint32_t power = min(max(__float_as_uint(largest) & kExponent, kLeast), kMost) - kBelow;
-    const float inverse = __uint_as_float(2 * kOne - power);
+    const uint32_t exponent = min(max(__float_as_uint(largest) & kExponentBits, kLeast), kMost);
+    const float power = __uint_as_float(exponent - kBelow), inverse = inverse_of_power(power);
     const auto pair = [&](int i) { return pack<DataType::kFloat16>(values[i] * inverse, values[i + 1] * inverse); };
-    return {{pair(0), pair(2), pair(4), pair(6)}, __uint_as_float(power)};
+    return {{pair(0), pair(2), pair(4), pair(6)}, power};
 }
 
 // sQ [kRows, kHeadDim] of the dtype of Decoding; rows that do not exist, and dims that queries do not have, become zero. The

@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
             warps.sync();  // waits until the copies of every lane have landed: all of V is there
             const SwizzledBlocks<kCacheDim> sV(reinterpret_cast<uint16_t*>(ring.values(stage)), ldmatrix_lane(lane));
             if constexpr (k8Bit) {
-                if (kFormat == CacheFormat::kFp8 && !rows.see_all<kWarpN>(present_now, first_key)) {
+                if (kFormat == CacheFormat::kFp8 && !rows.template see_all<kWarpN>(present_now, first_key)) {
                     silence_unseen_fp8<kWarpN>(rO, ring.values(stage), rows, warps, present_now, first_key, lane);
                 }
                 output_scale.follow<kWarpN>(rO, ring.value_scales(stage), lane);

@@ -8,6 +8,7 @@
 #include "decode/row_warps.cuh"
 #include "device/fp8.cuh"
 #include "device/nonfinite.cuh"
+#include "device/power_of_two.cuh"
 
 namespace fastattn {
 
@@ -35,7 +36,7 @@ __device__ __forceinline__ void silence_unseen(float (&rO)[1][kTilesD][4], char*
     const Tile of_warp(sV, lane);
     const SharedTile<Tile> tile{of_warp, warps.is_first()};
     if (!warps.any(has_nonfinite<kDataType>(tile))) return;
-    const uint2 seen = rows.seen<kMmaK>(present, first_key, lane);
+    const uint2 seen = rows.template seen<kMmaK>(present, first_key, lane);
     const auto sees = [&](int, int half, int n) { return ((half == 0 ? seen.x : seen.y) >> n & 1) != 0; };
     separate_nonfinite<kDataType>(rO, reinterpret_cast<const uint16_t*>(sV), tile, sees, lane, [&] { warps.sync(); });
 }
@@ -51,7 +52,7 @@ __device__ __forceinline__ void silence_unseen_fp8(float (&rO)[1][kTilesD][4], c
     uint32_t found = 0;
     tile.for_own_pairs([&](uint32_t& four) { found |= nan_bits_of_fp8(four); });
     if (!warps.any(found != 0)) return;
-    const uint2 keys = rows.seen<kKeys>(present, first_key, lane);
+    const uint2 keys = rows.template seen<kKeys>(present, first_key, lane);
     const uint32_t seen[2] = {keys.x, keys.y};
 #pragma unroll 1
     for (int key = 0; key < kKeys; ++key) {
@@ -97,7 +98,7 @@ __device__ __forceinline__ void multiply_columns(float (&rS)[1][kTilesN][4], con
 struct OutputScale {
     float inverse = 1.0f;
 
-    __device__ __forceinline__ float value() const { return inverse_of(inverse); }
+    __device__ __forceinline__ float value() const { return inverse_of_power(inverse); }
 
     // Adapts this scale to those of kKeys keys, and rO to this scale.
     template <int kKeys, int kTilesD>
@@ -112,9 +113,9 @@ struct OutputScale {
             largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
         }
         if (largest == 0.0f) return;
-        const uint32_t exponent = min(max(__float_as_uint(largest) & kExponent, kLeast), kMost);
+        const uint32_t exponent = min(max(__float_as_uint(largest) & kExponentBits, kLeast), kMost);
         const float before = value();
-        inverse = inverse_of(__uint_as_float(exponent + kExponentStep));
+        inverse = inverse_of_power(__uint_as_float(exponent + kExponentStep));
         const float ratio = before * inverse;
 #pragma unroll
         for (int d = 0; d < kTilesD; ++d) {
@@ -136,8 +137,8 @@ struct OutputScale {
 #pragma unroll
             for (int e = 0; e < 4; ++e) rP[0][n][e] *= (e % 2 == 0 ? scale.x : scale.y) * inverse;
         }
-        if (rows.see_all<kKeys>(present, first_key)) return;
-        const uint2 keys = rows.seen<kKeys>(present, first_key, lane);
+        if (rows.template see_all<kKeys>(present, first_key)) return;
+        const uint2 keys = rows.template seen<kKeys>(present, first_key, lane);
         const uint32_t bits[2] = {keys.x >> column, keys.y >> column};
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {
@@ -149,13 +150,7 @@ struct OutputScale {
     }
 
   private:
-    static constexpr uint32_t kExponent = 0x7f800000, kExponentStep = 0x00800000;
     static constexpr uint32_t kLeast = kExponentStep, kMost = 0x7e000000;  // so that inverses are normal numbers too
-
-    // Of a power of two.
-    __device__ __forceinline__ static float inverse_of(float power) {
-        return __uint_as_float(0x7f000000 - __float_as_uint(power));
-    }
 };
 
 }  // namespace fastattn

@@ -51,6 +51,10 @@ def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return to_fp8(rows, torch.where(is_finite, scale, 1.0)[..., None]), torch.where(is_finite, scale, math.nan)
 
 
+# By dtype of 8 bits, what rounds to it with a scale for each row.
+QUANTIZE_ROWS = {torch.int8: quantize_rows, FP8: quantize_rows_fp8}
+
+
 def are_given(scales: Tensor | None) -> bool:
     """Whether these scales of an fp8 cache are one for all tokens of a head, which the append reads, not writes."""
     return scales is None or scales.dim() < 3

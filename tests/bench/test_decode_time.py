@@ -31,3 +31,9 @@ def test_parts_cost_trips() -> None:
     alone, merged, merged_twice = trips(1, False), trips(16, False), trips(17, False)
     assert merged - alone == pytest.approx(3 * 263 / 1830) == merged_twice - merged
     assert trips(1, True) - alone == pytest.approx(263 / 1830)
+
+
+@pytest.mark.parametrize("cache", STEPS)
+def test_a_step_is_that_of_the_kernel(cache: str) -> None:
+    variant = "" if cache == "16-bit" else f"_{cache}"
+    assert STEPS[cache].block == native.TILES[f"decode_split{variant}_sm80"]["128"]["block_n"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.quantization import FP8, are_given, as_numbers, quantize_rows, quantize_rows_fp8, to_fp8
+from fastattn.quantization import FP8, QUANTIZE_ROWS, are_given, as_numbers, to_fp8
 from fastattn.reference.formula import attend, bounds
 from fastattn.reference.pages import gather_pages, present_pages
 from fastattn.rotary import rotary
@@ -27,15 +27,10 @@ def _append(cache: Tensor, new: Tensor, rows: Tensor, block_rows: int) -> None:
 
 def _store(cache: Tensor, scales: Tensor | None, new: Tensor, rows: Tensor, block_rows: int) -> None:
     """`_append` in the format of the cache, with the scales that it computes."""
-    if cache.dtype == FP8:
-        if are_given(scales):
-            new = to_fp8(new, scales if scales is None else _of_heads(scales))
-        else:
-            assert scales is not None
-            new, new_scales = quantize_rows_fp8(new)
-            _append(scales, new_scales, rows, block_rows)
+    if cache.dtype == FP8 and are_given(scales):
+        new = to_fp8(new, scales if scales is None else _of_heads(scales))
     elif scales is not None:
-        new, new_scales = quantize_rows(new)
+        new, new_scales = QUANTIZE_ROWS[cache.dtype](new)
         _append(scales, new_scales, rows, block_rows)
     _append(as_numbers(cache), as_numbers(new), rows, block_rows)
 

@@ -12,11 +12,10 @@ from transformers.cache_utils import CacheLayerMixin, DummyLayer, get_layer_type
 from fastattn.checks import check_choice, check_int, expect
 from fastattn.errors import CacheFull, InputError
 from fastattn.layout import ALIGNMENT_BYTES
-from fastattn.quantization import FP8, as_numbers, quantize_rows, quantize_rows_fp8
+from fastattn.quantization import FP8, QUANTIZE_ROWS, as_numbers
 
 _SERVED = ("full_attention", "sliding_attention", "dummy")
-# Dtypes of 8 bits by their names, and what rounds to them.
-_EIGHT_BIT = {"int8": (torch.int8, quantize_rows), "fp8": (FP8, quantize_rows_fp8)}
+_EIGHT_BIT = {"int8": torch.int8, "fp8": FP8}
 
 
 class Cache(transformers.Cache):
@@ -100,7 +99,7 @@ class _Layer(CacheLayerMixin):
 
     def _allocate(self, like: Tensor) -> Tensor:
         """Every row on the boundary that the kernels' vector loads need."""
-        dtype = like.dtype if self.eight_bit is None else self.eight_bit[0]
+        dtype = self.eight_bit or like.dtype
         _, heads, _, dim = like.shape
         unit = ALIGNMENT_BYTES // dtype.itemsize
         shape = (self.batch_size, self.max_cache_len, heads)
@@ -133,8 +132,7 @@ class _Layer(CacheLayerMixin):
         self.cumulative_length.add_(num_new)
         for cache, states in ((self.keys, key_states), (self.values, value_states)):
             if self.eight_bit is not None:
-                _, quantize = self.eight_bit
-                states, scale = quantize(states)
+                states, scale = QUANTIZE_ROWS[self.eight_bit](states)
                 scale_of(cache).index_copy_(2, place, scale.to(torch.float32))
             as_numbers(cache).index_copy_(2, place, as_numbers(states))
         if self.is_empty:
