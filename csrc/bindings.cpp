@@ -13,6 +13,7 @@
 #include "api/attention_backward.h"
 #include "api/attention_forward.h"
 #include "api/decode.h"
+#include "api/dequantize_cache.h"
 #include "api/device.h"
 #include "api/int8_matmul.h"
 #endif
@@ -52,6 +53,10 @@ DEFINE_OPERATORS(FASTATTN_NAMESPACE, m) {
         "Tensor(c!)? k_scale, Tensor(d!)? v_scale) -> ()");
 
     m.def(
+        "dequantize_cache(Tensor k_cache, Tensor v_cache, Tensor? k_scale, Tensor? v_scale, Tensor seqlens, "
+        "Tensor? block_table, Tensor(a!) k_out, Tensor(b!) v_out) -> ()");
+
+    m.def(
         "attention_split_keys(Tensor query, Tensor key, Tensor value, Tensor? alibi_slopes, Tensor? sinks, "
         "float scale, int window_left, int window_right, float softcap) -> (Tensor out, Tensor lse)");
 
@@ -73,6 +78,7 @@ DEFINE_KERNELS(FASTATTN_NAMESPACE, FASTATTN_DISPATCH_KEY, m) {
     m.impl("attention_decode", TORCH_BOX(&fastattn::attention_decode));
     m.impl("attention_decode_out", TORCH_BOX(&fastattn::attention_decode_out));
     m.impl("append_to_cache", TORCH_BOX(&fastattn::append_to_cache));
+    m.impl("dequantize_cache", TORCH_BOX(&fastattn::dequantize_cache));
     m.impl("attention_split_keys", TORCH_BOX(&fastattn::attention_split_keys));
 }
 #endif

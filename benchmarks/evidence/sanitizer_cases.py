@@ -184,6 +184,14 @@ def prompts_in_pages(device: torch.device, page_size: int) -> None:
         cache.chunk(sequences, lengths).attend(0, query, key, value)
 
 
+def prompt_in_8_bits(device: torch.device, dtype: torch.dtype) -> None:
+    """Keys and values are appended, become 16-bit floats, and are attended to."""
+    cache = fastattn.KVCache(1, 2, 2, 64, capacity=128, dtype=DTYPE, device=device, quantized=dtype)
+    for length in (5, 80):
+        query, key, value = (random(device, 2, heads, length, 64, seed=heads) for heads in (8, 2, 2))
+        cache.attend(0, query, key, value)
+
+
 def int8(
     device: torch.device,
     rows: int,
@@ -245,6 +253,8 @@ CASES: dict[str, Case] = {
     "append": partial(append, dtype=DTYPE),
     "append int8": partial(append, dtype=torch.int8),
     "append fp8": partial(append, dtype=torch.float8_e4m3fn),
+    "prompt int8": partial(prompt_in_8_bits, dtype=torch.int8),
+    "prompt fp8": partial(prompt_in_8_bits, dtype=torch.float8_e4m3fn),
     "int8 one row": partial(int8, rows=1, granularity="channel"),
     "int8 40 rows in groups": partial(int8, rows=40, granularity=128, activation="gelu"),
     "int8 one row, SwiGLU": partial(int8, rows=1, granularity="channel", activation="swiglu"),

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <utility>
@@ -40,6 +41,34 @@ inline CacheFormat check_written(const char* op, const Tensor& k_cache, const Te
               " is written in place: its last dim must be contiguous, its base and strides multiples of 16 bytes");
     }
     return format;
+}
+
+inline void check_int32(const char* op, const char* name, const Tensor& tensor, const Tensor& like,
+                        const char* like_name = "query") {
+    check(tensor.scalar_type() == ScalarType::Int, op, name, " must be int32, got ", dtype_text(tensor));
+    check_device(op, name, tensor, like, like_name);
+}
+
+inline constexpr int64_t kMostTokens = int64_t{1} << 30;  // sums of positions stay within 32 bits
+
+// The tokens that a sequence can have in the caches.
+inline int32_t checked_capacity(const char* op, const Tensor& k_cache, const std::optional<Tensor>& block_table) {
+    const int64_t capacity = k_cache.size(2) * (block_table ? block_table->size(1) : 1);
+    check(capacity < kMostTokens, op, "the caches must have a capacity below 2^30 tokens, got ", capacity);
+    return static_cast<int32_t>(capacity);
+}
+
+inline CachePlaces cache_places(const char* op, const Tensor& k_cache, const std::optional<Tensor>& block_table) {
+    CachePlaces places{};
+    places.num_blocks = to_int32(op, "k_cache", k_cache.size(0));
+    places.block_rows = to_int32(op, "k_cache", k_cache.size(2));
+    places.by_block_rows = Divisor::of(std::max(places.block_rows, 1));
+    if (block_table) {
+        places.block_table = static_cast<const int32_t*>(block_table->data_ptr());
+        places.table_batch_stride = block_table->stride(0);
+        places.table_page_stride = block_table->stride(1);
+    }
+    return places;
 }
 
 // Whether the scales are one for each head, or one for all of them, and not one for each token.

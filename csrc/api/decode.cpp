@@ -24,13 +24,6 @@ namespace fastattn {
 namespace {
 
 constexpr const char* kOp = "attention_decode";
-constexpr int64_t kMostTokens = int64_t{1} << 30;  // sums of positions stay within 32 bits
-
-void check_int32(const char* name, const Tensor& tensor, const Tensor& query) {
-    check(tensor.scalar_type() == ScalarType::Int, kOp, name, " must be int32, got ", dtype_text(tensor));
-    check_device(kOp, name, tensor, query);
-}
-
 CacheFormat check_caches(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache,
                          const std::optional<Tensor>& block_table) {
     check_rank(kOp, "query", query, 4);
@@ -49,7 +42,7 @@ CacheFormat check_caches(const Tensor& query, const Tensor& k_cache, const Tenso
     if (!block_table) return format;
     check_rank(kOp, "block_table", *block_table, 2);
     check_shape(kOp, "block_table", *block_table, {query.size(0), block_table->size(1)});
-    check_int32("block_table", *block_table, query);
+    check_int32(kOp, "block_table", *block_table, query);
     return format;
 }
 
@@ -127,19 +120,6 @@ void check_out(const Tensor& out, const Tensor& query, int64_t value_dim) {
           "out is written in place: its last dim must be contiguous, its base and strides multiples of 16 bytes");
 }
 
-CachePlaces cache_places(const Tensor& k_cache, const std::optional<Tensor>& block_table) {
-    CachePlaces places{};
-    places.num_blocks = to_int32(kOp, "k_cache", k_cache.size(0));
-    places.block_rows = to_int32(kOp, "k_cache", k_cache.size(2));
-    places.by_block_rows = Divisor::of(std::max(places.block_rows, 1));
-    if (block_table) {
-        places.block_table = static_cast<const int32_t*>(block_table->data_ptr());
-        places.table_batch_stride = block_table->stride(0);
-        places.table_page_stride = block_table->stride(1);
-    }
-    return places;
-}
-
 }  // namespace
 
 Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens,
@@ -156,14 +136,13 @@ Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor
     check_scales(kOp, "v_scale", v_scale, v_cache);
     const DataType dtype = data_type(kOp, "query", query);
     const int64_t batch = query.size(0), heads = query.size(1), num_queries = query.size(2);
-    const int64_t kv_heads = k_cache.size(1), block_rows = k_cache.size(2);
+    const int64_t kv_heads = k_cache.size(1);
     const int64_t head_dim = k_cache.size(3), value_dim = v_cache.size(3);
     check_shape(kOp, "cache_seqlens", cache_seqlens, {batch});
-    check_int32("cache_seqlens", cache_seqlens, query);
+    check_int32(kOp, "cache_seqlens", cache_seqlens, query);
     check(num_splits >= 0, kOp, "num_splits must be at least 0, got ", num_splits);
-    const int64_t capacity = block_table ? block_table->size(1) * block_rows : block_rows;
+    const int32_t capacity = checked_capacity(kOp, k_cache, block_table);
     const int64_t num_new = k_new ? k_new->size(2) : 0;
-    check(capacity < kMostTokens, kOp, "the caches must have a capacity below 2^30 tokens, got ", capacity);
     check(num_queries < kMostTokens && num_new < kMostTokens, kOp, "query and k_new must have fewer than 2^30 rows");
 
     DecodeParams params{};
@@ -192,7 +171,7 @@ Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor
                   lse.stride(1)};
     params.k_cache = cache_view(kOp, "k_cache", k_cache, "k_scale", k_scale);
     params.v_cache = cache_view(kOp, "v_cache", v_cache, "v_scale", v_scale);
-    params.places = cache_places(k_cache, block_table);
+    params.places = cache_places(kOp, k_cache, block_table);
     params.cache_seqlens = static_cast<const int32_t*>(lengths.data_ptr());
     std::optional<Tensor> aligned_k_new, aligned_v_new;
     if (appends) {
@@ -210,8 +189,7 @@ Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor
     auto& kernel =
         decode_kernel(facts.compute_capability, facts.shared_bytes_per_cta, sizes.widest(), dtype, format, rows);
     params.row_tiles = std::max(1, ceil_div(rows, kernel.tile.block_m));
-    params.sequence = {static_cast<int32_t>(capacity), appends ? params.k_new.rows : 0, params.query.rows,
-                       params.scores.window_left};
+    params.sequence = {capacity, appends ? params.k_new.rows : 0, params.query.rows, params.scores.window_left};
 
     const int32_t block_keys = kernel.tile.block_n;
     params.plan = split_plan(params.sequence, params.query.batch, params.kv_heads, params.row_tiles, block_keys,

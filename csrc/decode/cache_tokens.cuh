@@ -76,15 +76,18 @@ __device__ __forceinline__ void load_scales(float* sScales, const float* gScale,
     ptx::cp_async_ca_4(shared_address(sScales + lane), gScale, gScale != nullptr ? sizeof(float) : 0);
 }
 
-// A tile [kRows, kHeadDim] of 16-bit elements, copied by a warp: a lane copies one chunk of each kRowsPerPass-th row,
-// so that neighbouring lanes touch neighbouring chunks.
+inline constexpr int kLineKeys = 16;  // most page sizes are multiples of it
+
+// A tile [kRows, kHeadDim] of 16-bit elements, copied by a warp: neighbouring lanes copy neighbouring chunks of a row. Of
+// kLineKeys rows at a time the same lanes copy all, so that none needs to know where others lie.
 template <int kHeadDim, int kRows>
 struct WarpTile {
     using Layout = Swizzle<kHeadDim>;
     static constexpr int kNumRows = kRows;
-    static constexpr int kRowsPerPass = kWarpSize / Layout::kChunksPerRow;
-    static constexpr int kPasses = kNumRows / kRowsPerPass;
-    static_assert(kRowsPerPass >= 1 && kRowsPerPass <= kSwizzleRows, "a pass takes whole rows, a period at most");
+    static constexpr int kLanesOfLine = kWarpSize * kLineKeys / kRows;
+    static constexpr int kRowStep = kLanesOfLine / Layout::kChunksPerRow;  // from a lane's chunk to its next one
+    static constexpr int kPasses = kLineKeys / kRowStep;
+    static_assert(kRows % kLineKeys == 0 && kRowStep >= 1 && kRowStep <= kSwizzleRows, "whole rows, a period at most");
 
     char* sTile;
     int row, chunk;        // of this lane's first chunk
@@ -92,33 +95,35 @@ struct WarpTile {
 
     __device__ __forceinline__ WarpTile(void* sTile, int lane)
         : sTile(static_cast<char*>(sTile)),
-          row(lane / Layout::kChunksPerRow),
+          row(lane / kLanesOfLine * kLineKeys + lane % kLanesOfLine / Layout::kChunksPerRow),
           chunk(lane % Layout::kChunksPerRow),
           lane_offset(Layout::offset(row, chunk)) {}
 
     // The swizzle is an exclusive or, and a pass's first row shares no bit with the lane's row in the pass.
     __device__ __forceinline__ uint32_t chunk_offset(int pass) const {
-        const int first_row = pass * kRowsPerPass;
-        return (lane_offset ^ (first_row % kSwizzleRows * kChunkBytes)) + first_row * Layout::kRowBytes;
+        const int first_row = pass * kRowStep;
+        const int turned = first_row * Layout::kPeriod / kSwizzleRows % Layout::kPeriod;
+        return (lane_offset ^ (turned * kChunkBytes)) + first_row * Layout::kRowBytes;
     }
 
-    // Starts to copy rows of row_bytes bytes, which lie row_chunks chunks apart from gTile on. Zeros take the place of
-    // those that are not `present` (one bit each), as they do beyond row_bytes. `skipped`: rows that are
-    // written elsewhere.
-    __device__ __forceinline__ void load_line(const char* gTile, uint32_t row_chunks, int row_bytes, uint32_t present,
+    // Starts to copy rows of row_bytes bytes. kLineKeys rows at a time lie row_chunks chunks apart, of this lane from gLine
+    // on. Zeros take the place of rows that are not `present` (one bit each), as they do beyond row_bytes. `skipped`: rows
+    // that are written elsewhere.
+    __device__ __forceinline__ void load_line(const char* gLine, uint32_t row_chunks, int row_bytes, uint32_t present,
                                               uint32_t skipped) const {
         const uint32_t tile = shared_address(sTile);
         const int bytes = min(max(row_bytes - chunk * kChunkBytes, 0), kChunkBytes);
-        const char* gChunk = gTile + (uint64_t{static_cast<uint32_t>(row)} * row_chunks + chunk) * kChunkBytes;
+        const auto row_of_line = static_cast<uint32_t>(row % kLineKeys);
+        const char* gChunk = gLine + (uint64_t{row_of_line} * row_chunks + chunk) * kChunkBytes;
         const auto load = [&](auto whole) {
 #pragma unroll
             for (int pass = 0; pass < kPasses; ++pass) {
-                const uint32_t bit = 1u << pass * kRowsPerPass << row;
+                const uint32_t bit = 1u << pass * kRowStep << row;
                 if (whole.value || (skipped & bit) == 0) {
                     const bool exists = whole.value || (present & bit) != 0;
                     ptx::cp_async_cg_16(tile + chunk_offset(pass), gChunk, exists ? bytes : 0);
                 }
-                gChunk += uint64_t{row_chunks} * (kRowsPerPass * kChunkBytes);
+                gChunk += uint64_t{row_chunks} * (kRowStep * kChunkBytes);
             }
         };
         if (present == kAllKeys<kRows> && skipped == 0) {
@@ -134,7 +139,7 @@ struct WarpTile {
         const int bytes = min(max(row_bytes - chunk * kChunkBytes, 0), kChunkBytes);
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
-            const int tile_row = row + pass * kRowsPerPass;
+            const int tile_row = row + pass * kRowStep;
             const auto address = __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(gRow), tile_row);
             const char* gChunk = reinterpret_cast<const char*>(address) + chunk * kChunkBytes;
             if (skipped >> tile_row & 1) continue;

@@ -29,6 +29,14 @@ inline KernelTable<AppendParams>& decode_append_kernels(CacheFormat format) {
     return tables[static_cast<int32_t>(format)];
 }
 
+// Of 8-bit formats; whatever the head dims are.
+inline KernelTable<DequantizeCacheParams>& decode_dequantize_kernels(CacheFormat format) {
+    using Table = KernelTable<DequantizeCacheParams>;
+    constexpr const char* kOperation = "dequantize_cache";
+    static auto& tables = *new std::array<Table, 3>{Table(kOperation), Table(kOperation), Table(kOperation)};
+    return tables[static_cast<int32_t>(format)];
+}
+
 // The last word of a kernel's name, empty where elements have 16 bits.
 inline std::string name_of(CacheFormat format) {
     return format == CacheFormat::kInt8 ? "int8" : format == CacheFormat::kFp8 ? "fp8" : "";

@@ -19,7 +19,7 @@ __device__ __forceinline__ void take_new_tokens(const WarpTile<kHeadDim, kRows>&
     using Tile = WarpTile<kHeadDim, kRows>;
 #pragma unroll 1
     for (int pass = 0; pass < Tile::kPasses; ++pass) {
-        const int row = tile.row + pass * Tile::kRowsPerPass;
+        const int row = tile.row + pass * Tile::kRowStep;
         const auto address = __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(gRow), row);
         if ((is_new >> row & 1) == 0) continue;
         uint4 bits = {0, 0, 0, 0};
@@ -53,11 +53,10 @@ __device__ __forceinline__ uint32_t quantise(float ratio) {
 // neighbouring lanes pass a chunk of a row each, zeros beyond its end. All lanes of the warp call it.
 template <CacheFormat kFormat, DataType kDataType, int kLanesOfRow>
 __device__ __forceinline__ QuantisedChunk quantise_chunk(uint4 bits, const HeadScale& given) {
-    const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
     float values[kChunkElements], largest = 0.0f, spoiled = 0.0f;
 #pragma unroll
     for (int i = 0; i < kChunkElements; ++i) {
-        values[i] = unpack<kDataType>(static_cast<uint16_t>(pairs[i / 2] >> 16 * (i % 2)));
+        values[i] = element_of<kDataType>(bits, i);
         largest = fmaxf(largest, fabsf(values[i]));  // ignores NaN
         spoiled += values[i] * 0.0f;
     }

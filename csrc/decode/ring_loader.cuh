@@ -43,7 +43,7 @@ class RingLoader {
         : params_(params),
           ring_(ring),
           lane_(lane),
-          in_line_(params.places.block_table == nullptr || params.places.block_rows % kWarpN == 0) {}
+          in_lines_(params.places.block_table == nullptr || params.places.block_rows % kLineKeys == 0) {}
 
     // Before the first step, whose keys are those from first_key on.
     __device__ __forceinline__ void begin(const HeadKeys& head, int32_t first_key) {
@@ -78,22 +78,22 @@ class RingLoader {
     static constexpr int kWarpN = Config::kWarpN;
     using Head = CacheHead<Config::kFormat>;
 
-    // Of a step: where its first key lies, or where keys are not in line, key lane % kWarpN; which of its keys there are, and
-    // which of these are new.
+    // Of a step: where the key lies that this lane looks up; which of the step's keys there are, and which of these are new.
     struct Tokens {
         TokenPlace place;
         uint32_t present, is_new;
     };
 
-    // The key that this lane looks up. Where keys are in line, the first one tells of all.
+    // The key that this lane looks up. Of a line, the first one tells of all.
     __device__ __forceinline__ int32_t own_key(int32_t first_key) const {
-        return first_key + (in_line_ ? 0 : lane_ % kWarpN);
+        const int key = lane_ % kWarpN;
+        return first_key + (in_lines_ ? key / kLineKeys * kLineKeys : key);
     }
 
     // What the page table holds for it.
     __device__ __forceinline__ int32_t page_of(int32_t first_key) const {
         const int32_t key = own_key(first_key);
-        const bool is_wanted = key < ring_.head.end_key && (in_line_ || key >= ring_.head.begin_key);
+        const bool is_wanted = key < ring_.head.end_key && (in_lines_ || key >= ring_.head.begin_key);
         return params_.places.block_table != nullptr && is_wanted ? page_in_table(params_.places, ring_.head.batch, key)
                                                                   : -1;
     }
@@ -102,9 +102,7 @@ class RingLoader {
         const HeadKeys& head = ring_.head;
         const TokenPlace place = place_of(params_.places, head.batch, own_key(first_key), page);
         const uint32_t wanted = keys_between<kWarpN>(head.begin_key - first_key, head.end_key - first_key);
-        uint32_t found = place.is_present() ? kAllKeys<kWarpN> : 0;
-        if (!in_line_) found = __ballot_sync(0xffffffff, place.is_present());
-        const uint32_t present = found & wanted;
+        const uint32_t present = __ballot_sync(0xffffffff, place.is_present()) & wanted;
         return {place, present, present & keys_between<kWarpN>(head.first_new - first_key, kWarpN)};
     }
 
@@ -116,8 +114,8 @@ class RingLoader {
         const CacheView& cache = cache_head.cache;
         const int row_bytes = cache.head_dim * Config::kElementBytes;
         const bool is_present = (present >> lane_ % kWarpN & 1) != 0;
-        const TokenPlace own{place.block, place.row + (in_line_ ? lane_ % kWarpN : 0)};
-        if (in_line_) {
+        const TokenPlace own{place.block, place.row + (in_lines_ ? lane_ % kLineKeys : 0)};
+        if (in_lines_) {
             tile.load_line(cache_head.row(place), cache.row_chunks, row_bytes, present, is_new);
         } else {
             tile.load_scattered(is_present ? cache_head.row(own) : nullptr, row_bytes, is_new);
@@ -148,7 +146,7 @@ class RingLoader {
     const DecodeParams& params_;
     KeyRing<Config>& ring_;
     const int lane_;
-    const bool in_line_;      // whether a step's keys always lie in one block, one after the other
+    const bool in_lines_;     // whether kLineKeys keys always lie in one block, one after the other
     Tokens tokens_{};         // of the step that is loaded
     int32_t next_page_ = -1;  // of the next step, as the table has it
 };

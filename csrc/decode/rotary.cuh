@@ -15,12 +15,6 @@ __device__ __forceinline__ float turned(float x, float y, float cos, float sin, 
     return is_first ? __fsub_rn(x_cos, y_sin) : __fadd_rn(y_sin, x_cos);
 }
 
-template <DataType kDataType>
-__device__ __forceinline__ float element_of(const uint4& chunk, int i) {
-    const uint32_t pair = i < 2 ? chunk.x : i < 4 ? chunk.y : i < 6 ? chunk.z : chunk.w;
-    return unpack<kDataType>(static_cast<uint16_t>(pair >> 16 * (i % 2)));
-}
-
 // The cosines or the sines of one token.
 template <RotaryParams::Kind kKind>
 struct Angles {

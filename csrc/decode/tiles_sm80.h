@@ -17,9 +17,9 @@ namespace fastattn {
 //   16-bit: slots    890   1780   3560
 //     executed       351    419    573
 //   8-bit: slots     445    890   1780
-//     executed       373    490    910   int8
-//     executed       495    720   1380   fp8 before sm_89, by bits
-//     executed       350    440    824   fp8 from sm_89 on, by an instruction
+//     executed       366    493    910   int8
+//     executed       490    723   1380   fp8 before sm_89, by bits
+//     executed       344    440    824   fp8 from sm_89 on, by an instruction
 //
 // Two warps of a scheduler wait too often for their own results to use more than half of the slots. So of 8 bits a warp takes
 // 32 keys at a time up to 128 dims, over which the instructions of a step are spread, and with 64 dims there are three CTAs,
@@ -28,6 +28,8 @@ namespace fastattn {
 // kBlockM: 16 rows, or 32 where more than 16 share a KV head. Then two warps take the same keys (row_warps.cuh), each for 16
 // rows and in as many registers as before, so that an SM holds one such CTA instead of two. They execute 561, 676 and 898
 // instructions for 16 keys of 16 bits, of which two tiles of 16 rows would execute twice what is above, and load twice.
+// Of 64 rows, by four warps a ring, nothing would be gained: each warp executes as much for a key, so that 64 rows take as
+// long as two tiles of 32, which are at the memory's rate already (simulated, 128 dims: .48 of it, after .95).
 template <int kBlockM_, int kHeadDim, bool k8BitCache>
 struct DecodeTileSm80 {
     static constexpr int kBlockM = kBlockM_;

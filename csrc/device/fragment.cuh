@@ -101,6 +101,13 @@ __device__ __forceinline__ float unpack(uint16_t bits) {
     return kDataType == DataType::kFloat16 ? ptx::cvt_f32_f16(bits) : __uint_as_float(uint32_t{bits} << 16);
 }
 
+// Element i of 16 bytes.
+template <DataType kDataType>
+__device__ __forceinline__ float element_of(const uint4& chunk, int i) {
+    const uint32_t pair = i < 2 ? chunk.x : i < 4 ? chunk.y : i < 6 ? chunk.z : chunk.w;
+    return unpack<kDataType>(static_cast<uint16_t>(pair >> 16 * (i % 2)));
+}
+
 template <DataType kDataType>
 __device__ __forceinline__ uint32_t multiply(uint32_t pair, float factor) {
     return pack<kDataType>(unpack<kDataType>(static_cast<uint16_t>(pair)) * factor,

@@ -92,6 +92,15 @@ struct AppendParams {
     SlotsView slots;
 };
 
+// decode/dequantize_sm80.cuh.
+struct DequantizeCacheParams {
+    CacheView k_cache, v_cache;
+    CachePlaces places;
+    const int32_t* seqlens;   // [B]
+    uint16_t *k_out, *v_out;  // [B * blocks_per_sequence, kv_heads, block_rows, D or Dv], contiguous
+    int32_t batch, kv_heads, blocks_per_sequence, capacity;
+};
+
 // decode/split_sm80.cuh.
 struct DecodeParams {
     HeadsView<const uint16_t> query;  // [B, Hq, Sq, D]

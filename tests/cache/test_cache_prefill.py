@@ -107,14 +107,15 @@ def kernel_of(made: dict[str, Any]) -> str:
 
 
 def test_what_stays_with_the_decoding_kernel() -> None:
-    """Few queries; where splits are asked for; a cache that the attention kernel does not read."""
+    """Few queries; where splits are asked for; few rows of a KV head over an 8-bit cache, which has to be copied."""
     assert kernel_of(arguments(False)) == KERNELS["cuda"]
     assert kernel_of(arguments(False, num_queries=64)).startswith("decode_split_sm80")
     assert kernel_of(arguments(False, num_splits=2)).startswith("decode_split_sm80")
-    made = arguments(False)
-    for name in ("k", "v"):
-        made[f"{name}_cache"], made[f"{name}_scale"] = reference.quantize_rows(made[f"{name}_cache"])
-    assert kernel_of(made).startswith("decode_split_sm80")
+    for num_queries, prefills in ((130, True), (128, False)):
+        made = arguments(False, num_queries=num_queries)
+        for name in ("k", "v"):
+            made[f"{name}_cache"], made[f"{name}_scale"] = reference.quantize_rows(made[f"{name}_cache"])
+        assert kernel_of(made) == KERNELS["cuda"] if prefills else kernel_of(made).startswith("decode_split_sm80")
 
 
 def test_a_prompt_compiles() -> None:

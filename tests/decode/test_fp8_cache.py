@@ -239,7 +239,7 @@ def test_fp8_caches_are_close_to_float_ones(backend: str) -> None:
 
 @each_scales
 def test_many_queries_are_decoded(whose: str, backend: str) -> None:
-    """A prompt over fp8 is attended to by the decoding kernel, as over int8."""
+    """While they are few rows of a KV head: see test_eight_bit_prefill."""
     case = Case("prompt", queries=70, new=70, lengths=(0, 5), capacity=96, heads=(4, 2), rotary_dim=32, fp8=whose)
     check(case)
 

@@ -8,6 +8,7 @@ from aot import Build
 from aot_decode import SHARED_MEMORY, STRIDES, TupleType, cache_types
 from fastattn.triton_kernels.decode_append import BLOCK_T, append_kernel
 from fastattn.triton_kernels.decode_combine import COMBINE_SPLITS, combine_kernel
+from fastattn.triton_kernels.decode_dequantize import dequantize_kernel
 from fastattn.triton_kernels.int8_matmul import MERGE_BLOCK, merge_kernel
 
 
@@ -36,6 +37,27 @@ def append_build(arch: int, dtype: str, cache: str) -> Build:
     }
     name = f"append-sm{arch}-{dtype}-{cache}"
     return Build(name, append_kernel, arch, types, constexprs, SHARED_MEMORY[arch])
+
+
+def dequantize_build(arch: int, dtype: str, cache: str) -> Build:
+    types: dict[str, Any] = cache_types(dtype, cache, True, False) | {
+        "seqlens": "*i32:16",
+        "k_out": f"*{dtype}:16",
+        "v_out": f"*{dtype}:16",
+        "max_pages": "i32",
+    }
+    constexprs = {
+        "HEAD_DIM": 128,
+        "VALUE_DIM": 128,
+        "D_PAD": 128,
+        "DV_PAD": 128,
+        "PAGE_SIZE": 16,
+        "IS_FP8": cache == "fp8",
+        "BLOCK_T": BLOCK_T,
+        "num_warps": 4,
+    }
+    name = f"dequantize-sm{arch}-{dtype}-{cache}"
+    return Build(name, dequantize_kernel, arch, types, constexprs, SHARED_MEMORY[arch])
 
 
 def combine_build(arch: int, dtype: str) -> Build:
@@ -92,5 +114,6 @@ def builds() -> list[Build]:
     for arch in (80, 90, 100):
         for dtype in ("fp16", "bf16"):
             found += [append_build(arch, dtype, cache) for cache in ("16bit", "int8", "fp8")]
+            found += [dequantize_build(arch, dtype, cache) for cache in ("int8", "fp8")]
             found += [combine_build(arch, dtype), merge_build(arch, dtype)]
     return found

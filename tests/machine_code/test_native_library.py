@@ -33,6 +33,7 @@ SCHEMA_ARGUMENTS = {
     "attention_decode": 21,
     "attention_decode_out": 22,
     "append_to_cache": 7,
+    "dequantize_cache": 8,
     "attention_split_keys": 9,
     "int8_matmul": 7,
     "int8_matmul_grad_input": 4,
@@ -41,6 +42,7 @@ SCHEMA_ARGUMENTS = {
 FORWARD_INSTANCES = rows_of("attention/instances/forward_sm80.cu")
 DECODE_INSTANCES = rows_of("decode/instances/split_sm80.cu")
 APPEND_INSTANCES = rows_of("decode/instances/append_sm80.cu")
+DEQUANTIZE_INSTANCES = rows_of("decode/instances/dequantize_sm80.cu")
 OPTIONS_INSTANCES = rows_of("attention/instances/forward_options_sm80.cu")  # True: keys in pages
 INT8_INSTANCES = sorted(
     (kernel, *values)
@@ -167,6 +169,12 @@ def append_instance(symbol: str) -> tuple[int, str, str] | None:
     """(head dim, dtype, format of the cache) of a mangled decode_append_sm80."""
     match = re.search(r"decode_append_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELN\w*?11CacheFormatE(\d)E", symbol)
     return (int(match[1]), DTYPES[int(match[2])], CACHE_FORMATS[int(match[3])]) if match else None
+
+
+def dequantize_instance(symbol: str) -> tuple[str, str] | None:
+    """(dtype, format of the cache) of a mangled decode_dequantize_sm80."""
+    match = re.search(r"decode_dequantize_sm80ILN\w*?8DataTypeE(\d)ELN\w*?11CacheFormatE(\d)E", symbol)
+    return (DTYPES[int(match[1])], CACHE_FORMATS[int(match[2])]) if match else None
 
 
 def key_value_instance(symbol: str) -> tuple[int, bool, str] | None:
@@ -492,6 +500,20 @@ def test_append_copies_16_bytes_at_a_time_and_leaves_room_for_other_ctas() -> No
 
 
 @with_sm80_kernels
+def test_dequantising_loads_8_bytes_for_each_16_that_it_stores() -> None:
+    """Of keys and of values once each, in so few registers that many CTAs wait for memory at a time."""
+    kernels = {instance: facts for name, facts in machine_code().items() if (instance := dequantize_instance(name))}
+    assert sorted(kernels) == DEQUANTIZE_INSTANCES
+    for kernel in kernels.values():
+        assert 0 < kernel.registers <= 64 and kernel.static_shared_bytes == kernel.stack_bytes == 0
+        loads, stores = (
+            [name.split(".") for name in kernel.instructions if name.startswith(kind)] for kind in ("LDG", "STG")
+        )
+        assert sum("64" in parts for parts in loads) == 2
+        assert sum("128" in parts for parts in stores) == len(stores) == 2
+
+
+@with_sm80_kernels
 @pytest.mark.parametrize("instance", DECODE_INSTANCES, ids=str)
 def test_decode_never_touches_local_memory(instance: tuple[int, int, str, str]) -> None:
     kernel = decode_kernels()[instance]
@@ -571,6 +593,7 @@ def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
     assert sorted(filter(None, map(s8_instance, entries))) == S8_INSTANCES
     assert sorted(filter(None, map(decode_instance, entries))) == DECODE_INSTANCES
     assert sorted(filter(None, map(append_instance, entries))) == APPEND_INSTANCES
+    assert sorted(filter(None, map(dequantize_instance, entries))) == DEQUANTIZE_INSTANCES
     assert sorted(filter(None, map(key_value_instance, entries))) == KEY_VALUE_INSTANCES
     assert sorted(filter(None, map(wide_instance, entries))) == WIDE_INSTANCES
     assert sorted(filter(None, map(backward_instance, entries)), key=str) == BACKWARD_INSTANCES

@@ -17,7 +17,7 @@ from fastattn.dispatch.device import DeviceFacts, facts, when_emulation_changes
 from fastattn.dispatch.order import order_for
 from fastattn.dispatch.reasons import reason_against
 from fastattn.dispatch.recording import is_recording
-from fastattn.dispatch.support import CHANGES_SCORES, FEATURE_OF_CACHE, FEATURES, KERNEL_BACKENDS, SUPPORT, Support
+from fastattn.dispatch.support import CHANGES_SCORES, FEATURES, KERNEL_BACKENDS, SUPPORT, Support
 from fastattn.dispatch.thread_state import Explained, NoKernel, thread
 from fastattn.dispatch.users_line import warn_at_users_line
 from fastattn.errors import InputError
@@ -147,8 +147,12 @@ _FEW_QUERIES = 16
 _MANY_KEYS = 1024
 _MOST_KEYS = 2**30  # of flash-decoding: sums of positions stay within 32 bits
 # Over a cache the decoding kernel has this many queries of a sequence at most, where there is a choice. More fill tiles
-# of the attention kernel: a prediction too.
+# of the attention kernel: a prediction too. Of an 8-bit cache the attention kernel reads a copy of 16 bits. That pays from
+# about 280 rows of a KV head on, where 222 * rows / 32 = 222 + 890 + 3 * rows. For 16 keys of 128 dims an SM of an H200
+# takes 222 clocks to read them in 8 bits, as the decoding kernel does for each 32 rows, 890 to write and read them in 16,
+# and 3 for a row at 65 % of the tensor cores' peak.
 MOST_DECODED_QUERIES = 64
+MOST_DECODED_ROWS_OF_8_BITS = 256
 _DECODED = frozenset(FEATURES["attention"]) & frozenset(FEATURES["decode"])
 
 
@@ -186,7 +190,7 @@ def _hold_in_graph(conditions: tuple[Any, ...]) -> bool:
 
 def _as_prefilling(backend: str, call: Call, device_facts: DeviceFacts) -> Call | None:
     """Decoding with many queries as a call of the attention kernel over pages, or None where it is another case."""
-    if call.op != "decode" or not call.may_prefill or not call.features.isdisjoint(FEATURE_OF_CACHE.values()):
+    if call.op != "decode" or not call.may_prefill:
         return None
     features = call.features & FEATURES["attention"].keys() | {"varlen", "paged"}
     prefilling = call._replace(op="attention", features=features)

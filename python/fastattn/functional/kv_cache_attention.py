@@ -134,10 +134,11 @@ def attention_with_kv_cache(
     """Appends ``k_new`` and ``v_new`` to a cache in place, then attends over it: one step of generation.
 
     Each sequence's cache is split among many CTAs, whose results are merged (Dao et al., "Flash-Decoding for
-    long-context inference", 2023). A prompt, of more than 64 queries over a cache that is not of 8 bits, is attended to
-    by the kernel of ``attention_varlen`` behind an append, unless ``num_splits`` or ``tree_mask`` is given. Inference
-    only. Lengths and tables stay on the device and are not read back, so that the call works in CUDA graphs;
-    ``cache_seqlens`` is not advanced.
+    long-context inference", 2023). A prompt, of more than 64 queries, is attended to by the kernel of
+    ``attention_varlen`` behind an append, unless ``num_splits`` or ``tree_mask`` is given; over an 8-bit cache from more
+    than 256 rows on (queries times query heads of a KV head), for which keys and values are rounded to the query's
+    dtype, in a copy of 256 MB or of one head's tokens at most. Inference only. Lengths and tables stay on the device
+    and are not read back, so that the call works in CUDA graphs; ``cache_seqlens`` is not advanced.
 
     Args:
         query: ``[B, Hq, Sq, D]``. Query ``i`` stands at position ``total - Sq + i``, where total counts the append.

@@ -23,7 +23,7 @@ from fastattn.checks import (
     refuse_wrapped,
 )
 from fastattn.dispatch.call import Call
-from fastattn.dispatch.choose import MOST_DECODED_QUERIES
+from fastattn.dispatch.choose import MOST_DECODED_QUERIES, MOST_DECODED_ROWS_OF_8_BITS
 from fastattn.dispatch.reasons import only_torch_handles
 from fastattn.dispatch.support import FEATURE_OF_CACHE
 from fastattn.errors import InputError
@@ -158,6 +158,7 @@ def check_call(t: Tensors, options: Options) -> CheckedCall:
         features.add("gqa")
     if t.v_cache.shape[-1] != head_dim:
         features.add("value dim")
+    rows = num_queries * (heads // kv_heads if kv_heads else 1)
     call = Call(
         "decode",
         t.query.device,
@@ -166,12 +167,13 @@ def check_call(t: Tensors, options: Options) -> CheckedCall:
         t.v_cache.shape[-1],
         frozenset(features),
         (
-            num_queries * (heads // kv_heads if kv_heads else 1),
+            rows,
             t.k_cache.element_size(),
             0 if t.block_table is None else t.k_cache.shape[2],
         ),
         only_torch_handles(*t),
         may_prefill=num_queries > MOST_DECODED_QUERIES
+        and (t.k_cache.dtype not in FEATURE_OF_CACHE or (kv_heads > 0 and rows > MOST_DECODED_ROWS_OF_8_BITS))
         and options.num_splits == 0
         and t.tree_mask is None
         and 0 < batch * capacity < 2**31,

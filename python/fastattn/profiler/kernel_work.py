@@ -133,6 +133,13 @@ def _append(call: OperatorCall) -> Work:
     return Work(0, sum(each.nbytes for each in new) + written)
 
 
+def _dequantise(call: OperatorCall) -> Work:
+    """As if every sequence filled its cache: the lengths are on the device."""
+    outs = [call["k_out"], call["v_out"]]
+    read = sum(math.prod(out.shape) * call["k_cache"].itemsize for out in outs)
+    return Work(0, sum(out.nbytes for out in outs) + read, is_upper_bound=True)
+
+
 def _decode_with_append(call: OperatorCall) -> Work:
     """Of the kernel that does both: what it stores is what it attends to."""
     decode, append = _decode(call), _append(call)
@@ -179,6 +186,7 @@ _WORK: dict[str, dict[str, Callable[[OperatorCall], Work | None]]] = {
     "attention_decode": _DECODING,
     "attention_decode_out": _DECODING,
     "append_to_cache": {"append": _append},
+    "dequantize_cache": {"dequantize": _dequantise},
     "attention_split_keys": {"split": _split_keys, "combine": _unknown},
     # Of what cuBLAS computes, our kernel only dequantises the weights. Another quantises tokens.
     "int8_matmul": {"quantize": _unknown, "merge": _unknown, "forward": _int8, "int8_matmul": _int8},

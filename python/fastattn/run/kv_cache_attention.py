@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn.dispatch.call import Choice
+from fastattn.dispatch.support import FEATURE_OF_CACHE
 from fastattn.ops.attention import AttentionArguments, attention_forward
 from fastattn.ops.decode import DecodeArguments, attention_decode, attention_decode_out
+from fastattn.ops.dequantize import DequantizeArguments, dequantize_cache
 from fastattn.rotary import rotary
 
 
@@ -25,38 +30,63 @@ def kv_cache_attention(choice: Choice, arguments: DecodeArguments, out: Tensor |
     return attention_decode(choice.backend, arguments)
 
 
+# The 16-bit copy of 8-bit caches has at most so many bytes at a time, or what one KV head of a sequence needs.
+_DEQUANTISED_BYTES = 256 << 20
+
+
 def _prefill(backend: str, arguments: DecodeArguments) -> tuple[Tensor, Tensor]:
     """For many queries, a prompt: the append is a launch of its own, and the attention kernel follows.
 
-    The decoding kernel would read all keys once for every 16 rows of queries; the attention kernel does for every 128.
+    The decoding kernel would read all keys once for every 16 or 32 rows of queries; the attention kernel does for every
+    128. It reads 16-bit floats, which another kernel makes of 8-bit caches, once for all rows.
     """
-    query, k_cache = arguments.query, arguments.k_cache
+    query, cos, sin = arguments.query, arguments.rotary_cos, arguments.rotary_sin
     if arguments.k_new is not None:
         attention_decode(backend, arguments._replace(query=query[:, :, :0]))
-    (batch, heads, num_queries, head_dim), device = query.shape, query.device
-    table = arguments.block_table
-    if table is None:
-        table = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
-    capacity = table.shape[1] * k_cache.shape[2]
+    num_queries, capacity = query.shape[2], _capacity(arguments)
     num_new = 0 if arguments.k_new is None else arguments.k_new.shape[2]
     total = (arguments.cache_seqlens.clamp(0, capacity) + num_new).clamp(max=capacity)
-    cos, sin = arguments.rotary_cos, arguments.rotary_sin
     if cos is not None and sin is not None:
-        position = (total - num_queries)[:, None] + torch.arange(num_queries, device=device)
+        position = (total - num_queries)[:, None] + torch.arange(num_queries, device=query.device)
         position = position.clamp(0, cos.shape[0] - 1)
         query = rotary(query, cos[position], sin[position], arguments.rotary_interleaved)
+    appended = arguments._replace(query=query, cache_seqlens=total)
+    if arguments.k_cache.dtype not in FEATURE_OF_CACHE:
+        return _attend(backend, appended)
+    parts = list(_parts(appended))
+    if len(parts) == 1:
+        return _attend(backend, _dequantised(backend, appended))
+    out = query.new_empty(*query.shape[:3], arguments.v_cache.shape[3])
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    for sequences, heads, part in parts:
+        out[sequences, heads], lse[sequences, heads] = _attend(backend, _dequantised(backend, part))
+    return out, lse
+
+
+def _capacity(arguments: DecodeArguments) -> int:
+    """Of tokens of a sequence."""
+    table, rows = arguments.block_table, arguments.k_cache.shape[2]
+    return rows if table is None else table.shape[1] * rows
+
+
+def _attend(backend: str, arguments: DecodeArguments) -> tuple[Tensor, Tensor]:
+    """By the attention kernel over pages, of ``cache_seqlens`` tokens. A contiguous cache is a page of each sequence."""
+    query, table = arguments.query, arguments.block_table
+    (batch, heads, num_queries, head_dim), device = query.shape, query.device
+    if table is None:
+        table = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
     packed_out, packed_lse, _ = attention_forward(
         backend,
         AttentionArguments(
             query.transpose(1, 2).reshape(batch * num_queries, heads, head_dim),
-            k_cache,
+            arguments.k_cache,
             arguments.v_cache,
             alibi_slopes=arguments.alibi_slopes,
             sinks=arguments.sinks,
             cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32, device=device) * num_queries,
-            cu_seqlens_k=F.pad(total.cumsum(0, dtype=torch.int32), (1, 0)),
+            cu_seqlens_k=F.pad(arguments.cache_seqlens.cumsum(0, dtype=torch.int32), (1, 0)),
             max_seqlen_q=num_queries,
-            max_seqlen_k=capacity,
+            max_seqlen_k=_capacity(arguments),
             scale=arguments.scale,
             window_left=arguments.window_left,
             window_right=arguments.window_right,
@@ -67,3 +97,51 @@ def _prefill(backend: str, arguments: DecodeArguments) -> tuple[Tensor, Tensor]:
     )
     out = packed_out.view(batch, num_queries, heads, -1).transpose(1, 2)
     return out, packed_lse.view(heads, batch, num_queries).transpose(0, 1)
+
+
+def _dequantised(backend: str, arguments: DecodeArguments) -> DecodeArguments:
+    """The same call over a copy of its 8-bit caches in the query's dtype, with a page of its own for each table entry."""
+    k_cache, v_cache, table, query = arguments.k_cache, arguments.v_cache, arguments.block_table, arguments.query
+    blocks = query.shape[0] * (1 if table is None else table.shape[1])
+    k_out, v_out = (query.new_empty(blocks, *cache.shape[1:]) for cache in (k_cache, v_cache))
+    dequantize_cache(
+        backend,
+        DequantizeArguments(
+            k_cache, v_cache, arguments.k_scale, arguments.v_scale, arguments.cache_seqlens, table, k_out, v_out
+        ),
+    )
+    if table is not None:
+        own = torch.arange(blocks, dtype=torch.int32, device=query.device).view(table.shape)
+        table = torch.where((table >= 0) & (table < k_cache.shape[0]), own, -1)
+    return arguments._replace(k_cache=k_out, v_cache=v_out, k_scale=None, v_scale=None, block_table=table)
+
+
+def _parts(arguments: DecodeArguments) -> Iterator[tuple[slice, slice, DecodeArguments]]:
+    """Some sequences and query heads at a time, whose caches take few bytes when they are dequantised."""
+    query, k_cache, v_cache, slopes = arguments.query, arguments.k_cache, arguments.v_cache, arguments.alibi_slopes
+    batch, kv_heads = query.shape[0], k_cache.shape[1]
+    group = query.shape[1] // kv_heads
+    of_head = _capacity(arguments) * (k_cache.shape[3] + v_cache.shape[3]) * query.element_size()
+    at_once = max(_DEQUANTISED_BYTES // of_head, 1)
+    num_heads, num_sequences = min(at_once, kv_heads), min(max(at_once // kv_heads, 1), batch)
+    is_paged = arguments.block_table is not None
+
+    def of_cache(tensor: Tensor | None, sequences: slice, heads: slice) -> Tensor | None:
+        """Of a cache, or of its scales, which may be some of all tokens: [Hkv], [1] or []."""
+        if tensor is None or tensor.dim() < 3:
+            return tensor if tensor is None or tensor.numel() == 1 else tensor[heads]
+        return tensor[:, heads] if is_paged else tensor[sequences, heads]
+
+    for first, kv_first in itertools.product(range(0, batch, num_sequences), range(0, kv_heads, num_heads)):
+        sequences, of_kv = slice(first, first + num_sequences), slice(kv_first, kv_first + num_heads)
+        heads = slice(of_kv.start * group, of_kv.stop * group)
+        names = ("k_cache", "v_cache", "k_scale", "v_scale")
+        part = arguments._replace(
+            query=query[sequences, heads],
+            cache_seqlens=arguments.cache_seqlens[sequences],
+            block_table=None if arguments.block_table is None else arguments.block_table[sequences],
+            alibi_slopes=None if slopes is None else slopes[sequences if slopes.shape[0] > 1 else slice(None), heads],
+            sinks=None if arguments.sinks is None else arguments.sinks[heads],
+            **{name: of_cache(getattr(arguments, name), sequences, of_kv) for name in names},
+        )
+        yield sequences, heads, part

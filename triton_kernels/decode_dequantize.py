@@ -1,0 +1,141 @@
+"""The tokens of int8 and fp8 caches as 16-bit floats: the attention kernel reads a prompt's keys many times over.
+
+    k_out[b * max_pages + p] = k_scale[page] * k_cache[page]          page = block_table[b, p]
+    v_out[b * max_pages + p] = v_scale[page] * v_cache[page]
+
+One program has BLOCK_T tokens of one KV head of one sequence, keys then values. Products are in fp32, rounded once.
+What lies beyond a sequence's length, or in no page, is not written.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastattn.quantization import FP8
+
+from .decode_append import BLOCK_T
+from .decode_cache import cache_arguments, locate_tokens, tokens_before
+from .fp8 import decode_fp8
+from .tiles import ceil_div, padded_head_dim
+
+
+@triton.jit
+def dequantize_tokens(
+    cache,
+    cache_strides,
+    scales,  # None: all are 1
+    scale_strides,
+    out,  # contiguous [blocks, Hkv, rows, HEAD_DIM]
+    block,
+    row,
+    out_row,  # int64 [BLOCK_T], counted in rows of HEAD_DIM elements
+    exists,
+    kv_head_idx,
+    HEAD_DIM: tl.constexpr,
+    D_PAD: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):
+    dim = tl.arange(0, D_PAD)
+    mask = exists[:, None] & (dim < HEAD_DIM)[None, :]
+    offset = tl.multiple_of(block * cache_strides[0] + kv_head_idx * cache_strides[1] + row * cache_strides[2], 16)
+    x = tl.load(cache + offset[:, None] + dim[None, :], mask=mask, other=0)
+    x = decode_fp8(x) if IS_FP8 else x.to(tl.float32)
+    if scales is not None:
+        scale_offset = block * scale_strides[0] + kv_head_idx * scale_strides[1] + row * scale_strides[2]
+        x *= tl.load(scales + scale_offset, mask=exists, other=1.0)[:, None]
+    out_offset = tl.multiple_of(out_row * HEAD_DIM, 8)  # 16 bytes
+    tl.store(out + out_offset[:, None] + dim[None, :], x.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def dequantize_kernel(
+    k_cache,  # [blocks, Hkv, rows, D]
+    k_strides,
+    v_cache,  # [blocks, Hkv, rows, Dv]
+    v_strides,
+    k_scale,  # [blocks, Hkv, rows] fp32, or one for all tokens, or None
+    k_scale_strides,
+    v_scale,
+    v_scale_strides,
+    seqlens,  # [B] int32
+    block_table,  # [B, max_pages] int32, or None
+    table_strides,
+    num_pages,
+    k_out,
+    v_out,
+    capacity,
+    max_pages,
+    num_kv_heads,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    num_t_blocks = tl.cdiv(capacity, BLOCK_T)
+    pid = tl.program_id(0)
+    kv_head_idx = (pid // num_t_blocks % num_kv_heads).to(tl.int64)
+    batch_idx = (pid // (num_t_blocks * num_kv_heads)).to(tl.int64)
+    position = pid % num_t_blocks * BLOCK_T + tl.arange(0, BLOCK_T)
+
+    # Where the tokens lie, and where they go.
+    wanted = position < tokens_before(seqlens, batch_idx, capacity)
+    block, row, exists = locate_tokens(
+        position, wanted, block_table, table_strides, num_pages, batch_idx, PAGE_SIZE, SAME_PAGE=False
+    )
+    rows_of_block = capacity if PAGE_SIZE == 0 else PAGE_SIZE
+    out_block = batch_idx * max_pages + position // rows_of_block
+    out_row = (out_block * num_kv_heads + kv_head_idx) * rows_of_block + position % rows_of_block
+
+    dequantize_tokens(
+        k_cache, k_strides, k_scale, k_scale_strides, k_out, block, row, out_row, exists, kv_head_idx, HEAD_DIM, D_PAD,
+        IS_FP8,
+    )  # fmt: skip
+    dequantize_tokens(
+        v_cache, v_strides, v_scale, v_scale_strides, v_out, block, row, out_row, exists, kv_head_idx, VALUE_DIM,
+        DV_PAD, IS_FP8,
+    )  # fmt: skip
+
+
+def dequantize_cache(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    seqlens: Tensor,
+    block_table: Tensor | None,
+    k_out: Tensor,
+    v_out: Tensor,
+) -> None:
+    """Write the first ``seqlens[b]`` tokens of 8-bit caches to ``k_out`` and ``v_out``, as `DequantizeArguments` says;
+    the caller has checked the arguments."""
+    batch, max_pages = (seqlens.shape[0], 1) if block_table is None else block_table.shape
+    num_pages, kv_heads, page_size, head_dim = k_cache.shape
+    value_dim, capacity = v_cache.shape[3], max_pages * page_size
+    grid = (batch * kv_heads * ceil_div(capacity, BLOCK_T),)
+    if grid[0] == 0:
+        return
+    dequantize_kernel[grid](
+        *cache_arguments(k_cache, v_cache, k_scale, v_scale),
+        seqlens,
+        block_table,
+        (0, 0) if block_table is None else block_table.stride(),
+        num_pages,
+        k_out,
+        v_out,
+        capacity,
+        max_pages,
+        kv_heads,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        D_PAD=padded_head_dim(head_dim),
+        DV_PAD=padded_head_dim(value_dim),
+        PAGE_SIZE=0 if block_table is None else page_size,
+        IS_FP8=k_cache.dtype == FP8,
+        BLOCK_T=BLOCK_T,
+        num_warps=4,
+    )
