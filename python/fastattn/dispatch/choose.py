@@ -147,10 +147,10 @@ _FEW_QUERIES = 16
 _MANY_KEYS = 1024
 _MOST_KEYS = 2**30  # of flash-decoding: sums of positions stay within 32 bits
 # Over a cache the decoding kernel has this many queries of a sequence at most, where there is a choice. More fill tiles
-# of the attention kernel: a prediction too. Of an 8-bit cache the attention kernel reads a copy of 16 bits. That pays from
-# about 280 rows of a KV head on, where 222 * rows / 32 = 222 + 890 + 3 * rows. For 16 keys of 128 dims an SM of an H200
-# takes 222 clocks to read them in 8 bits, as the decoding kernel does for each 32 rows, 890 to write and read them in 16,
-# and 3 for a row at 65 % of the tensor cores' peak.
+# of the attention kernel: a prediction too. Of an 8-bit cache the attention kernel reads a copy of 16 bits. That pays
+# from about 280 rows of a KV head on, where 222 * rows / 32 = 222 + 890 + 3 * rows. For 16 keys of 128 dims an SM of an
+# H200 takes 222 clocks to read them in 8 bits, as the decoding kernel does for each 32 rows, 890 to write and read them
+# in 16, and 3 for a row at 65 % of the tensor cores' peak.
 MOST_DECODED_QUERIES = 64
 MOST_DECODED_ROWS_OF_8_BITS = 256
 _DECODED = frozenset(FEATURES["attention"]) & frozenset(FEATURES["decode"])

@@ -135,10 +135,10 @@ def attention_with_kv_cache(
 
     Each sequence's cache is split among many CTAs, whose results are merged (Dao et al., "Flash-Decoding for
     long-context inference", 2023). A prompt, of more than 64 queries, is attended to by the kernel of
-    ``attention_varlen`` behind an append, unless ``num_splits`` or ``tree_mask`` is given; over an 8-bit cache from more
-    than 256 rows on (queries times query heads of a KV head), for which keys and values are rounded to the query's
-    dtype, in a copy of 256 MB or of one head's tokens at most. Inference only. Lengths and tables stay on the device
-    and are not read back, so that the call works in CUDA graphs; ``cache_seqlens`` is not advanced.
+    ``attention_varlen`` behind an append, unless ``num_splits`` or ``tree_mask`` is given; over an 8-bit cache where
+    there are more than 256 rows (queries times query heads of a KV head), for which keys and values are rounded to the
+    query's dtype, in a copy of 256 MB or of one head's tokens at most. Inference only. Lengths and tables stay on the
+    device and are not read back, so that the call works in CUDA graphs; ``cache_seqlens`` is not advanced.
 
     Args:
         query: ``[B, Hq, Sq, D]``. Query ``i`` stands at position ``total - Sq + i``, where total counts the append.

@@ -70,7 +70,7 @@ def _capacity(arguments: DecodeArguments) -> int:
 
 
 def _attend(backend: str, arguments: DecodeArguments) -> tuple[Tensor, Tensor]:
-    """By the attention kernel over pages, of ``cache_seqlens`` tokens. A contiguous cache is a page of each sequence."""
+    """By the attention kernel over ``cache_seqlens`` tokens in pages, of which a contiguous cache is one a sequence."""
     query, table = arguments.query, arguments.block_table
     (batch, heads, num_queries, head_dim), device = query.shape, query.device
     if table is None:
@@ -100,7 +100,7 @@ def _attend(backend: str, arguments: DecodeArguments) -> tuple[Tensor, Tensor]:
 
 
 def _dequantised(backend: str, arguments: DecodeArguments) -> DecodeArguments:
-    """The same call over a copy of its 8-bit caches in the query's dtype, with a page of its own for each table entry."""
+    """The same call over a 16-bit copy of its 8-bit caches, with a page of its own for each entry of the table."""
     k_cache, v_cache, table, query = arguments.k_cache, arguments.v_cache, arguments.block_table, arguments.query
     blocks = query.shape[0] * (1 if table is None else table.shape[1])
     k_out, v_out = (query.new_empty(blocks, *cache.shape[1:]) for cache in (k_cache, v_cache))
@@ -119,6 +119,7 @@ def _dequantised(backend: str, arguments: DecodeArguments) -> DecodeArguments:
 def _parts(arguments: DecodeArguments) -> Iterator[tuple[slice, slice, DecodeArguments]]:
     """Some sequences and query heads at a time, whose caches take few bytes when they are dequantised."""
     query, k_cache, v_cache, slopes = arguments.query, arguments.k_cache, arguments.v_cache, arguments.alibi_slopes
+    k_scale, v_scale = arguments.k_scale, arguments.v_scale
     batch, kv_heads = query.shape[0], k_cache.shape[1]
     group = query.shape[1] // kv_heads
     of_head = _capacity(arguments) * (k_cache.shape[3] + v_cache.shape[3]) * query.element_size()
@@ -126,22 +127,24 @@ def _parts(arguments: DecodeArguments) -> Iterator[tuple[slice, slice, DecodeArg
     num_heads, num_sequences = min(at_once, kv_heads), min(max(at_once // kv_heads, 1), batch)
     is_paged = arguments.block_table is not None
 
-    def of_cache(tensor: Tensor | None, sequences: slice, heads: slice) -> Tensor | None:
+    def of_cache(tensor: Tensor, sequences: slice, heads: slice) -> Tensor:
         """Of a cache, or of its scales, which may be some of all tokens: [Hkv], [1] or []."""
-        if tensor is None or tensor.dim() < 3:
-            return tensor if tensor is None or tensor.numel() == 1 else tensor[heads]
+        if tensor.dim() < 3:
+            return tensor if tensor.numel() == 1 else tensor[heads]
         return tensor[:, heads] if is_paged else tensor[sequences, heads]
 
     for first, kv_first in itertools.product(range(0, batch, num_sequences), range(0, kv_heads, num_heads)):
         sequences, of_kv = slice(first, first + num_sequences), slice(kv_first, kv_first + num_heads)
         heads = slice(of_kv.start * group, of_kv.stop * group)
-        names = ("k_cache", "v_cache", "k_scale", "v_scale")
         part = arguments._replace(
             query=query[sequences, heads],
             cache_seqlens=arguments.cache_seqlens[sequences],
             block_table=None if arguments.block_table is None else arguments.block_table[sequences],
             alibi_slopes=None if slopes is None else slopes[sequences if slopes.shape[0] > 1 else slice(None), heads],
             sinks=None if arguments.sinks is None else arguments.sinks[heads],
-            **{name: of_cache(getattr(arguments, name), sequences, of_kv) for name in names},
+            k_cache=of_cache(k_cache, sequences, of_kv),
+            v_cache=of_cache(v_cache, sequences, of_kv),
+            k_scale=None if k_scale is None else of_cache(k_scale, sequences, of_kv),
+            v_scale=None if v_scale is None else of_cache(v_scale, sequences, of_kv),
         )
         yield sequences, heads, part
