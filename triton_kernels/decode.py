@@ -414,7 +414,7 @@ def attention_decode_out(
             DV_PAD=padded_head_dim(value_dim),
             HAS_SINK=sinks is not None,
             COMBINE_SPLITS=COMBINE_SPLITS,
-            num_warps=1,
+            num_warps=ceil_div(padded_head_dim(value_dim), 256),
             enable_fp_fusion=True,
         )
     return lse

@@ -66,6 +66,7 @@ _SM86_TILES: dict[TileKey, AttentionTile] = {
     ("forward", 128): AttentionTile(128, 64, num_warps=8, num_stages=3),  # 1726, 1741; two stages spill
     ("forward", 128, "padded"): AttentionTile(128, 32, num_warps=8, num_stages=3),  # 128 x 64 spills
     ("forward", 256): AttentionTile(64, 32, num_warps=8, num_stages=2),  # 3291; 64 x 64 needs 104 KB
+    ("forward", 512): AttentionTile(32, 32, num_warps=8, num_stages=1),  # two stages spill, and so do 64 rows
     ("query", 64): AttentionTile(128, 32, num_warps=4, num_stages=2),  # 1092, 1099; 64 x 64 1392, 128 x 64 spills
     ("query", 64, "padded"): AttentionTile(64, 64, num_warps=4, num_stages=3),  # 128 x 32 spills
     ("query", 128): AttentionTile(128, 32, num_warps=8, num_stages=2),  # 2853, 3007; 64 x 64 4169
@@ -90,6 +91,7 @@ _SM90_TILES: dict[TileKey, AttentionTile] = {
     ("forward", 128): AttentionTile(128, 64, num_warps=8, num_stages=3),  # 1008, 994; two stages 1664
     ("forward", 256): AttentionTile(128, 32, num_warps=8, num_stages=3),  # 2074, 2067; 64 x 32 2328, 64 x 64 spills
     ("forward", 256, "padded"): AttentionTile(64, 32, num_warps=8, num_stages=3),  # 128 x 32 spills
+    ("forward", 512): AttentionTile(32, 32, num_warps=8, num_stages=1),  # two stages spill
     ("query", 64): AttentionTile(128, 32, num_warps=4, num_stages=3),  # 656, 660; 64 x 64 693, 128 x 64 spills
     ("query", 128): AttentionTile(128, 64, num_warps=8, num_stages=3),  # 1176, 1174; 64 x 64 1332
     ("query", 256): AttentionTile(64, 32, num_warps=8, num_stages=3),  # 3508, 3512; 32 x 32 9710, 64 x 64 spills
@@ -105,6 +107,7 @@ _SM100_TILES: dict[TileKey, AttentionTile] = {
     ("forward", 128): AttentionTile(128, 64, num_warps=8, num_stages=2),
     ("forward", 128, "padded"): AttentionTile(128, 32, num_warps=8, num_stages=2),
     ("forward", 256): AttentionTile(64, 32, num_warps=8, num_stages=2),
+    ("forward", 512): AttentionTile(32, 32, num_warps=8, num_stages=1),  # two stages spill
     ("query", 64): AttentionTile(64, 64, num_warps=4, num_stages=2),
     ("query", 128): AttentionTile(64, 64, num_warps=8, num_stages=2),
     ("query", 256): AttentionTile(32, 32, num_warps=8, num_stages=1),
@@ -124,7 +127,7 @@ def _plain_tile(arch: int, kernel: str, head_dim: int, value_dim: int) -> Attent
         tiles = _SM100_TILES
     else:
         tiles = _SM86_TILES
-    width = next(width for width in (64, 128, 256) if max(head_dim, value_dim) <= width)
+    width = next(width for width in (64, 128, 256, 512) if max(head_dim, value_dim) <= width)
     tile = tiles[kernel, width]
     return tile if head_dim == value_dim == width else tiles.get((kernel, width, "padded"), tile)
 
@@ -254,11 +257,12 @@ def decode_tile(
     block_m = min(32, max(16, 1 << (rows - 1).bit_length()))
     # Four warps until the accumulator, and RoPE on the whole query tile before the loop, spill (AOT).
     num_warps = 8 if block_m == 32 or width > 256 else 4
-    # 64 keys of 128 + 128 16-bit dims are 32 KB, a good unit to keep in flight; wider heads take half as many keys.
-    block_n = 64 if width <= 256 else 32
+    # 64 keys of 128 + 128 16-bit dims are 32 KB, a good unit to keep in flight; wider heads take as many bytes. With
+    # more than 256 dims, 32 keys spill beside 32 rows (AOT).
+    block_n = 64 if width <= 256 else 32 if width <= 512 else 16
 
     # Shared memory outside the pipeline (AOT): the query tile and the probabilities, 16-bit.
-    fixed_bytes = 2 * (block_m * key_width + block_m * block_n)
+    fixed_bytes = 2 * (block_m * key_width + block_m * block_n) + (1024 if width > 512 else 0)
     block_bytes = block_n * width * cache_itemsize
     # Two CTAs on an SM hide each other's softmax and edges, if each has two blocks in flight. Bandwidth needs some
     # 29 KB per SM (4.8 TB/s times 0.8 us over 132 SMs); more than three blocks only lengthen the start.

@@ -61,7 +61,7 @@ class TestChoice:
         ("changes", "words"),
         [
             ({"dtype": torch.float32}, "float32"),
-            ({"head_dim": 264}, "264"),
+            ({"head_dim": 520}, "520"),
             ({"head_dim": 0}, "0"),
             ({"features": frozenset({"paged gradients"})}, "gradients over paged keys and values"),
             ({"only_torch": "an argument is a DTensor."}, "DTensor"),

@@ -152,6 +152,11 @@ def builds() -> list[Build]:
             found += [build(kernel, arch, head_dim, options, "bf16") for kernel in ("forward", "query", "key_value")]
     for head_dim in (64, 128, 256):
         found += [build("forward", arch, head_dim, CAUSAL, "bf16", page_size=16) for arch in (80, 90)]
+    found += [build("forward", arch, 512, options, "bf16") for arch in (80, 90) for options in (CAUSAL, EVERYTHING)]
+    found += [
+        build("forward", 86, 512, CAUSAL, "fp16", target=80),
+        build("forward", 90, 512, CAUSAL, "fp16", page_size=16),
+    ]
     found.append(build("forward", 90, 64, ALIBI, "bf16"))
     found.append(build("key_value", 90, 128, BOOL, "fp16"))
     return found

@@ -148,6 +148,10 @@ def builds() -> list[Build]:
             found.append(split_build(arch, "fp16", (256, 256), 32, page_size=16, cache=cache, rows_differ=True))
     found.append(split_build(90, "bf16", (128, 128), 32, page_size=16, rows_differ=True, tree=True))
     found.append(split_build(80, "bf16", (72, 40), 16))
+    for arch, dtype, rows in ((80, "bf16", 32), (86, "fp16", 16), (90, "bf16", 16)):
+        found.append(split_build(arch, dtype, (512, 512), rows, page_size=16, rows_differ=True))
+    found.append(split_build(86, "bf16", (512, 512), 32, **FEATURES))
+    found.append(split_build(80, "bf16", (512, 512), 32, page_size=16, cache="int8"))
     found.append(split_build(90, "bf16", (64, 64), 8, rotary_dim=64, page_size=16, ones=ONES))
     # sm_86, sm_89 and sm_120 have 99 KB of shared memory.
     found += [split_build(86, "bf16", (dim, dim), 32, rows_differ=True) for dim in (128, 256)]

@@ -10,9 +10,10 @@ from fastattn.triton_kernels.decode_append import BLOCK_T, append_kernel
 from fastattn.triton_kernels.decode_combine import COMBINE_SPLITS, combine_kernel
 from fastattn.triton_kernels.decode_dequantize import dequantize_kernel
 from fastattn.triton_kernels.int8_matmul import MERGE_BLOCK, merge_kernel
+from fastattn.triton_kernels.tiles import ceil_div
 
 
-def append_build(arch: int, dtype: str, cache: str) -> Build:
+def append_build(arch: int, dtype: str, cache: str, dim: int = 128) -> Build:
     types: dict[str, Any] = cache_types(dtype, cache, True, True) | {
         "k_new": f"*{dtype}:16",
         "k_new_strides": TupleType(STRIDES),
@@ -20,11 +21,11 @@ def append_build(arch: int, dtype: str, cache: str) -> Build:
         "v_new_strides": TupleType(STRIDES),
     }
     constexprs = {
-        "HEAD_DIM": 128,
-        "VALUE_DIM": 128,
-        "D_PAD": 128,
-        "DV_PAD": 128,
-        "ROTARY_DIM": 128,
+        "HEAD_DIM": dim,
+        "VALUE_DIM": dim,
+        "D_PAD": dim,
+        "DV_PAD": dim,
+        "ROTARY_DIM": dim,
         "INTERLEAVED": True,
         "PAGE_SIZE": 16,
         "QUANTISED": cache != "16bit",
@@ -35,11 +36,11 @@ def append_build(arch: int, dtype: str, cache: str) -> Build:
         "num_warps": 4,
         "enable_fp_fusion": False,
     }
-    name = f"append-sm{arch}-{dtype}-{cache}"
+    name = f"append-sm{arch}-{dtype}-{cache}-d{dim}"
     return Build(name, append_kernel, arch, types, constexprs, SHARED_MEMORY[arch])
 
 
-def dequantize_build(arch: int, dtype: str, cache: str) -> Build:
+def dequantize_build(arch: int, dtype: str, cache: str, dim: int = 128) -> Build:
     types: dict[str, Any] = cache_types(dtype, cache, True, False) | {
         "seqlens": "*i32:16",
         "k_out": f"*{dtype}:16",
@@ -47,20 +48,20 @@ def dequantize_build(arch: int, dtype: str, cache: str) -> Build:
         "max_pages": "i32",
     }
     constexprs = {
-        "HEAD_DIM": 128,
-        "VALUE_DIM": 128,
-        "D_PAD": 128,
-        "DV_PAD": 128,
+        "HEAD_DIM": dim,
+        "VALUE_DIM": dim,
+        "D_PAD": dim,
+        "DV_PAD": dim,
         "PAGE_SIZE": 16,
         "IS_FP8": cache == "fp8",
         "BLOCK_T": BLOCK_T,
         "num_warps": 4,
     }
-    name = f"dequantize-sm{arch}-{dtype}-{cache}"
+    name = f"dequantize-sm{arch}-{dtype}-{cache}-d{dim}"
     return Build(name, dequantize_kernel, arch, types, constexprs, SHARED_MEMORY[arch])
 
 
-def combine_build(arch: int, dtype: str) -> Build:
+def combine_build(arch: int, dtype: str, dim: int = 128) -> Build:
     types: dict[str, Any] = {
         "partial_out": "*fp32:16",
         "partial_lse": "*fp32:16",
@@ -74,14 +75,14 @@ def combine_build(arch: int, dtype: str) -> Build:
         "num_queries": "i32",
     }
     constexprs = {
-        "VALUE_DIM": 128,
-        "DV_PAD": 128,
+        "VALUE_DIM": dim,
+        "DV_PAD": dim,
         "HAS_SINK": True,
         "COMBINE_SPLITS": COMBINE_SPLITS,
-        "num_warps": 1,
+        "num_warps": ceil_div(dim, 256),
         "enable_fp_fusion": True,
     }
-    return Build(f"combine-sm{arch}-{dtype}", combine_kernel, arch, types, constexprs, SHARED_MEMORY[arch])
+    return Build(f"combine-sm{arch}-{dtype}-d{dim}", combine_kernel, arch, types, constexprs, SHARED_MEMORY[arch])
 
 
 def merge_build(arch: int, dtype: str) -> Build:
@@ -116,4 +117,5 @@ def builds() -> list[Build]:
             found += [append_build(arch, dtype, cache) for cache in ("16bit", "int8", "fp8")]
             found += [dequantize_build(arch, dtype, cache) for cache in ("int8", "fp8")]
             found += [combine_build(arch, dtype), merge_build(arch, dtype)]
-    return found
+    found += [append_build(90, "bf16", "int8", 512), dequantize_build(80, "fp16", "fp8", 512)]
+    return [*found, combine_build(80, "bf16", 512)]

@@ -81,11 +81,13 @@ class Support:
     """What the kernels of one backend take for one operation. Head dims are None where the operation has none.
 
     ``pads``: other head dims, down to 1, are padded with zeros to the next that the kernels take.
+    ``most_dims_with_gradients``: the largest head dim of which there are gradients, if not all.
     """
 
     features: frozenset[str]
     head_dims: range | None
     pads: bool = False
+    most_dims_with_gradients: int | None = None
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
     min_arch: int = 80
 
@@ -107,7 +109,9 @@ class Support:
         """``multiples of 8 from 16 to 256``, or ``up to 256, padded to multiples of 8 from 16``."""
         if self.head_dims is None:
             return "any"
-        first, step, last = self.head_dims[0], self.head_dims.step, self.head_dims[-1]
+        first, step, last = self.head_dims[0], self.head_dims.step, str(self.head_dims[-1])
+        if self.most_dims_with_gradients is not None:
+            last += f" ({self.most_dims_with_gradients} with gradients)"
         if not self.pads:
             return f"multiples of {step} from {first} to {last}"
         return f"up to {last}, padded to multiples of {step}" + (f" from {first}" if first > step else "")
@@ -123,15 +127,20 @@ def _all_features_but(op: str, *missing: str) -> frozenset[str]:
 SUPPORT: dict[str, dict[str, Support]] = {
     "attention": {
         "cuda": Support(_all_features_but("attention", "paged gradients"), head_dims=range(8, 257, 8), pads=True),
-        "triton": Support(_all_features_but("attention", "paged gradients"), head_dims=range(16, 257, 8), pads=True),
+        "triton": Support(
+            _all_features_but("attention", "paged gradients"),
+            head_dims=range(16, 513, 8),
+            pads=True,
+            most_dims_with_gradients=256,
+        ),
     },
     "decode": {
         "cuda": Support(_all_features_but("decode"), head_dims=range(8, 257, 8)),
-        "triton": Support(_all_features_but("decode"), head_dims=range(16, 257, 8)),
+        "triton": Support(_all_features_but("decode"), head_dims=range(16, 513, 8)),
     },
     "append": {
         "cuda": Support(_all_features_but("append"), head_dims=range(8, 257, 8)),
-        "triton": Support(_all_features_but("append"), head_dims=range(8, 257, 8)),
+        "triton": Support(_all_features_but("append"), head_dims=range(8, 513, 8)),
     },
     "int8_matmul": {
         "cuda": Support(_all_features_but("int8_matmul"), head_dims=None),
