@@ -86,7 +86,7 @@ def launched_triton_kernels() -> list[tuple[str, str]]:
 
 def test_every_kernel_in_the_sources_is_known() -> None:
     operators = {"attention_forward": "attention_forward", "attention_backward": "attention_backward"}
-    operators |= {"decode": "attention_decode", "int8_matmul": "int8_matmul"}
+    operators |= {"decode_dequantize": "dequantize_cache", "decode": "attention_decode", "int8_matmul": "int8_matmul"}
     kernels = launched_triton_kernels()
     assert len(kernels) >= 10
     for module, kernel in kernels:

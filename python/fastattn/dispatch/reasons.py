@@ -79,10 +79,10 @@ def reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) -
         if taken is None:
             advice = "" if support.pads else "; pad with zeros and pass the original scale"
             return f"the {name} is {dim}, and the {_NAMES[backend]} kernel takes {support.head_dims_text()}{advice}."
-        most = support.most_dims_with_gradients
-        if most is not None and "gradients" in call.features and dim > most:
+        limit = support.most_dims_with_gradients
+        if limit is not None and "gradients" in call.features and dim > limit:
             return (
-                f"the {name} is {dim}, and the {_NAMES[backend]} kernel has gradients up to {most}; without them, "
+                f"the {name} is {dim}, and the {_NAMES[backend]} kernel has gradients up to {limit}; without them, "
                 "under torch.no_grad(), it takes this call."
             )
     missing = [words for feature, words in FEATURES[call.op].items() if feature in call.features - support.features]
