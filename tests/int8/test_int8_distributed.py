@@ -100,7 +100,7 @@ def _run(rank: int, port: int, checks: tuple[Callable[[int, DeviceMesh], None], 
     dist.destroy_process_group()
 
 
-def test_two_processes_compute_what_one_does() -> None:
+def test_ranks_compute_what_one_does() -> None:
     """One pair of processes for all checks: starting them takes longer than what they do."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import fastattn
-import two_processes
+import ranks
 from cuda_kernels import HAS_KERNELS
 from fastattn.functional.distributed_tensors import are_split_alike
 from fastattn.integrations import dtensor, torch_flash
@@ -294,7 +294,7 @@ def check_context_parallel(rank: int, mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cpu" or not HAS_KERNELS, reason="two processes of the emulator, with kernels")
-def test_two_processes_compute_what_one_does() -> None:
+def test_ranks_compute_what_one_does() -> None:
     """One pair of processes for all checks: starting them takes longer than what they do."""
     checks = [
         check_attention,
@@ -308,4 +308,4 @@ def test_two_processes_compute_what_one_does() -> None:
     ]
     if torch_flash.is_available():
         checks.append(check_context_parallel)
-    two_processes.run(__name__, *(check.__name__ for check in checks))
+    ranks.run(__name__, *(check.__name__ for check in checks))

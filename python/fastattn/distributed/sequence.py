@@ -1,0 +1,98 @@
+"""How a sequence lies on the ranks of a group.
+
+``"contiguous"``: in W parts of equal length, rank r has part r. ``"zigzag"``: in 2 W parts, rank r has parts r and
+2 W - 1 - r, one after the other, so that all ranks have as much to do under a causal mask (Llama 3, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastattn.checks import check_choice, check_int, check_tensor, expect
+from fastattn.distributed.collectives import Group, all_gather, process_group
+
+LAYOUTS = ("contiguous", "zigzag")
+
+
+def parts_per_rank(layout: str) -> int:
+    check_choice("layout", layout, LAYOUTS)
+    return LAYOUTS.index(layout) + 1
+
+
+def parts_of_rank(layout: str, rank: int, world_size: int) -> tuple[int, ...]:
+    """Which parts of the sequence a rank has, in its order."""
+    return (rank,) if parts_per_rank(layout) == 1 else (rank, 2 * world_size - 1 - rank)
+
+
+def in_order_of_parts(x: Tensor, dim: int, layout: str, world_size: int) -> Tensor:
+    """What the ranks have, one after the other, as the sequence: part after part."""
+    return _reordered(
+        x, dim, layout, [_by_rank(layout, world_size).index(p) for p in range(_count(layout, world_size))]
+    )
+
+
+def in_order_of_ranks(x: Tensor, dim: int, layout: str, world_size: int) -> Tensor:
+    """The inverse."""
+    return _reordered(x, dim, layout, _by_rank(layout, world_size))
+
+
+def _count(layout: str, world_size: int) -> int:
+    return parts_per_rank(layout) * world_size
+
+
+def _by_rank(layout: str, world_size: int) -> list[int]:
+    """The parts of all ranks, by rank."""
+    return [part for rank in range(world_size) for part in parts_of_rank(layout, rank, world_size)]
+
+
+def _reordered(x: Tensor, dim: int, layout: str, order: list[int]) -> Tensor:
+    if parts_per_rank(layout) == 1:
+        return x
+    parts = x.tensor_split(len(order), dim)
+    return torch.cat([parts[place] for place in order], dim)
+
+
+def shard_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "contiguous") -> Tensor:
+    """This rank's parts of what all ranks hold.
+
+    Differentiable: the gradient is zero in the parts of others. So the gradients of all ranks, added as DDP adds them,
+    are that of the whole.
+
+    Args:
+        x: any tensor, whose ``dim`` is the sequence.
+        group: a process group, a mesh of one dimension, or None: the default group.
+        layout: ``"contiguous"`` or ``"zigzag"``.
+
+    Raises:
+        InputError, TypeError: a length that W (zigzag: 2 W) does not divide; a group that is not initialised.
+    """
+    check_tensor("x", x)
+    dim, found = _checked_dim(x, dim), process_group(group)
+    world_size = dist.get_world_size(found)
+    parts = parts_per_rank(layout) * world_size
+    expect(x.shape[dim] % parts == 0, "x", f"a multiple of {parts} in dim {dim} for {layout}", x.shape[dim])
+    length = x.shape[dim] // parts
+    mine = parts_of_rank(layout, dist.get_rank(found), world_size)
+    return torch.cat([x.narrow(dim, part * length, length) for part in mine], dim)
+
+
+def gather_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "contiguous") -> Tensor:
+    """The whole sequence on all ranks, of which each has its parts: the inverse of ``shard_sequence``.
+
+    Differentiable: x gets the sum of the gradients that all ranks have for its parts, where the loss is the sum of
+    theirs. Arguments and errors are those of ``shard_sequence``.
+    """
+    check_tensor("x", x)
+    dim, found = _checked_dim(x, dim), process_group(group)
+    parts = parts_per_rank(layout)
+    expect(x.shape[dim] % parts == 0, "x", f"a multiple of {parts} in dim {dim} for {layout}", x.shape[dim])
+    gathered = all_gather(x.movedim(dim, 0), found)
+    return in_order_of_parts(gathered, 0, layout, dist.get_world_size(found)).movedim(0, dim)
+
+
+def _checked_dim(x: Tensor, dim: int) -> int:
+    check_int("dim", dim)
+    expect(-x.dim() <= dim < x.dim(), "dim", f"one of the {x.dim()} dimensions of x", dim)
+    return dim % x.dim()

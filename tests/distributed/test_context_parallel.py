@@ -1,0 +1,215 @@
+"""Attention over ranks equals that of one process: results and gradients, every strategy, layout and option."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import ranks
+from fastattn import InputError, reference
+
+STRATEGIES, LAYOUTS = ("allgather", "ulysses"), ("contiguous", "zigzag")
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"window": (7, 0)},
+    {"window": (5, 3), "softcap": 2.0},
+    {"window": (-1, 4), "alibi_slopes": (4,), "scale": 0.3},
+    {"alibi_slopes": (2, 4), "sinks": (4,)},
+    {"causal": True, "alibi_slopes": (4,), "sinks": (4,), "window": (9, 9), "softcap": 5.0},
+]
+
+
+def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def problem(length: int = 24, kv_heads: int = 4, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """The same on every rank."""
+    shapes = (2, 4, length, 8), (2, kv_heads, length, 8), (2, kv_heads, length, 6)
+    return [drawn(*shape, seed=seed, dtype=dtype).requires_grad_() for seed, shape in enumerate(shapes)]
+
+
+def with_tensors(options: dict[str, Any]) -> dict[str, Any]:
+    """Shapes become tensors that need gradients."""
+    return {
+        name: drawn(*value, seed=7).abs().requires_grad_() if name in ("alibi_slopes", "sinks") else value
+        for name, value in options.items()
+    }
+
+
+def in_words(strategy: str, layout: str, given: dict[str, Any], text: str) -> str:
+    return f"{strategy} {layout} {given}: {text}"
+
+
+# --- On each rank -----------------------------------------------------------------------------------------------------
+
+
+def sharding_and_gathering_are_inverse(rank: int, mesh: DeviceMesh) -> None:
+    from fastattn.distributed import gather_sequence, shard_sequence
+
+    world_size = mesh.size()
+    for layout, dim in itertools.product(LAYOUTS, (0, 1, -1)):
+        x = drawn(24, 48, 24, seed=1).requires_grad_()
+        mine = shard_sequence(x, dim, group=mesh, layout=layout)
+        parts = x.chunk(world_size if layout == "contiguous" else 2 * world_size, dim)
+        own = (rank,) if layout == "contiguous" else (rank, 2 * world_size - 1 - rank)
+        assert torch.equal(mine, torch.cat([parts[part] for part in own], dim))
+        whole = gather_sequence(mine, dim, group=mesh, layout=layout)
+        assert torch.equal(whole, x)
+        # Each rank has its own gradients for the whole; of those a part gets the sum.
+        weight = drawn(*x.shape, seed=2) * (rank + 1)
+        (grad,) = torch.autograd.grad((whole * weight).sum(), x)
+        expected = drawn(*x.shape, seed=2) * sum(range(1, world_size + 1))
+        others = shard_sequence(torch.ones_like(x), dim, group=mesh, layout=layout)
+        is_mine = torch.autograd.grad(shard_sequence(x, dim, group=mesh, layout=layout), x, others)[0]
+        torch.testing.assert_close(grad, expected * is_mine)
+
+
+def results_and_gradients_are_those_of_one_process(rank: int, mesh: DeviceMesh) -> None:
+    from fastattn.distributed import context_parallel_attention, shard_sequence
+
+    for strategy, layout, given in itertools.product(STRATEGIES, LAYOUTS, OPTIONS):
+        whole, options = problem(), with_tensors(given)
+        expected = reference.attention(*whole, **options)
+        weights = [drawn(*result.shape, seed=9) for result in expected]
+        learnt = [value for value in options.values() if isinstance(value, Tensor)]
+        grads = torch.autograd.grad(expected, [*whole, *learnt], weights)
+
+        def mine(tensor: Tensor, layout: str = layout) -> Tensor:
+            return shard_sequence(tensor.detach(), 2, group=mesh, layout=layout)
+
+        own = [mine(tensor).requires_grad_() for tensor in whole]
+        found = context_parallel_attention(
+            *own, group=mesh, strategy=strategy, layout=layout, return_lse=True, **options
+        )
+        own_grads = torch.autograd.grad(found, [*own, *learnt], [mine(weight) for weight in weights])
+        close = {"rtol": 1e-10, "atol": 1e-10, "msg": partial(in_words, strategy, layout, given)}
+        for pair in zip(found, map(mine, expected), strict=True):
+            torch.testing.assert_close(*pair, **close)
+        for pair in zip(own_grads[:3], map(mine, grads[:3]), strict=True):
+            torch.testing.assert_close(*pair, **close)
+        for share, total in zip(own_grads[3:], grads[3:], strict=True):  # as DDP adds them up
+            dist.all_reduce(share)
+            torch.testing.assert_close(share, total, **close)
+
+
+def fewer_kv_heads_checkpoints_and_graphs(rank: int, mesh: DeviceMesh) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    from fastattn.distributed import context_parallel_attention, shard_sequence
+
+    whole = problem(kv_heads=2)
+    expected = reference.attention(*whole, causal=True)[0]
+    grads = torch.autograd.grad(expected.square().sum(), whole)
+    for strategy in STRATEGIES if mesh.size() == 2 else STRATEGIES[:1]:
+
+        def attend(*own: Tensor, strategy: str = strategy) -> Any:
+            return context_parallel_attention(
+                *own, group=mesh.get_group(), strategy=strategy, layout="zigzag", causal=True
+            )
+
+        own = [shard_sequence(t.detach(), 2, group=mesh, layout="zigzag").requires_grad_() for t in whole]
+        compiled = torch.compile(attend, backend="aot_eager")
+        for function in (attend, lambda *own, f=attend: checkpoint(f, *own, use_reentrant=False), compiled):
+            found = function(*own)
+            torch.testing.assert_close(found, shard_sequence(expected, 2, group=mesh, layout="zigzag"))
+            for grad, all_of_it in zip(torch.autograd.grad(found.square().sum(), own), grads, strict=True):
+                torch.testing.assert_close(grad, shard_sequence(all_of_it, 2, group=mesh, layout="zigzag"))
+
+
+def mistakes_are_errors_on_every_rank(rank: int, mesh: DeviceMesh) -> None:
+    from fastattn.distributed import context_parallel_attention, gather_sequence, shard_sequence
+
+    query, key, value = (tensor[:, :, :6] for tensor in problem())
+
+    def refused(message: str, *tensors: Tensor, **options: Any) -> None:
+        with pytest.raises(InputError, match=message):
+            context_parallel_attention(*tensors, group=mesh, **options)
+
+    refused(
+        "query: expected a multiple of 2 rows for zigzag, got 5",
+        *(t[:, :, :5] for t in (query, key, value)),
+        layout="zigzag",
+    )
+    refused("key: expected batch 2 and 6 rows", query, key[:, :, :4], value)
+    refused("strategy: expected one of 'allgather', 'ulysses', got 'ring '", query, key, value, strategy="ring ")
+    refused("key: expected heads that the . ranks divide", query, key[:, :1], value[:, :1], strategy="ulysses")
+    with pytest.raises(InputError, match="x: expected a multiple of"):
+        shard_sequence(query[:, :, :1], 2, group=mesh)
+    with pytest.raises(InputError, match="dim: expected one of the 4 dimensions of x, got 4"):
+        gather_sequence(query, 4, group=mesh)
+    os.environ["FASTATTN_CHECK"] = "1"
+    odd = rank == mesh.size() - 1
+    refused("layout: expected the same on all ranks", query, key, value, layout=LAYOUTS[odd])
+    refused("query: expected the same on all ranks", *(t[:1] if odd else t for t in (query, key, value)))
+    words = (
+        "key: expected batch 2" if odd else f"rank {mesh.size() - 1} of the group was refused: key: expected batch 2"
+    )
+    refused(words, query, key[:, :, :4] if odd else key, value)
+    found = context_parallel_attention(query, key, value, group=mesh)
+    assert isinstance(found, Tensor) and found.shape == (2, 4, 6, 6)
+    del os.environ["FASTATTN_CHECK"]
+
+
+def kernels_run(rank: int, mesh: DeviceMesh) -> None:
+    import fastattn
+    from fastattn.distributed import context_parallel_attention, shard_sequence
+    from oracle import check_against_oracle
+
+    for backend, strategy in itertools.product(("cuda", "triton"), STRATEGIES):
+        whole = problem(length=88, kv_heads=2, dtype=torch.float16)
+        exact = [t.detach().double().requires_grad_() for t in whole]
+        weights = drawn(2, 4, 88, 6, seed=9)
+        results, composites = [], []
+        for tensors, dtype, into in ((exact, torch.float64, results), (whole, torch.float16, composites)):
+            out = reference.attention(*tensors, causal=True, window=(40, 0), compute_dtype=dtype)[0]
+            into += [out, *torch.autograd.grad(out, tensors, weights.to(out.dtype))]
+
+        def mine(tensor: Tensor) -> Tensor:
+            return shard_sequence(tensor.detach(), 2, group=mesh, layout="zigzag")
+
+        own = [mine(tensor).requires_grad_() for tensor in whole]
+        with fastattn.use_backend(backend):
+            out = context_parallel_attention(
+                *own, group=mesh, strategy=strategy, layout="zigzag", causal=True, window=(40, 0)
+            )
+            found = [out, *torch.autograd.grad(out, own, mine(weights).half())]
+        for name, *three in zip(
+            ("out", "query", "key", "value"), found, map(mine, results), map(mine, composites), strict=True
+        ):
+            check_against_oracle(name, *three)
+
+
+# --- Here -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_on_ranks(world_size: int) -> None:
+    checks = (
+        sharding_and_gathering_are_inverse,
+        results_and_gradients_are_those_of_one_process,
+        fewer_kv_heads_checkpoints_and_graphs,
+        mistakes_are_errors_on_every_rank,
+    )
+    ranks.run(__name__, *(check.__name__ for check in checks), world_size=world_size, emulated=False)
+
+
+@pytest.mark.slow
+def test_with_kernels(emulated_gpu: None) -> None:
+    ranks.run(__name__, kernels_run.__name__)
+
+
+def test_without_a_group() -> None:
+    from fastattn.distributed import context_parallel_attention
+
+    with pytest.raises(InputError, match=r"group: expected an initialised process group \(torch.distributed"):
+        context_parallel_attention(*problem())

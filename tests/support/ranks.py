@@ -1,0 +1,40 @@
+"""Runs checks on several processes, each a rank of a gloo group. Not a test module.
+
+It imports nothing of fastattn: in a new process the library with kernels has to be the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import socket
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+
+def run(module: str, *checks: str, world_size: int = 2, emulated: bool = True) -> None:
+    """Call the functions ``checks`` of a test module with their rank and a mesh; ``emulated``: on an emulated GPU."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_run, (port, module, checks, world_size, emulated), nprocs=world_size)
+
+
+def _run(rank: int, port: int, module: str, checks: tuple[str, ...], world_size: int, emulated: bool) -> None:
+    with contextlib.ExitStack() as stack:
+        if emulated:
+            import kernel_device  # noqa: F401
+            from emulator import device
+
+            stack.enter_context(device.emulated())
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+        mesh = init_device_mesh("cpu", (world_size,))
+        for check in checks:
+            getattr(importlib.import_module(module), check)(rank, mesh)
+        dist.barrier()
+        dist.destroy_process_group()
