@@ -16,10 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 import ranks
 from fastattn import InputError, reference
 
-STRATEGIES, LAYOUTS = ("allgather", "ulysses"), ("contiguous", "zigzag")
+STRATEGIES, LAYOUTS = ("ring", "allgather", "ulysses"), ("contiguous", "zigzag")
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"causal": True},
+    {"causal": True, "sinks": (4,), "softcap": 3.0, "scale": 0.4},
+    {"sinks": (4,)},
     {"window": (7, 0)},
     {"window": (5, 3), "softcap": 2.0},
     {"window": (-1, 4), "alibi_slopes": (4,), "scale": 0.3},
@@ -50,6 +52,10 @@ def in_words(strategy: str, layout: str, given: dict[str, Any], text: str) -> st
     return f"{strategy} {layout} {given}: {text}"
 
 
+def ring_has(options: dict[str, Any]) -> bool:
+    return options.keys().isdisjoint({"window", "alibi_slopes"})
+
+
 # --- On each rank -----------------------------------------------------------------------------------------------------
 
 
@@ -78,6 +84,8 @@ def results_and_gradients_are_those_of_one_process(rank: int, mesh: DeviceMesh) 
     from fastattn.distributed import context_parallel_attention, shard_sequence
 
     for strategy, layout, given in itertools.product(STRATEGIES, LAYOUTS, OPTIONS):
+        if strategy == "ring" and not ring_has(given):
+            continue
         whole, options = problem(), with_tensors(given)
         expected = reference.attention(*whole, **options)
         weights = [drawn(*result.shape, seed=9) for result in expected]
@@ -110,7 +118,7 @@ def fewer_kv_heads_checkpoints_and_graphs(rank: int, mesh: DeviceMesh) -> None:
     whole = problem(kv_heads=2)
     expected = reference.attention(*whole, causal=True)[0]
     grads = torch.autograd.grad(expected.square().sum(), whole)
-    for strategy in STRATEGIES if mesh.size() == 2 else STRATEGIES[:1]:
+    for strategy in STRATEGIES if mesh.size() == 2 else STRATEGIES[:2]:
 
         def attend(*own: Tensor, strategy: str = strategy) -> Any:
             return context_parallel_attention(
@@ -141,7 +149,18 @@ def mistakes_are_errors_on_every_rank(rank: int, mesh: DeviceMesh) -> None:
         layout="zigzag",
     )
     refused("key: expected batch 2 and 6 rows", query, key[:, :, :4], value)
-    refused("strategy: expected one of 'allgather', 'ulysses', got 'ring '", query, key, value, strategy="ring ")
+    refused(
+        "strategy: expected one of 'ring', 'allgather', 'ulysses', got 'ring '", query, key, value, strategy="ring "
+    )
+    refused(
+        r"window: expected none with strategy 'ring' \('allgather' and",
+        query,
+        key,
+        value,
+        strategy="ring",
+        window=(3, 0),
+    )
+    refused("alibi_slopes: expected None with", query, key, value, strategy="ring", alibi_slopes=torch.ones(4))
     refused("key: expected heads that the . ranks divide", query, key[:, :1], value[:, :1], strategy="ulysses")
     with pytest.raises(InputError, match="x: expected a multiple of"):
         shard_sequence(query[:, :, :1], 2, group=mesh)
@@ -168,10 +187,11 @@ def kernels_run(rank: int, mesh: DeviceMesh) -> None:
     for backend, strategy in itertools.product(("cuda", "triton"), STRATEGIES):
         whole = problem(length=88, kv_heads=2, dtype=torch.float16)
         exact = [t.detach().double().requires_grad_() for t in whole]
+        window = (-1, -1) if strategy == "ring" else (40, 0)
         weights = drawn(2, 4, 88, 6, seed=9)
         results, composites = [], []
         for tensors, dtype, into in ((exact, torch.float64, results), (whole, torch.float16, composites)):
-            out = reference.attention(*tensors, causal=True, window=(40, 0), compute_dtype=dtype)[0]
+            out = reference.attention(*tensors, causal=True, window=window, compute_dtype=dtype)[0]
             into += [out, *torch.autograd.grad(out, tensors, weights.to(out.dtype))]
 
         def mine(tensor: Tensor) -> Tensor:
@@ -180,13 +200,43 @@ def kernels_run(rank: int, mesh: DeviceMesh) -> None:
         own = [mine(tensor).requires_grad_() for tensor in whole]
         with fastattn.use_backend(backend):
             out = context_parallel_attention(
-                *own, group=mesh, strategy=strategy, layout="zigzag", causal=True, window=(40, 0)
+                *own, group=mesh, strategy=strategy, layout="zigzag", causal=True, window=window
             )
             found = [out, *torch.autograd.grad(out, own, mine(weights).half())]
         for name, *three in zip(
             ("out", "query", "key", "value"), found, map(mine, results), map(mine, composites), strict=True
         ):
             check_against_oracle(name, *three)
+
+
+def the_ring_sends_what_is_seen_and_no_more(rank: int, mesh: DeviceMesh) -> None:
+    from fastattn.distributed import context_parallel_attention, ring
+
+    sent = 0
+    exchange = dist.batch_isend_irecv
+
+    def counted(messages: list[Any]) -> Any:
+        nonlocal sent
+        sent += sum(message.tensor.nbytes for message in messages if message.op is dist.isend)
+        return exchange(messages)
+
+    ring.dist.batch_isend_irecv = counted
+    own = [tensor[:, :, :6].detach().requires_grad_() for tensor in problem()]
+    keys, world_size = own[1].nbytes + own[2].nbytes, mesh.size()
+    for layout, causal in itertools.product(LAYOUTS, (False, True)):
+        sent = 0
+        out = context_parallel_attention(*own, group=mesh, strategy="ring", layout=layout, causal=causal)
+        assert isinstance(out, Tensor)
+        readers, read = world_size - 1, world_size - 1
+        if causal and layout == "contiguous":
+            readers, read = world_size - 1 - rank, rank
+        halves = readers - rank if causal and layout == "zigzag" else 0  # later ranks want the first half alone
+        forward = (readers - halves) * keys + halves * keys // 2
+        assert sent == forward
+        out.sum().backward()
+        halves = rank if causal and layout == "zigzag" else 0
+        assert sent == 2 * forward + (read - halves) * keys + halves * keys // 2
+    ring.dist.batch_isend_irecv = exchange
 
 
 # --- Here -------------------------------------------------------------------------------------------------------------
@@ -198,6 +248,7 @@ def test_on_ranks(world_size: int) -> None:
         sharding_and_gathering_are_inverse,
         results_and_gradients_are_those_of_one_process,
         fewer_kv_heads_checkpoints_and_graphs,
+        the_ring_sends_what_is_seen_and_no_more,
         mistakes_are_errors_on_every_rank,
     )
     ranks.run(__name__, *(check.__name__ for check in checks), world_size=world_size, emulated=False)
@@ -213,3 +264,34 @@ def test_without_a_group() -> None:
 
     with pytest.raises(InputError, match=r"group: expected an initialised process group \(torch.distributed"):
         context_parallel_attention(*problem())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_blocks_of_a_ring_are_the_mask(causal: bool, layout: str, world_size: int) -> None:
+    """Each pair of positions that the mask leaves is in one block; in zigzag order all ranks have as many."""
+    from fastattn.distributed.ring import block_of
+    from fastattn.distributed.sequence import parts_of_rank, parts_per_rank
+
+    length, total = 4, 4 * world_size
+    part = length // parts_per_rank(layout)
+    of_rank = [
+        torch.cat([torch.arange(p * part, (p + 1) * part) for p in parts_of_rank(layout, rank, world_size)])
+        for rank in range(world_size)
+    ]
+    seen = torch.zeros(total, total, dtype=torch.int64)
+    for rank, source in itertools.product(range(world_size), repeat=2):
+        block = block_of(layout, causal, rank, source, length)
+        if block is None:
+            continue
+        rows, keys = of_rank[rank][block.rows], of_rank[source][block.keys]
+        pairs = torch.ones(len(rows), len(keys), dtype=torch.int64)
+        seen[rows[:, None], keys] += pairs.tril() if block.is_causal else pairs
+    expected = torch.ones_like(seen)
+    assert torch.equal(seen, expected.tril() if causal else expected)
+    work = [int(seen[rows].sum()) for rows in of_rank]
+    if layout == "zigzag":
+        assert len(set(work)) == 1
+    elif causal and world_size > 1:
+        assert work == sorted(set(work))

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastattn.checks import check_bool, check_choice, check_head_counts, check_rank, check_tensor, expect
 from fastattn.distributed.agreement import checked_on_all_ranks
 from fastattn.distributed.collectives import Group, all_to_all, process_group
+from fastattn.distributed.ring import RingOptions, ring_attention
 from fastattn.distributed.sequence import (
     gather_sequence,
     in_order_of_parts,
@@ -22,7 +23,7 @@ from fastattn.distributed.sequence import (
 from fastattn.functional.attention import attention
 from fastattn.functional.attention_checks import UNBOUNDED, check_window
 
-STRATEGIES = ("allgather", "ulysses")
+STRATEGIES = ("ring", "allgather", "ulysses")
 
 
 @overload
@@ -91,7 +92,10 @@ def context_parallel_attention(
     Args:
         query: ``[B, Hq, S / W, D]``; key: ``[B, Hkv, S / W, D]``; value: ``[B, Hkv, S / W, Dv]``, on W ranks.
         group: a process group, a mesh of one dimension, or None: the default group.
-        strategy: ``"allgather"``: each rank gathers all keys and values, and attends to them with its own queries.
+        strategy: ``"ring"``: keys and values of one rank after the other come in while those before are attended to,
+            and results are merged in float32; no window, no ALiBi (Liu et al., "Ring attention", 2023). Of 16 bits,
+            what a kernel finds for the keys of one rank is rounded before that.
+            ``"allgather"``: each rank gathers all keys and values, and attends to them with its own queries.
             ``"ulysses"``: ranks exchange sequence for heads, so that each attends over the whole sequence with some
             heads, and back (Jacobs et al., "DeepSpeed Ulysses", 2023): W divides Hq and Hkv.
         layout: ``"contiguous"`` or ``"zigzag"``: see ``shard_sequence``.
@@ -111,6 +115,8 @@ def context_parallel_attention(
     def check() -> dict[str, Any]:
         tensors = {"query": query, "key": key, "value": value, "alibi_slopes": alibi_slopes, "sinks": sinks}
         _check_parts(query, key, value, strategy, layout, dist.get_world_size(found))
+        if strategy == "ring":
+            _check_ring(check_window(window), alibi_slopes)
         return {
             **{name: None if t is None else (list(t.shape), str(t.dtype)) for name, t in tensors.items()},
             "strategy": strategy,
@@ -123,6 +129,10 @@ def context_parallel_attention(
 
     checked_on_all_ranks(found, check)
     left, right = check_window(window)
+    if strategy == "ring":
+        of_ring = RingOptions(layout, _is_causal(causal, (left, right)), softcap, scale, deterministic)
+        out, lse = ring_attention(query, key, value, sinks, of_ring, found)
+        return (out, lse) if return_lse else out
     options = _Options((left, 0 if causal else right), softcap, alibi_slopes, sinks, scale, deterministic)
     attend = _by_heads if strategy == "ulysses" else _over_gathered_keys
     out, lse = attend(query, key, value, options, found, layout)
@@ -154,6 +164,17 @@ def _check_parts(query: Tensor, key: Tensor, value: Tensor, strategy: str, layou
         for name, tensor in (("query", query), ("key", key)):
             heads = tensor.shape[1]
             expect(heads % world_size == 0, name, f"heads that the {world_size} ranks divide (ulysses)", heads)
+
+
+def _check_ring(window: tuple[int, int], alibi_slopes: Tensor | None) -> None:
+    """Its blocks are whole or causal: where a row stands among keys of another rank, the kernels cannot be told yet."""
+    others = "'allgather' and 'ulysses' have it"
+    expect(window in ((-1, -1), (-1, 0)), "window", f"none with strategy 'ring' ({others})", window)
+    expect(alibi_slopes is None, "alibi_slopes", f"None with strategy 'ring' ({others})", "a tensor")
+
+
+def _is_causal(causal: bool, window: tuple[int, int]) -> bool:
+    return causal or window == (-1, 0)
 
 
 # --- "allgather" ------------------------------------------------------------------------------------------------------

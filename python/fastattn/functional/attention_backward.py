@@ -41,6 +41,7 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     *,
+    grad_lse: Tensor | None = None,
     packed: Packed | None = None,
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
@@ -50,7 +51,7 @@ def attention_backward(
     scale: float | None = None,
     deterministic: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, where ``out`` and ``lse`` are those of all blocks together.
+    """The gradients of query, key and value, where ``out``, ``lse`` and their gradients are those of all blocks.
 
     Layouts and options are those of ``fastattn.attention``, with ``packed`` those of ``attention_varlen``.
     """
@@ -79,11 +80,11 @@ def attention_backward(
                 block_out, block_lse = attention(*inputs, return_lse=True, **options)  # type: ignore[call-overload]
             else:
                 block_out, block_lse = attention_varlen(*inputs, *packed, return_lse=True, **options)  # type: ignore[call-overload]
-            return _through_the_block(grad_out, inputs, out, lse, block_out, block_lse)
+            return _through_the_block(grad_out, grad_lse, inputs, out, lse, block_out, block_lse)
     slopes = None if alibi_slopes is None else torch.atleast_2d(alibi_slopes.detach().float())
     arguments = AttentionBackwardArguments(
         grad_out=grad_out,
-        grad_lse=None,
+        grad_lse=grad_lse,
         query=query.detach(),
         key=key.detach(),
         value=value.detach(),
@@ -112,6 +113,7 @@ def attention_backward(
 
 def _through_the_block(
     grad_out: Tensor,
+    grad_of_lse: Tensor | None,
     inputs: tuple[Tensor, ...],
     out: Tensor,
     lse: Tensor,
@@ -121,9 +123,9 @@ def _through_the_block(
     """By autograd, from the block's own output and lse.
 
     A row of the block has the share ``w = exp(block_lse - lse)`` in the whole, whose scores have the gradient
-    ``w P (dP - rowsum(dO * O))``, with the block's own P. The gradient ``g`` of the block's output gives
+    ``w P (dP - rowsum(dO * O) + dlse)``, with the block's own P. The gradient ``g`` of the block's output gives
     ``P (g V^T - rowsum(g * block_out))`` and that of its lse, ``h``, gives ``P h``: together they are that, for
-    ``g = w dO`` and ``h = w (rowsum(dO * block_out) - rowsum(dO * O))``.
+    ``g = w dO`` and ``h = w (rowsum(dO * block_out) - rowsum(dO * O) + dlse)``.
     """
     is_packed = grad_out.dim() == 3
 
@@ -133,7 +135,8 @@ def _through_the_block(
 
     with torch.no_grad():
         share = (block_lse - lse).exp().masked_fill(block_lse == -math.inf, 0.0)
-        grad_lse = share * (row_sum(block_out) - row_sum(out))
+        of_scores = row_sum(block_out) - row_sum(out)
+        grad_lse = share * (of_scores if grad_of_lse is None else of_scores + grad_of_lse.to(lse.dtype))
         of_rows = share.transpose(0, 1) if is_packed else share
         grad_block_out = of_rows[..., None] * grad_out.to(lse.dtype)
     grads = torch.autograd.grad(
