@@ -96,20 +96,22 @@ class _RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, out, lse = ctx.saved_tensors
         grads = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (query, key, value)]
         sent = _GradientsOfKeys(grads[1], grads[2], query.dtype, ctx.options, ctx.group)
         for step, block, keys, values in _blocks(key, value, ctx.options, ctx.group):
-            of_keys: tuple[Tensor, ...] = ()
+            of_keys: list[Tensor] = []
             if block is not None:
                 rows = block.rows
                 of_rows, *of_keys = attention_backward(
-                    *(tensor[:, :, rows] for tensor in (grad_out, query)),
+                    grad_out[:, :, rows],
+                    query[:, :, rows],
                     keys,
                     values,
-                    *(tensor[:, :, rows] for tensor in (out, lse)),
+                    out[:, :, rows],
+                    lse[:, :, rows],
                     grad_lse=grad_lse[:, :, rows],
                     **ctx.options.of_attention(block),
                 )
@@ -196,10 +198,10 @@ class _GradientsOfKeys:
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._under_way: list[tuple[slice, _Transfer]] = []
 
-    def exchange(self, step: int, own: tuple[Tensor, ...]) -> None:
+    def exchange(self, step: int, own: list[Tensor]) -> None:
         """Sends what this rank has found in a step, if anything, and receives what its keys get in that step."""
         if step == 0:
-            self._add(_ALL, list(own))
+            self._add(_ALL, own)
             return
         owner, reader = (self._rank - step) % self._world_size, (self._rank + step) % self._world_size
         block = block_of(self._options.layout, self._options.causal, reader, self._rank, self._sums[0].shape[2])
