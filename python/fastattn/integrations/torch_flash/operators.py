@@ -48,6 +48,10 @@ _LSE, _DROPOUT_P, _RNG_STATE, _UNUSED = 5, 10, 12, 13
 _NOT_OURS_OFFSET = 2
 
 
+# Forward operators are not told whether a backward pass follows, and no kernel has one of more dims.
+_MOST_DIMS_WITH_GRADIENTS = 256
+
+
 class Override:
     """One operator: through our function, or where no kernel takes the call, through what was there before."""
 
@@ -339,6 +343,8 @@ def _given(name: str, offsets: Tensor | None) -> Tensor:
 def _check(query: Tensor, value: Tensor, return_debug_mask: bool) -> None:
     """What fastattn's functions would take, or do not have."""
     head_dim, value_dim = query.shape[-1], value.shape[-1]
+    if head_dim > _MOST_DIMS_WITH_GRADIENTS:
+        raise NoKernel
     expect(value_dim == head_dim, "value", f"the query's head dim {head_dim}, as torch's operators have it", value_dim)
     expect(not return_debug_mask, "return_debug_mask", "False, since fastattn keeps no probabilities", "True")
 
