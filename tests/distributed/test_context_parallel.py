@@ -209,6 +209,22 @@ def kernels_run(rank: int, mesh: DeviceMesh) -> None:
             check_against_oracle(name, *three)
 
 
+def autocast_has_a_say(rank: int, mesh: DeviceMesh) -> None:
+    """In 16 bits, as attention in one process; gradients are those of the inputs' dtype."""
+    from fastattn.distributed import context_parallel_attention, shard_sequence
+
+    whole = problem(dtype=torch.float32)
+    expected = reference.attention(*(tensor.detach().double() for tensor in whole), causal=True)[0]
+    for strategy in STRATEGIES:
+        own = [shard_sequence(tensor.detach(), 2, group=mesh).requires_grad_() for tensor in whole]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = context_parallel_attention(*own, group=mesh, strategy=strategy, causal=True)
+        assert isinstance(out, Tensor) and out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.double(), shard_sequence(expected, 2, group=mesh), rtol=2e-2, atol=2e-2)
+        out.float().square().sum().backward()
+        assert all(tensor.grad is not None and tensor.grad.dtype == torch.float32 for tensor in own)
+
+
 def the_ring_sends_what_is_seen_and_no_more(rank: int, mesh: DeviceMesh) -> None:
     from fastattn.distributed import context_parallel_attention, ring
 
@@ -248,6 +264,7 @@ def test_on_ranks(world_size: int) -> None:
         sharding_and_gathering_are_inverse,
         results_and_gradients_are_those_of_one_process,
         fewer_kv_heads_checkpoints_and_graphs,
+        autocast_has_a_say,
         the_ring_sends_what_is_seen_and_no_more,
         mistakes_are_errors_on_every_rank,
     )

@@ -257,6 +257,7 @@ CASES = [
     Case("int8-bfloat16", int8=True, new=2, queries=2, dtype=torch.bfloat16),
     Case("int8-small-values", int8=True, magnitude=1e-4, scale=1e6),
     Case("int8-paged", int8=True, page_size=16, capacity=160, new=1, splits=3),
+    Case("int8-page-48", int8=True, page_size=48, capacity=192, lengths=(37, 191, 0, 96), new=1),
     Case("int8-page-64", int8=True, page_size=64, capacity=192, new=2, dims=(16, 48)),
     *(Case(f"fp8-of-{whose}", fp8=whose) for whose in FP8_SCALES),
     *(Case(f"fp8-append-{whose}", fp8=whose, new=3, queries=3, rotary_dim=32) for whose in FP8_SCALES),

@@ -22,6 +22,7 @@ from fastattn.distributed.sequence import (
 )
 from fastattn.functional.attention import attention
 from fastattn.functional.attention_checks import UNBOUNDED, check_window
+from fastattn.functional.autocast import autocast_dtype, autocast_to
 
 STRATEGIES = ("ring", "allgather", "ulysses")
 
@@ -128,6 +129,9 @@ def context_parallel_attention(
         }
 
     checked_on_all_ranks(found, check)
+    cast = autocast_dtype(query.device.type)
+    if cast is not None:  # before anything is sent
+        query, key, value = (autocast_to(cast, tensor) for tensor in (query, key, value))
     left, right = check_window(window)
     if strategy == "ring":
         of_ring = RingOptions(layout, _is_causal(causal, (left, right)), softcap, scale, deterministic)
