@@ -162,6 +162,10 @@ def mistakes_are_errors_on_every_rank(rank: int, mesh: DeviceMesh) -> None:
     )
     refused("alibi_slopes: expected None with", query, key, value, strategy="ring", alibi_slopes=torch.ones(4))
     refused("key: expected heads that the . ranks divide", query, key[:, :1], value[:, :1], strategy="ulysses")
+    for strategy in STRATEGIES:
+        refused("value: expected the key's 4 heads, got 2", query, key, value[:, :2], strategy=strategy)
+        refused("sinks: expected", query, key, value, strategy=strategy, sinks=torch.ones(8))
+    refused("alibi_slopes: expected", query, key, value, strategy="ulysses", alibi_slopes=torch.ones(8))
     with pytest.raises(InputError, match="x: expected a multiple of"):
         shard_sequence(query[:, :, :1], 2, group=mesh)
     with pytest.raises(InputError, match="dim: expected one of the 4 dimensions of x, got 4"):

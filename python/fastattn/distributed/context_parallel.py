@@ -21,7 +21,7 @@ from fastattn.distributed.sequence import (
     parts_per_rank,
 )
 from fastattn.functional.attention import attention
-from fastattn.functional.attention_checks import UNBOUNDED, check_window
+from fastattn.functional.attention_checks import UNBOUNDED, check_sinks, check_slopes, check_window
 from fastattn.functional.autocast import autocast_dtype, autocast_to
 
 STRATEGIES = ("ring", "allgather", "ulysses")
@@ -116,6 +116,11 @@ def context_parallel_attention(
     def check() -> dict[str, Any]:
         tensors = {"query": query, "key": key, "value": value, "alibi_slopes": alibi_slopes, "sinks": sinks}
         _check_parts(query, key, value, strategy, layout, dist.get_world_size(found))
+        batch, heads = query.shape[:2]
+        if alibi_slopes is not None:
+            check_slopes(alibi_slopes, query.device, batch, heads)
+        if sinks is not None:
+            check_sinks(sinks, query.device, heads)
         if strategy == "ring":
             _check_ring(check_window(window), alibi_slopes)
         return {
@@ -163,6 +168,7 @@ def _check_parts(query: Tensor, key: Tensor, value: Tensor, strategy: str, layou
         fits = (tensor.shape[0], tensor.shape[2]) == (query.shape[0], query.shape[2])
         expect(fits, name, f"batch {query.shape[0]} and {query.shape[2]} rows, as query has", list(tensor.shape))
     check_head_counts(query, key, "key", ("[B, Hq, S / W, D]", "[B, Hkv, S / W, D]"))
+    expect(value.shape[1] == key.shape[1], "value", f"the key's {key.shape[1]} heads", value.shape[1])
     expect(query.shape[2] % parts == 0, "query", f"a multiple of {parts} rows for {layout}", query.shape[2])
     if strategy == "ulysses":
         for name, tensor in (("query", query), ("key", key)):
