@@ -221,8 +221,7 @@ def test_few_pages() -> None:
 
 
 @each_kind
-@pytest.mark.parametrize("spoiled", [torch.nan, torch.inf])
-@pytest.mark.parametrize("kernel", [PLAIN, OPTIONS])
+@pytest.mark.parametrize("spoiled, kernel", [(torch.nan, PLAIN), (torch.inf, OPTIONS)])
 def test_keys_that_are_masked_have_no_influence(spoiled: float, page_size: int, kernel: str) -> None:
     case = Case(lengths=((200,), (300,)), page_size=page_size, dims=(128, 128), alibi=kernel == OPTIONS)
     arguments = paged.make(case)

@@ -37,8 +37,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("dims", [(512, 512), (257, 300), (64, 320)], ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
-@pytest.mark.parametrize("dtype", DTYPES, ids=["f16", "bf16"])
+@pytest.mark.parametrize("options, dtype", list(zip(OPTIONS, DTYPES, strict=True)), ids=["f16", "bf16"])
 def test_attention(dims: tuple[int, int], options: dict[str, Any], dtype: torch.dtype) -> None:
     options = {name: o.to(DEVICE) if isinstance(o, Tensor) else o for name, o in options.items()}
     shapes = (2, 4, 37, dims[0]), (2, 2, 45, dims[0]), (2, 2, 45, dims[1])

@@ -83,7 +83,8 @@ def sharding_and_gathering_are_inverse(rank: int, mesh: DeviceMesh) -> None:
 def results_and_gradients_are_those_of_one_process(rank: int, mesh: DeviceMesh) -> None:
     from fastattn.distributed import context_parallel_attention, shard_sequence
 
-    for strategy, layout, given in itertools.product(STRATEGIES, LAYOUTS, OPTIONS):
+    of_this_size = OPTIONS if mesh.size() == 2 else OPTIONS[1::2] + OPTIONS[-1:]  # four processes have two cores
+    for strategy, layout, given in itertools.product(STRATEGIES, LAYOUTS, of_this_size):
         if strategy == "ring" and not ring_has(given):
             continue
         whole, options = problem(), with_tensors(given)
