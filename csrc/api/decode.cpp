@@ -24,6 +24,7 @@ namespace fastattn {
 namespace {
 
 constexpr const char* kOp = "attention_decode";
+
 CacheFormat check_caches(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache,
                          const std::optional<Tensor>& block_table) {
     check_rank(kOp, "query", query, 4);

@@ -105,6 +105,10 @@ class Support:
             return dim
         return dim + step - dim % step if self.pads else None
 
+    def largest_head_dim_with_gradients(self) -> int:
+        assert self.head_dims is not None
+        return self.most_dims_with_gradients or self.head_dims[-1]
+
     def head_dims_text(self) -> str:
         """``multiples of 8 from 16 to 256``, or ``up to 256, padded to multiples of 8 from 16``."""
         if self.head_dims is None:

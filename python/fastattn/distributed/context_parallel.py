@@ -138,11 +138,12 @@ def context_parallel_attention(
     if cast is not None:  # before anything is sent
         query, key, value = (autocast_to(cast, tensor) for tensor in (query, key, value))
     left, right = check_window(window)
+    band = left, 0 if causal else right
     if strategy == "ring":
-        of_ring = RingOptions(layout, _is_causal(causal, (left, right)), softcap, scale, deterministic)
+        of_ring = RingOptions(layout, band == (-1, 0), softcap, scale, deterministic)
         out, lse = ring_attention(query, key, value, sinks, of_ring, found)
         return (out, lse) if return_lse else out
-    options = _Options((left, 0 if causal else right), softcap, alibi_slopes, sinks, scale, deterministic)
+    options = _Options(band, softcap, alibi_slopes, sinks, scale, deterministic)
     attend = _by_heads if strategy == "ulysses" else _over_gathered_keys
     out, lse = attend(query, key, value, options, found, layout)
     return (out, lse) if return_lse else out
@@ -181,10 +182,6 @@ def _check_ring(window: tuple[int, int], alibi_slopes: Tensor | None) -> None:
     others = "'allgather' and 'ulysses' have it"
     expect(window in ((-1, -1), (-1, 0)), "window", f"none with strategy 'ring' ({others})", window)
     expect(alibi_slopes is None, "alibi_slopes", f"None with strategy 'ring' ({others})", "a tensor")
-
-
-def _is_causal(causal: bool, window: tuple[int, int]) -> bool:
-    return causal or window == (-1, 0)
 
 
 # --- "allgather" ------------------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ class _GradientsOfKeys:
     ) -> None:
         self._sums, self._dtype, self._options, self._group = (of_key, of_value), dtype, options, group
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._under_way: list[tuple[slice, _Transfer]] = []
+        self._under_way: tuple[slice, _Transfer] | None = None
 
     def exchange(self, step: int, own: list[Tensor]) -> None:
         """Sends what this rank has found in a step, if anything, and receives what its keys get in that step."""
@@ -210,18 +210,16 @@ class _GradientsOfKeys:
             parts = (grad[:, :, block.keys] for grad in self._sums)
             received = reader, [torch.empty_like(part, dtype=self._dtype).contiguous() for part in parts]
         sent = (owner, [tensor.contiguous() for tensor in own]) if own else None
-        self._collect()
-        self._under_way.append(
-            (_ALL if block is None else block.keys, _Transfer(sent, received, _GRADIENTS_TAG, self._group))
-        )
+        self.finish()
+        keys = _ALL if block is None else block.keys
+        self._under_way = keys, _Transfer(sent, received, _GRADIENTS_TAG, self._group)
 
     def finish(self) -> None:
-        self._collect()
-
-    def _collect(self) -> None:
-        for keys, transfer in self._under_way:
+        """Adds what the last step has brought."""
+        if self._under_way is not None:
+            keys, transfer = self._under_way
             self._add(keys, transfer.wait())
-        self._under_way.clear()
+            self._under_way = None
 
     def _add(self, keys: slice, gradients: list[Tensor]) -> None:
         for total, gradient in zip(self._sums, gradients, strict=False):

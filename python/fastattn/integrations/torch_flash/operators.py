@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn.checks import check_dtype, check_rank, check_same_device, check_shape, check_tensor, expect
+from fastattn.dispatch.support import SUPPORT
 from fastattn.dispatch.thread_state import NoKernel, serving_torch
 from fastattn.errors import InputError
 from fastattn.functional.attention import attention, attention_varlen
@@ -47,9 +48,8 @@ _LSE, _DROPOUT_P, _RNG_STATE, _UNUSED = 5, 10, 12, 13
 # sees there that their backward pass is not ours either.
 _NOT_OURS_OFFSET = 2
 
-
 # Forward operators are not told whether a backward pass follows, and no kernel has one of more dims.
-_MOST_DIMS_WITH_GRADIENTS = 256
+_MOST_DIMS_WITH_GRADIENTS = max(support.largest_head_dim_with_gradients() for support in SUPPORT["attention"].values())
 
 
 class Override:
