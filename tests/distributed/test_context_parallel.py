@@ -260,6 +260,26 @@ def the_ring_sends_what_is_seen_and_no_more(rank: int, mesh: DeviceMesh) -> None
     ring.dist.batch_isend_irecv = exchange
 
 
+def keys_are_under_way_while_a_block_is_computed(rank: int, mesh: DeviceMesh) -> None:
+    from fastattn.distributed import context_parallel_attention, ring
+
+    done: list[str] = []
+    exchange, attend = dist.batch_isend_irecv, ring.attention
+
+    def exchanged(messages: list[Any]) -> Any:
+        done.append("keys sent")
+        return exchange(messages)
+
+    def attended(*args: Any, **kwargs: Any) -> Any:
+        done.append("block computed")
+        return attend(*args, **kwargs)
+
+    ring.dist.batch_isend_irecv, ring.attention = exchanged, attended
+    context_parallel_attention(*(tensor.detach() for tensor in problem()), group=mesh, strategy="ring")
+    ring.dist.batch_isend_irecv, ring.attention = exchange, attend
+    assert done == ["keys sent", "block computed"] * (mesh.size() - 1) + ["block computed"]
+
+
 # --- Here -------------------------------------------------------------------------------------------------------------
 
 
@@ -271,6 +291,7 @@ def test_on_ranks(world_size: int) -> None:
         fewer_kv_heads_checkpoints_and_graphs,
         autocast_has_a_say,
         the_ring_sends_what_is_seen_and_no_more,
+        keys_are_under_way_while_a_block_is_computed,
         mistakes_are_errors_on_every_rank,
     )
     ranks.run(__name__, *(check.__name__ for check in checks), world_size=world_size, emulated=False)

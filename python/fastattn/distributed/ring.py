@@ -177,8 +177,8 @@ def _blocks(
             received = source, [torch.empty_like(t[:, :, block.keys]).contiguous() for t in (key, value)]
         return block, _Transfer(sent, received, _KEYS_TAG, group)
 
+    under_way = start(1) if world_size > 1 else None  # before the caller has its own block to compute
     yield 0, block_of(options.layout, options.causal, rank, rank, length), key, value
-    under_way = start(1) if world_size > 1 else None
     for step in range(1, world_size):
         assert under_way is not None
         block, transfer = under_way
