@@ -1,0 +1,308 @@
+"""Train the decoder on sequences that are spread over processes, and on several of them at once.
+
+    torchrun --nproc-per-node 4 examples/train_long_context.py
+    torchrun --nproc-per-node 4 examples/train_long_context.py --context 4 --length 8192 --batch 1 --profile
+
+The processes stand in a mesh, data x context: those of a row share the tokens of the same sequences, those of a column
+have other sequences. The last check is that loss and gradients are those of one process. With ``--profile``, one step
+is written as traces (trace_rank0.json, …, for chrome://tracing or Perfetto) and as a picture of what messages and
+compute do at the same time (overlap.png). On GPUs messages go by NCCL, elsewhere by gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from checks import CheckList
+from decoder import Decoder, DecoderConfig, PaddedAttention, Rotary
+from fastattn.distributed import context_parallel_attention, shard_sequence
+from overlap import Timeline, plot, print_table
+from text_data import BOUNDARY, VOCAB_SIZE, read_documents
+from train_decoder import DTYPES, existing_file, relative_error, warm_up_then_cosine
+
+LAYOUT = "zigzag"  # under a causal mask all ranks have as much to do
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says; see ``--help``."""
+
+    text: Path | None = None
+    out: Path = Path("demo_output")
+    context: int = 2
+    strategy: str = "ring"
+    length: int = 1024
+    batch: int = 4
+    steps: int = 40
+    learning_rate: float = 4e-3
+    dtype: str = "bfloat16" if torch.cuda.is_available() else "float32"
+    checkpoint: bool = False
+    profile: bool = False
+    dim: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    seed: int = 0
+
+    @property
+    def config(self) -> DecoderConfig:
+        return DecoderConfig(
+            VOCAB_SIZE,
+            dim=self.dim,
+            num_layers=self.layers,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            ffn_dim=11 * self.dim // 4,
+            max_positions=self.length,
+        )
+
+    def check(self, world_size: int) -> None:
+        """Raises ValueError where the ranks cannot share the work evenly."""
+        data, left = divmod(world_size, self.context)
+        if left:
+            raise ValueError(f"--context: expected a divisor of the {world_size} processes, got {self.context}")
+        if self.batch % data:
+            raise ValueError(f"--batch: expected a multiple of {data}, got {self.batch}")
+        if self.length % (2 * self.context):  # zigzag: two parts for each rank
+            raise ValueError(f"--length: expected a multiple of {2 * self.context}, got {self.length}")
+
+
+@dataclass(frozen=True)
+class ShardedAttention:
+    """This rank's parts of ``batch`` sequences of one length attend to the parts of all ranks of ``group``."""
+
+    batch: int
+    group: DeviceMesh
+    strategy: str
+
+    def __call__(self, depth: int, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
+        def dense(x: Tensor) -> Tensor:  # [total, H, D] to [B, H, length / W, D]
+            return x.unflatten(0, (self.batch, -1)).transpose(1, 2)
+
+        out = context_parallel_attention(
+            dense(rotary.rotate(query)),
+            dense(rotary.rotate(key)),
+            dense(value),
+            group=self.group,
+            strategy=self.strategy,
+            layout=LAYOUT,
+            causal=True,
+        )
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Whole sequences and their next tokens, ``[B, length]``: every rank draws the same ones."""
+
+    tokens: Tensor
+    targets: Tensor
+
+    @classmethod
+    def draw(cls, text: Tensor, batch: int, length: int, generator: torch.Generator) -> Batch:
+        starts = torch.randint(len(text) - length, (batch, 1), generator=generator).to(text.device)
+        rows = text[starts + torch.arange(length + 1, device=text.device)]
+        return cls(rows[:, :-1], rows[:, 1:])
+
+    @property
+    def positions(self) -> Tensor:
+        """``[B, length]``"""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+
+
+class Trainer:
+    """A model of which every rank has a copy. ``mesh`` has the dimensions "data" and "context"."""
+
+    def __init__(self, options: Options, mesh: DeviceMesh) -> None:
+        self.options, self.data, self.context = options, mesh["data"], mesh["context"]
+        self.device = torch.device(mesh.device_type)
+        torch.manual_seed(options.seed)
+        self.model = Decoder(options.config).to(self.device)
+        self.model.use_checkpoints = options.checkpoint
+        # Over all ranks, so both dimensions of the mesh: each rank's loss is the mean over as many tokens, and the mean
+        # of their gradients is that of the whole batch.
+        self.parallel = DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.learning_rate, betas=(0.85, 0.95))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: warm_up_then_cosine(step, options.steps)
+        )
+
+    def own_loss(self, batch: Batch) -> Tensor:
+        """Mean cross entropy over the tokens of this rank: its part of its sequences."""
+
+        def own(whole: Tensor) -> Tensor:
+            of_row = whole.chunk(self.data.size())[self.data.get_local_rank()]
+            return shard_sequence(of_row, 1, group=self.context, layout=LAYOUT)
+
+        tokens = own(batch.tokens)
+        attend = ShardedAttention(len(tokens), self.context, self.options.strategy)
+        with self.autocast():
+            logits = self.parallel(tokens.flatten(), own(batch.positions).flatten(), attend)
+        return F.cross_entropy(logits.float(), own(batch.targets).flatten())
+
+    def loss_in_one_process(self, batch: Batch) -> Tensor:
+        """The same over all tokens, through PyTorch's own attention."""
+        attend = PaddedAttention(len(batch.tokens))
+        with self.autocast():
+            logits = self.model(batch.tokens.flatten(), batch.positions.flatten(), attend)
+        return F.cross_entropy(logits.float(), batch.targets.flatten())
+
+    def backward(self, batch: Batch) -> float:
+        """Leaves the gradients of the whole batch on every rank, and returns its loss."""
+        self.optimizer.zero_grad()
+        loss = self.own_loss(batch)
+        loss.backward()
+        mean = loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean)
+        return mean.item()
+
+    def step(self, batch: Batch) -> float:
+        loss = self.backward(batch)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        return loss
+
+    def autocast(self) -> torch.autocast:
+        dtype = DTYPES[self.options.dtype]
+        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+
+
+def as_tokens(documents: list[str], device: torch.device) -> Tensor:
+    """The whole text as one row of bytes, with a boundary before each document."""
+    return torch.cat([torch.tensor([BOUNDARY, *document.encode()]) for document in documents]).to(device)
+
+
+def profile_step(trainer: Trainer, batch: Batch, out: Path) -> None:
+    """Writes each rank's trace of one step, and prints and draws how much communication compute hides."""
+    activities = [ProfilerActivity.CPU]
+    if trainer.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    dist.barrier()
+    with profile(activities=activities) as profiler:
+        trainer.step(batch)
+    out.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(out / f"trace_rank{dist.get_rank()}.json"))
+    timelines = [Timeline()] * dist.get_world_size()
+    dist.all_gather_object(timelines, Timeline.of(profiler.events(), trainer.device))
+    if dist.get_rank() == 0:
+        print_table(timelines)
+        plot(timelines, f"One training step, strategy {trainer.options.strategy!r}", out / "overlap.png")
+        print(f"Wrote {out / 'overlap.png'} and a trace of each rank")
+
+
+def check_against_one_process(trainer: Trainer, batch: Batch, checks: CheckList) -> None:
+    """Loss and gradients of all ranks together against those that rank 0 finds alone."""
+    loss = trainer.backward(batch)
+    if dist.get_rank() != 0:
+        return
+    parameters = list(trainer.model.parameters())
+    gradients = torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None])
+    expected_loss = trainer.loss_in_one_process(batch)
+    expected = torch.cat([row.flatten() for row in torch.autograd.grad(expected_loss, parameters)])
+    # float32 adds up in another order; 16 bits round after every matmul.
+    bound = 1e-4 if trainer.options.dtype == "float32" else 0.03
+    checks.at_most("long context: loss, of all ranks against one process", abs(loss - expected_loss.item()), bound)
+    checks.at_most(
+        "long context: gradients, of all ranks against one process", relative_error(gradients, expected), bound
+    )
+
+
+def run(options: Options, mesh: DeviceMesh, checks: CheckList) -> None:
+    """Train, profile if asked to, and check. Rank 0 prints, and has the checks."""
+    is_first = dist.get_rank() == 0
+    trainer = Trainer(options, mesh)
+    text = as_tokens(read_documents(options.text), trainer.device)
+    generator = torch.Generator().manual_seed(options.seed)
+    if is_first:
+        print(
+            f"{trainer.data.size()} x {trainer.context.size()} ranks (data x context) on {trainer.device}, "
+            f"{options.dtype}: {options.batch} sequences of {options.length:,} tokens at once, "
+            f"{options.batch * options.length // mesh.size():,} tokens on each rank; strategy {options.strategy!r}"
+        )
+
+    losses = []
+    start = time.perf_counter()
+    for step in range(options.steps):
+        losses.append(trainer.step(Batch.draw(text, options.batch, options.length, generator)))
+        if is_first and (step % max(1, options.steps // 8) == 0 or step == options.steps - 1):
+            print(f"step {step + 1:6}  loss {losses[-1]:.3f}  {time.perf_counter() - start:8.1f} s", flush=True)
+    if options.profile:
+        profile_step(trainer, Batch.draw(text, options.batch, options.length, generator), options.out)
+
+    if is_first:
+        checks.at_most("long context: loss of the last step, against the first", losses[-1], losses[0])
+    # One process has to hold it: long enough for parts that differ, whatever the length of the training.
+    length = min(options.length, 256 * options.context)
+    check_against_one_process(trainer, Batch.draw(text, options.batch, length, generator), checks)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = Options()
+    parser.add_argument("--text", type=existing_file, help="a text file (default: Python's language reference)")
+    parser.add_argument("--out", type=Path, default=default.out, help="folder for traces (default: %(default)s)")
+    parser.add_argument("--profile", action="store_true", help="trace one step, and draw what overlaps")
+    parser.add_argument("--checkpoint", action="store_true", help="recompute each layer in backward: less memory")
+    strategies = ("ring", "allgather", "ulysses")
+    parser.add_argument("--strategy", choices=strategies, default=default.strategy, help="default: %(default)s")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=default.dtype, help="default: %(default)s")
+    helps = {
+        "context": "processes that share a sequence; the others have other sequences",
+        "length": "tokens of a sequence",
+        "batch": "sequences in a step, of all processes",
+        "steps": "of the training",
+        "learning_rate": "at its highest",
+        "dim": "of the model",
+        "layers": "of the model",
+        "heads": "of the query",
+        "kv_heads": "of keys and values",
+        "seed": "of weights and batches",
+    }
+    for name, text in helps.items():
+        value = getattr(default, name)
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=type(value), default=value, help=f"{text} (default: %(default)s)")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    options = Options(**vars(parser.parse_args()))
+    if not dist.is_torchelastic_launched():
+        parser.error("torchrun starts it: torchrun --nproc-per-node 4 examples/train_long_context.py")
+    world_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    try:
+        options.check(world_size)
+    except ValueError as error:
+        parser.error(str(error))
+
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            parser.error(f"a process for each of the {torch.cuda.device_count()} GPUs; CUDA_VISIBLE_DEVICES= uses none")
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group()
+    shape = world_size // options.context, options.context
+    checks = CheckList()
+    run(options, init_device_mesh(device_type, shape, mesh_dim_names=("data", "context")), checks)
+    status = checks.finish("train_long_context") if dist.get_rank() == 0 else 0
+    dist.barrier()
+    dist.destroy_process_group()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
