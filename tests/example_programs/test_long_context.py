@@ -79,6 +79,7 @@ def start(*arguments: str, processes: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.slow
 def test_four_processes_train_as_one_and_are_profiled(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"{number} squared is {number * number}." for number in range(99)))
