@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
+import fastattn
 from fastattn import InputError
 from fastattn.nn import Int8Tensor, quantize_model
 
@@ -89,6 +90,59 @@ def check_tensor_parallel(rank: int, mesh: DeviceMesh) -> None:
             model(torch.ones(1, outer))
 
 
+class Block(nn.Module):
+    """Attention and SwiGLU over ``[B, S, 64]``; ``heads`` and ``kv_heads`` are those of this rank."""
+
+    def __init__(self, heads: int = 4, kv_heads: int = 2) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = heads, kv_heads
+        sizes = {"query": (64, 64), "key": (64, 32), "value": (64, 32), "out": (64, 64)}
+        sizes |= {"gate": (64, 128), "up": (64, 128), "down": (128, 64)}
+        for name, (inner, outer) in sizes.items():
+            setattr(self, name, nn.Linear(inner, outer, bias=name in ("query", "out", "down")))
+        self.norm, self.ffn_norm = nn.RMSNorm(64), nn.RMSNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attend(self.norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        counts = self.heads, self.kv_heads, self.kv_heads
+        layers = self.query, self.key, self.value
+        split = [layer(x).unflatten(-1, (n, 16)).transpose(1, 2) for layer, n in zip(layers, counts, strict=True)]
+        return self.out(fastattn.attention(*split, causal=True).transpose(1, 2).flatten(2))
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def check_sequence_parallel(rank: int, mesh: DeviceMesh) -> None:
+    """Norms over a part of the sequence each, attention over half the heads, SwiGLU over half the features."""
+    for granularity in ("tensor", "channel", 32):
+        blocks = []
+        for heads, kv_heads in ((2, 1), (4, 2)):
+            torch.manual_seed(3)
+            blocks.append(Block(heads, kv_heads))
+            quantize_model(blocks[-1], granularity)
+        block, expected = blocks
+        whole = ColwiseParallel(input_layouts=Shard(1))
+        part = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+        plan = dict.fromkeys(("query", "key", "value", "gate", "up"), whole) | {"out": part, "down": part}
+        plan |= {"norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
+        parallelize_module(block, mesh, plan)
+        assert block.query.weight.to_local().shape == (32, 64)
+        x = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(4)).requires_grad_()
+        shared = distribute_tensor(x.detach(), mesh, [Shard(1)]).requires_grad_()
+        actual, wanted = block(shared), expected(x)
+        torch.testing.assert_close(actual.full_tensor(), wanted)
+        actual.full_tensor().sum().backward()
+        wanted.sum().backward()
+        torch.testing.assert_close(shared.grad.full_tensor(), x.grad)
+        for name in ("query", "out"):
+            bias = getattr(block, name).bias.grad
+            torch.testing.assert_close(bias.full_tensor(), getattr(expected, name).bias.grad)
+
+
 def _run(rank: int, port: int, checks: tuple[Callable[[int, DeviceMesh], None], ...]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -105,5 +159,5 @@ def test_ranks_compute_what_one_does() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    checks = (check_ddp, check_fsdp, check_tensor_parallel)
+    checks = (check_ddp, check_fsdp, check_tensor_parallel, check_sequence_parallel)
     torch.multiprocessing.spawn(_run, (port, checks), nprocs=2)
