@@ -72,6 +72,16 @@ class Attend(Protocol):
     def __call__(self, depth: int, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor: ...
 
 
+def by_sequence(x: Tensor, batch: int) -> Tensor:
+    """``[total, H, D]`` of sequences of one length to ``[B, H, length, D]``."""
+    return x.unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+def by_token(x: Tensor) -> Tensor:
+    """The inverse."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
 @dataclass(frozen=True)
 class PackedAttention:
     """Each document attends to itself; document ``b`` is the tokens from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``."""
@@ -101,14 +111,14 @@ class PaddedAttention:
     batch: int
 
     def __call__(self, depth: int, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
-        def dense(x: Tensor) -> Tensor:  # [total, H, D] to [B, H, length, D]
-            return x.unflatten(0, (self.batch, -1)).transpose(1, 2)
+        def dense(x: Tensor) -> Tensor:
+            return by_sequence(x, self.batch)
 
         # The padding stands behind the text, where a causal mask hides it.
         out = F.scaled_dot_product_attention(
             dense(rotary.rotate(query)), dense(rotary.rotate(key)), dense(value), is_causal=True, enable_gqa=True
         )
-        return out.transpose(1, 2).flatten(0, 1)
+        return by_token(out)
 
 
 class PagedBatch:
@@ -139,13 +149,13 @@ class CachedAttention:
     cache: fastattn.StepCache
 
     def __call__(self, depth: int, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
-        def dense(x: Tensor) -> Tensor:  # [total, H, D] to [B, H, new, D]
-            return x.unflatten(0, (self.cache.batch, -1)).transpose(1, 2)
+        def dense(x: Tensor) -> Tensor:
+            return by_sequence(x, self.cache.batch)
 
         out = self.cache.attend(
             depth, dense(query), dense(key), dense(value), rotary_cos=rotary.cos, rotary_sin=rotary.sin
         )
-        return out.transpose(1, 2).flatten(0, 1)
+        return by_token(out)
 
 
 class Attention(nn.Module):

@@ -27,8 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from checks import CheckList
-from decoder import Decoder, DecoderConfig, PaddedAttention, Rotary
+from decoder import Decoder, DecoderConfig, PaddedAttention, Rotary, by_sequence, by_token
 from fastattn.distributed import context_parallel_attention, shard_sequence
+from fastattn.distributed.context_parallel import STRATEGIES
 from overlap import Timeline, plot, print_table
 from text_data import BOUNDARY, VOCAB_SIZE, read_documents
 from train_decoder import DTYPES, existing_file, relative_error, warm_up_then_cosine
@@ -89,8 +90,8 @@ class ShardedAttention:
     strategy: str
 
     def __call__(self, depth: int, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
-        def dense(x: Tensor) -> Tensor:  # [total, H, D] to [B, H, length / W, D]
-            return x.unflatten(0, (self.batch, -1)).transpose(1, 2)
+        def dense(x: Tensor) -> Tensor:
+            return by_sequence(x, self.batch)
 
         out = context_parallel_attention(
             dense(rotary.rotate(query)),
@@ -101,7 +102,7 @@ class ShardedAttention:
             layout=LAYOUT,
             causal=True,
         )
-        return out.transpose(1, 2).flatten(0, 1)
+        return by_token(out)
 
 
 @dataclass(frozen=True)
@@ -256,8 +257,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=default.out, help="folder for traces (default: %(default)s)")
     parser.add_argument("--profile", action="store_true", help="trace one step, and draw what overlaps")
     parser.add_argument("--checkpoint", action="store_true", help="recompute each layer in backward: less memory")
-    strategies = ("ring", "allgather", "ulysses")
-    parser.add_argument("--strategy", choices=strategies, default=default.strategy, help="default: %(default)s")
+    parser.add_argument("--strategy", choices=STRATEGIES, default=default.strategy, help="default: %(default)s")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=default.dtype, help="default: %(default)s")
     helps = {
         "context": "processes that share a sequence; the others have other sequences",

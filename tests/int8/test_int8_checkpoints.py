@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import ranks
+from test_int8_distributed import model_of
 
 # hidden and outer features, granularity: four ranks share the rows of the first three evenly
 SIZES: tuple[tuple[int, int, str | int], ...] = ((64, 128, "tensor"), (128, 64, 32), (48, 40, "channel"))
@@ -22,16 +23,8 @@ FOLDER = "FASTATTN_TEST_CHECKPOINTS"
 
 def cases(*others: tuple[int, int, str | int]) -> Iterator[tuple[nn.Sequential, nn.Sequential, str]]:
     """A model that was saved, one with other weights, and where the first is."""
-    from fastattn.nn import quantize_model
-
-    for seed, (hidden, outer, granularity) in enumerate((*SIZES, *others)):
-        models = []
-        for drawn in (seed, seed + 100):
-            torch.manual_seed(drawn)
-            model = nn.Sequential(nn.Linear(outer, hidden), nn.ReLU(), nn.Linear(hidden, outer))
-            quantize_model(model, granularity)
-            models.append(model)
-        yield models[0], models[1], str(Path(os.environ[FOLDER]) / str(seed))
+    for seed, sizes in enumerate((*SIZES, *others)):
+        yield model_of(*sizes, seed), model_of(*sizes, seed + 100), str(Path(os.environ[FOLDER]) / str(seed))
 
 
 def shard_rows(model: nn.Sequential, mesh: DeviceMesh) -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import socket
-import warnings
-from collections.abc import Callable
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import fastattn
+import ranks
 from fastattn import InputError
 from fastattn.nn import Int8Tensor, quantize_model
 
@@ -143,21 +139,7 @@ def check_sequence_parallel(rank: int, mesh: DeviceMesh) -> None:
             torch.testing.assert_close(bias.full_tensor(), getattr(expected, name).bias.grad)
 
 
-def _run(rank: int, port: int, checks: tuple[Callable[[int, DeviceMesh], None], ...]) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    for check in checks:
-        check(rank, mesh)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def test_ranks_compute_what_one_does() -> None:
     """One pair of processes for all checks: starting them takes longer than what they do."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     checks = (check_ddp, check_fsdp, check_tensor_parallel, check_sequence_parallel)
-    torch.multiprocessing.spawn(_run, (port, checks), nprocs=2)
+    ranks.run(__name__, *(check.__name__ for check in checks), emulated=False)
