@@ -32,17 +32,24 @@ DEFINE_OPERATORS(FASTATTN_NAMESPACE, m) {
     m.def(
         "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
         "Tensor? dropout_seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, "
-        "float scale, int window_left, int window_right, bool top_left, float softcap, float dropout_p, "
-        "Tensor? block_table=None, bool batch_invariant=False, bool return_max_logit=False) "
-        "-> (Tensor out, Tensor lse, Tensor max_logit)");
+        "float scale, int window_left, int window_right, int? first_row, int first_key, int first_head, float softcap, "
+        "float dropout_p, Tensor? block_table=None, bool batch_invariant=False, bool return_max_logit=False, "
+        "bool exact_out=False) -> (Tensor out, Tensor lse, Tensor max_logit)");
 
     m.def(
         "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
         "Tensor lse, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? dropout_seed, Tensor? cu_seqlens_q, "
         "Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, float scale, int window_left, int window_right, "
-        "bool top_left, float softcap, float dropout_p, bool deterministic, bool bias_grad, bool slopes_grad) "
-        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias, Tensor grad_sinks, "
-        "Tensor grad_slopes)");
+        "int? first_row, int first_key, int first_head, float softcap, float dropout_p, bool deterministic, "
+        "bool bias_grad, bool slopes_grad) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, "
+        "Tensor grad_bias, Tensor grad_sinks, Tensor grad_slopes)");
+
+    m.def(
+        "attention_backward_add(Tensor(a!) grad_query, Tensor(b!) grad_key, Tensor(c!) grad_value, Tensor grad_out, "
+        "Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? alibi_slopes, "
+        "Tensor? dropout_seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, "
+        "float scale, int window_left, int window_right, int? first_row, int first_key, int first_head, float softcap, "
+        "float dropout_p, bool deterministic, bool slopes_grad) -> Tensor grad_slopes");
 
     m.def("attention_decode(" DECODE_ARGUMENTS ") -> (Tensor out, Tensor lse)");
 
@@ -73,6 +80,7 @@ DEFINE_OPERATORS(FASTATTN_NAMESPACE, m) {
 DEFINE_KERNELS(FASTATTN_NAMESPACE, FASTATTN_DISPATCH_KEY, m) {
     m.impl("attention_forward", TORCH_BOX(&fastattn::attention_forward));
     m.impl("attention_backward", TORCH_BOX(&fastattn::attention_backward));
+    m.impl("attention_backward_add", TORCH_BOX(&fastattn::attention_backward_add));
     m.impl("int8_matmul", TORCH_BOX(&fastattn::int8_matmul));
     m.impl("int8_matmul_grad_input", TORCH_BOX(&fastattn::int8_matmul_grad_input));
     m.impl("attention_decode", TORCH_BOX(&fastattn::attention_decode));

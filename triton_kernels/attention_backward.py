@@ -59,7 +59,9 @@ def attention_backward(
     scale: float,
     window_left: int,
     window_right: int,
-    top_left: bool,
+    first_row: int | None,
+    first_key: int,
+    first_head: int,
     softcap: float,
     dropout_p: float,
     deterministic: bool,
@@ -73,14 +75,94 @@ def attention_backward(
     ``bias_grad``; grad_sinks fp32 ``[Hq]``, or ``[0]``; grad_slopes fp32 in the slopes' shape, or ``[0]`` unless
     ``slopes_grad``). Every kernel is deterministic, asked or not.
     """
+    if cu_seqlens_q is not None:
+        grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)]
+    else:
+        grads = [empty_like_heads(t, t.shape[-1]) for t in (query, key, value)]
+    grad_query, grad_key, grad_value = grads
+    of_options = _gradients(
+        (grad_query, grad_key, grad_value), False, grad_out, grad_lse, query, key, value, out, lse, bias, alibi_slopes,
+        sinks, dropout_seed,
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right, first_row, first_key,
+        first_head, softcap, dropout_p, bias_grad, slopes_grad,
+    )  # fmt: skip
+    return grad_query, grad_key, grad_value, *of_options
+
+
+def attention_backward_add(
+    grad_query: Tensor,
+    grad_key: Tensor,
+    grad_value: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    alibi_slopes: Tensor | None,
+    dropout_seed: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    first_row: int | None,
+    first_key: int,
+    first_head: int,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
+    slopes_grad: bool,
+) -> Tensor:
+    """The same for the op ``attention_backward_add``: the gradients of query, key and value are added to those given,
+    in fp32. Returns grad_slopes, or ``[0]`` unless ``slopes_grad``."""
+    _, _, grad_slopes = _gradients(
+        (grad_query, grad_key, grad_value), True, grad_out, grad_lse, query, key, value, out, lse, None, alibi_slopes,
+        None, dropout_seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right,
+        first_row, first_key, first_head, softcap, dropout_p, False, slopes_grad,
+    )  # fmt: skip
+    return grad_slopes
+
+
+def _gradients(
+    grads: tuple[Tensor, Tensor, Tensor],
+    adds: bool,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    dropout_seed: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    first_row: int | None,
+    first_key: int,
+    first_head: int,
+    softcap: float,
+    dropout_p: float,
+    bias_grad: bool,
+    slopes_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Writes those of query, key and value into ``grads``, or adds them; returns those of bias, sinks and slopes."""
     num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
     if cu_seqlens_q is not None:
         batch = cu_seqlens_q.numel() - 1
         max_seqlen_q, max_seqlen_k = packed_lengths(query, key, None, max_seqlen_q, max_seqlen_k)
-        grads = tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value))
     else:
         batch, max_seqlen_q, max_seqlen_k = query.shape[0], query.shape[2], key.shape[2]
-        grads = tuple(empty_like_heads(t, t.shape[-1]) for t in (query, key, value))
     grad_query, grad_key, grad_value = grads
     additive = bias is not None and bias.is_floating_point()
     grad_bias = query.new_zeros(bias.shape if bias_grad and bias is not None else (0,), dtype=torch.float32)
@@ -89,15 +171,17 @@ def attention_backward(
     lse = lse.contiguous()
     delta, row_shift = torch.empty_like(lse), torch.empty_like(lse)
     options = score_options(
-        bias, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, window_left, window_right, top_left, softcap, dropout_p
-    )
+        bias, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, window_left, window_right, first_row, first_key,
+        softcap, dropout_p,
+    )  # fmt: skip
     grad_bias_b, grad_bias_h, grad_bias_m, grad_bias_n = broadcast_strides(grad_bias if grad_bias.dim() == 4 else None)
     arguments: Arguments = {
         **score_arguments(
             query, key, value, bias, alibi_slopes, sinks, dropout_seed,
-            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right, softcap,
-            dropout_p,
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right,
+            first_row, first_key, first_head, softcap, dropout_p,
         ),
+        "ADDS": adds,
         "grad_out": grad_out,
         "output": out,
         "lse": lse,
@@ -134,8 +218,9 @@ def attention_backward(
         launch(attention_backward_rows_kernel, num_programs, complete)
         launch(attention_backward_query_kernel, num_programs, complete)
     if num_heads == 0:  # keys and values may have heads all the same
-        grad_key.zero_()
-        grad_value.zero_()
+        if not adds:
+            grad_key.zero_()
+            grad_value.zero_()
     elif key.numel() > 0:
         complete = with_tile("key_value")
         num_programs = ceil_div(max_seqlen_k, complete["BLOCK_N"]) * batch * key.shape[1]
@@ -170,4 +255,4 @@ def attention_backward(
         complete |= {"slope_sums": parts, "num_splits": splits}
         launch(attention_backward_slopes_kernel, parts.numel(), complete)
         grad_slopes = parts.sum((0, 2))[None] if slopes.shape[0] == 1 else parts.sum(2)
-    return grad_query, grad_key, grad_value, grad_bias, grad_sinks, grad_slopes
+    return grad_bias, grad_sinks, grad_slopes

@@ -22,6 +22,7 @@ from fastattn.triton_kernels.attention_common import (
 @triton.jit(
     do_not_specialize=[
         "max_seqlen_q", "max_seqlen_k", "window_left", "window_right", "num_batches", "dropout_threshold",
+        "query_offset", "dropout_row", "dropout_key", "dropout_head",
     ]
 )  # fmt: skip
 def attention_backward_bias_kernel(
@@ -32,8 +33,9 @@ def attention_backward_bias_kernel(
     stride_dbias_b, stride_dbias_h, stride_dbias_m, stride_dbias_n, stride_slope_b,
     num_batches, num_heads, group_size, max_seqlen_q, max_seqlen_k,
     scale, window_left, window_right, softcap, dropout_threshold, dropout_factor,
+    query_offset, dropout_row, dropout_key, dropout_head,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLACED: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     SUM_BATCHES: tl.constexpr, SUM_HEADS: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +51,7 @@ def attention_backward_bias_kernel(
     owned = owned if SUM_ROWS else owned // num_m_tiles
     own_head, sum_heads = (0, num_heads) if SUM_HEADS else (owned % num_heads, 1)
     own_batch, sum_batches = (0, num_batches) if SUM_BATCHES else (owned if SUM_HEADS else owned // num_heads, 1)
-    offset = 0 if TOP_LEFT else max_seqlen_k - max_seqlen_q
+    offset = query_offset if PLACED else max_seqlen_k - max_seqlen_q
     seed = 0
     if DROPOUT:
         seed = tl.load(dropout_seed)
@@ -84,7 +86,10 @@ def attention_backward_bias_kernel(
             slope = tl.load(alibi_slopes + batch * stride_slope_b + head)
         keep = True
         if DROPOUT:
-            keep = dropout_keep(seed, dropout_threshold, batch_head, first_row, first_key, BLOCK_M, BLOCK_N)
+            keep = dropout_keep(
+                    seed, dropout_threshold, dropout_head + batch_head, dropout_row + first_row,
+                    dropout_key + first_key, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
         _p, ds, _grad_products = score_gradients(
             products, grad_products, keep, shift[:, None], log2_sum[:, None], delta_tile[:, None],
             row[:, None], column[None, :], slope, bias + batch * stride_bias_b + head * stride_bias_h,

@@ -19,11 +19,11 @@ from fastattn.triton_kernels.attention_common import (
     INF,
     NO_BIAS,
     dropout_keep,
+    finish_rows,
     load_full_rows,
     load_rows,
     score_gradients,
     sequence_range,
-    store_rows,
     tile_range,
 )
 
@@ -32,7 +32,7 @@ from fastattn.triton_kernels.attention_common import (
 def _key_value_tile(
     dk, dv, k, v, q_base, g_base, shift_base, log2_sum_base, delta_base, stride_qm, stride_gm, first_row, first_key,
     batch_head, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right,
-    scale, softcap, seed, dropout_threshold, dropout_factor,
+    scale, softcap, seed, dropout_row, dropout_key, dropout_threshold, dropout_factor,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
@@ -61,7 +61,10 @@ def _key_value_tile(
         log2_sum = tl.load(log2_sum_base + row, mask=row < seqlen_q, other=0.0)
     keep = True
     if DROPOUT:
-        keep = tl.trans(dropout_keep(seed, dropout_threshold, batch_head, first_row, first_key, BLOCK_M, BLOCK_N))
+        keep_by_row = dropout_keep(
+            seed, dropout_threshold, batch_head, dropout_row + first_row, dropout_key + first_key, BLOCK_M, BLOCK_N
+        )
+        keep = tl.trans(keep_by_row)
 
     products = tl.dot(k, tl.trans(q), input_precision="ieee")
     grad_products = tl.dot(v, tl.trans(grad), input_precision="ieee")
@@ -79,6 +82,7 @@ def _key_value_tile(
 @triton.jit(
     do_not_specialize=[
         "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "dropout_threshold",
+        "query_offset", "dropout_row", "dropout_key", "dropout_head",
     ]
 )  # fmt: skip
 def attention_backward_key_value_kernel(
@@ -89,9 +93,10 @@ def attention_backward_key_value_kernel(
     stride_lb, stride_lh, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_b,
     num_heads, group_size, max_seqlen_q, max_seqlen_k, total_q, total_k,
     scale, window_left, window_right, softcap, dropout_threshold, dropout_factor,
+    query_offset, dropout_row, dropout_key, dropout_head,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLACED: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of BLOCK_N keys. Grid: (key tiles * B * Hkv); under a causal mask the first tiles take longest."""
     num_n_tiles = tl.cdiv(max_seqlen_k, BLOCK_N)
@@ -105,7 +110,7 @@ def attention_backward_key_value_kernel(
         return
     begin_row, begin_key = tl.cast(begin_q, tl.int64), tl.cast(begin_k, tl.int64)
     last_key = tl.minimum(first_key + BLOCK_N, seqlen_k) - 1
-    offset = 0 if TOP_LEFT else seqlen_k - seqlen_q
+    offset = query_offset if PLACED else seqlen_k - seqlen_q
 
     k_base = key + batch * stride_kb + kv_head * stride_kh + begin_key * stride_kn
     v_base = value + batch * stride_vb + kv_head * stride_vh + begin_key * stride_vn
@@ -143,18 +148,22 @@ def attention_backward_key_value_kernel(
             for tile in range(full_begin, full_end):
                 dk, dv = _key_value_tile(
                     dk, dv, k, v, q_base, g_base, shift_base, log2_sum_base, delta_base, stride_qm, stride_gm,
-                    tile * BLOCK_M, first_key, batch_head, slope, bias_base, stride_bias_m, stride_bias_n,
+                    tile * BLOCK_M, first_key, dropout_head + batch_head, slope,
+                    bias_base, stride_bias_m, stride_bias_n,
                     offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap,
-                    seed, dropout_threshold, dropout_factor, HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
+                    seed, dropout_row, dropout_key, dropout_threshold, dropout_factor,
+                    HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
                     BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=False,
                 )  # fmt: skip
         for step in range(full_begin - begin + end - full_end):  # on either side of the full ones
             tile = begin + step + tl.where(begin + step < full_begin, 0, full_end - full_begin)
             dk, dv = _key_value_tile(
                 dk, dv, k, v, q_base, g_base, shift_base, log2_sum_base, delta_base, stride_qm, stride_gm,
-                tile * BLOCK_M, first_key, batch_head, slope, bias_base, stride_bias_m, stride_bias_n,
+                tile * BLOCK_M, first_key, dropout_head + batch_head, slope,
+                bias_base, stride_bias_m, stride_bias_n,
                 offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap,
-                seed, dropout_threshold, dropout_factor, HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
+                seed, dropout_row, dropout_key, dropout_threshold, dropout_factor,
+                HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
                 BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,
             )  # fmt: skip
 
@@ -162,5 +171,5 @@ def attention_backward_key_value_kernel(
         dv *= dropout_factor
     dk_base = grad_key + batch * stride_dkb + kv_head * stride_dkh + begin_key * stride_dkn
     dv_base = grad_value + batch * stride_dvb + kv_head * stride_dvh + begin_key * stride_dvn
-    store_rows(dk_base, dk * scale, first_key, seqlen_k, stride_dkn, BLOCK_N, HEAD_DIM, WIDTH_QK)
-    store_rows(dv_base, dv, first_key, seqlen_k, stride_dvn, BLOCK_N, VALUE_DIM, WIDTH_V)
+    finish_rows(dk_base, dk * scale, first_key, seqlen_k, stride_dkn, BLOCK_N, HEAD_DIM, WIDTH_QK, ADDS)
+    finish_rows(dv_base, dv, first_key, seqlen_k, stride_dvn, BLOCK_N, VALUE_DIM, WIDTH_V, ADDS)

@@ -15,12 +15,12 @@ from fastattn.triton_kernels.attention_common import (
     INF,
     NO_BIAS,
     dropout_keep,
+    finish_rows,
     is_finite,
     load_full_rows,
     load_rows,
     score_gradients,
     sequence_range,
-    store_rows,
     tile_range,
 )
 
@@ -29,7 +29,7 @@ from fastattn.triton_kernels.attention_common import (
 def _query_tile(
     dq, q, grad, shift, log2_sum, delta, k_base, v_base, stride_kn, stride_vn, first_row, first_key,
     batch_head, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right,
-    scale, softcap, seed, dropout_threshold, dropout_factor,
+    scale, softcap, seed, dropout_row, dropout_key, dropout_threshold, dropout_factor,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
@@ -43,7 +43,9 @@ def _query_tile(
         v = load_full_rows(v_base, first_key, stride_vn, BLOCK_N, VALUE_DIM, WIDTH_V)
     keep = True
     if DROPOUT:
-        keep = dropout_keep(seed, dropout_threshold, batch_head, first_row, first_key, BLOCK_M, BLOCK_N)
+        keep = dropout_keep(
+            seed, dropout_threshold, batch_head, dropout_row + first_row, dropout_key + first_key, BLOCK_M, BLOCK_N
+        )
 
     products = tl.dot(q, tl.trans(k), input_precision="ieee")
     grad_products = tl.dot(grad, tl.trans(v), input_precision="ieee")
@@ -62,6 +64,7 @@ def _query_tile(
 @triton.jit(
     do_not_specialize=[
         "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "dropout_threshold",
+        "query_offset", "dropout_row", "dropout_key", "dropout_head",
     ]
 )  # fmt: skip
 def attention_backward_query_kernel(
@@ -72,9 +75,10 @@ def attention_backward_query_kernel(
     stride_lb, stride_lh, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_b,
     num_heads, group_size, max_seqlen_q, max_seqlen_k, total_q, total_k,
     scale, window_left, window_right, softcap, dropout_threshold, dropout_factor,
+    query_offset, dropout_row, dropout_key, dropout_head,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLACED: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """dQ of BLOCK_M rows. Grid: (query tiles * B * Hq), the last rows first, as in the forward kernel."""
     num_m_tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
@@ -89,7 +93,7 @@ def attention_backward_query_kernel(
         return
     begin_row, begin_key = tl.cast(begin_q, tl.int64), tl.cast(begin_k, tl.int64)
     last_row = tl.minimum(first_row + BLOCK_M, seqlen_q) - 1
-    offset = 0 if TOP_LEFT else seqlen_k - seqlen_q
+    offset = query_offset if PLACED else seqlen_k - seqlen_q
 
     k_base = key + batch * stride_kb + kv_head * stride_kh + begin_key * stride_kn
     v_base = value + batch * stride_vb + kv_head * stride_vh + begin_key * stride_vn
@@ -125,8 +129,10 @@ def attention_backward_query_kernel(
         for tile in range(full_begin, full_end):
             dq = _query_tile(
                 dq, q, grad, shift, log2_sum, delta_tile, k_base, v_base, stride_kn, stride_vn, first_row,
-                tile * BLOCK_N, batch_head, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
-                window_left, window_right, scale, softcap, seed, dropout_threshold, dropout_factor,
+                tile * BLOCK_N, dropout_head + batch_head, slope, bias_base, stride_bias_m, stride_bias_n,
+                offset, seqlen_q, seqlen_k,
+                window_left, window_right, scale, softcap,
+                seed, dropout_row, dropout_key, dropout_threshold, dropout_factor,
                 HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
                 BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=False,
             )  # fmt: skip
@@ -134,11 +140,13 @@ def attention_backward_query_kernel(
         tile = begin + step + tl.where(begin + step < full_begin, 0, full_end - full_begin)
         dq = _query_tile(
             dq, q, grad, shift, log2_sum, delta_tile, k_base, v_base, stride_kn, stride_vn, first_row,
-            tile * BLOCK_N, batch_head, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
-            window_left, window_right, scale, softcap, seed, dropout_threshold, dropout_factor,
+            tile * BLOCK_N, dropout_head + batch_head, slope, bias_base, stride_bias_m, stride_bias_n,
+            offset, seqlen_q, seqlen_k,
+            window_left, window_right, scale, softcap,
+            seed, dropout_row, dropout_key, dropout_threshold, dropout_factor,
             HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
             BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,
         )  # fmt: skip
 
     dq_base = grad_query + batch * stride_dqb + head * stride_dqh + begin_row * stride_dqm
-    store_rows(dq_base, dq * scale, first_row, seqlen_q, stride_dqm, BLOCK_M, HEAD_DIM, WIDTH_QK)
+    finish_rows(dq_base, dq * scale, first_row, seqlen_q, stride_dqm, BLOCK_M, HEAD_DIM, WIDTH_QK, ADDS)

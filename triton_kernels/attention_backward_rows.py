@@ -56,7 +56,11 @@ def _renormalise(
     return row_max, tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))
 
 
-@triton.jit(do_not_specialize=["max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right"])
+@triton.jit(
+    do_not_specialize=[
+        "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "query_offset",
+    ]
+)  # fmt: skip
 def attention_backward_rows_kernel(
     grad_out, output, query, key, lse, grad_lse, delta, row_shift, row_log2_sum, bias, alibi_slopes, sinks,
     cu_seqlens_q, cu_seqlens_k,
@@ -64,8 +68,9 @@ def attention_backward_rows_kernel(
     stride_kb, stride_kh, stride_kn, stride_lb, stride_lh,
     stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_b,
     num_heads, group_size, max_seqlen_q, max_seqlen_k, total_q, total_k, scale, window_left, window_right, softcap,
+    query_offset,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLACED: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (query tiles * B * Hq)."""
@@ -110,7 +115,8 @@ def attention_backward_rows_kernel(
                 key + batch * stride_kb + (head // group_size) * stride_kh + tl.cast(begin_k, tl.int64) * stride_kn,
                 stride_kn, first_row, tl.minimum(first_row + BLOCK_M, seqlen_q) - 1, slope, sink,
                 bias + batch * stride_bias_b + head * stride_bias_h, stride_bias_m, stride_bias_n,
-                0 if TOP_LEFT else seqlen_k - seqlen_q, seqlen_q, seqlen_k, window_left, window_right, scale, softcap,
+                query_offset if PLACED else seqlen_k - seqlen_q, seqlen_q, seqlen_k, window_left, window_right,
+                scale, softcap,
                 HEAD_DIM, WIDTH_QK, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS,
             )  # fmt: skip
             shift = tl.where(large, row_max, shift)

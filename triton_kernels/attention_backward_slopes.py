@@ -35,6 +35,7 @@ def slopes_splits(num_heads: int, num_m_tiles: int) -> int:
 @triton.jit(
     do_not_specialize=[
         "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "dropout_threshold",
+        "query_offset", "dropout_row", "dropout_key", "dropout_head",
         "num_splits",
     ]
 )  # fmt: skip
@@ -45,9 +46,10 @@ def attention_backward_slopes_kernel(
     stride_vb, stride_vh, stride_vn,
     stride_lb, stride_lh, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_b,
     num_heads, group_size, max_seqlen_q, max_seqlen_k, total_q, total_k,
-    scale, window_left, window_right, softcap, dropout_threshold, dropout_factor, num_splits,
+    scale, window_left, window_right, softcap, dropout_threshold, dropout_factor,
+    query_offset, dropout_row, dropout_key, dropout_head, num_splits,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLACED: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """slope_sums ``[B, Hq, num_splits]``. Grid: one CTA for each of them."""
@@ -60,7 +62,7 @@ def attention_backward_slopes_kernel(
     begin_q, seqlen_q = sequence_range(cu_seqlens_q, batch, total_q, max_seqlen_q)
     begin_k, seqlen_k = sequence_range(cu_seqlens_k, batch, total_k, max_seqlen_k)
     begin_row, begin_key = tl.cast(begin_q, tl.int64), tl.cast(begin_k, tl.int64)
-    offset = 0 if TOP_LEFT else seqlen_k - seqlen_q
+    offset = query_offset if PLACED else seqlen_k - seqlen_q
 
     q_base = query + batch * stride_qb + head * stride_qh + begin_row * stride_qm
     g_base = grad_out + batch * stride_gb + head * stride_gh + begin_row * stride_gm
@@ -98,7 +100,10 @@ def attention_backward_slopes_kernel(
             grad_products = tl.dot(grad, tl.trans(v), input_precision="ieee")
             keep = True
             if DROPOUT:
-                keep = dropout_keep(seed, dropout_threshold, batch_head, first_row, first_key, BLOCK_M, BLOCK_N)
+                keep = dropout_keep(
+                    seed, dropout_threshold, dropout_head + batch_head, dropout_row + first_row,
+                    dropout_key + first_key, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
             column = first_key + tl.arange(0, BLOCK_N)
             _p, ds, _grad_products = score_gradients(
                 products, grad_products, keep, shift[:, None], log2_sum[:, None], delta_tile[:, None],
@@ -106,6 +111,6 @@ def attention_backward_slopes_kernel(
                 offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap, dropout_factor,
                 LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,
             )  # fmt: skip
-            distance = tl.abs(row[:, None] + (seqlen_k - seqlen_q) - column[None, :])
+            distance = tl.abs(row[:, None] + offset - column[None, :])
             sums -= tl.sum(ds * distance.to(tl.float32), 1)
     tl.store(slope_sums + tl.program_id(0), tl.sum(sums, 0))

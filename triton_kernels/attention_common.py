@@ -80,6 +80,17 @@ def store_rows(base, values, first_row, num_rows, stride, BLOCK: tl.constexpr, D
 
 
 @triton.jit
+def finish_rows(
+    base, values, first_row, num_rows, stride, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    ADDS: tl.constexpr,
+):  # fmt: skip
+    """`store_rows`, or with ``ADDS`` adds to the float32 that is there."""
+    if ADDS:
+        values += load_rows(base, first_row, num_rows, stride, BLOCK, DIM, WIDTH)
+    store_rows(base, values, first_row, num_rows, stride, BLOCK, DIM, WIDTH)
+
+
+@triton.jit
 def spoil_rows(base, spoiled, first_row, num_rows, stride, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Overwrite with NaN those elements that `store_rows` has stored of which ``spoiled`` is true."""
     VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
@@ -165,7 +176,7 @@ def attention_scores(
         scores = products * (scale * UNIT)
         slope_of_cap = 1.0
     if ALIBI:
-        distance = tl.abs(row + (seqlen_k - seqlen_q) - column)
+        distance = tl.abs(row + offset - column)
         scores -= (slope * UNIT) * distance.to(tl.float32)
     visible = True
     if MASKED:

@@ -59,7 +59,7 @@ def _attend_tile(
     out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kb, stride_kn, stride_vb, stride_vn,
     block_table, max_pages, num_pages, batch, first_row, first_key, batch_head, slope,
     bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right,
-    scale, softcap, seed, dropout_threshold,
+    scale, softcap, seed, dropout_row, dropout_key, dropout_threshold,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -102,7 +102,9 @@ def _attend_tile(
     row_sum = row_sum * rescale + tl.sum(p, 1)
     out = out * rescale[:, None]
     if DROPOUT:
-        keep = dropout_keep(seed, dropout_threshold, batch_head, first_row, first_key, BLOCK_M, BLOCK_N)
+        keep = dropout_keep(
+            seed, dropout_threshold, batch_head, dropout_row + first_row, dropout_key + first_key, BLOCK_M, BLOCK_N
+        )
         p = tl.where(keep, p, 0.0)
 
     if MASKED:
@@ -153,6 +155,7 @@ def _spoiled_values(
 @triton.jit(
     do_not_specialize=[
         "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "dropout_threshold",
+        "query_offset", "dropout_row", "dropout_key", "dropout_head",
         "max_pages", "num_pages",
     ]
 )  # fmt: skip
@@ -164,8 +167,9 @@ def attention_forward_kernel(
     stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_b,
     num_heads, group_size, max_seqlen_q, max_seqlen_k, total_q, total_k, max_pages, num_pages,
     scale, window_left, window_right, softcap, dropout_threshold, dropout_factor,
+    query_offset, dropout_row, dropout_key, dropout_head,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLACED: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
     PAGE_SIZE: tl.constexpr, NEGATE: tl.constexpr, MAX_LOGIT: tl.constexpr,
 ):  # fmt: skip
@@ -189,7 +193,7 @@ def attention_forward_kernel(
     if first_row >= seqlen_q:
         return
     last_row = tl.minimum(first_row + BLOCK_M, seqlen_q) - 1
-    offset = 0 if TOP_LEFT else seqlen_k - seqlen_q
+    offset = query_offset if PLACED else seqlen_k - seqlen_q
 
     k_base = key + kv_head * stride_kh
     v_base = value + kv_head * stride_vh
@@ -230,9 +234,9 @@ def attention_forward_kernel(
         for tile in range(full_begin, full_end):
             out, row_max, row_sum, spoiled = _attend_tile(
                 out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kb, stride_kn, stride_vb, stride_vn,
-                block_table, max_pages, num_pages, batch, first_row, tile * BLOCK_N, batch_head, slope,
+                block_table, max_pages, num_pages, batch, first_row, tile * BLOCK_N, dropout_head + batch_head, slope,
                 bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
-                window_left, window_right, scale, softcap, seed, dropout_threshold,
+                window_left, window_right, scale, softcap, seed, dropout_row, dropout_key, dropout_threshold,
                 HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
                 BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, PAGE_SIZE,
                 MAX_LOGIT, MASKED=False,
@@ -242,9 +246,10 @@ def attention_forward_kernel(
         tile = begin + step + tl.where(begin + step < full_begin, 0, full_end - full_begin)
         out, row_max, row_sum, spoiled = _attend_tile(
             out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kb, stride_kn, stride_vb, stride_vn,
-            block_table, max_pages, num_pages, batch, first_row, tile * BLOCK_N, batch_head, slope,
+            block_table, max_pages, num_pages, batch, first_row, tile * BLOCK_N, dropout_head + batch_head, slope,
             bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
-            window_left, window_right, scale, softcap, seed, dropout_threshold, HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
+            window_left, window_right, scale, softcap, seed, dropout_row, dropout_key, dropout_threshold,
+            HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
             BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, PAGE_SIZE, MAX_LOGIT, MASKED=True,
         )  # fmt: skip
 
@@ -302,45 +307,51 @@ def attention_forward(
     scale: float,
     window_left: int,
     window_right: int,
-    top_left: bool,
+    first_row: int | None,
+    first_key: int,
+    first_head: int,
     softcap: float,
     dropout_p: float,
     block_table: Tensor | None = None,
     batch_invariant: bool = False,
     return_max_logit: bool = False,
+    exact_out: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch `attention_forward_kernel`: the op ``attention_forward`` of csrc/bindings.cpp, arguments already checked.
 
     Dense: query ``[B, Hq, Sq, D]``, key ``[B, Hkv, Sk, D]``, value ``[B, Hkv, Sk, Dv]``; packed: ``[total, H, D]`` with
     int32 ``cu_seqlens [B + 1]``; with int32 ``block_table [B, max_pages]`` key and value are pages, ``[num_pages, Hkv,
     page_size, D]``. bias ``[B|1, Hq|1, Sq|1, Sk|1]`` bool or floating; alibi_slopes fp32 ``[B|1, Hq]``;
-    sinks fp32 ``[Hq]``; a negative window is unbounded. Returns (out in query's dtype and order of dims, lse fp32 in
-    nats ``[B, Hq, Sq]`` or ``[Hq, total_q]``, the largest scores fp32 ``[Hq]``, or ``[0]`` where they are not wanted).
+    sinks fp32 ``[Hq]``; a negative window is unbounded. Returns (out in query's dtype, fp32 with ``exact_out``, in its
+    order of dims; lse fp32 in nats ``[B, Hq, Sq]`` or ``[Hq, total_q]``; the largest scores fp32 ``[Hq]``, or ``[0]``
+    where they are not wanted).
     Programs never share the keys of a row, so that results are ``batch_invariant`` always.
     """
     num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
+    out_dtype = torch.float32 if exact_out else query.dtype
     if cu_seqlens_q is not None:
         batch = cu_seqlens_q.numel() - 1
         max_seqlen_q, max_seqlen_k = packed_lengths(query, key, block_table, max_seqlen_q, max_seqlen_k)
-        out = query.new_zeros(query.shape[0], num_heads, value_dim)  # rows of no sequence stay 0
+        out = query.new_zeros(query.shape[0], num_heads, value_dim, dtype=out_dtype)  # rows of no sequence stay 0
         lse = query.new_full((num_heads, query.shape[0]), -float("inf"), dtype=torch.float32)
     else:
         batch, max_seqlen_q, max_seqlen_k = query.shape[0], query.shape[2], key.shape[2]
-        out = empty_like_heads(query, value_dim)
+        out = empty_like_heads(query, value_dim, out_dtype)
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     max_logit = lse.new_full((num_heads if return_max_logit else 0,), -float("inf"))
     if lse.numel() == 0:
         return out, lse, max_logit
     options = score_options(
-        bias, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, window_left, window_right, top_left, softcap, dropout_p
-    )
+        bias, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, window_left, window_right, first_row, first_key,
+        softcap, dropout_p,
+    )  # fmt: skip
     crowded = is_crowded(options) or block_table is not None
     tile = attention_forward_tile(kernel_facts(query.device).arch, head_dim, value_dim, crowded)
     arguments = {
         **score_arguments(
             readable(query), readable(key), readable(value), bias, alibi_slopes, sinks, dropout_seed,
-            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right, softcap,
-            dropout_p,
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right,
+            first_row, first_key, first_head, softcap, dropout_p,
         ),
         "block_table": None if block_table is None else block_table.contiguous(),
         "max_pages": 0 if block_table is None else block_table.shape[1],

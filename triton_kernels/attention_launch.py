@@ -20,7 +20,7 @@ def attention_constexprs(
     *,
     left: bool = False,
     right: bool = False,
-    top_left: bool = False,
+    placed: bool = False,
     softcap: bool = False,
     alibi: bool = False,
     bias: int = NO_BIAS.value,
@@ -37,7 +37,7 @@ def attention_constexprs(
         "BLOCK_N": tile.block_n,
         "LEFT": left,
         "RIGHT": right,
-        "TOP_LEFT": top_left,
+        "PLACED": placed,
         "SOFTCAP": softcap,
         "ALIBI": alibi,
         "BIAS": bias,
@@ -86,12 +86,16 @@ def score_arguments(
     scale: float,
     window_left: int,
     window_right: int,
+    first_row: int | None,
+    first_key: int,
+    first_head: int,
     softcap: float,
     dropout_p: float,
 ) -> Arguments:
     """What decides the scores and which of them count: the arguments that all attention kernels have in common."""
     packed = cu_seqlens_q is not None
-    left, right, _, _ = window_arguments(window_left, window_right, max_seqlen_q, max_seqlen_k)
+    offset = _query_offset(first_row, first_key)
+    left, right, _, _ = window_arguments(window_left, window_right, max_seqlen_q, max_seqlen_k, offset)
     threshold, factor = dropout_arguments(dropout_p)
     bias_b, bias_h, bias_m, bias_n = broadcast_strides(bias)
     return {
@@ -124,6 +128,10 @@ def score_arguments(
         "softcap": softcap,
         "dropout_threshold": threshold,
         "dropout_factor": factor,
+        "query_offset": 0 if offset is None else offset,
+        "dropout_row": first_row or 0,
+        "dropout_key": first_key,
+        "dropout_head": first_head,
     }
 
 
@@ -135,16 +143,18 @@ def score_options(
     max_seqlen_k: int,
     window_left: int,
     window_right: int,
-    top_left: bool,
+    first_row: int | None,
+    first_key: int,
     softcap: float,
     dropout_p: float,
 ) -> Arguments:
     """The keyword arguments of `attention_constexprs` for a call."""
-    _, _, left, right = window_arguments(window_left, window_right, max_seqlen_q, max_seqlen_k)
+    offset = _query_offset(first_row, first_key)
+    _, _, left, right = window_arguments(window_left, window_right, max_seqlen_q, max_seqlen_k, offset)
     return {
         "left": left,
         "right": right,
-        "top_left": top_left,
+        "placed": first_row is not None,
         "softcap": softcap > 0,
         "alibi": alibi_slopes is not None,
         "bias": bias_kind(bias),
@@ -190,12 +200,19 @@ def broadcast_strides(tensor: Tensor | None) -> tuple[int, ...]:
     return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def _query_offset(first_row: int | None, first_key: int) -> int | None:
+    """Row i stands at key i + this; None: the last row stands at the last key."""
+    return None if first_row is None else first_row - first_key
+
+
 def window_arguments(
-    window_left: int, window_right: int, max_seqlen_q: int, max_seqlen_k: int
+    window_left: int, window_right: int, max_seqlen_q: int, max_seqlen_k: int, offset: int | None
 ) -> tuple[int, int, bool, bool]:
     """(left, right, LEFT, RIGHT): a side that reaches past every key is unbounded; sums of positions fit 32 bits."""
-    reach = max_seqlen_q + max_seqlen_k
-    left, right = 0 <= window_left < reach, 0 <= window_right < reach
+    behind = before = max_seqlen_q + max_seqlen_k  # that rows may stand behind the first key, and before the last
+    if offset is not None:
+        behind, before = max_seqlen_q - 1 + offset, max_seqlen_k - 1 - offset
+    left, right = 0 <= window_left < behind, 0 <= window_right < before
     return window_left if left else 0, window_right if right else 0, left, right
 
 

@@ -62,7 +62,7 @@ def cases() -> dict[str, tuple[Callable[[], Any], Callable[[], Any], float]]:
     """name → (public call, what it cannot do without, what we aim at)."""
     query, key, value = (torch.randn(SHAPE, dtype=torch.bfloat16) for _ in range(3))
     leaves = [t.clone().requires_grad_() for t in (query, key, value)]
-    tail = (None,) * 6 + (0, 0, 0.125, -1, -1, False, 0.0, 0.0)
+    tail = (None,) * 6 + (0, 0, 0.125, -1, -1, None, 0, 0, 0.0, 0.0)
     triton_op = torch.ops.fastattn_triton.attention_forward.default
     native_op = torch.ops.fastattn.attention_forward.default
     backward_op = torch.ops.fastattn_triton.attention_backward.default

@@ -144,12 +144,12 @@ inline PagedParams paged_params(const char* op, const Tensor& key, const Tensor&
 }
 
 // Shaped like `like` but for the last dim. Dense, in its memory order too: [batch, rows, heads, last_dim] if its heads
-// lie closer together than its rows, else contiguous. Packed, contiguous.
-inline Tensor empty_like_heads(const Tensor& like, int64_t last_dim) {
-    if (like.dim() == 3) return torch::stable::new_empty(like, {like.size(0), like.size(1), last_dim});
+// lie closer together than its rows, else contiguous. Packed, contiguous. Of its dtype, unless one is given.
+inline Tensor empty_like_heads(const Tensor& like, int64_t last_dim, std::optional<ScalarType> dtype = std::nullopt) {
+    if (like.dim() == 3) return torch::stable::new_empty(like, {like.size(0), like.size(1), last_dim}, dtype);
     const int64_t batch = like.size(0), heads = like.size(1), rows = like.size(2);
-    if (like.stride(1) >= like.stride(2)) return torch::stable::new_empty(like, {batch, heads, rows, last_dim});
-    return torch::stable::transpose(torch::stable::new_empty(like, {batch, rows, heads, last_dim}), 1, 2);
+    if (like.stride(1) >= like.stride(2)) return torch::stable::new_empty(like, {batch, heads, rows, last_dim}, dtype);
+    return torch::stable::transpose(torch::stable::new_empty(like, {batch, rows, heads, last_dim}, dtype), 1, 2);
 }
 
 // One fp32 number for each row of query: [batch, heads, rows], packed [heads, total].

@@ -135,82 +135,161 @@ Workspace make_workspace(AttentionBackwardParams& params, const Tensor& query, c
     return workspace;
 }
 
-}  // namespace
+// As the schemas have them, but for what one of them has alone.
+struct Arguments {
+    Tensor grad_out;
+    std::optional<Tensor> grad_lse;
+    Tensor query, key, value, out, lse;
+    std::optional<Tensor> bias, cu_seqlens_q, cu_seqlens_k;
+    int64_t max_seqlen_q, max_seqlen_k;
+    ScoreOptions scores;
+    bool deterministic, bias_grad, slopes_grad;
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
-    Tensor grad_out, std::optional<Tensor> grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,
-    std::optional<Tensor> bias, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
-    std::optional<Tensor> dropout_seed, std::optional<Tensor> cu_seqlens_q, std::optional<Tensor> cu_seqlens_k,
-    int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, int64_t window_left, int64_t window_right, bool top_left,
-    double softcap, double dropout_p, bool deterministic, bool bias_grad, bool slopes_grad) {
-    const AttentionSizes sizes =
-        check_attention(kOp, query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                        attention_backward_key_value_kernels().largest_head_dim());
-    check_like_query("grad_out", grad_out, query, sizes.value_dim);
-    check_like_query("out", out, query, sizes.value_dim);
-    lse = checked_rows("lse", lse, query);
-    if (grad_lse) grad_lse = checked_rows("grad_lse", *grad_lse, query);
-    const ScoreOptions options{bias,        alibi_slopes, sinks,    dropout_seed, scale,
-                               window_left, window_right, top_left, softcap,      dropout_p};
-    AttentionBackwardParams params{};
-    ScoreTensors score_tensors;
-    params.scores = score_params(kOp, options, query, sizes, score_tensors);
-    check(!bias || !bias_grad || is_additive(params.scores.bias), kOp,
-          "bias must not be bool where bias_grad is true, got ", bias ? dtype_text(*bias) : "None");
-
-    Gradients gradients{empty_gradient(query),
-                        empty_gradient(key),
-                        empty_gradient(value),
-                        empty_float_gradient(bias_grad ? bias : std::nullopt, query),
-                        empty_float_gradient(sinks, query),
-                        empty_float_gradient(slopes_grad ? alibi_slopes : std::nullopt, query)};
-    if (lse.numel() == 0) {  // all else may be there all the same
-        for (Tensor* gradient :
-             {&gradients.key, &gradients.value, &gradients.bias, &gradients.sinks, &gradients.slopes}) {
-            torch::stable::zero_(*gradient);
-        }
-        return gradients.all();
+    AttentionSizes checked_sizes() const {
+        const AttentionSizes sizes =
+            check_attention(kOp, query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                            attention_backward_key_value_kernels().largest_head_dim());
+        check_like_query("grad_out", grad_out, query, sizes.value_dim);
+        check_like_query("out", out, query, sizes.value_dim);
+        return sizes;
     }
 
-    query = aligned(query), key = aligned(key), value = aligned(value);
-    grad_out = aligned(grad_out), out = aligned(out);
+    Gradients empty_gradients_of_options() const {
+        Gradients gradients;
+        gradients.bias = empty_float_gradient(bias_grad ? bias : std::nullopt, query);
+        gradients.sinks = empty_float_gradient(scores.sinks, query);
+        gradients.slopes = empty_float_gradient(slopes_grad ? scores.alibi_slopes : std::nullopt, query);
+        return gradients;
+    }
+};
+
+// Fills the gradients; those of query, key and value in fp32 are added to.
+void run(Arguments given, const AttentionSizes& sizes, Gradients& gradients) {
+    const bool adds = gradients.query.scalar_type() == ScalarType::Float;
+    const std::optional<Tensor>&alibi_slopes = given.scores.alibi_slopes, &sinks = given.scores.sinks;
+    given.lse = checked_rows("lse", given.lse, given.query);
+    if (given.grad_lse) given.grad_lse = checked_rows("grad_lse", *given.grad_lse, given.query);
+    AttentionBackwardParams params{};
+    ScoreTensors score_tensors;
+    params.scores = score_params(kOp, given.scores, given.query, sizes, score_tensors);
+    check(!given.bias || !given.bias_grad || is_additive(params.scores.bias), kOp,
+          "bias must not be bool where bias_grad is true, got ", given.bias ? dtype_text(*given.bias) : "None");
+    if (given.lse.numel() == 0) {  // all else may be there all the same
+        for (Tensor* gradient : {&gradients.bias, &gradients.sinks, &gradients.slopes}) torch::stable::zero_(*gradient);
+        if (!adds) torch::stable::zero_(gradients.key), torch::stable::zero_(gradients.value);
+        return;
+    }
+
+    const Tensor query = aligned(given.query), key = aligned(given.key), value = aligned(given.value);
+    const Tensor grad_out = aligned(given.grad_out), out = aligned(given.out);
     const Sequences query_sequences = sizes.query_sequences(), key_sequences = sizes.key_sequences();
     params.query = heads_view<const uint16_t>(kOp, "query", query, query_sequences);
     params.key = heads_view<const uint16_t>(kOp, "key", key, key_sequences);
     params.value = heads_view<const uint16_t>(kOp, "value", value, key_sequences);
     params.out = heads_view<const uint16_t>(kOp, "out", out, query_sequences);
     params.grad_out = heads_view<const uint16_t>(kOp, "grad_out", grad_out, query_sequences);
-    params.grad_query = heads_view<uint16_t>(kOp, "query", gradients.query, query_sequences);
-    params.grad_key = heads_view<uint16_t>(kOp, "key", gradients.key, key_sequences);
-    params.grad_value = heads_view<uint16_t>(kOp, "value", gradients.value, key_sequences);
-    params.lse = rows_view(lse, params.query);
-    if (grad_lse) params.grad_lse = rows_view(*grad_lse, params.query);
-    if (bias && bias_grad) params.grad_bias = bias_gradient_view(gradients.bias);
-    if (alibi_slopes && slopes_grad) {
+    const auto view_gradients = [&](auto& of_query, auto& of_key, auto& of_value) {
+        using Element = std::remove_pointer_t<decltype(of_query.data)>;
+        of_query = heads_view<Element>(kOp, "query", gradients.query, query_sequences);
+        of_key = heads_view<Element>(kOp, "key", gradients.key, key_sequences);
+        of_value = heads_view<Element>(kOp, "value", gradients.value, key_sequences);
+    };
+    if (adds) {
+        view_gradients(params.sum_query, params.sum_key, params.sum_value);
+        params.grad_query.head_dim = params.sum_query.head_dim;
+        params.grad_key.head_dim = params.sum_key.head_dim;
+        params.grad_value.head_dim = params.sum_value.head_dim;
+    } else {
+        view_gradients(params.grad_query, params.grad_key, params.grad_value);
+    }
+    params.lse = rows_view(given.lse, params.query);
+    if (given.grad_lse) params.grad_lse = rows_view(*given.grad_lse, params.query);
+    if (given.bias && given.bias_grad) params.grad_bias = bias_gradient_view(gradients.bias);
+    if (alibi_slopes && given.slopes_grad) {
         params.grad_slopes = {static_cast<float*>(gradients.slopes.data_ptr()),
                               to_int32(kOp, "alibi_slopes", gradients.slopes.size(0))};
     }
     if (sinks) params.grad_sinks = static_cast<float*>(gradients.sinks.data_ptr());
-    params.packed = packed_params(kOp, query, key, cu_seqlens_q, cu_seqlens_k);
+    params.packed = packed_params(kOp, query, key, given.cu_seqlens_q, given.cu_seqlens_k);
 
     const OnDeviceOf device(query);
     const DeviceFacts facts = device_facts();
     const KernelSize head_dims(params.query.head_dim, params.value.head_dim);
     const BackwardKernels kernels = backward_kernels(
-        facts.compute_capability, facts.shared_bytes_per_cta, head_dims, sizes.dtype, options.change_scores(),
+        facts.compute_capability, facts.shared_bytes_per_cta, head_dims, sizes.dtype, given.scores.change_scores(),
         {params.grad_bias.data != nullptr, params.grad_sinks != nullptr, params.grad_slopes.data != nullptr});
     const TileFacts& tile = kernels.key_value->tile;
     if (kernels.key_value->key.architecture == 90) {
-        plan_claims(params, tile.block_m, tile.block_n, facts, deterministic);
+        plan_claims(params, tile.block_m, tile.block_n, facts, given.deterministic);
     } else {
         params.heads_per_group = key_heads_per_group(params.query, params.key, facts.l2_bytes);
         params.shares = {0, 1, 1};
     }
-    const Workspace workspace = make_workspace(params, query, sizes, *kernels.key_value, deterministic);
+    const Workspace workspace = make_workspace(params, query, sizes, *kernels.key_value, given.deterministic);
     for (BackwardKernels::Row* kernel : kernels.in_order()) {
         if (kernel != nullptr) kernel->launch(params, device.stream());
     }
+}
+
+// fp32, shaped like `of`, as kernels write to it.
+void check_sum(const char* name, const Tensor& sum, const Tensor& of) {
+    check(sum.scalar_type() == ScalarType::Float, kOp, name, " must be float32, got ", dtype_text(sum));
+    check(sum.dim() == of.dim(), kOp, name, " must have ", of.dim(), " dims, got ", sum.dim());
+    for (int64_t dim = 0; dim < of.dim(); ++dim) {
+        check(sum.size(dim) == of.size(dim), kOp, name, " must have shape ", shape_text(of), ", got ", shape_text(sum));
+    }
+    check_device(kOp, name, sum, of);
+    check(sum.numel() == 0 || is_aligned(sum), kOp, name,
+          " is added to: its last dim must be contiguous, its base and strides multiples of 16 bytes");
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
+    Tensor grad_out, std::optional<Tensor> grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,
+    std::optional<Tensor> bias, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
+    std::optional<Tensor> dropout_seed, std::optional<Tensor> cu_seqlens_q, std::optional<Tensor> cu_seqlens_k,
+    int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, int64_t window_left, int64_t window_right,
+    std::optional<int64_t> first_row, int64_t first_key, int64_t first_head, double softcap, double dropout_p,
+    bool deterministic, bool bias_grad, bool slopes_grad) {
+    const ScoreOptions options{bias,         alibi_slopes, sinks,     dropout_seed, scale,   window_left,
+                               window_right, first_row,    first_key, first_head,   softcap, dropout_p};
+    const Arguments given{grad_out, grad_lse,      query,        key,          value,        out,
+                          lse,      bias,          cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                          options,  deterministic, bias_grad,    slopes_grad};
+    const AttentionSizes sizes = given.checked_sizes();
+    Gradients gradients = given.empty_gradients_of_options();
+    gradients.query = empty_gradient(query);
+    gradients.key = empty_gradient(key);
+    gradients.value = empty_gradient(value);
+    run(given, sizes, gradients);
     return gradients.all();
+}
+
+Tensor attention_backward_add(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_out,
+                              std::optional<Tensor> grad_lse, Tensor query, Tensor key, Tensor value, Tensor out,
+                              Tensor lse, std::optional<Tensor> alibi_slopes, std::optional<Tensor> dropout_seed,
+                              std::optional<Tensor> cu_seqlens_q, std::optional<Tensor> cu_seqlens_k,
+                              int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, int64_t window_left,
+                              int64_t window_right, std::optional<int64_t> first_row, int64_t first_key,
+                              int64_t first_head, double softcap, double dropout_p, bool deterministic,
+                              bool slopes_grad) {
+    const std::optional<Tensor> none;
+    const ScoreOptions options{none,         alibi_slopes, none,      dropout_seed, scale,   window_left,
+                               window_right, first_row,    first_key, first_head,   softcap, dropout_p};
+    const Arguments given{grad_out, grad_lse,      query,        key,          value,        out,
+                          lse,      none,          cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                          options,  deterministic, false,        slopes_grad};
+    const AttentionSizes sizes = given.checked_sizes();
+    check_sum("grad_query", grad_query, query);
+    check_sum("grad_key", grad_key, key);
+    check_sum("grad_value", grad_value, value);
+    Gradients gradients = given.empty_gradients_of_options();
+    gradients.query = grad_query;
+    gradients.key = grad_key;
+    gradients.value = grad_value;
+    run(given, sizes, gradients);
+    return gradients.slopes;
 }
 
 }  // namespace fastattn

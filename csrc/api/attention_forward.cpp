@@ -32,12 +32,13 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     Tensor query, Tensor key, Tensor value, std::optional<Tensor> bias, std::optional<Tensor> alibi_slopes,
     std::optional<Tensor> sinks, std::optional<Tensor> dropout_seed, std::optional<Tensor> cu_seqlens_q,
     std::optional<Tensor> cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, int64_t window_left,
-    int64_t window_right, bool top_left, double softcap, double dropout_p, std::optional<Tensor> block_table,
-    bool batch_invariant, bool return_max_logit) {
+    int64_t window_right, std::optional<int64_t> first_row, int64_t first_key, int64_t first_head, double softcap,
+    double dropout_p, std::optional<Tensor> block_table, bool batch_invariant, bool return_max_logit, bool exact_out) {
     const AttentionSizes sizes =
         check_attention(kOp, query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                         attention_forward_options_kernels().largest_head_dim(), block_table);
-    Tensor out = empty_like_heads(query, sizes.value_dim), lse = empty_rows(query);
+    Tensor out = empty_like_heads(query, sizes.value_dim, exact_out ? ScalarType::Float : query.scalar_type());
+    Tensor lse = empty_rows(query);
     Tensor max_logit = torch::stable::new_empty(query, {return_max_logit ? query.size(1) : 0}, ScalarType::Float);
     if (return_max_logit) torch::stable::fill_(max_logit, -std::numeric_limits<double>::infinity());
     if (sizes.is_packed) {  // rows that belong to no sequence
@@ -53,14 +54,19 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
         block_table ? Sequences{/*are_packed=*/false, key.size(0), sizes.keys} : sizes.key_sequences();
     attention.key = heads_view<const uint16_t>(kOp, "key", aligned_key, key_sequences);
     attention.value = heads_view<const uint16_t>(kOp, "value", aligned_value, key_sequences);
-    attention.out = heads_view<uint16_t>(kOp, "out", out, sizes.query_sequences());
+    if (exact_out) {
+        attention.exact_out = heads_view<float>(kOp, "out", out, sizes.query_sequences());
+        attention.out.head_dim = attention.exact_out.head_dim;
+    } else {
+        attention.out = heads_view<uint16_t>(kOp, "out", out, sizes.query_sequences());
+    }
     attention.lse = rows_view(lse, attention.query);
     if (return_max_logit) attention.max_logits = static_cast<float*>(max_logit.data_ptr());
     attention.packed = packed_params(kOp, query, key, cu_seqlens_q, cu_seqlens_k);
     if (block_table) attention.paged = paged_params(kOp, key, value, block_table);
 
-    const ScoreOptions options{bias,        alibi_slopes, sinks,    dropout_seed, scale,
-                               window_left, window_right, top_left, softcap,      dropout_p};
+    const ScoreOptions options{bias,         alibi_slopes, sinks,     dropout_seed, scale,   window_left,
+                               window_right, first_row,    first_key, first_head,   softcap, dropout_p};
     const OnDeviceOf device(query);
     const DeviceFacts facts = device_facts();
     attention.heads_per_group = heads_per_group(attention.query, attention.key, facts.l2_bytes);

@@ -17,7 +17,8 @@ struct ScoreOptions {
     const std::optional<Tensor>&bias, &alibi_slopes, &sinks, &dropout_seed;
     double scale;
     int64_t window_left, window_right;
-    bool top_left;
+    std::optional<int64_t> first_row;  // of a block in a larger call; none: the last row stands at the last key
+    int64_t first_key, first_head;
     double softcap, dropout_p;
 
     // Whether scores are more than scaled and masked by a window: then the kernels without options do not compute them.
@@ -68,9 +69,31 @@ inline Tensor float_tensor(const char* op, const char* name, const Tensor& tenso
     return torch::stable::contiguous(tensor);
 }
 
-// A window that reaches past every key is unbounded.
-inline int32_t window_side(int64_t side, int64_t rows, int64_t keys) {
-    return side < 0 || side >= rows + keys ? ScoreParams::kUnbounded : static_cast<int32_t>(side);
+// A side of a window that hides no key is unbounded: one that reaches `farthest` keys.
+inline int32_t window_side(int64_t side, int64_t farthest) {
+    return side < 0 || side >= farthest ? ScoreParams::kUnbounded : static_cast<int32_t>(side);
+}
+
+// Where a block stands in a larger call.
+inline void place_block(const char* op, const ScoreOptions& options, const AttentionSizes& sizes, ScoreParams& params) {
+    constexpr int64_t kMostPlaces = 0x7fffffff;
+    const int64_t first_row = options.first_row.value_or(0);
+    for (const auto& [name, first, count] : {std::tuple{"first_row", first_row, sizes.rows},
+                                             {"first_key", options.first_key, sizes.keys},
+                                             {"first_head", options.first_head, sizes.batch * sizes.heads}}) {
+        check(first == 0 || (first > 0 && first + count <= kMostPlaces), op, name, " must lie from 0 to ", kMostPlaces,
+              " - ", count, ", got ", first);
+    }
+    check(options.dropout_p == 0 || options.first_key % 4 == 0, op,
+          "first_key must be a multiple of 4 where there is dropout, got ", options.first_key);
+    if (options.first_row) params.query_offset = static_cast<int32_t>(first_row - options.first_key);
+    params.dropout_origin = {static_cast<uint32_t>(first_row), static_cast<uint32_t>(options.first_key),
+                             static_cast<uint32_t>(options.first_head)};
+    // How far rows may stand behind the first key, and before the last one: lengths of packed sequences are not known.
+    const int64_t behind = options.first_row ? sizes.rows - 1 + params.query_offset : sizes.keys + sizes.rows;
+    const int64_t before = options.first_row ? sizes.keys - 1 - params.query_offset : sizes.keys + sizes.rows;
+    params.window_left = window_side(options.window_left, behind);
+    params.window_right = window_side(options.window_right, before);
 }
 
 inline ScoreParams score_params(const char* op, const ScoreOptions& options, const Tensor& query,
@@ -80,9 +103,7 @@ inline ScoreParams score_params(const char* op, const ScoreOptions& options, con
     params.scale = static_cast<float>(options.scale);
     params.softcap = static_cast<float>(std::max(options.softcap, 0.0));
     params.scale_over_softcap = options.softcap > 0 ? static_cast<float>(options.scale / options.softcap) : 0.0f;
-    params.window_left = window_side(options.window_left, rows, keys);
-    params.window_right = window_side(options.window_right, rows, keys);
-    params.top_left = options.top_left;
+    place_block(op, options, sizes, params);
     if (options.bias) {
         check_device(op, "bias", *options.bias, query);
         params.bias = bias_view(op, *options.bias, {batch, heads, rows, keys});

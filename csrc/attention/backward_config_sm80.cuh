@@ -5,6 +5,8 @@
 
 #include "attention/tiles_sm80.h"
 #include "device/fragment.cuh"
+#include "device/ptx/opaque.cuh"
+#include "device/store_rows.cuh"
 #include "device/swizzle.cuh"
 
 namespace fastattn {
@@ -44,6 +46,25 @@ struct HeadDimGrid {
                 }
             }
         }
+    }
+
+    // Adds a warp's accumulators, times factor, to fp32 rows of head_dim elements. place_of(row): where a row is, or null.
+    template <typename PlaceOf>
+    __device__ __forceinline__ static void add_to(PlaceOf&& place_of, const Accumulators& rC, float factor,
+                                                  int head_dim, int warp, int lane) {
+        // What follows from them would take registers in the main loop.
+        const int own_lane = ptx::opaque(lane), own_warp = ptx::opaque(warp);
+        for_own_rows<kTilesM>(own_lane, [&](int m, int half, int row) {
+            float* gRow = place_of(first_row(own_warp) + row);
+            if (gRow == nullptr) return;
+#pragma unroll
+            for (int d = 0; d < kTilesD; ++d) {
+                const int column = first_column(own_warp) + d / 2 * kColumnStep + d % 2 * kMmaN;
+                if (column >= head_dim) continue;
+                AddPair{}(gRow + column + accumulator_column(own_lane), rC[m][d][2 * half] * factor,
+                          rC[m][d][2 * half + 1] * factor);
+            }
+        });
     }
 
     // Rounds a warp's accumulators, times factor, to 16 bits into [kRows, kHeadDim] in shared memory.

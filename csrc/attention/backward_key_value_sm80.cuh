@@ -197,13 +197,25 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         }
     }
 
-    // Epilogue: dK and dV become rows where K and V were.
+    // Epilogue: dK and dV become rows where K and V were, or are added to fp32.
     ptx::cp_async_wait_group<0>();  // K may have been on its way once more
     __syncthreads();                // waits until every warp has read K and V
     const int thread = ptx::opaque(threadIdx.x), own_warp = thread / kWarpSize, own_lane = thread % kWarpSize;
+    const float value_factor = params.scores.dropout_seed != nullptr ? params.scores.dropout_factor : 1.0f;
+    if (params.sum_key.data != nullptr) {
+        const auto add = [&](const HeadsView<float>& view, const typename KeyGrid::Accumulators& rC, float factor) {
+            const auto [batch, head, first_row, num_keys, first_sums] = shared.keys;
+            const auto place_of = [&](int row) -> float* {
+                return row < num_keys ? row_pointer(view, batch, head, first_row + row) : nullptr;
+            };
+            KeyGrid::add_to(place_of, rC, factor, view.head_dim, own_warp, own_lane);
+        };
+        add(params.sum_key, rK, params.scores.scale);
+        add(params.sum_value, rV, value_factor);
+        return;
+    }
     KeyGrid::template stage<kDataType>(shared.sK, rK, params.scores.scale, own_warp, own_lane);
-    KeyGrid::template stage<kDataType>(
-        shared.sV, rV, params.scores.dropout_seed != nullptr ? params.scores.dropout_factor : 1.0f, own_warp, own_lane);
+    KeyGrid::template stage<kDataType>(shared.sV, rV, value_factor, own_warp, own_lane);
     __syncthreads();  // waits until every warp has stored its rows of both tiles
     constexpr int kStoredRows = kBlockN / Config::kNumWarps;
     const int32_t stored_row = own_warp * kStoredRows;

@@ -288,6 +288,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
             const int32_t end_full =
                 kOptions ? min(warp_uniform(keys.end_full[warpgroup]), keys.rows.length / Config::kBlockM)
                          : warp_uniform(keys.end_full[warpgroup]);
+            const uint32_t num_full = max(end_full - begin_full, 0);
             ScoresAsA rdS16;  // of the step whose dK and dQ are due
             const int32_t num_heads = warp_uniform(keys.num_heads);
             int32_t row_tile = warp_uniform(keys.begin_row_tile), heads_left = num_heads;
@@ -315,7 +316,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                     heads_left = num_heads;
                 }
                 BlockScores scores = block_scores(next.stage, keys.begin_head + num_heads - heads_left, row_tile,
-                                                  row_tile >= begin_full && row_tile < end_full);
+                                                  static_cast<uint32_t>(row_tile - begin_full) < num_full);
                 ptx::wgmma_wait_group<1>();  // leaves S in flight
                 ptx::written_by_wgmma(rdQ);
                 consumer.store_query_part(rdQ);
@@ -345,10 +346,10 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
             if (keys.is_shared()) {
                 consumer.store_key_parts(rK[block], rV[block]);
             } else {
-                store_key_rows<kDataType>(params.grad_key, keys, rK[block], consumer.first_key(block), lane,
-                                          params.scores.scale);
-                store_key_rows<kDataType>(params.grad_value, keys, rV[block], consumer.first_key(block), lane,
-                                          value_factor);
+                store_key_rows<kDataType>(params.grad_key, params.sum_key, keys, rK[block], consumer.first_key(block),
+                                          lane, params.scores.scale);
+                store_key_rows<kDataType>(params.grad_value, params.sum_value, keys, rV[block],
+                                          consumer.first_key(block), lane, value_factor);
             }
         }
     });

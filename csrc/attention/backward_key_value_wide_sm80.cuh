@@ -97,15 +97,25 @@ struct BackwardWideSm80 {
     __device__ __forceinline__ static void meet_all() { ptx::bar_sync(kStepBarrier, Config::kNumThreads); }
     __device__ __forceinline__ static void meet_key_warps() { ptx::bar_sync(kKeyWarpBarrier, Config::kKeyThreads); }
 
-    // A warp's 32 rows of dK or dV, where K's or V's were.
-    __device__ __forceinline__ void store(const HeadsView<uint16_t>& view, uint16_t* sTile,
-                                          const typename KeyGrid::Accumulators& rC, float factor) const {
+    // A warp's 32 rows of dK or dV, where K's or V's were; or added to `sums`.
+    __device__ __forceinline__ void store(const HeadsView<uint16_t>& view, const HeadsView<float>& sums,
+                                          uint16_t* sTile, const typename KeyGrid::Accumulators& rC,
+                                          float factor) const {
+        const int32_t first_in_memory = work.keys.begin + work.first_key;
+        if (sums.data != nullptr) {
+            const auto place_of = [&](int row) -> float* {
+                if (row >= work.num_keys) return nullptr;
+                return row_pointer(sums, work.batch, work.key_head, first_in_memory + row);
+            };
+            KeyGrid::add_to(place_of, rC, factor, view.head_dim, role_warp, lane);
+            return;
+        }
         KeyGrid::template stage<kDataType>(sTile, rC, factor, role_warp, lane);
         __syncwarp();  // waits until every lane has stored its part of the rows
         const int32_t row = KeyGrid::first_row(role_warp);
-        store_rows<Config::kWarpN, kHeadDim>(
-            row_pointer(view, work.batch, work.key_head, work.keys.begin + work.first_key + row), view.row_stride,
-            work.num_keys - row, sTile + row * kRowElements, lane, view.head_dim);
+        store_rows<Config::kWarpN, kHeadDim>(row_pointer(view, work.batch, work.key_head, first_in_memory + row),
+                                             view.row_stride, work.num_keys - row, sTile + row * kRowElements, lane,
+                                             view.head_dim);
     }
 
     __device__ __forceinline__ void run_value_warp() const {
@@ -154,7 +164,7 @@ struct BackwardWideSm80 {
         }
         meet();
         if (num_meetings > 1) meet_all();
-        store(params.grad_value, shared.sV, rV, 1.0f);
+        store(params.grad_value, params.sum_value, shared.sV, rV, 1.0f);
     }
 
     __device__ __forceinline__ void run_key_warp() const {
@@ -286,7 +296,7 @@ struct BackwardWideSm80 {
             }
         }
         meet_key_warps();  // waits until every key warp has read K
-        store(params.grad_key, shared.sK, rK, params.scores.scale);
+        store(params.grad_key, params.sum_key, shared.sK, rK, params.scores.scale);
     }
 };
 

@@ -220,7 +220,8 @@ struct BackwardChainSm90 {
             if (warp_uniform(keys.is_shared()) != 0) {
                 store_parts(rG);
             } else {
-                store_key_rows<kDataType>(kOfValues ? params.grad_value : params.grad_key, keys, rG, warp * kMmaM, lane,
+                store_key_rows<kDataType>(kOfValues ? params.grad_value : params.grad_key,
+                                          kOfValues ? params.sum_value : params.sum_key, keys, rG, warp * kMmaM, lane,
                                           kOfValues ? 1.0f : params.scores.scale);
             }
         });

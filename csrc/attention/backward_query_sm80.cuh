@@ -1,4 +1,4 @@
-// dQ = scale · (what the CTAs of all keys have added up), rounded: the end of the backward pass.
+// dQ = scale · (what the CTAs of all keys have added up), rounded, or added to fp32: the end of the backward pass.
 //
 // One CTA takes one tile of query rows of one head: reads the sums in the order of accumulators in which they are kept,
 // and turns them into rows through shared memory.
@@ -37,6 +37,14 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, /*kOptions=*/fals
     const float* sums = params.query_sums + (sums_tile * params.query.heads + head) * Config::kQuerySums;
     typename Grid::Accumulators rQ;
     Grid::template for_each_sum<0>(sums, rQ, warp, lane, [](float& sum, const float* address) { sum = *address; });
+    if (params.sum_query.data != nullptr) {
+        const auto place_of = [&](int row) -> float* {
+            if (row >= rows.length - first_row) return nullptr;
+            return row_pointer(params.sum_query, batch, head, rows.begin + first_row + row);
+        };
+        Grid::add_to(place_of, rQ, params.scores.scale, params.query.head_dim, warp, lane);
+        return;
+    }
     Grid::template stage<kDataType>(sQ, rQ, params.scores.scale, warp, lane);
     __syncthreads();  // waits until every warp's part of the tile is in shared memory
     uint16_t* gQ = row_pointer(params.grad_query, batch, head, rows.begin + first_row + warp * kWarpRows);

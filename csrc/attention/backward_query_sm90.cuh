@@ -1,5 +1,5 @@
-// The end of the backward pass on Hopper: dQ = scale · (what the CTAs of all keys have added up), rounded; and likewise dK and dV
-// of the tiles of keys whose rows CTAs share.
+// The end of the backward pass on Hopper: dQ = scale · (what the CTAs of all keys have added up), rounded, or added to fp32; and
+// likewise dK and dV of the tiles of keys whose rows CTAs share.
 //
 // One CTA takes one tile of query rows of one head, or behind these 64 keys of dK or dV. Its parts (attention/query_gradient.h)
 // are read in order, 16 bytes a lane, and its rows are written 8 bytes a lane. Memory bandwidth binds.
@@ -14,6 +14,7 @@
 #include "attention/query_gradient.h"
 #include "attention/row_shares.h"
 #include "attention/tiles_sm90.h"
+#include "device/finish_row.cuh"
 #include "device/fragment.cuh"
 #include "device/sequence.cuh"
 #include "device/tile_copy.cuh"
@@ -23,10 +24,11 @@ namespace fastattn {
 
 inline constexpr int kQueryThreadsSm90 = 256;
 
-// 64 rows from first_row on, of which num_rows exist: factor · sums. Rows of the sequence begin at first_in_memory.
+// 64 rows, of which num_rows exist, from first_in_memory on: factor · sums, rounded into `gradient` or added to `total`.
 template <int kHeadDim, DataType kDataType>
-__device__ __forceinline__ void round_sums(const HeadsView<uint16_t>& gradient, int32_t batch, int32_t head,
-                                           int64_t first_in_memory, int32_t num_rows, const float* sums, float factor) {
+__device__ __forceinline__ void finish_sums(const HeadsView<uint16_t>& gradient, const HeadsView<float>& total,
+                                            int32_t batch, int32_t head, int64_t first_in_memory, int32_t num_rows,
+                                            const float* sums, float factor) {
     constexpr int kQuad = 4, kQuadsPerRow = kQueryPartDims / kQuad;
     constexpr int kElements = query_tile_elements(/*in_parts=*/true, kQueryPartRows, kHeadDim);
 #pragma unroll 4
@@ -38,8 +40,12 @@ __device__ __forceinline__ void round_sums(const HeadsView<uint16_t>& gradient, 
         const float* numbers =
             sums + part * kQueryPartElements + query_part_offset(row, column_of_part / kMmaN) + column_of_part % kMmaN;
         const float4 quad = *reinterpret_cast<const float4*>(numbers);
-        *reinterpret_cast<uint2*>(row_pointer(gradient, batch, head, first_in_memory + row) + column) =
-            uint2{pack<kDataType>(quad.x * factor, quad.y * factor), pack<kDataType>(quad.z * factor, quad.w * factor)};
+        if (total.data != nullptr) {
+            auto& four = *reinterpret_cast<float4*>(row_pointer(total, batch, head, first_in_memory + row) + column);
+            add_weighted(four, factor, quad);
+        } else {
+            store_rounded<kDataType>(row_pointer(gradient, batch, head, first_in_memory + row) + column, quad, factor);
+        }
     }
 }
 
@@ -63,8 +69,8 @@ __global__ void __launch_bounds__(kQueryThreadsSm90)
         const Sequence rows = sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
         const int32_t first_row = tile * kBlockM;
         const int64_t sums_tile = first_query_tile(batch, params.query.rows, is_packed, rows.begin, kBlockM) + tile;
-        round_sums<kHeadDim, kDataType>(
-            params.grad_query, batch, head, int64_t{rows.begin} + first_row, rows.length - first_row,
+        finish_sums<kHeadDim, kDataType>(
+            params.grad_query, params.sum_query, batch, head, int64_t{rows.begin} + first_row, rows.length - first_row,
             params.query_sums + (sums_tile * params.query.heads + head) * kElements, params.scores.scale);
         return;
     }
@@ -80,10 +86,10 @@ __global__ void __launch_bounds__(kQueryThreadsSm90)
     const bool is_value = block / kBlocks % 2 != 0;
     const float of_value = params.scores.dropout_seed != nullptr ? params.scores.dropout_factor : 1.0f;
     const int32_t first_key = keys.first_key + block % kBlocks * kQueryPartRows;
-    round_sums<kHeadDim, kDataType>(is_value ? params.grad_value : params.grad_key, keys.batch, keys.head,
-                                    int64_t{keys.sequence_begin} + first_key, keys.num_keys - first_key,
-                                    params.key_sums + int64_t{block} * kElements,
-                                    is_value ? of_value : params.scores.scale);
+    finish_sums<kHeadDim, kDataType>(
+        is_value ? params.grad_value : params.grad_key, is_value ? params.sum_value : params.sum_key, keys.batch,
+        keys.head, int64_t{keys.sequence_begin} + first_key, keys.num_keys - first_key,
+        params.key_sums + int64_t{block} * kElements, is_value ? of_value : params.scores.scale);
 }
 
 template <int kHeadDim, DataType kDataType>

@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(BackwardSlopesConfigSm80<kDataType>::kNumThrea
     const int32_t warp_row = first_row + gemm.warp_row;
     const RowTermsOfLane<kTilesM> terms(params, batch, head, rows, warp_row, lane);
     const float dropout_factor = options.dropout_seed != nullptr ? options.dropout_factor : 1.0f;
-    const int32_t position = warp_row + keys.length - rows.length + accumulator_row(lane) - accumulator_column(lane);
+    const int32_t position = warp_row + scores.window.offset + accumulator_row(lane) - accumulator_column(lane);
     float sum = 0.0f;
     for (int32_t key_tile = begin_tile; key_tile < end_tile; ++key_tile) {
         const int32_t first_key = key_tile * kBlockN + gemm.warp_column;

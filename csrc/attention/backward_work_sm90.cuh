@@ -403,19 +403,28 @@ __device__ __forceinline__ void store_rows_of_part(uint32_t sPart, const float (
     }
 }
 
-// Writes dK or dV of a warp's 16 keys, from first_key of the tile on, times factor.
+// Writes dK or dV of a warp's 16 keys, from first_key of the tile on, times factor; or adds them to `sums`.
 template <DataType kDataType, typename Config, int kTilesD>
-__device__ __forceinline__ void store_key_rows(const HeadsView<uint16_t>& view, const KeysOfWork<Config>& keys,
-                                               float (&rC)[1][kTilesD][4], int first_key, int lane, float factor) {
+__device__ __forceinline__ void store_key_rows(const HeadsView<uint16_t>& view, const HeadsView<float>& sums,
+                                               const KeysOfWork<Config>& keys, float (&rC)[1][kTilesD][4],
+                                               int first_key, int lane, float factor) {
 #pragma unroll
     for (auto& tile : rC[0]) {
 #pragma unroll
         for (float& number : tile) number *= factor;
     }
     const int32_t own_key = keys.first_key + first_key;
-    store_accumulators<kDataType>(rC, lane, view.head_dim, [&](int key) -> uint16_t* {
-        if (own_key + key >= keys.num_keys) return nullptr;
-        return row_pointer(view, keys.batch, keys.head, keys.sequence_begin + own_key + key);
+    if (sums.data == nullptr) {
+        store_accumulators<kDataType>(rC, lane, view.head_dim, [&](int key) -> uint16_t* {
+            if (own_key + key >= keys.num_keys) return nullptr;
+            return row_pointer(view, keys.batch, keys.head, keys.sequence_begin + own_key + key);
+        });
+        return;
+    }
+    for_own_rows<1>(lane, [&](int, int half, int key) {
+        if (own_key + key >= keys.num_keys) return;
+        float* gRow = row_pointer(sums, keys.batch, keys.head, keys.sequence_begin + own_key + key);
+        store_exact(gRow, rC[0], half, lane, view.head_dim, AddPair{});
     });
 }
 

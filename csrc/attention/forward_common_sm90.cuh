@@ -379,15 +379,27 @@ struct ForwardConsumerSm90 {
     using PartRowsOfTile =
         PartRows<Config::kBlockM, Config::kValueDim, kDataType, /*kSlotsPerCta=*/2, /*kQuadsAtOnce=*/4, PlaceOfRows>;
 
-    // Leaves a warp's rows of a part of the tile for whoever merges it.
+    // Whether rows leave in fp32, by the function below, or rounded, by store().
+    __device__ __forceinline__ static bool leaves_in_fp32(const AttentionForwardParams& params,
+                                                          const TileOfWork& tile) {
+        return tile.parts.count > 1 || params.exact_out.data != nullptr;
+    }
+
+    // A warp's rows: of a part of the tile, for whoever merges it, else of the output.
     template <typename Softmax>
-    __device__ __forceinline__ void leave_part(const AttentionForwardParams& params, const TileOfWork& tile,
-                                               const float (&rO)[1][kTilesD][4], const Softmax& softmax) const {
+    __device__ __forceinline__ void leave_in_fp32(const AttentionForwardParams& params, const TileOfWork& tile,
+                                                  float (&rO)[1][kTilesD][4], Softmax& softmax,
+                                                  float factor = 1.0f) const {
+        const PartRowsOfTile rows{params, PlaceOfRows{tile.rows}, factor};
+        const int first_row = warp_in_cta() * kMmaM;
+        const int own_lane = ptx::opaque(lane);  // what follows from it would take registers in the main loops
+        if (tile.parts.count == 1) {
+            rows.store_exact_rows(first_row, rO, softmax, own_lane);
+            return;
+        }
         const PartRange own = tile.parts.of_cta(tile.cta);
         const PartNode node = largest_node(own.begin, own, tile.parts.count);
-        const PartRowsOfTile rows{params, PlaceOfRows{tile.rows}};
-        rows.leave(slot_of(rows.slots_per_cta(), tile.cta, node), warp_in_cta() * kMmaM, rO, softmax,
-                   ptx::opaque(lane));  // what follows from it would take registers in the main loops
+        rows.leave(slot_of(rows.slots_per_cta(), tile.cta, node), first_row, rO, softmax, own_lane);
     }
 
     // All consumers, when there is no more work: merges the tiles that this CTA shares with others, where it is the

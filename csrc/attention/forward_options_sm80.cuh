@@ -203,10 +203,10 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     if (attention.max_logits != nullptr) {
         shared.largest_scores.leave(attention.max_logits + out_tile.head, /*factor=*/1.0f);
     }
-    if (own.num_parts > 1) {  // other CTAs have the other keys
+    if (own.num_parts > 1 || attention.exact_out.data != nullptr) {
         const PlaceOfTile place{out_tile, out_rows, out_tile.idx * kBlockM};
         const PartRowsSm80<kBlockM, kHeadDim, kDataType> part_rows{attention, place, factor};
-        leave_and_merge<Config::kNumThreads, kWarpM>(part_rows, own, rO, softmax, shared.sQ);
+        store_or_merge_in_fp32<Config::kNumThreads, kWarpM>(part_rows, own, rO, softmax, shared.sQ);
         return;
     }
     // A warp stages its rows of the output where its rows of Q were.

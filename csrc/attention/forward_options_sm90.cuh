@@ -151,8 +151,8 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
         if (params.max_logits != nullptr) {
             shared.largest_scores.leave(params.max_logits + work.head, /*factor=*/1.0f);
         }
-        if (tile.parts.count > 1) {
-            consumer.leave_part(params, tile, rO, softmax);
+        if (consumer.leaves_in_fp32(params, tile)) {
+            consumer.leave_in_fp32(params, tile, rO, softmax, factor);
         } else {
             softmax.finish(rO, factor);
             consumer.store(params, work, own_row, rO, softmax);

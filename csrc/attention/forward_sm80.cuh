@@ -166,18 +166,19 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         };
         if constexpr (!Config::kLoadsKeysLate) load_next_k();
 
-        const KeyRange* seen_by = &shared.sees[ptx::tid_x() / kWarpSize * kWarpM];  // `warp` is in local memory here
+        const int thread = ptx::tid_x(), own_lane = thread % kWarpSize;  // `warp` and `lane` have no registers here
+        const KeyRange* seen_by = &shared.sees[thread / kWarpSize * kWarpM];
         const int32_t first_key = shared.tiles.tile(num_left) * kBlockN;
-        if constexpr (kMasked) mask_columns(rS, seen_by, first_key, lane);
+        if constexpr (kMasked) mask_columns(rS, seen_by, first_key, own_lane);
         const auto max = maxima_of_lane(rS);
         if (params.max_logits != nullptr) shared.largest_scores.take(max);
         if (softmax.is_outgrown_by(max)) rescale(rO, softmax.follow(max));
         softmax.exponentiate(rS);
         if (some_nonfinite) {
             const auto sees = [&](int m, int half, int n) {
-                return seen_by[m * kMmaM + accumulator_row(lane) + 8 * half].has(first_key + n);
+                return seen_by[m * kMmaM + accumulator_row(own_lane) + 8 * half].has(first_key + n);
             };
-            separate_nonfinite<kDataType>(rO, shared.sV, load_v, sees, lane);
+            separate_nonfinite<kDataType>(rO, shared.sV, load_v, sees, own_lane);
         }
         if constexpr (Config::kLoadsKeysLate) load_next_k();
         gemm_pv<kDataType>(rO, rS, sV);
@@ -198,7 +199,11 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         }
     }
     int32_t num_left = tiles.num_tiles();
-    for (; num_left > tiles.num_full; --num_left) step(num_left, std::true_type{});
+    if (num_left > tiles.num_full) {
+        do {
+            step(num_left, std::true_type{});
+        } while (--num_left > shared.tiles.num_full);  // has no register in the loop
+    }
     for (; num_left > 0; --num_left) step(num_left, std::false_type{});
 
     // Epilogue. It looks again which tile this is: the loops have no registers for it.
@@ -208,10 +213,10 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     if (params.max_logits != nullptr) {
         shared.largest_scores.leave(params.max_logits + out_tile.head, fabsf(params.scores.scale));
     }
-    if (own.num_parts > 1) {  // other CTAs have the other keys
+    if (own.num_parts > 1 || params.exact_out.data != nullptr) {
         using Rows = PartRowsSm80<kBlockM, kHeadDim, kDataType>;
         const Rows part_rows{params, {out_tile, out_rows, out_tile.idx * kBlockM}};
-        leave_and_merge<Config::kNumThreads, kWarpM>(part_rows, own, rO, softmax, shared.sQ);
+        store_or_merge_in_fp32<Config::kNumThreads, kWarpM>(part_rows, own, rO, softmax, shared.sQ);
         return;
     }
     // A warp stages its rows of the output where its rows of Q were.

@@ -217,8 +217,8 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
 
         // Epilogue.
         if (params.max_logits != nullptr) shared.largest_scores.leave(params.max_logits + work.head, fabsf(scale));
-        if (tile.parts.count > 1) {
-            consumer.leave_part(params, tile, rO, softmax);
+        if (consumer.leaves_in_fp32(params, tile)) {
+            consumer.leave_in_fp32(params, tile, rO, softmax);
         } else {
             softmax.finish(rO);
             consumer.store(params, work, own_row, rO, softmax);

@@ -1,5 +1,5 @@
-// A forward kernel's side of device/merge_parts.cuh: how a CTA leaves its part of a tile, and what becomes of merged
-// rows.
+// Rows that a forward kernel writes in fp32: a CTA's part of a tile and what becomes of merged rows, its side of
+// device/merge_parts.cuh; and the output where it is to be exact.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,7 @@
 #include "device/part_slots.cuh"
 #include "device/ptx/opaque.cuh"
 #include "device/softmax.cuh"
+#include "device/store_rows.cuh"
 #include "device/tile_copy.cuh"
 #include "host/params.h"
 
@@ -38,8 +39,13 @@ struct PartRows {
         const int32_t head = place.head_of(row), row_in_memory = place.row_in_memory(row);
         if (column == 0) row_pointer(params.lse, place.batch(), head)[row_in_memory] = result.lse;
         if (column >= params.out.head_dim) return;
-        store_rounded<kDataType>(row_pointer(params.out, place.batch(), head, row_in_memory) + column, part.values,
-                                 result.factor * factor);
+        if (params.exact_out.data != nullptr) {
+            store_exact(row_pointer(params.exact_out, place.batch(), head, row_in_memory) + column, part.values,
+                        result.factor * factor);
+        } else {
+            store_rounded<kDataType>(row_pointer(params.out, place.batch(), head, row_in_memory) + column, part.values,
+                                     result.factor * factor);
+        }
     }
 
     // A warp's accumulators, of rows from first_row of the tile on, and their softmax.
@@ -62,6 +68,22 @@ struct PartRows {
             }
         });
     }
+
+    // The same where the CTA has had all keys of the tile and the output is fp32.
+    template <int kTilesM, int kTilesD, typename Softmax>
+    __device__ __forceinline__ void store_exact_rows(int first_row, float (&rO)[kTilesM][kTilesD][4], Softmax& softmax,
+                                                     int lane) const {
+        softmax.finish(rO, factor);
+        for_own_rows<kTilesM>(lane, [&](int m, int half, int warp_row) {
+            const int row = first_row + warp_row;
+            if (row >= num_rows()) return;
+            const int32_t head = place.head_of(row), row_in_memory = place.row_in_memory(row);
+            const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
+            if (one_of_four) row_pointer(params.lse, place.batch(), head)[row_in_memory] = softmax.row_lse[m][half];
+            float* gRow = row_pointer(params.exact_out, place.batch(), head, row_in_memory);
+            store_exact(gRow, rO[m], half, lane, params.out.head_dim, WritePair{});
+        });
+    }
 };
 
 // The threads of a CTA that ends with one part of a tile. Nothing that follows from their index is kept in registers
@@ -72,17 +94,21 @@ struct LateThreadsOfCta : AllThreadsOfCta {
     __device__ __forceinline__ static int index() { return ptx::tid_x(); }
 };
 
-// All of them: leaves the part, of which each warp has kWarpM rows, and merges where this CTA is the last one. sTile:
-// shared memory that nobody reads any more.
+// All of them, of which each warp has kWarpM rows: writes the output where there is one part. Else leaves it, and merges
+// where this CTA is the last one. sTile: shared memory that nobody reads any more.
 template <int kNumThreads, int kWarpM, typename Rows, int kTilesM, int kTilesD, typename Softmax, typename Tile>
-__device__ __forceinline__ void leave_and_merge(const Rows& rows, const KeyPortion& portion,
-                                                const float (&rO)[kTilesM][kTilesD][4], const Softmax& softmax,
-                                                Tile& sTile) {
+__device__ __forceinline__ void store_or_merge_in_fp32(const Rows& rows, const KeyPortion& portion,
+                                                       float (&rO)[kTilesM][kTilesD][4], Softmax& softmax,
+                                                       Tile& sTile) {
     using Threads = LateThreadsOfCta<kNumThreads>;
     using Storage = MergeStorage<Rows, Threads>;
     static_assert(sizeof(Storage) <= sizeof(sTile));
     const auto cta = static_cast<int32_t>(blockIdx.x);
     const int warp = Threads::index() / kWarpSize, lane = Threads::index() % kWarpSize;
+    if (portion.num_parts == 1) {
+        rows.store_exact_rows(warp * kWarpM, rO, softmax, lane);
+        return;
+    }
     const TileParts parts{portion.num_parts, cta - portion.part, 1};
     const PartRange own = parts.of_cta(cta);
     rows.leave(slot_of(rows.slots_per_cta(), cta, largest_node(own.begin, own, parts.count)), warp * kWarpM, rO,

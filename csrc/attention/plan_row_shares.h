@@ -29,8 +29,8 @@ inline constexpr double kLeastGain = 0.05;
 
 // The calls that get the same answer.
 struct RowSharesCase {
-    int32_t query_rows, key_rows, group, heads, heads_per_group, window_left, window_right, top_left, block_m, block_n,
-        num_sms, is_deterministic;
+    int32_t query_rows, key_rows, group, heads, heads_per_group, window_left, window_right, query_offset, block_m,
+        block_n, num_sms, is_deterministic;
 
     bool operator==(const RowSharesCase&) const = default;
 
@@ -127,7 +127,7 @@ inline RowShares row_shares(const AttentionBackwardParams& params, int32_t block
                            params.heads_per_group,
                            scores.window_left,
                            scores.window_right,
-                           scores.top_left,
+                           scores.query_offset,
                            block_m,
                            block_n,
                            is_deterministic ? kSmsOfDeterministicShares : num_sms,

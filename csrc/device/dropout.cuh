@@ -1,5 +1,6 @@
 // Dropout on a warp's accumulators: which probabilities are kept is a function of the seed and of their place alone.
-// Philox 4x32-10 (Salmon et al., SC 2011): counter (key / 4, row, head, 0), word key % 4.
+// Philox 4x32-10 (Salmon et al., SC 2011): counter (key / 4, row, head, 0), word key % 4. All three are counted from
+// params.dropout_origin.
 #pragma once
 
 #include <cstdint>
@@ -24,10 +25,14 @@ struct Dropout {
     uint2 seed;
     uint32_t threshold;  // words below it drop
     uint32_t head;       // counted over batch and heads
+    const DropoutOrigin& origin;
 
     // With no seed it is not to be used.
     __device__ __forceinline__ Dropout(const ScoreParams& params, uint32_t head)
-        : seed{0, 0}, threshold(params.dropout_threshold), head(head) {
+        : seed{0, 0},
+          threshold(params.dropout_threshold),
+          head(params.dropout_origin.head + head),
+          origin(params.dropout_origin) {
         if (params.dropout_seed == nullptr) return;
         const auto bits = static_cast<uint64_t>(*params.dropout_seed);
         seed = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
@@ -37,7 +42,8 @@ struct Dropout {
     __device__ __forceinline__ Dropout(const ScoreParams& params, int64_t seed, uint32_t head)
         : seed{static_cast<uint32_t>(seed), static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32)},
           threshold(params.dropout_threshold),
-          head(head) {}
+          head(params.dropout_origin.head + head),
+          origin(params.dropout_origin) {}
 
     // Sets what is dropped of rP, whose upper left element is [first_row][first_key], to 0. first_key % 8 == 0.
     template <int kTilesM, int kTilesN>
@@ -54,10 +60,10 @@ struct Dropout {
     __device__ __forceinline__ void for_each_word(int32_t first_row, int32_t first_key, int lane,
                                                   Function&& function) const {
         const int odd = lane & 1;
-        const uint32_t counter_key = static_cast<uint32_t>(first_key + accumulator_column(lane)) / 4;
+        const uint32_t counter_key = (origin.key + first_key + accumulator_column(lane)) / 4;
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
-            const uint32_t row = first_row + m * kMmaM + accumulator_row(lane) + 8 * odd;
+            const uint32_t row = origin.row + first_row + m * kMmaM + accumulator_row(lane) + 8 * odd;
 #pragma unroll
             for (int n = 0; n < kTilesN; ++n) {
                 const uint4 words = philox_4x32_10({counter_key + n * (kMmaN / 4), row, head, 0}, seed);
@@ -78,8 +84,9 @@ struct Dropout {
     __device__ __forceinline__ uint32_t kept_of_transposed(int32_t first_row, int32_t first_key, int lane) const {
         constexpr int kTilesOfQuarter = 4;
         const int quarter = lane / kLanesPerRow % 4, half = quarter / 2;
-        const uint32_t counter_key = static_cast<uint32_t>(first_key + 8 * half + accumulator_row(lane)) / 4;
-        const uint32_t own_row = first_row + quarter % 2 * kTilesOfQuarter * kMmaN + accumulator_column(lane);
+        const uint32_t counter_key = (origin.key + first_key + 8 * half + accumulator_row(lane)) / 4;
+        const uint32_t own_row =
+            origin.row + first_row + quarter % 2 * kTilesOfQuarter * kMmaN + accumulator_column(lane);
         uint32_t kept = 0;  // a byte for each key
 #pragma unroll
         for (int n = 0; n < kTilesOfQuarter; ++n) {

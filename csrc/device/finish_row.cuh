@@ -63,4 +63,8 @@ __device__ __forceinline__ void store_rounded(uint16_t* gOut, float4 values, flo
                                        pack<kDataType>(values.z * factor, values.w * factor)};
 }
 
+__device__ __forceinline__ void store_exact(float* gOut, float4 values, float factor) {
+    *reinterpret_cast<float4*>(gOut) = {values.x * factor, values.y * factor, values.z * factor, values.w * factor};
+}
+
 }  // namespace fastattn

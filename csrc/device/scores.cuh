@@ -207,7 +207,7 @@ struct HeadScores {
                                               int lane) const {
         if (slope == 0) return;
         const int32_t row = first_row + accumulator_row(lane), key = first_key + accumulator_column(lane);
-        const int32_t ahead = row + window.num_keys - num_rows - key;
+        const int32_t ahead = row + window.offset - key;
         for_each(rS, [&](int m, int n, int e, float s) {
             return s - slope * static_cast<float>(abs(ahead + m * kMmaM + 8 * (e / 2) - n * kMmaN - e % 2));
         });

@@ -61,7 +61,8 @@ struct Window {
 };
 
 FASTATTN_HOST_DEVICE Window window_of(const ScoreParams& params, int32_t num_rows, int32_t num_keys) {
-    return {num_keys, params.top_left ? 0 : num_keys - num_rows, params.window_left, params.window_right};
+    const bool is_given = params.query_offset != ScoreParams::kLastRowAtLastKey;
+    return {num_keys, is_given ? params.query_offset : num_keys - num_rows, params.window_left, params.window_right};
 }
 
 }  // namespace fastattn

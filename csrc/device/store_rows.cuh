@@ -1,4 +1,4 @@
-// Accumulators, rounded to 16 bits, from registers to global memory.
+// Accumulators from registers to global memory: rounded to 16 bits, or in fp32.
 #pragma once
 
 #include <cstdint>
@@ -45,5 +45,32 @@ __device__ __forceinline__ void store_accumulators(const float (&rO)[1][kTilesD]
         }
     });
 }
+
+// A lane's elements of one of its rows, [8 * kTilesD] of head_dim elements, in fp32. half: see for_own_rows. store(place,
+// first, second) takes two neighbouring elements.
+template <int kTilesD, typename Store>
+__device__ __forceinline__ void store_exact(float* gRow, const float (&rO)[kTilesD][4], int half, int lane,
+                                            int head_dim, Store&& store) {
+    gRow += accumulator_column(lane);
+#pragma unroll
+    for (int d = 0; d < kTilesD; ++d) {
+        if (d * kMmaN >= head_dim) continue;
+        store(gRow + d * kMmaN, rO[d][2 * half], rO[d][2 * half + 1]);
+    }
+}
+
+// Where no other thread stores.
+struct WritePair {
+    __device__ __forceinline__ void operator()(float* place, float first, float second) const {
+        *reinterpret_cast<float2*>(place) = {first, second};
+    }
+};
+
+struct AddPair {
+    __device__ __forceinline__ void operator()(float* place, float first, float second) const {
+        const float2 sum = *reinterpret_cast<const float2*>(place);
+        *reinterpret_cast<float2*>(place) = {sum.x + first, sum.y + second};
+    }
+};
 
 }  // namespace fastattn

@@ -134,7 +134,7 @@ struct TransposedOptions {
     template <int kFirst>
     __device__ __forceinline__ void add_alibi(Accumulators& rS) const {
         if (scores.slope == 0) return;
-        const auto ahead = static_cast<float>(own_row + scores.window.num_keys - scores.num_rows - own_key);
+        const auto ahead = static_cast<float>(own_row + scores.window.offset - own_key);
         for_each<kFirst>([&](int n, int e) {
             rS[0][n][e] -= scores.slope * fabsf(ahead + static_cast<float>(n * kMmaN + e % 2 - 8 * (e / 2)));
         });

@@ -80,14 +80,20 @@ struct PartWorkspace {
     uint64_t token;
 };
 
+// Where the first row, key and head of a call stand in a larger one, of which it is a block: dropout draws by places there.
+struct DropoutOrigin {
+    uint32_t row, key, head;  // key % 4 == 0
+};
+
 // What a score becomes between Q·Kᵀ and the softmax, and which of them count.
 struct ScoreParams {
-    static constexpr int32_t kUnbounded = -1;
+    static constexpr int32_t kUnbounded = -1, kLastRowAtLastKey = INT32_MIN;
     float scale;    // of Q·Kᵀ; any sign
     float softcap;  // 0: none
     float scale_over_softcap;
     int32_t window_left, window_right;  // keys that a row sees on either side of its position, or kUnbounded
-    bool top_left;                      // row i stands at key i, not at i + keys - rows
+    // Row i stands at key i + query_offset.
+    int32_t query_offset = kLastRowAtLastKey;
     BiasView bias;
     const float* alibi_slopes;  // [batch, heads], or null
     int64_t alibi_batch_stride;
@@ -95,6 +101,7 @@ struct ScoreParams {
     const int64_t* dropout_seed;  // [1], or null: no dropout
     uint32_t dropout_threshold;   // words below it drop
     float dropout_factor;         // of what is kept
+    DropoutOrigin dropout_origin;
 };
 
 // attention/forward_*.cuh. Those without options compute scores that are only scaled and masked by a window. Head dims
@@ -104,6 +111,7 @@ struct AttentionForwardParams {
     HeadsView<const uint16_t> key;    // [B, Hkv, Sk, D]
     HeadsView<const uint16_t> value;  // [B, Hkv, Sk, Dv]
     HeadsView<uint16_t> out;          // [B, Hq, Sq, Dv]
+    HeadsView<float> exact_out;       // the same in fp32, written in its place where data is not null
     RowsView lse;                     // [B, Hq, Sq], natural logarithm
     float* max_logits;                // [Hq], -inf before the launch; or null: nobody wants the largest scores
     PackedParams packed;
@@ -156,8 +164,9 @@ struct RowShares {
 struct AttentionBackwardParams {
     HeadsView<const uint16_t> query, key, value, out, grad_out;
     HeadsView<uint16_t> grad_query, grad_key, grad_value;
-    RowsView lse;       // of the forward pass
-    RowsView grad_lse;  // data is null where nobody used the lse
+    HeadsView<float> sum_query, sum_key, sum_value;  // what gradients are added to in their place; or data is null
+    RowsView lse;                                    // of the forward pass
+    RowsView grad_lse;                               // data is null where nobody used the lse
     // Workspace, one number for each query row, laid out like lse. A probability is
     // exp(score - shift) / 2^log2_sum; shift is +inf where a row sees nothing.
     RowsView shift, delta;  // delta = rowsum(dO * O) - dlse

@@ -73,15 +73,15 @@ class SharedCopies:
         return made
 
 
-def empty_like_heads(like: Tensor, last_dim: int) -> Tensor:
-    """An empty ``[B, H, S, last_dim]`` in the dimension order of ``like [B, H, S, D]``.
+def empty_like_heads(like: Tensor, last_dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty ``[B, H, S, last_dim]`` in the dimension order of ``like [B, H, S, D]``, and in its dtype or another.
 
     That is ``[B, S, H, D]`` in memory if a head of ``like`` lies closer to the next than a row does, else contiguous.
     """
     batch, heads, rows, _ = like.shape
     if like.stride(1) < like.stride(2):
-        return like.new_empty((batch, rows, heads, last_dim)).transpose(1, 2)
-    return like.new_empty((batch, heads, rows, last_dim))
+        return like.new_empty((batch, rows, heads, last_dim), dtype=dtype).transpose(1, 2)
+    return like.new_empty((batch, heads, rows, last_dim), dtype=dtype)
 
 
 def sum_over_tokens(rows: Tensor, samples: int = 0) -> Tensor:

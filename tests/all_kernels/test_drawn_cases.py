@@ -85,7 +85,7 @@ def test_native_forward(data: Any, dtype: torch.dtype, heads: tuple[int, int], h
         head_dims=(head_dim, head_dim),
         dtype=dtype,
         window=(-1, 0 if causal else -1),
-        top_left=top_left and causal,
+        first_row=0 if top_left and causal else None,
         scale=data.draw(st.sampled_from([0.02, 0.125, 1.0, -0.3])),
     )
     problem = attention_cases.make_problem(case)

@@ -227,7 +227,7 @@ def op_arguments(arguments: dict[str, Any]) -> tuple[Any, ...]:
     a = arguments
     tensors = (a["query"], a["key"], a["value"], None, None, None, None, a["cu_seqlens_q"], a["cu_seqlens_k"])
     scale = a["query"].shape[-1] ** -0.5
-    return *tensors, a["max_seqlen_q"], a["max_seqlen_k"], scale, *a["window"], False, 0.0, 0.0, a["block_table"]
+    return *tensors, a["max_seqlen_q"], a["max_seqlen_k"], scale, *a["window"], None, 0, 0, 0.0, 0.0, a["block_table"]
 
 
 @only_emulated

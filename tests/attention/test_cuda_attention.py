@@ -59,7 +59,9 @@ def arguments(query: Tensor, key: Tensor, value: Tensor, **changes: Any) -> dict
         "scale": query.shape[-1] ** -0.5,
         "window_left": -1,
         "window_right": -1,
-        "top_left": False,
+        "first_row": None,
+        "first_key": 0,
+        "first_head": 0,
         "softcap": 0.0,
         "dropout_p": 0.0,
     }
@@ -67,13 +69,13 @@ def arguments(query: Tensor, key: Tensor, value: Tensor, **changes: Any) -> dict
 
 
 def run(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, *, scale: float | None = None, top_left: bool = False
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, *, scale: float | None = None, first_row: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Output and lse. Only the drop-in's masks are top-left, and it has no lse."""
-    if top_left:
+    if first_row is not None:
         changes = {} if scale is None else {"scale": scale}
         out, lse, _ = getattr(torch.ops.fastattn, OP)(
-            **arguments(query, key, value, window_right=0 if causal else -1, top_left=True, **changes)
+            **arguments(query, key, value, window_right=0 if causal else -1, first_row=0, **changes)
         )
         return out, lse
     with fastattn.use_backend("cuda"):
@@ -167,14 +169,14 @@ def test_nothing_to_do(shape: tuple[int, int, int, int], causal: bool) -> None:
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("rows_and_keys", [(150, 70), (70, 150)])
 def test_top_left(head_dim: int, rows_and_keys: tuple[int, int]) -> None:
-    check(*inputs(head_dim, torch.bfloat16, *rows_and_keys), True, top_left=True)
+    check(*inputs(head_dim, torch.bfloat16, *rows_and_keys), True, first_row=0)
 
 
 def test_the_drop_in_is_top_left() -> None:
     query, key, value = inputs(64, torch.float16, 150, 70)
     with running(), fastattn.use_backend("cuda"):
         out = fastattn.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    assert torch.equal(out, run(query, key, value, True, top_left=True)[0])
+    assert torch.equal(out, run(query, key, value, True, first_row=0)[0])
 
 
 def test_grouped_heads_and_strides() -> None:
@@ -209,8 +211,8 @@ def test_masked_keys_have_no_influence(head_dim: int, dtype: torch.dtype) -> Non
     """NaN and infinity in keys and values that no query, or only the later ones, see."""
     query, key, value = inputs(head_dim, dtype, 100, 100)
     key[:, :, 60], value[:, :, 61], value[:, :, 62] = torch.nan, torch.nan, torch.inf
-    check(query, key, value, True, top_left=True)
-    check(query[:, :, :50], key, value, True, top_left=True)
+    check(query, key, value, True, first_row=0)
+    check(query[:, :, :50], key, value, True, first_row=0)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96])  # Q in registers, and not
@@ -369,7 +371,7 @@ def test_opcheck() -> None:
     for changed in (
         arguments(*small),
         arguments(*grouped, window_right=0),
-        arguments(*transposed, window_right=0, top_left=True, scale=-0.1),
+        arguments(*transposed, window_right=0, first_row=0, scale=-0.1),
     ):
         with running():
             torch.library.opcheck(getattr(torch.ops.fastattn, OP).default, (), changed)

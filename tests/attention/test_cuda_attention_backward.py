@@ -123,11 +123,11 @@ OPTIONS = [
     Case(shape=SHAPE),
     Case(window=CAUSAL, shape=(1, 2, 1, 70, 133)),
     Case(window=CAUSAL, shape=(1, 2, 1, 133, 70)),  # the first rows see nothing
-    Case(window=CAUSAL, top_left=True, shape=SHAPE),
+    Case(window=CAUSAL, first_row=0, shape=SHAPE),
     Case(window=(7, -1), shape=SHAPE),
     Case(window=(-1, 5), shape=SHAPE),
     Case(window=(40, 3), shape=(1, 2, 1, 101, 141)),
-    Case(window=(20, 5), top_left=True, shape=SHAPE),
+    Case(window=(20, 5), first_row=0, shape=SHAPE),
     Case(window=(0, 0), shape=(1, 2, 1, 140, 140), grad_lse=True),
     Case(window=(2**31 - 1, 2**31 - 1), shape=SHAPE),
     Case(softcap=2.0, window=CAUSAL, shape=SHAPE),
@@ -419,10 +419,8 @@ def test_every_key_at_finfo_min(dtype: torch.dtype) -> None:
         Case(window=CAUSAL, shape=(1, 2, 1, 100, 100)),
         Case(window=(6, 2), shape=(1, 2, 2, 90, 100), sinks=True),
         Case(window=CAUSAL, shape=(1, 2, 1, 20, 150), head_dims=(64, 64), softcap=4.0),
-        Case(window=CAUSAL, top_left=True, shape=(1, 2, 1, 70, 150), dropout=0.1),  # no row sees them
-        Case(
-            window=CAUSAL, top_left=True, shape=(1, 2, 1, 400, 256), head_dims=(128, 128)
-        ),  # the last rows see all keys
+        Case(window=CAUSAL, first_row=0, shape=(1, 2, 1, 70, 150), dropout=0.1),  # no row sees them
+        Case(window=CAUSAL, first_row=0, shape=(1, 2, 1, 400, 256), head_dims=(128, 128)),  # the last rows see all keys
     ],
     ids=str,
 )
@@ -435,7 +433,7 @@ def test_masked_keys_have_no_influence(case: Case, dtype: torch.dtype, poison: f
     for tensor in (spoiled.key, spoiled.value):
         tensor[:, :, first:] = poison
     position = torch.arange(case.shape[3], device=DEVICE)
-    position = position if case.top_left else position + case.shape[4] - case.shape[3]
+    position = position if case.first_row == 0 else position + case.shape[4] - case.shape[3]
     unaffected = position + case.window[1] < first
     for problem in (clean, spoiled):  # rows that see a poisoned key send no gradient
         problem.grad_out[:, :, ~unaffected] = 0
@@ -600,7 +598,7 @@ def test_public_functions(index: int) -> None:
     elif index % 4 == 1:
         window = CAUSAL if case.window == CAUSAL else (-1, -1)
         case = replace(
-            case, top_left=True, window=window, softcap=0.0, dropout=0.0, sinks=False, alibi="", grad_lse=False
+            case, first_row=0, window=window, softcap=0.0, dropout=0.0, sinks=False, alibi="", grad_lse=False
         )
     problem = make_problem(case)
     with checked(), fastattn.record() as calls:

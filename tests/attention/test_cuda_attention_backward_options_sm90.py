@@ -210,7 +210,7 @@ def test_keys_hidden_by_a_mask_have_no_influence(mask: str, poison: float, head_
     "case",
     [
         Case(window=CAUSAL, shape=(1, 2, 1, 200, 200), softcap=4.0),
-        Case(window=CAUSAL, top_left=True, shape=(1, 2, 1, 70, 150), dropout=0.1),  # no row sees them
+        Case(window=CAUSAL, first_row=0, shape=(1, 2, 1, 70, 150), dropout=0.1),  # no row sees them
     ],
     ids=str,
 )

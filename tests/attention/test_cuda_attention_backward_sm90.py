@@ -247,7 +247,7 @@ def test_expanded_gradients_of_the_output_and_lse() -> None:
     [
         Case(window=CAUSAL, shape=(1, 2, 1, 200, 200)),
         Case(window=(6, 2), shape=(1, 2, 2, 290, 300), sinks=True),
-        Case(window=CAUSAL, top_left=True, shape=(1, 2, 1, 70, 150)),  # no row sees them
+        Case(window=CAUSAL, first_row=0, shape=(1, 2, 1, 70, 150)),  # no row sees them
     ],
     ids=str,
 )

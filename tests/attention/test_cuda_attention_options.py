@@ -26,7 +26,7 @@ PLAIN_KERNEL = "attention_forward_sm80"
 SHAPE = (1, 2, 1, 141, 101)
 OPTIONS = [
     Case(window=CAUSAL, shape=(1, 2, 1, 47, 133)),
-    Case(window=CAUSAL, top_left=True, shape=SHAPE),
+    Case(window=CAUSAL, first_row=0, shape=SHAPE),
     Case(window=(7, -1), shape=SHAPE),
     Case(window=(-1, 5), shape=SHAPE),
     Case(window=(40, 3), shape=(1, 2, 1, 101, 141)),
@@ -78,8 +78,8 @@ PLAIN_CASES = [
     Case(window=(150, 20), shape=(1, 2, 2, 200, 330)),  # masked tiles at both ends of full ones
     Case(window=(90, 0), shape=(1, 2, 1, 301, 301)),
     Case(window=(0, 0), shape=(1, 2, 1, 130, 130)),
-    Case(window=(-1, 70), top_left=True, shape=(1, 2, 1, 141, 201)),
-    Case(window=(5, 2), top_left=True, shape=(1, 2, 1, 301, 101)),  # rows behind the last key see none
+    Case(window=(-1, 70), first_row=0, shape=(1, 2, 1, 141, 201)),
+    Case(window=(5, 2), first_row=0, shape=(1, 2, 1, 301, 101)),  # rows behind the last key see none
     Case(window=(5, 2), shape=(1, 2, 1, 301, 101), sinks=True),  # rows before the first key, with a sink
     Case(sinks=True, shape=(1, 4, 2, 33, 200)),
     Case(sinks=True, window=(0, 0), scale=-0.3, shape=(1, 2, 1, 33, 33)),

@@ -131,7 +131,7 @@ def test_each_kind_of_bias(kind: torch.dtype, keys: int, expanded: tuple[int, ..
     bias = bias.to(DEVICE).expand(1, 2, 70, keys)
     with checked():
         out, lse, _ = torch.ops.fastattn.attention_forward(
-            query, key, value, bias, None, None, None, None, None, 70, keys, 0.2, -1, -1, False, 0.0, 0.0, None
+            query, key, value, bias, None, None, None, None, None, 70, keys, 0.2, -1, -1, None, 0, 0, 0.0, 0.0, None
         )
     expected_out, expected_lse = fastattn.reference.attention(
         query.double(),

@@ -228,7 +228,7 @@ def test_clusters(case: Case, cluster: int) -> None:
         Case(shape=(2, 4, 2, 17, 300)),
         Case(shape=(1, 8, 8, 33, 500), window=CAUSAL, sinks=True),
         Case(shape=(2, 16, 16, 5, 200), window=(60, 0), scale=-0.3),
-        Case(shape=(1, 64, 64, 3, 130), window=CAUSAL, top_left=True),
+        Case(shape=(1, 64, 64, 3, 130), window=CAUSAL, first_row=0),
         Case(shape=(1, 8, 4, 100, 90), window=CAUSAL, layout="bshd"),  # rows before the first key
         Case(lengths=((30, 0, 1, 64), (90, 64, 0, 300)), shape=(1, 8, 4, 0, 0), window=(200, 3), sinks=True),
         Case(shape=(1, 6, 3, 40, 200), window=CAUSAL),  # 3 heads a key head: rows of one head in a tile

@@ -282,7 +282,7 @@ def test_opcheck(backend: str) -> None:
         pytest.skip("no operator runs")
     query, key, value, _ = make(rows=9, keys=40)
     nothing = (None,) * 6
-    options = (0, 0, 0.125, -1, 0, False, 0.0, 0.0, None, False, True)
+    options = (0, 0, 0.125, -1, 0, None, 0, 0, 0.0, 0.0, None, False, True)
     namespace = torch.ops.fastattn if backend == "cuda" else torch.ops.fastattn_triton
     torch.library.opcheck(
         namespace.attention_forward.default, (query, key, value, *nothing, *options), test_utils="test_faketensor"

@@ -258,7 +258,7 @@ def test_masked_keys_have_no_influence(architecture: int) -> None:
 
 
 def window_arguments(query: Tensor, key: Tensor, value: Tensor, left: int) -> tuple[Any, ...]:
-    return (query, key, value, *[None] * 6, query.shape[2], key.shape[2], 0.125, left, 0, False, 0.0, 0.0, None)
+    return (query, key, value, *[None] * 6, query.shape[2], key.shape[2], 0.125, left, 0, None, 0, 0, 0.0, 0.0, None)
 
 
 @each_dtype

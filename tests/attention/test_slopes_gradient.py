@@ -104,7 +104,7 @@ def test_slopes_of_zero_have_a_gradient_too(backend: str) -> None:
 @each_backend
 def test_what_no_row_sees_may_be_nan(backend: str) -> None:
     """Keys that a window hides, in tiles that rows see."""
-    case = Case(alibi="head", shape=(1, 2, 1, 70, 90), window=(-1, 0), top_left=True)
+    case = Case(alibi="head", shape=(1, 2, 1, 70, 90), window=(-1, 0), first_row=0)
     problem = make_problem(case)
     problem.key[:, :, 70:] = problem.value[:, :, 70:] = 0.0
     expected = run(backend, case, problem)["grad_slopes"]

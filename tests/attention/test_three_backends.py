@@ -44,7 +44,7 @@ STRUCTURES = [
     Case(mask="float", window=CAUSAL, softcap=20.0, sinks=True, dropout=0.3, head_dims=(40, 24)),
     Case(mask="inf", window=(50, -1), dtype=torch.bfloat16, head_dims=(20, 33), grad_lse=True),
     Case(mask="bool", mask_shape=(1, 0, 1, 1), window=(-1, 30), dropout=0.1, sinks=True, softcap=5.0),
-    Case(mask="bool", mask_shape=(0, 1, 0, 1), window=CAUSAL, top_left=True, head_dims=(32, 64)),
+    Case(mask="bool", mask_shape=(0, 1, 0, 1), window=CAUSAL, first_row=0, head_dims=(32, 64)),
     Case(lengths=((1,), (1,)), window=(30, 3), softcap=4.0, sinks=True, dropout=0.4, grad_lse=True),
     Case(lengths=((1,), (1,)), window=CAUSAL, alibi="head", head_dims=(128, 96), dtype=torch.bfloat16),
 ]

@@ -24,8 +24,8 @@ OPTIONS = [
     Case(),
     Case(window=CAUSAL),
     Case(window=CAUSAL, shape=(1, 2, 1, 47, 33)),  # the first rows see nothing
-    Case(window=CAUSAL, top_left=True),
-    Case(window=CAUSAL, top_left=True, shape=(1, 2, 1, 47, 33)),
+    Case(window=CAUSAL, first_row=0),
+    Case(window=CAUSAL, first_row=0, shape=(1, 2, 1, 47, 33)),
     Case(window=(7, -1)),
     Case(window=(-1, 5)),
     Case(window=(20, 3)),
@@ -379,7 +379,7 @@ def random_case(seed: int) -> Case:
         head_dims=(draw.choice([16, 24, 40, 64, 72]), draw.choice([16, 32, 48, 80])),
         dtype=draw.choice(DTYPES),
         window=(draw.choice(side), draw.choice(side)),
-        top_left=not lengths and draw.random() < 0.3,
+        first_row=0 if not lengths and draw.random() < 0.3 else None,
         softcap=draw.choice([0.0, 0.0, 1.5, 20.0]),
         alibi="" if mask else draw.choice(["", "", "head", "batch"]),
         mask=mask,
@@ -406,7 +406,7 @@ def option_pairs(case: Case) -> set[tuple[tuple[str, Any], ...]]:
         "softcap": case.softcap != 0,
         "dropout": case.dropout != 0,
     }
-    same = ("dtype", "top_left", "alibi", "mask", "sinks", "layout", "grad_lse", "small_tile")
+    same = ("dtype", "first_row", "alibi", "mask", "sinks", "layout", "grad_lse", "small_tile")
     options |= {name: getattr(case, name) for name in same}
     return set(itertools.combinations(options.items(), 2))
 

@@ -29,17 +29,19 @@ from fastattn.profiler.work import Work
 # --- work ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("top_left", [False, True])
+@pytest.mark.parametrize("offset", [None, 0, 3, -4, 30, -30])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (0, 0), (3, 0), (3, 2), (-1, 4), (2, -1), (50, 50)])
 @pytest.mark.parametrize("lengths", [(7, 7), (5, 11), (11, 5), (1, 9), (9, 1), (0, 4), (4, 0)])
-def test_visible_pairs_are_those_of_the_mask(lengths: tuple[int, int], window: tuple[int, int], top_left: bool) -> None:
+def test_visible_pairs_are_those_of_the_mask(
+    lengths: tuple[int, int], window: tuple[int, int], offset: int | None
+) -> None:
     num_q, num_k = lengths
     left, right = (math.inf if side < 0 else side for side in window)
-    offset = 0 if top_left else num_k - num_q
-    counted = sum(-left <= j - (i + offset) <= right for i in range(num_q) for j in range(num_k))
-    if window == (-1, 0) and num_q == num_k:
+    at = num_k - num_q if offset is None else offset
+    counted = sum(-left <= j - (i + at) <= right for i in range(num_q) for j in range(num_k))
+    if window == (-1, 0) and at == 0 and num_q == num_k:
         counted = num_q * num_k // 2  # the FlashAttention papers' convention
-    assert work.visible_pairs(num_q, num_k, *window, top_left=top_left) == counted
+    assert work.visible_pairs(num_q, num_k, *window, offset=offset) == counted
 
 
 def test_attention_work_by_hand() -> None:

@@ -212,7 +212,7 @@ def test_a_gpu_without_kernels_is_an_error_that_names_it() -> None:
     query = heads(9)
     with cuda_runtime.pretend(75, 40, 64 * KIB), pytest.raises(RuntimeError, match=r"compute capability 7\.5"):
         ops.attention_forward(
-            query, query, query, None, None, None, None, None, None, 0, 0, 1.0, -1, -1, False, 0.0, 0.0, None
+            query, query, query, None, None, None, None, None, None, 0, 0, 1.0, -1, -1, None, 0, 0, 0.0, 0.0, None
         )
 
 

@@ -281,7 +281,9 @@ def forward_arguments(**changes: Any) -> tuple[Any, ...]:
         "scale": 0.25,
         "window_left": -1,
         "window_right": 0,
-        "top_left": False,
+        "first_row": None,
+        "first_key": 0,
+        "first_head": 0,
         "softcap": 0.0,
         "dropout_p": 0.0,
     }

@@ -36,7 +36,7 @@ FLOATS = ("scale", "softcap", "dropout_factor")
 DEFAULTS: dict[str, Any] = {
     "left": False,
     "right": False,
-    "top_left": False,
+    "placed": False,
     "softcap": False,
     "alibi": False,
     "bias": NO_BIAS.value,
@@ -45,7 +45,7 @@ DEFAULTS: dict[str, Any] = {
 }
 CAUSAL = {**DEFAULTS, "right": True}
 BOOL = {**DEFAULTS, "bias": BOOL_BIAS.value}
-EVERYTHING = dict.fromkeys(DEFAULTS, True) | {"alibi": False, "top_left": False, "bias": ADDITIVE_BIAS.value}
+EVERYTHING = dict.fromkeys(DEFAULTS, True) | {"alibi": False, "placed": False, "bias": ADDITIVE_BIAS.value}
 ALIBI = {**DEFAULTS, "left": True, "right": True, "alibi": True, "dropout": True}
 SLOPES = {**EVERYTHING, "alibi": True, "bias": NO_BIAS.value}
 

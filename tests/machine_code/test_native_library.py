@@ -28,8 +28,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("native_library")]  # th
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 SCHEMA_ARGUMENTS = {
-    "attention_forward": 20,
-    "attention_backward": 24,
+    "attention_forward": 23,
+    "attention_backward": 26,
+    "attention_backward_add": 26,
     "attention_decode": 21,
     "attention_decode_out": 22,
     "append_to_cache": 7,
@@ -616,13 +617,15 @@ has_sm90_code = pytest.mark.skipif(
 
 @has_sm90_code
 def test_sm80_kernels_have_machine_code_for_sm90() -> None:
-    """All but the forward kernels, whose place those for sm_90a take there."""
+    """All but those whose place others for sm_90a take there."""
     names = {kernel_symbols.name_of(symbol) for symbol in machine_code("sm_90")}
     of_sm80 = [instance for instance in ALL_INSTANCES if instance.architecture == "80"]
-    forward = {"attention/instances/forward_sm80.cu", "attention/instances/forward_options_sm80.cu"}
-    assert {each.source for each in of_sm80 if "sm_90" not in each.code} == forward
+    replaced = ("forward", "forward_options", "backward_key_value", "backward_key_value_wide", "backward_query")
+    files = {f"attention/instances/{name}_sm80.cu" for name in replaced}
+    assert {each.source for each in of_sm80 if "sm_90" not in each.code} == files
+    of_others = rf"attention_({'|'.join(replaced)})_sm80<"
     everywhere = {name for name in native.KERNELS if re.search(r"_sm80\b", name)}
-    assert names == {name for name in everywhere if not re.match(r"attention_forward(_options)?_sm80<", name)}
+    assert names == {name for name in everywhere if not re.match(of_others, name)}
 
 
 def sm90_instance(symbol: str) -> tuple[Any, ...]:

@@ -54,7 +54,9 @@ def attention_call(name: str = "attention_forward", **changes: Any) -> OperatorC
         "scale": 0.1,
         "window_left": -1,
         "window_right": -1,
-        "top_left": False,
+        "first_row": None,
+        "first_key": 0,
+        "first_head": 0,
         "softcap": 0.0,
         "dropout_p": 0.0,
     }
@@ -371,7 +373,7 @@ def test_the_operators_shapes_reach_the_trace(tmp_path: Path) -> None:
     query = torch.empty(1, 2, 16, 32, dtype=torch.float16, device="meta")
     with fastattn.profile(path):
         nothing = (None,) * 6
-        options = (0, 0, 0.1, -1, 0, False, 0.0, 0.0)
+        options = (0, 0, 0.1, -1, 0, None, 0, 0, 0.0, 0.0)
         torch.ops.fastattn_triton.attention_forward(query, query, query, *nothing, *options)
     (event,) = (e for e in json.loads(path.read_text())["traceEvents"] if e["name"].startswith("fastattn_triton::"))
     args = event["args"]

@@ -61,7 +61,7 @@ def test_dropout_keeps_the_right_share(p: float) -> None:
 
 TORCH_CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "causal": {"causal": True, "top_left": True},
+    "causal": {"causal": True, "first_row": 0},
     "gqa": {"kv_heads": 2},
     "bool mask": {"bias": "bool"},
     "float mask": {"bias": "float"},
@@ -114,12 +114,12 @@ def options_by_name(batch: int, heads: int, num_queries: int, num_keys: int) -> 
     return {
         "none": {},
         "causal": {"causal": True},
-        "causal top left": {"causal": True, "top_left": True},
+        "causal top left": {"causal": True, "first_row": 0},
         "window": {"window": (2, 1)},
         "left window": {"window": (1, -1)},
         "right window": {"window": (-1, 0)},
         "causal overrules right": {"causal": True, "window": (3, 2)},
-        "window top left": {"window": (1, 2), "top_left": True},
+        "window top left": {"window": (1, 2), "first_row": 0},
         "softcap": {"softcap": 0.8},
         "float bias": {"bias": float_bias},
         "holes in a float bias": {"bias": float_bias.masked_fill(holes, -math.inf)},
@@ -127,7 +127,7 @@ def options_by_name(batch: int, heads: int, num_queries: int, num_keys: int) -> 
         "column bias": {"bias": float_bias[:, :1, :1]},
         "finite minimum": {"bias": torch.zeros_like(float_bias).masked_fill(holes, torch.finfo(torch.float64).min)},
         "alibi": {"alibi_slopes": slopes},
-        "alibi per batch, top left": {"alibi_slopes": normal(14, batch, heads).abs(), "top_left": True, "causal": True},
+        "alibi per batch, top left": {"alibi_slopes": normal(14, batch, heads).abs(), "first_row": 0, "causal": True},
         "sinks": {"sinks": normal(15, heads)},
         "dropout": {"dropout_p": 0.4, "dropout_seed": 2**40 + 5},
         "all dropped": {"dropout_p": 1.0, "dropout_seed": 3},
@@ -215,7 +215,7 @@ def causal_as(mask: str, num_queries: int) -> dict[str, Any]:
     """Options that hide key ``j`` from query ``i < j`` of six keys."""
     visible = torch.ones(1, 1, num_queries, 6).tril() > 0
     if mask == "causal":
-        return {"causal": True, "top_left": True}
+        return {"causal": True, "first_row": 0}
     return {"bias": visible if mask == "bool mask" else (~visible).double().masked_fill(~visible, -math.inf)}
 
 

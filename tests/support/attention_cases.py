@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,9 @@ class Case:
     head_dims: tuple[int, int] = (16, 16)
     dtype: torch.dtype = torch.float16
     window: tuple[int, int] = (-1, -1)
-    top_left: bool = False
+    first_row: int | None = None  # None: the last row stands at the last key
+    first_key: int = 0
+    first_head: int = 0
     softcap: float = 0.0
     alibi: str = ""  # "head" or "batch"
     mask: str = ""  # "bool", "float", "inf" (-inf for masked), "min" (finfo.min for masked), "all min"
@@ -46,6 +48,10 @@ class Case:
     grad_lse: bool = False
     small_tile: bool = True
     seed: int = 0
+
+    @property
+    def place(self) -> tuple[int | None, int, int]:
+        return self.first_row, self.first_key, self.first_head
 
     def __str__(self) -> str:
         default = Case()
@@ -150,7 +156,12 @@ def make_problem(case: Case) -> Problem:
 
 def options_of(case: Case) -> tuple[Any, ...]:
     scale = case.scale if case.scale is not None else case.head_dims[0] ** -0.5
-    return scale, *case.window, case.top_left, case.softcap, case.dropout
+    return scale, *case.window, *case.place, case.softcap, case.dropout
+
+
+def placed(place: Sequence[int | None]) -> dict[str, Any]:
+    """As ``reference.attention`` takes it."""
+    return dict(zip(("first_row", "first_key", "first_head"), place, strict=True))
 
 
 def forward_arguments(case: Case, problem: Problem) -> tuple[Any, ...]:
@@ -209,7 +220,7 @@ def run_public(case: Case, problem: Problem, backend: str, deterministic: bool |
     The drop-in alone is top-left, and has nothing but causal masks, a bias and a scale.
     """
     p = problem
-    scale, left, right, top_left, softcap, dropout = options_of(case)
+    scale, left, right, first_row, first_key, first_head, softcap, dropout = options_of(case)
     leaves = {"query": p.query, "key": p.key, "value": p.value, "bias": p.bias, "sinks": p.sinks}
     leaves |= {"slopes": p.alibi_slopes}
     leaves = {
@@ -229,7 +240,8 @@ def run_public(case: Case, problem: Problem, backend: str, deterministic: bool |
     }
     lse = None
     with fastattn.use_backend(backend):
-        if top_left:
+        if first_row is not None:
+            assert (first_row, first_key, first_head) == (0, 0, 0)
             assert left == -1 and right in (-1, 0) and not (softcap or dropout or case.sinks or case.alibi)
             out = fastattn.scaled_dot_product_attention(
                 query, key, value, bias, is_causal=right == 0, scale=scale, enable_gqa=True
@@ -261,7 +273,7 @@ def run_reference(case: Case, problem: Problem, dtype: torch.dtype, compute_dtyp
     p = problem
     query, key, value = (t.detach().to(dtype).requires_grad_() for t in (p.query, p.key, p.value))
     bias, slopes, sinks = leaf(p.bias), leaf(p.alibi_slopes), leaf(p.sinks)
-    scale, left, right, top_left, softcap, dropout = options_of(case)
+    scale, left, right, *place, softcap, dropout = options_of(case)
     common: dict[str, Any] = {
         "window": (left, right),
         "softcap": softcap,
@@ -274,10 +286,10 @@ def run_reference(case: Case, problem: Problem, dtype: torch.dtype, compute_dtyp
     }
     if p.cu_seqlens_q is not None and p.cu_seqlens_k is not None:
         out, lse = reference.attention_varlen(
-            query, key, value, p.cu_seqlens_q, p.cu_seqlens_k, *p.max_seqlens, **common
+            query, key, value, p.cu_seqlens_q, p.cu_seqlens_k, *p.max_seqlens, **placed(place), **common
         )
     else:
-        out, lse = reference.attention(query, key, value, bias=bias, top_left=top_left, **common)
+        out, lse = reference.attention(query, key, value, bias=bias, **placed(place), **common)
     outputs, grads = [out], [p.grad_out.to(out.dtype)]
     if p.grad_lse is not None:
         outputs.append(lse)
@@ -331,7 +343,7 @@ def slopes_error(case: Case, problem: Problem, actual: dict[str, Tensor], oracle
     """
     p = problem
     assert p.alibi_slopes is not None
-    scale, left, right, top_left, softcap, _ = options_of(case)
+    scale, left, right, *place, softcap, _ = options_of(case)
     query, key, value = p.query.double(), p.key.double(), p.value.double()
     common: dict[str, Any] = {"window": (left, right), "softcap": softcap, "sinks": p.sinks, "scale": scale}
 
@@ -339,8 +351,8 @@ def slopes_error(case: Case, problem: Problem, actual: dict[str, Tensor], oracle
         common["alibi_slopes"], common["compute_dtype"] = slopes, torch.float64
         if p.cu_seqlens_q is not None and p.cu_seqlens_k is not None:
             packed = (query, key, value, p.cu_seqlens_q, p.cu_seqlens_k, *p.max_seqlens)
-            return reference.attention_varlen(*packed, **common)[1]
-        return reference.attention(query, key, value, bias=p.bias, top_left=top_left, **common)[1]
+            return reference.attention_varlen(*packed, **placed(place), **common)[1]
+        return reference.attention(query, key, value, bias=p.bias, **placed(place), **common)[1]
 
     slopes = p.alibi_slopes.double()
     _, distances = torch.func.jvp(lse_of, (slopes,), (torch.ones_like(slopes),))  # like lse

@@ -41,10 +41,11 @@ def attention_by_hand(
     dropout_p: float = 0.0,
     dropout_seed: int = 0,
     scale: float | None = None,
-    top_left: bool = False,
+    first_row: int | None = None,
+    first_key: int = 0,
     first_head: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """``reference.attention`` with loops. ``first_head``: the number of heads before these, as dropout counts them."""
+    """``reference.attention`` with loops."""
     batch, heads, num_queries, head_dim = query.shape
     kv_heads, num_keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
@@ -58,8 +59,7 @@ def attention_by_hand(
             g = h // (heads // kv_heads)
             q, k, v = query[b, h].tolist(), key[b, g].tolist(), value[b, g].tolist()
             for i in range(num_queries):
-                bottom_right = i + num_keys - num_queries
-                p = i if top_left else bottom_right
+                p = i + (num_keys - num_queries if first_row is None else first_row - first_key)
                 logits: dict[int, float] = {}
                 for j in range(num_keys):
                     right = 0 if causal else window[1]
@@ -69,7 +69,7 @@ def attention_by_hand(
                     if softcap > 0:
                         s = softcap * math.tanh(s / softcap)
                     if slopes is not None:
-                        s -= slopes[b][h] * abs(bottom_right - j)
+                        s -= slopes[b][h] * abs(p - j)
                     if bias is not None:
                         entry = bias[b, h, i, j].item()
                         if entry is False or entry == -math.inf:
@@ -85,8 +85,10 @@ def attention_by_hand(
                 for j, s in logits.items():
                     weight = math.exp(s - row_lse)
                     if dropout_p > 0:
-                        counter = (j // 4, i, first_head + b * heads + h, 0)
-                        word = philox_by_hand(counter, (dropout_seed & MASK32, (dropout_seed >> 32) & MASK32))[j % 4]
+                        place = first_key + j
+                        counter = (place // 4, (first_row or 0) + i, first_head + b * heads + h, 0)
+                        words = philox_by_hand(counter, (dropout_seed & MASK32, (dropout_seed >> 32) & MASK32))
+                        word = words[place % 4]
                         weight *= 0.0 if word < int(dropout_p * 2**32) else 1 / (1 - dropout_p)
                     out[b, h, i] += weight * torch.tensor(v[j], dtype=torch.float64)
     return out, lse

@@ -72,7 +72,7 @@ def attend(
         seed = draw_seed(query.device)
     if choice.backend == "torch":
         with without_autocast(query.device.type):
-            out, lse, *others = _in_pytorch(tensors, checked, seed, return_lse, deterministic)
+            out, lse, *others = _in_pytorch(tensors, checked, seed, options.first_head, return_lse, deterministic)
     else:
         if block_table is not None:
             for name, pages in (("key", key), ("value", value)):
@@ -92,12 +92,12 @@ def attend(
                 *checked.max_seqlens,
                 checked.scale,
                 *checked.window,
-                False,
-                checked.softcap,
-                checked.dropout_p,
-                block_table,
-                batch_invariant,
-                options.return_max_logit,
+                first_head=options.first_head,
+                softcap=checked.softcap,
+                dropout_p=checked.dropout_p,
+                block_table=block_table,
+                batch_invariant=batch_invariant,
+                return_max_logit=options.return_max_logit,
             ),
             checked.needs_grad,
             is_deterministic(deterministic),
@@ -114,6 +114,7 @@ def _in_pytorch(
     tensors: Tensors,
     checked: CheckedCall,
     seed: Tensor | None,
+    first_head: int,
     return_lse: bool,
     deterministic: bool | None,
 ) -> tuple[Tensor, ...]:
@@ -136,6 +137,7 @@ def _in_pytorch(
         "dropout_p": checked.dropout_p,
         "dropout_seed": seed,
         "scale": checked.scale,
+        "first_head": first_head,
         "return_max_logit": "max logit" in checked.call.features,
     }
     if cu_seqlens_q is None:

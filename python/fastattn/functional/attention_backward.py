@@ -80,7 +80,10 @@ def attention_backward(
                 block_out, block_lse = attention(*inputs, return_lse=True, **options)  # type: ignore[call-overload]
             else:
                 block_out, block_lse = attention_varlen(*inputs, *packed, return_lse=True, **options)  # type: ignore[call-overload]
-            return _through_the_block(grad_out, grad_lse, inputs, out, lse, block_out, block_lse)
+            grad_query, grad_key, grad_value = through_the_block(
+                grad_out, grad_lse, inputs, out, lse, block_out, block_lse
+            )
+            return grad_query, grad_key, grad_value
     slopes = None if alibi_slopes is None else torch.atleast_2d(alibi_slopes.detach().float())
     arguments = AttentionBackwardArguments(
         grad_out=grad_out,
@@ -101,7 +104,9 @@ def attention_backward(
         scale=checked.scale,
         window_left=checked.window[0],
         window_right=checked.window[1],
-        top_left=False,
+        first_row=None,
+        first_key=0,
+        first_head=0,
         softcap=checked.softcap,
         dropout_p=checked.dropout_p,
         deterministic=is_deterministic(deterministic),
@@ -111,7 +116,7 @@ def attention_backward(
     return run.attention_backward(choice, arguments)
 
 
-def _through_the_block(
+def through_the_block(
     grad_out: Tensor,
     grad_of_lse: Tensor | None,
     inputs: tuple[Tensor, ...],
@@ -119,8 +124,8 @@ def _through_the_block(
     lse: Tensor,
     block_out: Tensor,
     block_lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """By autograd, from the block's own output and lse.
+) -> tuple[Tensor, ...]:
+    """The gradients of ``inputs`` by autograd, from the block's own output and lse.
 
     A row of the block has the share ``w = exp(block_lse - lse)`` in the whole, whose scores have the gradient
     ``w P (dP - rowsum(dO * O) + dlse)``, with the block's own P. The gradient ``g`` of the block's output gives
@@ -142,7 +147,4 @@ def _through_the_block(
     grads = torch.autograd.grad(
         (block_out, block_lse), inputs, (grad_block_out.to(block_out.dtype), grad_lse), allow_unused=True
     )
-    grad_query, grad_key, grad_value = (
-        torch.zeros_like(tensor) if grad is None else grad for grad, tensor in zip(grads, inputs, strict=True)
-    )
-    return grad_query, grad_key, grad_value
+    return tuple(torch.zeros_like(tensor) if grad is None else grad for grad, tensor in zip(grads, inputs, strict=True))

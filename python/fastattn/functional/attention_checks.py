@@ -48,6 +48,7 @@ class Options(NamedTuple):
     dropout_p: float
     scale: float | None
     return_max_logit: bool = False
+    first_head: int = 0  # in a larger call, by which dropout draws; not the user's
 
 
 class CheckedCall(NamedTuple):
@@ -67,7 +68,7 @@ def check_call(tensors: Tensors, options: Options) -> CheckedCall:
     """Raises where the host can see that an argument is wrong."""
     names = ("query", "key", "value", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "block_table")
     query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
-    max_seqlen_q, max_seqlen_k, causal, window, softcap, dropout_p, scale, return_max_logit = options
+    max_seqlen_q, max_seqlen_k, causal, window, softcap, dropout_p, scale, return_max_logit, _ = options
     packed = cu_seqlens_q is not None
     for name, tensor in zip(names, tensors, strict=True):
         refuse_wrapped(name, tensor)

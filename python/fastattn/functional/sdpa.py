@@ -106,7 +106,7 @@ def scaled_dot_product_attention(
             dropout_seed=draw_seed(device) if dropout_p > 0 else None,
             scale=checked.scale,
             window_right=0 if is_causal else -1,
-            top_left=is_causal,
+            first_row=0 if is_causal else None,
             dropout_p=float(dropout_p),
         ),
         checked.needs_grad,

@@ -24,16 +24,18 @@ from fastattn.ops.registration import (
     unfold_heads,
 )
 
-_Options: TypeAlias = tuple[int, int, float, int, int, bool, float, float]
+_Options: TypeAlias = tuple[int, int, float, int, int, int | None, int, int, float, float]
 
 
 class AttentionArguments(NamedTuple):
     """The arguments of ``attention_forward``: ``query [B, Hq, Sq, D]`` and its like, or packed, or over pages.
 
-    ``alibi_slopes`` and ``sinks`` are float32, the slopes ``[1 or B, Hq]``; -1 is an unbounded window; ``top_left``
-    aligns the window to the first key instead of the last; ``batch_invariant``: a sequence's results have the same bits
-    whatever else is in the batch; ``return_max_logit``: whether the third result is the largest score of each head,
-    ``[Hq]``, instead of empty.
+    ``alibi_slopes`` and ``sinks`` are float32, the slopes ``[1 or B, Hq]``; -1 is an unbounded window; ``first_row``,
+    ``first_key`` and ``first_head``: where the first of each stand in a larger call, of which this is a block: windows
+    and ALiBi go by these places, and so does what dropout draws (``first_key`` is then a multiple of 4). None: the last
+    row stands at the last key, and dropout counts rows from 0. ``batch_invariant``: a sequence's results have the same
+    bits whatever else is in the batch; ``return_max_logit``: whether the third result is the largest score of each
+    head, ``[Hq]``, instead of empty; ``exact_out``: the output is float32, as a merge of blocks wants it.
     """
 
     query: Tensor
@@ -50,12 +52,15 @@ class AttentionArguments(NamedTuple):
     scale: float = 1.0
     window_left: int = -1
     window_right: int = -1
-    top_left: bool = False
+    first_row: int | None = None
+    first_key: int = 0
+    first_head: int = 0
     softcap: float = 0.0
     dropout_p: float = 0.0
     block_table: Tensor | None = None
     batch_invariant: bool = False
     return_max_logit: bool = False
+    exact_out: bool = False
 
     def options(self) -> _Options:
         """What both operators take in a row, between the tensors and what each has of its own."""
@@ -65,7 +70,9 @@ class AttentionArguments(NamedTuple):
             self.scale,
             self.window_left,
             self.window_right,
-            self.top_left,
+            self.first_row,
+            self.first_key,
+            self.first_head,
             self.softcap,
             self.dropout_p,
         )
@@ -93,11 +100,45 @@ class AttentionBackwardArguments(NamedTuple):
     scale: float
     window_left: int
     window_right: int
-    top_left: bool
+    first_row: int | None
+    first_key: int
+    first_head: int
     softcap: float
     dropout_p: float
     deterministic: bool
     bias_grad: bool
+    slopes_grad: bool
+
+
+class AttentionBackwardAddArguments(NamedTuple):
+    """The arguments of ``attention_backward_add``: the float32 sums to which the gradients of a block's query, key and
+    value are added, and the arguments of ``attention_backward`` that a block may have."""
+
+    grad_query: Tensor
+    grad_key: Tensor
+    grad_value: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+    alibi_slopes: Tensor | None
+    dropout_seed: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    scale: float
+    window_left: int
+    window_right: int
+    first_row: int | None
+    first_key: int
+    first_head: int
+    softcap: float
+    dropout_p: float
+    deterministic: bool
     slopes_grad: bool
 
 
@@ -131,6 +172,18 @@ def attention_backward_of_block(backend: str, arguments: AttentionBackwardArgume
     if is_recording():
         note("attention backward", backend, backward_kernels(backend, arguments))
     return grad_query, grad_key, grad_value
+
+
+def add_attention_gradients(backend: str, sums: tuple[Tensor, ...], arguments: AttentionBackwardArguments) -> Tensor:
+    """Adds the gradients of query, key and value to ``sums``; returns that of the slopes, or ``[0]``."""
+    fields = AttentionBackwardAddArguments._fields[len(sums) :]
+    with torch.no_grad():
+        grad_slopes: Tensor = call(
+            backend, "attention_backward_add", (*sums, *(getattr(arguments, name) for name in fields))
+        )
+    if is_recording():
+        note("attention backward", backend, backward_kernels(backend, arguments))
+    return grad_slopes
 
 
 def _distinct(arguments: AttentionArguments) -> list[Any]:
@@ -253,11 +306,12 @@ def _fake_forward(*args: Any) -> Results:
     given = AttentionArguments(*args)
     query, value_dim, heads = given.query, given.value.shape[-1], given.query.shape[1]
     max_logit = query.new_empty(heads if given.return_max_logit else 0, dtype=torch.float32)
+    dtype = torch.float32 if given.exact_out else query.dtype
     if given.cu_seqlens_q is not None:
         total = query.shape[0]
         lse = query.new_empty(heads, total, dtype=torch.float32)
-        return query.new_empty(total, heads, value_dim), lse, max_logit
-    return empty_like_heads(query, value_dim), query.new_empty(query.shape[:3], dtype=torch.float32), max_logit
+        return query.new_empty(total, heads, value_dim, dtype=dtype), lse, max_logit
+    return empty_like_heads(query, value_dim, dtype), query.new_empty(query.shape[:3], dtype=torch.float32), max_logit
 
 
 def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
@@ -274,10 +328,16 @@ def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
     return *grads, *(given.query.new_empty(shape, dtype=torch.float32) for shape in of_options)
 
 
+def _fake_backward_add(*args: Any) -> Tensor:
+    given = AttentionBackwardAddArguments(*args)
+    shape = given.alibi_slopes.shape if given.slopes_grad and given.alibi_slopes is not None else (0,)
+    return given.query.new_empty(shape, dtype=torch.float32)
+
+
 # --- FLOPs: every pair of query and key, masked or not, as torch counts its own attention ---------------------------
 
 
-def _pairs(given: AttentionArguments | AttentionBackwardArguments) -> int:
+def _pairs(given: AttentionArguments | AttentionBackwardArguments | AttentionBackwardAddArguments) -> int:
     query: Sequence[int] = given.query  # type: ignore[assignment]
     key: Sequence[int] = given.key  # type: ignore[assignment]
     return query[0] * query[1] * (query[2] * key[2] if len(query) == 4 else given.max_seqlen_k)
@@ -290,6 +350,11 @@ def _forward_flops(*args: Any, **kwargs: Any) -> int:
 
 def _backward_flops(*args: Any, **kwargs: Any) -> int:
     given: Any = AttentionBackwardArguments(*args, **kwargs)
+    return attention_backward_flops(_pairs(given), given.key[-1], given.value[-1])
+
+
+def _backward_add_flops(*args: Any, **kwargs: Any) -> int:
+    given: Any = AttentionBackwardAddArguments(*args, **kwargs)
     return attention_backward_flops(_pairs(given), given.key[-1], given.value[-1])
 
 
@@ -394,4 +459,11 @@ register(
     fake=_fake_backward,
     flops=_backward_flops,
     vmap=_vmap_backward,
+)
+register(
+    "attention_backward_add",
+    arguments=AttentionBackwardAddArguments,
+    triton_module="attention_backward",
+    fake=_fake_backward_add,
+    flops=_backward_add_flops,
 )

@@ -19,12 +19,12 @@ def _pairs(call: OperatorCall) -> tuple[int, bool]:
     """Pairs of a query and a key over all batches and query heads, and whether that is only an upper bound."""
     query, key = call["query"].shape, call["key"].shape
     window = call.number("window_left"), call.number("window_right")
-    top_left = call["top_left"].text == "True"
+    offset = None if call["first_row"].text == "None" else call.number("first_row") - call.number("first_key")
     if call["cu_seqlens_q"].is_tensor:  # the lengths are on the device: as if all were the longest
         longest_q, longest_k = call.number("max_seqlen_q"), call.number("max_seqlen_k")
-        pairs = work.visible_pairs(longest_q, longest_k, *window, top_left=top_left)
+        pairs = work.visible_pairs(longest_q, longest_k, *window, offset=offset)
         return query[1] * query[0] * pairs // max(longest_q, 1), True
-    return query[0] * query[1] * work.visible_pairs(query[2], key[2], *window, top_left=top_left), False
+    return query[0] * query[1] * work.visible_pairs(query[2], key[2], *window, offset=offset), False
 
 
 def _shapes(call: OperatorCall) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:

@@ -33,17 +33,18 @@ class Work(NamedTuple):
 
 
 def visible_pairs(
-    seqlen_q: int, seqlen_k: int, window_left: int = -1, window_right: int = -1, top_left: bool = False
+    seqlen_q: int, seqlen_k: int, window_left: int = -1, window_right: int = -1, offset: int | None = None
 ) -> int:
     """How many pairs of a query and a key attend to each other; -1 is unbounded.
 
-    Query ``i`` stands at position ``i + seqlen_k - seqlen_q``, or with ``top_left`` at ``i``.
+    Query ``i`` stands at key ``i + offset``; None: the last query stands at the last key.
     """
     if window_left < 0 and window_right < 0:
         return seqlen_q * seqlen_k
-    if window_left < 0 and window_right == 0 and seqlen_q == seqlen_k:
+    if offset is None:
+        offset = seqlen_k - seqlen_q
+    if window_left < 0 and window_right == 0 and seqlen_q == seqlen_k and offset == 0:
         return seqlen_q * seqlen_k // 2
-    offset = 0 if top_left else seqlen_k - seqlen_q
     total = seqlen_q * seqlen_k
     if window_right >= 0:
         total = _keys_before(seqlen_q, seqlen_k, offset + window_right + 1)

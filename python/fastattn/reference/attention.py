@@ -26,24 +26,26 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     scale: float | None = None,
-    top_left: bool = False,
+    first_row: int | None = None,
+    first_key: int = 0,
+    first_head: int = 0,
     compute_dtype: torch.dtype | None = None,
     return_max_logit: bool = False,
+    exact_out: bool = False,
 ) -> tuple[Tensor, ...]:
     """``softmax(scale * Q K^T + bias) V`` and its log-sum-exp, ``([B, Hq, Sq, Dv], [B, Hq, Sq])``; with
     ``return_max_logit`` also the largest score of each head that a row sees, ``[Hq]``.
 
-    ``top_left`` aligns causal and window masks to the first key instead of the last. ``compute_dtype`` is the dtype of
-    every intermediate: the tests set it to a 16-bit dtype to see what a composite in that dtype loses.
+    ``first_row``, ``first_key``, ``first_head``: where the first of each stand in a larger call, of which this is a
+    block; None: the last row stands at the last key. ``compute_dtype`` is the dtype of every intermediate: the tests
+    set it to a 16-bit dtype to see what a composite in that dtype loses. ``exact_out``: the output keeps that dtype.
     """
-    row = torch.arange(query.shape[2], device=query.device)[None]
-    bottom_right = row + (key.shape[2] - query.shape[2])
+    offset = key.shape[2] - query.shape[2] if first_row is None else first_row - first_key
     return attend(
         query,
         key,
         value,
-        position=row if top_left else bottom_right,
-        alibi_position=bottom_right,
+        position=torch.arange(query.shape[2], device=query.device)[None] + offset,
         key_is_present=None,
         window=bounds(causal, window),
         softcap=softcap,
@@ -52,9 +54,11 @@ def attention(
         sinks=sinks,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
+        dropout_origin=(first_row or 0, first_key, first_head),
         scale=scale,
         compute_dtype=compute_dtype,
         return_max_logit=return_max_logit,
+        exact_out=exact_out,
     )
 
 
@@ -90,11 +94,15 @@ def attention_varlen(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     scale: float | None = None,
+    first_row: int | None = None,
+    first_key: int = 0,
+    first_head: int = 0,
     compute_dtype: torch.dtype | None = None,
     return_max_logit: bool = False,
+    exact_out: bool = False,
 ) -> tuple[Tensor, ...]:
     """Packed sequences: pads them, attends, packs the result again. ``([total_q, Hq, Dv], [Hq, total_q])``, and with
-    ``return_max_logit`` as above."""
+    ``return_max_logit`` as above. Places are those of each sequence."""
     rows_q, length_q = _packed_rows(cu_seqlens_q, query.shape[0], min(max_seqlen_q, query.shape[0]))
     if block_table is None:
         rows_k, length_k = _packed_rows(cu_seqlens_k, key.shape[0], min(max_seqlen_k, key.shape[0]))
@@ -107,13 +115,13 @@ def attention_varlen(
         keys, values = (gather_pages(pages, table)[:, :, :longest] for pages in (key, value))
         key_is_present = page_is_present.repeat_interleave(key.shape[2], dim=1)[:, :longest]
         key_is_present = key_is_present & (torch.arange(longest, device=query.device) < length_k[:, None])
-    position = torch.arange(rows_q.shape[1], device=query.device) + (length_k - length_q)[:, None]
+    offset = (length_k - length_q)[:, None] if first_row is None else first_row - first_key
+    position = torch.arange(rows_q.shape[1], device=query.device)[None] + offset
     out, lse, *max_logit = attend(
         _pad(query, rows_q),
         keys,
         values,
         position=position,
-        alibi_position=position,
         key_is_present=key_is_present,
         window=bounds(causal, window),
         softcap=softcap,
@@ -122,10 +130,12 @@ def attention_varlen(
         sinks=sinks,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
+        dropout_origin=(first_row or 0, first_key, first_head),
         scale=scale,
         compute_dtype=compute_dtype,
         row_is_present=torch.arange(rows_q.shape[1], device=query.device) < length_q[:, None],
         return_max_logit=return_max_logit,
+        exact_out=exact_out,
     )
     total, heads = query.shape[:2]
     rows = rows_q.flatten()

@@ -24,13 +24,25 @@ def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tenso
 
 
 def dropout_keep(
-    seed: int | Tensor, p: float, batch: int, heads: int, rows: int, columns: int, device: torch.device
+    seed: int | Tensor,
+    p: float,
+    batch: int,
+    heads: int,
+    rows: int,
+    columns: int,
+    device: torch.device,
+    origin: tuple[int, int, int] = (0, 0, 0),
 ) -> Tensor:
-    """Which probabilities dropout keeps: bool ``[batch, heads, rows, columns]``."""
+    """Which probabilities dropout keeps: bool ``[batch, heads, rows, columns]``.
+
+    ``origin``: where the first row, column and head stand in a larger call, of which this is a block.
+    """
+    first_row, first_column, first_head = origin
+    beside = first_column % 4  # words of the first counter that belong to columns before
     seed = torch.as_tensor(seed, dtype=torch.int64, device=device).reshape(())
-    head = torch.arange(batch * heads, device=device).view(batch, heads, 1, 1)
-    row = torch.arange(rows, device=device).view(1, 1, rows, 1)
-    block = torch.arange((columns + 3) // 4, device=device).view(1, 1, 1, -1)
+    head = first_head + torch.arange(batch * heads, device=device).view(batch, heads, 1, 1)
+    row = first_row + torch.arange(rows, device=device).view(1, 1, rows, 1)
+    block = first_column // 4 + torch.arange((beside + columns + 3) // 4, device=device).view(1, 1, 1, -1)
     words = philox_4x32((block, row, head, torch.zeros_like(block)), (seed & MASK32, (seed >> 32) & MASK32))
-    word = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., :columns]
+    word = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., beside : beside + columns]
     return word >= int(p * 2**32)

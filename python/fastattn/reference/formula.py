@@ -17,7 +17,6 @@ def attend(
     value: Tensor,
     *,
     position: Tensor,
-    alibi_position: Tensor,
     key_is_present: Tensor | None,
     window: tuple[int | None, int | None],
     softcap: float,
@@ -28,13 +27,15 @@ def attend(
     dropout_seed: int | Tensor | None,
     scale: float | None,
     compute_dtype: torch.dtype | None,
+    dropout_origin: tuple[int, int, int] = (0, 0, 0),
     row_is_present: Tensor | None = None,
     return_max_logit: bool = False,
+    exact_out: bool = False,
 ) -> tuple[Tensor, ...]:
     """The formula: output and lse, and with ``return_max_logit`` the largest score of each head.
 
-    ``position``, ``alibi_position``: where each query stands among the keys, int64 ``[B or 1, Sq]``;
-    ``row_is_present``: bool ``[B, Sq]``, which of them count for the largest score.
+    ``position``: where each query stands among the keys, int64 ``[B or 1, Sq]``; ``row_is_present``: bool ``[B, Sq]``,
+    which of them count for the largest score.
     """
     dtype = compute_dtype or torch.promote_types(query.dtype, torch.float32)
     lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -71,7 +72,7 @@ def attend(
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
-        distance = (alibi_position[:, None, :, None] - column).abs().to(dtype)
+        distance = (position[:, None, :, None] - column).abs().to(dtype)
         scores = scores - torch.atleast_2d(alibi_slopes.to(dtype))[:, :, None, None] * distance
     if bias is not None and bias.dtype != torch.bool:
         scores = scores + bias.to(dtype)
@@ -95,13 +96,14 @@ def attend(
     lse = (level + (finite_scores - level).logsumexp(-1, keepdim=True)).masked_fill(sees_nothing, -math.inf)
     if dropout_p > 0:
         assert dropout_seed is not None
-        keep = dropout_keep(dropout_seed, dropout_p, batch, heads, num_queries, num_keys, query.device)
+        sizes = batch, heads, num_queries, num_keys
+        keep = dropout_keep(dropout_seed, dropout_p, *sizes, query.device, dropout_origin)
         probabilities = probabilities * keep * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
     out = probabilities @ v
     if visible is not None and spoiled_values is not None:
         sees_spoiled = visible.to(dtype).expand(scores.shape[:-1] + (num_keys,)) @ spoiled_values.to(dtype) > 0
         out = out + torch.where(sees_spoiled, math.nan, 0.0).to(dtype) * probabilities.sum(-1, keepdim=True)
-    results = out.to(query.dtype), lse.squeeze(-1).to(lse_dtype)
+    results = out if exact_out else out.to(query.dtype), lse.squeeze(-1).to(lse_dtype)
     return results if max_logit is None else (*results, max_logit.to(lse_dtype))
 
 

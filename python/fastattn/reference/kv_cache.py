@@ -135,7 +135,6 @@ def attention_with_kv_cache(
         _read(k_cache, k_scale, table),
         _read(v_cache, v_scale, table),
         position=position,
-        alibi_position=position,
         key_is_present=key_is_present,
         window=bounds(causal and tree_mask is None, window),
         softcap=softcap,

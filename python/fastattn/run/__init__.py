@@ -1,7 +1,14 @@
 """Carries a choice out: pads, and makes calls of one operation those of another where its kernel is the better one."""
 
-from fastattn.run.attention import attention, attention_backward
+from fastattn.run.attention import attention, attention_backward, attention_backward_add
 from fastattn.run.int8_linear import int8_grad_input, int8_linear
 from fastattn.run.kv_cache_attention import kv_cache_attention
 
-__all__ = ["attention", "attention_backward", "int8_grad_input", "int8_linear", "kv_cache_attention"]
+__all__ = [
+    "attention",
+    "attention_backward",
+    "attention_backward_add",
+    "int8_grad_input",
+    "int8_linear",
+    "kv_cache_attention",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from fastattn.ops.attention import (
     AttentionArguments,
     AttentionBackwardArguments,
     Results,
+    add_attention_gradients,
     attention_backward_of_block,
     attention_forward,
     differentiable_attention,
@@ -40,17 +42,38 @@ def attention_backward(choice: Choice, arguments: AttentionBackwardArguments) ->
     """The gradients of query, key and value, from results that may be those of more keys; not differentiable."""
     if choice.padded is None:
         return attention_backward_of_block(choice.backend, arguments)
-    head_dim, value_dim = choice.padded
-    padded = arguments._replace(
+    grads = attention_backward_of_block(choice.backend, _padded_backward(arguments, *choice.padded))
+    grad_query, grad_key, grad_value = (
+        grad[..., : tensor.shape[-1]]
+        for grad, tensor in zip(grads, (arguments.query, arguments.key, arguments.value), strict=True)
+    )
+    return grad_query, grad_key, grad_value
+
+
+def attention_backward_add(
+    choice: Choice, sums: tuple[Tensor, Tensor, Tensor], arguments: AttentionBackwardArguments
+) -> Tensor:
+    """Adds these gradients to float32 ``sums``; returns that of the slopes, or ``[0]``."""
+    if choice.padded is None:
+        return add_attention_gradients(choice.backend, sums, arguments)
+    padded = _padded_backward(arguments, *choice.padded)
+    parts = [torch.zeros_like(t, dtype=torch.float32) for t in (padded.query, padded.key, padded.value)]
+    grad_slopes = add_attention_gradients(choice.backend, tuple(parts), padded)
+    for total, part in zip(sums, parts, strict=True):
+        total += part[..., : total.shape[-1]]
+    return grad_slopes
+
+
+def _padded_backward(
+    arguments: AttentionBackwardArguments, head_dim: int, value_dim: int
+) -> AttentionBackwardArguments:
+    return arguments._replace(
         query=_pad(arguments.query, head_dim),
         key=_pad(arguments.key, head_dim),
         value=_pad(arguments.value, value_dim),
         out=_pad(arguments.out, value_dim),
         grad_out=_pad(arguments.grad_out, value_dim),
     )
-    grad_query, grad_key, grad_value = attention_backward_of_block(choice.backend, padded)
-    head_dim, value_dim = arguments.query.shape[-1], arguments.value.shape[-1]
-    return grad_query[..., :head_dim], grad_key[..., :head_dim], grad_value[..., :value_dim]
 
 
 def _padded(arguments: AttentionArguments, head_dim: int, value_dim: int) -> AttentionArguments:
