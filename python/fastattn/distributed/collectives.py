@@ -16,12 +16,10 @@ from fastattn.errors import InputError
 Group = dist.ProcessGroup | DeviceMesh | None
 
 
-def process_group(group: Group) -> dist.ProcessGroup:
-    """The group that an argument names: None is the default one, and a mesh has one dimension."""
+def process_groups(group: Group) -> list[dist.ProcessGroup]:
+    """The groups that an argument names: None is the default one, and a mesh has one for each of its dimensions."""
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise InputError(f"group: expected a mesh of one dimension, got {group.ndim}: pass mesh[name]")
-        return group.get_group()
+        return [group.get_group(dim) for dim in range(group.ndim)]
     if not dist.is_available() or not dist.is_initialized():
         raise InputError(
             "group: expected an initialised process group (torch.distributed.init_process_group), got none"
@@ -31,7 +29,7 @@ def process_group(group: Group) -> dist.ProcessGroup:
         raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
     if dist.get_rank(found) < 0:
         raise InputError("group: expected a group that this rank belongs to, got one without it")
-    return found
+    return [found]
 
 
 class _AllGather(torch.autograd.Function):

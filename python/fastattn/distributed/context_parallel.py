@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.checks import check_bool, check_choice, check_head_counts, check_rank, check_tensor, expect
-from fastattn.distributed.agreement import checked_on_all_ranks
-from fastattn.distributed.collectives import Group, all_to_all, process_group
-from fastattn.distributed.ring import RingOptions, ring_attention
-from fastattn.distributed.sequence import (
-    gather_sequence,
-    in_order_of_parts,
-    in_order_of_ranks,
-    parts_of_rank,
-    parts_per_rank,
+from fastattn.checks import (
+    check_bool,
+    check_choice,
+    check_head_counts,
+    check_number,
+    check_rank,
+    check_tensor,
+    expect,
 )
-from fastattn.functional.attention import attention
-from fastattn.functional.attention_checks import UNBOUNDED, check_sinks, check_slopes, check_window
+from fastattn.distributed.agreement import checked_on_all_ranks
+from fastattn.distributed.blocks import Spread
+from fastattn.distributed.collectives import Group, all_to_all, process_groups
+from fastattn.distributed.gathered import gathered_attention
+from fastattn.distributed.local_attention import LocalAttention
+from fastattn.distributed.ring import ring_attention
+from fastattn.distributed.sequence import in_order_of_parts, in_order_of_ranks, parts_per_rank
+from fastattn.functional.attend import attend
+from fastattn.functional.attention_block import BlockOptions
+from fastattn.functional.attention_checks import UNBOUNDED, Options, check_sinks, check_slopes, check_window
 from fastattn.functional.autocast import autocast_dtype, autocast_to
+from fastattn.functional.dropout_seed import draw_seed, seed_tensor
 
 STRATEGIES = ("ring", "allgather", "ulysses")
 
@@ -41,6 +48,8 @@ def context_parallel_attention(
     softcap: float = ...,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
     scale: float | None = ...,
     return_lse: Literal[False] = ...,
     deterministic: bool | None = ...,
@@ -61,6 +70,8 @@ def context_parallel_attention(
     softcap: float = ...,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
     scale: float | None = ...,
     return_lse: Literal[True],
     deterministic: bool | None = ...,
@@ -80,6 +91,8 @@ def context_parallel_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -88,20 +101,24 @@ def context_parallel_attention(
 
     All ranks of the group call it, each with its parts of query, key and value, as ``shard_sequence`` gives them. It is
     differentiable: a rank's gradients of its own parts are those of the sum of all ranks' losses, and those of what
-    every rank holds (``alibi_slopes``, ``sinks``) are this rank's share, which DDP adds up.
+    every rank holds (``alibi_slopes``, ``sinks``) are this rank's share, which DDP adds up. Results over the keys of
+    different ranks are merged in float32, and so are gradients.
 
     Args:
         query: ``[B, Hq, S / W, D]``; key: ``[B, Hkv, S / W, D]``; value: ``[B, Hkv, S / W, Dv]``, on W ranks.
-        group: a process group, a mesh of one dimension, or None: the default group.
-        strategy: ``"ring"``: keys and values of one rank after the other come in while those before are attended to,
-            and results are merged in float32; no window, no ALiBi (Liu et al., "Ring attention", 2023). Of 16 bits,
-            what a kernel finds for the keys of one rank is rounded before that.
-            ``"allgather"``: each rank gathers all keys and values, and attends to them with its own queries.
+        group: a process group, a mesh of one dimension, or None: the default group. A mesh of two: ranks of the second
+            exchange sequence for heads, as with ``"ulysses"``, and those of the first do what ``strategy`` says.
+        strategy: ``"ring"``: keys and values of one rank after the other come in while those before are attended to
+            (Liu et al., "Ring attention", 2023).
+            ``"allgather"``: each rank gathers all keys and values, some heads at a time, and attends to them with its
+            own queries.
             ``"ulysses"``: ranks exchange sequence for heads, so that each attends over the whole sequence with some
             heads, and back (Jacobs et al., "DeepSpeed Ulysses", 2023): W divides Hq and Hkv.
         layout: ``"contiguous"`` or ``"zigzag"``: see ``shard_sequence``.
-        causal, window, softcap, alibi_slopes, sinks, scale, return_lse, deterministic: as in ``fastattn.attention``, by
-            positions in the whole sequence.
+        causal, window, softcap, alibi_slopes, sinks, dropout_p, scale, return_lse, deterministic: as in
+            ``fastattn.attention``, by positions in the whole sequence.
+        dropout_seed: the same on all ranks; None: drawn on the first of them. What is dropped does not depend on the
+            number of ranks.
 
     Returns:
         ``[B, Hq, S / W, Dv]``, and with ``return_lse`` the lse, ``[B, Hq, S / W]``.
@@ -111,57 +128,82 @@ def context_parallel_attention(
             not divide, heads that W does not divide. With ``FASTATTN_CHECK=1`` on every rank, also where only one is
             wrong, or where ranks differ in shapes or options; else the other ranks would wait for it.
     """
-    found = process_group(group)
+    groups = process_groups(group)
 
     def check() -> dict[str, Any]:
         tensors = {"query": query, "key": key, "value": value, "alibi_slopes": alibi_slopes, "sinks": sinks}
-        _check_parts(query, key, value, strategy, layout, dist.get_world_size(found))
+        expect(len(groups) < 3, "group", "a mesh of one or two dimensions", len(groups))
+        _check_parts(query, key, value, layout)
+        by_heads, _ = split_groups(groups, strategy)
+        check_heads(query, key, 1 if by_heads is None else dist.get_world_size(by_heads))
+        if check_number("dropout_p", dropout_p, low=0.0, high=1.0) > 0 and strategy == "ring":
+            part = query.shape[2] * math.prod(map(dist.get_world_size, groups[1:])) // parts_per_rank(layout)
+            expect(part % 4 == 0, "query", "parts of a multiple of 4 rows for dropout with strategy 'ring'", part)
         batch, heads = query.shape[:2]
         if alibi_slopes is not None:
             check_slopes(alibi_slopes, query.device, batch, heads)
         if sinks is not None:
             check_sinks(sinks, query.device, heads)
-        if strategy == "ring":
-            _check_ring(check_window(window), alibi_slopes)
+        if isinstance(dropout_seed, int):
+            seed_tensor(dropout_seed, query.device)
         return {
             **{name: None if t is None else (list(t.shape), str(t.dtype)) for name, t in tensors.items()},
             "strategy": strategy,
             "layout": layout,
             "causal": check_bool("causal", causal),
             "window": check_window(window),
-            "softcap": softcap,
+            "softcap": check_number("softcap", softcap, low=0.0),
+            "dropout_p": dropout_p,
+            "dropout_seed": dropout_seed if isinstance(dropout_seed, int) else dropout_seed is None,
             "scale": scale,
         }
 
-    checked_on_all_ranks(found, check)
+    checked_on_all_ranks(groups, check)
     cast = autocast_dtype(query.device.type)
     if cast is not None:  # before anything is sent
         query, key, value = (autocast_to(cast, tensor) for tensor in (query, key, value))
     left, right = check_window(window)
-    band = left, 0 if causal else right
-    if strategy == "ring":
-        of_ring = RingOptions(layout, band == (-1, 0), softcap, scale, deterministic)
-        out, lse = ring_attention(query, key, value, sinks, of_ring, found)
-        return (out, lse) if return_lse else out
-    options = _Options(band, softcap, alibi_slopes, sinks, scale, deterministic)
-    attend = _by_heads if strategy == "ulysses" else _over_gathered_keys
-    out, lse = attend(query, key, value, options, found, layout)
+    seed = common_seed(dropout_seed, query, groups) if dropout_p > 0 else None
+    options = BlockOptions((left, 0 if causal else right), softcap, None, dropout_p, seed, scale, deterministic)
+    by_heads, by_keys = split_groups(groups, strategy)
+    part = _Part(query, key, value, alibi_slopes, sinks, LocalAttention(options, 0, query.shape[1]))
+    if by_heads is not None:
+        part = _with_whole_sequence(part, by_heads, layout)
+    if by_keys is None:
+        out, lse = _attend(part)
+    else:
+        goes_by_places = alibi_slopes is not None or dropout_p > 0
+        spread = Spread(layout, dist.get_world_size(by_keys), part.query.shape[2], options.window, goes_by_places)
+        over_keys = ring_attention if strategy == "ring" else gathered_attention
+        out, lse = over_keys(*part[:5], spread, part.attention, by_keys)
+    if by_heads is not None:
+        out, lse = _to_all_heads(out, by_heads, layout), _to_all_heads(lse[..., None], by_heads, layout)[..., 0]
     return (out, lse) if return_lse else out
 
 
-class _Options(NamedTuple):
-    """As ``attention`` takes them; what ``causal`` says is in the window."""
+class _Part(NamedTuple):
+    """What a rank attends with. ``attention`` has no slopes."""
 
-    window: tuple[int, int]
-    softcap: float
-    alibi_slopes: Tensor | None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    slopes: Tensor | None
     sinks: Tensor | None
-    scale: float | None
-    deterministic: bool | None
+    attention: LocalAttention
 
 
-def _check_parts(query: Tensor, key: Tensor, value: Tensor, strategy: str, layout: str, world_size: int) -> None:
+def split_groups(
+    groups: list[dist.ProcessGroup], strategy: str
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """The group whose ranks exchange sequence for heads, and the one whose ranks have different keys."""
     check_choice("strategy", strategy, STRATEGIES)
+    if strategy == "ulysses":
+        expect(len(groups) == 1, "group", "a mesh of one dimension for strategy 'ulysses'", len(groups))
+        return groups[0], None
+    return (groups[1], groups[0]) if len(groups) == 2 else (None, groups[0])
+
+
+def _check_parts(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None:
     parts = parts_per_rank(layout)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
@@ -171,72 +213,67 @@ def _check_parts(query: Tensor, key: Tensor, value: Tensor, strategy: str, layou
     check_head_counts(query, key, "key", ("[B, Hq, S / W, D]", "[B, Hkv, S / W, D]"))
     expect(value.shape[1] == key.shape[1], "value", f"the key's {key.shape[1]} heads", value.shape[1])
     expect(query.shape[2] % parts == 0, "query", f"a multiple of {parts} rows for {layout}", query.shape[2])
-    if strategy == "ulysses":
-        for name, tensor in (("query", query), ("key", key)):
-            heads = tensor.shape[1]
-            expect(heads % world_size == 0, name, f"heads that the {world_size} ranks divide (ulysses)", heads)
 
 
-def _check_ring(window: tuple[int, int], alibi_slopes: Tensor | None) -> None:
-    """Its blocks are whole or causal: where a row stands among keys of another rank, the kernels cannot be told yet."""
-    others = "'allgather' and 'ulysses' have it"
-    expect(window in ((-1, -1), (-1, 0)), "window", f"none with strategy 'ring' ({others})", window)
-    expect(alibi_slopes is None, "alibi_slopes", f"None with strategy 'ring' ({others})", "a tensor")
+def check_heads(query: Tensor, key: Tensor, num_ranks: int) -> None:
+    for name, tensor in (("query", query), ("key", key)):
+        heads = tensor.shape[1]
+        expect(heads % num_ranks == 0, name, f"heads that the {num_ranks} ranks divide (ulysses)", heads)
 
 
-# --- "allgather" ------------------------------------------------------------------------------------------------------
+def common_seed(seed: int | Tensor | None, query: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
+    if seed is not None:
+        return seed_tensor(seed, query.device)
+    drawn = draw_seed(query.device)
+    for group in groups:
+        dist.broadcast(drawn, dist.get_global_rank(group, 0), group=group)
+    return drawn
 
 
-def _over_gathered_keys(
-    query: Tensor, key: Tensor, value: Tensor, options: _Options, group: dist.ProcessGroup, layout: str
-) -> tuple[Tensor, Tensor]:
-    keys, values = (gather_sequence(tensor, 2, group=group, layout=layout) for tensor in (key, value))
-    parts = parts_of_rank(layout, dist.get_rank(group), dist.get_world_size(group))
-    chunks = query.tensor_split(len(parts), dim=2)
-    results = [
-        _attend_from(part * chunk.shape[2], chunk, keys, values, options)
-        for part, chunk in zip(parts, chunks, strict=True)
-    ]
-    out, lse = (torch.cat(of_parts, dim=2) for of_parts in zip(*results, strict=True))
-    return out, lse
+# --- Sequence for heads, and back -------------------------------------------------------------------------------------
 
 
-def _attend_from(first: int, query: Tensor, keys: Tensor, values: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
-    """Attention of rows that stand at positions from ``first`` on, over those of all keys that they can see.
-
-    ``attention`` takes the last row to stand at the last key. Where rows see ``beyond`` keys after the last of them, it
-    takes them to stand that many keys further right, and the window moves back. What ALiBi counts from there would be
-    wrong: rows of zeros follow the others then.
-    """
-    left, right = options.window
-    rows, total = query.shape[2], keys.shape[2]
-    end = total if right < 0 else min(total, first + rows + right)
-    begin = 0 if left < 0 else max(0, first - left)
-    beyond = end - (first + rows)
-    if options.alibi_slopes is not None:
-        query = F.pad(query, (0, 0, 0, beyond))
-    else:
-        left, right = (side if side < 0 else side + move for side, move in ((left, beyond), (right, -beyond)))
-    named: dict[str, Any] = options._replace(window=(left, right))._asdict()
-    out, lse = attention(query, keys[:, :, begin:end], values[:, :, begin:end], return_lse=True, **named)
-    return out[:, :, :rows], lse[:, :, :rows]
-
-
-# --- "ulysses" --------------------------------------------------------------------------------------------------------
-
-
-def _by_heads(
-    query: Tensor, key: Tensor, value: Tensor, options: _Options, group: dist.ProcessGroup, layout: str
-) -> tuple[Tensor, Tensor]:
-    heads = query.shape[1] // dist.get_world_size(group)
+def _with_whole_sequence(part: _Part, group: dist.ProcessGroup, layout: str) -> _Part:
+    """Some of the heads, over what all ranks of the group have of the sequence."""
+    heads = part.query.shape[1] // dist.get_world_size(group)
     own = slice(dist.get_rank(group) * heads, (dist.get_rank(group) + 1) * heads)
-    slopes, sinks = options.alibi_slopes, options.sinks
-    named: dict[str, Any] = options._replace(
-        alibi_slopes=None if slopes is None else slopes[..., own], sinks=None if sinks is None else sinks[own]
-    )._asdict()
-    whole = [_to_whole_sequence(tensor, group, layout) for tensor in (query, key, value)]
-    out, lse = attention(whole[0], whole[1], whole[2], return_lse=True, **named)
-    return _to_all_heads(out, group, layout), _to_all_heads(lse[..., None], group, layout)[..., 0]
+    slopes, sinks = part.slopes, part.sinks
+    query, key, value = (_to_whole_sequence(tensor, group, layout) for tensor in part[:3])
+    return _Part(
+        query,
+        key,
+        value,
+        None if slopes is None else slopes[..., own],
+        None if sinks is None else sinks[own],
+        part.attention.of_heads(own),
+    )
+
+
+def _attend(part: _Part) -> tuple[Tensor, Tensor]:
+    """Over the whole sequence. Dropout counts heads over batch entries: with it, one entry at a time."""
+    options, first_head, all_heads = part.attention
+
+    def of(entries: slice) -> tuple[Tensor, ...]:
+        slopes = part.slopes if part.slopes is None or part.slopes.dim() == 1 else part.slopes[entries]
+        found = attend(
+            (part.query[entries], part.key[entries], part.value[entries], None, slopes, part.sinks, None, None, None),
+            Options(
+                *(0, 0, False, options.window, options.softcap, options.dropout_p, options.scale, False),
+                first_head=first_head + entries.start * all_heads,
+            ),
+            options.dropout_seed,
+            options.deterministic,
+            return_lse=True,
+        )
+        assert isinstance(found, tuple)
+        return found
+
+    batch = part.query.shape[0]
+    if options.dropout_p == 0 or batch < 2:
+        out, lse = of(slice(0, batch))
+        return out, lse
+    out, lse = (torch.cat(of_entries) for of_entries in zip(*(of(slice(b, b + 1)) for b in range(batch)), strict=True))
+    return out, lse
 
 
 def _to_whole_sequence(x: Tensor, group: dist.ProcessGroup, layout: str) -> Tensor:

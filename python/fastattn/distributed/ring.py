@@ -2,68 +2,40 @@
 
 In step s a rank attends to the keys of the rank s places before it, while those of the next step come in. What it
 finds is merged in float32. In the backward pass it goes through the same blocks, with the output and the lse of all
-keys, and sends the gradients of a block's keys to the rank that has them. Keys come from that rank itself, not from
-hand to hand: as many bytes, and no rank waits for another's work. What a causal mask hides is not sent nor computed.
+keys, and sends the gradients of a block's keys to the rank that has them, in float32. Keys come from that rank itself,
+not from hand to hand: as many bytes, and no rank waits for another's work. What a mask hides is not sent nor computed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fastattn.distributed.blocks import PackedSpread, Reading, Spread
+from fastattn.distributed.local_attention import LocalAttention, gradient_of_sinks, with_sinks
 from fastattn.distributed.merge import merge_attention
-from fastattn.functional.attention import attention
-from fastattn.functional.attention_backward import attention_backward
-
-_ALL = slice(None)
-
-
-class Block(NamedTuple):
-    """The rows of a rank that attend to some of another's keys: all of them to all, or with its own keys causally."""
-
-    rows: slice
-    keys: slice
-    is_causal: bool
-
-
-def block_of(layout: str, causal: bool, rank: int, source: int, length: int) -> Block | None:
-    """What ``rank`` computes of the keys of ``source``, each with ``length`` rows; None: nothing.
-
-    In zigzag order a rank's second part lies behind the first parts of all others, and in front of the second parts of
-    those before it.
-    """
-    if not causal or rank == source:
-        return Block(_ALL, _ALL, causal)
-    if layout == "zigzag":
-        half = length // 2
-        return Block(_ALL, slice(0, half), False) if source < rank else Block(slice(half, None), _ALL, False)
-    return Block(_ALL, _ALL, False) if source < rank else None
-
-
-class RingOptions(NamedTuple):
-    layout: str
-    causal: bool
-    softcap: float
-    scale: float | None
-    deterministic: bool | None
-
-    def of_attention(self, block: Block) -> dict[str, Any]:
-        window = (-1, 0) if block.is_causal else (-1, -1)
-        return {"window": window, "softcap": self.softcap, "scale": self.scale, "deterministic": self.deterministic}
+from fastattn.functional.attention_block import BackwardTensors
 
 
 @torch.compiler.disable  # messages that are under way while kernels run cannot be traced: a graph ends before the call
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, options: RingOptions, group: dist.ProcessGroup
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    spread: Spread | PackedSpread,
+    local: LocalAttention,
+    group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse of this rank's rows, differentiable in query, key, value and sinks."""
-    out, lse = _RingAttention.apply(query, key, value, sinks, options, group)
+    """Output and lse of this rank's rows, differentiable in all tensors; ``local`` has no slopes."""
+    out, lse = _RingAttention.apply(query, key, value, slopes, sinks, spread, local, group)
     return out, lse
 
 
@@ -74,56 +46,47 @@ class _RingAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        slopes: Tensor | None,
         sinks: Tensor | None,
-        options: RingOptions,
+        spread: Spread | PackedSpread,
+        local: LocalAttention,
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
         exact = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=exact)
         lse = query.new_full(query.shape[:3], -math.inf, dtype=exact)
-        for _, block, keys, values in _blocks(key, value, options, group):
-            if block is None:
-                continue
-            found = attention(query[:, :, block.rows], keys, values, return_lse=True, **options.of_attention(block))
-            merged = merge_attention(out[:, :, block.rows], lse[:, :, block.rows], *found)
-            out[:, :, block.rows], lse[:, :, block.rows] = merged
-        if sinks is not None:
-            of_sinks = sinks.to(exact)[None, :, None].expand_as(lse)
-            out, lse = merge_attention(out, lse, torch.zeros_like(out), of_sinks)
+        attention = local.with_slopes(slopes)
+        for _, reading, keys, values in _readings(key, value, spread, group):
+            for block in reading.blocks:
+                rows = block.rows
+                found = attention.attend(query[:, :, rows], keys[:, :, block.keys], values[:, :, block.keys], block)
+                out[:, :, rows], lse[:, :, rows] = merge_attention(out[:, :, rows], lse[:, :, rows], *found)
+        out, lse = with_sinks(out, lse, sinks)
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.options, ctx.group = options, group
+        ctx.save_for_backward(query, key, value, slopes, sinks, out, lse)
+        ctx.spread, ctx.local, ctx.group = spread, local, group
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks, out, lse = ctx.saved_tensors
-        grads = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (query, key, value)]
-        sent = _GradientsOfKeys(grads[1], grads[2], query.dtype, ctx.options, ctx.group)
-        for step, block, keys, values in _blocks(key, value, ctx.options, ctx.group):
-            of_keys: list[Tensor] = []
-            if block is not None:
-                rows = block.rows
-                of_rows, *of_keys = attention_backward(
-                    grad_out[:, :, rows],
-                    query[:, :, rows],
-                    keys,
-                    values,
-                    out[:, :, rows],
-                    lse[:, :, rows],
-                    grad_lse=grad_lse[:, :, rows],
-                    **ctx.options.of_attention(block),
-                )
-                grads[0][:, :, rows] += of_rows
-            sent.exchange(step, of_keys)
+        query, key, value, slopes, sinks, out, lse = ctx.saved_tensors
+        attention: LocalAttention = ctx.local.with_slopes(slopes)
+        of_query, of_key, of_value = (torch.zeros_like(t, dtype=lse.dtype).contiguous() for t in (query, key, value))
+        of_slopes = torch.zeros_like(slopes, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
+        sent = _GradientsOfKeys((of_key, of_value), ctx.spread, ctx.group)
+        for step, reading, keys, values in _readings(key, value, ctx.spread, ctx.group):
+            found = tuple(torch.zeros_like(t, dtype=lse.dtype).contiguous() for t in (keys, values))
+            tensors = BackwardTensors(grad_out, grad_lse, query, keys, values, out, lse)
+            for block in reading.blocks:
+                of_keys, of_values = (total[:, :, block.keys] for total in found)
+                sums = of_query[:, :, block.rows], of_keys, of_values
+                attention.add_gradients(sums, of_slopes, tensors.of(block.rows, block.keys), block)
+            sent.exchange(step, reading, found)
         sent.finish()
-        grad_sinks = None
-        if sinks is not None:
-            share = (sinks.to(lse.dtype)[None, :, None] - lse).exp().masked_fill(lse == -math.inf, 0.0)
-            of_sinks = share * (grad_lse - (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1))
-            grad_sinks = of_sinks.sum((0, 2)).to(sinks.dtype)
-        return *(grad.to(t.dtype) for grad, t in zip(grads, (query, key, value), strict=True)), grad_sinks, None, None
+        grads = (total.to(t.dtype) for total, t in zip((of_query, of_key, of_value), (query, key, value), strict=True))
+        grad_slopes = None if of_slopes is None else of_slopes.to(slopes.dtype)
+        return *grads, grad_slopes, gradient_of_sinks(sinks, grad_out, grad_lse, out, lse), None, None, None
 
 
 # --- What travels -----------------------------------------------------------------------------------------------------
@@ -160,67 +123,76 @@ class _Transfer:
 _KEYS_TAG, _GRADIENTS_TAG = 0, 2  # of keys, then of values
 
 
-def _blocks(
-    key: Tensor, value: Tensor, options: RingOptions, group: dist.ProcessGroup
-) -> Iterator[tuple[int, Block | None, Tensor, Tensor]]:
-    """For each step: its block, and the keys and values of that block."""
-    rank, world_size, length = dist.get_rank(group), dist.get_world_size(group), key.shape[2]
+def _readings(
+    key: Tensor, value: Tensor, spread: Spread | PackedSpread, group: dist.ProcessGroup
+) -> Iterator[tuple[int, Reading, Tensor, Tensor]]:
+    """For each step: what is read, and the keys and values that it is."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
 
-    def start(step: int) -> tuple[Block | None, _Transfer]:
+    def start(step: int) -> tuple[Reading, _Transfer]:
         reader, source = (rank + step) % world_size, (rank - step) % world_size
-        wanted = block_of(options.layout, options.causal, reader, rank, length)
-        block = block_of(options.layout, options.causal, rank, source, length)
+        wanted, reading = spread.reading(reader, rank), spread.reading(rank, source)
         sent = received = None
-        if wanted is not None:
-            sent = reader, [tensor[:, :, wanted.keys].contiguous() for tensor in (key, value)]
-        if block is not None:
-            received = source, [torch.empty_like(t[:, :, block.keys]).contiguous() for t in (key, value)]
-        return block, _Transfer(sent, received, _KEYS_TAG, group)
+        if wanted.keys:
+            sent = reader, [_read(tensor, wanted).contiguous() for tensor in (key, value)]
+        if reading.keys:
+            received = source, [_room(tensor, reading, tensor.dtype) for tensor in (key, value)]
+        return reading, _Transfer(sent, received, _KEYS_TAG, group)
 
     under_way = start(1) if world_size > 1 else None  # before the caller has its own block to compute
-    yield 0, block_of(options.layout, options.causal, rank, rank, length), key, value
+    own = spread.reading(rank, rank)
+    yield 0, own, _read(key, own), _read(value, own)
     for step in range(1, world_size):
         assert under_way is not None
-        block, transfer = under_way
+        reading, transfer = under_way
         received = transfer.wait()
         under_way = start(step + 1) if step + 1 < world_size else None
-        keys, values = received if received else (key, value)
-        yield step, block, keys, values
+        keys, values = received if received else (key[:, :, :0], value[:, :, :0])
+        yield step, reading, keys, values
+
+
+def _read(tensor: Tensor, reading: Reading) -> Tensor:
+    """The keys, or values, of ``[B, H, S, D]`` that are read."""
+    if len(reading.keys) == 1:
+        return tensor[:, :, reading.keys[0]]
+    return torch.cat([tensor[:, :, keys] for keys in (slice(0, 0), *reading.keys)], dim=2)
+
+
+def _room(like: Tensor, reading: Reading, dtype: torch.dtype) -> Tensor:
+    batch, heads, _, dim = like.shape
+    num_keys = sum(keys.stop - keys.start for keys in reading.keys)
+    return like.new_empty(batch, heads, num_keys, dim, dtype=dtype)
 
 
 class _GradientsOfKeys:
     """Sums of the gradients of this rank's keys and values, to which every rank that has read them adds."""
 
-    def __init__(
-        self, of_key: Tensor, of_value: Tensor, dtype: torch.dtype, options: RingOptions, group: dist.ProcessGroup
-    ) -> None:
-        self._sums, self._dtype, self._options, self._group = (of_key, of_value), dtype, options, group
+    def __init__(self, sums: tuple[Tensor, Tensor], spread: Spread | PackedSpread, group: dist.ProcessGroup) -> None:
+        self._sums, self._spread, self._group = sums, spread, group
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._under_way: tuple[slice, _Transfer] | None = None
+        self._under_way: tuple[Reading, _Transfer] | None = None
 
-    def exchange(self, step: int, own: list[Tensor]) -> None:
-        """Sends what this rank has found in a step, if anything, and receives what its keys get in that step."""
+    def exchange(self, step: int, reading: Reading, found: tuple[Tensor, ...]) -> None:
+        """Sends what this rank has found for what it has read, and receives what its own keys get in that step."""
         if step == 0:
-            self._add(_ALL, own)
+            self._add(reading, list(found))
             return
         owner, reader = (self._rank - step) % self._world_size, (self._rank + step) % self._world_size
-        block = block_of(self._options.layout, self._options.causal, reader, self._rank, self._sums[0].shape[2])
-        received = None
-        if block is not None:
-            parts = (grad[:, :, block.keys] for grad in self._sums)
-            received = reader, [torch.empty_like(part, dtype=self._dtype).contiguous() for part in parts]
-        sent = (owner, [tensor.contiguous() for tensor in own]) if own else None
+        wanted = self._spread.reading(reader, self._rank)
+        received = (reader, [_room(total, wanted, total.dtype) for total in self._sums]) if wanted.keys else None
+        sent = (owner, list(found)) if reading.keys else None
         self.finish()
-        keys = _ALL if block is None else block.keys
-        self._under_way = keys, _Transfer(sent, received, _GRADIENTS_TAG, self._group)
+        self._under_way = wanted, _Transfer(sent, received, _GRADIENTS_TAG, self._group)
 
     def finish(self) -> None:
         """Adds what the last step has brought."""
         if self._under_way is not None:
-            keys, transfer = self._under_way
-            self._add(keys, transfer.wait())
+            reading, transfer = self._under_way
+            self._add(reading, transfer.wait())
             self._under_way = None
 
-    def _add(self, keys: slice, gradients: list[Tensor]) -> None:
+    def _add(self, reading: Reading, gradients: list[Tensor]) -> None:
         for total, gradient in zip(self._sums, gradients, strict=False):
-            total[:, :, keys] += gradient
+            parts = gradient.split([keys.stop - keys.start for keys in reading.keys], dim=2)
+            for keys, part in zip(reading.keys, parts, strict=True):
+                total[:, :, keys] += part

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fastattn.checks import check_choice, check_int, check_tensor, expect
-from fastattn.distributed.collectives import Group, all_gather, process_group
+from fastattn.distributed.collectives import Group, all_gather, process_groups
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -62,20 +64,25 @@ def shard_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "c
 
     Args:
         x: any tensor, whose ``dim`` is the sequence.
-        group: a process group, a mesh of one dimension, or None: the default group.
+        group: a process group, None: the default group, or a mesh, whose ranks count in the order of its dimensions.
         layout: ``"contiguous"`` or ``"zigzag"``.
 
     Raises:
         InputError, TypeError: a length that W (zigzag: 2 W) does not divide; a group that is not initialised.
     """
     check_tensor("x", x)
-    dim, found = _checked_dim(x, dim), process_group(group)
-    world_size = dist.get_world_size(found)
-    parts = parts_per_rank(layout) * world_size
+    dim, groups = checked_dim(x, dim), process_groups(group)
+    parts = parts_per_rank(layout) * math.prod(map(dist.get_world_size, groups))
     expect(x.shape[dim] % parts == 0, "x", f"a multiple of {parts} in dim {dim} for {layout}", x.shape[dim])
-    length = x.shape[dim] // parts
-    mine = parts_of_rank(layout, dist.get_rank(found), world_size)
-    return torch.cat([x.narrow(dim, part * length, length) for part in mine], dim)
+    for of_dim in groups:  # a part of a part in zigzag order is one of the whole
+        x = _shard(x, dim, of_dim, layout)
+    return x
+
+
+def _shard(x: Tensor, dim: int, group: dist.ProcessGroup, layout: str) -> Tensor:
+    world_size = dist.get_world_size(group)
+    parts = x.tensor_split(parts_per_rank(layout) * world_size, dim)
+    return torch.cat([parts[part] for part in parts_of_rank(layout, dist.get_rank(group), world_size)], dim)
 
 
 def gather_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "contiguous") -> Tensor:
@@ -85,14 +92,16 @@ def gather_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "
     theirs. Arguments and errors are those of ``shard_sequence``.
     """
     check_tensor("x", x)
-    dim, found = _checked_dim(x, dim), process_group(group)
+    dim, groups = checked_dim(x, dim), process_groups(group)
     parts = parts_per_rank(layout)
     expect(x.shape[dim] % parts == 0, "x", f"a multiple of {parts} in dim {dim} for {layout}", x.shape[dim])
-    gathered = all_gather(x.movedim(dim, 0), found)
-    return in_order_of_parts(gathered, 0, layout, dist.get_world_size(found)).movedim(0, dim)
+    for of_dim in reversed(groups):
+        gathered = all_gather(x.movedim(dim, 0), of_dim)
+        x = in_order_of_parts(gathered, 0, layout, dist.get_world_size(of_dim)).movedim(0, dim)
+    return x
 
 
-def _checked_dim(x: Tensor, dim: int) -> int:
+def checked_dim(x: Tensor, dim: int) -> int:
     check_int("dim", dim)
     expect(-x.dim() <= dim < x.dim(), "dim", f"one of the {x.dim()} dimensions of x", dim)
     return dim % x.dim()

@@ -13,6 +13,7 @@ from fastattn.dispatch.support import FEATURE_OF_CACHE
 from fastattn.errors import InputError
 from fastattn.functional.attention import attention, attention_varlen
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
+from fastattn.functional.spread_attention import SpreadAttention, in_force
 from fastattn.integrations.transformers.eight_bit_cache import attend_8bit
 from fastattn.integrations.transformers.marks import Keys, Lengths, Offsets, read
 
@@ -81,6 +82,15 @@ def attend(
     if query.shape[0] != key.shape[0]:  # learned queries, the same for the whole batch
         query = query.expand(key.shape[0], -1, -1, -1)
 
+    spread = in_force()
+    if spread is not None:
+        whole = attention_mask is None and not is_causal
+        window = _spread_window(
+            spread, query, key, attention_mask, causal_window, whole, (position_bias, cu_seq_lens_q, cu_seq_lens_k)
+        )
+        options_of_spread = options._asdict() | {"window": window, "deterministic": deterministic}
+        return spread(query, key, value, **options_of_spread).transpose(1, 2).contiguous(), None
+
     mark = None if attention_mask is None else read(attention_mask)
     offsets = _offsets(query, key, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     if offsets is None and isinstance(mark, Offsets):
@@ -127,6 +137,31 @@ def attend(
         deterministic=deterministic,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _spread_window(
+    spread: SpreadAttention,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    causal_window: tuple[int, int],
+    sees_all: bool,
+    others: tuple[Tensor | None, ...],
+) -> tuple[int, int]:
+    """The window over the whole sequence, of which a rank has a part. Raises where it takes more than a window."""
+    mark = None if attention_mask is None else read(attention_mask)
+    # Positions that jump from one of a rank's parts to the next look like packed sequences.
+    is_one_sequence = isinstance(mark, Offsets) and len(mark.cu_seqlens) - 1 <= spread.num_parts * query.shape[0]
+    is_whole = isinstance(mark, Keys) and mark.present is None and mark.num_keys == key.shape[2]
+    is_plain = attention_mask is None or is_one_sequence or is_whole
+    if not is_plain or any(other is not None for other in others) or key.dtype != query.dtype:
+        raise InputError(
+            "attention_mask: expected no padding, packed sequences, bias or cache inside of "
+            "fastattn.distributed.context_parallel, got one of them; pad no sequence there, and pass use_cache=False"
+        )
+    if isinstance(mark, Keys) and mark.reach is not None:
+        return (-1, -1) if mark.reach < 0 else (mark.reach, mark.reach)
+    return (-1, -1) if sees_all else causal_window
 
 
 def _refuse(module: nn.Module, others: dict[str, Any]) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, eager_mask, prepare_padding_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
+from fastattn.errors import InputError
+from fastattn.functional.spread_attention import in_force
 from fastattn.integrations.transformers.marks import mark_keys, mark_lengths, mark_offsets
 from fastattn.integrations.transformers.model_code import (
     check_uses_interface,
@@ -74,6 +76,11 @@ def make_mask(
         pattern = recognise(mask_function, last_position=kv_offset + kv_length - 1)
     if pattern is None or is_read_by_others:
         return whole_mask()
+    if in_force() is not None and pattern.window is not None and not (pattern.causal and tells_its_window(config)):
+        raise InputError(
+            "sliding_window: expected causal layers that pass it to the attention function, inside of "
+            "fastattn.distributed.context_parallel, got a model whose masks alone have it"
+        )
 
     if pattern.sequence_ids is not None:  # transformers finds packed sequences without padding and without a cache
         if attention_mask is not None or wants_whole_masks(config) or not _window_is_known(pattern, kv_length, config):

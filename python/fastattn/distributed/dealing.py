@@ -1,0 +1,88 @@
+"""How packed sequences, here documents, are dealt to the ranks of a group: whole, or cut into parts.
+
+``"balanced"``: all ranks have about as many rows and as much attention to compute. Documents stay whole where they fit,
+the longest first, each on the rank that has least to do so far (Graham, "Bounds on multiprocessing timing anomalies",
+1969). The others are cut: large ones into 2 W parts in zigzag order, small ones to fill ranks up.
+``"contiguous"`` and ``"zigzag"`` cut what is packed as if it were one sequence, and documents where that happens.
+
+Parts begin at a multiple of four places, for dropout, which draws for four keys at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from fastattn.distributed.blocks import KEYS_OF_A_DRAW, Part, Window
+from fastattn.distributed.sequence import parts_of_rank, parts_per_rank
+from fastattn.profiler.work import visible_pairs
+
+LAYOUTS = ("balanced", "contiguous", "zigzag")
+
+# As shares of what a rank has to do if all have the same: how much it may have with one more whole document, and from
+# which work on a document is large.
+_MOST_WORK, _LARGE_WORK = 1.1, 0.25
+
+
+def deal(lengths: Sequence[int], world_size: int, layout: str, window: Window) -> list[list[Part]]:
+    """For each rank its parts, with rows as they are packed, in no particular order."""
+    if layout == "balanced":
+        return _balanced(lengths, world_size, window)
+    begins = [0, *accumulate(lengths)]
+    num_parts = parts_per_rank(layout) * world_size
+    cuts = [_cut_in_document(begins, begins[-1] * i // num_parts) for i in range(num_parts)] + [begins[-1]]
+    by_part = [
+        [
+            Part(slice(max(begin, low), min(end, high)), max(begin, low) - begin, document)
+            for document, (begin, end) in enumerate(pairwise(begins))
+            if max(begin, low) < min(end, high)
+        ]
+        for low, high in pairwise(cuts)
+    ]
+    of_ranks = (parts_of_rank(layout, rank, world_size) for rank in range(world_size))
+    return [[part for i in parts for part in by_part[i]] for parts in of_ranks]
+
+
+def _cut_in_document(begins: Sequence[int], row: int) -> int:
+    """The last row up to this one where a part may begin."""
+    begin = max(begin for begin in begins if begin <= row)
+    return begin + (row - begin) // KEYS_OF_A_DRAW * KEYS_OF_A_DRAW
+
+
+def _balanced(lengths: Sequence[int], world_size: int, window: Window) -> list[list[Part]]:
+    begins = [0, *accumulate(lengths)]
+    # With so much room there is always a rank that takes four more rows, or the last ones of all.
+    room = [-(-begins[-1] // world_size) + KEYS_OF_A_DRAW - 1] * world_size
+    work = [0] * world_size
+    works = [visible_pairs(length, length, *window, offset=0) for length in lengths]
+    fair = sum(works) / world_size
+    dealt: list[list[Part]] = [[] for _ in range(world_size)]
+
+    def give(rank: int, document: int, first: int, end: int) -> None:
+        if first == end:
+            return
+        begin = begins[document]
+        dealt[rank].append(Part(slice(begin + first, begin + end), first, document))
+        room[rank] -= end - first
+        work[rank] += visible_pairs(end - first, lengths[document], *window, offset=first)
+
+    for document in sorted(range(len(lengths)), key=lambda d: -lengths[d]):
+        length = lengths[document]
+        fits = [r for r in range(world_size) if room[r] >= length and work[r] + works[document] <= _MOST_WORK * fair]
+        if fits:
+            give(min(fits, key=work.__getitem__), document, 0, length)
+        elif works[document] >= _LARGE_WORK * fair:
+            parts = 2 * world_size
+            cuts = [length * i // parts // KEYS_OF_A_DRAW * KEYS_OF_A_DRAW for i in range(parts)] + [length]
+            for rank in range(world_size):
+                for part in parts_of_rank("zigzag", rank, world_size):
+                    give(rank, document, cuts[part], cuts[part + 1])
+        else:
+            first = 0
+            while first < length:
+                rank = max(range(world_size), key=room.__getitem__)
+                most = room[rank] // KEYS_OF_A_DRAW * KEYS_OF_A_DRAW
+                end = length if room[rank] >= length - first or most <= 0 else first + most
+                give(rank, document, first, end)
+                first = end
+    return dealt

@@ -1,0 +1,132 @@
+"""Attention of this rank's rows over the keys of all, gathered some heads at a time.
+
+While the heads before are attended to, the next ones come in. The backward pass gathers again, so that between the two
+a rank holds its own keys alone. It adds the gradients of keys up in float32, and each rank gets the sum of its own
+(Grattafiori et al., "The Llama 3 herd of models", 2024, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import _functional_collectives as functional
+
+from fastattn.distributed.blocks import PackedSpread, Spread
+from fastattn.distributed.local_attention import LocalAttention, gradient_of_sinks, with_sinks
+from fastattn.functional.attention_block import BackwardTensors
+
+MOST_GROUPS_OF_HEADS = 4  # more are more messages and launches, and hide little more of the first group's
+
+
+@torch.compiler.disable  # as the ring's
+def gathered_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    spread: Spread | PackedSpread,
+    local: LocalAttention,
+    group: dist.ProcessGroup,
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of this rank's rows, differentiable in all tensors; ``local`` has no slopes."""
+    out, lse = _GatheredAttention.apply(query, key, value, slopes, sinks, spread, local, group)
+    return out, lse
+
+
+class _GatheredAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        slopes: Tensor | None,
+        sinks: Tensor | None,
+        spread: Spread | PackedSpread,
+        local: LocalAttention,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor]:
+        exact = torch.promote_types(query.dtype, torch.float32)
+        out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=exact)
+        lse = query.new_full(query.shape[:3], -math.inf, dtype=exact)
+        attention, blocks = local.with_slopes(slopes), spread.blocks_over_all_keys(dist.get_rank(group))
+        for heads, _, keys, values in _gathered(query, key, value, spread, group):
+            for block in blocks:
+                own_query = query[:, heads, block.rows]
+                found = attention.of_heads(heads).attend(
+                    own_query, keys[:, :, block.keys], values[:, :, block.keys], block
+                )
+                out[:, heads, block.rows], lse[:, heads, block.rows] = found
+        out, lse = with_sinks(out, lse, sinks)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, slopes, sinks, out, lse)
+        ctx.spread, ctx.local, ctx.group = spread, local, group
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, slopes, sinks, out, lse = ctx.saved_tensors
+        attention, blocks = ctx.local.with_slopes(slopes), ctx.spread.blocks_over_all_keys(dist.get_rank(ctx.group))
+        of_query = torch.zeros_like(query, dtype=lse.dtype).contiguous()
+        of_slopes = torch.zeros_like(slopes, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
+        scattered = []
+        for heads, kv_heads, keys, values in _gathered(query, key, value, ctx.spread, ctx.group):
+            of_keys, of_values = (torch.zeros_like(t, dtype=lse.dtype).contiguous() for t in (keys, values))
+            own_slopes = None if of_slopes is None else of_slopes[..., heads]
+            tensors = BackwardTensors(
+                grad_out[:, heads], grad_lse[:, heads], query[:, heads], keys, values, out[:, heads], lse[:, heads]
+            )
+            for block in blocks:
+                sums = of_query[:, heads, block.rows], of_keys[:, :, block.keys], of_values[:, :, block.keys]
+                attention.of_heads(heads).add_gradients(sums, own_slopes, tensors.of(block.rows, block.keys), block)
+            scattered.append((kv_heads, [_start_scatter(t, ctx.spread, ctx.group) for t in (of_keys, of_values)]))
+        grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
+        for kv_heads, under_way in scattered:
+            for gradient, of_group in zip((grad_key, grad_value), under_way, strict=True):
+                gradient[:, kv_heads] = functional.wait_tensor(of_group).movedim(0, 2)
+        grad_slopes = None if of_slopes is None else of_slopes.to(slopes.dtype)
+        grad_sinks = gradient_of_sinks(sinks, grad_out, grad_lse, out, lse)
+        return of_query.to(query.dtype), grad_key, grad_value, grad_slopes, grad_sinks, None, None, None
+
+
+# --- What travels -----------------------------------------------------------------------------------------------------
+
+
+def _gathered(
+    query: Tensor, key: Tensor, value: Tensor, spread: Spread | PackedSpread, group: dist.ProcessGroup
+) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """For some heads after the others: query heads, KV heads, and all keys and values of these, by their places."""
+    kv_heads = key.shape[1]
+    num_groups = min(kv_heads, MOST_GROUPS_OF_HEADS) if spread.world_size > 1 else 1
+    bounds = [kv_heads * i // num_groups for i in range(num_groups + 1)] if num_groups else [0]
+    of_keys = [slice(begin, end) for begin, end in pairwise(bounds)]
+
+    def start(heads: slice) -> list[Tensor]:
+        return [
+            functional.all_gather_tensor(tensor[:, heads].movedim(2, 0).contiguous(), 0, group)
+            for tensor in (key, value)
+        ]
+
+    per_kv_head = query.shape[1] // kv_heads if kv_heads else 0
+    under_way = start(of_keys[0]) if of_keys else []
+    for i, heads in enumerate(of_keys):
+        arrived = [functional.wait_tensor(tensor) for tensor in under_way]
+        under_way = start(of_keys[i + 1]) if i + 1 < len(of_keys) else []
+        keys, values = (spread.in_order(t).movedim(0, 2) for t in arrived)
+        yield slice(heads.start * per_kv_head, heads.stop * per_kv_head), heads, keys, values
+
+
+def _start_scatter(sums: Tensor, spread: Spread | PackedSpread, group: dist.ProcessGroup) -> Tensor:
+    """Of the sums over ranks, ``[B, H, S, D]``, this rank's part, ``[S / W, B, H, D]``: to be waited for."""
+    by_rank = spread.by_rank(sums.movedim(2, 0))
+    started: Tensor = functional.reduce_scatter_tensor(by_rank.contiguous(), "sum", 0, group)
+    return started

@@ -1,0 +1,101 @@
+"""What a rank computes by itself: blocks of attention over some of all heads, and what a sink adds."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattn.distributed.blocks import Block
+from fastattn.distributed.merge import merge_attention
+from fastattn.functional.attention_block import (
+    BackwardTensors,
+    BlockOptions,
+    Place,
+    add_gradients_of_block,
+    attention_block,
+)
+
+
+class LocalAttention(NamedTuple):
+    """Options that all blocks share but for the window. Of ``all_heads``, these are heads from ``first_head`` on."""
+
+    options: BlockOptions
+    first_head: int
+    all_heads: int
+
+    def with_slopes(self, slopes: Tensor | None) -> LocalAttention:
+        return self._replace(options=self.options._replace(alibi_slopes=slopes))
+
+    def of_heads(self, heads: slice) -> LocalAttention:
+        """Of some of these heads."""
+        slopes = self.options.alibi_slopes
+        options = self.options._replace(alibi_slopes=None if slopes is None else slopes[..., heads])
+        return LocalAttention(options, self.first_head + heads.start, self.all_heads)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """Output and lse of rows and keys that are the block's."""
+        found = [
+            attention_block(query[entries], key[entries], value[entries], self._options(block, entries), place)
+            for entries, place in self._calls(query, block)
+        ]
+        out, lse = found[0] if len(found) == 1 else (torch.cat(parts) for parts in zip(*found, strict=True))
+        return out, lse
+
+    def add_gradients(
+        self,
+        sums: tuple[Tensor, Tensor, Tensor],
+        slopes_sum: Tensor | None,
+        tensors: BackwardTensors,
+        block: Block,
+    ) -> None:
+        """Adds those of query, key and value, of rows and keys that are the block's, to ``sums``."""
+        for entries, place in self._calls(tensors.query, block):
+            of_query, of_key, of_value = (total[entries] for total in sums)
+            of_slopes = _slopes_of(slopes_sum, block, entries)
+            of_entries = BackwardTensors._make(tensor[entries] for tensor in tensors)
+            add_gradients_of_block(
+                (of_query, of_key, of_value), of_slopes, of_entries, self._options(block, entries), place
+            )
+
+    def _calls(self, query: Tensor, block: Block) -> list[tuple[slice, Place]]:
+        """Batch entries and where they stand. Dropout counts heads over batch entries, or documents: a rank with some
+        of all heads takes one at a time."""
+        batch, heads = query.shape[:2]
+        row, key = block.first_row, block.first_key
+        if block.document is not None:
+            return [(slice(0, batch), Place(row, key, block.document * self.all_heads + self.first_head))]
+        if self.options.dropout_p == 0 or heads == self.all_heads or batch < 2:
+            return [(slice(0, batch), Place(row, key, self.first_head))]
+        return [(slice(b, b + 1), Place(row, key, b * self.all_heads + self.first_head)) for b in range(batch)]
+
+    def _options(self, block: Block, entries: slice) -> BlockOptions:
+        slopes = _slopes_of(self.options.alibi_slopes, block, entries)
+        return self.options._replace(window=block.window, alibi_slopes=slopes)
+
+
+def _slopes_of(slopes: Tensor | None, block: Block, entries: slice) -> Tensor | None:
+    """Of ``[Hq]``, or ``[B, Hq]`` for batch entries or documents, those of a block, and their sums' place alike."""
+    if slopes is None or slopes.dim() == 1:
+        return slopes
+    return slopes[entries] if block.document is None else slopes[block.document]
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output and lse where each row also sees its head's sink: a logit without a value."""
+    if sinks is None:
+        return out, lse
+    return merge_attention(out, lse, torch.zeros_like(out), sinks.to(lse.dtype)[None, :, None].expand_as(lse))
+
+
+def gradient_of_sinks(
+    sinks: Tensor | None, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor
+) -> Tensor | None:
+    """This rank's share, from the results with sinks."""
+    if sinks is None:
+        return None
+    share = (sinks.to(lse.dtype)[None, :, None] - lse).exp().masked_fill(lse == -math.inf, 0.0)
+    of_rows = share * (grad_lse - (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1))
+    return of_rows.sum((0, 2)).to(sinks.dtype)

@@ -1,0 +1,108 @@
+"""Attention of whole models over a spread sequence, by a ``with`` block and no change to their code."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattn.checks import check_choice, expect
+from fastattn.distributed.collectives import Group, process_groups
+from fastattn.distributed.context_parallel import STRATEGIES, context_parallel_attention
+from fastattn.distributed.sequence import parts_per_rank
+from fastattn.functional import spread_attention
+
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def context_parallel(group: Group = None, *, strategy: str = "allgather", layout: str = "contiguous") -> Iterator[None]:
+    """Within, attention is over a sequence of which each rank has its part: ``context_parallel_attention``.
+
+    That goes for every ``F.scaled_dot_product_attention``, and for models of transformers with
+    ``attn_implementation="fastattn"``. Give the model this rank's parts of tokens and of positions
+    (``shard_sequence``), and stay in the block until ``backward()`` is over: there activation checkpointing calls
+    attention again. It is one switch for the process: other threads see it too. Blocks nest, the innermost is in force.
+
+    Args:
+        group, strategy, layout: as for ``context_parallel_attention``.
+
+    Raises:
+        InputError: a group that is not initialised; within, what a rank cannot do with its part: a mask or a bias,
+            padding, a cache, packed sequences.
+    """
+    process_groups(group)
+    check_choice("strategy", strategy, STRATEGIES)
+    attention = _Attention(group, strategy, layout)
+    with _lock:
+        sdpa_before = F.scaled_dot_product_attention
+        F.scaled_dot_product_attention = attention.sdpa  # type: ignore[assignment]
+        spread_attention.enter(attention)
+    try:
+        yield
+    finally:
+        with _lock:
+            F.scaled_dot_product_attention = sdpa_before
+            spread_attention.leave()
+
+
+class _Attention:
+    def __init__(self, group: Group, strategy: str, layout: str) -> None:
+        self.num_parts = parts_per_rank(layout)
+        self._group, self._strategy, self._layout = group, strategy, layout
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        window: tuple[int, int],
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+        deterministic: bool | None = None,
+    ) -> Tensor:
+        return context_parallel_attention(
+            query,
+            key,
+            value,
+            group=self._group,
+            strategy=self._strategy,
+            layout=self._layout,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            dropout_p=dropout_p,
+            scale=scale,
+            deterministic=deterministic,
+        )
+
+    def sdpa(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """``F.scaled_dot_product_attention``. ``[..., H, L, E]``: all dimensions before the heads are batches."""
+        expect(attn_mask is None, "attn_mask", "None inside of context_parallel", "a mask")
+        expect(query.dim() > 3, "query", "[..., H, L, E] with a batch inside of context_parallel", list(query.shape))
+        heads = f"the query's {query.shape[-3]} heads, or enable_gqa=True"
+        expect(enable_gqa or key.shape[-3] == query.shape[-3], "key", heads, key.shape[-3])
+        out = self(
+            *(tensor.flatten(0, -4) for tensor in (query, key, value)),
+            window=(-1, 0 if is_causal else -1),
+            dropout_p=dropout_p,
+            scale=scale,
+        )
+        return out.unflatten(0, query.shape[:-3])

@@ -1,0 +1,43 @@
+"""What ``fastattn.distributed.context_parallel`` puts in the place of models' own attention while it is in force."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class SpreadAttention(Protocol):
+    """Attention over a sequence of which each rank has a part, in which it is layer for layer the same."""
+
+    num_parts: int  # of the sequence, that a rank has side by side
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        window: tuple[int, int],
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+        deterministic: bool | None = None,
+    ) -> Tensor: ...
+
+
+_in_force: list[SpreadAttention] = []
+
+
+def in_force() -> SpreadAttention | None:
+    """The innermost one; None outside of all blocks."""
+    return _in_force[-1] if _in_force else None
+
+
+def enter(attention: SpreadAttention) -> None:
+    _in_force.append(attention)
+
+
+def leave() -> None:
+    _in_force.pop()
