@@ -27,6 +27,9 @@ COMMANDS = {
     "predict": Command("predict.profile", "registers, spills, instructions and predicted times; needs no GPU"),
     "int8-curve": Command("predict.int8_curve", "writes docs/int8_speed.md: int8 layers, predicted; needs no GPU"),
     "decode-time": Command("predict.decode_time", "a step of generation on an H200, predicted; needs no GPU"),
+    "context-parallel": Command(
+        "predict.context_parallel", "writes docs/context_parallel_speed.md: sequences over GPUs; needs no GPU"
+    ),
     "page": Command("measure.page", "writes docs/PERFORMANCE.md from the results"),
     "gpu-check": Command("evidence.gpu_check", "all evidence that a GPU can give, in under 8 minutes"),
 }

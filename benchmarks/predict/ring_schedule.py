@@ -1,0 +1,268 @@
+"""What ranks do in which order for attention over a spread sequence, and a simulation of how long they take.
+
+A schedule mirrors ``fastattn.distributed``: which rank reads and computes what comes from its ``Spread``, and a test
+compares the messages with those that it sends. Each rank has two queues, as NCCL makes them: one of kernels, and one
+of messages, which leave in the order in which they were started, and not before kernels started earlier are done. A
+message begins once both its ranks have come to it. Links carry as much in both directions at once, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastattn.distributed.blocks import Block, Spread, Window
+from fastattn.distributed.gathered import MOST_GROUPS_OF_HEADS
+from fastattn.profiler.work import LSE_BYTES, visible_pairs
+
+Array = NDArray[np.float64]
+
+
+class Shape(NamedTuple):
+    """Of a block: its rows, its keys, and how far the first row stands behind the first key."""
+
+    rows: int
+    keys: int
+    ahead: int
+    window: Window
+
+    @property
+    def pairs(self) -> int:
+        """Rows and keys that the mask leaves."""
+        return visible_pairs(self.rows, self.keys, *self.window, offset=self.ahead)
+
+
+class Heads(NamedTuple):
+    query: int
+    kv: int
+    dim: int = 128
+    item_bytes: int = 2
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of a number that ranks add up, or lse."""
+        return max(LSE_BYTES, self.item_bytes)
+
+
+# --- What all ranks do, one operation after the other -----------------------------------------------------------------
+
+
+class Exchange(NamedTuple):
+    """Messages of K and V, or of their gradients, to each rank from the one ``shift`` places before it.
+
+    ``nbytes``: of both, by the rank that receives them. ``stride``: ranks of the group are so many places apart.
+    """
+
+    name: str
+    shift: int
+    nbytes: Array
+    stride: int = 1
+
+
+class Collective(NamedTuple):
+    """``nbytes``: of the tensor that each rank gives."""
+
+    name: str
+    kind: str
+    nbytes: int
+    num_ranks: int
+    stride: int = 1
+
+    @property
+    def shard(self) -> float:
+        """Bytes that one rank sends to another, if each sends its own."""
+        return self.nbytes / (1 if self.kind == "all_gather" else self.num_ranks)
+
+
+class Wait(NamedTuple):
+    """Kernels started from here on wait until these messages have come."""
+
+    name: str
+
+
+class Compute(NamedTuple):
+    """Blocks of each rank, of so many query heads."""
+
+    blocks: list[tuple[Shape, ...]]
+    heads: int
+
+
+Operation = Exchange | Collective | Wait | Compute
+
+
+def schedule(strategy: str, spread: Spread, heads: Heads, backward: bool, by_heads: int = 1) -> list[Operation]:
+    """One call. ``by_heads``: so many ranks exchange sequence for heads, and ``spread`` is over groups of them; that is
+    all that Ulysses does, whose ``spread`` has one rank."""
+
+    def exchanged(*tensors: tuple[str, int]) -> Iterator[Operation]:
+        for name, row_bytes in tensors if by_heads > 1 else ():
+            nbytes = spread.length // by_heads * row_bytes
+            yield from (Collective(name, "all_to_all", nbytes, by_heads), Wait(name))
+
+    row = heads.dim * heads.item_bytes
+    query, key, value = ("query", heads.query * row), ("key", heads.kv * row), ("value", heads.kv * row)
+    output, lse = ("output", heads.query * row), ("lse", heads.query * heads.sum_bytes)
+    over_keys = _gather if strategy == "allgather" else _ring
+    own_heads = heads._replace(query=heads.query // by_heads, kv=heads.kv // by_heads)
+    between = over_keys(spread, own_heads, backward, by_heads)
+    if backward:  # autograd goes the other way, and the lse has no gradient
+        return [*exchanged(output), *between, *exchanged(value, key, query)]
+    return [*exchanged(query, key, value), *between, *exchanged(output, lse)]
+
+
+def _ring(spread: Spread, heads: Heads, backward: bool, stride: int) -> Iterator[Operation]:
+    steps, per_key = _read_by_step(spread), 2 * heads.kv * heads.dim
+    num_keys = [np.array([read.num_keys for read in step], dtype=np.float64) for step in steps]
+
+    def start_keys(step: int) -> Iterator[Operation]:
+        if step < spread.world_size:
+            yield Exchange(f"keys {step}", step, num_keys[step] * per_key * heads.item_bytes, stride)
+
+    yield from start_keys(1)
+    for step, reads in enumerate(steps):
+        if step > 0:
+            yield Wait(f"keys {step}")
+            yield from start_keys(step + 1)
+        yield Compute([read.blocks for read in reads], heads.query)
+        if backward and step > 0:
+            if step > 1:
+                yield Wait(f"gradients {step - 1}")
+            of_owner = np.roll(num_keys[step], -step) * per_key * heads.sum_bytes
+            yield Exchange(f"gradients {step}", -step, of_owner, stride)
+    if backward and spread.world_size > 1:
+        yield Wait(f"gradients {spread.world_size - 1}")
+
+
+def _gather(spread: Spread, heads: Heads, backward: bool, stride: int) -> Iterator[Operation]:
+    world_size = spread.world_size
+    num_groups = min(heads.kv, MOST_GROUPS_OF_HEADS) if world_size > 1 else 1
+    counts = [end - begin for begin, end in pairwise(heads.kv * i // num_groups for i in range(num_groups + 1))]
+    blocks = [_shapes(spread.blocks_over_all_keys(rank), spread) for rank in range(world_size)]
+
+    def start(i: int) -> Iterator[Operation]:
+        for name in ("keys", "values") if i < num_groups else ():
+            nbytes = spread.length * counts[i] * heads.dim * heads.item_bytes
+            yield Collective(f"{name} {i}", "all_gather", nbytes, world_size, stride)
+
+    yield from start(0)
+    for i, count in enumerate(counts):
+        yield from (Wait(f"keys {i}"), Wait(f"values {i}"))
+        yield from start(i + 1)
+        yield Compute(blocks, count * heads.query // heads.kv)
+        for name in ("keys", "values") if backward else ():
+            nbytes = world_size * spread.length * count * heads.dim * heads.sum_bytes
+            yield Collective(f"gradients of {name} {i}", "reduce_scatter", nbytes, world_size, stride)
+    if backward:
+        yield from (Wait(f"gradients of {name} {i}") for i in range(num_groups) for name in ("keys", "values"))
+
+
+class _Read(NamedTuple):
+    num_keys: int
+    blocks: tuple[Shape, ...]
+
+
+@cache
+def _read_by_step(spread: Spread) -> list[list[_Read]]:
+    """For each step of a ring, what each rank reads and computes."""
+    ranks, found = range(spread.world_size), dict[_Read, _Read]()
+
+    def read(rank: int, source: int) -> _Read:
+        reading = spread.reading(rank, source)
+        one = _Read(sum(keys.stop - keys.start for keys in reading.keys), _shapes(reading.blocks, spread))
+        return found.setdefault(one, one)  # a million, of which few differ
+
+    return [[read(rank, (rank - step) % spread.world_size) for rank in ranks] for step in ranks]
+
+
+def _shapes(blocks: tuple[Block, ...] | list[Block], spread: Spread) -> tuple[Shape, ...]:
+    return tuple(
+        Shape(
+            len(range(spread.length)[block.rows]),
+            block.keys.stop - block.keys.start,
+            block.first_row - block.first_key,
+            block.window,
+        )
+        for block in blocks
+    )
+
+
+# --- How long it takes ------------------------------------------------------------------------------------------------
+
+
+class Links(NamedTuple):
+    """Of a GPU, each way: bytes per second and seconds of a message, within a node of ``per_node`` GPUs and between
+    nodes, where each GPU has an adapter."""
+
+    per_node: int
+    node_rate: float
+    node_latency: float
+    network_rate: float
+    network_latency: float
+
+    def message_seconds(self, source: NDArray[np.int64], reader: NDArray[np.int64], nbytes: Array) -> Array:
+        is_near = source // self.per_node == reader // self.per_node
+        near, far = self.node_latency + nbytes / self.node_rate, self.network_latency + nbytes / self.network_rate
+        return np.where(is_near, near, far)
+
+    def collective_seconds(self, collective: Collective) -> float:
+        """All-to-all: every rank to every other. Else NCCL's rings: each GPU passes on what the one before it has sent,
+        so that a shard comes into a node once, and all adapters of the node share that."""
+        ranks, shard = collective.num_ranks, collective.shard
+        near = min(ranks, max(1, self.per_node // collective.stride))
+        nodes = ranks // near
+        if collective.kind == "all_to_all":
+            latency = self.network_latency if nodes > 1 else self.node_latency
+            return latency + max((near - 1) * shard / self.node_rate, (ranks - near) * shard / self.network_rate)
+        latency = (ranks - nodes) * self.node_latency + (nodes - 1) * self.network_latency
+        through_node = (ranks - 1) * shard / self.node_rate if near > 1 else 0.0
+        return latency + max(through_node, (ranks - near) * shard / (near * self.network_rate))
+
+
+class Result(NamedTuple):
+    """``seconds`` until the last rank is done; by rank, how long it computes, and bytes."""
+
+    seconds: float
+    computing: Array
+    received: Array
+    sent: Array
+
+    @property
+    def idle(self) -> Array:
+        """Of each rank, the share of the time in which it waits."""
+        return 1 - self.computing / self.seconds
+
+
+def simulate(
+    operations: list[Operation], world_size: int, links: Links, seconds_per_head: Callable[[Shape], float]
+) -> Result:
+    """The ranks of a group, which begin together."""
+    ranks = np.arange(world_size)
+    now, last_message, computing, received, sent = np.zeros((5, world_size))
+    arrived: dict[str, Array] = {}
+    for operation in operations:
+        if isinstance(operation, Wait):
+            now = np.maximum(now, arrived[operation.name])
+        elif isinstance(operation, Compute):
+            spent = np.array([sum(map(seconds_per_head, blocks)) for blocks in operation.blocks]) * operation.heads
+            now, computing = now + spent, computing + spent
+        elif isinstance(operation, Collective):
+            start = max(now.max(), last_message.max())
+            last_message = arrived[operation.name] = np.full(world_size, start + links.collective_seconds(operation))
+            received += (operation.num_ranks - 1) * operation.shard
+            sent += (operation.num_ranks - 1) * operation.shard
+        else:
+            nbytes, stride = operation.nbytes, operation.stride
+            source, reader = (ranks - operation.shift) % world_size, (ranks + operation.shift) % world_size
+            start = np.maximum(now, last_message)
+            end = np.maximum(start, start[source]) + links.message_seconds(source * stride, ranks * stride, nbytes)
+            end = np.where(nbytes > 0, end, 0.0)
+            arrived[operation.name] = np.maximum(end, end[reader])  # what a rank sends has left when it has come
+            last_message = np.maximum(last_message, arrived[operation.name])
+            received += nbytes
+            sent += nbytes[reader]
+    return Result(float(max(now.max(), last_message.max())), computing, received, sent)
