@@ -18,6 +18,7 @@ from fastattn import native
 from fastattn.activations import result_columns
 from fastattn.dispatch.device import kernel_facts
 from fastattn.dispatch.support import KERNEL_BACKENDS
+from fastattn.distributed.merge import merge_attention, merge_into
 
 DTYPE = torch.bfloat16
 Case = Callable[[torch.device], None]
@@ -192,6 +193,16 @@ def prompt_in_8_bits(device: torch.device, dtype: torch.dtype) -> None:
         cache.attend(0, query, key, value)
 
 
+def merge(device: torch.device) -> None:
+    """Of two blocks, one of float32, and their gradients; then in place."""
+    out_a, out_b = random(device, 1, 2, 70, 72, dtype=torch.float32), random(device, 1, 2, 70, 72, seed=1)
+    lse_a, lse_b = (random(device, 1, 2, 70, dtype=torch.float32, seed=seed) for seed in (2, 3))
+    leaves = [tensor.requires_grad_() for tensor in (out_a, lse_a, out_b, lse_b)]
+    out, lse = merge_attention(*leaves)
+    torch.autograd.grad((out, lse), leaves, (random(device, *out.shape, seed=4).float(), torch.ones_like(lse)))
+    merge_into(out.detach(), lse.detach(), out_b.detach(), lse_b.detach())
+
+
 def int8(
     device: torch.device,
     rows: int,
@@ -255,6 +266,7 @@ CASES: dict[str, Case] = {
     "append fp8": partial(append, dtype=torch.float8_e4m3fn),
     "prompt int8": partial(prompt_in_8_bits, dtype=torch.int8),
     "prompt fp8": partial(prompt_in_8_bits, dtype=torch.float8_e4m3fn),
+    "merge": merge,
     "int8 one row": partial(int8, rows=1, granularity="channel"),
     "int8 40 rows in groups": partial(int8, rows=40, granularity=128, activation="gelu"),
     "int8 one row, SwiGLU": partial(int8, rows=1, granularity="channel", activation="swiglu"),

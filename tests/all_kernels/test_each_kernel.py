@@ -16,6 +16,7 @@ import append_cases
 import attention_cases
 import decode_cases
 import int8_cases
+import merge_cases
 from cuda_kernels import HAS_KERNELS, NO_KERNELS, checked
 from fastattn import reference
 from int8_cases import normal, quantised
@@ -88,6 +89,13 @@ def test_append_to_cache(int8: bool, backend: str) -> None:
     expected = append_cases.expected(arguments)
     OPS[backend].append_to_cache(**arguments)
     append_cases.check_caches(arguments, expected)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_merge_attention_and_its_gradients(packed: bool, backend: str) -> None:
+    if backend == "cuda":
+        pytest.skip("Triton alone has it")
+    merge_cases.check(merge_cases.problem((40, 2, 64) if packed else (1, 2, 40, 64)))
 
 
 @pytest.mark.parametrize("granularity", ["channel", 64])

@@ -16,6 +16,7 @@ from torch import Tensor
 import attention_cases
 import decode_cases
 import int8_cases
+import merge_cases
 from attention_cases import Case
 
 pytest.importorskip("triton")
@@ -90,6 +91,11 @@ def test_decode(name: str, dtype: torch.dtype, launched: list[launches.Launched]
     case = next(case for case in decode_cases.CASES if case.name == name)
     decode_cases.check(replace(case, dtype=dtype), run)
     assert used(launched, "mma.sync")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["f16", "bf16"])
+def test_merge_attention(dtype: torch.dtype) -> None:
+    merge_cases.check(merge_cases.problem((2, 2, 40, 128), (torch.float32, dtype)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["f16", "bf16"])

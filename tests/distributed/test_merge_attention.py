@@ -12,6 +12,7 @@ from torch import Tensor
 import fastattn
 from fastattn import InputError, reference
 from fastattn.distributed import merge_attention
+from fastattn.distributed.merge import merge_into
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -110,6 +111,7 @@ def test_16_bits_are_merged_in_float32() -> None:
         ({1: lambda t: t.transpose(1, 2)}, r"lse_a: expected shape \[B, Hq, Sq\]"),
         ({3: lambda t: t[:1]}, r"lse_b: expected shape \[B, Hq, Sq\]"),
         ({1: lambda t: t.long()}, "lse_a: expected torch.float16"),
+        ({2: lambda t: t.to("meta")}, "out_b: expected a tensor on cpu like the first argument, got one on meta"),
     ],
 )
 def test_bad_input(change: dict[int, Any], message: str) -> None:
@@ -120,6 +122,19 @@ def test_bad_input(change: dict[int, Any], message: str) -> None:
         merge_attention(*given)
     with pytest.raises(TypeError, match=r"out_a: expected a torch\.Tensor, got float"):
         merge_attention(1.0, *given[1:])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_in_place(dtype: torch.dtype) -> None:
+    """Into some rows of a larger output."""
+    first, block = attend(*problem(dtype)), attend(*problem(torch.bfloat16))
+    out, lse = torch.zeros(2, 4, 9, 6, dtype=dtype), torch.zeros(2, 4, 9, dtype=dtype)
+    rows = slice(3, 8)
+    out[:, :, rows], lse[:, :, rows] = first
+    merge_into(out[:, :, rows], lse[:, :, rows], *block)
+    expected = merge_attention(*first, *block)
+    assert torch.equal(out[:, :, rows], expected[0]) and torch.equal(lse[:, :, rows], expected[1])
+    assert bool((out[:, :, :3] == 0).all()) and bool((out[:, :, 8:] == 0).all())
 
 
 def test_it_compiles() -> None:

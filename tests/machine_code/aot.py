@@ -25,13 +25,14 @@ class Build:
 
     ``types`` gives the type of every argument that is no constexpr, as Triton spells it, with ``:16`` where the
     launcher guarantees divisibility by 16 (``"*fp16:16"``, ``"i32"``, ``"fp32"``), or ``"none"`` for an absent tensor.
-    ``constexprs`` are what the launcher passes by name, launch options included. ``shared_limit`` is in bytes.
+    Of a tuple it is a tuple of such; there ``"1"`` is that number, of which Triton makes a constant. ``constexprs`` are
+    what the launcher passes by name, launch options included. ``shared_limit`` is in bytes.
     """
 
     name: str
     kernel: Any
     arch: int
-    types: Mapping[str, str]
+    types: Mapping[str, str | tuple[str, ...]]
     constexprs: Mapping[str, Any]
     shared_limit: int
 
@@ -64,13 +65,19 @@ def compile_build(build: Build) -> Any:
         if name in constexprs:
             signature[name] = "constexpr"
             continue
-        kind, _, divisible = build.types[name].partition(":")
+        kind = build.types[name]
         if kind == "none":
             signature[name], constexprs[name] = "constexpr", None
             continue
-        signature[name] = kind
-        if divisible:
-            attributes[(index,)] = [["tt.divisibility", int(divisible)]]
+        parts = kind if isinstance(kind, tuple) else (kind,)
+        spelt = ["constexpr" if part == "1" else part.partition(":")[0] for part in parts]
+        signature[name] = tuple(spelt) if isinstance(kind, tuple) else spelt[0]
+        for i, part in enumerate(parts):
+            path = (index, i) if isinstance(kind, tuple) else (index,)
+            if part == "1":
+                constexprs[path] = 1
+            elif part.endswith(":16"):
+                attributes[path] = [["tt.divisibility", 16]]
     source = ASTSource(build.kernel, signature, constexprs, attributes)
     return triton.compile(source, target=GPUTarget("cuda", build.arch, 32), options=options)
 

@@ -25,13 +25,6 @@ ONES = (
 FEATURES = {"softcap": True, "alibi": True, "sinks": True, "rotary_dim": 64, "split": False, "rows_differ": True}
 
 
-class TupleType(tuple[str, ...]):
-    """The type of a tuple argument, where `aot.compile_build` expects a name with or without a colon."""
-
-    def partition(self, separator: str) -> tuple[TupleType, str, str]:
-        return self, "", ""
-
-
 def cache_types(dtype: str, cache_format: str, paged: bool, rotary: bool) -> dict[str, Any]:
     """Types of the arguments that the append and the split kernel share. ``cache_format``: "16bit", "int8" or "fp8"."""
     cache = {"16bit": f"*{dtype}:16", "int8": "*i8:16", "fp8": "*u8:16"}[cache_format]
@@ -39,16 +32,16 @@ def cache_types(dtype: str, cache_format: str, paged: bool, rotary: bool) -> dic
     table = f"*{dtype}:16" if rotary else "none"
     return {
         "k_cache": cache,
-        "k_strides": TupleType(STRIDES),
+        "k_strides": STRIDES,
         "v_cache": cache,
-        "v_strides": TupleType(STRIDES),
+        "v_strides": STRIDES,
         "k_scale": scale,
-        "k_scale_strides": TupleType(STRIDES),
+        "k_scale_strides": STRIDES,
         "v_scale": scale,
-        "v_scale_strides": TupleType(STRIDES),
+        "v_scale_strides": STRIDES,
         "cache_seqlens": "*i32:16",
         "block_table": "*i32:16" if paged else "none",
-        "table_strides": TupleType(("i32", "i32")),
+        "table_strides": ("i32", "i32"),
         "num_pages": "i32",
         "rotary_cos": table,
         "rotary_sin": table,
@@ -81,16 +74,16 @@ def split_build(
     tile = tiles.decode_tile(arch, *dims, rows, 2 if cache == "16bit" else 1, SHARED_MEMORY[arch], page_size)
     types: dict[str, Any] = cache_types(dtype, cache, page_size > 0, rotary_dim > 0) | {
         "query": f"*{dtype}:16",
-        "q_strides": TupleType(STRIDES),
+        "q_strides": STRIDES,
         "alibi_slopes": "*fp32:16" if alibi else "none",
         "alibi_batch_stride": "i32",
         "sinks": "*fp32:16" if sinks else "none",
         "tree_mask": "*u8" if tree else "none",
-        "tree_strides": TupleType(STRIDES),
+        "tree_strides": STRIDES,
         "out": "*fp32:16" if split else f"*{dtype}:16",
-        "out_strides": TupleType(("i32", *STRIDES)),
+        "out_strides": ("i32", *STRIDES),
         "lse": "*fp32:16",
-        "lse_strides": TupleType(("i32", *STRIDES)),
+        "lse_strides": ("i32", *STRIDES),
         "inner_scale": "fp32",
         "softcap": "fp32",
         "window_left": "i32",

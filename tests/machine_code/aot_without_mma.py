@@ -5,20 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from aot import Build
-from aot_decode import SHARED_MEMORY, STRIDES, TupleType, cache_types
+from aot_decode import SHARED_MEMORY, STRIDES, cache_types
 from fastattn.triton_kernels.decode_append import BLOCK_T, append_kernel
 from fastattn.triton_kernels.decode_combine import COMBINE_SPLITS, combine_kernel
 from fastattn.triton_kernels.decode_dequantize import dequantize_kernel
 from fastattn.triton_kernels.int8_matmul import MERGE_BLOCK, merge_kernel
+from fastattn.triton_kernels.merge_attention import merge_attention_kernel, merge_constexprs
+from fastattn.triton_kernels.merge_attention_backward import merge_attention_backward_kernel
 from fastattn.triton_kernels.tiles import ceil_div
 
 
 def append_build(arch: int, dtype: str, cache: str, dim: int = 128) -> Build:
     types: dict[str, Any] = cache_types(dtype, cache, True, True) | {
         "k_new": f"*{dtype}:16",
-        "k_new_strides": TupleType(STRIDES),
+        "k_new_strides": STRIDES,
         "v_new": f"*{dtype}:16",
-        "v_new_strides": TupleType(STRIDES),
+        "v_new_strides": STRIDES,
     }
     constexprs = {
         "HEAD_DIM": dim,
@@ -67,7 +69,7 @@ def combine_build(arch: int, dtype: str, dim: int = 128) -> Build:
         "partial_lse": "*fp32:16",
         "sinks": "*fp32:16",
         "out": f"*{dtype}:16",
-        "out_strides": TupleType(STRIDES),
+        "out_strides": STRIDES,
         "lse": "*fp32:16",
         "num_splits": "i32",
         "num_rows": "i32",
@@ -110,6 +112,20 @@ def merge_build(arch: int, dtype: str) -> Build:
     return Build(f"int8-merge-sm{arch}-{dtype}", merge_kernel, arch, types, constexprs, SHARED_MEMORY[arch])
 
 
+def merge_attention_build(arch: int, dtype: str, dim: int = 128, gradients: bool = False) -> Build:
+    """Sums in fp32 and a block of another dtype; all dense."""
+    kernel = merge_attention_backward_kernel if gradients else merge_attention_kernel
+    types: dict[str, Any] = {"num_rows": "i32", "num_heads": "i32"}
+    constexprs = merge_constexprs(dim)
+    for name in kernel.arg_names:
+        if name.endswith("_strides"):
+            types[name] = ("i32", "i32", "1") if "lse" in name else ("i32:16", "i32:16", "i32:16", "1")
+        elif name not in types and name not in constexprs:
+            types[name] = f"*{dtype}:16" if name.endswith("out_b") else "*fp32:16"
+    name = f"merge-attention-{'backward-' if gradients else ''}sm{arch}-{dtype}-d{dim}"
+    return Build(name, kernel, arch, types, constexprs, SHARED_MEMORY[arch])
+
+
 def builds() -> list[Build]:
     found = []
     for arch in (80, 90, 100):
@@ -117,5 +133,7 @@ def builds() -> list[Build]:
             found += [append_build(arch, dtype, cache) for cache in ("16bit", "int8", "fp8")]
             found += [dequantize_build(arch, dtype, cache) for cache in ("int8", "fp8")]
             found += [combine_build(arch, dtype), merge_build(arch, dtype)]
+            found += [merge_attention_build(arch, dtype, gradients=gradients) for gradients in (False, True)]
     found += [append_build(90, "bf16", "int8", 512), dequantize_build(80, "fp16", "fp8", 512)]
+    found += [merge_attention_build(90, "fp32", 1000, gradients) for gradients in (False, True)]
     return [*found, combine_build(80, "bf16", 512)]

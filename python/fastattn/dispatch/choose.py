@@ -38,7 +38,7 @@ native.when_forced.append(_forget_choices)
 def _torch_is_asked_for(call: Call) -> bool:
     """For attention inside ``torch.nn.attention.sdpa_kernel``, or where a backend of torch's SDPA was switched off."""
     c = torch._C
-    if call.op in ("append", "int8_matmul") or thread.serving_torch:
+    if call.op in ("append", "int8_matmul", "merge") or thread.serving_torch:
         return False
     return not (c._get_flash_sdp_enabled() and c._get_mem_efficient_sdp_enabled() and c._get_math_sdp_enabled())
 
@@ -222,6 +222,8 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
         )
     if call.op == "append":
         return "decode_append.append_to_slots_kernel", None
+    if call.op == "merge":
+        return "merge_attention.merge_attention_kernel", None
     tokens, outputs, depth, _ = call.sizes
     sizes = (tokens, depth, outputs, 0) if call.is_input_gradient else call.sizes
     tile = tiles.int8_matmul_tile(device_facts.arch, *sizes, device_facts.shared_memory_bytes, device_facts.num_sms)

@@ -50,6 +50,10 @@ FEATURES: dict[str, dict[str, str]] = {
         "int8 cache": "an int8 cache",
         "fp8 cache": "an fp8 cache",
     },
+    "merge": {
+        "gradients": "gradients (of outputs and lse)",
+        "varlen": "packed rows",
+    },
     "int8_matmul": {
         "gradients": "gradients (of the input, bias and residual)",
         "group scales": "scales per group along K",
@@ -72,6 +76,7 @@ FUNCTIONS = {
     "attention": "`scaled_dot_product_attention`, `attention`, `attention_varlen`",
     "decode": "`attention_with_kv_cache`",
     "append": "`append_to_cache`",
+    "merge": "`distributed.merge_attention`",
     "int8_matmul": "`int8_linear`",
 }
 
@@ -145,6 +150,11 @@ SUPPORT: dict[str, dict[str, Support]] = {
     "append": {
         "cuda": Support(_all_features_but("append"), head_dims=range(8, 257, 8)),
         "triton": Support(_all_features_but("append"), head_dims=range(8, 513, 8)),
+    },
+    "merge": {
+        "triton": Support(
+            _all_features_but("merge"), head_dims=None, dtypes=(torch.float16, torch.bfloat16, torch.float32)
+        ),
     },
     "int8_matmul": {
         "cuda": Support(_all_features_but("int8_matmul"), head_dims=None),

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastattn.checks import FLOATING, check_dtype, check_shape, check_tensor, expect
+from fastattn import reference
+from fastattn.checks import (
+    FLOATING,
+    check_dtype,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    expect,
+    needs_gradient,
+)
+from fastattn.dispatch.call import Call
+from fastattn.dispatch.choose import choose
+from fastattn.dispatch.device import facts
+from fastattn.dispatch.reasons import only_torch_handles, reason_against
+from fastattn.dispatch.recording import note
+from fastattn.dispatch.thread_state import thread
+from fastattn.functional.autocast import without_autocast
+from fastattn.functional.checked_once import CheckedOnce
+from fastattn.ops.merge import MergeArguments, MergeIntoArguments, differentiable_merge
+from fastattn.ops.merge import merge_attention as merge_by_kernel
+from fastattn.ops.merge import merge_attention_into as merge_by_kernel_into
 
 
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -15,7 +35,8 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 
     The output stays in float32, however often results are merged: rounded once, at the end, it is as exact as that of
     one call. Differentiable in all four. A row that sees no key of one set (lse -inf) takes the other's result,
-    whatever stands in its own, and one that sees none of both stays 0 and -inf.
+    whatever stands in its own, and one that sees none of both stays 0 and -inf. On a GPU one Triton kernel does it, and
+    one more its gradients: each reads its arguments once, in any layout.
 
     Args:
         out_a, out_b: ``[B, Hq, Sq, Dv]``, or packed ``[total, Hq, Dv]``.
@@ -25,34 +46,55 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
         Output and lse of the same shapes, float32, or float64 where an argument is.
 
     Raises:
-        InputError, TypeError: shapes that differ, or are none of the above.
+        InputError, TypeError: shapes that differ, or are none of the above; devices that differ.
     """
-    for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+    tensors = MergeArguments(out_a, lse_a, out_b, lse_b)
+    call = _checked_calls.get(tensors, ())
+    choice = choose(call)
+    if choice.backend == "torch":
+        with without_autocast(call.device.type):
+            results = reference.merge_attention(*tensors)
+    elif "gradients" in call.features:
+        results = differentiable_merge(choice.backend, tensors)
+    else:
+        results = merge_by_kernel(choice.backend, tensors)
+    note(call.op, choice.backend, choice.kernel)
+    return results
+
+
+def merge_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Merges a block's results with ``out`` and ``lse``, in place and without gradients.
+
+    This is a step of a larger call, whose backend a user may have forced: where that is another than Triton's, or no
+    kernel takes the tensors, PyTorch does it, and nothing is refused.
+    """
+    call = _checked_calls.get((out, lse, block_out, block_lse), ())
+    with torch.no_grad():
+        if thread.forced in (None, "triton") and reason_against("triton", call, facts(call.device)) is None:
+            merge_by_kernel_into("triton", MergeIntoArguments(out, lse, block_out, block_lse))
+            return
+        merged = reference.merge_attention(out, lse, block_out, block_lse)
+        for total, result in zip((out, lse), merged, strict=True):
+            total.copy_(result)
+
+
+def _check_call(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Call:
+    for name, tensor in zip(MergeArguments._fields, tensors, strict=True):
         check_tensor(name, tensor)
         check_dtype(name, tensor, FLOATING)
+        check_same_device(name, tensor, tensors[0].device)
+    out_a, lse_a, out_b, lse_b = tensors
     is_packed = out_a.dim() == 3
     expect(out_a.dim() in (3, 4), "out_a", "[B, Hq, Sq, Dv] or [total, Hq, Dv]", list(out_a.shape))
     check_shape("out_b", out_b, out_a.shape, "of out_a")
     rows = (out_a.shape[1], out_a.shape[0]) if is_packed else out_a.shape[:3]
     check_shape("lse_a", lse_a, rows, "[Hq, total]" if is_packed else "[B, Hq, Sq]")
     check_shape("lse_b", lse_b, rows, "[Hq, total]" if is_packed else "[B, Hq, Sq]")
-    dtype = torch.float32
-    for tensor in (out_a, lse_a, out_b, lse_b):
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    lse_a, lse_b = lse_a.to(dtype), lse_b.to(dtype)
+    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else out_a.dtype
+    features = {"varlen"} if is_packed else set()
+    if torch.is_grad_enabled() and any(map(needs_gradient, tensors)):
+        features.add("gradients")
+    return Call("merge", out_a.device, dtype, 0, 0, frozenset(features), (), only_torch_handles(*tensors))
 
-    # Weights relative to the larger lse, from which they do not depend: no gradient goes through it.
-    level = torch.maximum(lse_a, lse_b).detach()
-    level = level.masked_fill(level == -math.inf, 0.0)
-    sum_a, sum_b = (lse_a - level).exp(), (lse_b - level).exp()
-    total = sum_a + sum_b
-    sees_nothing = total == 0
-    total = total.masked_fill(sees_nothing, 1.0)
-    lse = (level + total.log()).masked_fill(sees_nothing, -math.inf)
 
-    def weighted(out: Tensor, of_out: Tensor) -> Tensor:
-        share = of_out / total
-        of_rows = (share.transpose(0, 1) if is_packed else share)[..., None]
-        return out.to(dtype).masked_fill(of_rows == 0, 0.0) * of_rows
-
-    return weighted(out_a, sum_a) + weighted(out_b, sum_b), lse
+_checked_calls = CheckedOnce(_check_call)

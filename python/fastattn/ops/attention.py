@@ -159,8 +159,6 @@ def attention_forward(backend: str, arguments: AttentionArguments) -> Results:
 
 def differentiable_attention(backend: str, arguments: AttentionArguments, deterministic: bool) -> Results:
     """The same, output and lse differentiable in query, key, value, bias, slopes and sinks."""
-    if torch.compiler.is_compiling():
-        arguments = AttentionArguments(*_distinct(arguments))
     out, lse, max_logit = apply(_Attention, backend, deterministic, *arguments)
     return out, lse, max_logit.detach()  # under vmap it would need gradients
 
@@ -184,16 +182,6 @@ def add_attention_gradients(backend: str, sums: tuple[Tensor, ...], arguments: A
     if is_recording():
         note("attention backward", backend, backward_kernels(backend, arguments))
     return grad_slopes
-
-
-def _distinct(arguments: AttentionArguments) -> list[Any]:
-    """One tensor in two places becomes two: torch.compile takes no autograd.Function with the same input twice."""
-    result: list[Any] = []
-    for argument in arguments:
-        if isinstance(argument, Tensor) and any(argument is earlier for earlier in result):
-            argument = argument.view_as(argument)
-        result.append(argument)
-    return result
 
 
 class _Attention(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """Makes PyTorch's operators of kernels: two namespaces, their shape functions, vmap rules and FLOP counts.
 
-The schemas are C++ (``csrc/bindings.cpp``); those of the Triton kernels are the same. Each operator has a file here,
-which registers it and holds the functions that differentiate it.
+The schemas are C++ (``csrc/bindings.cpp``); those of the Triton kernels are the same. An operator without a native
+kernel has its schema here, in the namespace of Triton's alone. Each operator has a file here, which registers it and
+holds the functions that differentiate it.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ def register(
     fake: Callable[..., Any],
     flops: Callable[..., int],
     vmap: Callable[[torch._ops.OpOverload], Callable[..., Any]] | None = None,
+    schema: str | None = None,
 ) -> None:
-    """Register the operator ``name`` of both namespaces.
+    """Register the operator ``name`` of both namespaces, or of Triton's alone.
 
     Args:
         arguments: the named tuple of its arguments, in the order of its schema.
@@ -42,14 +44,18 @@ def register(
         fake: from its arguments to empty results of the right shapes.
         flops: from its arguments, shapes instead of tensors, to the FLOPs that torch's counter shows.
         vmap: from an overload to what ``torch.library.register_vmap`` wants; None: ``torch.vmap`` raises.
+        schema: arguments and results of an operator that Triton alone has; None: those of the native library's.
     """
-    schema = getattr(native.OPS, name).default._schema
-    in_schema, in_tuple = [argument.name for argument in schema.arguments], list(arguments._fields)  # type: ignore[attr-defined]
+    namespaces = NAMESPACES if schema is None else {"triton": NAMESPACES["triton"]}
+    if schema is None:
+        schema = str(getattr(native.OPS, name).default._schema).removeprefix(f"{NAMESPACE}::{name}")
+    _libraries["triton"].define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    defined = getattr(getattr(torch.ops, NAMESPACES["triton"]), name).default._schema
+    in_schema, in_tuple = [argument.name for argument in defined.arguments], list(arguments._fields)  # type: ignore[attr-defined]
     assert in_schema == in_tuple, f"{name}: the schema has {in_schema}, {arguments.__name__} {in_tuple}"
     _triton_launchers[name] = _triton_launcher(triton_module, name)
-    _libraries["triton"].define(str(schema).removeprefix(f"{NAMESPACE}::"), tags=(torch.Tag.pt2_compliant_tag,))
     _libraries["triton"].impl(name, _triton_launchers[name], "CUDA")
-    for backend, namespace in NAMESPACES.items():
+    for backend, namespace in namespaces.items():
         packet = getattr(getattr(torch.ops, namespace), name)
         overload = _overloads[backend, name] = packet.default
         torch.library.register_fake(f"{namespace}::{name}", fake, lib=_libraries[backend])
@@ -57,6 +63,8 @@ def register(
         if vmap is not None:
             torch.library.register_vmap(f"{namespace}::{name}", vmap(overload), lib=_libraries[backend])
         _count_flops(packet, flops)
+    if is_emulated():
+        _register_on_cpu()
 
 
 def _count_flops(packet: torch._ops.OpOverloadPacket, flops: Callable[..., int]) -> None:
@@ -157,9 +165,21 @@ def call_in_backward(backend: str, name: str, arguments: Iterable[Any]) -> Any:
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply(*args)``, without the ``inspect.signature`` at every call (10 µs) that only functorch needs."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling():
+        return function.apply(*_distinct(args))
+    if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def _distinct(arguments: Iterable[Any]) -> list[Any]:
+    """One tensor in two places becomes two: torch.compile takes no autograd.Function with the same input twice."""
+    result: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor) and any(argument is earlier for earlier in result):
+            argument = argument.view_as(argument)
+        result.append(argument)
+    return result
 
 
 # --- vmap -----------------------------------------------------------------------------------------------------------

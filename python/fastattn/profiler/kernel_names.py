@@ -6,7 +6,8 @@ import re
 
 # Names that are fastattn's wherever they appear: in the replay of a CUDA graph no operator tells whose a kernel is.
 _TRITON_KERNEL = re.compile(
-    r"(attention_(forward|backward_\w+)|split|append|append_to_slots|combine|dequantize|forward|grad_input|merge)_kernel"
+    r"(attention_(forward|backward_\w+)|split|append|append_to_slots|combine|dequantize|forward|grad_input|merge"
+    r"|merge_attention(_backward)?)_kernel"
 )
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fastattn import native
+import torch
+
 from fastattn.ops.registration import NAMESPACES
 
 # The profiler's word for a dtype → torch's name and the bytes of an element.
@@ -72,7 +73,7 @@ def operator_call(
     namespace, _, name = qualified_name.partition("::")
     if namespace not in NAMESPACES.values():
         return None
-    schema = getattr(native.OPS, name).default._schema
+    schema = getattr(getattr(torch.ops, namespace), name).default._schema
     names = [argument.name for argument in schema.arguments]
     if not len(names) == len(shapes) == len(dtypes) == len(texts):
         return OperatorCall(name, {})

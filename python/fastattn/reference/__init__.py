@@ -10,6 +10,7 @@ from fastattn.reference.attention import attention, attention_varlen
 from fastattn.reference.dropout import dropout_keep, philox_4x32
 from fastattn.reference.int8_linear import int8_linear
 from fastattn.reference.kv_cache import append_to_cache, attention_with_kv_cache
+from fastattn.reference.merge import merge_attention
 from fastattn.rotary import rotary
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "dequantize_int8",
     "dropout_keep",
     "int8_linear",
+    "merge_attention",
     "philox_4x32",
     "quantize_int8",
     "quantize_rows",

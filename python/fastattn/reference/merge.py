@@ -1,0 +1,33 @@
+"""Attention over two sets of keys, from the results of each."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and lse, as ``fastattn.distributed.merge_attention``."""
+    is_packed = out_a.dim() == 3
+    dtype = torch.float32
+    for tensor in (out_a, lse_a, out_b, lse_b):
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    lse_a, lse_b = lse_a.to(dtype), lse_b.to(dtype)
+
+    # Weights relative to the larger lse, from which they do not depend: no gradient goes through it.
+    level = torch.maximum(lse_a, lse_b).detach()
+    level = level.masked_fill(level == -math.inf, 0.0)
+    sum_a, sum_b = (lse_a - level).exp(), (lse_b - level).exp()
+    total = sum_a + sum_b
+    sees_nothing = total == 0
+    total = total.masked_fill(sees_nothing, 1.0)
+    lse = (level + total.log()).masked_fill(sees_nothing, -math.inf)
+
+    def weighted(out: Tensor, of_out: Tensor) -> Tensor:
+        share = of_out / total
+        of_rows = (share.transpose(0, 1) if is_packed else share)[..., None]
+        return out.to(dtype).masked_fill(of_rows == 0, 0.0) * of_rows
+
+    return weighted(out_a, sum_a) + weighted(out_b, sum_b), lse

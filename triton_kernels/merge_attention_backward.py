@@ -1,0 +1,92 @@
+"""The gradients of `merge_attention`, in one pass.
+
+    share_a = exp(lse_a - lse)                               share_b = exp(lse_b - lse)
+    dout_a = share_a dout                                    dout_b = share_b dout
+    delta = rowsum(dout (out_a - out_b))
+    dlse_a = share_a (dlse + share_b delta)                  dlse_b = share_b (dlse - share_a delta)
+
+The CTAs and what they read are those of the forward kernel. A row without a share has gradient 0.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .merge_attention import launch, load_lse, lse_pointers, row_pointers, rows_of_cta, shares_of
+
+
+@triton.jit
+def merge_attention_backward_kernel(
+    grad_out,  # [B, H, S, VALUE_DIM]
+    grad_out_strides,
+    grad_lse,  # [B, H, S]
+    grad_lse_strides,
+    out_a,
+    out_a_strides,
+    lse_a,
+    lse_a_strides,
+    out_b,
+    out_b_strides,
+    lse_b,
+    lse_b_strides,
+    grad_out_a,
+    grad_out_a_strides,
+    grad_lse_a,
+    grad_lse_a_strides,
+    grad_out_b,
+    grad_out_b_strides,
+    grad_lse_b,
+    grad_lse_b_strides,
+    num_rows,
+    num_heads,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    batch, head, row = rows_of_cta(num_rows, num_heads, BLOCK_S)
+    exists = row < num_rows
+
+    share_a, share_b, _row_lse = shares_of(
+        load_lse(lse_a, lse_a_strides, batch, head, row, num_rows),
+        load_lse(lse_b, lse_b_strides, batch, head, row, num_rows),
+    )
+    has_a, has_b = share_a != 0.0, share_b != 0.0
+
+    delta = tl.zeros([BLOCK_S], tl.float32)
+    for first_dim in range(0, VALUE_DIM, BLOCK_D):
+        dim = first_dim + tl.arange(0, BLOCK_D)
+        mask = exists[:, None] & (dim < VALUE_DIM)[None, :]
+        read_a, read_b = mask & has_a[:, None], mask & has_b[:, None]
+        a = tl.load(row_pointers(out_a, out_a_strides, batch, head, row, dim), mask=read_a, other=0.0)
+        b = tl.load(row_pointers(out_b, out_b_strides, batch, head, row, dim), mask=read_b, other=0.0)
+        grad = tl.load(
+            row_pointers(grad_out, grad_out_strides, batch, head, row, dim), mask=read_a | read_b, other=0.0
+        ).to(tl.float32)
+        delta += tl.sum(grad * (a.to(tl.float32) - b.to(tl.float32)), axis=1)
+        grad_a = tl.where(has_a[:, None], share_a[:, None] * grad, 0.0)
+        grad_b = tl.where(has_b[:, None], share_b[:, None] * grad, 0.0)
+        a_pointers = row_pointers(grad_out_a, grad_out_a_strides, batch, head, row, dim)
+        b_pointers = row_pointers(grad_out_b, grad_out_b_strides, batch, head, row, dim)
+        tl.store(a_pointers, grad_a.to(grad_out_a.dtype.element_ty), mask=mask)
+        tl.store(b_pointers, grad_b.to(grad_out_b.dtype.element_ty), mask=mask)
+
+    grad_row = load_lse(grad_lse, grad_lse_strides, batch, head, row, num_rows)
+    grad_row_a = tl.where(has_a, share_a * (grad_row + share_b * delta), 0.0)
+    grad_row_b = tl.where(has_b, share_b * (grad_row - share_a * delta), 0.0)
+    a_pointers = lse_pointers(grad_lse_a, grad_lse_a_strides, batch, head, row)
+    b_pointers = lse_pointers(grad_lse_b, grad_lse_b_strides, batch, head, row)
+    tl.store(a_pointers, grad_row_a.to(grad_lse_a.dtype.element_ty), mask=exists)
+    tl.store(b_pointers, grad_row_b.to(grad_lse_b.dtype.element_ty), mask=exists)
+
+
+def merge_attention_backward(
+    grad_out: Tensor, grad_lse: Tensor, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of ``out_a``, ``lse_a``, ``out_b`` and ``lse_b``, in the dtype and dimension order of each."""
+    merged = out_a, lse_a, out_b, lse_b
+    grad_out_a, grad_lse_a, grad_out_b, grad_lse_b = grads = tuple(map(torch.empty_like, merged))
+    launch(merge_attention_backward_kernel, grad_out, grad_lse, *merged, *grads)
+    return grad_out_a, grad_lse_a, grad_out_b, grad_lse_b
