@@ -1,24 +1,32 @@
-"""int8 layers under DDP, FSDP2 and tensor parallel, on two processes: as the layers of one process."""
+"""int8 layers under DDP, FSDP2 and tensor parallel, on two and four processes: as the layers of one process."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import fastattn
 import ranks
-from fastattn import InputError
-from fastattn.nn import Int8Tensor, quantize_model
+from fastattn import InputError, distributed
+from fastattn.nn import Int8Linear, Int8Tensor, quantize_model
 
 # hidden and outer features, granularity: aligned and not, and rows that two ranks do not share evenly
 SIZES: tuple[tuple[int, int, str | int], ...] = ((64, 64, "tensor"), (64, 64, 32), (45, 40, "channel"))
-EVEN_SIZES = (*SIZES[:2], (48, 40, "channel"))
+EVEN_SIZES = (SIZES[0], (128, 64, 32), (48, 40, "channel"))
 
 
 def model_of(hidden: int, outer: int, granularity: str | int, seed: int = 0) -> nn.Sequential:
@@ -61,8 +69,8 @@ def check_fsdp(rank: int, mesh: DeviceMesh) -> None:
                 fully_shard(module, mesh=mesh)
         shard = model[0].weight.to_local()
         assert isinstance(shard, Int8Tensor)
-        rows = (hidden + 1) // 2
-        assert shard.shape == (rows if rank == 0 else hidden - rows, outer)
+        rows = -(-hidden // mesh.size())
+        assert shard.shape == (min(rows, hidden - rank * rows), outer)
         assert_alike(model, expected, outer)
         other.load_state_dict(model.state_dict())
         assert_alike(other, expected, outer)
@@ -70,11 +78,42 @@ def check_fsdp(rank: int, mesh: DeviceMesh) -> None:
         assert torch.equal(whole["0.weight"], expected[0].weight)
 
 
+def check_fsdp_policies(rank: int, mesh: DeviceMesh) -> None:
+    """Mixed precision changes what is computed and neither int8 data nor scales; offloaded weights are gathered."""
+    bfloat16, offload = MixedPrecisionPolicy(torch.bfloat16), CPUOffloadPolicy(pin_memory=False)
+    policies: tuple[dict[str, Any], ...] = ({"mp_policy": bfloat16}, {"offload_policy": offload})
+    for hidden, outer, granularity in SIZES:
+        for options in (*policies, policies[0] | policies[1]):
+            dtype = torch.bfloat16 if "mp_policy" in options else torch.float32
+            model, expected = model_of(hidden, outer, granularity), model_of(hidden, outer, granularity).to(dtype)
+            gathered: list[nn.Parameter] = []
+            model[0].register_forward_hook(lambda layer, *_, gathered=gathered: gathered.append(layer.weight))
+            for module in (model[0], model[2], model):
+                fully_shard(module, mesh=mesh, **options)
+            x = torch.randn(3, outer, generator=torch.Generator().manual_seed(1))
+            for _ in range(2):
+                actual, wanted = model(x), expected(x.to(dtype))
+                weight = gathered.pop()
+                assert isinstance(weight, Int8Tensor) and actual.dtype == weight.dtype == dtype
+                assert (weight.int8_data.dtype, weight.int8_scale.dtype) == (torch.int8, torch.float32)
+                assert torch.equal(actual, wanted)
+                for each, y in ((model, actual), (expected, wanted)):
+                    each.zero_grad()
+                    y.sum().backward()
+            for actual, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+                assert actual.dtype == torch.float32  # what is stored stays as it was
+                if actual.requires_grad:
+                    assert torch.equal(actual.grad.full_tensor(), wanted.grad.float())
+                else:
+                    assert torch.equal(actual.full_tensor(), wanted)
+
+
 def check_tensor_parallel(rank: int, mesh: DeviceMesh) -> None:
     for hidden, outer, granularity in EVEN_SIZES:
         model, expected = model_of(hidden, outer, granularity), model_of(hidden, outer, granularity)
         parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        for layer, shape in ((model[0], (hidden // 2, outer)), (model[2], (outer, hidden // 2))):
+        part = hidden // mesh.size()
+        for layer, shape in ((model[0], (part, outer)), (model[2], (outer, part))):
             assert isinstance(layer.weight, DTensor) and isinstance(layer.weight.to_local(), Int8Tensor)
             assert layer.weight.to_local().shape == shape
         assert_alike(model, expected, outer)
@@ -139,7 +178,107 @@ def check_sequence_parallel(rank: int, mesh: DeviceMesh) -> None:
             torch.testing.assert_close(bias.full_tensor(), getattr(expected, name).bias.grad)
 
 
+class FusedFeedForward(nn.Module):
+    """SwiGLU over one weight of gates and ups: in the layer's kernel, or after it."""
+
+    def __init__(self, hidden: int, outer: int, granularity: str | int | None, in_kernel: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.gate_up, self.down = nn.Linear(outer, 2 * hidden), nn.Linear(hidden, outer)
+        self.in_kernel = in_kernel
+        if granularity is not None:
+            quantize_model(self, granularity)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.in_kernel:
+            layer = self.gate_up
+            return self.down(fastattn.int8_linear(x, layer.weight, layer.bias, activation="swiglu"))
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(nn.functional.silu(gate) * up)
+
+
+def parallel_feed_forward(mesh: DeviceMesh, colwise: ColwiseParallel, *arguments: Any) -> FusedFeedForward:
+    model = FusedFeedForward(*arguments)
+    parallelize_module(model, mesh, {"gate_up": colwise, "down": RowwiseParallel()})
+    if model.in_kernel:  # no hook of the layer makes a DTensor of what it gets
+        whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+        parallelize_module(model, mesh, whole)
+    return model
+
+
+def check_fused_gate_up(rank: int, mesh: DeviceMesh) -> None:
+    """Each rank has its part of the gates and of the ups."""
+    half = distributed.ColwiseParallel(fused=2)
+    whole_state = StateDictOptions(full_state_dict=True)
+    for hidden, outer, granularity in (*EVEN_SIZES, (64, 64, None)):
+        for in_kernel in (False, True)[: 1 if granularity is None else 2]:
+            arguments = hidden, outer, granularity, in_kernel
+            model, expected = parallel_feed_forward(mesh, half, *arguments), FusedFeedForward(*arguments)
+            assert_alike(model, expected, outer)
+            x = torch.ones(2, outer)
+            for each in (model, expected):
+                each(x).square().sum().backward()
+            for actual, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+                assert torch.equal(actual.full_tensor(), wanted)
+                if wanted.requires_grad:
+                    torch.testing.assert_close(actual.grad.full_tensor(), wanted.grad)
+            if granularity is None:
+                continue
+            own, part = model.gate_up.weight.to_local(), hidden // mesh.size()
+            rows = [first + rank * part + i for first in (0, hidden) for i in range(part)]
+            assert torch.equal(own.int8_data, expected.gate_up.weight.int8_data[rows])
+            assert own.int8_data.untyped_storage().nbytes() == 2 * part * -(-outer // 16) * 16
+            whole_scale = expected.gate_up.weight_scale
+            assert torch.equal(own.int8_scale, whole_scale if granularity == "tensor" else whole_scale[rows])
+            assert own.int8_scale.untyped_storage().nbytes() == 4 * own.int8_scale.numel()
+            state = get_model_state_dict(model, options=whole_state)
+            assert torch.equal(state["gate_up.weight"], expected.gate_up.weight)
+            with torch.no_grad():
+                model.gate_up.weight.zero_()
+            set_model_state_dict(model, state, options=whole_state)
+            assert_alike(model, expected, outer)
+
+    model = parallel_feed_forward(mesh, ColwiseParallel(), 64, 64, "channel", True)
+    with pytest.raises(InputError, match=r"weight: expected .*fastattn\.distributed\.ColwiseParallel\(fused=2\)"):
+        model(torch.ones(1, 64))
+    with pytest.raises(TypeError, match=r"x: expected a DTensor, as the weight is one, got torch\.Tensor"):
+        fastattn.int8_linear(torch.ones(1, 64), model.gate_up.weight)
+    with pytest.raises(InputError, match="weight: expected an int8 weight that is sharded by rows"):
+        fastattn.int8_linear(distribute_tensor(torch.ones(1, 64), mesh), model.down.weight)
+    for layer in (nn.Linear(8, 2 * mesh.size() + 2), Int8Linear(8, 2 * mesh.size() + 1)):
+        with pytest.raises(InputError, match="weight: expected rows that 2 layers share evenly"):
+            parallelize_module(layer, mesh, half)
+    with pytest.raises(TypeError, match=r"module: expected an nn\.Linear"):
+        parallelize_module(nn.Embedding(8, 8), mesh, half)
+
+
+def check_sharded_arguments(rank: int, mesh: DeviceMesh) -> None:
+    """What else ``int8_linear`` takes, over rows that torch's class shards, evenly or not; only fused ones are even."""
+    torch.manual_seed(6)
+    x = torch.randn(3, 40)
+    whole_x = distribute_tensor(x, mesh).requires_grad_()
+    for rows, colwise in (
+        (25, ColwiseParallel()),
+        (25, distributed.ColwiseParallel()),
+        (24, distributed.ColwiseParallel(fused=3)),
+    ):
+        layer, expected = (model_of(rows, 40, "channel")[0] for _ in range(2))
+        parallelize_module(layer, mesh, colwise)
+        residual = torch.randn(3, rows)
+        for precision in ("16bit", "int8"):
+            options = {"activation": "gelu", "residual": residual, "input_precision": precision}
+            actual = fastattn.int8_linear(whole_x, layer.weight, layer.bias, **options)
+            wanted = fastattn.int8_linear(x, expected.weight, expected.bias, **options)
+            torch.testing.assert_close(actual.full_tensor(), wanted)
+
+
 def test_ranks_compute_what_one_does() -> None:
     """One pair of processes for all checks: starting them takes longer than what they do."""
-    checks = (check_ddp, check_fsdp, check_tensor_parallel, check_sequence_parallel)
+    checks = (check_ddp, check_fsdp, check_fsdp_policies, check_tensor_parallel, check_fused_gate_up)
+    checks += (check_sharded_arguments, check_sequence_parallel)
     ranks.run(__name__, *(check.__name__ for check in checks), emulated=False)
+
+
+def test_four_ranks_compute_what_one_does() -> None:
+    checks = (check_fsdp, check_tensor_parallel, check_fused_gate_up)
+    ranks.run(__name__, *(check.__name__ for check in checks), world_size=4, emulated=False)

@@ -210,7 +210,12 @@ def _local(tensor: Any, mesh: Any, kinds: list[str | None], dims: Dims) -> Any:
         Partial() if kind is not None and placement.is_replicate() else placement
         for kind, placement in zip(kinds, placements, strict=True)
     ]
-    local = tensor.redistribute(mesh, placements).to_local(grad_placements=of_grad)
+    return redistributed_local(tensor, placements, of_grad)
+
+
+def redistributed_local(tensor: DTensor, placements: Sequence[Placement], of_grad: Sequence[Placement]) -> Tensor:
+    """This rank's part of ``tensor`` in ``placements``, whose gradient is the rank's part of one in ``of_grad``."""
+    local: Tensor = tensor.redistribute(placements=placements).to_local(grad_placements=of_grad)
     if type(local).__name__ == "AsyncCollectiveTensor":  # it is on its way still
         return torch.ops._c10d_functional.wait_tensor(local)
     return local

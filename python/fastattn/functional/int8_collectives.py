@@ -96,7 +96,7 @@ def _all_gather(op: Any, weight: Int8Tensor, group_size: int, group_name: Any) -
         whole: Tensor = _functional.wait_tensor(op(part.contiguous(), group_size, group_name))
         return whole
 
-    scale = gather(weight.int8_scale) if scales_have_rows(weight) else weight.int8_scale
+    scale = gather(weight.int8_scale) if scales_have_rows(weight) else weight.int8_scale.clone()
     return like(weight, with_aligned_rows(gather(weight.int8_data)), scale)
 
 

@@ -19,6 +19,7 @@ from fastattn.checks import (
     check_tensor,
     device_checks_are_on,
     expect,
+    is_distributed,
     mapped_size,
     needs_gradient,
 )
@@ -56,7 +57,9 @@ def int8_linear(
 
     Args:
         x: floating ``[..., K]``.
-        weight: from ``quantize_int8``, ``[N, K]``, or the ``weight`` of an ``fastattn.nn.Int8Linear``.
+        weight: from ``quantize_int8``, ``[N, K]``, or the ``weight`` of an ``fastattn.nn.Int8Linear``. Of one whose
+            rows are sharded (``ColwiseParallel``; with ``"swiglu"`` that of ``fastattn.distributed``, ``fused=2``) each
+            rank takes its own; then ``x`` is a DTensor too, as ``PrepareModuleInput`` makes it, and so is the result.
         bias: ``[N]`` in the dtype of ``x``.
         activation: None, ``"relu"``, ``"gelu"`` (exact), ``"gelu_tanh"``, ``"silu"`` or ``"swiglu"``. The last is gated
             and takes a fused weight, whose first N / 2 rows are the gate's and the others the up projection's (as
@@ -76,6 +79,10 @@ def int8_linear(
     if isinstance(weight, Int8Tensor):
         weight = weight.int8_weight
     if not isinstance(weight, Int8Weight):
+        if is_distributed(weight):
+            from fastattn.functional.int8_sharded import linear_over_sharded
+
+            return linear_over_sharded(x, weight, bias, activation, residual, input_precision)
         raise TypeError(f"weight: expected an Int8Weight (see quantize_int8), got {type(weight).__name__}")
     return linear_over(x, weight.data, weight.scale, bias, activation, residual, input_precision)
 

@@ -358,6 +358,15 @@ def _split_with_sizes(op: Any, weight: Int8Tensor, sizes: Any, dim: int = 0) -> 
     return [_slice(_aten.slice.Tensor, weight, dim, e - n, e) for n, e in zip(sizes, ends, strict=True)]
 
 
+@replaces_operator(_aten.index_select.default)
+def _index_select(op: Any, weight: Int8Tensor, dim: int, index: Tensor) -> Int8Tensor:
+    """Rows in another order, which makes a whole of shards that are not consecutive rows."""
+    weight = _as_matrix(weight, op)
+    expect(dim % 2 == 0, "index_select", "rows of an int8 weight", "columns")
+    data, scale = with_aligned_rows(op(weight.int8_data, 0, index)), weight.int8_scale
+    return like(weight, data, op(scale, 0, index) if scales_have_rows(weight) else scale.clone())
+
+
 @replaces_operator(_aten.constant_pad_nd.default)
 def _pad(op: Any, weight: Int8Tensor, padding: Any, value: float = 0) -> Int8Tensor:
     """Rows of zeros below, which evens out the shards of a weight."""
@@ -365,7 +374,7 @@ def _pad(op: Any, weight: Int8Tensor, padding: Any, value: float = 0) -> Int8Ten
     expect(left == right == above == value == 0, "pad", "rows of zeros below an int8 weight", list(padding))
     data = with_aligned_rows(op(weight.int8_data.contiguous(), [0, 0, 0, below]))
     scale = weight.int8_scale
-    return like(weight, data, op(scale, [0, 0, 0, below], 1.0) if scales_have_rows(weight) else scale)
+    return like(weight, data, op(scale, [0, 0, 0, below], 1.0) if scales_have_rows(weight) else scale.clone())
 
 
 @replaces_operator(_aten.cat.default)
@@ -384,7 +393,7 @@ def _cat(op: Any, tensors: Any, dim: int = 0) -> Tensor:
         return like(first, data, op(scales, dim))
     shared = all(other is scales[0] or torch.equal(other, scales[0]) for other in scales[1:])
     expect(shared, "cat", f"int8 weights that share their {first.granularity!r} scales", "other scales")
-    return like(first, data, scales[0])
+    return like(first, data, scales[0].clone())
 
 
 # --- values that change ----------------------------------------------------------------------------------------------

@@ -1,0 +1,66 @@
+"""Tensor parallelism of linear layers that are several in one: each rank needs a part of every one."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard, distribute_tensor, parallel
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fastattn.checks import check_int, expect
+
+
+class ColwiseParallel(parallel.ColwiseParallel):
+    """``torch.distributed.tensor.parallel.ColwiseParallel``, also for a linear layer that is several in one.
+
+    Such a weight ``[fused * N, K]`` has the rows of one layer below those of another: gate and up of SwiGLU, as
+    ``int8_linear(..., activation="swiglu")`` and ``gate_up_proj`` of Hugging Face's models have them. Torch's class
+    gives gates to the first ranks and ups to the last. Here each of W ranks has N / W rows of every layer, and no more
+    of the weight and its scales: of its result, ``chunk(2, -1)`` are its gates and ups, and what is made of them is
+    sharded as torch's ``RowwiseParallel`` expects it.
+
+    Parameters are DTensor that know the order: ``full_tensor()``, and state dicts with ``full_state_dict=True``
+    (``torch.distributed.checkpoint.state_dict``), have the rows as the whole layer does. Sharded checkpoints
+    (``torch.distributed.checkpoint.save``) refuse them, as rows of a rank are not consecutive.
+
+    Args:
+        fused: how many layers of the same size are one: 2 for gate and up. With 1 this is torch's class.
+        input_layouts, output_layouts, use_local_output: as of torch's class; a result of fused layers that stays a
+            DTensor and has no ``output_layouts`` knows the order too.
+
+    Raises:
+        InputError: (``parallelize_module``) the ranks do not divide the rows of each fused layer.
+        TypeError: (``parallelize_module``) the fused layers are no ``nn.Linear``.
+    """
+
+    def __init__(
+        self,
+        *,
+        fused: int = 1,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        self.fused = check_int("fused", fused, minimum=1)
+        super().__init__(
+            input_layouts=input_layouts,
+            output_layouts=output_layouts or self._shard(-1),
+            use_local_output=use_local_output,
+        )
+
+    def _shard(self, dim: int) -> Placement:
+        return Shard(dim) if self.fused == 1 else _StridedShard(dim, split_factor=self.fused)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.fused > 1:
+            if not isinstance(module, nn.Linear):
+                raise TypeError(f"module: expected an nn.Linear of fused layers, got {type(module).__name__}")
+            rows, ranks = module.weight.shape[0], device_mesh.size()
+            divided = f"rows that {self.fused} layers share evenly, and {ranks} ranks those of each"
+            expect(rows % (self.fused * ranks) == 0, "weight", divided, list(module.weight.shape))
+        return super()._apply(module, device_mesh)
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        for key, whole in module.named_parameters():
+            part = distribute_tensor(whole, device_mesh, [self._shard(0)], src_data_rank=self.src_data_rank)
+            module.register_parameter(key, nn.Parameter(part, requires_grad=whole.requires_grad))
