@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from checks import CheckList
 from decoder import Decoder, DecoderConfig, PaddedAttention, Rotary, by_sequence, by_token
 from fastattn.distributed import context_parallel_attention, shard_sequence
-from fastattn.distributed.context_parallel import STRATEGIES
+from fastattn.distributed.arguments import STRATEGIES
 from overlap import Timeline, plot, print_table
 from text_data import BOUNDARY, VOCAB_SIZE, read_documents
 from train_decoder import DTYPES, existing_file, relative_error, warm_up_then_cosine

@@ -19,6 +19,7 @@ from tabulate import tabulate
 from benchmarks.predict.ring_schedule import Heads, Links, Result, Shape, schedule, simulate
 from fastattn.distributed.blocks import Spread, Window
 from fastattn.distributed.sequence import LAYOUTS
+from fastattn.ops.flops import attention_backward_flops, attention_flops
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -35,7 +36,7 @@ RATES = {
     "causal": ((484, 591, 644, 673, 688), (370, 474, 541, 579, 581)),
     "full": ((633, 671, 691, 702, 693), (504, 560, 594, 612, 572)),
 }
-FLOPS_OF_PAIR = (4, 10)  # for each dim, forward and backward
+FLOPS = (attention_flops, attention_backward_flops)
 
 HEADS = (Heads(64, 8), Heads(32, 32))
 GPUS = {8: "8 H200s, NVLink", 128: "16 nodes of 8", 1024: "128 nodes of 8"}
@@ -70,7 +71,7 @@ def seconds_per_head(shape: Shape, backward: bool) -> float:
     rates = RATES["full" if shape.pairs == shape.rows * shape.keys else "causal"][backward]
     side = max(1.0, math.sqrt(shape.rows * shape.keys))
     rate = np.interp(math.log2(side), np.log2(LENGTHS_OF_RATES), rates)
-    return FLOPS_OF_PAIR[backward] * 128 * shape.pairs / (float(rate) * 1e12)
+    return FLOPS[backward](shape.pairs, 128, 128) / (float(rate) * 1e12)
 
 
 @cache
@@ -107,6 +108,7 @@ _CAUSAL, _FULL = (
     "/".join(str(rates[LENGTHS_OF_RATES.index(1 << 14)]) for rates in RATES[m]) for m in ("causal", "full")
 )
 
+_FORWARD, _BACKWARD = (flops(1, 128, 128) for flops in FLOPS)
 _NEAR, _FAR = LINKS.node_latency * 1e6, LINKS.network_latency * 1e6
 
 _HEADING = f"""# Sequences over GPUs: predicted speed
@@ -120,7 +122,16 @@ model of `fastattn.distributed` predicts for H200s, on which nobody has run it.
 
 The model simulates every block that a rank computes and every message, in the order of the code; a test counts the
 real messages of 2 to 8 processes and compares. It is about attention of one layer, forward and backward: batch 1, bf16,
-heads of 128 dims. It takes
+heads of 128 dims.
+
+```text
+seconds of a block   = query heads * pairs of a row and a key that the mask leaves * FLOPs of a pair / kernel's rate
+seconds of a message = latency + bytes / ({ACHIEVED:.0%} of the link's rate), from when both ranks have come to it
+share of waiting     = 1 - seconds in which a rank computes / seconds until the last rank is done
+```
+
+A pair takes {_FORWARD} FLOPs forward and {_BACKWARD} backward. A rank computes a block as soon as its keys have
+come, while the next are under way. The model takes
 
 - for kernels, what cuDNN on an H200 reaches, as published with cudnn-frontend: {_CAUSAL} TFLOP/s forward/backward
   under a causal mask at 16k, {_FULL} without a mask, and less for shorter blocks down to 2k (64 / 8 heads, taken for

@@ -45,7 +45,7 @@ class Heads(NamedTuple):
 
     @property
     def sum_bytes(self) -> int:
-        """Of a number that ranks add up, or lse."""
+        """Of a number that ranks add up: in float32, or float64."""
         return max(LSE_BYTES, self.item_bytes)
 
 
@@ -106,13 +106,13 @@ def schedule(strategy: str, spread: Spread, heads: Heads, backward: bool, by_hea
 
     row = heads.dim * heads.item_bytes
     query, key, value = ("query", heads.query * row), ("key", heads.kv * row), ("value", heads.kv * row)
-    output, lse = ("output", heads.query * row), ("lse", heads.query * heads.sum_bytes)
+    output = "output", heads.query * row
     over_keys = _gather if strategy == "allgather" else _ring
     own_heads = heads._replace(query=heads.query // by_heads, kv=heads.kv // by_heads)
     between = over_keys(spread, own_heads, backward, by_heads)
-    if backward:  # autograd goes the other way, and the lse has no gradient
+    if backward:  # autograd goes the other way
         return [*exchanged(output), *between, *exchanged(value, key, query)]
-    return [*exchanged(query, key, value), *between, *exchanged(output, lse)]
+    return [*exchanged(query, key, value), *between, *exchanged(output)]
 
 
 def _ring(spread: Spread, heads: Heads, backward: bool, stride: int) -> Iterator[Operation]:
@@ -149,16 +149,19 @@ def _gather(spread: Spread, heads: Heads, backward: bool, stride: int) -> Iterat
             nbytes = spread.length * counts[i] * heads.dim * heads.item_bytes
             yield Collective(f"{name} {i}", "all_gather", nbytes, world_size, stride)
 
+    def finish(i: int) -> Iterator[Operation]:
+        yield from (Wait(f"gradients of {name} {i}") for name in ("keys", "values") if backward and i >= 0)
+
     yield from start(0)
     for i, count in enumerate(counts):
         yield from (Wait(f"keys {i}"), Wait(f"values {i}"))
         yield from start(i + 1)
         yield Compute(blocks, count * heads.query // heads.kv)
+        yield from finish(i - 1)
         for name in ("keys", "values") if backward else ():
             nbytes = world_size * spread.length * count * heads.dim * heads.sum_bytes
             yield Collective(f"gradients of {name} {i}", "reduce_scatter", nbytes, world_size, stride)
-    if backward:
-        yield from (Wait(f"gradients of {name} {i}") for i in range(num_groups) for name in ("keys", "values"))
+    yield from finish(num_groups - 1)
 
 
 class _Read(NamedTuple):

@@ -23,7 +23,7 @@
 namespace fastattn {
 namespace {
 
-constexpr const char* kOp = "attention_backward";
+constexpr const char *kOp = "attention_backward", *kAddOp = "attention_backward_add";
 
 // Shaped like query, but for the head dim.
 void check_like_query(const char* name, const Tensor& tensor, const Tensor& query, int64_t head_dim) {
@@ -233,13 +233,14 @@ void run(Arguments given, const AttentionSizes& sizes, Gradients& gradients) {
 
 // fp32, shaped like `of`, as kernels write to it.
 void check_sum(const char* name, const Tensor& sum, const Tensor& of) {
-    check(sum.scalar_type() == ScalarType::Float, kOp, name, " must be float32, got ", dtype_text(sum));
-    check(sum.dim() == of.dim(), kOp, name, " must have ", of.dim(), " dims, got ", sum.dim());
+    check(sum.scalar_type() == ScalarType::Float, kAddOp, name, " must be float32, got ", dtype_text(sum));
+    check(sum.dim() == of.dim(), kAddOp, name, " must have ", of.dim(), " dims, got ", sum.dim());
     for (int64_t dim = 0; dim < of.dim(); ++dim) {
-        check(sum.size(dim) == of.size(dim), kOp, name, " must have shape ", shape_text(of), ", got ", shape_text(sum));
+        check(sum.size(dim) == of.size(dim), kAddOp, name, " must have shape ", shape_text(of), ", got ",
+              shape_text(sum));
     }
-    check_device(kOp, name, sum, of);
-    check(sum.numel() == 0 || is_aligned(sum), kOp, name,
+    check_device(kAddOp, name, sum, of);
+    check(sum.numel() == 0 || is_aligned(sum), kAddOp, name,
           " is added to: its last dim must be contiguous, its base and strides multiples of 16 bytes");
 }
 

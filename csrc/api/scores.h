@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <tuple>
 
@@ -71,7 +72,8 @@ inline Tensor float_tensor(const char* op, const char* name, const Tensor& tenso
 
 // A side of a window that hides no key is unbounded: one that reaches `farthest` keys.
 inline int32_t window_side(int64_t side, int64_t farthest) {
-    return side < 0 || side >= farthest ? ScoreParams::kUnbounded : static_cast<int32_t>(side);
+    const bool hides_none = side >= std::min<int64_t>(farthest, std::numeric_limits<int32_t>::max());
+    return side < 0 || hides_none ? ScoreParams::kUnbounded : static_cast<int32_t>(side);
 }
 
 // Where a block stands in a larger call.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,16 +53,22 @@ def spread_of(layout: str, world_size: int, window: Window, rows: int = ROWS) ->
 
 
 def expected_of(operations: list[Operation], rank: int, world_size: int) -> list[tuple[Any, ...]]:
-    """What a rank does by the schedule: messages and blocks, in their order."""
+    """What a rank does by the schedule: messages, blocks, and waits for a message, in their order."""
     done: list[tuple[Any, ...]] = []
+    started: dict[str, int] = {}
     for operation in operations:
         if isinstance(operation, Exchange):
             reader, source = (rank + operation.shift) % world_size, (rank - operation.shift) % world_size
             for kind, peer, receiver in (("send", reader, reader), ("receive", source, rank)):
                 nbytes = int(operation.nbytes[receiver])
                 done += [(kind, peer, nbytes // 2)] * (2 if nbytes else 0)
+                if nbytes:
+                    started.setdefault(operation.name, len(started))
         elif isinstance(operation, Collective):
             done.append((operation.kind, operation.nbytes))
+            started[operation.name] = len(started)
+        elif isinstance(operation, Wait) and operation.name in started:
+            done.append(("wait", started[operation.name]))
         elif isinstance(operation, Compute):
             done += [("compute", operation.heads, shape.rows, shape.keys) for shape in operation.blocks[rank]]
     return done
@@ -70,38 +78,57 @@ def record(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """From now on, what this process does."""
     from torch.distributed import _functional_collectives as functional
 
-    from fastattn.distributed import local_attention
+    from fastattn.distributed import gathered, local_attention
 
     done: list[tuple[Any, ...]] = []
+    numbers = itertools.count()
+    number_of: dict[int, int] = {}  # by the address of what a collective gives
 
-    def before(module: Any, name: str, note: Callable[..., list[tuple[Any, ...]]]) -> None:
-        original = getattr(module, name)
+    def replace(module: Any, name: str, by: Callable[..., Any]) -> None:
+        patch.setattr(module, name, partial(by, getattr(module, name)))
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            done.extend(note(*args))
-            return original(*args, **kwargs)
+    def exchange(original: Callable[..., Any], messages: list[dist.P2POp]) -> list[Any]:
+        for message in messages:
+            kind, peer = "send" if message.op is dist.isend else "receive", message.peer
+            done.append((kind, dist.get_group_rank(message.group, peer), message.tensor.nbytes))
+        number, works = next(numbers), original(messages)
 
-        patch.setattr(module, name, noted)
+        def wait_for_all() -> None:
+            done.append(("wait", number))
+            for work in works:
+                work.wait()
 
-    def of_messages(messages: list[dist.P2POp]) -> list[tuple[Any, ...]]:
-        return [
-            (
-                "send" if message.op is dist.isend else "receive",
-                dist.get_group_rank(message.group, message.peer),
-                message.tensor.nbytes,
-            )
-            for message in messages
-        ]
+        return [SimpleNamespace(wait=wait_for_all)]
 
-    def of_block(query: Tensor, key: Tensor, *_: Any) -> list[tuple[Any, ...]]:
-        return [("compute", *query.shape[1:3], key.shape[2])]
+    def collective(original: Callable[..., Any], kind: str, tensor: Tensor, *args: Any) -> Tensor:
+        done.append((kind, tensor.nbytes))
+        result: Any = original(tensor, *args)
+        number_of[result.elem.data_ptr()] = next(numbers)
+        return result
 
-    before(dist, "batch_isend_irecv", of_messages)
-    for kind in ("all_gather", "reduce_scatter", "all_to_all"):
-        name = f"{kind}_{'single' if kind == 'all_to_all' else 'tensor'}"
-        before(functional, name, lambda tensor, *_, kind=kind: [(kind, tensor.nbytes)])
-    before(local_attention, "attention_block", of_block)
-    before(local_attention, "add_gradients_of_block", lambda _, __, tensors, *___: of_block(tensors.query, tensors.key))
+    def wait(original: Callable[..., Any], tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, functional.AsyncCollectiveTensor):  # which calls again with what it holds
+            done.append(("wait", number_of.pop(tensor.data_ptr())))
+        return original(tensor)
+
+    def attend(original: Callable[..., Any], query: Tensor, key: Tensor, *args: Any) -> Any:
+        done.append(("compute", *query.shape[1:3], key.shape[2]))
+        return original(query, key, *args)
+
+    def add_gradients(original: Callable[..., Any], sums: Any, of_slopes: Any, tensors: Any, *args: Any) -> None:
+        done.append(("compute", *tensors.query.shape[1:3], tensors.key.shape[2]))
+        original(sums, of_slopes, tensors, *args)
+
+    replace(dist, "batch_isend_irecv", exchange)
+    for kind, module, name in (
+        ("all_gather", gathered, "start_all_gather"),
+        ("reduce_scatter", gathered, "start_reduce_scatter"),
+        ("all_to_all", functional, "all_to_all_single"),
+    ):
+        replace(module, name, lambda original, *args, kind=kind: collective(original, kind, *args))
+    replace(functional, "wait_tensor", wait)
+    replace(local_attention, "attention_block", attend)
+    replace(local_attention, "add_gradients_of_block", add_gradients)
     return done
 
 

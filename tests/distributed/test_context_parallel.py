@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import os
 from functools import partial
@@ -215,12 +216,18 @@ def mistakes_are_errors_on_every_rank(rank: int, mesh: DeviceMesh) -> None:
         "strategy: expected one of 'ring', 'allgather', 'ulysses', got 'ring '", query, key, value, strategy="ring "
     )
     refused("query: expected parts of a multiple of 4 rows", query, key, value, strategy="ring", dropout_p=0.5)
-    refused("key: expected heads that the . ranks divide", query, key[:, :1], value[:, :1], strategy="ulysses")
+    refused(
+        "key: expected heads that the . ranks that exchange them divide",
+        query,
+        key[:, :1],
+        value[:, :1],
+        strategy="ulysses",
+    )
     both = init_device_mesh("cpu", (2, mesh.size() // 2))
     with pytest.raises(InputError, match="group: expected a mesh of one dimension for strategy 'ulysses', got 2"):
         context_parallel_attention(query, key, value, group=both, strategy="ulysses")
     for strategy in STRATEGIES:
-        refused("value: expected the key's 4 heads, got 2", query, key, value[:, :2], strategy=strategy)
+        refused("value: expected the key's shape but for Dv", query, key, value[:, :2], strategy=strategy)
         refused("sinks: expected", query, key, value, strategy=strategy, sinks=torch.ones(8))
     refused("alibi_slopes: expected", query, key, value, strategy="ulysses", alibi_slopes=torch.ones(8))
     with pytest.raises(InputError, match="x: expected a multiple of"):
@@ -336,6 +343,19 @@ def keys_are_under_way_while_a_block_is_computed(rank: int, mesh: DeviceMesh) ->
     assert done == ["keys sent", "block computed"] * (mesh.size() - 1) + ["block computed"]
 
 
+def a_rank_that_is_missing_is_an_error_that_names_the_call(rank: int, mesh: DeviceMesh) -> None:
+    """After the group's time-out, which is also that of making the group: not too short."""
+    from fastattn.distributed import context_parallel_attention
+
+    for strategy in STRATEGIES[:2]:
+        dist.barrier()
+        group = dist.new_group(timeout=datetime.timedelta(seconds=4))
+        if rank == 0:
+            message = f"context_parallel_attention with strategy '{strategy}': waited in vain for another rank"
+            with pytest.raises(RuntimeError, match=message):
+                context_parallel_attention(*problem(), group=group, strategy=strategy)
+
+
 # --- Here -------------------------------------------------------------------------------------------------------------
 
 
@@ -352,6 +372,7 @@ def test_on_ranks(world_size: int) -> None:
         the_ring_sends_what_is_seen_and_no_more,
         keys_are_under_way_while_a_block_is_computed,
         mistakes_are_errors_on_every_rank,
+        *([a_rank_that_is_missing_is_an_error_that_names_the_call] if world_size == 2 else []),
     )
     ranks.run(__name__, *(check.__name__ for check in checks), world_size=world_size, emulated=False)
 

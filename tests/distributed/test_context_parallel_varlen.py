@@ -114,6 +114,14 @@ def test_balanced_ranks_have_as_much_to_do(seed: int, window: tuple[int, int]) -
         assert max(rows) <= 1.15 * sum(documents) / world_size + 16
 
 
+@pytest.mark.parametrize(
+    ("length", "count", "world_size"), [(7, 8, 8), (40, 64, 64), (50, 300, 64), (3, 5, 64), (9, 9, 8)]
+)
+def test_short_documents_on_many_ranks_are_as_many_rows(length: int, count: int, world_size: int) -> None:
+    rows = [sum(part.length for part in parts) for parts in deal([length] * count, world_size, "balanced", CAUSAL)]
+    assert max(rows) <= max(length, -(-length * count // world_size) + 3)
+
+
 def test_documents_that_fit_stay_whole() -> None:
     dealt = deal([50] * 8, 8, "balanced", CAUSAL)
     assert all(len(parts) == 1 and parts[0].length == 50 for parts in dealt)
@@ -190,6 +198,35 @@ def check_against_one_process(
         torch.testing.assert_close(share, total, **close)
 
 
+def a_rank_without_rows_has_gradients(rank: int, mesh: DeviceMesh) -> None:
+    """Of 0: DDP waits for them."""
+    from fastattn.distributed import context_parallel_attention_varlen, shard_varlen
+
+    shards = shard_varlen([0, 4], group=mesh, causal=True)
+    own = [shards.shard(tensor.detach(), padding=float("nan")).requires_grad_() for tensor in problem((4,))]
+    sinks = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    out, lse = context_parallel_attention_varlen(*own, shards, sinks=sinks, return_lse=True)
+    grads = torch.autograd.grad(out.sum() + lse[:, shards.sequences() >= 0].sum(), [*own, sinks])
+    has_rows = bool((shards.sequences() >= 0).any())
+    assert all(grad.isfinite().all() for grad in grads)
+    assert has_rows == any(grad.any() for grad in grads)
+
+
+def indices_of_inference_serve_training(rank: int, mesh: DeviceMesh) -> None:
+    from fastattn.distributed import context_parallel_attention_varlen, shard_varlen
+
+    for strategy in STRATEGIES:
+        shards = shard_varlen(offsets_of(LENGTHS), group=mesh, causal=True)
+        whole = problem()
+        slopes = drawn(len(LENGTHS), 4, seed=3).requires_grad_()
+        options = {"strategy": strategy, "causal": True, "alibi_slopes": slopes}
+        with torch.inference_mode():
+            own = [shards.shard(tensor) for tensor in whole]
+            shards.gather(context_parallel_attention_varlen(*own, shards, **options))
+        own = [shards.shard(tensor) for tensor in whole]
+        shards.gather(context_parallel_attention_varlen(*own, shards, **options)).sum().backward()
+
+
 def whole_documents_cost_no_messages(rank: int, mesh: DeviceMesh) -> None:
     from torch.profiler import profile
 
@@ -236,15 +273,23 @@ def mistakes_are_errors_on_every_rank(rank: int, mesh: DeviceMesh) -> None:
     for wrong, message in (
         ([0, 5, 3], "cu_seqlens: expected offsets that begin with 0 and do not fall"),
         (torch.tensor([1, 5]), "cu_seqlens: expected offsets that begin with 0"),
-        (torch.tensor([0.0, 5.0]), "cu_seqlens: expected integers, got torch.float32"),
         ([], "cu_seqlens: expected offsets"),
     ):
         with pytest.raises(InputError, match=message):
             shard_varlen(wrong, group=mesh)
     with pytest.raises(InputError, match="layout: expected one of 'balanced', 'contiguous', 'zigzag', got 'even'"):
         shard_varlen([0, 5], group=mesh, layout="even")
+    for wrong, message in (
+        (torch.tensor([0.0, 5.0]), "cu_seqlens: expected torch.int32"),
+        (torch.tensor([False, True]), "cu_seqlens: expected torch.int32"),
+        ([0, 5.5], "cu_seqlens: expected an int, got float"),
+    ):
+        with pytest.raises((TypeError, InputError), match=message):
+            shard_varlen(wrong, group=mesh)
     shards = shard_varlen(offsets_of(LENGTHS), group=mesh)
     own = [shards.shard(tensor.detach()) for tensor in problem()]
+    with pytest.raises(InputError, match=r"key: expected .* heads"):
+        context_parallel_attention_varlen(own[0], own[1][:, :3], own[2][:, :3], shards)
     with pytest.raises(InputError, match=f"x: expected {sum(LENGTHS)} rows in dim 0, those of all sequences, got 5"):
         shards.shard(torch.zeros(5))
     with pytest.raises(InputError, match=f"query: expected the {shards.num_rows} rows of shards, got 1"):
@@ -294,6 +339,8 @@ def test_on_two_ranks() -> None:
     checks = (
         rows_come_back,
         results_and_gradients_are_those_of_one_process,
+        a_rank_without_rows_has_gradients,
+        indices_of_inference_serve_training,
         whole_documents_cost_no_messages,
         checkpoints_graphs_and_autocast,
         mistakes_are_errors_on_every_rank,

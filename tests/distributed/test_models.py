@@ -110,6 +110,23 @@ def sdpa_is_spread_and_comes_back(rank: int, mesh: DeviceMesh) -> None:
                 F.scaled_dot_product_attention(*own, enable_gqa=True, scale=0.3).shape, own[0].shape
             )
     assert F.scaled_dot_product_attention is before
+    with context_parallel(mesh, strategy="ulysses", layout="zigzag"), fastattn.patch_sdpa():  # the other way round
+        torch.testing.assert_close(attend(*own), shard_sequence(expected, -2, group=mesh, layout="zigzag"))
+        fastattn.install()
+    torch.testing.assert_close(
+        attend(*own), F.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=True, scale=0.3)
+    )
+    fastattn.uninstall()
+    assert F.scaled_dot_product_attention is before
+    torch.manual_seed(4)  # the same layer on all ranks
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True).eval()
+    tokens = torch.randn(2, LENGTH, 32, generator=generator)
+    with torch.no_grad():  # with torch's fused path
+        whole_layer = layer(tokens)
+        with context_parallel(mesh):
+            own_layer = layer(shard_sequence(tokens, 1, group=mesh))
+    torch.testing.assert_close(own_layer, shard_sequence(whole_layer, 1, group=mesh))
+    assert torch.backends.mha.get_fastpath_enabled()
     with pytest.raises(InputError, match="strategy: expected one of"), context_parallel(mesh, strategy="star"):
         pass
     assert F.scaled_dot_product_attention is before

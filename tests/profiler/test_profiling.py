@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fastattn
+import fastattn.distributed
 from fastattn.profiler import kernel_names, kernel_work, trace, work
 from fastattn.profiler.kernels import profile_kernels
 from fastattn.profiler.operator_calls import OperatorCall, operator_call
@@ -26,7 +27,7 @@ LIMITS = Limits(bytes_per_s=1e12, flops_per_s={"float16": 1e14}, eager_launch_s=
 
 def call_of(name: str, **arguments: Any) -> OperatorCall:
     """A call as the profiler tells it: shapes of float16 tensors (or a dtype and a shape), texts of scalars."""
-    schema = getattr(torch.ops.fastattn, name).default._schema
+    schema = getattr(torch.ops.fastattn_triton, name).default._schema
     shapes, dtypes, texts = [], [], []
     for argument in schema.arguments:
         given = arguments.pop(argument.name, None)
@@ -60,16 +61,11 @@ def attention_call(name: str = "attention_forward", **changes: Any) -> OperatorC
         "softcap": 0.0,
         "dropout_p": 0.0,
     }
-    if name == "attention_backward":
+    if name != "attention_forward":
         lse = ("float", query[:3])
-        arguments |= {
-            "grad_out": query,
-            "out": query,
-            "lse": lse,
-            "deterministic": False,
-            "bias_grad": False,
-            "slopes_grad": False,
-        }
+        arguments |= {"grad_out": query, "out": query, "lse": lse, "deterministic": False, "slopes_grad": False}
+    if name == "attention_backward":
+        arguments["bias_grad"] = False
     return call_of(name, **(arguments | changes))
 
 
@@ -89,6 +85,7 @@ def launched_triton_kernels() -> list[tuple[str, str]]:
 def test_every_kernel_in_the_sources_is_known() -> None:
     operators = {"attention_forward": "attention_forward", "attention_backward": "attention_backward"}
     operators |= {"decode_dequantize": "dequantize_cache", "decode": "attention_decode", "int8_matmul": "int8_matmul"}
+    operators |= {name: name for name in ("merge_attention_backward", "merge_attention")}
     kernels = launched_triton_kernels()
     assert len(kernels) >= 10
     for module, kernel in kernels:
@@ -154,6 +151,22 @@ def test_backward_kernels_count_what_they_execute() -> None:
     assert part("rows").bytes == 3 * query + key + 4 * rows + 12 * rows
 
 
+def test_gradients_that_are_added_are_read_and_written_in_float32() -> None:
+    """Beside the tensors of 16 bits that ``attention_backward`` reads, too."""
+    of = {"query": (2, 4, 64, 32), "key": (2, 2, 64, 32), "value": (2, 2, 64, 32)}
+    sums = {f"grad_{name}": ("float", shape) for name, shape in of.items()}
+    call = attention_call("attention_backward_add", **sums)
+    alone = attention_call("attention_backward")
+    query = 2 * 4 * 64 * 32
+    for name, added in (("key_value", query), ("query", query)):
+        kernel = f"attention_backward_{name}_kernel"
+        adding, writing = kernel_work.kernel_work(kernel, call), kernel_work.kernel_work(kernel, alone)
+        assert adding is not None and writing is not None
+        assert adding.flops == writing.flops and adding.bytes == writing.bytes + (2 * 4 - 2) * added
+    native = "void fastattn::attention_backward_query_sm90<64, (fastattn::DataType)0>(fastattn::Params)"
+    assert kernel_work.kernel_work(native, call) == Work(0, 4 * query + 8 * query)
+
+
 def test_native_backward_kernels_count_what_they_execute() -> None:
     """All five products in one kernel, which adds the query's gradient up in fp32."""
     call = attention_call("attention_backward", sinks=("float", (4,)))
@@ -209,6 +222,20 @@ def test_decode_and_int8_kernels() -> None:
         "int8_matmul_grad_input", grad_out=(35, 96), weight=("signed char", (96, 64)), scale=("float", (96, 1))
     )
     assert kernel_work.kernel_work("grad_input_kernel", call) == work.int8_matmul(35, 96, 64, 2, 96)
+
+
+def test_a_merge_reads_and_writes_everything_once() -> None:
+    elements, rows = 2 * 4 * 64 * 32, 2 * 4 * 64
+    lse = ("float", (2, 4, 64))
+    merged = {"out_a": ("float", (2, 4, 64, 32)), "lse_a": lse, "out_b": (2, 4, 64, 32), "lse_b": lse}
+    forward = kernel_work.kernel_work("merge_attention_kernel", call_of("merge_attention", **merged))
+    assert forward == Work(0, (4 + 2 + 4) * elements + 3 * 4 * rows)
+    in_place = dict(zip(("out", "lse", "block_out", "block_lse"), merged.values(), strict=True))
+    into = kernel_work.kernel_work("merge_attention_kernel", call_of("merge_attention_into", **in_place))
+    assert into == forward
+    given = {"grad_out": ("float", (2, 4, 64, 32)), "grad_lse": lse, **merged}
+    backward = kernel_work.kernel_work("merge_attention_backward_kernel", call_of("merge_attention_backward", **given))
+    assert backward == Work(0, (4 + 2 * (4 + 2)) * elements + 5 * 4 * rows)
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Attention over sequences that are spread over the ranks of a process group.
+"""Attention over sequences that are spread over the ranks of a process group, and tensor parallelism of fused layers.
 
 Process groups, meshes and collectives are torch's. Importing ``fastattn`` does not import this package.
 """
@@ -11,8 +11,10 @@ from fastattn.distributed.merge import merge_attention
 from fastattn.distributed.packed import PackedShards, shard_varlen
 from fastattn.distributed.sequence import gather_sequence, shard_sequence
 from fastattn.distributed.switch import context_parallel
+from fastattn.distributed.tensor_parallel import ColwiseParallel
 
 __all__ = [
+    "ColwiseParallel",
     "PackedShards",
     "context_parallel",
     "context_parallel_attention",

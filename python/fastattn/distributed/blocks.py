@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ KEYS_OF_A_DRAW = 4  # dropout draws for so many keys at a time: blocks begin at 
 
 
 class Part(NamedTuple):
-    """What a rank has side by side: rows of its tensors, the place of the first, and of packed sequences, which."""
+    """Rows that lie side by side on a rank, the place of the first, and of packed sequences the document."""
 
     rows: slice
     first: int
@@ -105,8 +106,9 @@ class Spread(NamedTuple):
         return Reading((keys,), (Block(rows, slice(0, keys.stop), 0, 0, window),))
 
 
-class PackedSpread(NamedTuple):
-    """Packed sequences, here documents, in parts on the ranks.
+@dataclass(frozen=True, eq=False)
+class PackedSpread:
+    """Packed sequences, here documents, in parts on the ranks. Every layer asks for the same: it is found once.
 
     ``parts``: of each rank, in the order of its rows, of which all ranks have ``length``: the last may belong to no
     document. ``lengths``: of each document.
@@ -116,6 +118,7 @@ class PackedSpread(NamedTuple):
     length: int
     lengths: tuple[int, ...]
     window: Window
+    _readings: dict[tuple[int, int], Reading] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -123,13 +126,15 @@ class PackedSpread(NamedTuple):
 
     def reading(self, rank: int, source: int) -> Reading:
         """As that of ``Spread``."""
-        return _reading_of_parts(self.parts[rank], self.parts[source], self.window)
+        if (rank, source) not in self._readings:
+            self._readings[rank, source] = _reading_of_parts(self.parts[rank], self.parts[source], self.window)
+        return self._readings[rank, source]
 
     def blocks_over_all_keys(self, rank: int) -> list[Block]:
         """Of the rows of ``rank`` over the keys of all ranks, one document after the other."""
         first_of: dict[int | None, int] = {}
         num_keys = 0
-        for part in self._in_order():
+        for part in self._in_order:
             first_of.setdefault(part.document, num_keys)
             num_keys += part.length
         return [
@@ -146,13 +151,19 @@ class PackedSpread(NamedTuple):
         result = x.new_zeros(self.world_size * self.length, *x.shape[1:])
         return result.index_copy_(0, self._rows_in_order(x.device), x)
 
+    @functools.cached_property
     def _in_order(self) -> list[Part]:
-        """All parts, with rows as they lie where one rank's come after the other's."""
-        moved = (part.moved(rank * self.length) for rank, parts in enumerate(self.parts) for part in parts)
-        return sorted(moved, key=place_of)
+        return in_order_of_documents(self.parts, self.length)
 
-    def _rows_in_order(self, device: torch.device) -> Tensor:
-        return index_of((part.rows for part in self._in_order()), device)
+    @functools.cached_property
+    def _rows_in_order(self) -> Rows:
+        return Rows(part.rows for part in self._in_order)
+
+
+def in_order_of_documents(parts: Sequence[Sequence[Part]], length: int) -> list[Part]:
+    """The parts of all ranks, with rows as they lie where one rank's ``length`` rows come after the other's."""
+    moved = (part.moved(rank * length) for rank, of_rank in enumerate(parts) for part in of_rank)
+    return sorted(moved, key=place_of)
 
 
 def place_of(part: Part) -> tuple[int, int]:
@@ -160,14 +171,21 @@ def place_of(part: Part) -> tuple[int, int]:
     return part.document or 0, part.first
 
 
-def index_of(rows: Iterable[slice], device: torch.device) -> Tensor:
-    """All of these rows, int64."""
-    return _index_of(tuple((of.start, of.stop) for of in rows), device)
+class Rows:
+    """Numbers of rows, as int64 on a device, where they are kept."""
 
+    def __init__(self, slices: Iterable[slice]) -> None:
+        ranges = (torch.arange(of.start, of.stop) for of in slices)
+        with torch.inference_mode(False):
+            self._on: dict[torch.device, Tensor] = {
+                torch.device("cpu"): torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
+            }
 
-@functools.lru_cache(256)  # layer for layer the same
-def _index_of(bounds: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(*of) for of in bounds)]).to(device)
+    def __call__(self, device: torch.device) -> Tensor:
+        if device not in self._on:
+            with torch.inference_mode(False):
+                self._on[device] = self._on[torch.device("cpu")].to(device)
+        return self._on[device]
 
 
 def _reading_of_parts(own: Sequence[Part], of_source: Sequence[Part], window: Window) -> Reading:

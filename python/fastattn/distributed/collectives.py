@@ -3,6 +3,8 @@ gave each other add up."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from fastattn.errors import InputError
 
 Group = dist.ProcessGroup | DeviceMesh | None
+
+# Their names until torch 2.12.
+_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+_GATHER, _ULYSSES = "gather_sequence", "context_parallel_attention with strategy 'ulysses'"
 
 
 def process_groups(group: Group) -> list[dist.ProcessGroup]:
@@ -32,31 +40,57 @@ def process_groups(group: Group) -> list[dist.ProcessGroup]:
     return [found]
 
 
+def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``[n, …]`` of each rank to ``[W * n, …]`` on all: to be waited for."""
+    gathered: Tensor = _all_gather(x, 0, group)
+    return gathered
+
+
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``[W * n, …]`` of each rank to ``[n, …]``, its part of the sums: to be waited for."""
+    scattered: Tensor = _reduce_scatter(x, "sum", 0, group)
+    return scattered
+
+
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _waited(functional.all_gather_tensor(x.contiguous(), 0, group))
+        return waited(start_all_gather(x.contiguous(), group), _GATHER)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _waited(functional.reduce_scatter_tensor(grad.contiguous(), "sum", 0, ctx.group)), None
+        return waited(start_reduce_scatter(grad.contiguous(), ctx.group), _GATHER), None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _waited(functional.all_to_all_single(x.contiguous(), None, None, group))
+        return waited(functional.all_to_all_single(x.contiguous(), None, None, group), _ULYSSES)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _waited(functional.all_to_all_single(grad.contiguous(), None, None, ctx.group)), None
+        return waited(functional.all_to_all_single(grad.contiguous(), None, None, ctx.group), _ULYSSES), None
 
 
-def _waited(tensor: Tensor) -> Tensor:
+def waited(tensor: Tensor, call: str) -> Tensor:
     """A plain tensor: what eager collectives return waits where it is used first."""
-    return functional.wait_tensor(tensor)
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(tensor)
+    with naming(call):
+        return functional.wait_tensor(tensor)
+
+
+@contextlib.contextmanager
+def naming(call: str) -> Iterator[None]:
+    """Where other ranks are waited for: torch's own error, of a time-out or a lost rank, says in which call."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{call}: waited in vain for another rank of the group, which has died or has not made this call. {error}"
+        ) from error
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

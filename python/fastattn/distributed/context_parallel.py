@@ -9,16 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastattn.checks import (
-    check_bool,
-    check_choice,
-    check_head_counts,
-    check_number,
-    check_rank,
-    check_tensor,
-    expect,
-)
-from fastattn.distributed.agreement import checked_on_all_ranks
+from fastattn.checks import check_rank, check_tensor, expect
+from fastattn.distributed.arguments import Arguments, check_heads, split_groups
 from fastattn.distributed.blocks import Spread
 from fastattn.distributed.collectives import Group, all_to_all, process_groups
 from fastattn.distributed.gathered import gathered_attention
@@ -26,12 +18,7 @@ from fastattn.distributed.local_attention import LocalAttention
 from fastattn.distributed.ring import ring_attention
 from fastattn.distributed.sequence import in_order_of_parts, in_order_of_ranks, parts_per_rank
 from fastattn.functional.attend import attend
-from fastattn.functional.attention_block import BlockOptions
-from fastattn.functional.attention_checks import UNBOUNDED, Options, check_sinks, check_slopes, check_window
-from fastattn.functional.autocast import autocast_dtype, autocast_to
-from fastattn.functional.dropout_seed import draw_seed, seed_tensor
-
-STRATEGIES = ("ring", "allgather", "ulysses")
+from fastattn.functional.attention_checks import UNBOUNDED, Options, check_slopes
 
 
 @overload
@@ -129,59 +116,42 @@ def context_parallel_attention(
             wrong, or where ranks differ in shapes or options; else the other ranks would wait for it.
     """
     groups = process_groups(group)
+    arguments = Arguments(
+        *(query, key, value, strategy, causal, window, softcap, alibi_slopes, sinks),
+        *(dropout_p, dropout_seed, scale, return_lse, deterministic),
+    )
 
     def check() -> dict[str, Any]:
-        tensors = {"query": query, "key": key, "value": value, "alibi_slopes": alibi_slopes, "sinks": sinks}
-        expect(len(groups) < 3, "group", "a mesh of one or two dimensions", len(groups))
-        _check_parts(query, key, value, layout)
         by_heads, _ = split_groups(groups, strategy)
-        check_heads(query, key, 1 if by_heads is None else dist.get_world_size(by_heads))
-        if check_number("dropout_p", dropout_p, low=0.0, high=1.0) > 0 and strategy == "ring":
-            part = query.shape[2] * math.prod(map(dist.get_world_size, groups[1:])) // parts_per_rank(layout)
-            expect(part % 4 == 0, "query", "parts of a multiple of 4 rows for dropout with strategy 'ring'", part)
-        batch, heads = query.shape[:2]
+        _check_parts(query, key, value, layout)
+        check_heads(query, key, by_heads)
         if alibi_slopes is not None:
-            check_slopes(alibi_slopes, query.device, batch, heads)
-        if sinks is not None:
-            check_sinks(sinks, query.device, heads)
-        if isinstance(dropout_seed, int):
-            seed_tensor(dropout_seed, query.device)
-        return {
-            **{name: None if t is None else (list(t.shape), str(t.dtype)) for name, t in tensors.items()},
-            "strategy": strategy,
-            "layout": layout,
-            "causal": check_bool("causal", causal),
-            "window": check_window(window),
-            "softcap": check_number("softcap", softcap, low=0.0),
-            "dropout_p": dropout_p,
-            "dropout_seed": dropout_seed if isinstance(dropout_seed, int) else dropout_seed is None,
-            "scale": scale,
-        }
+            check_slopes(alibi_slopes, query.device, *query.shape[:2])
+        if dropout_p > 0 and strategy == "ring":
+            rows = query.shape[2] * math.prod(map(dist.get_world_size, groups[1:])) // parts_per_rank(layout)
+            expect(rows % 4 == 0, "query", "parts of a multiple of 4 rows for dropout with strategy 'ring'", rows)
+        return {"layout": layout}
 
-    checked_on_all_ranks(groups, check)
-    cast = autocast_dtype(query.device.type)
-    if cast is not None:  # before anything is sent
-        query, key, value = (autocast_to(cast, tensor) for tensor in (query, key, value))
-    left, right = check_window(window)
-    seed = common_seed(dropout_seed, query, groups) if dropout_p > 0 else None
-    options = BlockOptions((left, 0 if causal else right), softcap, None, dropout_p, seed, scale, deterministic)
+    query, key, value, options = arguments.prepared(groups, check)
     by_heads, by_keys = split_groups(groups, strategy)
-    part = _Part(query, key, value, alibi_slopes, sinks, LocalAttention(options, 0, query.shape[1]))
+    inputs = _Inputs(query, key, value, alibi_slopes, sinks, LocalAttention(options, 0, query.shape[1]))
     if by_heads is not None:
-        part = _with_whole_sequence(part, by_heads, layout)
+        inputs = _with_whole_sequence(inputs, by_heads, layout)
     if by_keys is None:
-        out, lse = _attend(part)
+        out, lse = _attend(inputs)
     else:
         goes_by_places = alibi_slopes is not None or dropout_p > 0
-        spread = Spread(layout, dist.get_world_size(by_keys), part.query.shape[2], options.window, goes_by_places)
+        spread = Spread(layout, dist.get_world_size(by_keys), inputs.query.shape[2], options.window, goes_by_places)
         over_keys = ring_attention if strategy == "ring" else gathered_attention
-        out, lse = over_keys(*part[:5], spread, part.attention, by_keys)
+        out, lse = over_keys(*inputs[:5], spread, inputs.attention, by_keys)
     if by_heads is not None:
-        out, lse = _to_all_heads(out, by_heads, layout), _to_all_heads(lse[..., None], by_heads, layout)[..., 0]
+        out = _to_all_heads(out, by_heads, layout)
+        if return_lse:
+            lse = _to_all_heads(lse[..., None], by_heads, layout)[..., 0]
     return (out, lse) if return_lse else out
 
 
-class _Part(NamedTuple):
+class _Inputs(NamedTuple):
     """What a rank attends with. ``attention`` has no slopes."""
 
     query: Tensor
@@ -192,17 +162,6 @@ class _Part(NamedTuple):
     attention: LocalAttention
 
 
-def split_groups(
-    groups: list[dist.ProcessGroup], strategy: str
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """The group whose ranks exchange sequence for heads, and the one whose ranks have different keys."""
-    check_choice("strategy", strategy, STRATEGIES)
-    if strategy == "ulysses":
-        expect(len(groups) == 1, "group", "a mesh of one dimension for strategy 'ulysses'", len(groups))
-        return groups[0], None
-    return (groups[1], groups[0]) if len(groups) == 2 else (None, groups[0])
-
-
 def _check_parts(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None:
     parts = parts_per_rank(layout)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -210,53 +169,37 @@ def _check_parts(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None
         check_rank(name, tensor, "[B, H, S / W, D]")
         fits = (tensor.shape[0], tensor.shape[2]) == (query.shape[0], query.shape[2])
         expect(fits, name, f"batch {query.shape[0]} and {query.shape[2]} rows, as query has", list(tensor.shape))
-    check_head_counts(query, key, "key", ("[B, Hq, S / W, D]", "[B, Hkv, S / W, D]"))
-    expect(value.shape[1] == key.shape[1], "value", f"the key's {key.shape[1]} heads", value.shape[1])
     expect(query.shape[2] % parts == 0, "query", f"a multiple of {parts} rows for {layout}", query.shape[2])
-
-
-def check_heads(query: Tensor, key: Tensor, num_ranks: int) -> None:
-    for name, tensor in (("query", query), ("key", key)):
-        heads = tensor.shape[1]
-        expect(heads % num_ranks == 0, name, f"heads that the {num_ranks} ranks divide (ulysses)", heads)
-
-
-def common_seed(seed: int | Tensor | None, query: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
-    if seed is not None:
-        return seed_tensor(seed, query.device)
-    drawn = draw_seed(query.device)
-    for group in groups:
-        dist.broadcast(drawn, dist.get_global_rank(group, 0), group=group)
-    return drawn
 
 
 # --- Sequence for heads, and back -------------------------------------------------------------------------------------
 
 
-def _with_whole_sequence(part: _Part, group: dist.ProcessGroup, layout: str) -> _Part:
+def _with_whole_sequence(inputs: _Inputs, group: dist.ProcessGroup, layout: str) -> _Inputs:
     """Some of the heads, over what all ranks of the group have of the sequence."""
-    heads = part.query.shape[1] // dist.get_world_size(group)
+    heads = inputs.query.shape[1] // dist.get_world_size(group)
     own = slice(dist.get_rank(group) * heads, (dist.get_rank(group) + 1) * heads)
-    slopes, sinks = part.slopes, part.sinks
-    query, key, value = (_to_whole_sequence(tensor, group, layout) for tensor in part[:3])
-    return _Part(
+    slopes, sinks = inputs.slopes, inputs.sinks
+    query, key, value = (_to_whole_sequence(tensor, group, layout) for tensor in inputs[:3])
+    return _Inputs(
         query,
         key,
         value,
         None if slopes is None else slopes[..., own],
         None if sinks is None else sinks[own],
-        part.attention.of_heads(own),
+        inputs.attention.of_heads(own),
     )
 
 
-def _attend(part: _Part) -> tuple[Tensor, Tensor]:
+def _attend(inputs: _Inputs) -> tuple[Tensor, Tensor]:
     """Over the whole sequence. Dropout counts heads over batch entries: with it, one entry at a time."""
-    options, first_head, all_heads = part.attention
+    options, first_head, all_heads = inputs.attention
 
     def of(entries: slice) -> tuple[Tensor, ...]:
-        slopes = part.slopes if part.slopes is None or part.slopes.dim() == 1 else part.slopes[entries]
+        query, key, value = (tensor[entries] for tensor in inputs[:3])
+        slopes = inputs.slopes if inputs.slopes is None or inputs.slopes.dim() == 1 else inputs.slopes[entries]
         found = attend(
-            (part.query[entries], part.key[entries], part.value[entries], None, slopes, part.sinks, None, None, None),
+            (query, key, value, None, slopes, inputs.sinks, None, None, None),
             Options(
                 *(0, 0, False, options.window, options.softcap, options.dropout_p, options.scale, False),
                 first_head=first_head + entries.start * all_heads,
@@ -268,7 +211,7 @@ def _attend(part: _Part) -> tuple[Tensor, Tensor]:
         assert isinstance(found, tuple)
         return found
 
-    batch = part.query.shape[0]
+    batch = inputs.query.shape[0]
     if options.dropout_p == 0 or batch < 2:
         out, lse = of(slice(0, batch))
         return out, lse

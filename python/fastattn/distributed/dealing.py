@@ -2,7 +2,7 @@
 
 ``"balanced"``: all ranks have about as many rows and as much attention to compute. Documents stay whole where they fit,
 the longest first, each on the rank that has least to do so far (Graham, "Bounds on multiprocessing timing anomalies",
-1969). The others are cut: large ones into 2 W parts in zigzag order, small ones to fill ranks up.
+1969). The others are cut: large ones into 2 W parts in zigzag order, small ones to fill ranks up with rows.
 ``"contiguous"`` and ``"zigzag"`` cut what is packed as if it were one sequence, and documents where that happens.
 
 Parts begin at a multiple of four places, for dropout, which draws for four keys at a time.
@@ -19,9 +19,10 @@ from fastattn.profiler.work import visible_pairs
 
 LAYOUTS = ("balanced", "contiguous", "zigzag")
 
-# As shares of what a rank has to do if all have the same: how much it may have with one more whole document, and from
-# which work on a document is large.
-_MOST_WORK, _LARGE_WORK = 1.1, 0.25
+# A document is large if it has so many rows for each of 2 W parts. Only then is it cut to even out work.
+_ROWS_OF_A_PART = 16
+# What a rank may have to do with one more whole document, if it is large, as a multiple of what all have on average.
+_MOST_WORK = 1.1
 
 
 def deal(lengths: Sequence[int], world_size: int, layout: str, window: Window) -> list[list[Part]]:
@@ -51,7 +52,7 @@ def _cut_in_document(begins: Sequence[int], row: int) -> int:
 
 def _balanced(lengths: Sequence[int], world_size: int, window: Window) -> list[list[Part]]:
     begins = [0, *accumulate(lengths)]
-    # With so much room there is always a rank that takes four more rows, or the last ones of all.
+    # While rows are left, some rank has room for four more, or for all that are left.
     room = [-(-begins[-1] // world_size) + KEYS_OF_A_DRAW - 1] * world_size
     work = [0] * world_size
     works = [visible_pairs(length, length, *window, offset=0) for length in lengths]
@@ -68,10 +69,12 @@ def _balanced(lengths: Sequence[int], world_size: int, window: Window) -> list[l
 
     for document in sorted(range(len(lengths)), key=lambda d: -lengths[d]):
         length = lengths[document]
-        fits = [r for r in range(world_size) if room[r] >= length and work[r] + works[document] <= _MOST_WORK * fair]
+        is_large = length >= 2 * world_size * _ROWS_OF_A_PART
+        most_work = _MOST_WORK * fair - works[document] if is_large else fair * world_size
+        fits = [rank for rank in range(world_size) if room[rank] >= length and work[rank] <= most_work]
         if fits:
             give(min(fits, key=work.__getitem__), document, 0, length)
-        elif works[document] >= _LARGE_WORK * fair:
+        elif is_large:
             parts = 2 * world_size
             cuts = [length * i // parts // KEYS_OF_A_DRAW * KEYS_OF_A_DRAW for i in range(parts)] + [length]
             for rank in range(world_size):

@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import _functional_collectives as functional
 
 from fastattn.distributed.blocks import PackedSpread, Spread
-from fastattn.distributed.local_attention import LocalAttention, gradient_of_sinks, with_sinks
+from fastattn.distributed.collectives import start_all_gather, start_reduce_scatter, waited
+from fastattn.distributed.local_attention import LocalAttention, gradient_of_sinks, with_sinks, zeros_of_sums
 from fastattn.functional.attention_block import BackwardTensors
+
+_CALL = "context_parallel_attention with strategy 'allgather'"
 
 MOST_GROUPS_OF_HEADS = 4  # more are more messages and launches, and hide little more of the first group's
 
@@ -76,11 +78,14 @@ class _GatheredAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, slopes, sinks, out, lse = ctx.saved_tensors
         attention, blocks = ctx.local.with_slopes(slopes), ctx.spread.blocks_over_all_keys(dist.get_rank(ctx.group))
-        of_query = torch.zeros_like(query, dtype=lse.dtype).contiguous()
+        of_query = zeros_of_sums(query, lse.dtype)
         of_slopes = torch.zeros_like(slopes, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
-        scattered = []
+        grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
+        scattered = (
+            None  # one group of heads: its sums over ranks are under way, and take memory, while the next compute
+        )
         for heads, kv_heads, keys, values in _gathered(query, key, value, ctx.spread, ctx.group):
-            of_keys, of_values = (torch.zeros_like(t, dtype=lse.dtype).contiguous() for t in (keys, values))
+            of_keys, of_values = (zeros_of_sums(t, lse.dtype) for t in (keys, values))
             own_slopes = None if of_slopes is None else of_slopes[..., heads]
             tensors = BackwardTensors(
                 grad_out[:, heads], grad_lse[:, heads], query[:, heads], keys, values, out[:, heads], lse[:, heads]
@@ -88,11 +93,9 @@ class _GatheredAttention(torch.autograd.Function):
             for block in blocks:
                 sums = of_query[:, heads, block.rows], of_keys[:, :, block.keys], of_values[:, :, block.keys]
                 attention.of_heads(heads).add_gradients(sums, own_slopes, tensors.of(block.rows, block.keys), block)
-            scattered.append((kv_heads, [_start_scatter(t, ctx.spread, ctx.group) for t in (of_keys, of_values)]))
-        grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
-        for kv_heads, under_way in scattered:
-            for gradient, of_group in zip((grad_key, grad_value), under_way, strict=True):
-                gradient[:, kv_heads] = functional.wait_tensor(of_group).movedim(0, 2)
+            _finish_scatter(scattered, (grad_key, grad_value))
+            scattered = kv_heads, [_start_scatter(t, ctx.spread, ctx.group) for t in (of_keys, of_values)]
+        _finish_scatter(scattered, (grad_key, grad_value))
         grad_slopes = None if of_slopes is None else of_slopes.to(slopes.dtype)
         grad_sinks = gradient_of_sinks(sinks, grad_out, grad_lse, out, lse)
         return of_query.to(query.dtype), grad_key, grad_value, grad_slopes, grad_sinks, None, None, None
@@ -111,22 +114,26 @@ def _gathered(
     of_keys = [slice(begin, end) for begin, end in pairwise(bounds)]
 
     def start(heads: slice) -> list[Tensor]:
-        return [
-            functional.all_gather_tensor(tensor[:, heads].movedim(2, 0).contiguous(), 0, group)
-            for tensor in (key, value)
-        ]
+        return [start_all_gather(tensor[:, heads].movedim(2, 0).contiguous(), group) for tensor in (key, value)]
 
     per_kv_head = query.shape[1] // kv_heads if kv_heads else 0
     under_way = start(of_keys[0]) if of_keys else []
     for i, heads in enumerate(of_keys):
-        arrived = [functional.wait_tensor(tensor) for tensor in under_way]
+        keys, values = (spread.in_order(waited(tensor, _CALL)).movedim(0, 2) for tensor in under_way)
         under_way = start(of_keys[i + 1]) if i + 1 < len(of_keys) else []
-        keys, values = (spread.in_order(t).movedim(0, 2) for t in arrived)
         yield slice(heads.start * per_kv_head, heads.stop * per_kv_head), heads, keys, values
 
 
 def _start_scatter(sums: Tensor, spread: Spread | PackedSpread, group: dist.ProcessGroup) -> Tensor:
     """Of the sums over ranks, ``[B, H, S, D]``, this rank's part, ``[S / W, B, H, D]``: to be waited for."""
     by_rank = spread.by_rank(sums.movedim(2, 0))
-    started: Tensor = functional.reduce_scatter_tensor(by_rank.contiguous(), "sum", 0, group)
+    started: Tensor = start_reduce_scatter(by_rank.contiguous(), group)
     return started
+
+
+def _finish_scatter(started: tuple[slice, list[Tensor]] | None, gradients: tuple[Tensor, Tensor]) -> None:
+    if started is None:
+        return
+    kv_heads, under_way = started
+    for gradient, of_group in zip(gradients, under_way, strict=True):
+        gradient[:, kv_heads] = waited(of_group, _CALL).movedim(0, 2)

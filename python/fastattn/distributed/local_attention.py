@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fastattn.distributed.blocks import Block
-from fastattn.distributed.merge import merge_attention
 from fastattn.functional.attention_block import (
     BackwardTensors,
     BlockOptions,
@@ -83,11 +82,18 @@ def _slopes_of(slopes: Tensor | None, block: Block, entries: slice) -> Tensor | 
     return slopes[entries] if block.document is None else slopes[block.document]
 
 
+def zeros_of_sums(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """To which gradients of ``[B, H, S, D]`` are added: contiguous, as the kernels want it."""
+    return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+
+
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output and lse where each row also sees its head's sink: a logit without a value."""
     if sinks is None:
         return out, lse
-    return merge_attention(out, lse, torch.zeros_like(out), sinks.to(lse.dtype)[None, :, None].expand_as(lse))
+    with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+    share = (lse - with_sink).exp().masked_fill(lse == -math.inf, 0.0)
+    return out * share[..., None], with_sink
 
 
 def gradient_of_sinks(

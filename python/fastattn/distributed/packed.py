@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -12,15 +12,69 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastattn.checks import check_bool, check_choice, check_tensor, expect
-from fastattn.distributed.blocks import Part, Window, index_of, place_of
+from fastattn.checks import check_bool, check_choice, check_dtype, check_int, check_tensor, expect
+from fastattn.distributed.blocks import PackedSpread, Part, Rows, Window, in_order_of_documents, place_of
 from fastattn.distributed.collectives import Group, all_gather, process_groups
 from fastattn.distributed.dealing import LAYOUTS, deal
 from fastattn.distributed.sequence import checked_dim
 from fastattn.functional.attention_checks import UNBOUNDED, check_window
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class PackedLayout:
+    """Parts of packed sequences, here documents, on the ranks that share some heads.
+
+    ``parts``: of each rank, in the order of its rows: first those of documents that are cut, then whole documents.
+    """
+
+    lengths: tuple[int, ...]  # of each document
+    parts: tuple[tuple[Part, ...], ...]
+    _kept: dict[Any, Any] = field(default_factory=dict)  # what every layer asks for
+
+    def is_whole(self, part: Part) -> bool:
+        return part.length == self.lengths[part.document or 0]
+
+    @functools.cached_property
+    def cut_parts(self) -> tuple[tuple[Part, ...], ...]:
+        return tuple(tuple(part for part in parts if not self.is_whole(part)) for parts in self.parts)
+
+    @functools.cached_property
+    def cut_rows(self) -> int:
+        """Of the rank that has most of documents that are cut."""
+        return max((part.rows.stop for parts in self.cut_parts for part in parts), default=0)
+
+    def spread(self, window: Window) -> PackedSpread:
+        """Of the documents that are cut."""
+        return self._keep(window, lambda: PackedSpread(self.cut_parts, self.cut_rows, self.lengths, window))
+
+    def exchanged(self, num_ranks: int) -> tuple[PackedLayout, list[Rows]]:
+        """What groups of ``num_ranks`` have together of the cut documents, and for each group, which these are of its
+        ranks' first ``cut_rows`` rows."""
+
+        def arranged() -> tuple[PackedLayout, list[Rows]]:
+            groups = [self.cut_parts[first : first + num_ranks] for first in range(0, len(self.parts), num_ranks)]
+            together = [arrange(in_order_of_documents(group, self.cut_rows), self.lengths) for group in groups]
+            return PackedLayout(self.lengths, tuple(parts for parts, _ in together)), [Rows(of) for _, of in together]
+
+        return self._keep(num_ranks, arranged)
+
+    def offsets(self, documents: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+        """``cu_seqlens`` of these documents, int32, and their numbers, int64."""
+
+        def made() -> tuple[Tensor, Tensor]:
+            with torch.inference_mode(False):
+                ends = [0, *accumulate(self.lengths[document] for document in documents)]
+                return torch.tensor(ends, dtype=torch.int32, device=device), torch.tensor(documents, device=device)
+
+        return self._keep((documents, device), made)
+
+    def _keep(self, name: Any, make: Callable[[], Any]) -> Any:
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
+
+
+@dataclass(frozen=True, eq=False)
 class PackedShards:
     """Which rows of packed sequences, ``[total, …]``, are on which rank: what ``shard_varlen`` returns.
 
@@ -29,22 +83,18 @@ class PackedShards:
     """
 
     group: Group
-    lengths: tuple[int, ...]  # of each sequence
-    parts: tuple[tuple[Part, ...], ...]  # of each rank, in the order of its rows
-    _sources: tuple[tuple[slice, ...], ...]  # the rows of each rank, as they are packed
+    layout: PackedLayout
+    _sources: Rows  # this rank's, as they are packed
 
     @functools.cached_property
     def rank(self) -> int:
         """This one's, in the order of the group's dimensions."""
-        rank = 0
-        for group in process_groups(self.group):
-            rank = rank * dist.get_world_size(group) + dist.get_rank(group)
-        return rank
+        return rank_in(process_groups(self.group))
 
     @functools.cached_property
     def num_rows(self) -> int:
         """Of each rank, with its padding."""
-        return max(parts[-1].rows.stop if parts else 0 for parts in self.parts)
+        return max(parts[-1].rows.stop if parts else 0 for parts in self.layout.parts)
 
     def shard(self, x: Tensor, dim: int = 0, padding: float = 0) -> Tensor:
         """This rank's rows of what all ranks hold, with ``num_rows`` in ``dim``; those of no sequence are ``padding``.
@@ -55,9 +105,9 @@ class PackedShards:
             InputError, TypeError: a tensor that has not as many rows in ``dim`` as there are in all sequences.
         """
         check_tensor("x", x)
-        dim, total = checked_dim(x, dim), sum(self.lengths)
+        dim, total = checked_dim(x, dim), sum(self.layout.lengths)
         expect(x.shape[dim] == total, "x", f"{total} rows in dim {dim}, those of all sequences", x.shape[dim])
-        own = x.index_select(dim, index_of(self._sources[self.rank], x.device))
+        own = x.index_select(dim, self._sources(x.device))
         missing = [*x.shape[:dim], self.num_rows - own.shape[dim], *x.shape[dim + 1 :]]
         return torch.cat([own, x.new_full(missing, padding)], dim)
 
@@ -75,18 +125,20 @@ class PackedShards:
         gathered = x.movedim(dim, 0)
         for group in reversed(process_groups(self.group)):
             gathered = all_gather(gathered, group)
-        moved = (part.moved(rank * self.num_rows) for rank, parts in enumerate(self.parts) for part in parts)
-        rows = [part.rows for part in sorted(moved, key=place_of)]
-        return gathered.index_select(0, index_of(rows, x.device)).movedim(0, dim)
+        return gathered.index_select(0, self._rows_in_order(x.device)).movedim(0, dim)
+
+    @functools.cached_property
+    def _rows_in_order(self) -> Rows:
+        return Rows(part.rows for part in in_order_of_documents(self.layout.parts, self.num_rows))
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """int64 ``[num_rows]``: where each of this rank's rows stands in its sequence, as RoPE wants it; padding: 0."""
-        places = (torch.arange(part.first, part.first + part.length) for part in self.parts[self.rank])
+        places = (torch.arange(part.first, part.first + part.length) for part in self.layout.parts[self.rank])
         return self._padded(places, 0).to(device)
 
     def sequences(self, device: torch.device | str | None = None) -> Tensor:
         """int64 ``[num_rows]``: to which sequence each of this rank's rows belongs; padding: -1."""
-        numbers = (torch.full((part.length,), part.document or 0) for part in self.parts[self.rank])
+        numbers = (torch.full((part.length,), part.document or 0) for part in self.layout.parts[self.rank])
         return self._padded(numbers, -1).to(device)
 
     def _padded(self, of_parts: Iterable[Tensor], padding: int) -> Tensor:
@@ -127,15 +179,24 @@ def shard_varlen(
         world_size *= dist.get_world_size(of_dim)
     dealt = deal(lengths, world_size, layout, (left, 0 if check_bool("causal", causal) else right))
     arranged = [arrange(parts, lengths) for parts in dealt]
-    return PackedShards(group, lengths, tuple(parts for parts, _ in arranged), tuple(rows for _, rows in arranged))
+    layout_of_ranks = PackedLayout(lengths, tuple(parts for parts, _ in arranged))
+    return PackedShards(group, layout_of_ranks, Rows(arranged[rank_in(groups)][1]))
+
+
+def rank_in(groups: Sequence[dist.ProcessGroup]) -> int:
+    """This rank's place in a mesh: the last of its dimensions counts fastest."""
+    rank = 0
+    for group in groups:
+        rank = rank * dist.get_world_size(group) + dist.get_rank(group)
+    return rank
 
 
 def _checked_offsets(cu_seqlens: Any) -> list[int]:
     if isinstance(cu_seqlens, Tensor):
         expect(cu_seqlens.dim() == 1, "cu_seqlens", "one dimension, [B + 1]", list(cu_seqlens.shape))
-        expect(not cu_seqlens.is_floating_point(), "cu_seqlens", "integers", cu_seqlens.dtype)
+        check_dtype("cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
         cu_seqlens = cu_seqlens.tolist()
-    offsets = [int(offset) for offset in cu_seqlens]
+    offsets = [check_int("cu_seqlens", offset) for offset in cu_seqlens]
     rises = all(begin <= end for begin, end in pairwise(offsets))
     expect(
         bool(offsets) and offsets[0] == 0 and rises, "cu_seqlens", "offsets that begin with 0 and do not fall", offsets

@@ -9,6 +9,7 @@ not from hand to hand: as many bytes, and no rank waits for another's work. What
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastattn.distributed.blocks import PackedSpread, Reading, Spread
-from fastattn.distributed.local_attention import LocalAttention, gradient_of_sinks, with_sinks
-from fastattn.distributed.merge import merge_attention
+from fastattn.distributed.collectives import naming
+from fastattn.distributed.local_attention import LocalAttention, gradient_of_sinks, with_sinks, zeros_of_sums
+from fastattn.distributed.merge import merge_into
 from fastattn.functional.attention_block import BackwardTensors
 
 
@@ -35,6 +37,8 @@ def ring_attention(
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
     """Output and lse of this rank's rows, differentiable in all tensors; ``local`` has no slopes."""
+    if group not in _connected:
+        _connect(group, query.device)
     out, lse = _RingAttention.apply(query, key, value, slopes, sinks, spread, local, group)
     return out, lse
 
@@ -60,7 +64,7 @@ class _RingAttention(torch.autograd.Function):
             for block in reading.blocks:
                 rows = block.rows
                 found = attention.attend(query[:, :, rows], keys[:, :, block.keys], values[:, :, block.keys], block)
-                out[:, :, rows], lse[:, :, rows] = merge_attention(out[:, :, rows], lse[:, :, rows], *found)
+                merge_into(out[:, :, rows], lse[:, :, rows], *found)
         out, lse = with_sinks(out, lse, sinks)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, slopes, sinks, out, lse)
@@ -72,11 +76,11 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, slopes, sinks, out, lse = ctx.saved_tensors
         attention: LocalAttention = ctx.local.with_slopes(slopes)
-        of_query, of_key, of_value = (torch.zeros_like(t, dtype=lse.dtype).contiguous() for t in (query, key, value))
+        of_query, of_key, of_value = (zeros_of_sums(t, lse.dtype) for t in (query, key, value))
         of_slopes = torch.zeros_like(slopes, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
         sent = _GradientsOfKeys((of_key, of_value), ctx.spread, ctx.group)
         for step, reading, keys, values in _readings(key, value, ctx.spread, ctx.group):
-            found = tuple(torch.zeros_like(t, dtype=lse.dtype).contiguous() for t in (keys, values))
+            found = tuple(zeros_of_sums(t, lse.dtype) for t in (keys, values))
             tensors = BackwardTensors(grad_out, grad_lse, query, keys, values, out, lse)
             for block in reading.blocks:
                 of_keys, of_values = (total[:, :, block.keys] for total in found)
@@ -87,6 +91,16 @@ class _RingAttention(torch.autograd.Function):
         grads = (total.to(t.dtype) for total, t in zip((of_query, of_key, of_value), (query, key, value), strict=True))
         grad_slopes = None if of_slopes is None else of_slopes.to(slopes.dtype)
         return *grads, grad_slopes, gradient_of_sinks(sinks, grad_out, grad_lse, out, lse), None, None, None
+
+
+_connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Once, with all ranks: NCCL wants that of a group's first call, and some may have no message to send."""
+    if dist.get_backend(group) == "nccl":
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    _connected.add(group)
 
 
 # --- What travels -----------------------------------------------------------------------------------------------------
@@ -115,11 +129,13 @@ class _Transfer:
             self._works = dist.batch_isend_irecv(messages)
 
     def wait(self) -> list[Tensor]:
-        for work in self._works:
-            work.wait()
+        with naming(_CALL):
+            for work in self._works:
+                work.wait()
         return self.received
 
 
+_CALL = "context_parallel_attention with strategy 'ring'"
 _KEYS_TAG, _GRADIENTS_TAG = 0, 2  # of keys, then of values
 
 

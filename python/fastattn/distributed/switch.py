@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.checks import check_choice, expect
+from fastattn import patch
+from fastattn.checks import expect
+from fastattn.distributed.arguments import split_groups
 from fastattn.distributed.collectives import Group, process_groups
-from fastattn.distributed.context_parallel import STRATEGIES, context_parallel_attention
+from fastattn.distributed.context_parallel import context_parallel_attention
 from fastattn.distributed.sequence import parts_per_rank
 from fastattn.functional import spread_attention
-
-_lock = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -27,26 +25,26 @@ def context_parallel(group: Group = None, *, strategy: str = "allgather", layout
     (``shard_sequence``), and stay in the block until ``backward()`` is over: there activation checkpointing calls
     attention again. It is one switch for the process: other threads see it too. Blocks nest, the innermost is in force.
 
+    ``nn.MultiheadAttention`` comes here with ``need_weights=False`` alone. Packed sequences are recognised where
+    positions begin anew within one of a rank's parts, and not where they begin with a part:
+    ``context_parallel_attention_varlen`` is for them.
+
     Args:
         group, strategy, layout: as for ``context_parallel_attention``.
 
     Raises:
         InputError: a group that is not initialised; within, what a rank cannot do with its part: a mask or a bias,
-            padding, a cache, packed sequences.
+            padding, a cache that holds tokens already, packed sequences. It is the rank's own error: others may wait.
     """
-    process_groups(group)
-    check_choice("strategy", strategy, STRATEGIES)
+    split_groups(process_groups(group), strategy)
     attention = _Attention(group, strategy, layout)
-    with _lock:
-        sdpa_before = F.scaled_dot_product_attention
-        F.scaled_dot_product_attention = attention.sdpa  # type: ignore[assignment]
-        spread_attention.enter(attention)
+    patch.install()  # what comes to fastattn's function in place of torch's, goes on to the innermost block's
+    spread_attention.enter(attention)
     try:
         yield
     finally:
-        with _lock:
-            F.scaled_dot_product_attention = sdpa_before
-            spread_attention.leave()
+        spread_attention.leave(attention)
+        patch.uninstall()
 
 
 class _Attention:

@@ -31,6 +31,7 @@ from fastattn.functional.autocast import autocast_dtype, autocast_to
 from fastattn.functional.checked_once import CheckedOnce
 from fastattn.functional.distributed_tensors import DENSE, are_split_alike, attend_locally, dims_of_mask
 from fastattn.functional.dropout_seed import draw_seed
+from fastattn.functional.spread_attention import in_force
 from fastattn.functional.torch_sdpa import torch_sdpa
 from fastattn.ops.attention import AttentionArguments
 
@@ -76,6 +77,8 @@ def scaled_dot_product_attention(
     """
     if not isinstance(query, Tensor):  # torch.fx traces it, or torch says what is wrong with it
         return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if (spread := in_force()) is not None:
+        return spread.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     device = query.device
     if facts(device) is None and not is_watched():
         return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

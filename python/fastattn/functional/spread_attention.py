@@ -26,6 +26,20 @@ class SpreadAttention(Protocol):
         deterministic: bool | None = None,
     ) -> Tensor: ...
 
+    def sdpa(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """``F.scaled_dot_product_attention``."""
+
 
 _in_force: list[SpreadAttention] = []
 
@@ -39,5 +53,6 @@ def enter(attention: SpreadAttention) -> None:
     _in_force.append(attention)
 
 
-def leave() -> None:
-    _in_force.pop()
+def leave(attention: SpreadAttention) -> None:
+    """Also where it is not the innermost: other threads may have entered others since."""
+    del _in_force[max(i for i, entered in enumerate(_in_force) if entered is attention)]

@@ -19,7 +19,7 @@ def _pairs(call: OperatorCall) -> tuple[int, bool]:
     """Pairs of a query and a key over all batches and query heads, and whether that is only an upper bound."""
     query, key = call["query"].shape, call["key"].shape
     window = call.number("window_left"), call.number("window_right")
-    offset = None if call["first_row"].text == "None" else call.number("first_row") - call.number("first_key")
+    offset = None if call["first_row"].text in ("", "None") else call.number("first_row") - call.number("first_key")
     if call["cu_seqlens_q"].is_tensor:  # the lengths are on the device: as if all were the longest
         longest_q, longest_k = call.number("max_seqlen_q"), call.number("max_seqlen_k")
         pairs = work.visible_pairs(longest_q, longest_k, *window, offset=offset)
@@ -49,15 +49,22 @@ def _backward_part(query_products: int, value_products: int, written: Sequence[s
         pairs, is_upper_bound = _pairs(call)
         query_dim, value_dim = call["query"].shape[-1], call["value"].shape[-1]
         rows = math.prod(call["query"].shape[:-1])
-        read = sum(call[name].nbytes for name in ("query", "key", "value", "grad_out", "bias"))
+        read = sum(call[name].nbytes for name in ("query", "key", "value", "grad_out"))
+        read += call["bias"].nbytes if "bias" in call.arguments else 0
         read += 3 * rows * work.LSE_BYTES  # the two halves of the lse, and rowsum(dO O)
         return Work(
             2 * pairs * (query_products * query_dim + value_products * value_dim),
-            read + sum(call[name].nbytes for name in written),
+            read + sum(_gradient_bytes(call, name) for name in written),
             is_upper_bound,
         )
 
     return part
+
+
+def _gradient_bytes(call: OperatorCall, name: str) -> int:
+    """A gradient is written in the dtype of what it is of, or added to float32 sums that are arguments, too."""
+    sums = f"grad_{name}"
+    return 2 * call[sums].nbytes if sums in call.arguments else call[name].nbytes
 
 
 def _sums_bytes(call: OperatorCall) -> int:
@@ -72,8 +79,8 @@ def _native_key_value(call: OperatorCall) -> Work:
 
 
 def _native_query(call: OperatorCall) -> Work:
-    """Rounds the sums."""
-    return Work(0, _sums_bytes(call) + call["query"].nbytes)
+    """Rounds the sums, or adds them to others."""
+    return Work(0, _sums_bytes(call) + _gradient_bytes(call, "query"))
 
 
 def _native_rows(call: OperatorCall) -> Work:
@@ -157,6 +164,26 @@ def _int8(call: OperatorCall) -> Work:
     return work.int8_matmul(math.prod(x.shape[:-1]), n, k, x.itemsize, scales, elements, columns)
 
 
+def _merge(call: OperatorCall) -> Work:
+    """Reads what is merged; writes the output and its lse in float32."""
+    return Work(0, _bytes_of_all(call) + 4 * math.prod(call["out_a"].shape) + 4 * math.prod(call["lse_a"].shape))
+
+
+def _merge_into(call: OperatorCall) -> Work:
+    """Writes what it has read of the output and its lse."""
+    return Work(0, _bytes_of_all(call) + call["out"].nbytes + call["lse"].nbytes)
+
+
+def _merge_backward(call: OperatorCall) -> Work:
+    """Writes a gradient for each tensor that was merged."""
+    written = sum(call[name].nbytes for name in ("out_a", "lse_a", "out_b", "lse_b"))
+    return Work(0, _bytes_of_all(call) + written)
+
+
+def _bytes_of_all(call: OperatorCall) -> int:
+    return sum(argument.nbytes for argument in call.arguments.values())
+
+
 def _unknown(call: OperatorCall) -> None:
     """Merges the parts of a split, whose number the launcher chose: not to be told from the operator's arguments."""
 
@@ -167,27 +194,32 @@ _DECODING: dict[str, Callable[[OperatorCall], Work | None]] = {
     "split": _decode,
     "combine": _unknown,
 }
+_BACKWARD: dict[str, Callable[[OperatorCall], Work | None]] = {
+    "attention_backward_rows_sm": _native_rows,
+    "attention_backward_key_value_sm": _native_key_value,
+    "attention_backward_key_value_wide_sm": _native_key_value,
+    "attention_backward_query_sm": _native_query,
+    "attention_backward_sinks_sm": _native_sinks,
+    "attention_backward_rows": _backward_rows,
+    "attention_backward_key_value": _backward_part(2, 2, ("key", "value")),
+    "attention_backward_query": _backward_part(2, 1, ("query",)),
+    "attention_backward_bias": _backward_part(1, 1, ("bias",)),
+    "attention_backward_slope_sums": _native_slope_sums,
+    "attention_backward_slopes": _backward_part(1, 1, ("alibi_slopes",)),
+}
 # Operator → what the names of its kernels contain → their work. The first that fits counts.
 _WORK: dict[str, dict[str, Callable[[OperatorCall], Work | None]]] = {
     "attention_forward": {"attention_forward": _forward},
-    "attention_backward": {
-        "attention_backward_rows_sm": _native_rows,
-        "attention_backward_key_value_sm": _native_key_value,
-        "attention_backward_key_value_wide_sm": _native_key_value,
-        "attention_backward_query_sm": _native_query,
-        "attention_backward_sinks_sm": _native_sinks,
-        "attention_backward_rows": _backward_rows,
-        "attention_backward_key_value": _backward_part(2, 2, ("key", "value")),
-        "attention_backward_query": _backward_part(2, 1, ("query",)),
-        "attention_backward_bias": _backward_part(1, 1, ("bias",)),
-        "attention_backward_slope_sums": _native_slope_sums,
-        "attention_backward_slopes": _backward_part(1, 1, ("alibi_slopes",)),
-    },
+    "attention_backward": _BACKWARD,
+    "attention_backward_add": _BACKWARD,
     "attention_decode": _DECODING,
     "attention_decode_out": _DECODING,
     "append_to_cache": {"append": _append},
     "dequantize_cache": {"dequantize": _dequantise},
     "attention_split_keys": {"split": _split_keys, "combine": _unknown},
+    "merge_attention": {"merge": _merge},
+    "merge_attention_into": {"merge": _merge_into},
+    "merge_attention_backward": {"merge": _merge_backward},
     # Of what cuBLAS computes, our kernel only dequantises the weights. Another quantises tokens.
     "int8_matmul": {"quantize": _unknown, "merge": _unknown, "forward": _int8, "int8_matmul": _int8},
     "int8_matmul_grad_input": {"dequantize": _unknown, "merge": _unknown, "grad_input": _int8},

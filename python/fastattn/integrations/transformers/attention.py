@@ -150,8 +150,12 @@ def _spread_window(
 ) -> tuple[int, int]:
     """The window over the whole sequence, of which a rank has a part. Raises where it takes more than a window."""
     mark = None if attention_mask is None else read(attention_mask)
-    # Positions that jump from one of a rank's parts to the next look like packed sequences.
-    is_one_sequence = isinstance(mark, Offsets) and len(mark.cu_seqlens) - 1 <= spread.num_parts * query.shape[0]
+    # Positions that jump from one of a rank's parts to the next look like packed sequences of the parts' length.
+    is_one_sequence = (
+        isinstance(mark, Offsets)
+        and len(mark.cu_seqlens) - 1 <= spread.num_parts * query.shape[0]
+        and mark.max_seqlen * spread.num_parts >= key.shape[2]
+    )
     is_whole = isinstance(mark, Keys) and mark.present is None and mark.num_keys == key.shape[2]
     is_plain = attention_mask is None or is_one_sequence or is_whole
     if not is_plain or any(other is not None for other in others) or key.dtype != query.dtype:
