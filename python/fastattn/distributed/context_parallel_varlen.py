@@ -176,7 +176,7 @@ def _padding(rows: _Rows, num_rows: int) -> tuple[Tensor, Tensor]:
     shape = (*rows.query.shape[:2], num_rows, rows.value.shape[3])
     lse_dtype = torch.float64 if rows.query.dtype == torch.float64 else torch.float32
     tensors = [tensor for tensor in (*rows[:3], rows.slopes, rows.sinks) if tensor is not None]
-    nothing = torch.stack([tensor.reshape(-1)[:0].sum().to(lse_dtype) for tensor in tensors]).sum()
+    nothing = torch.stack([tensor[..., :0].sum().to(lse_dtype) for tensor in tensors]).sum()  # of views: no copies
     out = rows.query.new_zeros(shape) + nothing.to(rows.query.dtype)
     return out, rows.query.new_full(shape[:3], -torch.inf, dtype=lse_dtype) + nothing
 

@@ -81,9 +81,7 @@ class _GatheredAttention(torch.autograd.Function):
         of_query = zeros_of_sums(query, lse.dtype)
         of_slopes = torch.zeros_like(slopes, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
         grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
-        scattered = (
-            None  # one group of heads: its sums over ranks are under way, and take memory, while the next compute
-        )
+        scattered = None  # one group of heads, whose sums over ranks take memory while the next one computes
         for heads, kv_heads, keys, values in _gathered(query, key, value, ctx.spread, ctx.group):
             of_keys, of_values = (zeros_of_sums(t, lse.dtype) for t in (keys, values))
             own_slopes = None if of_slopes is None else of_slopes[..., heads]
@@ -126,9 +124,7 @@ def _gathered(
 
 def _start_scatter(sums: Tensor, spread: Spread | PackedSpread, group: dist.ProcessGroup) -> Tensor:
     """Of the sums over ranks, ``[B, H, S, D]``, this rank's part, ``[S / W, B, H, D]``: to be waited for."""
-    by_rank = spread.by_rank(sums.movedim(2, 0))
-    started: Tensor = start_reduce_scatter(by_rank.contiguous(), group)
-    return started
+    return start_reduce_scatter(spread.by_rank(sums.movedim(2, 0)).contiguous(), group)
 
 
 def _finish_scatter(started: tuple[slice, list[Tensor]] | None, gradients: tuple[Tensor, Tensor]) -> None:
