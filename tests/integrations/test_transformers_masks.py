@@ -133,18 +133,19 @@ def test_says_what_the_whole_mask_says(
         assert mask is None or mask.shape[2] == 1
 
 
-def test_packed_sequences_become_offsets() -> None:
+@pytest.mark.parametrize("packed_first", [True, False], ids=["as in 5.23", "as from 5.24 on"])
+def test_packed_sequences_become_offsets(packed_first: bool) -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]])
+    packed = masking_utils.packed_sequence_mask_function(masking_utils.find_packed_sequence_indices(positions))
     for window in (None, WINDOW):
         config = MistralConfig(sliding_window=WINDOW)
         pattern = causal() if window is None else sliding()
+        remapped = masking_utils.remap_positions_for_packed_sequence(pattern, positions)
         where = {
             "batch_size": BATCH,
             "q_length": 6,
             "kv_length": 6,
-            "mask_function": masking_utils.packed_sequence_compatibility_function(
-                pattern, positions, masking_utils.find_packed_sequence_indices(positions)
-            ),
+            "mask_function": masking_utils.and_masks(*((packed, remapped) if packed_first else (remapped, packed))),
             "allow_is_causal_skip": False,
         }
         mask = make_mask(**where, config=config)

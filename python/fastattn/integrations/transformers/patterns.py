@@ -53,6 +53,8 @@ def recognise(mask_function: Callable[..., Any], last_position: int) -> Pattern 
     if len(parts) != 2:
         return None
     overlay, inner = parts
+    if inner.__code__ is _PACKED:  # from transformers 5.24 on
+        overlay, inner = inner, overlay
     if overlay.__code__ is _PACKED and inner.__code__ is _REMAPPED:
         within = recognise(_closure(inner)["mask_function"], last_position)
         if within is None or not within.causal or within.sequence_ids is not None:
