@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from fastattn.distributed.blocks import Block, Spread, Window
 from fastattn.distributed.gathered import MOST_GROUPS_OF_HEADS
+from fastattn.distributed.ring import heads_of_own_block
 from fastattn.profiler.work import LSE_BYTES, visible_pairs
 
 Array = NDArray[np.float64]
@@ -123,17 +124,23 @@ def _ring(spread: Spread, heads: Heads, backward: bool, stride: int) -> Iterator
         if step < spread.world_size:
             yield Exchange(f"keys {step}", step, num_keys[step] * per_key * heads.item_bytes, stride)
 
+    own = [read.blocks for read in steps[0]]
+    first_heads, last_heads = heads_of_own_block(heads.kv, spread.world_size if backward else 1)
+    per_kv_head = heads.query // heads.kv
+
     yield from start_keys(1)
-    for step, reads in enumerate(steps):
-        if step > 0:
-            yield Wait(f"keys {step}")
-            yield from start_keys(step + 1)
+    yield Compute(own, (first_heads.stop - first_heads.start) * per_kv_head)
+    for step, reads in enumerate(steps[1:], 1):
+        yield Wait(f"keys {step}")
+        yield from start_keys(step + 1)
         yield Compute([read.blocks for read in reads], heads.query)
-        if backward and step > 0:
+        if backward:
             if step > 1:
                 yield Wait(f"gradients {step - 1}")
             of_owner = np.roll(num_keys[step], -step) * per_key * heads.sum_bytes
             yield Exchange(f"gradients {step}", -step, of_owner, stride)
+    if last_heads.start < last_heads.stop:
+        yield Compute(own, (last_heads.stop - last_heads.start) * per_kv_head)
     if backward and spread.world_size > 1:
         yield Wait(f"gradients {spread.world_size - 1}")
 

@@ -6,6 +6,7 @@ It imports nothing of fastattn: in a new process the library with kernels has to
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import socket
 import warnings
@@ -24,6 +25,7 @@ def run(module: str, *checks: str, world_size: int = 2, emulated: bool = True) -
 
 
 def _run(rank: int, port: int, module: str, checks: tuple[str, ...], world_size: int, emulated: bool) -> None:
+    faulthandler.enable()  # where a rank dies of a signal, it says where it was
     with contextlib.ExitStack() as stack:
         if emulated:
             import kernel_device  # noqa: F401

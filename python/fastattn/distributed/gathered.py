@@ -83,14 +83,8 @@ class _GatheredAttention(torch.autograd.Function):
         grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
         scattered = None  # one group of heads, whose sums over ranks take memory while the next one computes
         for heads, kv_heads, keys, values in _gathered(query, key, value, ctx.spread, ctx.group):
-            of_keys, of_values = (zeros_of_sums(t, lse.dtype) for t in (keys, values))
-            own_slopes = None if of_slopes is None else of_slopes[..., heads]
-            tensors = BackwardTensors(
-                grad_out[:, heads], grad_lse[:, heads], query[:, heads], keys, values, out[:, heads], lse[:, heads]
-            )
-            for block in blocks:
-                sums = of_query[:, heads, block.rows], of_keys[:, :, block.keys], of_values[:, :, block.keys]
-                attention.of_heads(heads).add_gradients(sums, own_slopes, tensors.of(block.rows, block.keys), block)
+            tensors = BackwardTensors(grad_out, grad_lse, query, keys, values, out, lse)
+            of_keys, of_values = attention.gradients(tensors, heads, blocks, of_query, of_slopes)
             _finish_scatter(scattered, (grad_key, grad_value))
             scattered = kv_heads, [_start_scatter(t, ctx.spread, ctx.group) for t in (of_keys, of_values)]
         _finish_scatter(scattered, (grad_key, grad_value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -43,7 +44,31 @@ class LocalAttention(NamedTuple):
         out, lse = found[0] if len(found) == 1 else (torch.cat(parts) for parts in zip(*found, strict=True))
         return out, lse
 
-    def add_gradients(
+    def gradients(
+        self,
+        tensors: BackwardTensors,
+        heads: slice,
+        blocks: Iterable[Block],
+        of_query: Tensor,
+        of_slopes: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Those of the keys and values of ``heads``; those of query and slopes are added to sums of all heads.
+
+        ``tensors``: rows of all heads, and keys and values of ``heads`` alone.
+        """
+        of_keys, of_values = (zeros_of_sums(t, tensors.lse.dtype) for t in (tensors.key, tensors.value))
+        grad_out, grad_lse, query, key, value, out, lse = tensors
+        own = BackwardTensors(
+            grad_out[:, heads], grad_lse[:, heads], query[:, heads], key, value, out[:, heads], lse[:, heads]
+        )
+        own_slopes = None if of_slopes is None else of_slopes[..., heads]
+        attention = self.of_heads(heads)
+        for block in blocks:
+            sums = of_query[:, heads, block.rows], of_keys[:, :, block.keys], of_values[:, :, block.keys]
+            attention._add_gradients(sums, own_slopes, own.of(block.rows, block.keys), block)
+        return of_keys, of_values
+
+    def _add_gradients(
         self,
         sums: tuple[Tensor, Tensor, Tensor],
         slopes_sum: Tensor | None,

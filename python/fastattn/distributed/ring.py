@@ -2,15 +2,16 @@
 
 In step s a rank attends to the keys of the rank s places before it, while those of the next step come in. What it
 finds is merged in float32. In the backward pass it goes through the same blocks, with the output and the lse of all
-keys, and sends the gradients of a block's keys to the rank that has them, in float32. Keys come from that rank itself,
-not from hand to hand: as many bytes, and no rank waits for another's work. What a mask hides is not sent nor computed.
+keys, and sends the gradients of a block's keys to the rank that has them, in float32. Half of the heads of its own
+block are left to the end, while the last gradients come in. Keys come from that rank itself, not from hand to hand: as
+many bytes, and no rank waits for another's work. What a mask hides is not sent nor computed.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,19 +79,33 @@ class _RingAttention(torch.autograd.Function):
         attention: LocalAttention = ctx.local.with_slopes(slopes)
         of_query, of_key, of_value = (zeros_of_sums(t, lse.dtype) for t in (query, key, value))
         of_slopes = torch.zeros_like(slopes, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
-        sent = _GradientsOfKeys((of_key, of_value), ctx.spread, ctx.group)
+        sums = _GradientsOfKeys((of_key, of_value), ctx.spread, ctx.group)
+        per_kv_head = query.shape[1] // max(1, key.shape[1])
+
+        def gradients(reading: Reading, keys: Tensor, values: Tensor, kv_heads: slice) -> tuple[Tensor, Tensor]:
+            heads = slice(kv_heads.start * per_kv_head, kv_heads.stop * per_kv_head)
+            tensors = BackwardTensors(grad_out, grad_lse, query, keys[:, kv_heads], values[:, kv_heads], out, lse)
+            return attention.gradients(tensors, heads, reading.blocks, of_query, of_slopes)
+
+        first_heads, last_heads = heads_of_own_block(key.shape[1], ctx.spread.world_size)
         for step, reading, keys, values in _readings(key, value, ctx.spread, ctx.group):
-            found = tuple(zeros_of_sums(t, lse.dtype) for t in (keys, values))
-            tensors = BackwardTensors(grad_out, grad_lse, query, keys, values, out, lse)
-            for block in reading.blocks:
-                of_keys, of_values = (total[:, :, block.keys] for total in found)
-                sums = of_query[:, :, block.rows], of_keys, of_values
-                attention.add_gradients(sums, of_slopes, tensors.of(block.rows, block.keys), block)
-            sent.exchange(step, reading, found)
-        sent.finish()
+            if step == 0:
+                own = reading, keys, values
+                sums.add(reading, gradients(*own, first_heads), first_heads)
+            else:
+                sums.exchange(step, reading, gradients(reading, keys, values, slice(0, key.shape[1])))
+        if last_heads.start < last_heads.stop:
+            sums.add(own[0], gradients(*own, last_heads), last_heads)
+        sums.finish()
         grads = (total.to(t.dtype) for total, t in zip((of_query, of_key, of_value), (query, key, value), strict=True))
         grad_slopes = None if of_slopes is None else of_slopes.to(slopes.dtype)
         return *grads, grad_slopes, gradient_of_sinks(sinks, grad_out, grad_lse, out, lse), None, None, None
+
+
+def heads_of_own_block(kv_heads: int, world_size: int) -> tuple[slice, slice]:
+    """KV heads whose gradients a rank computes while the first keys come in, and those while the last gradients do."""
+    num_first = (kv_heads + 1) // 2 if world_size > 1 else kv_heads
+    return slice(0, num_first), slice(num_first, kv_heads)
 
 
 _connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -190,9 +205,6 @@ class _GradientsOfKeys:
 
     def exchange(self, step: int, reading: Reading, found: tuple[Tensor, ...]) -> None:
         """Sends what this rank has found for what it has read, and receives what its own keys get in that step."""
-        if step == 0:
-            self._add(reading, list(found))
-            return
         owner, reader = (self._rank - step) % self._world_size, (self._rank + step) % self._world_size
         wanted = self._spread.reading(reader, self._rank)
         received = (reader, [_room(total, wanted, total.dtype) for total in self._sums]) if wanted.keys else None
@@ -204,11 +216,12 @@ class _GradientsOfKeys:
         """Adds what the last step has brought."""
         if self._under_way is not None:
             reading, transfer = self._under_way
-            self._add(reading, transfer.wait())
+            self.add(reading, transfer.wait())
             self._under_way = None
 
-    def _add(self, reading: Reading, gradients: list[Tensor]) -> None:
+    def add(self, reading: Reading, gradients: Sequence[Tensor], heads: slice = slice(None)) -> None:
+        """Those of what is read of these keys, of some heads."""
         for total, gradient in zip(self._sums, gradients, strict=False):
             parts = gradient.split([keys.stop - keys.start for keys in reading.keys], dim=2)
             for keys, part in zip(reading.keys, parts, strict=True):
-                total[:, :, keys] += part
+                total[:, heads, keys] += part
