@@ -163,7 +163,7 @@ _IDLE = f"""## How long ranks wait
 
 For messages, or at the end for other ranks: the share of a forward and a backward pass. In front the mean of all ranks,
 in brackets the rank that waits most. {HEADS[0].query} query and {HEADS[0].kv} KV heads. With a window, contiguous parts
-are even work already. An allgather brings in the keys outside of it, too.
+are even work already. An allgather brings in all keys, but where no rank sees more than a quarter of the others'.
 """
 
 _BYTES = """## What a rank receives

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from fastattn.distributed.blocks import Block, Spread, Window
 from fastattn.distributed.gathered import MOST_GROUPS_OF_HEADS
+from fastattn.distributed.gathering import plan_of, reads_little
 from fastattn.distributed.ring import heads_of_own_block
 from fastattn.profiler.work import LSE_BYTES, visible_pairs
 
@@ -80,6 +81,14 @@ class Collective(NamedTuple):
         return self.nbytes / (1 if self.kind == "all_gather" else self.num_ranks)
 
 
+class Pieces(NamedTuple):
+    """What each rank gives to each: ``nbytes`` ``[reader, source]``, of its own keys too, which stay where they are."""
+
+    name: str
+    nbytes: Array
+    stride: int = 1
+
+
 class Wait(NamedTuple):
     """Kernels started from here on wait until these messages have come."""
 
@@ -93,7 +102,7 @@ class Compute(NamedTuple):
     heads: int
 
 
-Operation = Exchange | Collective | Wait | Compute
+Operation = Exchange | Collective | Pieces | Wait | Compute
 
 
 def schedule(strategy: str, spread: Spread, heads: Heads, backward: bool, by_heads: int = 1) -> list[Operation]:
@@ -149,12 +158,24 @@ def _gather(spread: Spread, heads: Heads, backward: bool, stride: int) -> Iterat
     world_size = spread.world_size
     num_groups = min(heads.kv, MOST_GROUPS_OF_HEADS) if world_size > 1 else 1
     counts = [end - begin for begin, end in pairwise(heads.kv * i // num_groups for i in range(num_groups + 1))]
-    blocks = [_shapes(spread.blocks_over_all_keys(rank), spread) for rank in range(world_size)]
+    num_read, blocks = _read_by_all(spread)
 
     def start(i: int) -> Iterator[Operation]:
         for name in ("keys", "values") if i < num_groups else ():
-            nbytes = spread.length * counts[i] * heads.dim * heads.item_bytes
-            yield Collective(f"{name} {i}", "all_gather", nbytes, world_size, stride)
+            per_key = counts[i] * heads.dim * heads.item_bytes
+            if num_read is None:
+                yield Collective(f"{name} {i}", "all_gather", spread.length * per_key, world_size, stride)
+            else:
+                yield Pieces(f"{name} {i}", num_read * per_key, stride)
+
+    def start_back(i: int) -> Iterator[Operation]:
+        for name in ("gradients of keys", "gradients of values") if backward else ():
+            per_key = counts[i] * heads.dim * heads.sum_bytes
+            if num_read is None:
+                nbytes = world_size * spread.length * per_key
+                yield Collective(f"{name} {i}", "reduce_scatter", nbytes, world_size, stride)
+            else:
+                yield Pieces(f"{name} {i}", num_read.T * per_key, stride)
 
     def finish(i: int) -> Iterator[Operation]:
         yield from (Wait(f"gradients of {name} {i}") for name in ("keys", "values") if backward and i >= 0)
@@ -165,10 +186,19 @@ def _gather(spread: Spread, heads: Heads, backward: bool, stride: int) -> Iterat
         yield from start(i + 1)
         yield Compute(blocks, count * heads.query // heads.kv)
         yield from finish(i - 1)
-        for name in ("keys", "values") if backward else ():
-            nbytes = world_size * spread.length * count * heads.dim * heads.sum_bytes
-            yield Collective(f"gradients of {name} {i}", "reduce_scatter", nbytes, world_size, stride)
+        yield from start_back(i)
     yield from finish(num_groups - 1)
+
+
+@cache
+def _read_by_all(spread: Spread) -> tuple[Array | None, list[tuple[Shape, ...]]]:
+    """How many keys each rank reads of each, None where all read all; and the blocks of each rank."""
+    ranks = range(spread.world_size)
+    if not reads_little(spread):
+        return None, [_shapes(spread.blocks_over_all_keys(rank), spread) for rank in ranks]
+    plans = [plan_of(spread, rank) for rank in ranks]
+    num_read = np.array([plan.read.by_rank for plan in plans], dtype=np.float64)
+    return num_read, [_shapes(plan.blocks, spread) for plan in plans]
 
 
 class _Read(NamedTuple):
@@ -219,6 +249,18 @@ class Links(NamedTuple):
         near, far = self.node_latency + nbytes / self.node_rate, self.network_latency + nbytes / self.network_rate
         return np.where(is_near, near, far)
 
+    def pieces_seconds(self, pieces: Pieces) -> Array:
+        """Of each rank: what it receives, or sends where that is more, from or to one rank after the other."""
+        places = np.arange(len(pieces.nbytes)) * pieces.stride
+        is_near = places[:, None] // self.per_node == places // self.per_node
+        nbytes = pieces.nbytes * (1 - np.eye(len(places)))
+        seconds = np.zeros(len(places))
+        for one_way in (nbytes, nbytes.T):
+            near, far = (np.where(chosen, one_way, 0.0).sum(1) for chosen in (is_near, ~is_near))
+            latency = np.where(far > 0, self.network_latency, np.where(near > 0, self.node_latency, 0.0))
+            seconds = np.maximum(seconds, latency + np.maximum(near / self.node_rate, far / self.network_rate))
+        return seconds
+
     def collective_seconds(self, collective: Collective) -> float:
         """All-to-all: every rank to every other. Else NCCL's rings: each GPU passes on what the one before it has sent,
         so that a shard comes into a node once, and all adapters of the node share that."""
@@ -260,6 +302,15 @@ def simulate(
         elif isinstance(operation, Compute):
             spent = np.array([sum(map(seconds_per_head, blocks)) for blocks in operation.blocks]) * operation.heads
             now, computing = now + spent, computing + spent
+        elif isinstance(operation, Pieces):
+            start = np.maximum(now, last_message)
+            others = operation.nbytes * (1 - np.eye(world_size))
+            seconds = links.pieces_seconds(operation)
+            meets = others + others.T > 0
+            began = np.maximum(start, np.where(meets, start, 0.0).max(1))
+            last_message = arrived[operation.name] = began + seconds
+            received += others.sum(1)
+            sent += others.sum(0)
         elif isinstance(operation, Collective):
             start = max(now.max(), last_message.max())
             last_message = arrived[operation.name] = np.full(world_size, start + links.collective_seconds(operation))

@@ -25,6 +25,7 @@ from benchmarks.predict.ring_schedule import (
     Heads,
     Links,
     Operation,
+    Pieces,
     Result,
     Shape,
     Wait,
@@ -67,6 +68,9 @@ def expected_of(operations: list[Operation], rank: int, world_size: int) -> list
         elif isinstance(operation, Collective):
             done.append((operation.kind, operation.nbytes))
             started[operation.name] = len(started)
+        elif isinstance(operation, Pieces):
+            done.append(("all_to_all", int(operation.nbytes[:, rank].sum())))
+            started[operation.name] = len(started)
         elif isinstance(operation, Wait) and operation.name in started:
             done.append(("wait", started[operation.name]))
         elif isinstance(operation, Compute):
@@ -78,7 +82,7 @@ def record(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """From now on, what this process does."""
     from torch.distributed import _functional_collectives as functional
 
-    from fastattn.distributed import gathered, local_attention
+    from fastattn.distributed import gathering, local_attention
 
     done: list[tuple[Any, ...]] = []
     numbers = itertools.count()
@@ -121,8 +125,8 @@ def record(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     replace(dist, "batch_isend_irecv", exchange)
     for kind, module, name in (
-        ("all_gather", gathered, "start_all_gather"),
-        ("reduce_scatter", gathered, "start_reduce_scatter"),
+        ("all_gather", gathering, "start_all_gather"),
+        ("reduce_scatter", gathering, "start_reduce_scatter"),
         ("all_to_all", functional, "all_to_all_single"),
     ):
         replace(module, name, lambda original, *args, kind=kind: collective(original, kind, *args))
@@ -137,13 +141,13 @@ def messages_are_those_of_the_schedule(rank: int, mesh: DeviceMesh) -> None:
     by_twos, by_fours = (
         init_device_mesh("cpu", (8 // size, size), mesh_dim_names=("groups", "ranks")) for size in (2, 4)
     )
-    windows = CAUSAL, (9, 0), FULL, (2, 11)
-    plain = {2: (by_twos["ranks"], windows), 4: (by_fours["ranks"], windows), 8: (mesh, windows[:2])}
+    windows = CAUSAL, (9, 0), (1, 0), FULL, (2, 11)
+    plain = {2: (by_twos["ranks"], windows), 4: (by_fours["ranks"], windows), 8: (mesh, windows[:3])}
     for world_size, (group, of_windows) in plain.items():
         for strategy, window in itertools.product(STRATEGIES, of_windows):
             by_heads = world_size if strategy == "ulysses" else 1
             compare(rank % world_size, world_size, group, strategy, by_heads, window)
-    for strategy, window in itertools.product(STRATEGIES[:2], windows[:2]):
+    for strategy, window in itertools.product(STRATEGIES[:2], windows[:3]):
         compare(rank, 8, by_twos, strategy, 2, window)
 
 
@@ -210,7 +214,7 @@ def test_every_pair_is_computed_once(strategy: str, layout: str, world_size: int
 @pytest.mark.parametrize("strategy", ["ring", "allgather"])
 def test_without_a_mask_a_rank_receives_all_other_keys(strategy: str, layout: str, world_size: int) -> None:
     keys = 2 * 2 * ROWS * 4  # numbers in a rank's K and V
-    for window in (FULL,) if strategy == "ring" else (FULL, CAUSAL, (9, 0)):
+    for window in (FULL,) if strategy == "ring" else (FULL, CAUSAL):
         forward, backward = (simulated(strategy, layout, world_size, window, later) for later in (False, True))
         for way in ("received", "sent"):
             assert (getattr(forward, way) == (world_size - 1) * 2 * keys).all()  # 16 bits
@@ -229,6 +233,25 @@ def test_what_nobody_sees_is_not_sent(world_size: int) -> None:
     for layout, window in itertools.product(LAYOUTS, (CAUSAL, (9, 0), (2, 11))):
         found = simulated("ring", layout, world_size, window, backward=True)
         assert found.sent.sum() == found.received.sum()
+
+
+def test_an_allgather_sends_what_is_seen_where_that_is_little() -> None:
+    key = 2 * 2 * 4 * 2  # bytes in K and V
+    near = simulated("allgather", "contiguous", 8, (ROWS, 0))
+    assert near.received.tolist() == [0.0] + [ROWS * key] * 7
+    assert near.sent.tolist() == [ROWS * key] * 7 + [0.0]
+    most = simulated("allgather", "contiguous", 4, (ROWS, 0))  # a third of what others have
+    assert most.received.tolist() == [3 * ROWS * key] * 4
+
+
+def test_pieces_take_the_links_of_their_ranks() -> None:
+    """In two nodes of two GPUs, one apart from the other: what a rank receives within a node and from the other."""
+    links = Links(2, 100.0, 1.0, 10.0, 2.0)
+    nbytes = torch.tensor([[9, 100, 50, 50], [0, 9, 0, 0], [0, 0, 9, 0], [0, 0, 0, 9]]).double().numpy()
+    assert links.pieces_seconds(Pieces("", nbytes)).tolist() == [2 + 10, 1 + 1, 2 + 5, 2 + 5]
+    found = simulate([Pieces("keys", nbytes), Wait("keys")], 4, links, one_per_pair)
+    assert found.seconds == 12
+    assert found.received.tolist() == [200, 0, 0, 0] and found.sent.tolist() == [0, 100, 50, 50]
 
 
 @each_world_size

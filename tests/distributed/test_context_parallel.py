@@ -80,32 +80,60 @@ def sharding_and_gathering_are_inverse(rank: int, mesh: DeviceMesh) -> None:
 
 
 def results_and_gradients_are_those_of_one_process(rank: int, mesh: DeviceMesh) -> None:
-    from fastattn.distributed import context_parallel_attention, shard_sequence
-
     of_this_size = OPTIONS if mesh.size() == 2 else OPTIONS[1::2] + OPTIONS[-2:]  # four processes have two cores
     for strategy, layout, given in itertools.product(STRATEGIES, LAYOUTS, of_this_size):
-        whole, options = problem(), with_tensors(given)
-        expected = reference.attention(*whole, **options)
-        weights = [drawn(*result.shape, seed=9) for result in expected]
-        learnt = [value for value in options.values() if isinstance(value, Tensor)]
-        grads = torch.autograd.grad(expected, [*whole, *learnt], weights)
+        check_against_one_process(mesh, strategy, layout, given)
 
-        def mine(tensor: Tensor, layout: str = layout) -> Tensor:
-            return shard_sequence(tensor.detach(), 2, group=mesh, layout=layout)
 
-        own = [mine(tensor).requires_grad_() for tensor in whole]
-        found = context_parallel_attention(
-            *own, group=mesh, strategy=strategy, layout=layout, return_lse=True, **options
+def keys_that_are_read_are_gathered_alone(rank: int, mesh: DeviceMesh) -> None:
+    """As they are where that is little, here always."""
+    from fastattn.distributed import gathering
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering, "reads_little", lambda spread: spread.world_size > 1)
+        for layout, given in itertools.product(LAYOUTS, OPTIONS[mesh.size() == 4 :: 2]):
+            check_against_one_process(mesh, "allgather", layout, given)
+        if mesh.size() == 4:
+            both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "heads"))
+            check_against_one_process(both, "allgather", "zigzag", OPTIONS[-2])
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            gathering, "start_all_to_all", lambda *args, real=gathering.start_all_to_all: calls.append(1) or real(*args)
         )
-        own_grads = torch.autograd.grad(found, [*own, *learnt], [mine(weight) for weight in weights])
-        close = {"rtol": 1e-10, "atol": 1e-10, "msg": partial(in_words, strategy, layout, given)}
-        for pair in zip(found, map(mine, expected), strict=True):
-            torch.testing.assert_close(*pair, **close)
-        for pair in zip(own_grads[:3], map(mine, grads[:3]), strict=True):
-            torch.testing.assert_close(*pair, **close)
-        for share, total in zip(own_grads[3:], grads[3:], strict=True):  # as DDP adds them up
-            dist.all_reduce(share)
-            torch.testing.assert_close(share, total, **close)
+        check_against_one_process(mesh, "allgather", "contiguous", {"window": (9, 0)})
+        assert not calls  # half of the keys are read
+        check_against_one_process(mesh, "allgather", "contiguous", {"window": (1, 0)})
+        near = {"window": (1, 0), "dropout_p": 0.4, "dropout_seed": 3}  # which draws for four keys
+        check_against_one_process(mesh, "allgather", "contiguous", near, length=22 * mesh.size())
+        assert len(calls) == 3 * 2 * 4  # of keys and values, forward and backward, and of gradients, for each head
+
+
+def check_against_one_process(
+    mesh: DeviceMesh, strategy: str, layout: str, given: dict[str, Any], length: int = 32
+) -> None:
+    from fastattn.distributed import context_parallel_attention, shard_sequence
+
+    whole, options = problem(length), with_tensors(given)
+    expected = reference.attention(*whole, **options)
+    weights = [drawn(*result.shape, seed=9) for result in expected]
+    learnt = [value for value in options.values() if isinstance(value, Tensor)]
+    grads = torch.autograd.grad(expected, [*whole, *learnt], weights)
+
+    def mine(tensor: Tensor) -> Tensor:
+        return shard_sequence(tensor.detach(), 2, group=mesh, layout=layout)
+
+    own = [mine(tensor).requires_grad_() for tensor in whole]
+    found = context_parallel_attention(*own, group=mesh, strategy=strategy, layout=layout, return_lse=True, **options)
+    own_grads = torch.autograd.grad(found, [*own, *learnt], [mine(weight) for weight in weights])
+    close = {"rtol": 1e-10, "atol": 1e-10, "msg": partial(in_words, strategy, layout, given)}
+    for pair in zip(found, map(mine, expected), strict=True):
+        torch.testing.assert_close(*pair, **close)
+    for pair in zip(own_grads[:3], map(mine, grads[:3]), strict=True):
+        torch.testing.assert_close(*pair, **close)
+    for share, total in zip(own_grads[3:], grads[3:], strict=True):  # as DDP adds them up
+        dist.all_reduce(share)
+        torch.testing.assert_close(share, total, **close)
 
 
 def heads_and_keys_over_a_mesh(rank: int, mesh: DeviceMesh) -> None:
@@ -364,6 +392,7 @@ def test_on_ranks(world_size: int) -> None:
     checks = (
         sharding_and_gathering_are_inverse,
         results_and_gradients_are_those_of_one_process,
+        keys_that_are_read_are_gathered_alone,
         heads_and_keys_over_a_mesh,
         results_are_rounded_once,
         a_drawn_seed_is_that_of_the_first_rank,
@@ -394,8 +423,9 @@ def test_without_a_group() -> None:
 @pytest.mark.parametrize("goes_by_places", [False, True])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0), (3, 7), (-1, 9), (20, -1), (0, 0)], ids=str)
 def test_the_blocks_are_the_mask(window: tuple[int, int], goes_by_places: bool, layout: str, world_size: int) -> None:
-    """Each pair of positions that the mask leaves is in one block, of a ring and over all keys alike."""
+    """Each pair of positions that the mask leaves is in one block: of a ring, over all keys, and over those read."""
     from fastattn.distributed.blocks import Spread
+    from fastattn.distributed.gathering import plan_of
     from fastattn.distributed.sequence import parts_of_rank, parts_per_rank
 
     length, total = 8, 8 * world_size
@@ -406,10 +436,16 @@ def test_the_blocks_are_the_mask(window: tuple[int, int], goes_by_places: bool, 
         for rank in range(world_size)
     ]
     expected = mask_of(torch.arange(total), torch.arange(total), window)
-    in_ring, over_all = torch.zeros_like(expected), torch.zeros_like(expected)
+    in_ring, over_all, over_read = (torch.zeros_like(expected) for _ in range(3))
     for rank in range(world_size):
         for block in spread.blocks_over_all_keys(rank):
             add_pairs(over_all, of_rank[rank][block.rows], torch.arange(total)[block.keys], block, goes_by_places)
+        plan = plan_of(spread, rank)
+        places = [torch.arange(0), *(torch.arange(of.first, of.first + of.length) for of in plan.pieces)]
+        read = torch.cat(places)
+        assert torch.equal(read, read.unique())
+        for block in plan.blocks:
+            add_pairs(over_read, of_rank[rank][block.rows], read[block.keys], block, goes_by_places)
         for source in range(world_size):
             reading = spread.reading(rank, source)
             read = torch.cat([torch.arange(0), *(of_rank[source][keys] for keys in reading.keys)])
@@ -417,7 +453,7 @@ def test_the_blocks_are_the_mask(window: tuple[int, int], goes_by_places: bool, 
                 add_pairs(in_ring, of_rank[rank][block.rows], read[block.keys], block, goes_by_places)
             # Of what is read nothing is useless, but for what the multiple of four brings along.
             assert len(read) <= int(expected[of_rank[rank]][:, of_rank[source]].any(0).sum()) + 3 * len(reading.keys)
-    assert torch.equal(in_ring, expected) and torch.equal(over_all, expected)
+    assert all(torch.equal(seen, expected) for seen in (in_ring, over_all, over_read))
     work = [int(in_ring[rows].sum()) for rows in of_rank]
     if window == (-1, 0) and world_size > 1:
         assert len(set(work)) == 1 if layout == "zigzag" else work == sorted(set(work))

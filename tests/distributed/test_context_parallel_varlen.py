@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ranks
 from fastattn import InputError, reference
+from fastattn.distributed.blocks import PackedSpread
 from fastattn.distributed.dealing import LAYOUTS, deal
+from fastattn.distributed.gathering import reads_little
 from fastattn.distributed.packed import arrange
 from fastattn.profiler.work import visible_pairs
 
@@ -127,6 +129,18 @@ def test_documents_that_fit_stay_whole() -> None:
     assert all(len(parts) == 1 and parts[0].length == 50 for parts in dealt)
 
 
+def test_what_lies_on_few_ranks_is_little_to_read() -> None:
+    def little(lengths: list[int], world_size: int, layout: str, window: tuple[int, int]) -> bool:
+        parts = tuple(map(tuple, deal(lengths, world_size, layout, window)))
+        num_rows = max(sum(part.length for part in of_rank) for of_rank in parts)
+        return reads_little(PackedSpread(parts, num_rows, tuple(lengths), window))
+
+    assert little([1000] * 9, 8, "contiguous", CAUSAL)
+    assert not little([9000], 8, "contiguous", CAUSAL) and not little([9000], 8, "balanced", ALL_KEYS)
+    assert little([9000], 8, "contiguous", (500, 0)) and little([9000], 8, "balanced", (500, 0))
+    assert not little([100], 1, "balanced", CAUSAL)
+
+
 # --- On each rank -----------------------------------------------------------------------------------------------------
 
 
@@ -163,6 +177,19 @@ def results_and_gradients_are_those_of_one_process(rank: int, mesh: DeviceMesh) 
         shards = shard_varlen(offsets_of(LENGTHS), group=mesh, layout=layout, causal=True)
         for given in OPTIONS if mesh.size() == 2 else OPTIONS[1::2]:
             check_against_one_process(shards, strategy, given, {"layout": layout})
+
+
+def keys_that_are_read_are_gathered_alone(rank: int, mesh: DeviceMesh) -> None:
+    """As they are where that is little, here always."""
+    from fastattn.distributed import gathering, shard_varlen
+
+    both = init_device_mesh("cpu", (2, mesh.size() // 2), mesh_dim_names=("keys", "heads"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering, "reads_little", lambda spread: spread.world_size > 1)
+        for group, layout in itertools.product((mesh, both), LAYOUTS):
+            shards = shard_varlen(offsets_of(LENGTHS), group=group, layout=layout, causal=True)
+            for given in OPTIONS[group is both :: 2]:
+                check_against_one_process(shards, "allgather", given, {"layout": layout, "mesh": group.ndim})
 
 
 def heads_and_keys_over_a_mesh(rank: int, mesh: DeviceMesh) -> None:
@@ -339,6 +366,7 @@ def test_on_two_ranks() -> None:
     checks = (
         rows_come_back,
         results_and_gradients_are_those_of_one_process,
+        keys_that_are_read_are_gathered_alone,
         a_rank_without_rows_has_gradients,
         indices_of_inference_serve_training,
         whole_documents_cost_no_messages,
@@ -349,7 +377,12 @@ def test_on_two_ranks() -> None:
 
 
 def test_on_four_ranks() -> None:
-    checks = rows_come_back, results_and_gradients_are_those_of_one_process, heads_and_keys_over_a_mesh
+    checks = (
+        rows_come_back,
+        results_and_gradients_are_those_of_one_process,
+        keys_that_are_read_are_gathered_alone,
+        heads_and_keys_over_a_mesh,
+    )
     ranks.run(__name__, *(check.__name__ for check in checks), world_size=4, emulated=False)
 
 

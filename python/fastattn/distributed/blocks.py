@@ -66,14 +66,14 @@ class Spread(NamedTuple):
         """Of the keys of ``source``, what ``rank`` reads; nothing where its rows see none."""
         if not self.goes_by_places and self.window in (_ALL_KEYS, _CAUSAL):
             return self._reading_of_whole_parts(rank, source)
-        return _reading_of_parts(self._parts(rank), self._parts(source), self.window)
+        return _reading_of_parts(self.parts_of(rank), self.parts_of(source), self.window)
 
     def blocks_over_all_keys(self, rank: int) -> list[Block]:
         """Of the rows of ``rank`` over all keys in the order of their places."""
         total = self.world_size * self.length
         if not self.goes_by_places and self.window == _ALL_KEYS:
             return [Block(_ALL, slice(0, total), 0, 0, _ALL_KEYS)]
-        return [_block_over_sequence(part, 0, total, self.window) for part in self._parts(rank)]
+        return [_block_over_sequence(part, 0, total, self.window) for part in self.parts_of(rank)]
 
     def in_order(self, x: Tensor) -> Tensor:
         """``[W * length, …]``, what one rank after the other has, by places."""
@@ -83,10 +83,15 @@ class Spread(NamedTuple):
         """The inverse."""
         return in_order_of_ranks(x, 0, self.layout, self.world_size)
 
-    def _parts(self, rank: int) -> list[Part]:
+    def parts_of(self, rank: int) -> list[Part]:
+        """Its rows, which are the places of its keys too."""
         length = self.length // parts_per_rank(self.layout)
         parts = parts_of_rank(self.layout, rank, self.world_size)
         return [Part(slice(i * length, (i + 1) * length), part * length) for i, part in enumerate(parts)]
+
+    def length_of(self, document: int | None) -> int:
+        """How many places there are in what parts are of."""
+        return self.world_size * self.length
 
     def _reading_of_whole_parts(self, rank: int, source: int) -> Reading:
         """Without a mask, or with a causal one alone: one block, of whole parts, or with the rank's own keys causal.
@@ -130,6 +135,14 @@ class PackedSpread:
             self._readings[rank, source] = _reading_of_parts(self.parts[rank], self.parts[source], self.window)
         return self._readings[rank, source]
 
+    def parts_of(self, rank: int) -> tuple[Part, ...]:
+        """As that of ``Spread``."""
+        return self.parts[rank]
+
+    def length_of(self, document: int | None) -> int:
+        """As that of ``Spread``."""
+        return self.lengths[document or 0]
+
     def blocks_over_all_keys(self, rank: int) -> list[Block]:
         """Of the rows of ``rank`` over the keys of all ranks, one document after the other."""
         first_of: dict[int | None, int] = {}
@@ -138,7 +151,7 @@ class PackedSpread:
             first_of.setdefault(part.document, num_keys)
             num_keys += part.length
         return [
-            _block_over_sequence(part, first_of[part.document], self.lengths[part.document or 0], self.window)
+            _block_over_sequence(part, first_of[part.document], self.length_of(part.document), self.window)
             for part in self.parts[rank]
         ]
 
@@ -188,23 +201,34 @@ class Rows:
         return self._on[device]
 
 
-def _reading_of_parts(own: Sequence[Part], of_source: Sequence[Part], window: Window) -> Reading:
+def seen_pieces(own: Sequence[Part], of_source: Sequence[Part], window: Window) -> list[Part]:
     """Of each part of the source's keys those between the first and the last that one of the own parts sees."""
-    keys: list[slice] = []
+    pieces = []
+    for source in of_source:
+        of_one = (keys_seen(part, source, window) for part in own if part.document == source.document)
+        if seen := [of for of in of_one if of]:
+            begin, end = min(of.start for of in seen), max(of.stop for of in seen)
+            rows = slice(source.rows.start + begin, source.rows.start + end)
+            pieces.append(Part(rows, source.first + begin, source.document))
+    return pieces
+
+
+def keys_seen(part: Part, keys: Part, window: Window) -> range:
+    """Of the keys of a part of the same sequence, those that some of the rows of ``part`` see."""
+    return _seen(part, keys.first, keys.length, window)
+
+
+def _reading_of_parts(own: Sequence[Part], of_source: Sequence[Part], window: Window) -> Reading:
+    pieces = seen_pieces(own, of_source, window)
     blocks: list[Block] = []
     num_read = 0
-    for source in of_source:
-        of_one = [part for part in own if part.document == source.document]
-        seen = [(part, of) for part in of_one if (of := _seen(part, source.first, source.length, window))]
-        if not seen:
-            continue
-        begin, end = min(of.start for _, of in seen), max(of.stop for _, of in seen)
-        keys.append(slice(source.rows.start + begin, source.rows.start + end))
-        for part, of in seen:
-            here = slice(num_read + of.start - begin, num_read + of.stop - begin)
-            blocks.append(Block(part.rows, here, part.first, source.first + of.start, window, part.document))
-        num_read += end - begin
-    return Reading(tuple(keys), tuple(blocks))
+    for piece in pieces:
+        for part in own:
+            if part.document == piece.document and (of := keys_seen(part, piece, window)):
+                here = slice(num_read + of.start, num_read + of.stop)
+                blocks.append(Block(part.rows, here, part.first, piece.first + of.start, window, part.document))
+        num_read += piece.length
+    return Reading(tuple(piece.rows for piece in pieces), tuple(blocks))
 
 
 def _block_over_sequence(part: Part, first_key: int, length: int, window: Window) -> Block:

@@ -52,6 +52,12 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return scattered
 
 
+def start_all_to_all(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+    """So many entries of ``[n, …]`` to and from each rank: to be waited for."""
+    exchanged: Tensor = functional.all_to_all_single(x, received, sent, group)
+    return exchanged
+
+
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -98,7 +98,7 @@ def context_parallel_attention(
         strategy: ``"ring"``: keys and values of one rank after the other come in while those before are attended to
             (Liu et al., "Ring attention", 2023).
             ``"allgather"``: each rank gathers all keys and values, some heads at a time, and attends to them with its
-            own queries.
+            own queries. With a window that leaves few to see, it gathers those alone.
             ``"ulysses"``: ranks exchange sequence for heads, so that each attends over the whole sequence with some
             heads, and back (Jacobs et al., "DeepSpeed Ulysses", 2023): W divides Hq and Hkv.
         layout: ``"contiguous"`` or ``"zigzag"``: see ``shard_sequence``.

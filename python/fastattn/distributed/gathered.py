@@ -1,4 +1,4 @@
-"""Attention of this rank's rows over the keys of all, gathered some heads at a time.
+"""Attention of this rank's rows over the keys of all, or of those that it reads, gathered some heads at a time.
 
 While the heads before are attended to, the next ones come in. The backward pass gathers again, so that between the two
 a rank holds its own keys alone. It adds the gradients of keys up in float32, and each rank gets the sum of its own
@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastattn.distributed.blocks import PackedSpread, Spread
-from fastattn.distributed.collectives import start_all_gather, start_reduce_scatter, waited
+from fastattn.distributed.collectives import waited
+from fastattn.distributed.gathering import Gathering, gathering_of
 from fastattn.distributed.local_attention import LocalAttention, gradient_of_sinks, with_sinks, zeros_of_sums
 from fastattn.functional.attention_block import BackwardTensors
 
@@ -59,9 +60,9 @@ class _GatheredAttention(torch.autograd.Function):
         exact = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=exact)
         lse = query.new_full(query.shape[:3], -math.inf, dtype=exact)
-        attention, blocks = local.with_slopes(slopes), spread.blocks_over_all_keys(dist.get_rank(group))
-        for heads, _, keys, values in _gathered(query, key, value, spread, group):
-            for block in blocks:
+        attention, gathering = local.with_slopes(slopes), gathering_of(spread, group)
+        for heads, _, keys, values in _gathered(query, key, value, gathering, spread.world_size):
+            for block in gathering.blocks:
                 own_query = query[:, heads, block.rows]
                 found = attention.of_heads(heads).attend(
                     own_query, keys[:, :, block.keys], values[:, :, block.keys], block
@@ -77,17 +78,17 @@ class _GatheredAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, slopes, sinks, out, lse = ctx.saved_tensors
-        attention, blocks = ctx.local.with_slopes(slopes), ctx.spread.blocks_over_all_keys(dist.get_rank(ctx.group))
+        attention, gathering = ctx.local.with_slopes(slopes), gathering_of(ctx.spread, ctx.group)
         of_query = zeros_of_sums(query, lse.dtype)
         of_slopes = torch.zeros_like(slopes, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
         grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
-        scattered = None  # one group of heads, whose sums over ranks take memory while the next one computes
-        for heads, kv_heads, keys, values in _gathered(query, key, value, ctx.spread, ctx.group):
+        sent_back = None  # one group of heads, whose sums take memory while the next one computes
+        for heads, kv_heads, keys, values in _gathered(query, key, value, gathering, ctx.spread.world_size):
             tensors = BackwardTensors(grad_out, grad_lse, query, keys, values, out, lse)
-            of_keys, of_values = attention.gradients(tensors, heads, blocks, of_query, of_slopes)
-            _finish_scatter(scattered, (grad_key, grad_value))
-            scattered = kv_heads, [_start_scatter(t, ctx.spread, ctx.group) for t in (of_keys, of_values)]
-        _finish_scatter(scattered, (grad_key, grad_value))
+            of_keys, of_values = attention.gradients(tensors, heads, gathering.blocks, of_query, of_slopes)
+            _finish(sent_back, (grad_key, grad_value), gathering)
+            sent_back = kv_heads, [gathering.start_back(t.movedim(2, 0)) for t in (of_keys, of_values)]
+        _finish(sent_back, (grad_key, grad_value), gathering)
         grad_slopes = None if of_slopes is None else of_slopes.to(slopes.dtype)
         grad_sinks = gradient_of_sinks(sinks, grad_out, grad_lse, out, lse)
         return of_query.to(query.dtype), grad_key, grad_value, grad_slopes, grad_sinks, None, None, None
@@ -97,33 +98,30 @@ class _GatheredAttention(torch.autograd.Function):
 
 
 def _gathered(
-    query: Tensor, key: Tensor, value: Tensor, spread: Spread | PackedSpread, group: dist.ProcessGroup
+    query: Tensor, key: Tensor, value: Tensor, gathering: Gathering, world_size: int
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """For some heads after the others: query heads, KV heads, and all keys and values of these, by their places."""
+    """For some heads after the others: query heads, KV heads, and what is gathered of the keys and values of these."""
     kv_heads = key.shape[1]
-    num_groups = min(kv_heads, MOST_GROUPS_OF_HEADS) if spread.world_size > 1 else 1
+    num_groups = min(kv_heads, MOST_GROUPS_OF_HEADS) if world_size > 1 else 1
     bounds = [kv_heads * i // num_groups for i in range(num_groups + 1)] if num_groups else [0]
     of_keys = [slice(begin, end) for begin, end in pairwise(bounds)]
 
     def start(heads: slice) -> list[Tensor]:
-        return [start_all_gather(tensor[:, heads].movedim(2, 0).contiguous(), group) for tensor in (key, value)]
+        return [gathering.start(tensor[:, heads].movedim(2, 0)) for tensor in (key, value)]
 
     per_kv_head = query.shape[1] // kv_heads if kv_heads else 0
     under_way = start(of_keys[0]) if of_keys else []
     for i, heads in enumerate(of_keys):
-        keys, values = (spread.in_order(waited(tensor, _CALL)).movedim(0, 2) for tensor in under_way)
+        keys, values = (gathering.by_places(waited(tensor, _CALL)).movedim(0, 2) for tensor in under_way)
         under_way = start(of_keys[i + 1]) if i + 1 < len(of_keys) else []
         yield slice(heads.start * per_kv_head, heads.stop * per_kv_head), heads, keys, values
 
 
-def _start_scatter(sums: Tensor, spread: Spread | PackedSpread, group: dist.ProcessGroup) -> Tensor:
-    """Of the sums over ranks, ``[B, H, S, D]``, this rank's part, ``[S / W, B, H, D]``: to be waited for."""
-    return start_reduce_scatter(spread.by_rank(sums.movedim(2, 0)).contiguous(), group)
-
-
-def _finish_scatter(started: tuple[slice, list[Tensor]] | None, gradients: tuple[Tensor, Tensor]) -> None:
-    if started is None:
+def _finish(
+    sent_back: tuple[slice, list[Tensor]] | None, gradients: tuple[Tensor, Tensor], gathering: Gathering
+) -> None:
+    if sent_back is None:
         return
-    kv_heads, under_way = started
+    kv_heads, under_way = sent_back
     for gradient, of_group in zip(gradients, under_way, strict=True):
-        gradient[:, kv_heads] = waited(of_group, _CALL).movedim(0, 2)
+        gradient[:, kv_heads] = gathering.own_sums(waited(of_group, _CALL)).movedim(0, 2)
