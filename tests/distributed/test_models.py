@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from functools import partial
 
 import pytest
@@ -76,6 +77,28 @@ def padding_and_packing_are_refused(rank: int, mesh: DeviceMesh) -> None:
             make_model("modernbert", "fastattn")(tokens)
 
 
+def a_refusal_on_one_rank_is_one_on_all(rank: int, mesh: DeviceMesh) -> None:
+    import fastattn.integrations.transformers as integration
+    from fastattn.distributed import context_parallel
+    from tiny_models import make_model
+
+    integration.register()
+    llama = make_model("llama", "fastattn")
+    tokens, padding = torch.ones(2, 8, dtype=torch.long), torch.ones(2, 8, dtype=torch.long)
+    padding[0, :3] = 0
+    own = torch.randn(1, 2, 8, 8)
+    os.environ["FASTATTN_CHECK"] = "1"
+    for strategy in ("ring", "ulysses"):
+        with context_parallel(mesh, strategy=strategy):
+            told = "^rank 1 of the group was refused: " if rank == 0 else "^"
+            with pytest.raises(InputError, match=told + "attention_mask: expected no padding"):
+                llama(tokens, use_cache=False, attention_mask=padding if rank == 1 else None)
+            with pytest.raises(InputError, match=told + "attn_mask: expected None"):
+                F.scaled_dot_product_attention(own, own, own, torch.zeros(8, 8) if rank == 1 else None)
+            F.scaled_dot_product_attention(own, own, own)
+    del os.environ["FASTATTN_CHECK"]
+
+
 def sdpa_is_spread_and_comes_back(rank: int, mesh: DeviceMesh) -> None:
     from torch.utils.checkpoint import checkpoint
 
@@ -141,5 +164,6 @@ def test_on_two_ranks() -> None:
         sdpa_is_spread_and_comes_back,
         models_of_transformers_compute_what_one_process_does,
         padding_and_packing_are_refused,
+        a_refusal_on_one_rank_is_one_on_all,
     )
     ranks.run(__name__, *(check.__name__ for check in checks), emulated=False)

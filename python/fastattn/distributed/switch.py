@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import NoReturn
 
 from torch import Tensor
 
 from fastattn import patch
 from fastattn.checks import expect
+from fastattn.distributed.agreement import checked_on_all_ranks
 from fastattn.distributed.arguments import split_groups
 from fastattn.distributed.collectives import Group, process_groups
 from fastattn.distributed.context_parallel import context_parallel_attention
 from fastattn.distributed.sequence import parts_per_rank
+from fastattn.errors import InputError
 from fastattn.functional import spread_attention
 
 
@@ -34,7 +37,8 @@ def context_parallel(group: Group = None, *, strategy: str = "allgather", layout
 
     Raises:
         InputError: a group that is not initialised; within, what a rank cannot do with its part: a mask or a bias,
-            padding, a cache that holds tokens already, packed sequences. It is the rank's own error: others may wait.
+            padding, a cache that holds tokens already, packed sequences. With ``FASTATTN_CHECK=1`` on every rank, also
+            where only one is wrong; else the other ranks would wait for it.
     """
     split_groups(process_groups(group), strategy)
     attention = _Attention(group, strategy, layout)
@@ -93,10 +97,15 @@ class _Attention:
         enable_gqa: bool = False,
     ) -> Tensor:
         """``F.scaled_dot_product_attention``. ``[..., H, L, E]``: all dimensions before the heads are batches."""
-        expect(attn_mask is None, "attn_mask", "None inside of context_parallel", "a mask")
-        expect(query.dim() > 3, "query", "[..., H, L, E] with a batch inside of context_parallel", list(query.shape))
-        heads = f"the query's {query.shape[-3]} heads, or enable_gqa=True"
-        expect(enable_gqa or key.shape[-3] == query.shape[-3], "key", heads, key.shape[-3])
+        try:
+            expect(attn_mask is None, "attn_mask", "None inside of context_parallel", "a mask")
+            expect(
+                query.dim() > 3, "query", "[..., H, L, E] with a batch inside of context_parallel", list(query.shape)
+            )
+            heads = f"the query's {query.shape[-3]} heads, or enable_gqa=True"
+            expect(enable_gqa or key.shape[-3] == query.shape[-3], "key", heads, key.shape[-3])
+        except InputError as error:
+            self.refuse(error)
         out = self(
             *(tensor.flatten(0, -4) for tensor in (query, key, value)),
             window=(-1, 0 if is_causal else -1),
@@ -104,3 +113,10 @@ class _Attention:
             scale=scale,
         )
         return out.unflatten(0, query.shape[:-3])
+
+    def refuse(self, error: InputError) -> NoReturn:
+        def check() -> NoReturn:
+            raise error
+
+        checked_on_all_ranks(process_groups(self._group), check)
+        raise AssertionError("a check that raises has passed")

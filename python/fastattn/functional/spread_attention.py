@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from torch import Tensor
+
+from fastattn.errors import InputError
 
 
 class SpreadAttention(Protocol):
@@ -39,6 +41,9 @@ class SpreadAttention(Protocol):
         enable_gqa: bool = False,
     ) -> Tensor:
         """``F.scaled_dot_product_attention``."""
+
+    def refuse(self, error: InputError) -> NoReturn:
+        """Raises it in place of a call; with ``FASTATTN_CHECK=1`` the other ranks, which call, raise too."""
 
 
 _in_force: list[SpreadAttention] = []

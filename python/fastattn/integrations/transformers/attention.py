@@ -159,10 +159,11 @@ def _spread_window(
     is_whole = isinstance(mark, Keys) and mark.present is None and mark.num_keys == key.shape[2]
     is_plain = attention_mask is None or is_one_sequence or is_whole
     if not is_plain or any(other is not None for other in others) or key.dtype != query.dtype:
-        raise InputError(
+        error = InputError(
             "attention_mask: expected no padding, packed sequences, bias or cache inside of "
             "fastattn.distributed.context_parallel, got one of them; pad no sequence there, and pass use_cache=False"
         )
+        spread.refuse(error)
     if isinstance(mark, Keys) and mark.reach is not None:
         return (-1, -1) if mark.reach < 0 else (mark.reach, mark.reach)
     return (-1, -1) if sees_all else causal_window

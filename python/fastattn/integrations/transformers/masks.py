@@ -76,11 +76,12 @@ def make_mask(
         pattern = recognise(mask_function, last_position=kv_offset + kv_length - 1)
     if pattern is None or is_read_by_others:
         return whole_mask()
-    if in_force() is not None and pattern.window is not None and not (pattern.causal and tells_its_window(config)):
-        raise InputError(
+    if (spread := in_force()) and pattern.window is not None and not (pattern.causal and tells_its_window(config)):
+        error = InputError(
             "sliding_window: expected causal layers that pass it to the attention function, inside of "
             "fastattn.distributed.context_parallel, got a model whose masks alone have it"
         )
+        spread.refuse(error)
 
     if pattern.sequence_ids is not None:  # transformers finds packed sequences without padding and without a cache
         if attention_mask is not None or wants_whole_masks(config) or not _window_is_known(pattern, kv_length, config):
