@@ -1,9 +1,10 @@
 """What ranks do in which order for attention over a spread sequence, and a simulation of how long they take.
 
 A schedule mirrors ``fastattn.distributed``: which rank reads and computes what comes from its ``Spread``, and a test
-compares the messages with those that it sends. Each rank has two queues, as NCCL makes them: one of kernels, and one
-of messages, which leave in the order in which they were started, and not before kernels started earlier are done. A
-message begins once both its ranks have come to it. Links carry as much in both directions at once, and nothing else.
+compares the messages with those that it sends. Each rank has two queues, as NCCL makes them: one of kernels, and one of
+messages, which leave in the order in which they were started, and not before kernels started earlier are done. A
+message begins once both its ranks have come to it, messages to several ranks once all have. Links carry as much in both
+directions at once, and nothing else.
 """
 
 from __future__ import annotations
@@ -250,16 +251,20 @@ class Links(NamedTuple):
         return np.where(is_near, near, far)
 
     def pieces_seconds(self, pieces: Pieces) -> Array:
-        """Of each rank: what it receives, or sends where that is more, from or to one rank after the other."""
+        """Of each rank, until it has received its own, and has sent those of others, who have received them by then."""
         places = np.arange(len(pieces.nbytes)) * pieces.stride
         is_near = places[:, None] // self.per_node == places // self.per_node
-        nbytes = pieces.nbytes * (1 - np.eye(len(places)))
-        seconds = np.zeros(len(places))
-        for one_way in (nbytes, nbytes.T):
-            near, far = (np.where(chosen, one_way, 0.0).sum(1) for chosen in (is_near, ~is_near))
+        others = pieces.nbytes * (1 - np.eye(len(places)))
+
+        def one_way(nbytes: Array) -> Array:
+            near, far = (np.where(chosen, nbytes, 0.0).sum(1) for chosen in (is_near, ~is_near))
             latency = np.where(far > 0, self.network_latency, np.where(near > 0, self.node_latency, 0.0))
-            seconds = np.maximum(seconds, latency + np.maximum(near / self.node_rate, far / self.network_rate))
-        return seconds
+            taken: Array = latency + np.maximum(near / self.node_rate, far / self.network_rate)
+            return taken
+
+        received, sent = one_way(others), one_way(others.T)
+        by_readers = np.where(others.T > 0, received, 0.0).max(1)
+        return np.maximum(received, np.maximum(sent, by_readers))
 
     def collective_seconds(self, collective: Collective) -> float:
         """All-to-all: every rank to every other. Else NCCL's rings: each GPU passes on what the one before it has sent,

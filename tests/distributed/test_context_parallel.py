@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -89,24 +90,42 @@ def keys_that_are_read_are_gathered_alone(rank: int, mesh: DeviceMesh) -> None:
     """As they are where that is little, here always."""
     from fastattn.distributed import gathering
 
+    exchanged: list[None] = []
     with pytest.MonkeyPatch.context() as patch:
+        count_exchanges(patch, exchanged)
         patch.setattr(gathering, "reads_little", lambda spread: spread.world_size > 1)
         for layout, given in itertools.product(LAYOUTS, OPTIONS[mesh.size() == 4 :: 2]):
+            exchanged.clear()
             check_against_one_process(mesh, "allgather", layout, given)
+            assert len(exchanged) == EXCHANGES_OF_A_HEAD * 4
         if mesh.size() == 4:
+            exchanged.clear()
             both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "heads"))
             check_against_one_process(both, "allgather", "zigzag", OPTIONS[-2])
-    calls = []
+            assert len(exchanged) == EXCHANGES_OF_A_HEAD * 2
+    exchanged.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            gathering, "start_all_to_all", lambda *args, real=gathering.start_all_to_all: calls.append(1) or real(*args)
-        )
+        count_exchanges(patch, exchanged)
         check_against_one_process(mesh, "allgather", "contiguous", {"window": (9, 0)})
-        assert not calls  # half of the keys are read
+        assert not exchanged  # half of the keys are read
         check_against_one_process(mesh, "allgather", "contiguous", {"window": (1, 0)})
+        check_against_one_process(mesh, "allgather", "contiguous", {"window": (1, 0)}, length=22 * mesh.size())
         near = {"window": (1, 0), "dropout_p": 0.4, "dropout_seed": 3}  # which draws for four keys
         check_against_one_process(mesh, "allgather", "contiguous", near, length=22 * mesh.size())
-        assert len(calls) == 3 * 2 * 4  # of keys and values, forward and backward, and of gradients, for each head
+        assert len(exchanged) == 2 * EXCHANGES_OF_A_HEAD * 4
+
+
+EXCHANGES_OF_A_HEAD = 3 * 2  # of keys and values, forward and backward, and of their gradients
+
+
+def count_exchanges(patch: pytest.MonkeyPatch, into: list[None]) -> None:
+    from fastattn.distributed import gathering
+
+    def counted(original: Callable[..., Tensor], *args: Any) -> Tensor:
+        into.append(None)
+        return original(*args)
+
+    patch.setattr(gathering, "start_all_to_all", partial(counted, gathering.start_all_to_all))
 
 
 def check_against_one_process(

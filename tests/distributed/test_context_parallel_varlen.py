@@ -141,6 +141,19 @@ def test_what_lies_on_few_ranks_is_little_to_read() -> None:
     assert not little([100], 1, "balanced", CAUSAL)
 
 
+@pytest.mark.parametrize("layout", ["balanced", "zigzag"])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_between_two_parts_that_see_keys_is_nothing_to_read(world_size: int, layout: str) -> None:
+    """In zigzag order, the last rank's two parts are one, on both sides of which another rank's may lie."""
+    dealt = deal([16000], world_size, layout, (100, 100))
+    spread = PackedSpread(tuple(tuple(arrange(parts, [16000])[0]) for parts in dealt), 16000, (16000,), (100, 100))
+    for rank, source in itertools.permutations(range(world_size), 2):
+        reading = spread.reading(rank, source)
+        assert sum(keys.stop - keys.start for keys in reading.keys) <= 4 * 100
+        seen = sum(block.keys.stop - block.keys.start for block in reading.blocks)
+        assert seen == sum(keys.stop - keys.start for keys in reading.keys)
+
+
 # --- On each rank -----------------------------------------------------------------------------------------------------
 
 
@@ -186,6 +199,7 @@ def keys_that_are_read_are_gathered_alone(rank: int, mesh: DeviceMesh) -> None:
     both = init_device_mesh("cpu", (2, mesh.size() // 2), mesh_dim_names=("keys", "heads"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathering, "reads_little", lambda spread: spread.world_size > 1)
+        patch.setattr(gathering, "start_all_gather", None)  # not called
         for group, layout in itertools.product((mesh, both), LAYOUTS):
             shards = shard_varlen(offsets_of(LENGTHS), group=group, layout=layout, causal=True)
             for given in OPTIONS[group is both :: 2]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from fastattn.distributed.sequence import in_order_of_parts, in_order_of_ranks, parts_of_rank, parts_per_rank
 
+Found = TypeVar("Found")
 Window = tuple[int, int]  # keys that a row sees before and after its place; -1: all
 _ALL, _ALL_KEYS, _CAUSAL = slice(None), (-1, -1), (-1, 0)
 KEYS_OF_A_DRAW = 4  # dropout draws for so many keys at a time: blocks begin at a multiple of this
@@ -68,6 +69,10 @@ class Spread(NamedTuple):
             return self._reading_of_whole_parts(rank, source)
         return _reading_of_parts(self.parts_of(rank), self.parts_of(source), self.window)
 
+    def kept(self, find: Callable[..., Found], *args: Any) -> Found:
+        """``find(self, *args)``, once: every layer asks for the same."""
+        return cast(Found, _found_for(find, self, *args))
+
     def blocks_over_all_keys(self, rank: int) -> list[Block]:
         """Of the rows of ``rank`` over all keys in the order of their places."""
         total = self.world_size * self.length
@@ -123,7 +128,7 @@ class PackedSpread:
     length: int
     lengths: tuple[int, ...]
     window: Window
-    _readings: dict[tuple[int, int], Reading] = field(default_factory=dict)
+    _kept: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -131,9 +136,15 @@ class PackedSpread:
 
     def reading(self, rank: int, source: int) -> Reading:
         """As that of ``Spread``."""
-        if (rank, source) not in self._readings:
-            self._readings[rank, source] = _reading_of_parts(self.parts[rank], self.parts[source], self.window)
-        return self._readings[rank, source]
+        return self.kept(_reading_of_packed, rank, source)
+
+    def kept(self, find: Callable[..., Found], *args: Any) -> Found:
+        """As that of ``Spread``; it lives as long as this."""
+        call = (find, *args)
+        if call not in self._kept:
+            self._kept[call] = find(self, *args)
+        found: Found = self._kept[call]
+        return found
 
     def parts_of(self, rank: int) -> tuple[Part, ...]:
         """As that of ``Spread``."""
@@ -173,6 +184,15 @@ class PackedSpread:
         return Rows(part.rows for part in self._in_order)
 
 
+def _reading_of_packed(spread: PackedSpread, rank: int, source: int) -> Reading:
+    return _reading_of_parts(spread.parts[rank], spread.parts[source], spread.window)
+
+
+@functools.lru_cache(maxsize=64)
+def _found_for(find: Callable[..., Any], spread: Spread, *args: Any) -> Any:
+    return find(spread, *args)
+
+
 def in_order_of_documents(parts: Sequence[Sequence[Part]], length: int) -> list[Part]:
     """The parts of all ranks, with rows as they lie where one rank's ``length`` rows come after the other's."""
     moved = (part.moved(rank * length) for rank, of_rank in enumerate(parts) for part in of_rank)
@@ -202,15 +222,25 @@ class Rows:
 
 
 def seen_pieces(own: Sequence[Part], of_source: Sequence[Part], window: Window) -> list[Part]:
-    """Of each part of the source's keys those between the first and the last that one of the own parts sees."""
+    """Of the source's keys those that some of the own parts see: what one sees of a part is in one piece."""
     pieces = []
     for source in of_source:
         of_one = (keys_seen(part, source, window) for part in own if part.document == source.document)
-        if seen := [of for of in of_one if of]:
-            begin, end = min(of.start for of in seen), max(of.stop for of in seen)
-            rows = slice(source.rows.start + begin, source.rows.start + end)
-            pieces.append(Part(rows, source.first + begin, source.document))
+        for keys in _merged(seen for seen in of_one if seen):
+            rows = slice(source.rows.start + keys.start, source.rows.start + keys.stop)
+            pieces.append(Part(rows, source.first + keys.start, source.document))
     return pieces
+
+
+def _merged(ranges: Iterable[range]) -> list[range]:
+    """What is in any of them, in order."""
+    merged: list[range] = []
+    for each in sorted(ranges, key=lambda each: each.start):
+        if merged and each.start <= merged[-1].stop:
+            merged[-1] = range(merged[-1].start, max(merged[-1].stop, each.stop))
+        else:
+            merged.append(each)
+    return merged
 
 
 def keys_seen(part: Part, keys: Part, window: Window) -> range:

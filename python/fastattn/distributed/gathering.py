@@ -6,7 +6,6 @@ sends to every other what that one reads.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 from operator import itemgetter
@@ -55,7 +54,7 @@ class Gathering(Protocol):
 
 
 def gathering_of(spread: Spread | PackedSpread, group: dist.ProcessGroup) -> Gathering:
-    return KeysThatAreRead(spread, group) if reads_little(spread) else AllKeys(spread, group)
+    return KeysThatAreRead(spread, group) if spread.kept(reads_little) else AllKeys(spread, group)
 
 
 class AllKeys:
@@ -79,7 +78,7 @@ class AllKeys:
 class KeysThatAreRead:
     def __init__(self, spread: Spread | PackedSpread, group: dist.ProcessGroup) -> None:
         self._group, self._num_own = group, spread.length
-        self._plan = plan_of(spread, dist.get_rank(group))
+        self._plan = spread.kept(plan_of, dist.get_rank(group))
         self.blocks: Sequence[Block] = self._plan.blocks
 
     def start(self, own: Tensor) -> Tensor:
@@ -87,11 +86,15 @@ class KeysThatAreRead:
         return self._exchange(torch.cat([own[:0], *(own[piece.rows] for piece in given.all)]), given, read)
 
     def by_places(self, arrived: Tensor) -> Tensor:
+        if self._plan.arrives_in_order:
+            return arrived
         parts = arrived.split(self._plan.read.lengths)
         return torch.cat([arrived[:0], *(parts[i] for i in self._plan.order)])
 
     def start_back(self, sums: Tensor) -> Tensor:
         given, read, order = self._plan.given, self._plan.read, self._plan.order
+        if self._plan.arrives_in_order:
+            return self._exchange(sums.contiguous(), read, given)
         by_places = sums.split([piece.length for piece in self._plan.pieces])
         in_order_of_ranks = (part for _, part in sorted(zip(order, by_places, strict=True), key=itemgetter(0)))
         return self._exchange(torch.cat([sums[:0], *in_order_of_ranks]), read, given)
@@ -110,9 +113,8 @@ class KeysThatAreRead:
 # --- What a rank reads ------------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=8)  # layers ask for the same
 def reads_little(spread: Spread | PackedSpread) -> bool:
-    """Whether every rank reads little of other ranks' keys, from such places on as dropout can begin at."""
+    """Whether every rank reads little of other ranks' keys."""
 
     def most_read(parts: Sequence[Part]) -> int:
         """What each part sees, or all there is of a sequence."""
@@ -124,7 +126,10 @@ def reads_little(spread: Spread | PackedSpread) -> bool:
         return sum(seen.values()) - sum(part.length for part in parts)
 
     ranks = [spread.parts_of(rank) for rank in range(spread.world_size)]
-    if len(ranks) < 2 or any(part.first % KEYS_OF_A_DRAW for parts in ranks for part in parts):
+    # With dropout, pieces begin where a draw does; parts of packed sequences do anyway.
+    may_draw = isinstance(spread, Spread) and spread.goes_by_places
+    begin_with_draws = all(part.first % KEYS_OF_A_DRAW == 0 for parts in ranks for part in parts)
+    if len(ranks) < 2 or (may_draw and not begin_with_draws):
         return False
     return all(most_read(parts) <= MOST_READ * (len(ranks) - 1) * spread.length for parts in ranks)
 
@@ -155,12 +160,15 @@ class Plan(NamedTuple):
     blocks: list[Block]
 
     @property
+    def arrives_in_order(self) -> bool:
+        return self.order == list(range(len(self.order)))
+
+    @property
     def pieces(self) -> list[Part]:
         """What it has read, by places."""
         return [self.read.all[i] for i in self.order]
 
 
-@functools.lru_cache(maxsize=8)
 def plan_of(spread: Spread | PackedSpread, rank: int) -> Plan:
     parts = [spread.parts_of(other) for other in range(spread.world_size)]
     read = Pieces.of(seen_pieces(parts[rank], of_source, spread.window) for of_source in parts)

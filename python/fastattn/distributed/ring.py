@@ -90,12 +90,12 @@ class _RingAttention(torch.autograd.Function):
         first_heads, last_heads = heads_of_own_block(key.shape[1], ctx.spread.world_size)
         for step, reading, keys, values in _readings(key, value, ctx.spread, ctx.group):
             if step == 0:
-                own = reading, keys, values
-                sums.add(reading, gradients(*own, first_heads), first_heads)
+                own = reading
+                sums.add(own, gradients(own, keys, values, first_heads), first_heads)
             else:
                 sums.exchange(step, reading, gradients(reading, keys, values, slice(0, key.shape[1])))
         if last_heads.start < last_heads.stop:
-            sums.add(own[0], gradients(*own, last_heads), last_heads)
+            sums.add(own, gradients(own, _read(key, own), _read(value, own), last_heads), last_heads)
         sums.finish()
         grads = (total.to(t.dtype) for total, t in zip((of_query, of_key, of_value), (query, key, value), strict=True))
         grad_slopes = None if of_slopes is None else of_slopes.to(slopes.dtype)
