@@ -87,7 +87,6 @@ def record(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     done: list[tuple[Any, ...]] = []
     numbers = itertools.count()
-    number_of: dict[int, int] = {}  # by the address of what a collective gives
 
     def replace(module: Any, name: str, by: Callable[..., Any]) -> None:
         patch.setattr(module, name, partial(by, getattr(module, name)))
@@ -105,20 +104,28 @@ def record(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
         return [SimpleNamespace(wait=wait_for_all)]
 
-    def collective(original: Callable[..., Any], kind: str, tensor: Tensor, *args: Any) -> Tensor:
-        done.append((kind, *splits(tensor, args)) if kind == "all_to_all" and args[0] else (kind, tensor.nbytes))
-        result: Any = original(tensor, *args)
-        number_of[result.elem.data_ptr()] = next(numbers)
-        return result
+    def start(original: Callable[..., Any], kind: str, tensor: Tensor, *args: Any) -> Any:
+        done.append((kind, *splits(tensor, args)) if kind == "all_to_all" else (kind, tensor.nbytes))
+        number, started = next(numbers), original(tensor, *args)
+
+        def wait(call: str) -> Any:
+            done.append(("wait", number))
+            return started.wait(call)
+
+        return SimpleNamespace(wait=wait)
 
     def splits(tensor: Tensor, args: tuple[Any, ...]) -> Iterator[list[int]]:
         """Bytes sent to each rank, and received."""
         of_entry = tensor[0].nbytes
         yield from ([count * of_entry for count in counts] for counts in (args[1], args[0]))
 
-    def wait(original: Callable[..., Any], tensor: Tensor) -> Tensor:
+    def exchange_heads(original: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
+        done.append(("all_to_all", tensor.nbytes))
+        return original(tensor, *args)
+
+    def wait(original: Callable[..., Any], tensor: Tensor) -> Tensor:  # at once, and for nothing else
         if not isinstance(tensor, functional.AsyncCollectiveTensor):  # which calls again with what it holds
-            done.append(("wait", number_of.pop(tensor.data_ptr())))
+            done.append(("wait", next(numbers)))
         return original(tensor)
 
     def attend(original: Callable[..., Any], query: Tensor, key: Tensor, *args: Any) -> Any:
@@ -130,12 +137,9 @@ def record(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         original(sums, of_slopes, tensors, *args)
 
     replace(dist, "batch_isend_irecv", exchange)
-    for kind, module, name in (
-        ("all_gather", gathering, "start_all_gather"),
-        ("reduce_scatter", gathering, "start_reduce_scatter"),
-        ("all_to_all", functional, "all_to_all_single"),
-    ):
-        replace(module, name, lambda original, *args, kind=kind: collective(original, kind, *args))
+    for kind in ("all_gather", "reduce_scatter", "all_to_all"):
+        replace(gathering, f"start_{kind}", lambda original, *args, kind=kind: start(original, kind, *args))
+    replace(functional, "all_to_all_single", exchange_heads)
     replace(functional, "wait_tensor", wait)
     replace(local_attention, "attention_block", attend)
     replace(local_attention, "add_gradients_of_block", add_gradients)

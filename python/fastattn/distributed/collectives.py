@@ -1,5 +1,7 @@
-"""torch's functional collectives, with their gradients. A rank's loss is a part of the whole: gradients of what ranks
-gave each other add up."""
+"""torch's collectives: under way while kernels run, or waited for at once, with their gradients.
+
+A rank's loss is a part of the whole: gradients of what ranks gave each other add up.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ from fastattn.errors import InputError
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
-# Their names until torch 2.12.
+# Their names until torch 2.12 come second.
 _all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _GATHER, _ULYSSES = "gather_sequence", "context_parallel_attention with strategy 'ulysses'"
 
@@ -40,33 +44,56 @@ def process_groups(group: Group) -> list[dist.ProcessGroup]:
     return [found]
 
 
-def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[n, …]`` of each rank to ``[W * n, …]`` on all: to be waited for."""
-    gathered: Tensor = _all_gather(x, 0, group)
-    return gathered
+# --- Under way while kernels run --------------------------------------------------------------------------------------
 
 
-def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[W * n, …]`` of each rank to ``[n, …]``, its part of the sums: to be waited for."""
-    scattered: Tensor = _reduce_scatter(x, "sum", 0, group)
-    return scattered
+class Started:
+    """A collective that is under way. It keeps what it sends until it is waited for.
+
+    These are torch's plain collectives: two functional gathers at a time crash on gloo (seen with torch 2.13).
+    """
+
+    def __init__(self, result: Tensor, given: Tensor, work: dist.Work | None) -> None:
+        self._result, self._given, self._work = result, given, work
+
+    def wait(self, call: str) -> Tensor:
+        """What has come; ``call`` is what an error names."""
+        if self._work is not None:
+            with naming(call):
+                self._work.wait()
+        return self._result
 
 
-def start_all_to_all(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
-    """So many entries of ``[n, …]`` to and from each rank: to be waited for."""
-    exchanged: Tensor = functional.all_to_all_single(x, received, sent, group)
-    return exchanged
+def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Started:
+    """``[n, …]`` of each rank to ``[W * n, …]`` on all."""
+    gathered = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
+    return Started(gathered, x, _all_gather_into(gathered, x, group=group, async_op=True))
+
+
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Started:
+    """``[W * n, …]`` of each rank to ``[n, …]``, its part of the sums."""
+    scattered = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
+    return Started(scattered, x, _reduce_scatter_into(scattered, x, group=group, async_op=True))
+
+
+def start_all_to_all(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Started:
+    """So many entries of ``[n, …]`` to and from each rank."""
+    exchanged = x.new_empty(sum(received), *x.shape[1:])
+    return Started(exchanged, x, dist.all_to_all_single(exchanged, x, received, sent, group=group, async_op=True))
+
+
+# --- Waited for at once, and differentiable ---------------------------------------------------------------------------
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return waited(start_all_gather(x.contiguous(), group), _GATHER)
+        return waited(_all_gather(x.contiguous(), 0, group), _GATHER)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return waited(start_reduce_scatter(grad.contiguous(), ctx.group), _GATHER), None
+        return waited(_reduce_scatter(grad.contiguous(), "sum", 0, ctx.group), _GATHER), None
 
 
 class _AllToAll(torch.autograd.Function):

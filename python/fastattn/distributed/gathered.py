@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastattn.distributed.blocks import PackedSpread, Spread
-from fastattn.distributed.collectives import waited
+from fastattn.distributed.collectives import Started
 from fastattn.distributed.gathering import Gathering, gathering_of
 from fastattn.distributed.local_attention import LocalAttention, gradient_of_sinks, with_sinks, zeros_of_sums
 from fastattn.functional.attention_block import BackwardTensors
@@ -106,22 +106,22 @@ def _gathered(
     bounds = [kv_heads * i // num_groups for i in range(num_groups + 1)] if num_groups else [0]
     of_keys = [slice(begin, end) for begin, end in pairwise(bounds)]
 
-    def start(heads: slice) -> list[Tensor]:
+    def start(heads: slice) -> list[Started]:
         return [gathering.start(tensor[:, heads].movedim(2, 0)) for tensor in (key, value)]
 
     per_kv_head = query.shape[1] // kv_heads if kv_heads else 0
     under_way = start(of_keys[0]) if of_keys else []
     for i, heads in enumerate(of_keys):
-        keys, values = (gathering.by_places(waited(tensor, _CALL)).movedim(0, 2) for tensor in under_way)
+        keys, values = (gathering.by_places(started.wait(_CALL)).movedim(0, 2) for started in under_way)
         under_way = start(of_keys[i + 1]) if i + 1 < len(of_keys) else []
         yield slice(heads.start * per_kv_head, heads.stop * per_kv_head), heads, keys, values
 
 
 def _finish(
-    sent_back: tuple[slice, list[Tensor]] | None, gradients: tuple[Tensor, Tensor], gathering: Gathering
+    sent_back: tuple[slice, list[Started]] | None, gradients: tuple[Tensor, Tensor], gathering: Gathering
 ) -> None:
     if sent_back is None:
         return
     kv_heads, under_way = sent_back
-    for gradient, of_group in zip(gradients, under_way, strict=True):
-        gradient[:, kv_heads] = gathering.own_sums(waited(of_group, _CALL)).movedim(0, 2)
+    for gradient, started in zip(gradients, under_way, strict=True):
+        gradient[:, kv_heads] = gathering.own_sums(started.wait(_CALL)).movedim(0, 2)

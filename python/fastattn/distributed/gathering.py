@@ -26,7 +26,7 @@ from fastattn.distributed.blocks import (
     place_of,
     seen_pieces,
 )
-from fastattn.distributed.collectives import start_all_gather, start_all_to_all, start_reduce_scatter
+from fastattn.distributed.collectives import Started, start_all_gather, start_all_to_all, start_reduce_scatter
 
 # Gathered one by one are keys of which no rank reads more than this share, its own apart. Below one because NCCL's
 # gathering brings a key into a node once, and messages to each rank bring it to each GPU of the node that reads it.
@@ -34,19 +34,18 @@ MOST_READ = 0.25
 
 
 class Gathering(Protocol):
-    """Tensors have keys in their first dimension: those of a rank, or those that are gathered, by their places. What
-    ``start`` and ``start_back`` return is to be waited for."""
+    """Tensors have keys in their first dimension: those of a rank, or those that are gathered, by their places."""
 
     @property
     def blocks(self) -> Sequence[Block]:
         """Of this rank's rows over what is gathered."""
 
-    def start(self, own: Tensor) -> Tensor: ...
+    def start(self, own: Tensor) -> Started: ...
 
     def by_places(self, arrived: Tensor) -> Tensor:
         """What is gathered."""
 
-    def start_back(self, sums: Tensor) -> Tensor:
+    def start_back(self, sums: Tensor) -> Started:
         """Sends sums over what is gathered to the ranks whose keys these are."""
 
     def own_sums(self, arrived: Tensor) -> Tensor:
@@ -62,13 +61,13 @@ class AllKeys:
         self._spread, self._group = spread, group
         self.blocks: Sequence[Block] = spread.blocks_over_all_keys(dist.get_rank(group))
 
-    def start(self, own: Tensor) -> Tensor:
+    def start(self, own: Tensor) -> Started:
         return start_all_gather(own.contiguous(), self._group)
 
     def by_places(self, arrived: Tensor) -> Tensor:
         return self._spread.in_order(arrived)
 
-    def start_back(self, sums: Tensor) -> Tensor:
+    def start_back(self, sums: Tensor) -> Started:
         return start_reduce_scatter(self._spread.by_rank(sums).contiguous(), self._group)
 
     def own_sums(self, arrived: Tensor) -> Tensor:
@@ -81,7 +80,7 @@ class KeysThatAreRead:
         self._plan = spread.kept(plan_of, dist.get_rank(group))
         self.blocks: Sequence[Block] = self._plan.blocks
 
-    def start(self, own: Tensor) -> Tensor:
+    def start(self, own: Tensor) -> Started:
         given, read = self._plan.given, self._plan.read
         return self._exchange(torch.cat([own[:0], *(own[piece.rows] for piece in given.all)]), given, read)
 
@@ -91,7 +90,7 @@ class KeysThatAreRead:
         parts = arrived.split(self._plan.read.lengths)
         return torch.cat([arrived[:0], *(parts[i] for i in self._plan.order)])
 
-    def start_back(self, sums: Tensor) -> Tensor:
+    def start_back(self, sums: Tensor) -> Started:
         given, read, order = self._plan.given, self._plan.read, self._plan.order
         if self._plan.arrives_in_order:
             return self._exchange(sums.contiguous(), read, given)
@@ -106,7 +105,7 @@ class KeysThatAreRead:
             sums[piece.rows] += part
         return sums
 
-    def _exchange(self, x: Tensor, given: Pieces, read: Pieces) -> Tensor:
+    def _exchange(self, x: Tensor, given: Pieces, read: Pieces) -> Started:
         return start_all_to_all(x, read.by_rank, given.by_rank, self._group)
 
 
