@@ -140,7 +140,7 @@ def test_shared_tiles(block: int) -> None:
     cases = [
         (4, block - 3, 250, 640),
         (8, 20, 250, 2560),
-        (8, 20, 600, 6400),
+        (8, 20, 600, 3200),
         (6, block + 9, 300, 1536),
         (4, 5, 1280, 1024),
     ]
@@ -149,10 +149,9 @@ def test_shared_tiles(block: int) -> None:
         weight, scale = quantised(n, k, granularity, seed=i)
         arguments = (normal(m, k, seed=1, dtype=dtype), weight, scale, *epilogue("gelu", m, n, dtype))
         out = check(block, *arguments, num_sms=num_sms, seed=i)
-        for launching in ({"seed": SEED + 1}, {"seed": SEED + 2, "workers": 1}):
-            with running(block, num_sms, **launching) as found:
-                assert torch.equal(out, int8_matmul(*arguments))
-                assert native.dealt_int8_matmul("int8_matmul", 90, num_sms, granularity == 32, m, n, k).parts > 0
+        with running(block, num_sms, seed=SEED + 1, workers=1 + i % 2) as found:
+            assert torch.equal(out, int8_matmul(*arguments))
+            assert native.dealt_int8_matmul("int8_matmul", 90, num_sms, granularity == 32, m, n, k).parts > 0
         assert [launched.grid[0] for launched in found] == [num_sms]
 
 
