@@ -19,6 +19,13 @@ from fastattn.activations import result_columns
 from fastattn.dispatch.device import kernel_facts
 from fastattn.dispatch.support import KERNEL_BACKENDS
 from fastattn.distributed.merge import merge_attention, merge_into
+from fastattn.functional.attention_block import (
+    BackwardTensors,
+    BlockOptions,
+    Place,
+    add_gradients_of_block,
+    attention_block,
+)
 
 DTYPE = torch.bfloat16
 Case = Callable[[torch.device], None]
@@ -59,6 +66,17 @@ def backward(device: torch.device, head_dim: int, causal: bool, deterministic: b
     out = fastattn.attention(*leaves, causal=causal, deterministic=deterministic)
     assert isinstance(out, Tensor)
     out.backward(random(device, *out.shape, seed=9))
+
+
+def block(device: torch.device, head_dim: int, window: tuple[int, int]) -> None:
+    """Of a larger call: its result in float32, and gradients that are added to sums."""
+    query, key, value = query_key_value(device, head_dim)
+    options, place = BlockOptions(window=window), Place(row=200, key=180)
+    out, lse = attention_block(query, key, value, options, place)
+    sums = [torch.zeros(tensor.shape).to(device) for tensor in (query, key, value)]
+    grad_out, grad_lse = random(device, *out.shape, seed=9), random(device, *lse.shape, dtype=torch.float32, seed=8)
+    tensors = BackwardTensors(grad_out, grad_lse, query, key, value, out.to(DTYPE), lse)
+    add_gradients_of_block((sums[0], sums[1], sums[2]), None, tensors, options, place)
 
 
 def every_option(device: torch.device, gradients: bool) -> None:
@@ -250,6 +268,8 @@ CASES: dict[str, Case] = {
     "backward d=128 deterministic": partial(backward, head_dim=128, causal=False, deterministic=True),
     "backward d=256": partial(backward, head_dim=256, causal=True),
     "backward, finfo.min": smallest_bias,
+    "forward and backward of a block": partial(block, head_dim=128, window=(-1, -1)),
+    "forward and backward of a block with a window": partial(block, head_dim=64, window=(40, 30)),
     "every option": partial(every_option, gradients=False),
     "every option, gradients": partial(every_option, gradients=True),
     "packed": partial(packed, gradients=False),
