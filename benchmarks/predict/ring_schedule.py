@@ -89,6 +89,11 @@ class Pieces(NamedTuple):
     nbytes: Array
     stride: int = 1
 
+    @property
+    def sent(self) -> Array:
+        """Those for other ranks."""
+        return self.nbytes * (1 - np.eye(len(self.nbytes)))
+
 
 class Wait(NamedTuple):
     """Kernels started from here on wait until these messages have come."""
@@ -161,22 +166,20 @@ def _gather(spread: Spread, heads: Heads, backward: bool, stride: int) -> Iterat
     counts = [end - begin for begin, end in pairwise(heads.kv * i // num_groups for i in range(num_groups + 1))]
     num_read, blocks = _read_by_all(spread)
 
+    def exchange(name: str, kind: str, per_key: int) -> Operation:
+        goes_back = kind == "reduce_scatter"
+        if num_read is None:
+            num_keys = spread.length * (world_size if goes_back else 1)
+            return Collective(name, kind, num_keys * per_key, world_size, stride)
+        return Pieces(name, (num_read.T if goes_back else num_read) * per_key, stride)
+
     def start(i: int) -> Iterator[Operation]:
         for name in ("keys", "values") if i < num_groups else ():
-            per_key = counts[i] * heads.dim * heads.item_bytes
-            if num_read is None:
-                yield Collective(f"{name} {i}", "all_gather", spread.length * per_key, world_size, stride)
-            else:
-                yield Pieces(f"{name} {i}", num_read * per_key, stride)
+            yield exchange(f"{name} {i}", "all_gather", counts[i] * heads.dim * heads.item_bytes)
 
     def start_back(i: int) -> Iterator[Operation]:
-        for name in ("gradients of keys", "gradients of values") if backward else ():
-            per_key = counts[i] * heads.dim * heads.sum_bytes
-            if num_read is None:
-                nbytes = world_size * spread.length * per_key
-                yield Collective(f"{name} {i}", "reduce_scatter", nbytes, world_size, stride)
-            else:
-                yield Pieces(f"{name} {i}", num_read.T * per_key, stride)
+        for name in ("keys", "values") if backward else ():
+            yield exchange(f"gradients of {name} {i}", "reduce_scatter", counts[i] * heads.dim * heads.sum_bytes)
 
     def finish(i: int) -> Iterator[Operation]:
         yield from (Wait(f"gradients of {name} {i}") for name in ("keys", "values") if backward and i >= 0)
@@ -254,7 +257,6 @@ class Links(NamedTuple):
         """Of each rank, until it has received its own, and has sent those of others, who have received them by then."""
         places = np.arange(len(pieces.nbytes)) * pieces.stride
         is_near = places[:, None] // self.per_node == places // self.per_node
-        others = pieces.nbytes * (1 - np.eye(len(places)))
 
         def one_way(nbytes: Array) -> Array:
             near, far = (np.where(chosen, nbytes, 0.0).sum(1) for chosen in (is_near, ~is_near))
@@ -262,8 +264,8 @@ class Links(NamedTuple):
             taken: Array = latency + np.maximum(near / self.node_rate, far / self.network_rate)
             return taken
 
-        received, sent = one_way(others), one_way(others.T)
-        by_readers = np.where(others.T > 0, received, 0.0).max(1)
+        received, sent = one_way(pieces.sent), one_way(pieces.sent.T)
+        by_readers = np.where(pieces.sent.T > 0, received, 0.0).max(1)
         return np.maximum(received, np.maximum(sent, by_readers))
 
     def collective_seconds(self, collective: Collective) -> float:
@@ -309,13 +311,11 @@ def simulate(
             now, computing = now + spent, computing + spent
         elif isinstance(operation, Pieces):
             start = np.maximum(now, last_message)
-            others = operation.nbytes * (1 - np.eye(world_size))
-            seconds = links.pieces_seconds(operation)
-            meets = others + others.T > 0
-            began = np.maximum(start, np.where(meets, start, 0.0).max(1))
-            last_message = arrived[operation.name] = began + seconds
-            received += others.sum(1)
-            sent += others.sum(0)
+            meets = operation.sent + operation.sent.T > 0
+            begin = np.maximum(start, np.where(meets, start, 0.0).max(1))
+            last_message = arrived[operation.name] = begin + links.pieces_seconds(operation)
+            received += operation.sent.sum(1)
+            sent += operation.sent.sum(0)
         elif isinstance(operation, Collective):
             start = max(now.max(), last_message.max())
             last_message = arrived[operation.name] = np.full(world_size, start + links.collective_seconds(operation))

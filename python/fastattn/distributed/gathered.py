@@ -20,7 +20,13 @@ from torch.autograd.function import once_differentiable
 from fastattn.distributed.blocks import PackedSpread, Spread
 from fastattn.distributed.collectives import Started
 from fastattn.distributed.gathering import Gathering, gathering_of
-from fastattn.distributed.local_attention import LocalAttention, gradient_of_sinks, with_sinks, zeros_of_sums
+from fastattn.distributed.local_attention import (
+    LocalAttention,
+    gradient_of_sinks,
+    query_heads,
+    with_sinks,
+    zeros_of_sums,
+)
 from fastattn.functional.attention_block import BackwardTensors
 
 _CALL = "context_parallel_attention with strategy 'allgather'"
@@ -109,12 +115,11 @@ def _gathered(
     def start(heads: slice) -> list[Started]:
         return [gathering.start(tensor[:, heads].movedim(2, 0)) for tensor in (key, value)]
 
-    per_kv_head = query.shape[1] // kv_heads if kv_heads else 0
     under_way = start(of_keys[0]) if of_keys else []
     for i, heads in enumerate(of_keys):
         keys, values = (gathering.by_places(started.wait(_CALL)).movedim(0, 2) for started in under_way)
         under_way = start(of_keys[i + 1]) if i + 1 < len(of_keys) else []
-        yield slice(heads.start * per_kv_head, heads.stop * per_kv_head), heads, keys, values
+        yield query_heads(heads, query, key), heads, keys, values
 
 
 def _finish(

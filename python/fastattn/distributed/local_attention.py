@@ -107,6 +107,12 @@ def _slopes_of(slopes: Tensor | None, block: Block, entries: slice) -> Tensor | 
     return slopes[entries] if block.document is None else slopes[block.document]
 
 
+def query_heads(kv_heads: slice, query: Tensor, key: Tensor) -> slice:
+    """Those that attend to some of the key's heads."""
+    per_kv_head = query.shape[1] // max(1, key.shape[1])
+    return slice(kv_heads.start * per_kv_head, kv_heads.stop * per_kv_head)
+
+
 def zeros_of_sums(like: Tensor, dtype: torch.dtype) -> Tensor:
     """To which gradients of ``[B, H, S, D]`` are added: contiguous, as the kernels want it."""
     return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)

@@ -21,7 +21,13 @@ from torch.autograd.function import once_differentiable
 
 from fastattn.distributed.blocks import PackedSpread, Reading, Spread
 from fastattn.distributed.collectives import naming
-from fastattn.distributed.local_attention import LocalAttention, gradient_of_sinks, with_sinks, zeros_of_sums
+from fastattn.distributed.local_attention import (
+    LocalAttention,
+    gradient_of_sinks,
+    query_heads,
+    with_sinks,
+    zeros_of_sums,
+)
 from fastattn.distributed.merge import merge_into
 from fastattn.functional.attention_block import BackwardTensors
 
@@ -80,11 +86,10 @@ class _RingAttention(torch.autograd.Function):
         of_query, of_key, of_value = (zeros_of_sums(t, lse.dtype) for t in (query, key, value))
         of_slopes = torch.zeros_like(slopes, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
         sums = _GradientsOfKeys((of_key, of_value), ctx.spread, ctx.group)
-        per_kv_head = query.shape[1] // max(1, key.shape[1])
 
         def gradients(reading: Reading, keys: Tensor, values: Tensor, kv_heads: slice) -> tuple[Tensor, Tensor]:
-            heads = slice(kv_heads.start * per_kv_head, kv_heads.stop * per_kv_head)
             tensors = BackwardTensors(grad_out, grad_lse, query, keys[:, kv_heads], values[:, kv_heads], out, lse)
+            heads = query_heads(kv_heads, query, key)
             return attention.gradients(tensors, heads, reading.blocks, of_query, of_slopes)
 
         first_heads, last_heads = heads_of_own_block(key.shape[1], ctx.spread.world_size)
