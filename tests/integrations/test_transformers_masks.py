@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, masking_utils
 from transformers.masking_utils import sdpa_mask
+from transformers.models.mistral import modeling_mistral  # noqa: F401  # as where a model makes masks: its code is read
 
 import tiny_models  # noqa: F401  # before transformers asks the Hub
 from fastattn.integrations.transformers.marks import Keys, Lengths, Offsets, read
