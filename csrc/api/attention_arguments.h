@@ -51,9 +51,7 @@ inline void check_paged(const char* op, const Tensor& query, const Tensor& key, 
     check_shape(op, "key", key, {key.size(0), key.size(1), key.size(2), query.size(2)});
     check_shape(op, "value", value, {key.size(0), key.size(1), key.size(2), value.size(3)});
     for (const auto& [name, pages] : {std::pair{"key", key}, {"value", value}}) {
-        check(
-            pages.numel() == 0 || is_aligned(pages), op, name,
-            " is paged and never copied: its last dim must be contiguous, its base and strides multiples of 16 bytes");
+        check(pages.numel() == 0 || is_aligned(pages), op, name, " is paged and never copied: ", kAlignedRule);
     }
     check_rank(op, "block_table", block_table, 2);
     check_shape(op, "block_table", block_table, {batch, block_table.size(1)});

@@ -240,8 +240,7 @@ void check_sum(const char* name, const Tensor& sum, const Tensor& of) {
               shape_text(sum));
     }
     check_device(kAddOp, name, sum, of);
-    check(sum.numel() == 0 || is_aligned(sum), kAddOp, name,
-          " is added to: its last dim must be contiguous, its base and strides multiples of 16 bytes");
+    check(sum.numel() == 0 || is_aligned(sum), kAddOp, name, " is added to: ", kAlignedRule);
 }
 
 }  // namespace

@@ -37,8 +37,7 @@ inline CacheFormat check_written(const char* op, const Tensor& k_cache, const Te
           dtype_text(k_cache), ", got ", dtype_text(v_cache));
     for (const auto& [name, cache] : {std::pair{"k_cache", k_cache}, {"v_cache", v_cache}}) {
         check_device(op, name, cache, like, like_name);
-        check(cache.numel() == 0 || is_aligned(cache), op, name,
-              " is written in place: its last dim must be contiguous, its base and strides multiples of 16 bytes");
+        check(cache.numel() == 0 || is_aligned(cache), op, name, " is written in place: ", kAlignedRule);
     }
     return format;
 }

@@ -108,11 +108,16 @@ inline DataType data_type(const char* op, const char* name, const Tensor& tensor
     return dtype == ScalarType::Half ? DataType::kFloat16 : DataType::kBFloat16;
 }
 
-// Whether rows can be read 16 bytes at a time: the last dim contiguous, base and other strides multiples of 16 bytes.
+inline constexpr const char* kAlignedRule =
+    "its last dim must be contiguous, its rows apart, its base and strides multiples of 16 bytes";
+
+// Whether kernels can read rows, 16 bytes at a time and by TMA: no document says that it takes rows that overlap, or one
+// that is repeated. Three dims are packed sequences, [total, heads, head_dim]. fastattn/layout.py has the same rule.
 inline bool is_aligned(const Tensor& tensor) {
     constexpr uint64_t kAlignment = 16;
-    const int64_t last = tensor.dim() - 1;
+    const int64_t last = tensor.dim() - 1, row_dim = tensor.dim() == 3 ? 0 : last - 1;
     if (tensor.size(last) > 1 && tensor.stride(last) != 1) return false;
+    if (tensor.size(row_dim) > 1 && tensor.stride(row_dim) < tensor.size(last)) return false;
     if (reinterpret_cast<uintptr_t>(tensor.data_ptr()) % kAlignment != 0) return false;
     for (int64_t dim = 0; dim < last; ++dim) {
         const uint64_t stride_bytes = static_cast<uint64_t>(tensor.stride(dim)) * tensor.element_size();

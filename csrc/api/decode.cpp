@@ -117,8 +117,7 @@ TreeMaskView tree_mask_view(const Tensor& query, const std::optional<Tensor>& tr
 void check_out(const Tensor& out, const Tensor& query, int64_t value_dim) {
     check_shape(kOp, "out", out, {query.size(0), query.size(1), query.size(2), value_dim});
     check_like(kOp, "out", out, query);
-    check(out.numel() == 0 || is_aligned(out), kOp,
-          "out is written in place: its last dim must be contiguous, its base and strides multiples of 16 bytes");
+    check(out.numel() == 0 || is_aligned(out), kOp, "out is written in place: ", kAlignedRule);
 }
 
 }  // namespace

@@ -75,11 +75,9 @@ Tensor with_contiguous_rows(const Tensor& matrix) {
     return matrix.size(1) <= 1 || matrix.stride(1) == 1 ? matrix : torch::stable::contiguous(matrix);
 }
 
-// The matrix itself where its rows are aligned and do not overlap, else a copy in rows with room behind them. One row that is
-// repeated is no overlap.
+// The matrix itself where its rows are aligned, else a copy in rows with room behind them.
 Tensor with_aligned_rows(const Tensor& matrix) {
-    const bool overlaps = matrix.size(0) > 1 && matrix.stride(0) != 0 && matrix.stride(0) < matrix.size(1);
-    if (matrix.numel() == 0 || (is_aligned(matrix) && !overlaps)) return matrix;
+    if (matrix.numel() == 0 || is_aligned(matrix)) return matrix;
     const int32_t per_chunk = 16 / static_cast<int32_t>(matrix.element_size());
     const int64_t columns = matrix.size(1), room = (columns + per_chunk - 1) / per_chunk * per_chunk;
     Tensor rows = torch::stable::new_empty(matrix, {matrix.size(0), room});

@@ -442,11 +442,13 @@ void launch_forward_sm90(LaunchedKernel& kernel, void (*function)(AttentionForwa
                          const AttentionForwardParams& params, bool packs_heads, Stream stream) {
     const DeviceFacts facts = device_facts();
     const bool is_packed = params.packed.cu_seqlens_q != nullptr, is_paged = params.paged.block_table != nullptr;
+    // Heads that are the same memory have no stride that a map of several in a box could hold.
+    const bool may_pack = packs_heads && params.max_logits == nullptr && params.query.head_stride != 0;
     const auto box_rows = [&](int rows) { return key_box_rows(params.paged, params.key.batch, rows); };
     const bool has_boxes = box_rows(Config::kBlockN) > 0;
     const ForwardWorkSm90 work =
         forward_work_sm90(params, Config::kBlockM, Config::kBlockN, has_boxes ? Config::kTilesToShareUnderMask : 0,
-                          packs_heads && params.max_logits == nullptr, facts.num_sms);
+                          may_pack, facts.num_sms);
     const int packed_heads = 1 << work.log2_packed, rows_of_box = box_rows(Config::kBlockN / work.cluster_size());
     const auto map_of_keys = [&](const HeadsView<const uint16_t>& view) {
         const int32_t rows = is_paged ? params.paged.page_size : is_packed ? params.packed.total_k : view.rows;

@@ -19,7 +19,8 @@ inline const char* to_string(DataType dtype) {
 }
 
 // [batch, heads, rows, head_dim] of 16-bit elements. The last dim is contiguous; the base and every other dim's stride
-// are multiples of 16 bytes, so that rows can be copied 16 bytes at a time.
+// are multiples of 16 bytes, so that rows can be copied 16 bytes at a time. Rows do not overlap. Heads, or the batch, may
+// be the same memory, with a stride of 0.
 template <typename Element>
 struct HeadsView {
     Element* data;

@@ -39,13 +39,20 @@ inline auto* encode_tiled_function() {
     return function;
 }
 
+// A dimension's stride as the driver is told it. Where there is one element it means nothing, but may have to be as long
+// as what the dimension spans: inner_bytes, a multiple of 16.
+inline cuuint64_t map_stride(cuuint64_t size, int64_t bytes, int64_t inner_bytes) {
+    constexpr int64_t kMostBytes = (int64_t{1} << 40) - 16;
+    return static_cast<cuuint64_t>(size > 1 ? bytes : std::min(inner_bytes, kMostBytes));
+}
+
 // Of a matrix [rows, columns] with contiguous rows, in boxes of box_columns by box_rows. A row of a box is 128 bytes, or 64,
 // and swizzled in that length.
 struct MatrixMap {
     CUtensorMap encoded;  // aligned to 64 bytes
 };
 
-// element_bytes: 1 or 2. The base and row_bytes, from one row to the next, are multiples of 16.
+// element_bytes: 1 or 2. The base and row_bytes, from one row to the next, are multiples of 16; rows do not overlap.
 inline MatrixMap matrix_map(const void* data, int32_t element_bytes, int32_t rows, int32_t columns, int64_t row_bytes,
                             int32_t box_rows, int32_t box_columns) {
     MatrixMap map{};
@@ -53,9 +60,8 @@ inline MatrixMap matrix_map(const void* data, int32_t element_bytes, int32_t row
     if (line_bytes != 64 && line_bytes != 128)
         throw std::runtime_error("fastattn: no swizzle has lines of that length");
     const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-    // Of one row it means nothing, but may have to be as long as the row.
     const int64_t own_bytes = (int64_t{columns} * element_bytes + 15) / 16 * 16;
-    const cuuint64_t strides[] = {static_cast<cuuint64_t>(rows > 1 ? row_bytes : own_bytes)};
+    const cuuint64_t strides[] = {map_stride(sizes[1], row_bytes, own_bytes)};
     const cuuint32_t box[] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)};
     const cuuint32_t element_strides[] = {1, 1};
     const CUresult result = encode_tiled_function()(
@@ -71,7 +77,8 @@ inline MatrixMap matrix_map(const void* data, int32_t element_bytes, int32_t row
     return map;
 }
 
-// Rows of packed sequences count over the whole tensor: `rows` is how many of them there are.
+// Rows of packed sequences count over the whole tensor: `rows` is how many of them there are. Rows do not overlap, and the
+// heads of a group are not the same memory: no document says that the driver takes a stride of 0.
 inline TensorMap tensor_map(const HeadsView<const uint16_t>& view, int32_t rows, int32_t group, int32_t box_rows,
                             DataType dtype) {
     TensorMap map{};
@@ -79,13 +86,15 @@ inline TensorMap tensor_map(const HeadsView<const uint16_t>& view, int32_t rows,
     map.has_groups = view.head_stride != 0 && view.heads > group;
     map.has_batch = view.batch_stride != 0 && view.batch > 1;
     const auto size_of = [](int32_t size, bool counts = true) { return counts ? static_cast<cuuint64_t>(size) : 1; };
-    // The stride of a dimension with one element means nothing, and may be what no map can hold.
-    const auto bytes_of = [](int64_t stride, bool counts) { return counts ? static_cast<cuuint64_t>(stride) * 2 : 16; };
     const cuuint64_t sizes[] = {size_of(view.head_dim), size_of(group), size_of(rows),
                                 size_of(view.heads / group, map.has_groups), size_of(view.batch, map.has_batch)};
-    const cuuint64_t strides[] = {bytes_of(view.head_stride, group > 1), bytes_of(view.row_stride, rows > 1),
-                                  bytes_of(view.head_stride * group, map.has_groups),
-                                  bytes_of(view.batch_stride, map.has_batch)};
+    const int64_t elements_apart[] = {view.head_stride, view.row_stride, view.head_stride * group, view.batch_stride};
+    cuuint64_t strides[4];
+    int64_t inner_bytes = (int64_t{view.head_dim} * 2 + 15) / 16 * 16;
+    for (int i = 0; i < 4; ++i) {
+        strides[i] = map_stride(sizes[i + 1], elements_apart[i] * 2, inner_bytes);
+        inner_bytes = std::max(inner_bytes, static_cast<int64_t>(strides[i] * sizes[i + 1]));
+    }
     const cuuint32_t box[] = {64, static_cast<cuuint32_t>(group), static_cast<cuuint32_t>(box_rows), 1, 1};
     const cuuint32_t element_strides[] = {1, 1, 1, 1, 1};
     const CUresult result = encode_tiled_function()(

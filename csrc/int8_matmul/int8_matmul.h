@@ -11,7 +11,7 @@
 namespace fastattn {
 
 // [rows, columns] of 16-bit elements, rows contiguous. Base and row stride (in elements) of an input are multiples of
-// 16 bytes; what lies between rows may be anything.
+// 16 bytes, and rows do not overlap; what lies between rows may be anything.
 template <typename Element>
 struct MatrixView {
     Element* data;
@@ -19,7 +19,8 @@ struct MatrixView {
     int64_t row_stride;
 };
 
-// W [N, K] int8, rows contiguous. Base and row stride are multiples of 16 bytes; what lies between rows may be anything.
+// W [N, K] int8, rows contiguous. Base and row stride are multiples of 16 bytes, and rows do not overlap; what lies
+// between rows may be anything.
 // Its element (n, k) is data[n, k] * scale[n * scale_row_stride + (k / kSmallestGroup >> group_shift)].
 struct Int8WeightView {
     static constexpr int32_t kOneGroup = 31;  // group_shift where a row has one scale
