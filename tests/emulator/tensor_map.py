@@ -91,9 +91,11 @@ class TensorMap:
             strides = list(tensor.strides)
         if rank > 0 and tensor.shape[-1] > 1 and strides[-1] != item:
             raise EmulatorError("arguments", "a tensor map: the last dimension is not contiguous")
+        spanned = -(-item * tensor.shape[-1] // 16) * 16 if rank > 0 else 0
         for i in reversed(range(rank - 1)):  # of a dimension with one element, the stride means nothing
             if tensor.shape[i] == 1:
-                strides[i] = -(-strides[i + 1] * max(tensor.shape[i + 1], 1) // 16) * 16
+                strides[i] = spanned
+            spanned = max(spanned, strides[i] * tensor.shape[i])
         self._storage = np.zeros(128 + 64, np.uint8)
         self.address = -(-self._storage.ctypes.data // 64) * 64
         self.fields = EncodeFields(

@@ -42,6 +42,23 @@ float convert(ElementType type, float value) {
     return value;
 }
 
+// Why no document says that the driver takes these strides, or nothing. The stride of a dimension with one element means
+// nothing, but has to be as long as what it spans, as far as a map can hold that.
+std::string undocumented_stride(const TensorMap& map) {
+    uint64_t spanned = (map.dims[0] * map.element_bytes() + 15) / 16 * 16;
+    for (int i = 1; i < map.rank(); ++i) {
+        const uint64_t stride = map.strides[i - 1], size = map.dims[i];
+        const std::string of = "the stride of dimension " + std::to_string(i);
+        if (size > 1 && stride == 0) return of + " is 0, and its size " + std::to_string(size);
+        if (size == 1 && stride < std::min(spanned, kMostStride - 16)) {
+            return of + ", of one element, is " + std::to_string(stride) + ", less than the " +
+                   std::to_string(spanned) + " bytes that it spans";
+        }
+        spanned = std::max(spanned, stride < kMostStride / size ? stride * size : kMostStride);
+    }
+    return "";
+}
+
 }  // namespace
 
 int TensorMap::element_bytes() const {
@@ -130,6 +147,8 @@ int encode_tiled(void* map, int data_type, uint32_t rank, void* address, const u
     }
     const std::string error = encoded.error();
     if (!error.empty()) return refuse(kInvalidValue, error);
+    const std::string wrong_stride = undocumented_stride(encoded);
+    if (!wrong_stride.empty()) return refuse(kInvalidValue, wrong_stride);
     std::memcpy(map, &encoded, sizeof(encoded));
     return 0;
 }

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from emulator import EmulatorError, TensorMap
+from emulator.native import native
 from emulator_tma import WAIT, build, copy_out
 
 ROWS = torch.arange(80 * 64, dtype=torch.int16).view(torch.float16).view(80, 64)
@@ -53,6 +54,8 @@ def fails(kind: str, text: str, action: Callable[[], Any]) -> None:
     [
         ("address", torch.zeros(100, dtype=torch.float16)[1:65].view(8, 8), [8, 8], {}),
         ("stride of dimension 1", torch.zeros(8, 12, dtype=torch.float16), [8, 8], {}),
+        ("stride of dimension 1 is 0", torch.zeros(16).expand(8, 16), [8, 16], {}),
+        ("stride of dimension 2 is 0", torch.zeros(2, 16).expand(3, 2, 16), [1, 2, 16], {}),
         ("rank", torch.zeros(1, 1, 1, 1, 1, 16), [1, 1, 1, 1, 1, 16], {}),
         ("different lengths", torch.zeros(16, 16), [16], {}),
         ("box size", MATRIX, [257, 8], {}),
@@ -78,6 +81,21 @@ def test_strides_beyond_what_a_map_holds() -> None:
     wide = np.lib.stride_tricks.as_strided(np.zeros(16, np.float32), (1, 2, 16), (1 << 40, 1 << 40, 4))
     fails("arguments", "stride", lambda: TensorMap(wide, [1, 1, 16]))
     fails("unsupported", "interleaved", lambda: TensorMap(MATRIX, [8, 8], interleave="16B"))
+
+
+def test_the_stride_of_one_element_is_as_long_as_what_it_spans() -> None:
+    tensor_map = TensorMap(torch.zeros(1, 4, 16), [1, 4, 16])
+    fields = tensor_map.fields._asdict()
+
+    def encode(strides: list[int]) -> None:
+        native.encode_tiled(
+            tensor_map.address, fields["data_type"], MATRIX.data_ptr(), *{**fields, "strides": strides}.values()
+        )
+
+    encode([64, 256])
+    encode([64, 512])
+    with pytest.raises(native.Fault, match="dimension 2, of one element, is 240, less than the 256"):
+        encode([64, 240])
 
 
 def test_a_map_as_a_struct_and_as_a_pointer() -> None:
