@@ -42,8 +42,8 @@ float convert(ElementType type, float value) {
     return value;
 }
 
-// Why no document says that the driver takes these strides, or nothing. The stride of a dimension with one element means
-// nothing, but has to be as long as what it spans, as far as a map can hold that.
+// What is wrong with strides that no document says the driver takes, or nothing. The stride of a dimension with one
+// element means nothing, but has to be as long as what it spans, as far as a map can hold that.
 std::string undocumented_stride(const TensorMap& map) {
     uint64_t spanned = (map.dims[0] * map.element_bytes() + 15) / 16 * 16;
     for (int i = 1; i < map.rank(); ++i) {
