@@ -14,7 +14,18 @@ from typing import Any
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 10)
 # Packages that single stages need.
-OPTIONAL = ("pytest", "hypothesis", "pybind11", "ninja", "setuptools", "tqdm", "matplotlib", "numpy", "transformers")
+OPTIONAL = (
+    "pytest",
+    "hypothesis",
+    "pybind11",
+    "ninja",
+    "setuptools",
+    "tqdm",
+    "matplotlib",
+    "numpy",
+    "tabulate",
+    "transformers",
+)
 
 Facts = dict[str, Any]
 

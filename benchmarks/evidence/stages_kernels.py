@@ -111,7 +111,7 @@ def sanitizer_errors(text: str, most: int = 6) -> list[str]:
 
 def run_benchmarks(workplace: Workplace, deadline: float) -> Result:
     """The quick grids with all peers, one after the other; each gets the same part of the time that is left."""
-    absent = missing(workplace.facts, "tqdm", "matplotlib", "numpy")
+    absent = missing(workplace.facts, "tqdm", "matplotlib", "numpy", "tabulate")
     if absent:
         return Result(NOT_RUN, absent)
     outcomes, words, details = [], [], []

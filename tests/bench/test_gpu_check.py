@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import json
 import os
 import re
@@ -99,6 +101,22 @@ def test_stages_that_need_what_is_missing_are_not_run(workplace: Workplace) -> N
     assert (result.status, result.headline) == (NOT_RUN, "needs a GPU")
     workplace.facts["packages"]["pytest"] = False
     assert gpu_check.run_tests(workplace, time.monotonic() + 5).headline == "not installed: pytest"
+
+
+def test_benchmarks_need_what_their_modules_import(workplace: Workplace) -> None:
+    modules = [*ROOT.glob("benchmarks/measure/**/*.py"), ROOT / "benchmarks" / "predict" / "predictions.py"]
+    imported: set[str] = set()
+    for module in modules:
+        for statement in ast.parse(module.read_text()).body:
+            if isinstance(statement, ast.Import):
+                imported.update(alias.name.partition(".")[0] for alias in statement.names)
+            elif isinstance(statement, ast.ImportFrom):
+                imported.add(str(statement.module).partition(".")[0])
+    others = imported - set(sys.stdlib_module_names) - {"benchmarks", "emulator", "fastattn", "torch"}
+    assert {"matplotlib", "tabulate", "tqdm"} <= others
+    for package in others:
+        without = dataclasses.replace(workplace, facts={**FACTS, "packages": {**FACTS["packages"], package: False}})
+        assert stages_kernels.run_benchmarks(without, time.monotonic()).headline == f"not installed: {package}"
 
 
 def test_the_limits_end_within_8_minutes_and_can_be_changed() -> None:
@@ -377,10 +395,12 @@ def test_what_is_missing_is_said_in_a_line(changes: dict[str, Any], words: str) 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_and_does_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "gpu-check", "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == gpu_check.NO_GPU and done.stdout == ""
-    assert re.fullmatch(r"gpu-check: no NVIDIA GPU .*\n", done.stderr)
+    command = ["make", "--silent", "gpu-check", f"OUT={tmp_path / 'out'}", f"PYTHON={sys.executable}"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.stdout == ""
+    said, code, *_ = done.stderr.splitlines()
+    assert said.startswith("gpu-check: no NVIDIA GPU ") and code.endswith(f"Error {gpu_check.NO_GPU}")
     assert not (tmp_path / "out").exists()
 
 
