@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +15,18 @@ ALIGNMENT_BYTES = 16  # one vector load of a thread
 
 
 def reason_to_copy(tensor: Tensor, rows_anywhere: bool = False) -> str | None:
-    """Why a kernel cannot read ``tensor`` where it lies, or None; ``rows_anywhere``: it takes rows of any alignment."""
+    """Why a kernel cannot read ``tensor`` where it lies, or None; ``rows_anywhere``: it takes rows at any address.
+
+    ``tensor``: ``[B, H, S, D]``, packed ``[total, H, D]`` or a matrix. Heads and batches may share memory. Rows may
+    not: no document says that the driver makes tensor maps of them. ``csrc/api/checks.h`` has the same rule.
+    """
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         return "its last dimension is not contiguous"
     if rows_anywhere:
         return None
+    row_dim = 0 if tensor.dim() == 3 else -2
+    if tensor.shape[row_dim] > 1 and tensor.stride(row_dim) < tensor.shape[-1]:
+        return "its rows share memory"
     if tensor.data_ptr() % ALIGNMENT_BYTES:
         return f"its first element is not {ALIGNMENT_BYTES}-byte aligned"
     for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
@@ -27,20 +35,29 @@ def reason_to_copy(tensor: Tensor, rows_anywhere: bool = False) -> str | None:
     return None
 
 
+def as_matrix(tensor: Tensor) -> Tensor | None:
+    """``tensor [..., K]`` as a matrix ``[N, K]`` of the same memory, or None where its rows are not evenly apart."""
+    try:
+        return tensor.view(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+    except RuntimeError:
+        return None
+
+
 def readable(tensor: Tensor) -> Tensor:
     """``tensor`` itself, or a contiguous copy where a kernel cannot read it."""
     return tensor if reason_to_copy(tensor) is None else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def has_aligned_rows(matrix: Tensor) -> bool:
-    """Whether the rows of ``matrix [N, K]`` start at multiples of the alignment from its first element, and are
-    contiguous."""
+    """Whether the rows of ``matrix [N, K]`` start at multiples of the alignment from its first element, are contiguous
+    and share no memory."""
     rows, columns = matrix.shape
     if matrix.numel() == 0:
         return True
     if columns > 1 and matrix.stride(1) != 1:
         return False
-    return rows <= 1 or matrix.stride(0) * matrix.element_size() % ALIGNMENT_BYTES == 0
+    stride = matrix.stride(0)
+    return rows <= 1 or (stride >= columns and stride * matrix.element_size() % ALIGNMENT_BYTES == 0)
 
 
 def with_aligned_rows(matrix: Tensor) -> Tensor:

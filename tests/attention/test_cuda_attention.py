@@ -269,6 +269,45 @@ def test_maxima_that_grow_from_tile_to_tile(growth: str, head_dim: int, dtype: t
     check(query, key, value, causal)
 
 
+# --- Layouts ----------------------------------------------------------------------------------------------------------
+
+KEYS = {
+    "contiguous": lambda: normal_keys(2, 2, 9, 32),
+    "BSHD": lambda: normal_keys(2, 9, 2, 32).transpose(1, 2),
+    "one head": lambda: normal_keys(2, 1, 9, 32).expand(2, 2, 9, 32),
+    "one batch": lambda: normal_keys(1, 2, 9, 32).expand(2, 2, 9, 32),
+    "one row": lambda: normal_keys(2, 2, 1, 32).expand(2, 2, 9, 32),
+    "overlapping rows": lambda: normal_keys(2, 2, 160).as_strided((2, 2, 9, 32), (320, 160, 16, 1)),
+    "misaligned": lambda: normal_keys(2, 2, 9, 40)[..., 1:33],
+    "packed": lambda: normal_keys(9, 2, 32),
+    "one packed head": lambda: normal_keys(9, 1, 32).expand(9, 2, 32),
+    "one packed row": lambda: normal_keys(1, 2, 32).expand(9, 2, 32),
+}
+
+
+def normal_keys(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3)).half().to(DEVICE)
+
+
+@pytest.mark.parametrize("layout", KEYS)
+def test_what_is_copied_is_explained(layout: str) -> None:
+    """The library copies, and the package says so."""
+    key = KEYS[layout]()
+    query = key.clone(memory_format=torch.contiguous_format)
+    call: tuple[Any, ...] = (fastattn.attention, query, key, query)
+    if key.dim() == 3:
+        offsets = torch.tensor([0, 9], dtype=torch.int32, device=DEVICE)
+        call = (fastattn.attention_varlen, query, key, query, offsets, offsets, 9, 9)
+    function, *arguments = call
+    with fastattn.use_backend("cuda"), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        out = function(*arguments)
+        copied = fastattn.explain(*call).copied
+    copies = [event for event in seen.events() or [] if event.name == "aten::copy_"]
+    assert len(copies) == len(copied) and copied.keys() <= {"key"}
+    arguments[1] = query
+    assert torch.equal(out, function(*arguments))
+
+
 # --- Order ------------------------------------------------------------------------------------------------------------
 
 

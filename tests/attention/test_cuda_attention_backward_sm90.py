@@ -240,6 +240,26 @@ def test_expanded_gradients_of_the_output_and_lse() -> None:
     backward.test_expanded_gradients_of_the_output_and_lse()
 
 
+@pytest.mark.parametrize("head_dim", [64, 192])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_expanded_inputs_and_gradients(dim: int, head_dim: int) -> None:
+    """Strides of 0: of `expand`ed inputs, and of the gradient that `out.mean(dim)` sends."""
+    case = Case(shape=(2, 2, 2, 70, 90), head_dims=(head_dim, head_dim))
+    problem = make_problem(case)
+    for name in ("query", "grad_out") if dim == 2 else ("query", "key", "value", "grad_out"):
+        tensor = getattr(problem, name)
+        setattr(problem, name, tensor.narrow(dim, 0, 1).expand(tensor.shape))
+    check(case, problem)
+
+
+def test_keys_and_values_that_are_one_row() -> None:
+    case = Case(shape=(1, 2, 1, 70, 90))
+    for name in ("key", "value"):
+        problem = make_problem(case)
+        setattr(problem, name, getattr(problem, name)[:, :, :1].expand(-1, -1, 90, -1))
+        check(case, problem)
+
+
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), *WIDE], ids=str)
 @pytest.mark.parametrize(("poison", "dtype"), [(torch.nan, torch.float16), (torch.inf, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize(

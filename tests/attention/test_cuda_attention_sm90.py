@@ -122,6 +122,13 @@ def test_expanded_tensors(dims: tuple[int, ...], dtype: torch.dtype) -> None:
     dense.check(query, key, value, False)
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_expanded_queries(dim: int) -> None:
+    """Few rows, so that a tile has those of several heads, with a stride between heads in the tensor map."""
+    query, key, value = dense.inputs(64, torch.float16, 5, 100, heads=(8, 2), batch=2)
+    dense.check(query.narrow(dim, 0, 1).expand(query.shape), key, value, False)
+
+
 @pytest.mark.parametrize("growth", dense.GROWTHS)
 @each_dtype
 @pytest.mark.parametrize("head_dim", [64, 256])

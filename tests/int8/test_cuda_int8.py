@@ -169,8 +169,8 @@ def test_one_dimensional_input() -> None:
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", 64])
 def test_leading_dims_and_views(granularity: str | int) -> None:
-    """Batch dims, rows that are parts of longer rows, transposed and misaligned inputs, a repeated row: the same bits
-    as from a contiguous copy."""
+    """Batch dims, rows that are parts of longer rows, transposed and misaligned inputs, repeated rows: the same bits as
+    from a contiguous copy."""
     weight, scale = quantised(48, 128, granularity)
     wide = normal(2, 5, 200, seed=1)
     wide[..., 136:] = torch.nan
@@ -191,6 +191,7 @@ def test_leading_dims_and_views(granularity: str | int) -> None:
     assert check_grad_input(wide[..., :48], weight, scale).shape == (2, 5, 128)
     shifted = torch.zeros(weight.numel() + 1, dtype=torch.int8, device=DEVICE)[1:].view(weight.shape).copy_(weight)
     check_forward(wide[..., :128], shifted, scale)
+    check_forward(wide[..., :128], weight[:1].expand(48, 128), scale)
 
 
 # --- Sums that several CTAs share -------------------------------------------------------------------------------------
@@ -585,6 +586,11 @@ def test_explain_says_what_is_copied() -> None:
         expected = {} if weight.data.stride(0) == 48 else {"weight": reason}
         assert (explained.backend, explained.copied) == ("cuda", expected)
         assert own.copied == {"x": reason, **expected}
+        for repeated, why in (
+            (x[:1, :39].expand(3, 39), "its rows share memory"),
+            (x[:, None, :39].expand(3, 2, 39), "its rows are not evenly apart"),
+        ):
+            assert fastattn.explain(fastattn.int8_linear, repeated, weight).copied == {"x": why, **expected}
 
 
 def test_one_graph_for_any_number_of_tokens() -> None:

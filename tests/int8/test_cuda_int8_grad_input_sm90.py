@@ -110,11 +110,13 @@ def test_every_number_of_steps(steps: int) -> None:
 
 
 def test_views() -> None:
-    """Batch dims, rows that are parts of longer rows, transposed and misaligned inputs: the bits of a copy."""
+    """Batch dims, rows that are parts of longer rows, transposed and misaligned inputs, and a row that is repeated as
+    `out.sum(0)` does it: the bits of a copy."""
     weight, scale = quantised(128, 48, "channel")
     wide = normal(2, 5, 200, seed=1)
     wide[..., 136:] = torch.nan
-    for x in (wide[..., :128], wide[:, ::2, 8:136], wide[..., 1:129], normal(5, 128, 2, seed=2).permute(2, 0, 1)):
+    of_batch, repeated = normal(5, 128, 2, seed=2).permute(2, 0, 1), wide[0, :1, :128].expand(5, 128)
+    for x in (wide[..., :128], wide[:, ::2, 8:136], wide[..., 1:129], of_batch, repeated):
         out = check(64, x, weight, scale)
         with running(64):
             assert torch.equal(out, grad_input(x.contiguous(), weight, scale))

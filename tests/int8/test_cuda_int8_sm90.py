@@ -128,6 +128,7 @@ def test_views() -> None:
         with running(64):
             contiguous = int8_matmul(x.contiguous(), weight, scale, None, added.contiguous(), "none")
         assert torch.equal(out, contiguous)
+    check(64, wide[..., :128], weight[:1].expand(48, 128), scale)
 
 
 # --- Sums that several teams share ------------------------------------------------------------------------------------

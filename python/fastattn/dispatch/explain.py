@@ -14,7 +14,7 @@ from fastattn.dispatch.call import Choice
 from fastattn.dispatch.thread_state import Explained, explaining
 from fastattn.functional.int8_tensor import Int8Tensor
 from fastattn.functional.int8_weight import Int8Weight
-from fastattn.layout import reason_to_copy
+from fastattn.layout import as_matrix, reason_to_copy
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,11 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
                 continue
             # Of the int8 matmul; its CUDA C++ kernels copy 16 bytes at a time of x and the weight.
             rows_anywhere = name == "residual" or (name in ("x", "weight") and choice.backend == "triton")
-            reason = _reason_to_pad(tensor, name, choice) or reason_to_copy(tensor, rows_anywhere)
+            rows = as_matrix(tensor) if name in ("x", "residual") else tensor
+            if rows is None:
+                reason = "its rows are not evenly apart"
+            else:
+                reason = _reason_to_pad(tensor, name, choice) or reason_to_copy(rows, rows_anywhere)
             if reason is not None:
                 copied[name] = reason
     return Explanation(

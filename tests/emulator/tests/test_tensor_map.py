@@ -85,12 +85,10 @@ def test_strides_beyond_what_a_map_holds() -> None:
 
 def test_the_stride_of_one_element_is_as_long_as_what_it_spans() -> None:
     tensor_map = TensorMap(torch.zeros(1, 4, 16), [1, 4, 16])
-    fields = tensor_map.fields._asdict()
 
     def encode(strides: list[int]) -> None:
-        native.encode_tiled(
-            tensor_map.address, fields["data_type"], MATRIX.data_ptr(), *{**fields, "strides": strides}.values()
-        )
+        data_type, *fields = tensor_map.fields._replace(strides=strides)
+        native.encode_tiled(tensor_map.address, data_type, MATRIX.data_ptr(), *fields)
 
     encode([64, 256])
     encode([64, 512])
