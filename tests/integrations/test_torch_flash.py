@@ -7,6 +7,7 @@ tests call the flash operators, and what is above them in Python (``varlen_attn`
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +123,19 @@ def test_dropout_of_another_implementation_is_not_ours() -> None:
         aten._scaled_dot_product_flash_attention_backward(
             out, query, query, query, out, lse, None, None, 4, 4, 0.5, False, state, state
         )
+
+
+def test_the_backward_pass_uses_what_forward_chose() -> None:
+    """In autograd's thread, which knows of no `use_backend`."""
+    query = random(1, HEADS, 4, DIM).requires_grad_()
+    for backend in ("cuda", "triton"):
+        with fastattn.use_backend(backend):
+            out = aten._scaled_dot_product_flash_attention(query, query, query)[0]
+        with fastattn.record() as calls:
+            thread = threading.Thread(target=torch.autograd.grad, args=(out.float().sum(), query))
+            thread.start()
+            thread.join()
+        assert [call.backend for call in calls] == [backend]
 
 
 def test_half_a_ring() -> None:

@@ -18,7 +18,7 @@ from fastattn.dispatch.order import order_for
 from fastattn.dispatch.reasons import reason_against
 from fastattn.dispatch.recording import is_recording
 from fastattn.dispatch.support import CHANGES_SCORES, FEATURES, KERNEL_BACKENDS, SUPPORT, Support
-from fastattn.dispatch.thread_state import Explained, NoKernel, thread
+from fastattn.dispatch.thread_state import Explained, NoKernel, asked, thread
 from fastattn.dispatch.users_line import warn_at_users_line
 from fastattn.errors import InputError
 
@@ -37,10 +37,9 @@ native.when_forced.append(_forget_choices)
 
 def _torch_is_asked_for(call: Call) -> bool:
     """For attention inside ``torch.nn.attention.sdpa_kernel``, or where a backend of torch's SDPA was switched off."""
-    c = torch._C
     if call.op in ("append", "int8_matmul", "merge") or thread.serving_torch:
         return False
-    return not (c._get_flash_sdp_enabled() and c._get_mem_efficient_sdp_enabled() and c._get_math_sdp_enabled())
+    return asked().sdpa
 
 
 def choose(call: Call) -> Choice:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
 
 from fastattn.checks import check_choice
 from fastattn.dispatch.call import Choice
@@ -22,8 +25,16 @@ class NoKernel(Exception):
     """No kernel takes a call that came from an operator of torch's own: torch is to run what it ran before."""
 
 
+class Asked(NamedTuple):
+    """What the user asks for where a call is made: the backend, and PyTorch by ``torch.nn.attention.sdpa_kernel``."""
+
+    forced: str | None
+    sdpa: bool
+
+
 class _ThreadState(threading.local):
     forced: str | None = None
+    sdpa: bool | None = None  # None: as torch's switches stand
     explaining: bool = False
     serving_torch: bool = False
 
@@ -45,6 +56,24 @@ def use_backend(backend: str) -> Iterator[None]:
         yield
     finally:
         thread.forced = before
+
+
+def asked() -> Asked:
+    """What is asked for here and now: for backward passes that choose again, in another thread or behind the block."""
+    c = torch._C
+    sdpa = not (c._get_flash_sdp_enabled() and c._get_mem_efficient_sdp_enabled() and c._get_math_sdp_enabled())
+    return Asked(thread.forced, sdpa if thread.sdpa is None else thread.sdpa)
+
+
+@contextlib.contextmanager
+def as_asked(before: Asked) -> Iterator[None]:
+    """Inside, calls of this thread choose as one did where that was asked for."""
+    own = thread.forced, thread.sdpa
+    thread.forced, thread.sdpa = before
+    try:
+        yield
+    finally:
+        thread.forced, thread.sdpa = own
 
 
 @contextlib.contextmanager

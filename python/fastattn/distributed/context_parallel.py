@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastattn.checks import check_rank, check_tensor, expect
+from fastattn.dispatch.thread_state import asked
 from fastattn.distributed.arguments import Arguments, check_heads, split_groups
 from fastattn.distributed.blocks import Spread
 from fastattn.distributed.collectives import Group, all_to_all, process_groups
@@ -134,7 +135,7 @@ def context_parallel_attention(
 
     query, key, value, options = arguments.prepared(groups, check)
     by_heads, by_keys = split_groups(groups, strategy)
-    inputs = _Inputs(query, key, value, alibi_slopes, sinks, LocalAttention(options, 0, query.shape[1]))
+    inputs = _Inputs(query, key, value, alibi_slopes, sinks, LocalAttention(options, 0, query.shape[1], asked()))
     if by_heads is not None:
         inputs = _with_whole_sequence(inputs, by_heads, layout)
     if by_keys is None:

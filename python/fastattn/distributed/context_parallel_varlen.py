@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn.checks import check_rank, check_tensor, device_checks_are_on, expect
+from fastattn.dispatch.thread_state import asked
 from fastattn.distributed.arguments import Arguments, check_heads, split_groups
 from fastattn.distributed.blocks import Part
 from fastattn.distributed.collectives import all_to_all, process_groups
@@ -124,7 +125,7 @@ def context_parallel_attention_varlen(
         return {"shards": repr(shards.layout.parts) if device_checks_are_on() else None}
 
     query, key, value, options = arguments.prepared(groups, check)
-    attention = LocalAttention(options, 0, query.shape[1])
+    attention = LocalAttention(options, 0, query.shape[1], asked())
     rows = _Rows(query, key, value, alibi_slopes, sinks, attention, shards.layout, shards.rank)
     by_heads, by_keys = split_groups(groups, strategy)
     out, lse = _attend(rows, by_heads, by_keys, ring_attention if strategy == "ring" else gathered_attention)

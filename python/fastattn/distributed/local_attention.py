@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastattn.dispatch.thread_state import Asked, as_asked
 from fastattn.distributed.blocks import Block
 from fastattn.functional.attention_block import (
     BackwardTensors,
@@ -20,11 +21,15 @@ from fastattn.functional.attention_block import (
 
 
 class LocalAttention(NamedTuple):
-    """Options that all blocks share but for the window. Of ``all_heads``, these are heads from ``first_head`` on."""
+    """Options that all blocks share but for the window. Of ``all_heads``, these are heads from ``first_head`` on.
+
+    ``asked``: what the call's thread asked for. Gradients follow it too, in autograd's thread.
+    """
 
     options: BlockOptions
     first_head: int
     all_heads: int
+    asked: Asked
 
     def with_slopes(self, slopes: Tensor | None) -> LocalAttention:
         return self._replace(options=self.options._replace(alibi_slopes=slopes))
@@ -33,7 +38,7 @@ class LocalAttention(NamedTuple):
         """Of some of these heads."""
         slopes = self.options.alibi_slopes
         options = self.options._replace(alibi_slopes=None if slopes is None else slopes[..., heads])
-        return LocalAttention(options, self.first_head + heads.start, self.all_heads)
+        return self._replace(options=options, first_head=self.first_head + heads.start)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Output and lse of rows and keys that are the block's."""
@@ -80,9 +85,10 @@ class LocalAttention(NamedTuple):
             of_query, of_key, of_value = (total[entries] for total in sums)
             of_slopes = _slopes_of(slopes_sum, block, entries)
             of_entries = BackwardTensors._make(tensor[entries] for tensor in tensors)
-            add_gradients_of_block(
-                (of_query, of_key, of_value), of_slopes, of_entries, self._options(block, entries), place
-            )
+            with as_asked(self.asked):
+                add_gradients_of_block(
+                    (of_query, of_key, of_value), of_slopes, of_entries, self._options(block, entries), place
+                )
 
     def _calls(self, query: Tensor, block: Block) -> list[tuple[slice, Place]]:
         """Batch entries and where they stand. Dropout counts heads over batch entries, or documents: a rank with some

@@ -44,7 +44,7 @@ def ring_attention(
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
     """Output and lse of this rank's rows, differentiable in all tensors; ``local`` has no slopes."""
-    if group not in _connected:
+    if query.device.type not in _connected.setdefault(group, set()):
         _connect(group, query.device)
     out, lse = _RingAttention.apply(query, key, value, slopes, sinks, spread, local, group)
     return out, lse
@@ -113,14 +113,18 @@ def heads_of_own_block(kv_heads: int, world_size: int) -> tuple[slice, slice]:
     return slice(0, num_first), slice(num_first, kv_heads)
 
 
-_connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+# For which types of device a group is: it may have a backend for each.
+_connected: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Once, with all ranks: NCCL wants that of a group's first call, and some may have no message to send."""
-    if dist.get_backend(group) == "nccl":
+    """Once, with all ranks: NCCL wants that of a group's first call, and some may have no message to send.
+
+    Which backend there is for a device the group's name does not tell ("undefined", "cpu:gloo,cuda:nccl").
+    """
+    if device.type != "cpu":
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-    _connected.add(group)
+    _connected[group].add(device.type)
 
 
 # --- What travels -----------------------------------------------------------------------------------------------------

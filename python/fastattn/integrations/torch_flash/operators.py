@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fastattn.checks import check_dtype, check_rank, check_same_device, check_shape, check_tensor, expect
 from fastattn.dispatch.support import SUPPORT
-from fastattn.dispatch.thread_state import NoKernel, serving_torch
+from fastattn.dispatch.thread_state import Asked, NoKernel, as_asked, asked, serving_torch
 from fastattn.errors import InputError
 from fastattn.functional.attention import attention, attention_varlen
 from fastattn.functional.attention_backward import Packed, attention_backward
@@ -47,6 +47,9 @@ _LSE, _DROPOUT_P, _RNG_STATE, _UNUSED = 5, 10, 12, 13
 # Of results that are not ours, torch's unused tensor lies so many elements behind the beginning of its memory: the host
 # sees there that their backward pass is not ours either.
 _NOT_OURS_OFFSET = 2
+# Of results that are ours, by the backend that was forced, which the backward pass uses too. At even offsets of 8 bytes
+# each it stays aligned: Inductor copies what is not.
+_FORCED_OFFSETS = {None: 0, "cuda": 4, "triton": 6}
 
 # Forward operators are not told whether a backward pass follows, and no kernel has one of more dims.
 _MOST_DIMS_WITH_GRADIENTS = max(support.largest_head_dim_with_gradients() for support in SUPPORT["attention"].values())
@@ -64,9 +67,8 @@ class Override:
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         tensor: Tensor = args[0]
         try:
-            if self._is_backward and args[_UNUSED].storage_offset() == _NOT_OURS_OFFSET:
-                raise NoKernel
-            with serving_torch(), without_autocast(tensor.device.type):
+            wish = _asked_of_forward(args[_UNUSED]) if self._is_backward else asked()
+            with serving_torch(), without_autocast(tensor.device.type), as_asked(wish):
                 return self._function(*args, **kwargs)
         except NoKernel:
             if self._before is None:
@@ -78,6 +80,14 @@ class Override:
             return self._before.call_boxed(keyset, *_for_torch(args), **kwargs)
         results = self._before.call_boxed(keyset, *args, **kwargs)
         return _marked(results) if isinstance(results, (tuple, list)) else results
+
+
+def _asked_of_forward(unused: Tensor) -> Asked:
+    offset = unused.storage_offset()
+    if offset == _NOT_OURS_OFFSET:
+        raise NoKernel
+    forced = next((backend for backend, known in _FORCED_OFFSETS.items() if known == offset), None)
+    return Asked(forced, sdpa=False)
 
 
 def _marked(results: Any) -> tuple[Any, ...]:
@@ -365,7 +375,8 @@ def _auxiliary(query: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor, Tens
     state = torch.zeros(2, dtype=torch.int64, device=query.device)
     if seed is not None:
         state[0], state[1] = seed, _OUR_RNG_STATE
-    unused = torch.zeros((), dtype=torch.uint64, device=query.device)
+    offset = _FORCED_OFFSETS[asked().forced]
+    unused = torch.zeros(offset + 1, dtype=torch.uint64, device=query.device)[offset]
     return state.view(torch.uint64), unused, query.new_empty(0)
 
 
