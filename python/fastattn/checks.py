@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.dispatch.device import is_emulated
 from fastattn.errors import InputError
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -182,8 +183,32 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
 
 
+_WORDS = {"": False, "0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
+
+
 def device_checks_are_on() -> bool:
     """``FASTATTN_CHECK=1``: also check what lies in device memory, which synchronises. Not under compile or capture."""
-    if torch.compiler.is_compiling() or os.environ.get("FASTATTN_CHECK", "0") != "1":
+    if torch.compiler.is_compiling():
         return False
-    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    word = os.environ.get("FASTATTN_CHECK", "")
+    asked = _WORDS.get(word.strip().lower())
+    if asked is None:
+        raise InputError(f"FASTATTN_CHECK: expected 1, true, yes, 0, false, no or nothing, got {word!r}")
+    return asked and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def places_are_checked(*tensors: Tensor | None) -> bool:
+    """Whether a call reads and checks these lengths, offsets or tables: where the host can see them for free, and
+    wherever ``FASTATTN_CHECK=1`` asks for it. CPU tensors that stand for a GPU's are treated as on that GPU."""
+    return device_checks_are_on() or (is_readable(*tensors) and not is_emulated())
+
+
+def is_readable(*tensors: Tensor | None) -> bool:
+    """Whether the host may look at values, free of charge: real numbers on a CPU, and nobody records what is done."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch.jit.is_tracing()
+        and all(t is None or (t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter)) for t in tensors)
+    )

@@ -6,6 +6,7 @@ import inspect
 import math
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -76,6 +77,20 @@ class TestDense:
         none = flash_attn.flash_attn_func(q, q, q, **options)[1]
         torch.testing.assert_close(wide, none)
         assert not torch.allclose(narrow, none)
+
+    @pytest.mark.parametrize(
+        "window", [torch.tensor([2, 1]), numpy.array([2, 1]), [2, numpy.int64(1)]], ids=["tensor", "numpy", "list"]
+    )
+    def test_a_window_is_any_two_integers(self, window: Any) -> None:
+        q = random(1, 5, HEADS, DIM)
+        wanted = flash_attn.flash_attn_func(q, q, q, window_size=(2, 1))
+        assert torch.equal(flash_attn.flash_attn_func(q, q, q, window_size=window), wanted)
+
+    @pytest.mark.parametrize("window", [3, (1,), (1, 2, 3), (1.0, 2), "12", torch.tensor([0.5, 1.0])], ids=repr)
+    def test_other_windows_are_refused(self, window: Any) -> None:
+        q = random(1, 5, HEADS, DIM)
+        with pytest.raises(fastattn.InputError, match=r"^window_size: expected "):
+            flash_attn.flash_attn_func(q, q, q, window_size=window)
 
     def test_packed_arguments(self) -> None:
         qkv = random(2, 6, 3, HEADS, DIM)
@@ -186,21 +201,50 @@ class TestVarlen:
                 seqused_k=torch.tensor(LENGTHS_K, dtype=torch.int32),
             )
         torch.testing.assert_close(came, packed_flash_attention(q, k, v, LENGTHS_Q, LENGTHS_K, causal=True)[0])
+        for entry in (-1, 8):  # of which there is no page
+            table[0, 1] = entry
+            with pytest.raises(RuntimeError, match=f"^block_table: expected pages from 0 to 7, got {entry} as page 1"):
+                flash_attn.flash_attn_varlen_func(q, pages_k, pages_v, *packed, causal=True, **{keyword: table})
+
+
+def exponentials(scores: Tensor) -> Tensor:
+    """What flash-attn leaves in S_dmask: 1 for the largest score of a row, 0 where a query does not look."""
+    return (scores - scores.amax(-1, keepdim=True)).exp()
 
 
 class TestDropout:
-    def test_s_dmask_is_the_softmax_with_signs(self) -> None:
+    @pytest.mark.parametrize("options", [{}, {"learnable_sink": torch.full((HEADS,), 9.0)}], ids=["plain", "sinks"])
+    def test_s_dmask_is_exponentials_with_signs(self, options: dict[str, Any]) -> None:
         q, k = random(2, 5, HEADS, DIM).detach(), random(2, 7, KV_HEADS, DIM, seed=1).detach()
         v = random(2, 7, KV_HEADS, DIM, seed=2).detach()
         torch.manual_seed(0)
-        out, _, s_dmask = flash_attn.flash_attn_func(q, k, v, 0.4, causal=True, return_attn_probs=True)
+        out, lse, s_dmask = flash_attn.flash_attn_func(q, k, v, 0.4, causal=True, return_attn_probs=True, **options)
         assert s_dmask.shape == (2, HEADS, 128, 128)
-        weights = scores_of(q, k, causal=True).softmax(-1)
-        torch.testing.assert_close(s_dmask[:, :, :5, :7].abs(), weights)
+        scores = scores_of(q, k, causal=True)
+        torch.testing.assert_close(s_dmask[:, :, :5, :7].abs(), exponentials(scores))
+        weights = (scores - lse[..., None]).exp()
         kept = torch.where(s_dmask[:, :, :5, :7] > 0, weights / 0.6, 0.0)
         torch.testing.assert_close(torch.einsum("bhqk,bkhd->bqhd", kept, v.repeat_interleave(2, dim=2)), out)
         assert not s_dmask[:, :, 5:].any() and not s_dmask[..., 7:].any()
         assert 0.2 < float((s_dmask[:, :, :5, :7] < 0).sum() / (weights > 0).sum()) < 0.6
+
+    def test_rows_without_keys(self) -> None:
+        q, k = random(1, 5, HEADS, DIM).detach(), random(1, 2, KV_HEADS, DIM, seed=1).detach()
+        s_dmask = flash_attn.flash_attn_func(q, k, k, 0.4, causal=True, return_attn_probs=True)[2]
+        assert not s_dmask[:, :, :3].any() and bool((s_dmask[:, :, 3:5].abs().amax(-1) == 1).all())
+
+    def test_the_softmax_from_s_dmask_block_by_block(self) -> None:
+        """As readers of S_dmask do it, who ask how many keys a block has. No worse than its own precision."""
+        q = (3 * random(1, 9, HEADS, DIM)).detach().bfloat16()
+        s_dmask = flash_attn.flash_attn_func(q, q, q, 0.4, return_attn_probs=True)[2]
+        assert s_dmask.dtype == torch.bfloat16
+        size = flash_attn.flash_attn_interface._get_block_size_n(q.device, DIM, is_dropout=True, is_causal=False)
+        scores = scores_of(q.double(), q.double())
+        blocks = zip(s_dmask[..., :9, :9].abs().double().split(size, dim=-1), scores.split(size, dim=-1), strict=True)
+        parts = [
+            block * (own.amax(-1, keepdim=True) - scores.logsumexp(-1, keepdim=True)).exp() for block, own in blocks
+        ]
+        torch.testing.assert_close(torch.cat(parts, dim=-1), scores.softmax(-1), rtol=2**-8, atol=1e-6)
 
     def test_s_dmask_of_packed_sequences(self) -> None:
         q = random(sum(LENGTHS_Q), HEADS, DIM).detach()
@@ -212,10 +256,10 @@ class TestDropout:
         assert s_dmask.shape == (3, HEADS, 128, 128)
         parts = zip(q.split(LENGTHS_Q), k.split(LENGTHS_K), v.split(LENGTHS_K), out.split(LENGTHS_Q), strict=True)
         for sequence, (part_q, part_k, part_v, part_out) in enumerate(parts):
-            weights = scores_of(part_q[None], part_k[None]).softmax(-1)[0]
+            scores = scores_of(part_q[None], part_k[None])[0]
             signed = s_dmask[sequence, :, : len(part_q), : len(part_k)]
-            torch.testing.assert_close(signed.abs(), weights)
-            kept = torch.where(signed > 0, weights / 0.6, 0.0)
+            torch.testing.assert_close(signed.abs(), exponentials(scores))
+            kept = torch.where(signed > 0, scores.softmax(-1) / 0.6, 0.0)
             torch.testing.assert_close(torch.einsum("hqk,khd->qhd", kept, part_v.repeat_interleave(2, dim=1)), part_out)
 
     def test_without_dropout_there_is_none(self) -> None:

@@ -120,8 +120,11 @@ def test_rows_of_the_cache_in_another_order() -> None:
 
 
 @pytest.mark.parametrize("rows", [None, [3, 0, 1]], ids=["in order", "another order"])
-def test_sequences_that_begin_later(rows: list[int] | None) -> None:
-    """Their positions count from where they begin."""
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "window_size": (3, 0)}, {"alibi_slopes": SLOPES}], ids=["plain", "window", "ALiBi"]
+)
+def test_sequences_that_begin_later(rows: list[int] | None, options: dict[str, Any]) -> None:
+    """Rotary positions are places in the row all the same; windows and ALiBi count from where a sequence begins."""
     k_cache, v_cache = cache(1, batch=4), cache(2, batch=4)
     leftpad = torch.tensor([2, 0, 3], dtype=torch.int32)
     order = rows or [0, 1, 2]
@@ -129,9 +132,10 @@ def test_sequences_that_begin_later(rows: list[int] | None) -> None:
     q, k = random(BATCH, 2, HEADS, DIM), random(BATCH, 2, KV_HEADS, DIM, seed=3)
     cos, sin = ANGLES.cos(), ANGLES.sin()
     lengths = [5, 2, 7]
-    first = torch.tensor(lengths) - leftpad
-    places = first[:, None] + torch.arange(2)
-    turned_q, turned_k = rotated(q, cos, sin, places, True), rotated(k, cos, sin, places, True)
+    first = torch.tensor(lengths)[:, None]
+    places = first + torch.arange(2)
+    of_queries = places if "window_size" in options else first.expand(-1, 2)
+    turned_q, turned_k = rotated(q, cos, sin, of_queries, True), rotated(k, cos, sin, places, True)
     places_before = [slice(int(pad), length) for pad, length in zip(leftpad, lengths, strict=True)]
     keys = [torch.cat([row[place], own]) for row, place, own in zip(used_k, places_before, turned_k, strict=True)]
     values = [torch.cat([row[place], own]) for row, place, own in zip(used_v, places_before, k, strict=True)]
@@ -146,9 +150,9 @@ def test_sequences_that_begin_later(rows: list[int] | None) -> None:
         cache_seqlens=torch.tensor(lengths, dtype=torch.int32),
         cache_batch_idx=None if rows is None else torch.tensor(rows, dtype=torch.int32),
         cache_leftpad=leftpad,
-        causal=True,
+        **options,
     )
-    torch.testing.assert_close(came, wanted_of(turned_q, keys, values, causal=True)[0])
+    torch.testing.assert_close(came, wanted_of(turned_q, keys, values, **options)[0])
     assert torch.equal(k_cache[order[0], 5:7], turned_k[0])
 
 
@@ -174,6 +178,22 @@ def test_tensors_that_want_gradients_get_none() -> None:
         ({"cu_seqlens_q": LENGTHS}, "^cu_seqlens_q: expected None in flash_attn_with_kvcache"),
         ({"rotary_seqlens": LENGTHS}, "^rotary_seqlens: expected None in flash_attn_with_kvcache"),
         ({"q_descale": LENGTHS}, "^q_descale: expected None .* fp8 is not served"),
+        (
+            {"block_table": torch.tensor([[2], [-1], [0]]).int()},
+            "^block_table: expected pages .*-1 as page 0 of sequence",
+        ),
+        ({"cache_seqlens": LENGTHS + 4}, "^cache_seqlens: expected at most 10.* got 11 for sequence 2"),
+        ({"cache_batch_idx": LENGTHS}, "^cache_batch_idx: expected rows from 0 to 2, got 5 for sequence 0"),
+        (
+            {"cache_leftpad": LENGTHS, "cache_seqlens": LENGTHS.flip(0)},
+            "^cache_leftpad: expected 0 to 5, the tokens in the row, got 7 for sequence 2",
+        ),
+        ({"cache_leftpad": LENGTHS, "cache_seqlens": LENGTHS + 4}, "^cache_seqlens: expected at most 10.* got 11"),
+        (
+            {"k": random(3, 1, 2, 8), "v": random(3, 1, 2, 8), "cache_seqlens": LENGTHS, "cache_leftpad": LENGTHS}
+            | {"rotary_cos": ANGLES[:7], "rotary_sin": ANGLES[:7]},
+            "^rotary_cos: expected 8 positions, got 7",
+        ),
     ],
     ids=lambda value: None if isinstance(value, str) else " and ".join(value),
 )

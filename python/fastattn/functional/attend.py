@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn import reference, run
-from fastattn.checks import check_bool, check_tensor, device_checks_are_on, expect
+from fastattn.checks import check_bool, check_tensor, expect, places_are_checked
 from fastattn.dispatch.choose import choose
 from fastattn.dispatch.recording import note
 from fastattn.functional import torch_sdpa
@@ -52,7 +52,7 @@ def attend(
         tensors = (query, key, value, bias, *tensors[4:])
 
     checked = _checked_calls.get(tensors, options)
-    if cu_seqlens_q is not None and device_checks_are_on():
+    if cu_seqlens_q is not None and places_are_checked(cu_seqlens_q, cu_seqlens_k, block_table):
         assert cu_seqlens_k is not None
         check_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], checked.max_seqlens[0])
         check_offsets(
@@ -126,7 +126,7 @@ def _in_pytorch(
         common = checked.window, checked.scale, "gqa" in checked.call.features
         if cu_seqlens_q is None:
             return torch_sdpa.attend(query, key, value, bias, *common), query.new_empty(0)
-        out = torch_sdpa.attend_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlens, *common)
+        out = torch_sdpa.attend_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, *common)
         if out is not None:
             return out, query.new_empty(0)
     options: dict[str, Any] = {

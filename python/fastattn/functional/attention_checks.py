@@ -234,7 +234,7 @@ def check_uncopied(name: str, cache: Tensor, why: str) -> None:
 
 
 def check_pages(block_table: Tensor, lengths: Tensor, num_pages: int, page_size: int) -> None:
-    """Reads the pages of tokens back: only with ``FASTATTN_CHECK=1``."""
+    """Reads the pages of tokens back: only where `places_are_checked`."""
     first_token = torch.arange(block_table.shape[1], device=block_table.device) * page_size
     is_used = first_token < lengths[:, None]
     wrong = is_used & ((block_table < 0) | (block_table >= num_pages))
@@ -245,7 +245,7 @@ def check_pages(block_table: Tensor, lengths: Tensor, num_pages: int, page_size:
 
 
 def check_offsets(name: str, offsets: Tensor, total: int | None, max_seqlen: int) -> None:
-    """Reads the offsets back: only with ``FASTATTN_CHECK=1``. ``total``: of packed rows; None: of no tensor's."""
+    """Reads the offsets back: only where `places_are_checked`. ``total``: of packed rows; None: of no tensor's."""
     values = offsets.tolist()
     lengths = [end - begin for begin, end in pairwise(values)]
     expect(min(lengths, default=0) >= 0, name, "offsets that do not decrease", values)

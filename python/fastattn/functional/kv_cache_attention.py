@@ -8,13 +8,20 @@ import torch
 from torch import Tensor
 
 from fastattn import reference, run
-from fastattn.checks import check_tensor, device_checks_are_on
+from fastattn.checks import check_tensor, device_checks_are_on, places_are_checked
 from fastattn.dispatch.choose import choose
 from fastattn.dispatch.recording import note
 from fastattn.functional.attention_checks import UNBOUNDED, check_uncopied
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
 from fastattn.functional.checked_once import CheckedOnce
-from fastattn.functional.kv_cache_checks import Options, Tensors, check_call, check_device_memory, check_out_memory
+from fastattn.functional.kv_cache_checks import (
+    Options,
+    Tensors,
+    check_call,
+    check_out_memory,
+    check_places,
+    check_scales,
+)
 from fastattn.ops.decode import DecodeArguments
 
 
@@ -207,8 +214,10 @@ def attention_with_kv_cache(
     checked = _checked_calls.get(tensors, options)
     options = checked.options
     check_out_memory(tensors)
+    if places_are_checked(cache_seqlens, block_table):
+        check_places(tensors)
     if device_checks_are_on():
-        check_device_memory(tensors)
+        check_scales(tensors)
 
     choice = choose(checked.call)
     if choice.backend == "torch":

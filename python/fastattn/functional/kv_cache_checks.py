@@ -354,13 +354,12 @@ def _addresses(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * tensor.element_size()
 
 
-def check_device_memory(t: Tensors) -> None:
-    """Reads lengths, table and scales back: only with ``FASTATTN_CHECK=1``."""
+def check_places(t: Tensors) -> None:
+    """Reads lengths and table back: only where `places_are_checked`."""
     num_new = 0 if t.k_new is None else t.k_new.shape[2]
-    lengths: list[int] = t.cache_seqlens.tolist()
     block_rows = t.k_cache.shape[2]
     capacity = block_rows if t.block_table is None else block_rows * t.block_table.shape[1]
-    for sequence, length in enumerate(lengths):
+    for sequence, length in enumerate(t.cache_seqlens.tolist()):
         where = f"{length} for sequence {sequence}"
         expect(length >= 0, "cache_seqlens", "lengths of at least 0", where)
         room = f"at most {capacity - num_new}: a capacity of {capacity} less {num_new} new tokens"
@@ -368,10 +367,14 @@ def check_device_memory(t: Tensors) -> None:
         if t.rotary_cos is not None and num_new + length:
             positions = t.rotary_cos.shape[0]
             expect(length + num_new <= positions, "rotary_cos", f"{length + num_new} positions", positions)
-    column = torch.arange(capacity, device=t.query.device)
     if t.block_table is not None:
         check_pages(t.block_table, t.cache_seqlens + num_new, t.k_cache.shape[0], block_rows)
-    is_old = (column < t.cache_seqlens[:, None])[:, None]
+
+
+def check_scales(t: Tensors) -> None:
+    """Reads scales back: only with ``FASTATTN_CHECK=1``, since there are as many as tokens."""
+    capacity = t.k_cache.shape[2] * (1 if t.block_table is None else t.block_table.shape[1])
+    is_old = (torch.arange(capacity, device=t.query.device) < t.cache_seqlens[:, None])[:, None]
     for name, scale in (("k_scale", t.k_scale), ("v_scale", t.v_scale)):
         if scale is None or capacity == 0 or scale.numel() == 0:
             continue

@@ -19,8 +19,7 @@ The reference stays, since PyTorch's function does not do what `attention` promi
 - a bias of another dtype than the query's: it may be rounded to that dtype;
 - a bias with gradients: beside scores of ``finfo.min`` the lse loses the number of keys, and with it the gradients;
 - a bias on a GPU: its memory-efficient kernel multiplies scores by log2(e), which makes -inf of ``finfo.min``;
-- packed sequences on a GPU: their lengths are not read back; on a CPU those with offsets that are out of order or out
-  of range, of which `attention_varlen` promises more;
+- packed sequences on a GPU: their lengths are not read back;
 - ``deterministic=True`` on a GPU where ``torch.use_deterministic_algorithms`` does not say so: it has no such argument;
 - masks under ``torch.func``, and all calls under forward-mode differentiation: its kernels have first derivatives only,
   backward;
@@ -39,7 +38,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fastattn.checks import is_readable
 from fastattn.dispatch.call import Call
+from fastattn.dispatch.device import is_emulated
 
 # The original of what patch_sdpa() replaces.
 torch_sdpa = torch._C._nn.scaled_dot_product_attention
@@ -124,23 +125,17 @@ def attend_packed(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlens: tuple[int, int],
     window: tuple[int, int],
     scale: float,
     is_grouped: bool,
 ) -> Tensor | None:
-    """``[total_q, Hq, Dv]``, as ``attention_varlen``; None where the offsets are not those of sequences in a row.
+    """``[total_q, Hq, Dv]``, as ``attention_varlen``; None where the host cannot see the offsets.
 
-    It reads the offsets, hence for tensors on a CPU only. Sequences of the same lengths go together.
+    There they have been checked, and it reads them. Sequences of the same lengths go together.
     """
-    if not _is_readable(query, key, value, cu_seqlens_q, cu_seqlens_k):
+    if is_emulated() or not is_readable(query, key, value, cu_seqlens_q, cu_seqlens_k):
         return None
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    if not (
-        _are_in_a_row(starts_q, query.shape[0], max_seqlens[0])
-        and _are_in_a_row(starts_k, key.shape[0], max_seqlens[1])
-    ):
-        return None
     groups: dict[tuple[int, int], list[int]] = {}
     lengths = zip(_lengths(starts_q), _lengths(starts_k), strict=True)
     for sequence, (length_q, length_k) in enumerate(lengths):
@@ -185,28 +180,12 @@ def _group(query: Tensor, key: Tensor) -> int:
     return query.shape[1] // key.shape[1] if key.shape[1] else 1
 
 
-def _is_readable(*tensors: Tensor) -> bool:
-    """Whether the host may look at values, free of charge: real numbers on a CPU, and nobody records what is done."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch.jit.is_tracing()
-        and all(t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
-    )
-
-
 def _is_known_finite(key: Tensor, value: Tensor) -> bool:
     """By their sums, which read them once; one that overflows says no more than that it is not known."""
-    if not _is_readable(key, value):
+    if not is_readable(key, value):
         return False
     wide = torch.promote_types(key.dtype, torch.float32)
     return all(math.isfinite(tensor.detach().sum(dtype=wide).item()) for tensor in (key, value))
-
-
-def _are_in_a_row(offsets: list[int], total: int, max_seqlen: int) -> bool:
-    in_range = offsets[0] >= 0 and offsets[-1] <= total
-    return in_range and all(0 <= length <= max_seqlen for length in _lengths(offsets))
 
 
 def _lengths(offsets: list[int]) -> list[int]:

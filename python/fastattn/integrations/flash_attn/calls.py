@@ -17,7 +17,7 @@ from fastattn.integrations.flash_attn.conventions import (
     alibi_of_packed,
     bounds,
     from_flash_lse,
-    signed_probabilities,
+    signed_exponentials,
     to_flash_lse,
     used_first,
 )
@@ -56,9 +56,9 @@ class Options(NamedTuple):
         del options["sinks"]
         return options
 
-    def for_probabilities(self) -> dict[str, Any]:
+    def for_exponentials(self) -> dict[str, Any]:
         options = self._asdict()
-        del options["deterministic"]
+        del options["deterministic"], options["sinks"]
         return options
 
 
@@ -129,9 +129,10 @@ def forward_packed(
         raise InputError("return_attn_probs: expected False beside a block_table and dropout, got True")
     s_dmask = _s_dmask(q, k, seed, packed, options, return_softmax)
     if is_used is not None and order is not None:
-        out = torch.zeros_like(out).index_copy(0, order, out).masked_fill(~is_used[:, None, None], 0.0)
+        rows = is_used.shape[0]
+        out = out.new_zeros(rows, *out.shape[1:]).index_copy(0, order, out).masked_fill(~is_used[:, None, None], 0.0)
         if return_lse:
-            lse = torch.zeros_like(lse).index_copy(1, order, lse).masked_fill(~is_used, torch.inf)
+            lse = lse.new_zeros(lse.shape[0], rows).index_copy(1, order, lse).masked_fill(~is_used, torch.inf)
     return Results(out, lse, s_dmask, _rng_state(seed, q.device))
 
 
@@ -191,4 +192,4 @@ def _s_dmask(
 ) -> Tensor:
     if not wanted or seed is None:
         return query.new_empty(0)
-    return signed_probabilities(query, key, seed, packed, **options.for_probabilities())
+    return signed_exponentials(query, key, seed, packed, **options.for_exponentials())

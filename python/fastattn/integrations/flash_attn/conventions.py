@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn import reference
+from fastattn.checks import places_are_checked
 from fastattn.errors import InputError
 from fastattn.functional.attention_backward import Packed
 from fastattn.reference.dropout import dropout_keep
@@ -18,11 +20,20 @@ _ROUNDED_TO = 128
 
 
 def bounds(window_size: Any, causal: bool) -> tuple[int, int]:
-    """``(left, right)``; FlashAttention-4 writes None for -1."""
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise InputError(f"window_size: expected (left, right), got {window_size!r}")
-    left, right = (-1 if side is None or side < 0 else side for side in window_size)
+    """``(left, right)`` from any two integers, a tensor's too; FlashAttention-4 writes None for -1."""
+    try:
+        left, right = (_bound(side) for side in window_size)
+    except (TypeError, ValueError):
+        raise InputError(f"window_size: expected (left, right), two integers, got {window_size!r}") from None
     return left, 0 if causal else right
+
+
+def _bound(side: Any) -> int:
+    if side is None:
+        return -1
+    if not isinstance(side, (int, torch.SymInt)):
+        side = operator.index(side)
+    return -1 if side < 0 else side  # type: ignore[no-any-return]
 
 
 def without_idle_bounds(window: tuple[int, int], most_keys: int) -> tuple[int, int]:
@@ -94,46 +105,57 @@ def used_first(cu_seqlens: Tensor, used: Tensor, total: int) -> tuple[Tensor, Te
     """Packs the first ``used [B]`` rows of each sequence.
 
     Returns:
-        the order in which the rows are to be taken, their new offsets, and which of the rows are used.
+        the order in which the rows are to be taken, their new offsets, and which of the rows are used. The order ends
+        with the rows that are not used; but where offsets are checked, and have to end where the rows do, without them.
     """
     sequence, row = rows_of(cu_seqlens, total)
     lengths = torch.minimum(cu_seqlens.diff(), used.to(torch.int32)).clamp(min=0)
     is_used = row < lengths[sequence]
     order = (~is_used).to(torch.int8).argsort(stable=True)
-    return order, F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), is_used
+    offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    if places_are_checked(offsets):
+        order = order[: int(offsets[-1])]
+    return order, offsets, is_used
 
 
 # --- dropout --------------------------------------------------------------------------------------------------------
 
 
-def signed_probabilities(
+def signed_exponentials(
     query: Tensor,
     key: Tensor,
     seed: Tensor,
     packed: Packed | None,
     **options: Any,
 ) -> Tensor:
-    """``S_dmask``: the softmax's result, with a minus sign where dropout hit. Dense over all pairs: for tests.
+    """``S_dmask``: ``exp(score - largest score of the row)``, with a minus sign where dropout hit.
 
-    ``query``, ``key``: as ``fastattn.attention`` and ``attention_varlen`` take them. ``options``: theirs.
+    flash-attn's kernel leaves the largest score so far there, which is the row's where one block holds the row. Dense
+    over all pairs: for tests. ``query``, ``key``: as ``fastattn.attention`` and ``attention_varlen`` take them.
+    ``options``: theirs, but for sinks, which are no scores.
     """
     dropout_p = options.pop("dropout_p")
     with torch.no_grad():
         if packed is None:
             one_hot = torch.eye(key.shape[2], dtype=key.dtype, device=key.device).expand(*key.shape[:2], -1, -1)
-            probabilities, _ = reference.attention(query, key, one_hot, **options)
+            probabilities, _ = reference.attention(query, key, one_hot, exact_out=True, **options)
         else:
             _, row = rows_of(packed.cu_seqlens_k, key.shape[0])
             one_hot = F.one_hot(row.clamp(max=packed.max_seqlen_k - 1), packed.max_seqlen_k).to(key.dtype)
             of_rows, _ = reference.attention_varlen(
-                query, key, one_hot[:, None].expand(-1, key.shape[1], -1), *packed, **options
+                query, key, one_hot[:, None].expand(-1, key.shape[1], -1), *packed, exact_out=True, **options
             )
             sequence, row = rows_of(packed.cu_seqlens_q, query.shape[0])
             batch = packed.cu_seqlens_q.shape[0] - 1
-            padded = of_rows.new_zeros(batch, packed.max_seqlen_q, *of_rows.shape[1:])
-            probabilities = padded.index_put((sequence, row), of_rows).transpose(1, 2)
+            longest = packed.max_seqlen_q
+            padded = of_rows.new_zeros(batch, longest + 1, *of_rows.shape[1:])  # the last row is that of no sequence
+            padded = padded.index_put((sequence, row.clamp(max=longest)), of_rows)
+            probabilities = padded[:, :longest].transpose(1, 2)
         batch, heads, num_queries, num_keys = probabilities.shape
-        kept = dropout_keep(seed, dropout_p, batch, heads, num_queries, num_keys, probabilities.device)
-        signed = torch.where(kept, probabilities, -probabilities)
+        largest = probabilities.amax(-1, keepdim=True) if num_keys else probabilities.new_zeros(())
+        of_no_keys = largest == 0
+        exponentials = (probabilities / largest.masked_fill(of_no_keys, 1.0)).to(query.dtype)
+        kept = dropout_keep(seed, dropout_p, batch, heads, num_queries, num_keys, exponentials.device)
+        signed = torch.where(kept, exponentials, -exponentials)
         rounding = [-size % _ROUNDED_TO for size in signed.shape[2:]]
         return F.pad(signed, (0, rounding[1], 0, rounding[0]))

@@ -35,6 +35,7 @@ __all__ = [
     "_flash_attn_forward",
     "_flash_attn_varlen_backward",
     "_flash_attn_varlen_forward",
+    "_get_block_size_n",
     "_wrapped_flash_attn_backward",
     "_wrapped_flash_attn_forward",
     "_wrapped_flash_attn_varlen_backward",
@@ -49,6 +50,13 @@ __all__ = [
 ]
 
 Returned: TypeAlias = Tensor | tuple[Tensor, Tensor, Tensor]
+
+_LONGEST_ROW = 2**31 - 1
+
+
+def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
+    """How many keys a block has, which those ask who read S_dmask: here each row is one block, whatever its length."""
+    return _LONGEST_ROW
 
 
 def flash_attn_func(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.checks import expect, places_are_checked
 from fastattn.errors import InputError
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
 from fastattn.integrations.flash_attn.conventions import alibi_of_dense, bounds, to_flash_lse, without_idle_bounds
@@ -47,7 +48,8 @@ def flash_attn_with_kvcache(
             keys, token ``j`` by position ``cache_seqlens + j``, and the query.
         cache_seqlens: an int, or int32 ``[B]``: the tokens before this call; by default the cache is full.
         cache_batch_idx: int32 ``[B]``: the row of the cache that belongs to each sequence.
-        cache_leftpad: int32 ``[B]``: where in its row a sequence begins; its positions count from there.
+        cache_leftpad: int32 ``[B]``: where in its row a sequence begins. Windows and ALiBi count from there, rotary
+            positions from the row's first place.
         s_aux: ``[H]``: attention sinks.
 
     Returns:
@@ -76,6 +78,9 @@ def flash_attn_with_kvcache(
         length = capacity if cache_seqlens is None else cache_seqlens
         cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
 
+    if places_are_checked(cache_seqlens, cache_batch_idx, cache_leftpad):
+        _check_rows(k_cache, cache_seqlens, num_new, cache_batch_idx, cache_leftpad)
+    new_place = cache_seqlens  # in the cache's rows, which flash-attn also rotates by
     if cache_leftpad is not None:  # a page for each token
         key_pages, value_pages = (_pages_of_a_token("k_cache", k_cache), _pages_of_a_token("v_cache", v_cache))
         block_table = _tokens_from(cache_leftpad, cache_batch_idx, capacity)
@@ -86,9 +91,9 @@ def flash_attn_with_kvcache(
     window = bounds(window_size, causal)
     if rotary_cos is not None and rotary_sin is not None and k_new is not None:
         is_one_position = without_idle_bounds(window, capacity) == (-1, -1)
-        if num_queries != num_new or (is_one_position and num_queries > 1):
+        if num_queries != num_new or (is_one_position and num_queries > 1) or cache_leftpad is not None:
             row = torch.arange(max(num_queries, num_new), device=q.device)
-            position = cache_seqlens[:, None] + row
+            position = new_place[:, None] + row
             first = position[:, :1].expand(-1, num_queries) if is_one_position else position[:, :num_queries]
             query = _rotated(query, rotary_cos, rotary_sin, first, rotary_interleaved)
             k_new = _rotated(k_new, rotary_cos, rotary_sin, position[:, :num_new], rotary_interleaved)
@@ -122,7 +127,26 @@ def flash_attn_with_kvcache(
         return out, to_flash_lse(lse, alibi)
 
 
+def _check_rows(
+    k_cache: Tensor, cache_seqlens: Tensor, num_new: int, batch_idx: Tensor | None, leftpad: Tensor | None
+) -> None:
+    """Under the names that the user knows: a block table says both further down."""
+    rows, capacity = k_cache.shape[:2]
+    for sequence, row in enumerate([] if batch_idx is None else batch_idx.tolist()):
+        expect(0 <= row < rows, "cache_batch_idx", f"rows from 0 to {rows - 1}", f"{row} for sequence {sequence}")
+    if leftpad is None:
+        return
+    for sequence, (first, length) in enumerate(zip(leftpad.tolist(), cache_seqlens.tolist(), strict=False)):
+        where = f"for sequence {sequence}"
+        expect(0 <= first <= length, "cache_leftpad", f"0 to {length}, the tokens in the row", f"{first} {where}")
+        room = f"at most {capacity - num_new}: a capacity of {capacity} less {num_new} new tokens"
+        expect(length + num_new <= capacity, "cache_seqlens", room, f"{length} {where}")
+
+
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interleaved: bool) -> Tensor:
+    if position.numel() and places_are_checked(position):
+        needed = int(position.max()) + 1
+        expect(needed <= cos.shape[0], "rotary_cos", f"{needed} positions", cos.shape[0])
     position = position.clamp(0, cos.shape[0] - 1)
     return rotary(x, cos[position], sin[position], interleaved)
 
