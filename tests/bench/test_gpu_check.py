@@ -207,6 +207,18 @@ def test_every_module_that_takes_the_gpu_is_among_the_tests() -> None:
     assert (ROOT / "tests" / "emulator" / "tests" / "test_gpu.py").exists()
 
 
+def test_no_module_among_them_imports_the_emulator_where_there_is_a_gpu() -> None:
+    """Whoever imports it builds it, in each process: that takes longer than the stage."""
+    tests = ROOT / "tests"
+    conftests = [path for path in tests.rglob("conftest.py") if tests / "emulator" not in path.parents]
+    modules = [tests / name for name in kernel_test_modules(tests)]
+    for path in (*modules, *conftests, *(tests / "support").glob("*.py")):
+        for statement in ast.parse(path.read_text()).body:  # those behind an `if` ask whether there is a GPU
+            names = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
+            names += [str(statement.module)] if isinstance(statement, ast.ImportFrom) else []
+            assert not [name for name in names if name.split(".")[0] == "emulator"], path
+
+
 # --- compute-sanitizer ------------------------------------------------------------------------------------------------
 
 MEMCHECK_LOG = """========= COMPUTE-SANITIZER

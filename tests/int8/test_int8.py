@@ -18,6 +18,7 @@ from fastattn import InputError, reference
 from fastattn.activations import ACTIVATIONS, result_columns
 from fastattn.functional.int8_linear import ACTIVATION_CHOICES, int8_linear
 from fastattn.functional.int8_weight import GRANULARITIES, Int8Weight, quantize_int8
+from fastattn.layout import has_aligned_rows, with_aligned_rows
 from kernel_device import DEVICE
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("emulated_gpu")]
@@ -83,6 +84,13 @@ def test_rows_start_at_multiples_of_16_bytes(rows: int, columns: int, granularit
     if weight.data.numel() > 0:
         behind = weight.data.as_strided((rows, -columns % 16), (weight.data.stride(0), 1), columns)
         assert not behind.any()
+
+
+@pytest.mark.parametrize("columns", [16, 24])
+def test_rows_that_share_memory_get_their_own(columns: int) -> None:
+    for shared in (torch.ones(1, columns).expand(4, columns), torch.arange(100.0).as_strided((4, columns), (8, 1))):
+        rows = with_aligned_rows(shared)
+        assert has_aligned_rows(rows) and rows.stride(0) >= columns and torch.equal(rows, shared)
 
 
 def test_a_weight_moves_copies_and_is_saved(tmp_path: Any) -> None:
