@@ -6,7 +6,10 @@ Importing this package replaces nothing; ``install()`` or ``with patch_sdpa():``
 
 from __future__ import annotations
 
-from fastattn import nn
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fastattn import native, nn
 from fastattn.cache.contiguous import KVCache
 from fastattn.cache.paged import PagedKVCache
 from fastattn.cache.protocol import StepCache
@@ -20,8 +23,14 @@ from fastattn.functional.int8_linear import int8_linear
 from fastattn.functional.int8_weight import Int8Weight, quantize_int8
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
 from fastattn.functional.sdpa import scaled_dot_product_attention
-from fastattn.patch import install, patch_sdpa, uninstall
+from fastattn.patch import install, missed_modules, patch_sdpa, uninstall
 from fastattn.profiler.profile import profile
+
+if TYPE_CHECKING:
+    from fastattn import distributed as distributed
+    from fastattn import integrations as integrations
+
+__version__: str = native.BUILD["version"]
 
 __all__ = [
     "CacheFull",
@@ -38,6 +47,7 @@ __all__ = [
     "explain",
     "install",
     "int8_linear",
+    "missed_modules",
     "nn",
     "patch_sdpa",
     "profile",
@@ -47,3 +57,11 @@ __all__ = [
     "uninstall",
     "use_backend",
 ]
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of the package's
+
+    def __getattr__(name: str) -> Any:
+        """Imports ``distributed`` and ``integrations`` when they are used first: most programs never need them."""
+        if name in ("distributed", "integrations"):
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

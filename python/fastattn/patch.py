@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -11,39 +12,38 @@ import torch.nn.functional as F
 
 from fastattn.functional.sdpa import scaled_dot_product_attention
 from fastattn.functional.torch_sdpa import torch_sdpa
+from fastattn.namespace import PACKAGE
 
 _lock = threading.Lock()
-_installed = 0
+_installed = False
+_users = 0  # blocks, and install(), that want the drop-in to stand there
 _sdpa_before = torch_sdpa
 _mha_fastpath_before = True
 
 
 def install() -> None:
-    """Replace ``F.scaled_dot_product_attention`` for the whole process, until as many ``uninstall()`` calls.
+    """Replace ``F.scaled_dot_product_attention`` for the whole process, until ``uninstall()``. A second call does
+    nothing.
 
     ``nn.MultiheadAttention``'s fused fast path is off meanwhile, so that it too comes here when it needs no weights.
-    Modules that imported the function by name earlier keep torch's: they are out of reach.
+    Modules that imported the function by name earlier keep torch's: ``missed_modules()`` names them.
     """
-    global _installed, _sdpa_before, _mha_fastpath_before
+    global _installed
     with _lock:
-        _installed += 1
-        if _installed == 1:
-            _sdpa_before = F.scaled_dot_product_attention
-            _mha_fastpath_before = torch.backends.mha.get_fastpath_enabled()
-            torch.backends.mha.set_fastpath_enabled(False)
-            F.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[assignment]
+        if not _installed:
+            _installed = True
+            _put_in_place()
 
 
 def uninstall() -> None:
-    """Undo one ``install()``; the last puts back what was there before. Raises RuntimeError where none is in force."""
+    """Undo ``install()``; what stood there before comes back once no ``patch_sdpa()`` block is left. Raises
+    RuntimeError where ``install()`` is not in force."""
     global _installed
     with _lock:
-        if _installed == 0:
+        if not _installed:
             raise RuntimeError("uninstall: expected an install() before it, got none in force")
-        _installed -= 1
-        if _installed == 0:
-            F.scaled_dot_product_attention = _sdpa_before
-            torch.backends.mha.set_fastpath_enabled(_mha_fastpath_before)
+        _installed = False
+        _take_out()
 
 
 @contextlib.contextmanager
@@ -52,8 +52,45 @@ def patch_sdpa() -> Iterator[None]:
 
     For training with checkpointing use ``install()``: the block is over when backward recomputes the forward.
     """
-    install()
+    with _lock:
+        _put_in_place()
     try:
         yield
     finally:
-        uninstall()
+        with _lock:
+            _take_out()
+
+
+def missed_modules() -> list[str]:
+    """The names under which loaded modules hold torch's own function, which ``install()`` and ``patch_sdpa()`` do not
+    reach: ``"package.module.attribute"``.
+
+    They imported it by name, or kept it as an attribute. Import them inside the block or after ``install()``, set the
+    attribute to ``fastattn.scaled_dot_product_attention``, or see ``fastattn.integrations.torch_flash``. What objects
+    and functions hold is not looked at.
+    """
+    own = {"torch._C._nn", "torch.nn.functional"}  # where it comes from, and where it is replaced
+    found = []
+    for name, module in list(sys.modules.items()):
+        held = getattr(module, "__dict__", None)  # read itself: getattr would make lazy modules load what they put off
+        if isinstance(held, dict) and name not in own and not f"{name}.".startswith(f"{PACKAGE}."):
+            found += [f"{name}.{attribute}" for attribute, value in list(held.items()) if value is torch_sdpa]
+    return sorted(found)
+
+
+def _put_in_place() -> None:
+    global _users, _sdpa_before, _mha_fastpath_before
+    _users += 1
+    if _users == 1:
+        _sdpa_before = F.scaled_dot_product_attention
+        _mha_fastpath_before = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        F.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[assignment]
+
+
+def _take_out() -> None:
+    global _users
+    _users -= 1
+    if _users == 0:
+        F.scaled_dot_product_attention = _sdpa_before
+        torch.backends.mha.set_fastpath_enabled(_mha_fastpath_before)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -115,6 +117,39 @@ class TestChoice:
         with pytest.raises(Exception, match=r"FASTATTN_FALLBACK=error.*float32"):
             compiled(query, query, query)
 
+    @pytest.mark.parametrize(
+        ("build", "driver", "words"),
+        [
+            ({"archs": []}, 13000, "without CUDA C.. kernels for sm_80; `python -m fastattn` says"),
+            ({"code": {"80": ["sm_80"]}}, 13000, "the library was built for other GPUs"),
+            ({}, 12060, r"the driver supports CUDA 12\.6, and the library was built with 13\.0"),
+        ],
+        ids=["no kernels", "no code", "old driver"],
+    )
+    def test_triton_for_want_of_a_build_or_a_driver_warns_once(
+        self, build: dict[str, object], driver: int, words: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name, value in build.items():
+            monkeypatch.setitem(dispatch.native.BUILD, name, value)
+        monkeypatch.setattr(dispatch, "facts", lambda device: H200._replace(driver_cuda=driver))
+        with pytest.warns(
+            RuntimeWarning, match=f"Triton kernels here instead of its CUDA C.. ones: .*{words}"
+        ) as warned:
+            choice = dispatch.choose(call())
+        assert choice.backend == "triton" and [warning.filename for warning in warned] == [__file__]
+        assert str(warned[0].message).endswith(choice.rejected["cuda"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            dispatch.choose(call())  # once
+            monkeypatch.setattr(dispatch, "_warned", set())
+            with fastattn.use_backend("triton"):
+                dispatch.choose(call())
+            dispatch.choose(call(head_dim=512, value_dim=512))  # which no CUDA C++ kernel takes
+            merge = call(op="merge", features=frozenset())
+            assert dispatch.choose(merge).backend == "triton"
+            monkeypatch.setenv("FASTATTN_FALLBACK", "silent")
+            dispatch.choose(call())
+
     def test_forcing_a_backend(self) -> None:
         for backend in ("cuda", "triton", "torch"):
             with fastattn.use_backend(backend):
@@ -152,17 +187,6 @@ class TestChoice:
         monkeypatch.setattr(dispatch, "facts", lambda device: TURING)
         with pytest.warns(RuntimeWarning, match=r"compute capability 7\.5.*needs 8\.0"):
             assert dispatch.choose(call()).backend == "torch"
-
-    def test_old_drivers_run_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(dispatch, "facts", lambda device: H200._replace(driver_cuda=12060))
-        choice = dispatch.choose(call())
-        assert choice.backend == "triton"
-        assert "supports CUDA 12.6" in choice.rejected["cuda"] and "built with 13.0" in choice.rejected["cuda"]
-
-    def test_library_without_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(dispatch.native.BUILD, "archs", [])
-        choice = dispatch.choose(call())
-        assert choice.backend == "triton" and "python -m fastattn" in choice.rejected["cuda"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CPU tensors are on an emulated GPU only where there is no other")
@@ -332,15 +356,30 @@ class TestPatch:
             raise KeyError
         assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
 
-    def test_install_counts(self) -> None:
+    def test_installing_twice_is_one_install(self) -> None:
         fastattn.install()
         fastattn.install()
-        fastattn.uninstall()
+        with fastattn.patch_sdpa():
+            fastattn.uninstall()
+            assert F.scaled_dot_product_attention is fastattn.scaled_dot_product_attention  # the block wants it
+            fastattn.install()
         assert F.scaled_dot_product_attention is fastattn.scaled_dot_product_attention
         fastattn.uninstall()
         assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
-        with pytest.raises(RuntimeError, match="uninstall"):
+        with fastattn.patch_sdpa(), pytest.raises(RuntimeError, match="uninstall"):
             fastattn.uninstall()
+        assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+
+    def test_modules_that_hold_torchs_function_are_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = fastattn.missed_modules()
+        late, early = ModuleType("package.late"), ModuleType("package.early")
+        early.attend, early.fastattn = F.scaled_dot_product_attention, fastattn
+        for module in (early, late):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        with fastattn.patch_sdpa():
+            late.attend = F.scaled_dot_product_attention
+            assert set(fastattn.missed_modules()) - set(before) == {"package.early.attend"}
+        assert set(fastattn.missed_modules()) - set(before) == {"package.early.attend"}
 
     def test_uninstall_puts_back_what_stood_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def somebody_elses() -> None:

@@ -17,7 +17,7 @@ from by_hand import normal
 from fastattn import InputError
 from fastattn.functional.int8_linear import int8_linear
 from fastattn.functional.int8_weight import GRANULARITIES, quantize_int8
-from fastattn.nn import Int8Tensor
+from fastattn.nn import Int8Linear, Int8Tensor
 
 N, K = 96, 256
 
@@ -160,6 +160,12 @@ def test_everything_else_is_refused_by_name() -> None:
 
 def test_it_never_requires_a_gradient() -> None:
     parameter = nn.Parameter(weight_of())
-    parameter.requires_grad_(True)
-    parameter.requires_grad = True
+    parameter.requires_grad_(False)
+    parameter.requires_grad = False
+    with pytest.raises(InputError, match=r"requires_grad: expected False of an int8 weight.*adapters.*dequantize"):
+        parameter.requires_grad_(True)
+    with pytest.raises(InputError, match="requires_grad: expected False of an int8 weight"):
+        parameter.requires_grad = True
+    with pytest.raises(InputError, match="requires_grad: expected False of an int8 weight"):
+        nn.Sequential(Int8Linear.from_linear(nn.Linear(16, 16))).requires_grad_()
     assert not parameter.requires_grad

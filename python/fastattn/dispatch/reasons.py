@@ -15,7 +15,7 @@ from torch import Tensor
 from fastattn import native
 from fastattn.dispatch.call import Call
 from fastattn.dispatch.device import DeviceFacts
-from fastattn.dispatch.support import FEATURES, SUPPORT
+from fastattn.dispatch.support import FEATURES, SUPPORT, Support
 
 # Against every kernel, whatever the call is.
 SDPA_KERNEL = "a backend of torch's own attention is selected (torch.nn.attention.sdpa_kernel)."
@@ -51,8 +51,21 @@ def reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) -
     if support is None:
         return f"there is no {_NAMES[backend]} kernel for {call.op} yet."
     unavailable = _unavailable(backend, call.device, device_facts)
-    if unavailable is not None:
-        return unavailable
+    return unavailable or _reason_of_the_kernels(backend, support, call, device_facts)
+
+
+def lacking_for_cuda(call: Call, device_facts: DeviceFacts) -> str | None:
+    """What of this build or of the driver is lacking, where a CUDA C++ kernel takes ``call`` on this GPU; else None."""
+    support = SUPPORT[call.op].get("cuda")
+    if support is None or (call.device.type == "cpu" and not native.TAKES_CPU_TENSORS):
+        return None
+    unavailable = _unavailable("cuda", call.device, device_facts)
+    if unavailable is None or _reason_of_the_kernels("cuda", support, call, device_facts) is not None:
+        return None
+    return unavailable
+
+
+def _reason_of_the_kernels(backend: str, support: Support, call: Call, device_facts: DeviceFacts) -> str | None:
     if device_facts.arch < support.min_arch:
         return (
             f"the GPU has compute capability {device_facts.arch // 10}.{device_facts.arch % 10}, and the "
@@ -102,7 +115,7 @@ def _unavailable(backend: str, device: torch.device, device_facts: DeviceFacts) 
         if device_facts.arch >= 80 and not native.code_for(device_facts.arch):
             return "the library was built for other GPUs; build fastattn with FASTATTN_ARCHS=native, or without it."
         major, minor = (int(part) for part in native.BUILD["cuda"].split("."))
-        if device_facts.driver_cuda < 1000 * major + 10 * minor:
+        if device_facts.driver_cuda is not None and device_facts.driver_cuda < 1000 * major + 10 * minor:
             supported = f"{device_facts.driver_cuda // 1000}.{device_facts.driver_cuda % 1000 // 10}"
             return (
                 f"the driver supports CUDA {supported}, and the library was built with {major}.{minor}; update the "

@@ -8,7 +8,6 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from fastattn import patch
 from fastattn.checks import expect
 from fastattn.distributed.agreement import checked_on_all_ranks
 from fastattn.distributed.arguments import split_groups
@@ -17,6 +16,7 @@ from fastattn.distributed.context_parallel import context_parallel_attention
 from fastattn.distributed.sequence import parts_per_rank
 from fastattn.errors import InputError
 from fastattn.functional import spread_attention
+from fastattn.patch import patch_sdpa
 
 
 @contextlib.contextmanager
@@ -42,13 +42,12 @@ def context_parallel(group: Group = None, *, strategy: str = "allgather", layout
     """
     split_groups(process_groups(group), strategy)
     attention = _Attention(group, strategy, layout)
-    patch.install()  # what comes to fastattn's function in place of torch's, goes on to the innermost block's
-    spread_attention.enter(attention)
-    try:
-        yield
-    finally:
-        spread_attention.leave(attention)
-        patch.uninstall()
+    with patch_sdpa():  # what comes to fastattn's function in place of torch's, goes on to the innermost block's
+        spread_attention.enter(attention)
+        try:
+            yield
+        finally:
+            spread_attention.leave(attention)
 
 
 class _Attention:

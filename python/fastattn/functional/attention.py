@@ -9,10 +9,14 @@ from torch import Tensor
 from typing_extensions import Unpack  # torch brings it
 
 from fastattn.checks import check_bool, check_tensor, is_distributed
+from fastattn.dispatch.users_line import warn_at_users_line
 from fastattn.functional import nested
 from fastattn.functional.attend import attend
 from fastattn.functional.attention_checks import UNBOUNDED, Options, Tensors
 from fastattn.functional.distributed_tensors import attend_over_distributed
+
+_MOST_HEADS = 256  # of a model: 128 are the most so far
+_has_warned_of_layout = False
 
 
 class _Options(TypedDict, total=False):
@@ -149,7 +153,10 @@ def attention(
     tensors = (query, key, value, bias, alibi_slopes, sinks, None, None, None)
     options = Options(0, 0, causal, window, softcap, dropout_p, scale, return_max_logit)
     if type(query) is Tensor and not query.is_nested:
-        return attend(tensors, options, dropout_seed, deterministic, return_lse)
+        result = attend(tensors, options, dropout_seed, deterministic, return_lse)
+        if causal and not torch.compiler.is_compiling() and query.shape[2] > key.shape[2]:
+            _warn_where_heads_seem_to_be_queries(query, key)
+        return result
     return _attend_over_wrapped(tensors, options, dropout_seed, deterministic, return_lse)
 
 
@@ -297,6 +304,25 @@ def attention_varlen(
     if type(query) is not Tensor and is_distributed(query):
         return attend_over_distributed(tensors, options, dropout_seed, return_lse, attend_to)
     return attend_to(tensors)
+
+
+def _warn_where_heads_seem_to_be_queries(query: Tensor, key: Tensor) -> None:
+    """Warns once of ``[B, S, Hq, D]`` and ``[B, S, Hkv, D]``, whose heads a causal mask cuts as if they were tokens.
+
+    Such tensors have as many "heads" on both sides, and the "queries" of a group for each "key". One that was
+    transposed on purpose, as the doors for flash-attn do, lies in memory the other way round.
+    """
+    global _has_warned_of_layout
+    (_, query_heads, queries, _), (_, key_heads, keys, _) = query.shape, key.shape
+    are_like_heads = query_heads == key_heads and 0 < keys < queries <= _MOST_HEADS and queries % keys == 0
+    if _has_warned_of_layout or not are_like_heads or query.stride(1) < query.stride(2):
+        return
+    _has_warned_of_layout = True
+    warn_at_users_line(
+        f"attention: with causal=True, {queries} queries and {keys} keys, the first {queries - keys} rows see no key "
+        "and are zero. The layout is [B, H, S, D]; pass x.transpose(1, 2) of tensors that are [B, S, H, D].",
+        UserWarning,
+    )
 
 
 def _attend_over_wrapped(

@@ -48,9 +48,10 @@ class Int8Tensor(Tensor):
     """An ``Int8Weight`` in the shape of a floating tensor, so that it can be a module's parameter.
 
     Its ``shape`` and ``dtype`` are those of the floating weight ``[N, K]`` that it stands for; ``.to(dtype)`` changes
-    only that word. It never requires a gradient, whatever ``requires_grad_`` says. What moves, copies, shards and loads
-    parameters works; ``F.linear`` runs ``int8_linear``; ``copy_`` from a floating tensor quantises, and a floating
-    tensor's ``copy_`` from it dequantises. Other operators raise ``InputError``: they want ``dequantize()``.
+    only that word. It never requires a gradient; as a parameter it refuses ``requires_grad_(True)``. What moves,
+    copies, shards and loads parameters works; ``F.linear`` runs ``int8_linear``; ``copy_`` from a floating tensor
+    quantises, and a floating tensor's ``copy_`` from it dequantises. Other operators raise ``InputError``: they want
+    ``dequantize()``.
 
     Attributes:
         int8_data: int8 ``[N, K]``, as ``Int8Weight.data``.
@@ -118,7 +119,18 @@ class Int8Tensor(Tensor):
         return {"matrix": weight, "transposed": weight.t(), "flat": weight.flatten()}[self.form]
 
     def requires_grad_(self, requires_grad: bool = True) -> Int8Tensor:
-        """Changes nothing: an int8 weight is not trained. A model's ``requires_grad_`` calls this on each parameter."""
+        """Raises ``InputError`` for True where this is a parameter: an int8 weight is not trained.
+
+        What is no parameter is left as it is, since ``nn.Parameter(weight)`` asks for a gradient on its own account.
+        """
+        is_parameter = getattr(self, "_is_param", False)
+        expect(
+            not (requires_grad and is_parameter),
+            "requires_grad",
+            "False of an int8 weight, which is not trained: train adapters over it (LoRA), or an nn.Linear with "
+            "weight.dequantize(); in a whole model, set it for parameters that are no fastattn.nn.Int8Tensor",
+            requires_grad,
+        )
         return self
 
     def share_memory_(self) -> Int8Tensor:
@@ -439,4 +451,4 @@ def _data_ptr(tensor: Int8Tensor) -> Any:
 
 @replaces_function(Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 def _set_requires_grad(tensor: Tensor, requires_grad: bool) -> None:
-    """Changes nothing, as ``Int8Tensor.requires_grad_``."""
+    tensor.requires_grad_(requires_grad)
