@@ -194,7 +194,7 @@ def _with_whole_sequence(inputs: _Inputs, group: dist.ProcessGroup, layout: str)
 
 def _attend(inputs: _Inputs) -> tuple[Tensor, Tensor]:
     """Over the whole sequence. Dropout counts heads over batch entries: with it, one entry at a time."""
-    options, first_head, all_heads = inputs.attention
+    options, first_head, all_heads, _ = inputs.attention
 
     def of(entries: slice) -> tuple[Tensor, ...]:
         query, key, value = (tensor[entries] for tensor in inputs[:3])

@@ -187,7 +187,7 @@ def _padding(rows: _Rows, num_rows: int) -> tuple[Tensor, Tensor]:
 
 def _attend_whole(rows: _Rows, documents: list[Part]) -> tuple[Tensor, Tensor]:
     """In one call. Dropout counts heads over documents: with it, one for each of those that follow each other."""
-    options, first_head, all_heads = rows.attention
+    options, first_head, all_heads, _ = rows.attention
     has_all_heads = rows.query.shape[1] == all_heads
     calls: list[list[Part]] = []
     for part in documents:
