@@ -46,7 +46,7 @@ def gradients_in_another_thread(out: Tensor, inputs: list[Tensor]) -> None:
         raise failed[0]
 
 
-@pytest.mark.parametrize("strategy", ["ring", "allgather"])
+@pytest.mark.parametrize("strategy", ["ring", "allgather", "ulysses"])
 @pytest.mark.parametrize("backend", ["cuda", "triton", "torch", "sdpa_kernel"])
 def test_the_backward_pass_uses_what_forward_chose(backend: str, strategy: str) -> None:
     inputs = [torch.randn(1, 2, 8, 32, device=DEVICE, dtype=torch.float16, requires_grad=True) for _ in range(3)]
