@@ -10,24 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import ROOT
-
-sys.path.insert(0, str(ROOT / "tests"))
+from benchmarks.predict.kernel_profiles import HAS_NATIVE  # isort: skip  (before whatever imports fastattn)
 
 import torch
 
-from emulator import Report, allocations, device, launches, native_library, options
-
-HAS_NATIVE = native_library.import_fastattn()  # before anything else imports fastattn
-
-import fastattn  # noqa: E402
-from benchmarks.measure import tables  # noqa: E402
-from benchmarks.measure.overhead import machine  # noqa: E402
+import fastattn
+from benchmarks.measure import tables
+from benchmarks.measure.overhead import machine
+from emulator import Report, allocations, device, launches, options
 
 AIM_SECONDS = 3.0  # on one core
 ROWS, HEAD_DIM = 512, 128

@@ -19,13 +19,11 @@ ceil_div = tiles.ceil_div
 
 @dataclass(frozen=True)
 class WarpSpecialised:
-    """Of a kernel whose ``launched`` CTAs stay on their SMs and take tiles in turn.
+    """The warps of a kernel: ``consumers`` multiply, two unmasked steps in each pass of the loop; others copy.
 
-    ``consumers`` of their warps multiply, two unmasked steps in each pass of the loop; others copy. The first step of a
-    tile stands before the loops.
+    The first step of a tile stands before the loops.
     """
 
-    launched: int
     consumers: int
     query_bytes: int  # that are copied once and not in each step, of all tiles
 
@@ -34,8 +32,9 @@ class WarpSpecialised:
 class Geometry:
     """Of one kernel's launch. A masked step is one that compares positions; ``step_macs`` are those of all its warps.
 
-    A kernel without steps is described by its bytes alone. Of a warp-specialised one ``ctas`` are tiles, which go to
-    the SMs as CTAs would, and steps are those in loops.
+    A kernel without steps is described by its bytes alone. A persistent one launches ``persistent`` CTAs, which take
+    tiles in turn; then ``ctas`` are tiles, which go to the SMs as CTAs would. The steps of a warp-specialised kernel
+    are those in its loops.
     """
 
     tile: str  # for people
@@ -47,11 +46,12 @@ class Geometry:
     step_macs: int
     hbm_bytes: int  # read and written at the least
     roles: WarpSpecialised | None = None
+    persistent: int | None = None
 
     @property
     def launched(self) -> int:
         """CTAs of the launch."""
-        return self.ctas if self.roles is None else self.roles.launched
+        return self.ctas if self.persistent is None else self.persistent
 
     @property
     def first_steps(self) -> int:
@@ -154,8 +154,8 @@ def _with_roles(case: AttentionCase, machine: Machine, tile: tiles.AttentionTile
     in_loops = [steps_in_loops(*steps) for steps in every]
     dealt = _dealt(in_loops, case.batch * case.heads // packed, tile, geometry.step_macs, geometry.hbm_bytes)
     query_bytes = case.batch * case.heads * case.seqlen * case.head_dim * case.torch_dtype.itemsize
-    roles = WarpSpecialised(min(dealt.ctas, machine.num_sms), 4 * (tile.block_m // 64), query_bytes)
-    return replace(dealt, roles=roles)
+    roles = WarpSpecialised(4 * (tile.block_m // 64), query_bytes)
+    return replace(dealt, roles=roles, persistent=min(dealt.ctas, machine.num_sms))
 
 
 def packed_heads(case: AttentionCase, block_m: int) -> int:
@@ -201,7 +201,11 @@ def attention_backward(case: AttentionCase, machine: Machine) -> dict[str, Geome
 
 
 def native_attention_backward(case: AttentionCase, machine: Machine) -> dict[str, Geometry]:
-    """The CUDA C++ kernels by their names: what precedes the scores, dK and dV with sums of dQ in fp32, and these."""
+    """The CUDA C++ kernels by their names: what precedes the scores, dK and dV with sums of dQ in fp32, and these.
+
+    Hopper's kernel for dK and dV is persistent. Where its CTAs share the last tiles (csrc/attention/row_shares.h), the
+    prediction is that of whole ones: `backward_schedule` tells the difference.
+    """
     shared_bytes = machine.shared_bytes - RESERVED_SHARED_BYTES
     names = native.attention_backward_kernels(
         machine.arch, shared_bytes, case.head_dim, case.head_dim, case.torch_dtype
@@ -217,11 +221,31 @@ def native_attention_backward(case: AttentionCase, machine: Machine) -> dict[str
     steps = [(group * unmasked, group * masked) for unmasked, masked in steps]
     macs = 5 * tile.block_m * tile.block_n * width
     nbytes = 2 * query_bytes + 4 * key_bytes + sums_bytes + 2 * row_bytes
+    key_value = _dealt(steps, case.batch * case.kv_heads, tile, macs, nbytes)
+    if key_value_kernel.endswith("_sm90"):
+        key_value = replace(key_value, persistent=_backward_ctas(case, machine, shared_bytes, key_value.ctas))
     return {
         rows_kernel: streaming(2 * query_bytes + 3 * row_bytes),
-        key_value_kernel: _dealt(steps, case.batch * case.kv_heads, tile, macs, nbytes),
+        key_value_kernel: key_value,
         query_kernel: streaming(sums_bytes + query_bytes),
     }
+
+
+def _backward_ctas(case: AttentionCase, machine: Machine, shared_bytes: int, num_tiles: int) -> int:
+    """CTAs that Hopper's kernel for dK and dV launches: one for each tile, or share of one, but no more than SMs."""
+    facts = native.NativeDeviceFacts(machine.arch, machine.num_sms, 0, shared_bytes)
+    dealt = native.dealt_backward(
+        facts,
+        case.head_dim,
+        batch=case.batch,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        rows=case.seqlen,
+        keys=case.seqlen,
+        window=(-1, 0 if case.causal else -1),
+    )
+    items = dealt.first_tile + (num_tiles - dealt.first_tile) * dealt.of_heads * dealt.of_rows
+    return min(items, machine.num_sms)
 
 
 # --- decode --------------------------------------------------------------------------------------------------------

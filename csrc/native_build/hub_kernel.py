@@ -18,7 +18,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from native_build.errors import BuildError
@@ -147,10 +147,10 @@ def write_variant(build: NativeBuild, folder: Path) -> Path:
     return target
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="native_build.hub_kernel", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "hub-kernel")
-    out = parser.parse_args().out
+    out = parser.parse_args(arguments).out
     version = importlib.metadata.version("fastattn")
     build = configure(version, os.environ)
     without_cuda = dataclasses.replace(build, toolkit=None, instances=[], output=ROOT / "build" / "native-cpu")

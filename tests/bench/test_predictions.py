@@ -206,7 +206,7 @@ def test_the_difference_of_two_shapes_is_what_steps_take() -> None:
 
 def test_what_a_warp_specialised_kernel_counted_is_dealt_by_role() -> None:
     """3 tiles, 8 consumers: 10 unmasked steps each, two in a pass, 2 masked ones, and the first. CTAs share keys."""
-    geometry = Geometry("", 3, 10, 2, 10, 2, 64, 0, launch_geometry.WarpSpecialised(2, 8, query_bytes=3 * 1280))
+    geometry = Geometry("", 3, 10, 2, 10, 2, 64, 0, launch_geometry.WarpSpecialised(8, query_bytes=3 * 1280), 2)
     copied = 3 * 1280 + 39 * 2560
     rows = (
         counts_of("add.f32", 8 * 30 // 2),
@@ -339,6 +339,20 @@ def test_longer_takes_longer(point: Point) -> None:
         peak = 2 * one.machine.num_sms * one.machine.clock_hz * max(one.machine.mma_macs, one.machine.wgmma_macs)
         assert times[-1] >= max(one.work().flops / peak, one.work().bytes / one.machine.hbm_bytes_per_s)
     assert times == sorted(times) and times[2] > 1.5 * times[1] > 2.25 * times[0]
+
+
+@needs_emulator
+@needs_native
+def test_launches_are_of_the_size_that_their_geometry_says() -> None:
+    """Of what `make bench` predicts of CUDA C++ kernels, and of every backward pass; else `by_part` raises."""
+    points = predicted_profile.points(full=False)
+    points += [point for point in predicted_profile.points(full=True) if point.benchmark == BACKWARD]
+    smalls = list(dict.fromkeys(point.small() for point in points if point.implementation == CUDA))
+    persistent = 0
+    for small in smalls:
+        for name, (_, geometry) in predicted_profile.counted(small).by_part().items():
+            persistent += name == "attention_backward_key_value_sm90" and geometry.launched < geometry.ctas
+    assert len(smalls) > 20 and persistent > 0
 
 
 @needs_emulator

@@ -15,7 +15,7 @@ import pytest
 import installed_library
 from native_build.cuda import CudaToolkit
 from native_build.errors import BuildError
-from native_build.hub_kernel import metadata, modules, variant_name, with_relative_imports, write_variant
+from native_build.hub_kernel import main, metadata, modules, variant_name, with_relative_imports
 from native_build.instances import all_instances
 from native_build.library import NativeBuild
 from native_build.targets import parse_targets
@@ -122,9 +122,11 @@ def test_another_namespace_compiles_the_schemas_again_and_no_kernel():
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
-    """A repository with the variant for a torch without CUDA."""
+    """A repository as `make hub-kernel` writes it, with the variant for a torch without CUDA alone."""
     folder = tmp_path_factory.mktemp("hub") / "kernel"
-    write_variant(a_build(tmp_path_factory.mktemp("native")), folder / "build")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("FASTATTN_ARCHS", "none")
+        main(["--out", str(folder)])
     return folder
 
 
