@@ -14,7 +14,7 @@ import fastattn
 import fastattn.integrations.flash_attn as flash_attn
 from cuda_kernels import MARKS, checked
 from fastattn.integrations.flash_attn import flash_attn_interface as interface
-from flash_formulas import flash_attention, offsets, packed_flash_attention
+from flash_formulas import flash_attention, offsets, packed_flash_attention, rotated, scores_of
 from kernel_device import DEVICE
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("error:fastattn runs this call in PyTorch")]
@@ -115,32 +115,59 @@ def test_varlen_pair() -> None:
     check_near(grads, torch.autograd.grad(wanted, inputs, dout.double().cpu()))
 
 
+def test_s_dmask_says_what_the_kernel_dropped() -> None:
+    """Also where rows of a sequence are not used."""
+    lengths_q, lengths_k, used_q = [3, 9, 5], [6, 4, 12], [3, 0, 1]
+    q, k, v = random(17, HEADS, DIM), random(22, KV_HEADS, DIM, seed=1), random(22, KV_HEADS, DIM, seed=2)
+    packed = (offsets(lengths_q).to(DEVICE), offsets(lengths_k).to(DEVICE), 9, 12)
+    used = torch.tensor(used_q, dtype=torch.int32, device=DEVICE)
+    with checked(), fastattn.record() as calls:
+        out, _, s_dmask = flash_attn.flash_attn_varlen_func(
+            q, k, v, *packed, 0.4, return_attn_probs=True, seqused_q=used
+        )
+    assert {call.backend for call in calls} == {"cuda"}
+    query, key, value, signs = (tensor.detach().double().cpu() for tensor in (q, k, v, s_dmask))
+    rows = zip(query.split(lengths_q), key.split(lengths_k), value.split(lengths_k), used_q, strict=True)
+    wanted = [torch.zeros(length, HEADS, DIM, dtype=torch.float64) for length in lengths_q]
+    for sequence, (own_q, own_k, own_v, num_used) in enumerate(rows):
+        weights = scores_of(own_q[None, :num_used], own_k[None]).softmax(-1)[0] / 0.6
+        kept = weights.masked_fill(signs[sequence, :, :num_used, : len(own_k)] < 0, 0.0)
+        wanted[sequence][:num_used] = torch.einsum("hqk,khd->qhd", kept, own_v.repeat_interleave(2, dim=1))
+    check_near((out,), (torch.cat(wanted),))
+
+
 @pytest.mark.parametrize("leftpad", [False, True], ids=["contiguous", "leftpad"])
 def test_with_kvcache(leftpad: bool) -> None:
     lengths, starts = [5, 9], [2, 3] if leftpad else [0, 0]
-    q, new = random(2, 1, HEADS, DIM), random(2, 1, KV_HEADS, DIM, seed=3)
+    plain_q, plain_new = random(2, 1, HEADS, DIM), random(2, 1, KV_HEADS, DIM, seed=3)
+    angles = torch.outer(torch.arange(16.0), torch.tensor([1.0, 0.5, 0.2, 0.1]))
+    cos, sin = angles.cos().half().to(DEVICE), angles.sin().half().to(DEVICE)
+    places = torch.tensor(lengths, device=DEVICE)[:, None]
+    q, new = (rotated(x.float(), cos.float(), sin.float(), places, True).half() for x in (plain_q, plain_new))
     k_cache, v_cache = random(2, 16, KV_HEADS, DIM, seed=1), random(2, 16, KV_HEADS, DIM, seed=2)
     wanted = []
     for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         query, key, value = exact(
             q[row : row + 1],
             torch.cat([k_cache[row, start:length], new[row]])[None],
-            torch.cat([v_cache[row, start:length], new[row]])[None],
+            torch.cat([v_cache[row, start:length], plain_new[row]])[None],
         )
         wanted.append(flash_attention(query, key, value)[0])
     with checked(), fastattn.record() as calls:
         out = flash_attn.flash_attn_with_kvcache(
-            q,
+            plain_q,
             k_cache,
             v_cache,
-            new,
-            new,
+            plain_new,
+            plain_new,
+            cos,
+            sin,
             cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
             cache_leftpad=torch.tensor(starts, dtype=torch.int32, device=DEVICE) if leftpad else None,
         )
     assert [(call.op, call.backend) for call in calls] == [("decode", "cuda")]
     check_near((out,), (torch.cat(wanted),))
-    assert torch.equal(k_cache[0, 5], new[0, 0])
+    check_near((k_cache[0, 5],), (new[0, 0].double().cpu(),))
 
 
 def test_head_dims_that_are_padded() -> None:

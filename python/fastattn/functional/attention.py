@@ -274,8 +274,9 @@ def attention_varlen(
             are never copied: on a GPU the last dim must be contiguous, and the base and the strides multiples of 16
             bytes.
         cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]`` on the device: sequence ``b`` is the rows from ``cu_seqlens[b]``
-            up to ``cu_seqlens[b + 1]``. They are not read back; where they are wrong, rows count as absent.
-            ``FASTATTN_CHECK=1`` reads them and raises. Of keys in pages, ``cu_seqlens_k`` gives the number alone.
+            up to ``cu_seqlens[b + 1]``. On a GPU they are not read back; where they are wrong, rows count as
+            absent, and ``FASTATTN_CHECK=1`` reads them and raises. On a CPU wrong ones always raise. Of keys in pages,
+            ``cu_seqlens_k`` gives the number alone.
         max_seqlen_q, max_seqlen_k: the longest lengths; what a sequence has beyond them is absent.
         block_table: int32 ``[B, max_pages]``: the pages of each sequence, in order; key ``j`` is row ``j % page_size``
             of page ``block_table[b, j // page_size]``. Where an entry names no page, its keys are absent. Gradients

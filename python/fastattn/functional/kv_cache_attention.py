@@ -181,8 +181,8 @@ def attention_with_kv_cache(
         ``[B, Hq, Sq, Dv]``, which is ``out`` where that is given, and with ``return_lse`` the lse, ``[B, Hq, Sq]``.
 
     Raises:
-        InputError, TypeError: an argument that the host can see is wrong; with ``FASTATTN_CHECK=1`` also lengths,
-            tables and scales that are. The cache is then as it was.
+        InputError, TypeError: an argument that the host can see is wrong, on a CPU also lengths and tables; with
+            ``FASTATTN_CHECK=1`` they are seen on a GPU, too, and scales. The cache is then as it was.
     """
     tensors = Tensors(
         query,

@@ -6,8 +6,9 @@ Names, argument order, defaults, layouts and conventions are flash-attn's, also 
 - the lse of a row without keys is +inf; with ALiBi under a causal mask without a left window, the lse lacks
   ``-slope * (i + Sk - Sq)``, since flash-attn adds ``slope * j`` there;
 - ``rotary_interleaved`` is True by default, and without a causal mask or window all new queries are rotated as the
-  token at ``cache_seqlens`` is, otherwise query ``i`` as the one at ``cache_seqlens + i``;
-- ``S_dmask`` has its rows and columns rounded up to multiples of 128, and a minus sign where dropout hit.
+  token at ``cache_seqlens`` is, otherwise query ``i`` as the one at ``cache_seqlens + i``, with ``cache_leftpad`` too;
+- ``S_dmask`` is ``exp(score - largest score of the row)`` with a minus sign where dropout hit, its rows and columns
+  rounded up to multiples of 128; each row is one block (``flash_attn_interface._get_block_size_n``).
 
 What goes further than flash-attn: float32 and float64 (in PyTorch), head dims that are no multiple of 8, values of
 another head dim, dropout with every option, gradients through the lse, and of FlashAttention-3 and -4 the keywords
