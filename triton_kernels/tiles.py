@@ -7,12 +7,20 @@ GPU yet.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
+import importlib.metadata
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from fastattn.dispatch.device import DeviceFacts
+
+Given = ParamSpec("Given")
+Tile = TypeVar("Tile", "AttentionTile", "Int8MatmulTile")
 
 # What one block may use of an SM's shared memory, by compute capability (CUDA programming guide, table of technical
 # specifications): 227 KB on sm_90 and sm_100, 163 KB on sm_80 and sm_87, 99 KB on sm_86, sm_89 and sm_120.
@@ -33,6 +41,33 @@ def shared_memory_limit(arch: int) -> int:
 def padded_head_dim(head_dim: int) -> int:
     """``head_dim`` rounded up to a power of two, which is the only width that a Triton tile can have."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+@functools.cache
+def _fences_its_pipelines() -> bool:
+    """Returns whether Triton orders the copies of its pipelines before the wgmma or tcgen05 that reads what they wrote.
+
+    Up to 3.7.0 it leaves out the fence.proxy.async between them (its pull requests 9610 and 10537).
+    """
+    for name in ("triton", "pytorch-triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return tuple(int(number) for number in re.findall(r"\d+", importlib.metadata.version(name))[:3]) >= (
+                3,
+                7,
+                1,
+            )
+    return True
+
+
+def _with_fenced_loads(tile_for: Callable[Concatenate[int, Given], Tile]) -> Callable[Concatenate[int, Given], Tile]:
+    """Has ``tile_for(arch, ...)`` give up its pipeline where Triton forgets the fence: plain loads are fenced."""
+
+    @functools.wraps(tile_for)
+    def fenced(arch: int, *args: Given.args, **kwargs: Given.kwargs) -> Tile:
+        tile = tile_for(arch, *args, **kwargs)
+        return tile if not 90 <= arch < 120 or _fences_its_pipelines() else dataclasses.replace(tile, num_stages=1)
+
+    return fenced
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -132,6 +167,7 @@ def _plain_tile(arch: int, kernel: str, head_dim: int, value_dim: int) -> Attent
     return tile if head_dim == value_dim == width else tiles.get((kernel, width, "padded"), tile)
 
 
+@_with_fenced_loads
 def attention_forward_tile(arch: int, head_dim: int, value_dim: int, crowded: bool = False) -> AttentionTile:
     """Tile of `attention_forward_kernel`.
 
@@ -149,6 +185,7 @@ def attention_forward_tile(arch: int, head_dim: int, value_dim: int, crowded: bo
     return AttentionTile(32, 32, num_warps=8, num_stages=1)  # 64 x 32 spills on sm_90 (AOT)
 
 
+@_with_fenced_loads
 def attention_backward_tile(
     arch: int, head_dim: int, value_dim: int, kernel: BackwardKernel, crowded: bool = False
 ) -> AttentionTile:
@@ -352,6 +389,7 @@ class Int8MatmulTile:
     split_k: int
 
 
+@_with_fenced_loads
 @functools.lru_cache(maxsize=4096)
 def int8_matmul_tile(
     arch: int, m: int, n: int, k: int, group: int, shared_memory_bytes: int, num_sms: int

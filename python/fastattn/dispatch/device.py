@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,13 +14,13 @@ from fastattn.after_import import after_import
 class DeviceFacts(NamedTuple):
     """``arch`` is the compute capability times ten (80, 90, 100); shared memory is the opt-in limit of one block.
 
-    ``driver_cuda``: the CUDA version that the driver supports, as 1000 * major + 10 * minor.
+    ``driver_cuda``: the CUDA version that the driver supports, as 1000 * major + 10 * minor; None: it does not say.
     """
 
     arch: int
     num_sms: int
     shared_memory_bytes: int
-    driver_cuda: int
+    driver_cuda: int | None
 
 
 def kernel_facts(device: torch.device) -> DeviceFacts:
@@ -40,14 +41,25 @@ def facts(device: torch.device) -> DeviceFacts | None:
     return _known[device]
 
 
-def _look_up(device: torch.device) -> tuple[int, int, int, int] | None:
+def _driver_cuda() -> int | None:
+    """Asks the driver itself, since no public function of torch does."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        version = ctypes.c_int(0)
+        failed = driver.cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else version.value
+
+
+def _look_up(device: torch.device) -> tuple[int, int, int, int | None] | None:
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(device)
         return (
             properties.major * 10 + properties.minor,
             properties.multi_processor_count,
             properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
-            torch._C._cuda_getDriverVersion(),  # type: ignore[attr-defined]
+            _driver_cuda(),
         )
     return _emulated if device.type == "cpu" else None
 

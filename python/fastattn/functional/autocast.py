@@ -8,9 +8,18 @@ import torch
 from torch import Tensor
 
 
+# The kinds of device that have autocast; of others ("meta") `torch.is_autocast_enabled` raises. Asked here, once: torch.compile
+# cannot trace the question before torch 2.12.
+_WITH_AUTOCAST = frozenset(
+    kind
+    for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "ipu", "xla", "mtia", "maia")
+    if torch.amp.is_autocast_available(kind)
+)
+
+
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast is in force with on this kind of device, or None."""
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    """Returns the dtype that autocast is in force with on this kind of device, or None."""
+    if device_type not in _WITH_AUTOCAST or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
