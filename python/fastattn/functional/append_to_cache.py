@@ -8,6 +8,7 @@ from fastattn import reference
 from fastattn.checks import check_tensor, device_checks_are_on
 from fastattn.dispatch.choose import choose
 from fastattn.dispatch.recording import note
+from fastattn.functional import cache_on_cpu
 from fastattn.functional.attention_checks import check_uncopied
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
 from fastattn.functional.checked_once import CheckedOnce
@@ -65,7 +66,8 @@ def append_to_cache(
     choice = choose(call)
     if choice.backend == "torch":
         with without_autocast(k_new.device.type):
-            reference.append_to_cache(*tensors[:5], k_scale=k_scale, v_scale=v_scale)
+            if not cache_on_cpu.append_to_cache(tensors):
+                reference.append_to_cache(*tensors[:5], k_scale=k_scale, v_scale=v_scale)
     else:
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
             check_uncopied(name, cache, "it is written in place")

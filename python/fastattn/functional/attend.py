@@ -11,7 +11,7 @@ from fastattn import reference, run
 from fastattn.checks import check_bool, check_tensor, expect, places_are_checked
 from fastattn.dispatch.choose import choose
 from fastattn.dispatch.recording import note
-from fastattn.functional import torch_sdpa
+from fastattn.functional import composite, torch_sdpa
 from fastattn.functional.attention_checks import (
     CheckedCall,
     Options,
@@ -118,8 +118,8 @@ def _in_pytorch(
     return_lse: bool,
     deterministic: bool | None,
 ) -> tuple[Tensor, ...]:
-    """Through PyTorch's own attention where that can express the call, else the reference: output and lse, which
-    may be empty where it is not wanted, and where they are wanted the largest scores."""
+    """Through PyTorch's own attention where that can express the call, else its operators, else the reference: output
+    and lse, which may be empty where it is not wanted, and where they are wanted the largest scores."""
     query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
     max_seqlens = checked.max_seqlens
     if checked.torch_can and not return_lse and torch_sdpa.can_express_now(checked.call, deterministic):
@@ -134,9 +134,15 @@ def _in_pytorch(
         "softcap": checked.softcap,
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
+        "scale": checked.scale,
+    }
+    if cu_seqlens_q is None and not checked.call.features & {"dropout", "max logit"}:
+        composed = composite.attend(query, key, value, bias=bias, **options)
+        if composed is not None:
+            return composed
+    options |= {
         "dropout_p": checked.dropout_p,
         "dropout_seed": seed,
-        "scale": checked.scale,
         "first_head": first_head,
         "return_max_logit": "max logit" in checked.call.features,
     }

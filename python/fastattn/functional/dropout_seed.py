@@ -20,11 +20,9 @@ def seed_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
     return torch.full((), seed if seed < 2**63 else seed - 2**64, dtype=torch.int64, device=device)
 
 
-# Inductor writes the bounds into a Triton kernel as numbers of its index type, int32, and the kernel subtracts them:
-# both and their difference must fit. Philox makes unrelated patterns of neighbouring seeds, so 31 bits do as well as 64.
-_MOST_DRAWN = 2**31 - 1
-
-
 def draw_seed(device: torch.device) -> Tensor:
     """A seed from torch's generator of the device, so that ``torch.manual_seed`` and CUDA graphs govern it."""
-    return torch.randint(0, _MOST_DRAWN, (), dtype=torch.int64, device=device)
+    # Inductor writes the bounds into a Triton kernel as numbers of its index type, int32, and the kernel subtracts
+    # them: both and their difference must fit. Philox turns neighbouring seeds into unrelated patterns, so that 31 bits
+    # are enough.
+    return torch.randint(0, 2**31 - 1, (), dtype=torch.int64, device=device)

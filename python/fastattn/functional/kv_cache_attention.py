@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from fastattn import reference, run
 from fastattn.checks import check_tensor, device_checks_are_on, places_are_checked
 from fastattn.dispatch.choose import choose
 from fastattn.dispatch.recording import note
+from fastattn.functional import cache_on_cpu
 from fastattn.functional.attention_checks import UNBOUNDED, check_uncopied
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
 from fastattn.functional.checked_once import CheckedOnce
@@ -222,24 +223,20 @@ def attention_with_kv_cache(
     choice = choose(checked.call)
     if choice.backend == "torch":
         with without_autocast(query.device.type):
-            result, lse = reference.attention_with_kv_cache(
-                *tensors[:4],
-                k_new=k_new,
-                v_new=v_new,
-                rotary_cos=rotary_cos,
-                rotary_sin=rotary_sin,
-                rotary_interleaved=options.rotary_interleaved,
-                block_table=block_table,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                causal=False,  # the window says it
-                window=checked.window,
-                softcap=options.softcap,
-                alibi_slopes=alibi_slopes,
-                sinks=sinks,
-                scale=checked.scale,
-                tree_mask=tree_mask,
+            common: dict[str, Any] = {
+                "rotary_interleaved": options.rotary_interleaved,
+                "window": checked.window,  # it says what is causal, too
+                "softcap": options.softcap,
+                "scale": checked.scale,
+            }
+            found = cache_on_cpu.attention_with_kv_cache(
+                tensors, **common, return_lse=options.return_lse, batch_invariant=options.batch_invariant
             )
+            if found is None:
+                of_reference = tensors._asdict()
+                del of_reference["out"]
+                found = reference.attention_with_kv_cache(**of_reference, **common, causal=False)
+            result, lse = found
         if out is not None:
             result = out.copy_(result)
     else:

@@ -138,7 +138,7 @@ def attention_with_kv_cache(
         key_is_present=key_is_present,
         window=bounds(causal and tree_mask is None, window),
         softcap=softcap,
-        bias=None if tree_mask is None else _tree_of_keys(tree_mask, column - (total - num_queries)[:, None]),
+        bias=None if tree_mask is None else tree_of_keys(tree_mask, column - (total - num_queries)[:, None]),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         dropout_p=0.0,
@@ -149,7 +149,7 @@ def attention_with_kv_cache(
     return out, lse
 
 
-def _tree_of_keys(tree_mask: Tensor, token: Tensor) -> Tensor:
+def tree_of_keys(tree_mask: Tensor, token: Tensor) -> Tensor:
     """``tree_mask [1 or B, Sq, Sq]`` or ``[Sq, Sq]`` as bool ``[B, 1, Sq, Sk]``.
 
     ``token [B, Sk]``: which of the last ``Sq`` tokens a key is, below 0 where it comes before them.

@@ -1,0 +1,241 @@
+"""``attention_with_kv_cache`` and ``append_to_cache`` over CPU tensors, at the price of the tokens that are there.
+
+The reference, which reads no lengths, writes and reads caches as long as they can be. On a CPU the lengths are at hand:
+new tokens alone are written, and attention runs over slices of the caches. A sequence's slice ends with its last token
+and begins with the first that its window shows to a query, so that a single query needs no mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from fastattn.checks import is_readable
+from fastattn.functional import composite, torch_sdpa
+from fastattn.functional.kv_cache_checks import AppendTensors, Tensors
+from fastattn.quantization import FP8, QUANTIZE_ROWS, are_given, as_numbers, to_fp8
+from fastattn.reference.kv_cache import tree_of_keys
+from fastattn.rotary import rotary
+
+
+def attention_with_kv_cache(
+    t: Tensors,
+    *,
+    rotary_interleaved: bool,
+    window: tuple[int, int],
+    softcap: float,
+    scale: float,
+    return_lse: bool,
+    batch_invariant: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """Returns output and lse, which holds nothing unless it is wanted, or None where the host may not read lengths.
+
+    ``window`` says what is causal, too.
+    """
+    if not is_readable(*t) or 0 in (*t.query.shape, *t.k_cache.shape, *t.v_cache.shape):
+        return None
+    query, (batch, heads, num_queries, _) = t.query, t.query.shape
+    block_rows, num_new = t.k_cache.shape[2], 0 if t.k_new is None else t.k_new.shape[2]
+    capacity = block_rows * (1 if t.block_table is None else t.block_table.shape[1])
+    before = [max(length, 0) for length in t.cache_seqlens.tolist()]
+    totals = [min(length + num_new, capacity) for length in before]
+
+    if t.rotary_cos is not None:
+        query = _rotated(t, query, [total - num_queries for total in totals], rotary_interleaved)
+    if t.k_new is not None and t.v_new is not None and num_new:
+        k_new = t.k_new if t.rotary_cos is None else _rotated(t, t.k_new, before, rotary_interleaved)
+        _append(t._replace(k_new=k_new), before, capacity)
+
+    out = query.new_zeros(batch, heads, num_queries, t.v_cache.shape[-1])
+    lse = query.new_full(
+        (batch, heads, num_queries) if return_lse else (0,),
+        -torch.inf,
+        dtype=torch.promote_types(query.dtype, torch.float32),
+    )
+    if return_lse and t.sinks is not None:
+        lse.copy_(t.sinks[:, None])
+    for run in _runs(totals, each_alone=batch_invariant):
+        total = totals[run.start]
+        tokens = slice(max(0, total - num_queries - window[0]) if window[0] >= 0 else 0, total)
+        if tokens.start < total:
+            found, its_lse = _attend(t, query[run], run, tokens, window, softcap, scale, return_lse)
+            out[run] = found
+            if return_lse:
+                lse[run] = its_lse
+    return out, lse
+
+
+def append_to_cache(t: AppendTensors) -> bool:
+    """Writes the tokens that have a slot; False where the host may not read the slots."""
+    if not is_readable(*t) or 0 in t.k_cache.shape[:3]:
+        return False
+    num_slots = t.k_cache.shape[0] * t.k_cache.shape[2]
+    token = ((t.slot_mapping >= 0) & (t.slot_mapping < num_slots)).nonzero().flatten()
+    slot = t.slot_mapping[token].long()
+    page, row = slot // t.k_cache.shape[2], slot % t.k_cache.shape[2]
+    _write(t.k_cache, t.k_scale, t.k_new[token], page, row)
+    _write(t.v_cache, t.v_scale, t.v_new[token], page, row)
+    return True
+
+
+def _rotated(t: Tensors, x: Tensor, first: list[int], interleaved: bool) -> Tensor:
+    """``x [B, H, S, D]`` rotated by the positions from ``first`` on, which are those of each sequence."""
+    assert t.rotary_cos is not None and t.rotary_sin is not None
+    position = torch.tensor(first)[:, None] + torch.arange(x.shape[2])
+    position = position.clamp(0, t.rotary_cos.shape[0] - 1)
+    return rotary(x, t.rotary_cos[position], t.rotary_sin[position], interleaved)
+
+
+def _append(t: Tensors, before: list[int], capacity: int) -> None:
+    """Writes the new tokens behind those of before; a token that has no place, or no page, is dropped."""
+    assert t.k_new is not None and t.v_new is not None
+    block_rows = t.k_cache.shape[2]
+    position = torch.tensor(before)[:, None] + torch.arange(t.k_new.shape[2])
+    block = (position // block_rows).clamp(max=capacity // block_rows - 1)
+    if t.block_table is None:
+        page, fits = torch.arange(len(before))[:, None].expand_as(position), position < capacity
+    else:
+        page = t.block_table.gather(1, block).long()
+        fits = (position < capacity) & (page >= 0) & (page < t.k_cache.shape[0])
+    sequence, token = fits.nonzero(as_tuple=True)
+    place = page[sequence, token], position[sequence, token] % block_rows
+    _write(t.k_cache, t.k_scale, t.k_new.transpose(1, 2)[sequence, token], *place)
+    _write(t.v_cache, t.v_scale, t.v_new.transpose(1, 2)[sequence, token], *place)
+
+
+def _write(cache: Tensor, scales: Tensor | None, new: Tensor, page: Tensor, row: Tensor) -> None:
+    """Writes ``new [tokens, Hkv, D]`` to rows of pages in the format of the cache, with the scales that it computes."""
+    if cache.dtype == FP8 and are_given(scales):
+        new = to_fp8(new, None if scales is None else scales.reshape(-1, 1))
+    elif scales is not None:
+        new, of_tokens = QUANTIZE_ROWS[cache.dtype](new)
+        scales[page, :, row] = of_tokens.to(scales.dtype)
+    as_numbers(cache)[page, :, row] = as_numbers(new)
+
+
+def _runs(totals: list[int], each_alone: bool) -> Iterator[slice]:
+    """Sequences side by side that have equally many tokens: together they are one view of the cache."""
+    begin = 0
+    for _, run in groupby(enumerate(totals), key=lambda item: item if each_alone else item[1]):
+        end = begin + len(list(run))
+        yield slice(begin, end)
+        begin = end
+
+
+def _attend(
+    t: Tensors,
+    query: Tensor,
+    run: slice,
+    tokens: slice,
+    window: tuple[int, int],
+    softcap: float,
+    scale: float,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Returns output and lse of a run of sequences, of which no query sees tokens outside of these; the lse may be
+    anything unless it is wanted."""
+    num_queries = query.shape[2]
+    key = _read(t, t.k_cache, t.k_scale, run, tokens)
+    value = _read(t, t.v_cache, t.v_scale, run, tokens)
+    left, right = window
+    if tokens.stop - 1 - left <= tokens.start:  # it hides nothing from the last query, hence from none
+        left = -1
+    if right >= num_queries - 1:
+        right = -1
+    mask = _mask(t, run, tokens, num_queries)
+    slopes = t.alibi_slopes
+    if slopes is not None and slopes.dim() == 2 and len(slopes) == len(t.query):
+        slopes = slopes[run]
+
+    dtype = torch.promote_types(query.dtype, key.dtype)  # keys of 8 bits are float32 by now
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    is_plain = not return_lse and softcap == 0 and slopes is None and t.sinks is None and scale > 0
+    if is_plain and value.shape[-1] == key.shape[-1]:  # of other values PyTorch has a composite, which expands KV heads
+        if mask is not None or (left, right) != (-1, -1):
+            is_grouped = query.shape[1] != key.shape[1]
+            return torch_sdpa.attend(query, key, value, mask, (left, right), scale, is_grouped), query
+        # PyTorch's kernel may take a score of NaN for a number.
+        spoiled = None if torch_sdpa.is_known_finite(key) else ~key.isfinite().all(-1, keepdim=True)
+        if spoiled is not None:
+            key = key.masked_fill(spoiled, 0.0)
+        # Query heads of one KV head become rows of one product, so that its keys are loaded once for all of them.
+        out = torch_sdpa.torch_sdpa(query.unflatten(1, (key.shape[1], -1)).flatten(2, 3), key, value, scale=scale)
+        if spoiled is not None:
+            out = out.masked_fill(spoiled.any(2, keepdim=True), torch.nan)
+        return out.reshape(query.shape), query
+    found = composite.attend(
+        query,
+        key,
+        value,
+        window=(left, right),
+        softcap=softcap,
+        bias=mask,
+        alibi_slopes=slopes,
+        sinks=t.sinks,
+        scale=scale,
+    )
+    assert found is not None, "the lengths were readable"
+    return found
+
+
+def _mask(t: Tensors, run: slice, tokens: slice, num_queries: int) -> Tensor | None:
+    """Returns what hides tokens beside the window, bool ``[B, 1, Sq or 1, tokens]``: pages that are absent, a tree."""
+    mask = None
+    if t.block_table is not None:
+        table = t.block_table[run, _pages(t, tokens)]
+        exists = (table >= 0) & (table < len(t.k_cache))
+        if not bool(exists.all()):
+            mask = _tokens_of(exists.repeat_interleave(t.k_cache.shape[2], dim=1), 1, t, tokens)[:, None, None]
+    if t.tree_mask is not None:
+        token = torch.arange(tokens.start, tokens.stop) - (tokens.stop - num_queries)
+        tree = t.tree_mask if t.tree_mask.dim() == 2 or len(t.tree_mask) == 1 else t.tree_mask[run]
+        of_tree = tree_of_keys(tree, token.expand(run.stop - run.start, -1))
+        mask = of_tree if mask is None else of_tree & mask
+    return mask
+
+
+def _read(t: Tensors, cache: Tensor, scales: Tensor | None, run: slice, tokens: slice) -> Tensor:
+    """Returns the keys or values of tokens, ``[B, Hkv, tokens, D]``: a view, unless they are of pages or of 8 bits."""
+
+    def rows(of_cache: Tensor) -> Tensor:
+        if t.block_table is None:
+            return of_cache[run, :, tokens]
+        table = t.block_table[run, _pages(t, tokens)].clamp(0, len(of_cache) - 1)
+        pages = of_cache.index_select(0, table.flatten()).unflatten(0, table.shape)
+        return _tokens_of(pages.transpose(1, 2).flatten(2, 3), 2, t, tokens)
+
+    found = rows(as_numbers(cache)).view(cache.dtype)
+    if cache.dtype == FP8:
+        found = _from_fp8(found)
+    if scales is None:
+        return found
+    return found.to(scales.dtype) * (scales.reshape(-1, 1, 1) if are_given(scales) else rows(scales)[..., None])
+
+
+def _from_fp8(x: Tensor) -> Tensor:
+    """Returns the same numbers in float32, ten times as fast as PyTorch converts them one by one.
+
+    Behind its sign a number has seven bits, four of the exponent first. So has a number of float16, after another bit
+    of the exponent: there they mean a number that is smaller by 2 ** 8. The code of NaN would mean 480, which is no
+    number of fp8.
+    """
+    bits = (x.view(torch.int8).to(torch.int16) << 7).bitwise_and_(~(1 << 14))
+    numbers = bits.view(torch.float16).to(torch.float32).mul_(2**8)
+    low, high = torch.aminmax(numbers)
+    if high.item() >= 480 or low.item() <= -480:
+        numbers.masked_fill_(numbers.abs() >= 480, torch.nan)
+    return numbers
+
+
+def _pages(t: Tensors, tokens: slice) -> slice:
+    """Returns which pages of a sequence hold these tokens."""
+    page_size = t.k_cache.shape[2]
+    return slice(tokens.start // page_size, -(-tokens.stop // page_size))
+
+
+def _tokens_of(rows: Tensor, dim: int, t: Tensors, tokens: slice) -> Tensor:
+    """Returns these tokens from all rows of the pages that hold them."""
+    return rows.narrow(dim, tokens.start % t.k_cache.shape[2], tokens.stop - tokens.start)

@@ -1,0 +1,95 @@
+"""Attention from PyTorch's operators on a CPU, with what PyTorch's own attention lacks: softcap, ALiBi, sinks, the lse.
+
+It is the reference's mathematics without what few calls need: it expands no KV heads, makes one softmax, and repairs
+NaN where there is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fastattn.checks import is_readable
+from fastattn.functional.torch_sdpa import band, is_known_finite
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: tuple[int, int],
+    softcap: float,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor] | None:
+    """Returns output and lse, ``([B, Hq, Sq, Dv], [B, Hq, Sq])``, or None where the host may not look at values.
+
+    The arguments are those of ``attention``; ``window`` says what is causal, too. Everything is differentiable.
+    """
+    batch, heads, num_queries, _ = query.shape
+    kv_heads, num_keys = key.shape[1:3]
+    if 0 in (*query.shape, *key.shape, *value.shape):
+        return None
+    if not is_readable(query, key, value, bias, alibi_slopes, sinks):
+        return None
+    visible = band(num_queries, num_keys, *window, query.device)
+    spoiled_keys = spoiled_values = None
+    if (visible is not None or bias is not None) and not is_known_finite(key, value):
+        # A NaN that is hidden must stay away from products with zeros. One that is seen comes back behind them.
+        spoiled_keys, spoiled_values = ~key.isfinite().all(-1, keepdim=True), ~value.isfinite()
+        key, value = key.masked_fill(spoiled_keys, 0.0), value.masked_fill(spoiled_values, 0.0)
+
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    by_kv_head = (kv_heads, heads // kv_heads)
+
+    def of_scores(tensor: Tensor) -> Tensor:
+        """``[B or 1, Hq or 1, …]`` beside the scores ``[B, Hkv, group, …]``."""
+        return tensor.unsqueeze(2) if tensor.shape[1] == 1 else tensor.unflatten(1, by_kv_head)
+
+    # Query heads of one KV head are rows of one product. What the product makes is nobody else's: it changes in place.
+    rows = (query.to(dtype) * (scale / softcap if softcap > 0 else scale)).reshape(batch, kv_heads, -1, key.shape[-1])
+    scores = (rows @ key.to(dtype).transpose(-2, -1)).unflatten(2, (-1, num_queries))
+    if softcap > 0:
+        scores = scores.tanh_()
+        scores = scores * softcap if scores.requires_grad else scores.mul_(softcap)
+    if alibi_slopes is not None:
+        position = torch.arange(num_keys - num_queries, num_keys)[:, None]
+        distance = (position - torch.arange(num_keys)).abs().to(dtype)
+        scores = scores - of_scores(torch.atleast_2d(alibi_slopes.to(dtype))[..., None, None]) * distance
+    if spoiled_keys is not None:
+        scores = scores + torch.where(spoiled_keys.transpose(-2, -1), math.nan, 0.0).to(dtype)[:, :, None]
+    if bias is not None and bias.dtype != torch.bool:
+        scores = scores + of_scores(bias.to(dtype))
+    elif bias is not None:
+        scores = scores.masked_fill(~of_scores(bias), -math.inf)
+    if visible is not None:
+        scores = scores.masked_fill(~visible[:, :, None], -math.inf)
+
+    seen = None
+    if spoiled_values is not None:
+        seen = (scores != -math.inf).to(dtype).flatten(2, 3) @ spoiled_values.to(dtype) > 0
+
+    # Probabilities relative to the largest score, on which neither result depends: no gradient goes through it.
+    level = scores.detach().amax(-1, keepdim=True)
+    sink = None if sinks is None else sinks.to(dtype).view(1, *by_kv_head, 1, 1)
+    if sink is not None:
+        level = torch.maximum(level, sink.detach())
+    level = level.masked_fill(~level.isfinite(), 0.0)
+    weights = (scores - level if scores.requires_grad else scores.sub_(level)).exp_()
+    total = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + (sink - level).exp()
+    sees_nothing = total == 0
+    total = total.masked_fill(sees_nothing, 1.0)
+    sums = weights.flatten(2, 3) @ value.to(dtype)
+    if seen is not None:  # by the weights, so that the NaN reaches their gradients too
+        sums = sums + torch.where(seen, math.nan, 0.0).to(dtype) * weights.sum(-1).flatten(2, 3)[..., None]
+    sums = sums.unflatten(2, (-1, num_queries))
+    out = (sums / total).flatten(1, 2).to(query.dtype)
+    lse = (level + total.log()).masked_fill(sees_nothing, -math.inf)
+    return out, lse.squeeze(-1).flatten(1, 2)
