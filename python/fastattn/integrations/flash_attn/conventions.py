@@ -33,7 +33,7 @@ def _bound(side: Any) -> int:
         return -1
     if not isinstance(side, (int, torch.SymInt)):
         side = operator.index(side)
-    return -1 if side < 0 else side  # type: ignore[no-any-return]
+    return -1 if side < 0 else side
 
 
 def without_idle_bounds(window: tuple[int, int], most_keys: int) -> tuple[int, int]:
