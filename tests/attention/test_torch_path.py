@@ -321,6 +321,96 @@ def test_compiles_with_lengths_that_change(name: str) -> None:
         torch.testing.assert_close(compiled(query, key, visible), attend(query, key, visible))
 
 
+# --- PyTorch's operators, for what its function lacks -----------------------------------------------------------------
+
+SINKS, SLOPES = normal(8, HEADS, dtype=torch.float32), normal(9, HEADS, dtype=torch.float32).abs()
+
+# What composite.py computes: inputs and options, of which those that can have a gradient have one.
+COMPOSED: dict[str, tuple[Callable[[], list[Tensor]], dict[str, Any]]] = {
+    "softcap": (inputs, {"softcap": 2.0}),
+    "softcap, causal": (lambda: inputs(keys=4), {"softcap": 2.0, "causal": True}),  # rows without a key
+    "softcap, window": (lambda: inputs(rows=4, value_dim=5), {"softcap": 2.0, "window": (2, 1)}),
+    "softcap, mask": (inputs, {"softcap": 2.0, "bias": mask(BATCH, HEADS, ROWS, ROWS)}),
+    "softcap, float64": (lambda: inputs(dtype=torch.float64), {"softcap": 2.0, "causal": True}),
+    "softcap, float16": (lambda: inputs(dtype=torch.float16), {"softcap": 2.0, "causal": True}),
+    "softcap, bfloat16": (lambda: inputs(dtype=torch.bfloat16), {"softcap": 2.0, "causal": True}),
+    "ALiBi": (lambda: inputs(rows=4), {"alibi_slopes": SLOPES, "causal": True}),
+    "ALiBi of each sequence": (inputs, {"alibi_slopes": torch.stack([SLOPES, SLOPES / 2])}),
+    "sinks": (inputs, {"sinks": SINKS}),
+    "sinks, rows without a key": (lambda: inputs(keys=4), {"sinks": SINKS, "causal": True}),
+    "a sink that is minus infinity": (inputs, {"sinks": torch.full((HEADS,), -math.inf)}),
+    "bias": (inputs, {"bias": additive(1, HEADS, ROWS, ROWS)}),
+    "bias of keys": (inputs, {"bias": normal(6, BATCH, 1, 1, ROWS, dtype=torch.float32), "softcap": 2.0}),
+    "causal, a negative scale": (inputs, {"causal": True, "scale": -0.5}),
+    "all": (
+        inputs,
+        {
+            "softcap": 2.0,
+            "alibi_slopes": SLOPES,
+            "sinks": SINKS,
+            "bias": additive(BATCH, 1, ROWS, ROWS),
+            "window": (5, 0),
+        },
+    ),
+}
+
+
+def everything(function: Callable[..., Any], tensors: list[Tensor], options: dict[str, Any]) -> dict[str, Tensor]:
+    """Output, lse, and the gradients of both together."""
+    leaves = {name: part for name, part in options.items() if isinstance(part, Tensor) and part.is_floating_point()}
+    leaves = {name: part.clone().requires_grad_() for name, part in leaves.items()}
+    out, lse = function(*tensors, **{**options, **leaves})
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out.dtype)
+    loss = (out * weights).sum().double() + lse.masked_fill(lse == -math.inf, 0.0).sum()
+    sources = dict(zip(("query", "key", "value"), tensors, strict=True)) | leaves
+    gradients = torch.autograd.grad(loss, list(sources.values()))
+    return {"out": out, "lse": lse, **{f"{name}'s gradient": of for name, of in zip(sources, gradients, strict=True)}}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_operators_compute_what_torch_cannot_express(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, options = COMPOSED[name]
+    tensors = make()
+    wide = {n: p.double() if isinstance(p, Tensor) and p.dtype != torch.bool else p for n, p in options.items()}
+    oracle = everything(reference.attention, widened(tensors), wide)
+    rough = everything(reference.attention, tensors, {**options, "compute_dtype": tensors[0].dtype})
+    without(monkeypatch, "the reference", "torch")
+    found = everything(lambda *t, **o: fastattn.attention(*t, **o, return_lse=True), tensors, options)
+    for part, got in found.items():
+        assert got.dtype == (torch.float64 if tensors[0].dtype == torch.float64 else rough[part].dtype)
+        if tensors[0].dtype.itemsize > 2:
+            torch.testing.assert_close(got, oracle[part].to(got.dtype))
+        else:
+            check_against_oracle(part, got, oracle[part], rough[part])
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_what_is_masked_has_no_influence_on_operators(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in keys and values: the rows that do not see them have the bits of before, the others are NaN."""
+    clean, options = inputs(), {**MASKS[name](), "softcap": 2.0}
+    spoiled = [t.detach().clone() for t in clean]
+    spoiled[1][0, 0, 6, 3] = spoiled[2][1, 1, 4, 2] = math.nan
+    spoiled[2][0, 1, 8, 7] = math.inf
+    spoiled = [t.requires_grad_() for t in spoiled]
+    oracle, oracle_lse = reference.attention(*spoiled, **options)
+    without(monkeypatch, "the reference", "torch")
+    want, want_lse = fastattn.attention(*clean, **options, return_lse=True)
+    got, lse = fastattn.attention(*spoiled, **options, return_lse=True)
+    assert torch.equal(got.isnan(), oracle.isnan()) and torch.equal(lse.isnan(), oracle_lse.isnan())
+    assert bool(oracle.isnan().any()) and not bool(oracle.isnan().all())
+    assert torch.equal(got[~got.isnan()], want[~got.isnan()]) and torch.equal(lse[~lse.isnan()], want_lse[~lse.isnan()])
+    (gradient,) = torch.autograd.grad(got.sum(), spoiled[0])
+    assert bool(gradient.isnan().any()), "a NaN that is seen must not vanish from the gradients"
+
+
+def test_nobody_is_watched_reading_values_for_operators() -> None:
+    tensors, options = without_gradients(), {"softcap": 2.0, "causal": True}
+    expected = fastattn.attention(*tensors, **options)
+    with Watching():
+        found = fastattn.attention(*tensors, **options)
+    torch.testing.assert_close(found, expected)
+
+
 # --- packed sequences -------------------------------------------------------------------------------------------------
 
 # offsets of queries, offsets of keys
