@@ -28,6 +28,7 @@ from fastattn.dispatch.choose import choose
 from fastattn.dispatch.reasons import only_torch_handles
 from fastattn.dispatch.recording import note
 from fastattn.errors import InputError
+from fastattn.functional import int8_on_cpu
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
 from fastattn.functional.checked_once import CheckedOnce
 from fastattn.functional.int8_tensor import Int8Tensor, replaces_function, replaces_operator
@@ -118,7 +119,17 @@ def linear_over(
     activation = activation or "none"
     if choice.backend == "torch":
         with without_autocast(x.device.type):
-            y = reference.int8_linear(x, data, scale, bias, activation, residual, input_precision)
+            in_blocks = int8_on_cpu.can_multiply(x, data, scale, bias, residual)
+            y = reference.int8_linear(
+                x,
+                data,
+                scale,
+                bias,
+                activation,
+                residual,
+                input_precision,
+                product=int8_on_cpu.product if in_blocks else None,
+            )
     else:
         arguments = Int8MatmulArguments(x, data, scale, bias, residual, activation, input_precision == "int8")
         y = run.int8_linear(choice, arguments, "gradients" in call.features)

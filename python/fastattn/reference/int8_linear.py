@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,11 +20,13 @@ def int8_linear(
     residual: Tensor | None = None,
     activations: str = "16bit",
     compute_dtype: torch.dtype | None = None,
+    product: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """``act(x @ dequantize(weight)^T + bias) + residual``: ``x [..., K]`` to ``[..., N]``, or ``[..., N / 2]``
     with ``"swiglu"``.
 
     ``activations="int8"`` first rounds each row of ``x`` to symmetric int8 (its gradient passes straight through).
+    ``product`` computes the product of ``x``, ``weight`` and ``scale`` another way.
     """
     dtype = compute_dtype or torch.promote_types(x.dtype, torch.float32)
     inputs = x.to(dtype)
@@ -30,7 +34,7 @@ def int8_linear(
         quantized, row_scale = quantize_rows(x)
         rounded = (quantized.to(row_scale.dtype) * row_scale[..., None]).to(dtype)
         inputs = inputs + (rounded - inputs).detach()
-    y = inputs @ dequantize_int8(weight, scale, dtype).transpose(0, 1)
+    y = product(inputs, weight, scale) if product else inputs @ dequantize_int8(weight, scale, dtype).transpose(0, 1)
     if bias is not None:
         y = y + bias.to(dtype)
     y = ACTIVATIONS[activation](y)
