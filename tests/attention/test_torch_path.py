@@ -437,7 +437,16 @@ def lengths(offsets: tuple[list[int], list[int]]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (1, 2)}], ids=["full", "causal", "window"])
+PACKED: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (1, 2)},
+    "softcap": {"softcap": 2.0, "causal": True},
+    "ALiBi and sinks": {"alibi_slopes": SLOPES, "sinks": SINKS},
+}
+
+
+@pytest.mark.parametrize("options", PACKED.values(), ids=PACKED.keys())
 @pytest.mark.parametrize("name", OFFSETS)
 def test_packed_sequences(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     given = {**lengths(OFFSETS[name]), **options}

@@ -126,7 +126,9 @@ def _in_pytorch(
         common = checked.window, checked.scale, "gqa" in checked.call.features
         if cu_seqlens_q is None:
             return torch_sdpa.attend(query, key, value, bias, *common), query.new_empty(0)
-        out = torch_sdpa.attend_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, *common)
+        out = torch_sdpa.attend_packed(
+            query, key, value, cu_seqlens_q, cu_seqlens_k, lambda *qkv: torch_sdpa.attend(*qkv, None, *common)
+        )
         if out is not None:
             return out, query.new_empty(0)
     options: dict[str, Any] = {
@@ -136,10 +138,21 @@ def _in_pytorch(
         "sinks": sinks,
         "scale": checked.scale,
     }
-    if cu_seqlens_q is None and not checked.call.features & {"dropout", "max logit"}:
-        composed = composite.attend(query, key, value, bias=bias, **options)
-        if composed is not None:
-            return composed
+    if not checked.call.features & {"dropout", "max logit", "paged"}:
+        if cu_seqlens_q is None:
+            composed = composite.attend(query, key, value, bias=bias, **options)
+            if composed is not None:
+                return composed
+        elif not return_lse and (alibi_slopes is None or alibi_slopes.dim() == 1) and query.numel() and value.numel():
+
+            def attend_to(*qkv: Tensor) -> Tensor:
+                composed = composite.attend(*qkv, bias=None, **options)
+                assert composed is not None, "the offsets were readable"
+                return composed[0]
+
+            out = torch_sdpa.attend_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, attend_to)
+            if out is not None:
+                return out, query.new_empty(0)
     options |= {
         "dropout_p": checked.dropout_p,
         "dropout_seed": seed,

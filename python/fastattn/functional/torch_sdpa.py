@@ -33,6 +33,7 @@ Second derivatives by ``create_graph=True`` cannot be seen coming: they need
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -126,13 +127,12 @@ def attend_packed(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    window: tuple[int, int],
-    scale: float,
-    is_grouped: bool,
+    attend_to: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor | None:
     """``[total_q, Hq, Dv]``, as ``attention_varlen``; None where the host cannot see the offsets.
 
-    There they have been checked, and it reads them. Sequences of the same lengths go together.
+    Elsewhere they have been checked, and it reads them. ``attend_to`` attends over dense sequences: those of the same
+    lengths go together.
     """
     if is_emulated() or not is_readable(query, key, value, cu_seqlens_q, cu_seqlens_k):
         return None
@@ -155,7 +155,7 @@ def attend_packed(
             part.unflatten(0, (-1, length)).transpose(1, 2)
             for part, length in zip(parts, (length_q, length_k, length_k), strict=True)
         )
-        pieces.append(attend(q, k, v, None, window, scale, is_grouped).transpose(1, 2).flatten(0, 1))
+        pieces.append(attend_to(q, k, v).transpose(1, 2).flatten(0, 1))
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
     return out.index_copy(0, torch.cat(rows_q), torch.cat(pieces))
 
