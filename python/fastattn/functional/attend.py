@@ -127,7 +127,7 @@ def _in_pytorch(
         if cu_seqlens_q is None:
             return torch_sdpa.attend(query, key, value, bias, *common), query.new_empty(0)
         out = torch_sdpa.attend_packed(
-            query, key, value, cu_seqlens_q, cu_seqlens_k, lambda *qkv: torch_sdpa.attend(*qkv, None, *common)
+            query, key, value, cu_seqlens_q, cu_seqlens_k, lambda q, k, v: torch_sdpa.attend(q, k, v, None, *common)
         )
         if out is not None:
             return out, query.new_empty(0)
@@ -145,8 +145,8 @@ def _in_pytorch(
                 return composed
         elif not return_lse and (alibi_slopes is None or alibi_slopes.dim() == 1) and query.numel() and value.numel():
 
-            def attend_to(*qkv: Tensor) -> Tensor:
-                composed = composite.attend(*qkv, bias=None, **options)
+            def attend_to(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                composed = composite.attend(q, k, v, bias=None, **options)
                 assert composed is not None, "the offsets were readable"
                 return composed[0]
 
