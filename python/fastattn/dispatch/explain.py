@@ -68,9 +68,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
             # Of the int8 matmul; its CUDA C++ kernels copy 16 bytes at a time of x and the weight.
             rows_anywhere = name == "residual" or (name in ("x", "weight") and choice.backend == "triton")
             rows = as_matrix(tensor) if name in ("x", "residual") else tensor
-            if rows is None:
-                reason = "its rows are not evenly apart"
-            else:
+            reason: str | None = "its rows are not evenly apart"
+            if rows is not None:
                 reason = _reason_to_pad(tensor, name, choice) or reason_to_copy(rows, rows_anywhere)
             if reason is not None:
                 copied[name] = reason
