@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
 import instances
@@ -654,8 +655,14 @@ def test_second_derivatives_are_refused() -> None:
         out = fastattn.attention(query, query, query)
     assert isinstance(out, Tensor)
     (gradient,) = torch.autograd.grad(out.sum(), query, create_graph=True)
-    with pytest.raises(RuntimeError, match="attention_backward: second derivatives are not implemented; use_backend"):
+    with pytest.raises(RuntimeError, match=r"attention_backward: second .* `with sdpa_kernel\(SDPBackend.MATH\):` has"):
         gradient.sum().backward()
+    with sdpa_kernel(SDPBackend.MATH):  # as it says
+        out = fastattn.attention(query, query, query)
+    assert isinstance(out, Tensor)
+    (gradient,) = torch.autograd.grad(out.sum(), query, create_graph=True)
+    gradient.square().sum().backward()
+    assert query.grad is not None and bool(query.grad.ne(0).any())
 
 
 # --- The op -----------------------------------------------------------------------------------------------------------

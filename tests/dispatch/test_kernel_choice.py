@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +30,16 @@ A100_BYTES = 163 * KIB  # of shared memory, that a CTA can have
 
 def heads(rows: int, head_dim: int = 64, num: int = 2, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(1, num, rows, head_dim, generator=torch.Generator().manual_seed(rows)).to(dtype)
+
+
+def test_the_tutorial_shows_what_explain_prints() -> None:
+    """Of one call in bfloat16, in float32, and with a head dim of 60."""
+    page = Path(__file__).parents[2] / "docs" / "tutorials" / "explain_and_profile.md"
+    shown = re.findall(r"^```text\n(.*?)\n^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    with device.emulated(90, 132):
+        for text, query in zip(shown, (heads(64), heads(64).float(), heads(64, 60)), strict=True):
+            said = fastattn.explain(fastattn.attention, query, query, query, causal=True, softcap=30.0)
+            assert text == str(said)
 
 
 def launched_names(found: list[Any]) -> list[str]:

@@ -20,7 +20,8 @@ def test_the_snippets_run_in_order_as_a_new_user_would_run_them(tmp_path: Path) 
     assert len(SNIPPETS) >= 6
     script = tmp_path / "readme.py"
     script.write_text("\n".join(SNIPPETS))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
+    command = [sys.executable, "-W", "error::FutureWarning", script]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "not torch" in done.stdout or "torch: PyTorch" in done.stdout  # what explain prints
     assert "RecordedCall(" in done.stdout

@@ -153,7 +153,9 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(f'{ctx.name}: second derivatives are not implemented; use_backend("torch") has them')
+        # use_backend("torch") may still end in a kernel of torch's for attention, which has none either.
+        has_them = "sdpa_kernel(SDPBackend.MATH)" if ctx.name == "attention_backward" else 'use_backend("torch")'
+        raise RuntimeError(f"{ctx.name}: second derivatives are not implemented; `with {has_them}:` has them")
 
 
 def call_in_backward(backend: str, name: str, arguments: Iterable[Any]) -> Any:

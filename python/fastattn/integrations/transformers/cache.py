@@ -19,10 +19,10 @@ _EIGHT_BIT = {"int8": torch.int8, "fp8": FP8}
 
 
 class Cache(transformers.Cache):
-    """Keys and values of ``batch_size`` sequences of up to ``max_length`` tokens, for ``past_key_values``.
+    """Keys and values of ``batch_size`` sequences of up to ``max_length`` tokens, for a model and ``generate``.
 
     >>> cache = Cache(model.config, batch_size=2, max_length=4096, dtype="int8")
-    >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=100)
+    >>> model.generate(**inputs, cache=cache, max_new_tokens=100)  # before 5.24: past_key_values=cache
 
     With ``dtype="int8"`` or ``"fp8"`` every token's head has a scale, and attention reads 8 bits: nothing is
     dequantised in memory.
