@@ -62,12 +62,11 @@ def patch_sdpa() -> Iterator[None]:
 
 
 def missed_modules() -> list[str]:
-    """The names under which loaded modules hold torch's own function, which ``install()`` and ``patch_sdpa()`` do not
-    reach: ``"package.module.attribute"``.
+    """Returns the names, ``"package.module.attribute"``, under which loaded modules hold torch's own function.
 
-    They imported it by name, or kept it as an attribute. Import them inside the block or after ``install()``, set the
-    attribute to ``fastattn.scaled_dot_product_attention``, or see ``fastattn.integrations.torch_flash``. What objects
-    and functions hold is not looked at.
+    ``install()`` and ``patch_sdpa()`` do not reach these modules: they imported it by name, or kept it as an attribute.
+    Import them inside the block or after ``install()``, set the attribute to ``fastattn.scaled_dot_product_attention``,
+    or see ``fastattn.integrations.torch_flash``. What objects and functions hold is not looked at.
     """
     own = {"torch._C._nn", "torch.nn.functional"}  # where it comes from, and where it is replaced
     found = []

@@ -48,7 +48,7 @@ RUNS_IN = {
 
 
 def run(*command: str, cwd: Path = ROOT) -> str:
-    """What the command printed. A make that runs these tests is not to tell this one what to do."""
+    """Returns what the command printed. A make that runs these tests does not tell this one what to do."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -56,7 +56,7 @@ def run(*command: str, cwd: Path = ROOT) -> str:
 
 
 def commands_of_bench() -> set[str]:
-    """Those that `make bench` runs without a GPU, as make writes them out."""
+    """Returns the commands that `make bench` runs without a GPU."""
     (names,) = re.findall(r"^BENCHMARKS := (.+)$", MAKEFILE, re.MULTILINE)
     (recipe,) = re.findall(r"^bench:.*\n((?:\t.+\n)+)", MAKEFILE, re.MULTILINE)
     return {*names.split(), *re.findall(r"-m benchmarks ([a-z0-9_-]+)", recipe)}

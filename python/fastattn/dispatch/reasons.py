@@ -55,7 +55,8 @@ def reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) -
 
 
 def lacking_for_cuda(call: Call, device_facts: DeviceFacts) -> str | None:
-    """What of this build or of the driver is lacking, where a CUDA C++ kernel takes ``call`` on this GPU; else None."""
+    """Returns what this build or the driver lacks to run ``call`` on this GPU by a CUDA C++ kernel that takes it, or
+    None."""
     support = SUPPORT[call.op].get("cuda")
     if support is None or (call.device.type == "cpu" and not native.TAKES_CPU_TENSORS):
         return None
