@@ -232,7 +232,7 @@ def native_attention_backward(case: AttentionCase, machine: Machine) -> dict[str
 
 
 def _backward_ctas(case: AttentionCase, machine: Machine, shared_bytes: int, num_tiles: int) -> int:
-    """Hopper's kernel for dK and dV launches so many CTAs: one for each tile or share of one, at most one for each SM."""
+    """Returns how many CTAs Hopper's kernel for dK and dV launches: one for each tile or share, at most one per SM."""
     facts = native.NativeDeviceFacts(machine.arch, machine.num_sms, 0, shared_bytes)
     dealt = native.dealt_backward(
         facts,

@@ -26,6 +26,9 @@ def test_heads_that_are_taken_for_queries_are_told_once(monkeypatch: pytest.Monk
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fastattn.attention(query, key, key, causal=True)
+        monkeypatch.setattr(attention, "_has_warned_of_layout", False)
+        compiled = torch.compile(fastattn.attention, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(query, key, key, causal=True), out)
 
 
 @pytest.mark.parametrize(
