@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import functools
+import importlib.machinery
 import importlib.util
 import os
 import shutil
@@ -28,7 +29,10 @@ BUILD = Path(__file__).parents[2] / "build" / "emulator"
 # Libraries that are linked against the emulated CUDA runtime name it so. The version of its symbols keeps them apart
 # from those of a real libcudart in the same process.
 SONAME = "libemulated_cuda.so"
-EXPORTS = "EMULATED_CUDA { global: cuda*; __cuda*; PyInit__emulator; local: *; };\n"
+EXPORTED = "cu[A-Z]*; cuda*; __cuda*; PyInit__emulator"
+VERSION = "EMULATED_CUDA"
+# The same library in CUDA's place, for a torch whose own libraries are to find it (tests/cuda_torch).
+CUDART = "libcudart.so.13"
 
 # Contraction would turn a * b + c into one rounding where the PTX has two.
 FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fPIC -fvisibility=hidden -pthread -Wall"
@@ -75,6 +79,10 @@ def rules(library: Path, torch_library: Path) -> str:
         f"build {library}: link {' '.join(map(str, objects))} | {BUILD / 'exports.map'}",
         f"  options = -Wl,-soname,{SONAME} -Wl,--version-script={BUILD / 'exports.map'}",
     ]
+    lines += [
+        f"build {BUILD / CUDART}: link {' '.join(map(str, objects))} | {BUILD / 'cudart.map'}",
+        f"  options = -Wl,-soname,{CUDART} -Wl,--version-script={BUILD / 'cudart.map'}",
+    ]
     torch_object = BUILD / "torch_allocator.o"
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     lines += [
@@ -87,27 +95,47 @@ def rules(library: Path, torch_library: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-@functools.cache
-def build() -> tuple[Path, Path]:
-    """Bring both libraries up to date; processes that want them at the same time wait for the first."""
+def _run(*targets: Path) -> None:
+    """Brings the targets up to date; processes that want them at the same time wait for the first."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    libraries = BUILD / f"_emulator{sysconfig.get_config_var('EXT_SUFFIX')}", BUILD / "libtorch_allocator.so"
     with open(BUILD / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        write_if_changed(BUILD / "exports.map", EXPORTS)
-        write_if_changed(BUILD / "build.ninja", rules(*libraries))
-        done = subprocess.run([ninja(), "-C", BUILD, "--quiet"], capture_output=True, text=True)
+        for name, version in (("exports.map", VERSION), ("cudart.map", CUDART)):
+            write_if_changed(BUILD / name, f"{version} {{ global: {EXPORTED}; local: *; }};\n")
+        write_if_changed(BUILD / "build.ninja", rules(*_libraries()))
+        done = subprocess.run([ninja(), "-C", BUILD, "--quiet", *targets], capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"building the emulator failed:\n{done.stdout[-8000:]}{done.stderr[-2000:]}")
-    return libraries
+
+
+def _libraries() -> tuple[Path, Path]:
+    return BUILD / f"_emulator{sysconfig.get_config_var('EXT_SUFFIX')}", BUILD / "libtorch_allocator.so"
+
+
+@functools.cache
+def build() -> tuple[Path, Path]:
+    """Brings both libraries up to date, and returns their paths."""
+    _run(*_libraries())
+    return _libraries()
+
+
+def build_cudart() -> Path:
+    """Brings the library that stands in CUDA's place up to date, and returns its path."""
+    _run(BUILD / CUDART)
+    return BUILD / CUDART
 
 
 def load() -> ModuleType:
-    """The C++ part, built if need be."""
-    spec = importlib.util.spec_from_file_location("_emulator", build()[0])
-    assert spec is not None and spec.loader is not None
+    """Returns the C++ part, built if need be. A process whose torch has loaded the library in CUDA's place takes that one:
+    there is no second device beside it."""
+    cudart = BUILD / CUDART
+    with open("/proc/self/maps") as maps:
+        path = cudart if any(line.rstrip().endswith(str(cudart)) for line in maps) else build()[0]
+    loader = importlib.machinery.ExtensionFileLoader("_emulator", str(path))  # whatever the file's suffix
+    spec = importlib.util.spec_from_file_location("_emulator", path, loader=loader)
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    loader.exec_module(module)
     return module
 
 

@@ -24,8 +24,9 @@ FOLDER = BUILD / "native"
 VARIABLE = "FASTATTN_LIBRARY"  # that fastattn.native reads
 
 
-def configure() -> NativeBuild | None:
-    """None where there is no nvcc."""
+def configure(cudart: Path | None = None) -> NativeBuild | None:
+    """Returns the build for CPU tensors; or, with the library in CUDA's place, for those of a CUDA build of torch, which
+    are in the host's memory too. None where there is no nvcc."""
     found = toolkit()
     if found is None:
         return None
@@ -37,16 +38,17 @@ def configure() -> NativeBuild | None:
         torch=find_torch(),
         toolkit=found,
         instances=all_instances(ROOT / "csrc"),
-        emulated_runtime=build_emulator()[0],
+        emulated_runtime=cudart or build_emulator()[0],
+        takes_cuda_tensors=cudart is not None,
     )
 
 
-def build() -> Path | None:
-    """Brings the library up to date and returns its path; None where there is no nvcc.
+def build(cudart: Path | None = None) -> Path | None:
+    """Brings the library of `configure` up to date and returns its path; None where there is no nvcc.
 
     Processes that want it at the same time wait for the first. Raises RuntimeError with the compiler's words.
     """
-    native = configure()
+    native = configure(cudart)
     if native is None:
         return None
     FOLDER.mkdir(parents=True, exist_ok=True)

@@ -48,6 +48,11 @@ def _set(options: LaunchOptions) -> None:
         tell(options)
 
 
+def start(**changes: Any) -> None:
+    """Changes these fields of `LaunchOptions` for the rest of the process."""
+    _set(replace(_current, **changes))
+
+
 @contextlib.contextmanager
 def launching(**changes: Any) -> Iterator[None]:
     """Within, launches run with these fields of `LaunchOptions` changed, in every thread."""

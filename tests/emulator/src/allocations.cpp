@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 namespace emulator {
@@ -12,14 +13,13 @@ namespace {
 
 constexpr unsigned char kZonePattern = 0xa5, kPoison = 0xff;
 
-uint64_t round_up(uint64_t bytes) {
-    return (bytes + TrackedAllocations::kAlignment - 1) / TrackedAllocations::kAlignment *
-           TrackedAllocations::kAlignment;
+uint64_t round_up(uint64_t bytes, uint64_t alignment = TrackedAllocations::kAlignment) {
+    return (bytes + alignment - 1) / alignment * alignment;
 }
 
 // As wide as the block itself, so that a tile too many does not reach the next one; within limits.
-uint64_t zone_bytes_of(size_t bytes) {
-    return round_up(std::clamp<uint64_t>(bytes, 512, 1 << 16));
+uint64_t zone_bytes_of(size_t bytes, uint64_t alignment) {
+    return round_up(std::clamp<uint64_t>(bytes, 512, 1 << 16), alignment);
 }
 
 // Offset of the first byte that is not the value, `bytes` if all are.
@@ -34,10 +34,9 @@ uint64_t first_other(uint64_t begin, uint64_t bytes, unsigned char value) {
 constexpr uint64_t kLargeBytes = 1 << 20;
 
 // nullptr: there is no memory.
-void* take_memory(uint64_t bytes) {
+void* take_memory(uint64_t bytes, uint64_t alignment) {
     void* begin = nullptr;
-    if (bytes < kLargeBytes)
-        return posix_memalign(&begin, TrackedAllocations::kAlignment, bytes) == 0 ? begin : nullptr;
+    if (bytes < kLargeBytes) return posix_memalign(&begin, alignment, bytes) == 0 ? begin : nullptr;
     begin = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     return begin == MAP_FAILED ? nullptr : begin;
 }
@@ -70,13 +69,14 @@ uint64_t TrackedAllocations::outer_bytes(const Block& block) {
     return outer_end(block) - (block.begin - block.zone_bytes);
 }
 
-void* TrackedAllocations::allocate(size_t bytes) noexcept {
+void* TrackedAllocations::allocate(size_t bytes, int owner) noexcept {
     if (bytes == 0) return nullptr;
-    const uint64_t zone_bytes = zone_bytes_of(bytes);
-    const void* raw = bytes > SIZE_MAX / 2 ? nullptr : take_memory(round_up(bytes) + 2 * zone_bytes);
+    const uint64_t alignment = owner == kHost ? kAlignment : kDeviceAlignment;
+    const uint64_t zone_bytes = zone_bytes_of(bytes, alignment);
+    const void* raw = bytes > SIZE_MAX / 2 ? nullptr : take_memory(round_up(bytes) + 2 * zone_bytes, alignment);
     if (raw == nullptr) return nullptr;
     const uint64_t begin = reinterpret_cast<uint64_t>(raw) + zone_bytes;
-    Block block{begin, begin + bytes, zone_bytes, 0, {}};
+    Block block{begin, begin + bytes, zone_bytes, 0, owner, {}};
     fill(begin - zone_bytes, begin, kZonePattern);
     fill(begin, block.end, kPoison);
     fill(block.end, outer_end(block), kZonePattern);
@@ -126,14 +126,37 @@ bool TrackedAllocations::label(uint64_t address, const std::string& name) {
     return true;
 }
 
-std::vector<Allocation> TrackedAllocations::snapshot() const {
+std::vector<Allocation> TrackedAllocations::snapshot(int device) const {
     const std::lock_guard lock(mutex_);
     std::vector<Allocation> found;
     found.reserve(live_.size() + foreign_.size() + quarantine_.size());
-    for (const auto& [begin, block] : live_) found.push_back({block.begin, block.end, name_of(block)});
+    for (const auto& [begin, block] : live_) {
+        const bool is_elsewhere = device >= 0 && block.owner >= 0 && block.owner != device;
+        if (!is_elsewhere) found.push_back({block.begin, block.end, name_of(block)});
+    }
     for (const auto& [serial, allocation] : foreign_) found.push_back(allocation);
     for (const Block& block : quarantine_) found.push_back({block.begin, block.end, name_of(block), false});
     return found;
+}
+
+std::optional<TrackedAllocations::Found> TrackedAllocations::find(uint64_t address) const {
+    const std::lock_guard lock(mutex_);
+    const auto after = live_.upper_bound(address);
+    if (after != live_.begin()) {
+        const Block& block = std::prev(after)->second;
+        if (address < block.end) return Found{block.begin, block.end, block.owner, true};
+    }
+    for (const Block& block : quarantine_) {
+        if (block.begin <= address && address < block.end) return Found{block.begin, block.end, block.owner, false};
+    }
+    return std::nullopt;
+}
+
+uint64_t TrackedAllocations::live_bytes(int owner) const {
+    const std::lock_guard lock(mutex_);
+    uint64_t bytes = 0;
+    for (const auto& [begin, block] : live_) bytes += block.owner == owner ? block.end - block.begin : 0;
+    return bytes;
 }
 
 void TrackedAllocations::check_zones(const Block& block) {

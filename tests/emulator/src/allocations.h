@@ -7,6 +7,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,14 +20,19 @@ namespace emulator {
 // quarantine for a while, so that their addresses do not belong to somebody else at once. Any thread may call.
 class TrackedAllocations {
   public:
-    static constexpr uint64_t kAlignment = 64;                        // torch's own
+    static constexpr uint64_t kAlignment = 64;                        // torch's own, of the host's memory
+    static constexpr uint64_t kDeviceAlignment = 256;                 // cudaMalloc's
     static constexpr uint64_t kQuarantineBytes = uint64_t{64} << 20;  // red zones included
 
     // The only one. It is never destroyed: tensors may be freed when nearly all else of the process is gone.
     static TrackedAllocations& instance();
 
-    void* allocate(size_t bytes) noexcept;  // nullptr: there is no memory, or `bytes` is 0
-    void deallocate(void* begin) noexcept;  // of `allocate`; nullptr is nothing
+    // A block's owner is the number of a device, or one of these.
+    static constexpr int kHost = -1;    // memory of torch's allocator: every launch may touch it
+    static constexpr int kPinned = -2;  // of cudaHostAlloc: likewise
+
+    void* allocate(size_t bytes, int owner = kHost) noexcept;  // nullptr: there is no memory, or `bytes` is 0
+    void deallocate(void* begin) noexcept;                     // of `allocate`; nullptr is nothing
 
     // Memory of others that launches may touch all the same, until `disallow` of what is returned.
     uint64_t allow(uint64_t begin, uint64_t bytes, const std::string& name);
@@ -34,8 +40,18 @@ class TrackedAllocations {
     // What messages call the allocation that holds the address; false: there is none.
     bool label(uint64_t address, const std::string& name);
 
-    // For GlobalMemory: what launches may touch, and what is in quarantine (with `is_live` false).
-    std::vector<Allocation> snapshot() const;
+    // For GlobalMemory: what launches on a device may touch, and what is in quarantine (with `is_live` false). kHost: on
+    // any device.
+    std::vector<Allocation> snapshot(int device = kHost) const;
+
+    struct Found {
+        uint64_t begin, end;
+        int owner;
+        bool is_live;
+    };
+    // The block that holds the address, freed ones in quarantine included.
+    std::optional<Found> find(uint64_t address) const;
+    uint64_t live_bytes(int owner) const;
     // What was found written where nothing may write, since the last call: red zones, and memory after its free.
     std::vector<std::string> verify();
 
@@ -44,6 +60,7 @@ class TrackedAllocations {
         uint64_t begin, end;  // as asked for, to the byte
         uint64_t zone_bytes;  // before and, from `end` on, at least so many after it
         uint64_t serial;
+        int owner;
         std::string label;
     };
     static std::string name_of(const Block& block);

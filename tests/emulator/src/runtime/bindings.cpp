@@ -7,6 +7,7 @@
 #include "device.h"
 #include "errors.h"
 #include "launching.h"
+#include "streams.h"
 
 namespace py = pybind11;
 
@@ -60,6 +61,24 @@ void listen(const py::object& callback) {
     });
 }
 
+// Runs a function of Python in the order of a stream: now, or whenever the graph that is being captured is launched.
+void submit_python(uint64_t stream, const std::string& what, const py::object& function) {
+    const auto kept = std::shared_ptr<py::object>(new py::object(function), [](py::object* object) {
+        const py::gil_scoped_acquire acquire;
+        delete object;
+    });
+    const cudaError_t error = submit(reinterpret_cast<cudaStream_t>(stream), what, [kept]() -> cudaError_t {
+        const py::gil_scoped_acquire acquire;
+        try {
+            (*kept)();
+        } catch (const py::error_already_set& raised) {
+            return fail(cudaErrorLaunchFailure, raised.what());
+        }
+        return cudaSuccess;
+    });
+    if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
+}
+
 }  // namespace
 
 void bind_runtime(py::module_& m) {
@@ -71,6 +90,13 @@ void bind_runtime(py::module_& m) {
     part.def("pretend", [](int arch, int num_sms, int64_t most_shared_bytes) {
         pretend({arch / 10, arch % 10, num_sms, most_shared_bytes});
     });
+    part.def("set_devices", [](const std::vector<std::tuple<int, int, int64_t>>& all) {
+        std::vector<Device> devices;
+        for (const auto& [arch, num_sms, bytes] : all) devices.push_back({arch / 10, arch % 10, num_sms, bytes});
+        set_devices(std::move(devices));
+    });
+    part.def("take_failures", &take_failures);
+    part.def("submit", &submit_python);
     part.def("attribute_calls", [] { return attribute_calls.load(); });
     part.def("set_options", &set_options_of);
     part.def("listen", &listen);

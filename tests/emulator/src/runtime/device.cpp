@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstring>
 #include <mutex>
+#include <set>
 #include <vector>
 
 namespace emulator::runtime {
@@ -11,22 +12,44 @@ namespace {
 
 std::mutex mutex;
 std::vector<Device> devices{Device{}};
-int current = 0;
+std::set<int> with_context;
+int first_choice = 0;
+uint64_t num_choices = 1;  // of the process: what a thread chose before the last of them no longer counts
+
+struct Chosen {
+    uint64_t num_choices = 0;
+    int index = 0;
+};
+thread_local Chosen chosen;
+
+int locked_index() {
+    return chosen.num_choices == num_choices ? chosen.index : first_choice;
+}
 
 // Compute capability 8.0 to 9.0 alike (CUDA C++ programming guide, technical specifications per compute capability).
 constexpr int kMostThreads = 1024, kWarpThreads = 32, kRegisters = 65536, kConstantBytes = 65536;
 constexpr int kSmThreads = 2048, kSmCtas = 32, kReservedSharedBytes = 1024;
+constexpr int kBusWidth = 5120, kBusId = 13;
+constexpr int64_t kMemoryBytes = int64_t{80} << 30;
 constexpr int kMostBlock[3] = {1024, 1024, 64}, kMostGrid[3] = {0x7fffffff, 65535, 65535};
 
 int cache_bytes(const Device& device) {
     return device.major < 9 ? 40 << 20 : 50 << 20;  // A100 and H100
 }
 
+// In kHz, of A100 and H100 (SXM).
+int clock_rate(const Device& device) {
+    return device.major < 9 ? 1'410'000 : 1'980'000;
+}
+int memory_clock_rate(const Device& device) {
+    return device.major < 9 ? 1'215'000 : 2'619'000;
+}
+
 }  // namespace
 
 int device_index() {
     const std::lock_guard lock(mutex);
-    return current;
+    return locked_index();
 }
 
 int device_count() {
@@ -36,7 +59,7 @@ int device_count() {
 
 Device device() {
     const std::lock_guard lock(mutex);
-    return devices[current];
+    return devices[locked_index()];
 }
 
 std::optional<Device> device(int index) {
@@ -48,15 +71,30 @@ std::optional<Device> device(int index) {
 bool make_current(int index) {
     const std::lock_guard lock(mutex);
     if (index < 0 || index >= static_cast<int>(devices.size())) return false;
-    current = index;
+    chosen = {num_choices, index};
+    with_context.insert(index);
     return true;
+}
+
+bool has_context(int index) {
+    const std::lock_guard lock(mutex);
+    return with_context.count(index) != 0;
 }
 
 void pretend(const Device& device) {
     const std::lock_guard lock(mutex);
     const auto found = std::find(devices.begin(), devices.end(), device);
-    current = static_cast<int>(found - devices.begin());
+    first_choice = static_cast<int>(found - devices.begin());
+    ++num_choices;
     if (found == devices.end()) devices.push_back(device);
+}
+
+void set_devices(std::vector<Device> replacement) {
+    const std::lock_guard lock(mutex);
+    devices = std::move(replacement);
+    with_context.clear();
+    first_choice = 0;
+    ++num_choices;
 }
 
 std::optional<int> attribute_of(const Device& device, cudaDeviceAttr attribute) {
@@ -102,6 +140,17 @@ std::optional<int> attribute_of(const Device& device, cudaDeviceAttr attribute) 
             return device.major;
         case cudaDevAttrComputeCapabilityMinor:
             return device.minor;
+        case cudaDevAttrClockRate:
+            return clock_rate(device);
+        case cudaDevAttrMemoryClockRate:
+            return memory_clock_rate(device);
+        case cudaDevAttrGlobalMemoryBusWidth:
+            return kBusWidth;
+        case cudaDevAttrPciBusId:
+            return kBusId;
+        case cudaDevAttrPciDeviceId:
+        case cudaDevAttrPciDomainId:
+            return 0;
         case cudaDevAttrClusterLaunch:
             return device.major >= 9 ? 1 : 0;
         case cudaDevAttrCooperativeLaunch:
@@ -132,6 +181,9 @@ cudaDeviceProp properties_of(const Device& device) {
     properties.maxBlocksPerMultiProcessor = kSmCtas;
     std::memcpy(properties.maxThreadsDim, kMostBlock, sizeof(kMostBlock));
     std::memcpy(properties.maxGridSize, kMostGrid, sizeof(kMostGrid));
+    properties.totalGlobalMem = kMemoryBytes;
+    properties.memoryBusWidth = kBusWidth;
+    properties.pciBusID = kBusId;
     properties.totalConstMem = kConstantBytes;
     properties.major = device.major;
     properties.minor = device.minor;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "exports.h"
 
@@ -24,13 +25,16 @@ struct Device {
 constexpr int64_t kSharedBytesByDefault = 48 << 10;  // of a CTA that has not opted in
 constexpr int kCudaVersion = CUDART_VERSION;         // of the runtime and of the driver
 
-// Process-wide, from any thread. Without an index, the current one.
+// From any thread. Without an index: the device that this thread has made current, or the process's first choice.
 int device_index();
 int device_count();
 Device device();
 std::optional<Device> device(int index);
-bool make_current(int index);  // false: there is no such device
-void pretend(const Device& device);
+bool make_current(int index);        // for this thread; false: there is no such device
+bool has_context(int index);         // whether any thread has made the device current
+void pretend(const Device& device);  // for every thread, whatever it made current before
+// Replaces all devices; the first one becomes current.
+void set_devices(std::vector<Device> devices);
 
 // nullopt: the emulator has no answer.
 std::optional<int> attribute_of(const Device& device, cudaDeviceAttr attribute);

@@ -2,6 +2,7 @@
 
 #include <mutex>
 #include <sstream>
+#include <utility>
 
 #include "exports.h"
 
@@ -16,6 +17,8 @@ thread_local LastError last;
 
 std::mutex mutex;
 std::optional<Fault> last_fault;
+std::vector<std::string> failures;
+constexpr size_t kMostFailures = 1000;
 
 struct Known {
     cudaError_t code;
@@ -46,6 +49,20 @@ constexpr Known kKnown[] = {
     EMULATOR_ERROR(cudaErrorLaunchFailure, "unspecified launch failure"),
     EMULATOR_ERROR(cudaErrorNotSupported, "operation not supported"),
     EMULATOR_ERROR(cudaErrorInvalidClusterSize, "Cluster size is invalid"),
+    EMULATOR_ERROR(cudaErrorInvalidResourceHandle, "invalid resource handle"),
+    EMULATOR_ERROR(cudaErrorIllegalState, "the operation cannot be performed in the present state"),
+    EMULATOR_ERROR(cudaErrorHostMemoryNotRegistered, "pointer does not correspond to a registered memory region"),
+    EMULATOR_ERROR(cudaErrorPeerAccessUnsupported, "peer access is not supported between these two devices"),
+    EMULATOR_ERROR(cudaErrorCapturedEvent, "operation not permitted on an event last recorded in a capturing stream"),
+    EMULATOR_ERROR(cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing"),
+    EMULATOR_ERROR(cudaErrorStreamCaptureInvalidated, "operation failed due to a previous error during capture"),
+    EMULATOR_ERROR(cudaErrorStreamCaptureMerge, "operation would result in a merge of separate capture sequences"),
+    EMULATOR_ERROR(cudaErrorStreamCaptureUnmatched, "capture was not ended in the same stream as it began"),
+    EMULATOR_ERROR(cudaErrorStreamCaptureUnjoined, "capturing stream has unjoined work"),
+    EMULATOR_ERROR(cudaErrorStreamCaptureIsolation, "dependency created on uncaptured work in another stream"),
+    EMULATOR_ERROR(cudaErrorStreamCaptureImplicit,
+                   "operation would make the legacy stream depend on a capturing blocking stream"),
+    EMULATOR_ERROR(cudaErrorUnknown, "unknown error"),
 };
 #undef EMULATOR_ERROR
 
@@ -85,7 +102,16 @@ std::string text_of(const Fault& fault) {
 
 cudaError_t fail(cudaError_t code, const std::string& reason) {
     last = {code, code, reason};
+    const std::lock_guard lock(mutex);
+    if (failures.size() < kMostFailures) {
+        failures.push_back(std::string(cudaGetErrorName(code)) + (reason.empty() ? "" : ": " + reason));
+    }
     return code;
+}
+
+std::vector<std::string> take_failures() {
+    const std::lock_guard lock(mutex);
+    return std::exchange(failures, {});
 }
 
 cudaError_t fail(const Fault& fault) {

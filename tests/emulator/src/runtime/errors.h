@@ -4,6 +4,7 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "exports.h"
 #include "fault.h"
@@ -14,6 +15,9 @@ namespace emulator::runtime {
 cudaError_t fail(cudaError_t code, const std::string& reason = "");
 // The same for what a kernel did wrong. The Fault is kept for Python, process-wide, until the next one.
 cudaError_t fail(const Fault& fault);
+
+// All that failed since the last call, as "name of the error: reason", also what host code took no notice of.
+std::vector<std::string> take_failures();
 
 // The last Fault, if `message` tells of it.
 std::optional<Fault> fault_told_in(const std::string& message);

@@ -4,6 +4,7 @@
 
 #pragma GCC visibility push(default)
 
+#include <cuda_profiler_api.h>
 #include <cuda_runtime_api.h>
 #include <vector_types.h>
 

@@ -31,17 +31,24 @@ const PtxText* choose(const std::vector<PtxText>& texts, const Device& device);
 // what a fault in a kernel does. An empty `text`: of the PTX as it is.
 void replace_in_ptx(const std::string& text, const std::string& instead, const std::string& kernel);
 
-// A registered container. Its modules are parsed when something of them is needed first.
-class FatBinary {
+// Where a kernel's code comes from: a container in a library, or a module that the driver has loaded.
+class CodeSource {
   public:
-    explicit FatBinary(const void* wrapper) : wrapper_(wrapper) {}
-
     struct Loaded {
         LoadedModule* module;
         const PtxText* text;
     };
-    // For the device that is pretended; module == nullptr: nothing here runs on it. Throws Faults.
-    Loaded load();
+    virtual ~CodeSource() = default;
+    // For the current device; module == nullptr: nothing here runs on it. Throws Faults.
+    virtual Loaded load() = 0;
+};
+
+// A registered container. Its modules are parsed when something of them is needed first.
+class FatBinary : public CodeSource {
+  public:
+    explicit FatBinary(const void* wrapper) : wrapper_(wrapper) {}
+
+    Loaded load() override;
 
   private:
     const void* wrapper_;

@@ -42,49 +42,6 @@ cudaError_t not_emulated(const char* what, int number) {
                 std::string("the emulator does not know ") + what + ' ' + std::to_string(number));
 }
 
-// The attributes of a launch. Those that only say how fast something should be have no effect.
-cudaError_t apply(const cudaLaunchConfig_t& config, Request& request) {
-    for (unsigned i = 0; i < config.numAttrs; ++i) {
-        const cudaLaunchAttribute& attribute = config.attrs[i];
-        switch (attribute.id) {
-            case cudaLaunchAttributeClusterDimension: {
-                const auto& dim = attribute.val.clusterDim;
-                if (dim.x == 0 || dim.y == 0 || dim.z == 0) return fail(cudaErrorInvalidClusterSize);
-                request.cluster = {dim.x, dim.y, dim.z};
-                break;
-            }
-            case cudaLaunchAttributeCooperative:
-                request.is_cooperative = attribute.val.cooperative != 0;
-                break;
-            case cudaLaunchAttributeProgrammaticStreamSerialization:  // each launch starts when the last has ended
-            case cudaLaunchAttributeIgnore:
-            case cudaLaunchAttributeClusterSchedulingPolicyPreference:
-            case cudaLaunchAttributePriority:
-            case cudaLaunchAttributePreferredSharedMemoryCarveout:
-                break;
-            default:
-                return not_emulated("launch attribute", attribute.id);
-        }
-    }
-    return cudaSuccess;
-}
-
-uint64_t product(const std::array<uint32_t, 3>& size) {
-    return uint64_t{size[0]} * size[1] * size[2];
-}
-
-// CTAs of a kernel that an SM holds at a time, by threads and shared memory.
-cudaError_t occupancy(const Kernel& kernel, const Code& code, int block_size, size_t shared_bytes, uint32_t& num_ctas) {
-    if (block_size <= 0 || block_size > 1024) return fail(cudaErrorInvalidValue);
-    const int64_t dynamic_bytes = static_cast<int64_t>(shared_bytes);
-    num_ctas = 0;
-    if (dynamic_bytes <= most_dynamic_bytes(kernel, code.program)) {
-        const auto threads = static_cast<uint32_t>((block_size + 31) / 32 * 32);
-        num_ctas = ctas_per_sm(device().most_shared_bytes, threads, code.program.static_shared_bytes + dynamic_bytes);
-    }
-    return cudaSuccess;
-}
-
 }  // namespace
 
 unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream) {
@@ -111,23 +68,23 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host_function) {
 }
 
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared_bytes,
-                               cudaStream_t) {
-    return launch_registered(kernel, {grid, block, {}, arguments, shared_bytes});
+                               cudaStream_t stream) {
+    return launch_registered(kernel, {grid, block, {}, arguments, shared_bytes, stream});
 }
 
 cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments, size_t shared_bytes,
-                             cudaStream_t) {
-    return launch_registered(function, {grid, block, {}, arguments, shared_bytes});
+                             cudaStream_t stream) {
+    return launch_registered(function, {grid, block, {}, arguments, shared_bytes, stream});
 }
 
 cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3 grid, dim3 block, void** arguments,
-                                        size_t shared_bytes, cudaStream_t) {
-    return launch_registered(function, {grid, block, {}, arguments, shared_bytes, /*is_cooperative=*/true});
+                                        size_t shared_bytes, cudaStream_t stream) {
+    return launch_registered(function, {grid, block, {}, arguments, shared_bytes, stream, /*is_cooperative=*/true});
 }
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void** arguments) {
-    Request request{config->gridDim, config->blockDim, {}, arguments, config->dynamicSmemBytes};
-    const cudaError_t error = apply(*config, request);
+    Request request{config->gridDim, config->blockDim, {}, arguments, config->dynamicSmemBytes, config->stream};
+    const cudaError_t error = apply(config->attrs, config->numAttrs, request);
     return error != cudaSuccess ? error : launch_registered(function, request);
 }
 
@@ -136,13 +93,7 @@ cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribu
     return with_code(function, [&](Kernel& kernel, const Code& code) {
         switch (attribute) {
             case cudaFuncAttributeMaxDynamicSharedMemorySize:
-                if (value < 0 || value + code.program.static_shared_bytes > device().most_shared_bytes) {
-                    return fail(cudaErrorInvalidValue, "invalid argument: " + std::to_string(value) +
-                                                           " bytes of dynamic shared memory on a device that has " +
-                                                           std::to_string(device().most_shared_bytes) + " for a CTA");
-                }
-                kernel.allow_dynamic_bytes(device_index(), value);
-                return cudaSuccess;
+                return allow_dynamic_bytes(kernel, code, value);
             case cudaFuncAttributeNonPortableClusterSizeAllowed:
                 kernel.may_have_large_clusters = value != 0;
                 return cudaSuccess;
@@ -179,10 +130,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* fu
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* num_ctas, const void* function, int block_size,
                                                           size_t shared_bytes) {
     return with_code(function, [&](const Kernel& kernel, const Code& code) {
-        uint32_t found = 0;
-        const cudaError_t error = occupancy(kernel, code, block_size, shared_bytes, found);
-        *num_ctas = static_cast<int>(found);
-        return error;
+        return occupancy(kernel, code, block_size, shared_bytes, *num_ctas);
     });
 }
 
@@ -197,12 +145,8 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* num_ctas
 cudaError_t cudaOccupancyMaxActiveClusters(int* num_clusters, const void* function, const cudaLaunchConfig_t* config) {
     return with_code(function, [&](const Kernel& kernel, const Code& code) {
         Request request{config->gridDim, config->blockDim, {1, 1, 1}, nullptr, config->dynamicSmemBytes};
-        if (const cudaError_t error = apply(*config, request); error != cudaSuccess) return error;
-        const dim3& block = request.block;
-        uint32_t num_ctas = 0;
-        const cudaError_t error =
-            occupancy(kernel, code, static_cast<int>(block.x * block.y * block.z), request.shared_bytes, num_ctas);
-        *num_clusters = static_cast<int>(uint64_t{num_ctas} * device().num_sms / product(request.cluster));
-        return error;
+        if (const cudaError_t error = apply(config->attrs, config->numAttrs, request); error != cudaSuccess)
+            return error;
+        return cluster_occupancy(kernel, code, request, *num_clusters);
     });
 }

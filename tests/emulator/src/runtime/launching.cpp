@@ -4,6 +4,7 @@
 
 #include "allocations.h"
 #include "errors.h"
+#include "streams.h"
 
 namespace emulator::runtime {
 namespace {
@@ -13,11 +14,11 @@ Options current_options;
 int current_runs = 1;
 std::function<void(const Launched&)> current_listener;
 
-GlobalMemory memory_of(const LoadedModule& module, const uint64_t& workspace, bool tracked) {
+GlobalMemory memory_of(const LoadedModule& module, const uint64_t& workspace, bool tracked, int device) {
     std::vector<Allocation> allocations = module.allocations();
     allocations.push_back(allocation_of(workspace));
     if (tracked) {
-        const std::vector<Allocation> live = TrackedAllocations::instance().snapshot();
+        const std::vector<Allocation> live = TrackedAllocations::instance().snapshot(device);
         allocations.insert(allocations.end(), live.begin(), live.end());
     } else {
         // No host maps anything beyond these, so that null pointers are found out.
@@ -93,7 +94,7 @@ void set_listener(std::function<void(const Launched&)> listener) {
 }
 
 std::optional<Code> code_of(const Kernel& kernel) {
-    const FatBinary::Loaded loaded = kernel.binary->load();
+    const CodeSource::Loaded loaded = kernel.source->load();
     if (loaded.module == nullptr) return std::nullopt;
     return Code{loaded.module->program(kernel.name), *loaded.text, *loaded.module};
 }
@@ -104,19 +105,116 @@ int64_t most_dynamic_bytes(const Kernel& kernel, const Program& program) {
     return std::max<int64_t>(0, kSharedBytesByDefault - program.static_shared_bytes);
 }
 
+cudaError_t apply(const cudaLaunchAttribute* attributes, unsigned num_attributes, Request& request) {
+    for (unsigned i = 0; i < num_attributes; ++i) {
+        const cudaLaunchAttribute& attribute = attributes[i];
+        switch (attribute.id) {
+            case cudaLaunchAttributeClusterDimension: {
+                const auto& dim = attribute.val.clusterDim;
+                if (dim.x == 0 || dim.y == 0 || dim.z == 0) return fail(cudaErrorInvalidClusterSize);
+                request.cluster = {dim.x, dim.y, dim.z};
+                break;
+            }
+            case cudaLaunchAttributeCooperative:
+                request.is_cooperative = attribute.val.cooperative != 0;
+                break;
+            case cudaLaunchAttributeProgrammaticStreamSerialization:  // each launch starts when the last has ended
+            case cudaLaunchAttributeIgnore:
+            case cudaLaunchAttributeClusterSchedulingPolicyPreference:
+            case cudaLaunchAttributePriority:
+            case cudaLaunchAttributePreferredSharedMemoryCarveout:
+                break;
+            default:
+                return fail(cudaErrorNotSupported,
+                            "the emulator does not know launch attribute " + std::to_string(attribute.id));
+        }
+    }
+    return cudaSuccess;
+}
+
+cudaError_t occupancy(const Kernel& kernel, const Code& code, int block_size, size_t shared_bytes, int& num_ctas) {
+    if (block_size <= 0 || block_size > 1024) return fail(cudaErrorInvalidValue);
+    const int64_t dynamic_bytes = static_cast<int64_t>(shared_bytes);
+    num_ctas = 0;
+    if (dynamic_bytes <= most_dynamic_bytes(kernel, code.program)) {
+        const auto threads = static_cast<uint32_t>((block_size + 31) / 32 * 32);
+        const int64_t bytes = code.program.static_shared_bytes + dynamic_bytes;
+        num_ctas = static_cast<int>(ctas_per_sm(device().most_shared_bytes, threads, bytes));
+    }
+    return cudaSuccess;
+}
+
+cudaError_t cluster_occupancy(const Kernel& kernel, const Code& code, const Request& request, int& num_clusters) {
+    const dim3& block = request.block;
+    const auto& cluster = request.cluster;
+    int num_ctas = 0;
+    const cudaError_t error =
+        occupancy(kernel, code, static_cast<int>(block.x * block.y * block.z), request.shared_bytes, num_ctas);
+    const int64_t ctas_of_cluster = std::max<int64_t>(1, int64_t{cluster[0]} * cluster[1] * cluster[2]);
+    num_clusters = static_cast<int>(int64_t{num_ctas} * device().num_sms / ctas_of_cluster);
+    return error;
+}
+
+cudaError_t allow_dynamic_bytes(Kernel& kernel, const Code& code, int bytes) {
+    if (bytes < 0 || bytes + code.program.static_shared_bytes > device().most_shared_bytes) {
+        return fail(cudaErrorInvalidValue, "invalid argument: " + std::to_string(bytes) +
+                                               " bytes of dynamic shared memory on a device that has " +
+                                               std::to_string(device().most_shared_bytes) + " for a CTA");
+    }
+    kernel.allow_dynamic_bytes(device_index(), bytes);
+    return cudaSuccess;
+}
+
+namespace {
+
+// A launch whose arguments have been read: a graph runs it again.
+struct Prepared {
+    Code code;
+    Launch launch;
+    Options options;
+    int device;
+    bool is_cooperative;
+
+    cudaError_t run() const;
+};
+
+cudaError_t Prepared::run() const try {
+    uint64_t workspace = 0;
+    const GlobalMemory memory = memory_of(code.module, workspace, options.tracked, device);
+    Launch ready = launch;
+    ready.memory = &memory;
+    if (is_cooperative) ready.grid_workspace = reinterpret_cast<uint64_t>(&workspace);
+    std::function<void(const Launched&)> listener;
+    int runs;
+    {
+        const std::lock_guard lock(mutex);
+        listener = current_listener;
+        runs = current_runs;
+    }
+    for (int run = 0; run < runs; ++run) {
+        const Report report = run_launch(ready);
+        if (listener) listener({code.program, code.text, ready, report});
+    }
+    return cudaSuccess;
+} catch (const Fault& fault) {
+    return fail(fault);
+}
+
+}  // namespace
+
 cudaError_t launch(const Kernel& kernel, const Request& request) try {
     const std::optional<Code> code = code_of(kernel);
-    if (!code) return fail(cudaErrorNoKernelImageForDevice);
+    if (!code) {
+        return fail(cudaErrorNoKernelImageForDevice,
+                    "no kernel image is available for execution on the device: " + kernel.name);
+    }
     const cudaError_t error = check(kernel, code->program, request);
     if (error != cudaSuccess) return error;
 
     const Options options = runtime::options();
     const Device device = runtime::device();
-    uint64_t workspace = 0;
-    const GlobalMemory memory = memory_of(code->module, workspace, options.tracked);
     Launch launch{};
     launch.program = &code->program;
-    launch.memory = &memory;
     launch.parameters = packed(code->program, request.arguments);
     const auto set = [](uint32_t (&to)[3], const dim3& from) { to[0] = from.x, to[1] = from.y, to[2] = from.z; };
     set(launch.grid, request.grid);
@@ -126,25 +224,17 @@ cudaError_t launch(const Kernel& kernel, const Request& request) try {
     launch.num_sms = device.num_sms;
     launch.seed = options.seed;
     launch.checks = options.checks;
-    launch.races = options.races;
+    launch.races = options.races && !kernel.may_race();
+    launch.replicated_stores = kernel.is_tritons;  // what several warps hold, Triton has them all store
     launch.uninitialised_errors = options.uninitialised;
     launch.unawaited_errors = options.unawaited;
     launch.instruction_limit = options.instruction_limit;
     launch.workers = options.workers;
-    if (request.is_cooperative) launch.grid_workspace = reinterpret_cast<uint64_t>(&workspace);
+    uint64_t workspace = 0;
+    if (request.is_cooperative) launch.grid_workspace = reinterpret_cast<uint64_t>(&workspace);  // for check_launch
     check_launch(device.most_shared_bytes, launch);
-    std::function<void(const Launched&)> listener;
-    int runs;
-    {
-        const std::lock_guard lock(mutex);
-        listener = current_listener;
-        runs = current_runs;
-    }
-    for (int run = 0; run < runs; ++run) {
-        const Report report = run_launch(launch);
-        if (listener) listener({code->program, code->text, launch, report});
-    }
-    return cudaSuccess;
+    const Prepared prepared{*code, std::move(launch), options, device_index(), request.is_cooperative};
+    return submit(request.stream, kernel.name, [prepared] { return prepared.run(); }, /*needs_own_device=*/true);
 } catch (const Fault& fault) {
     return fail(fault);
 }

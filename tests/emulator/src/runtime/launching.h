@@ -39,8 +39,13 @@ struct Request {
     std::array<uint32_t, 3> cluster = {0, 0, 0};  // {0, …}: what the kernel requires, else 1
     void** arguments;
     size_t shared_bytes;
+    cudaStream_t stream = nullptr;
     bool is_cooperative = false;
 };
+
+// Follows the attributes of a launch; the driver's have the same layout. Those that only say how fast something should be
+// have no effect.
+cudaError_t apply(const cudaLaunchAttribute* attributes, unsigned num_attributes, Request& request);
 
 // The kernel's code for the pretended device. Throws a Fault; nullopt: there is none for it.
 struct Code {
@@ -56,7 +61,15 @@ extern std::atomic<int64_t> attribute_calls;
 // What one CTA may have of dynamic shared memory, by default or by cudaFuncSetAttribute.
 int64_t most_dynamic_bytes(const Kernel& kernel, const Program& program);
 
-// Runs it to its end. Errors are those of cudaLaunchKernel, and whatever the kernel itself does wrong.
+// CTAs of a kernel that an SM holds at a time, by threads and shared memory; and clusters that the device holds.
+cudaError_t occupancy(const Kernel& kernel, const Code& code, int block_size, size_t shared_bytes, int& num_ctas);
+cudaError_t cluster_occupancy(const Kernel& kernel, const Code& code, const Request& request, int& num_clusters);
+
+// Lets a CTA of the kernel have so much dynamic shared memory on the current device.
+cudaError_t allow_dynamic_bytes(Kernel& kernel, const Code& code, int bytes);
+
+// Runs it to its end, unless its stream is being captured. Errors are those of cudaLaunchKernel, and whatever the kernel
+// itself does wrong.
 cudaError_t launch(const Kernel& kernel, const Request& request);
 
 }  // namespace emulator::runtime

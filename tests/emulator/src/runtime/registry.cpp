@@ -24,39 +24,41 @@ FatBinary* Registry::add(const void* wrapper) {
     const std::lock_guard lock(mutex_);
     auto binary = std::make_unique<FatBinary>(wrapper);
     FatBinary* const address = binary.get();
-    binaries_[address] = std::move(binary);
+    binaries_[address].container = std::move(binary);
     return address;
 }
 
 void Registry::remove(FatBinary* binary) {
     const std::lock_guard lock(mutex_);
-    for (auto it = kernels_.begin(); it != kernels_.end();) {
-        it = it->second->binary == binary ? kernels_.erase(it) : std::next(it);
+    const auto found = binaries_.find(binary);
+    if (found == binaries_.end()) return;
+    for (const void* kernel : found->second.kernels) {
+        handles_.erase(kernels_[kernel].get());
+        kernels_.erase(kernel);
     }
-    for (auto it = variables_.begin(); it != variables_.end();) {
-        it = it->second.binary == binary ? variables_.erase(it) : std::next(it);
-    }
-    binaries_.erase(binary);
+    for (const void* variable : found->second.variables) variables_.erase(variable);
+    binaries_.erase(found);
 }
 
 void Registry::add_kernel(const void* host_function, FatBinary* binary, const std::string& name) {
     const std::lock_guard lock(mutex_);
-    kernels_[host_function] = std::make_unique<Kernel>(binary, name);
+    auto& kernel = kernels_[host_function] = std::make_unique<Kernel>(binary, name);
+    handles_.insert(kernel.get());
+    binaries_[binary].kernels.push_back(host_function);
 }
 
 void Registry::add_variable(const void* host_variable, FatBinary* binary, const std::string& name, size_t bytes) {
     const std::lock_guard lock(mutex_);
     variables_[host_variable] = {binary, name, bytes};
+    binaries_[binary].variables.push_back(host_variable);
 }
 
 Kernel* Registry::kernel(const void* function) {
     const std::lock_guard lock(mutex_);
     const auto found = kernels_.find(function);
     if (found != kernels_.end()) return found->second.get();
-    for (const auto& [host_function, kernel] : kernels_) {
-        if (kernel.get() == function) return kernel.get();
-    }
-    return nullptr;
+    auto* const handle = static_cast<Kernel*>(const_cast<void*>(function));
+    return handles_.count(handle) != 0 ? handle : nullptr;
 }
 
 const Variable* Registry::variable(const void* host_variable) {

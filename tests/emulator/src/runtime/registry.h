@@ -6,18 +6,25 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
+#include <vector>
 
 #include "fat_binary.h"
 
 namespace emulator::runtime {
 
-// A __global__ function. It is what a cudaKernel_t points to.
+// A __global__ function. It is what a cudaKernel_t or a CUfunction points to.
 struct Kernel {
-    Kernel(FatBinary* binary, std::string name) : binary(binary), name(std::move(name)) {}
+    Kernel(CodeSource* source, std::string name, bool is_tritons = false)
+        : source(source), name(std::move(name)), is_tritons(is_tritons) {}
 
-    FatBinary* const binary;
+    CodeSource* const source;
     const std::string name;
+    const bool is_tritons;
+    // Inductor changes blocks in place that have fewer elements than threads: all warps load them, and one stores them.
+    // That is a race, and harmless where nothing else is made of what was loaded.
+    bool may_race() const { return is_tritons && name.rfind("triton_", 0) == 0; }
     // Of cudaFuncSetAttribute, from any thread.
     std::atomic<bool> may_have_large_clusters{false};
     void allow_dynamic_bytes(int device, int64_t bytes);
@@ -51,8 +58,13 @@ class Registry {
 
   private:
     std::mutex mutex_;
-    std::map<FatBinary*, std::unique_ptr<FatBinary>> binaries_;
+    struct Binary {
+        std::unique_ptr<FatBinary> container;
+        std::vector<const void*> kernels, variables;  // the host's addresses
+    };
+    std::map<FatBinary*, Binary> binaries_;
     std::map<const void*, std::unique_ptr<Kernel>> kernels_;
+    std::set<const Kernel*> handles_;
     std::map<const void*, Variable> variables_;
 };
 
