@@ -47,7 +47,8 @@ class NativeBuild:
     """All that decides what the native library becomes. ``toolkit`` is None in a build without CUDA kernels.
 
     With ``emulated_runtime``, a library that stands in for the CUDA runtime, this is the build of the tests' emulator:
-    kernels are PTX alone, with the lines of their sources, and the ops are registered for CPU tensors.
+    kernels are PTX alone, with the lines of their sources, and the ops are registered for CPU tensors, or with
+    ``takes_cuda_tensors`` as in every other build. Both take their kernels from the same ``output``.
 
     ``namespace``: that of the operators in ``torch.ops``. Only ``bindings.o`` depends on it: a library with another one
     takes every other object from the same ``output`` as it is.
@@ -61,6 +62,7 @@ class NativeBuild:
     toolkit: CudaToolkit | None
     instances: Sequence[Instance]
     emulated_runtime: Path | None = None
+    takes_cuda_tensors: bool = False
     namespace: str = NAMESPACE
 
     @property
@@ -78,8 +80,13 @@ class NativeBuild:
 
     @property
     def own_output(self) -> Path:
-        """Where that lies which depends on the namespace."""
-        return self.output if self.namespace == NAMESPACE else self.output / self.namespace
+        """The folder of the library and of what depends on the namespace."""
+        return self.api_output if self.namespace == NAMESPACE else self.output / self.namespace
+
+    @property
+    def api_output(self) -> Path:
+        """The folder of what depends on the tensors that the ops take."""
+        return self.output / "cuda_tensors" if self.takes_cuda_tensors else self.output
 
     def description(self) -> dict[str, object]:
         """What ``fastattn_build_info()`` of the library returns, as JSON."""
@@ -103,8 +110,9 @@ class NativeBuild:
             defines += ["-DFASTATTN_WITH_CUDA", *(f"-DFASTATTN_ARCH_{name.upper()}" for name in self.architectures)]
             system_include += ["-isystem", self.toolkit.include]
             cuda_libraries = [self.toolkit.library / "libcudart_static.a", "-ldl", "-lrt", "-lpthread"]
+        api_defines = list(defines)
         if self.emulated_runtime:
-            defines += ["-DFASTATTN_EMULATED"]
+            api_defines += [] if self.takes_cuda_tensors else ["-DFASTATTN_EMULATED"]
             cuda_libraries = [self.emulated_runtime]
         # Assertions carry their file's name: keep the paths of this machine out of the library.
         names = [f"-ffile-prefix-map={folder}/=" for folder in (self.source, self.torch / "include")]
@@ -112,7 +120,7 @@ class NativeBuild:
         cxx_flags: list[str | Path] = [
             *("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
             *("-ffunction-sections", "-fdata-sections", "-Wall", "-Wextra", "-Werror=return-type", *names),
-            *(f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", f"-DFASTATTN_BUILD_INFO={build_info}", *defines),
+            *(f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", f"-DFASTATTN_BUILD_INFO={build_info}", *api_defines),
             *(*include, *system_include),
         ]
         link_flags = [
@@ -159,7 +167,7 @@ class NativeBuild:
         lines += [f"build {objects[0]}: cxx {ninja_path(self.source / 'bindings.cpp')}"]
         lines += [f"  defines = -DFASTATTN_NAMESPACE={self.namespace}"]
         for path in sorted(self.source.glob("api/*.cpp")):
-            objects.append(ninja_path(self.output / path.relative_to(self.source).with_suffix(".o")))
+            objects.append(ninja_path(self.api_output / path.relative_to(self.source).with_suffix(".o")))
             lines += [f"build {objects[-1]}: cxx {ninja_path(path)}"]
         for instance in self.instances:
             objects.append(ninja_path(self.output / instance.object_path))
