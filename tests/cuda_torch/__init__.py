@@ -1,0 +1,1 @@
+"""torch's CUDA build over the emulated device: see README.md."""

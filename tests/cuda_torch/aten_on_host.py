@@ -1,0 +1,234 @@
+"""torch's CUDA operators, computed on the CPU over the same memory: the emulated device's memory is the host's.
+
+torch's own kernels are machine code, which nothing here executes. So every aten operator that has a CUDA kernel gets
+another one, which calls the operator on CPU tensors that share the memory of its arguments. It follows the stream: while
+that is being captured, the operator becomes a part of the graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_torch import sdpa_on_host
+
+# Allocation, views, the choice of SDPA's back end, and what moves numbers between devices: torch's own code, which calls
+# the emulated runtime.
+_KEPT = {
+    "empty.memory_format",
+    "empty_strided",
+    "as_strided",
+    "view",
+    "_reshape_alias",
+    "unfold",
+    "resize_",
+    "record_stream",
+    "is_pinned",
+    "_pin_memory",
+    "set_",
+    "set_.source_Storage",
+    "set_.source_Storage_storage_offset",
+    "set_.source_Tensor",
+    "_local_scalar_dense",
+    "_fused_sdp_choice",
+    "_cudnn_init_dropout_state",
+}
+
+_generators: dict[int, torch.Generator] = {}
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Returns a CPU tensor over the memory of a CUDA tensor."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    array = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    flat = torch.frombuffer(array, dtype=torch.uint8)
+    out = torch.empty(0, dtype=tensor.dtype)
+    out.set_(flat.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    if tensor.is_conj():
+        out = out.conj()
+    return torch._neg_view(out) if tensor.is_neg() else out
+
+
+def _generator(cuda: torch.Generator) -> torch.Generator:
+    """Returns the CPU's generator that stands for one of a CUDA device, seeded alike at first."""
+    key = cuda.initial_seed()
+    if key not in _generators:
+        _generators[key] = torch.Generator().manual_seed(key)
+    return _generators[key]
+
+
+class _Arguments:
+    """The arguments of one call on the CPU, and the way back from its results."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[Tensor, Tensor]] = []  # (CPU, CUDA)
+        self.meta: dict[int, Tensor] = {}  # by place in `given`
+        self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def lower(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_cuda:
+            self.device = value.device
+            self.given.append((alias(value), value))
+            return self.given[-1][0]
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self.lower, value))
+        if isinstance(value, torch.device) and value.type == "cuda":
+            self.device = value if value.index is not None else self.device
+            return torch.device("cpu")
+        if isinstance(value, torch.Generator) and value.device.type == "cuda":
+            return _generator(value)
+        return value
+
+    def follow_sizes(self) -> None:
+        """Gives results that the operator has resized (``out=``, from no elements) their sizes on the device, too."""
+        for cpu, cuda in self.given:
+            if cpu.shape != cuda.shape:
+                cuda.resize_(cpu.shape)
+                cuda.as_strided_(cpu.shape, cpu.stride())
+                _write(alias(cuda), cpu)
+
+    def lift(self, value: Any) -> Any:
+        """Copies a result to the device; what an in-place operator returns is what it was given."""
+        if isinstance(value, Tensor):
+            if value.device.type != "cpu":
+                return value
+            for cpu, cuda in self.given:
+                if value is cpu:
+                    return cuda
+            out = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self.device)
+            if value.numel():
+                alias(out).copy_(value)
+            return out
+        return type(value)(map(self.lift, value)) if isinstance(value, (list, tuple)) else value
+
+    def as_meta(self, value: Any) -> Any:
+        """Returns an argument with meta tensors in place of those that `lower` has made."""
+        if isinstance(value, Tensor):
+            for index, (cpu, _) in enumerate(self.given):
+                if value is cpu:
+                    return self.meta.setdefault(
+                        index, torch.empty_strided(cpu.shape, cpu.stride(), dtype=cpu.dtype, device="meta")
+                    )
+            return value
+        if isinstance(value, torch.device):
+            return torch.device("meta")
+        return type(value)(map(self.as_meta, value)) if isinstance(value, (list, tuple)) else value
+
+    def lift_shapes(self, value: Any) -> Any:
+        """Makes results on the device of what an operator has returned for meta tensors."""
+        if isinstance(value, Tensor):
+            for index, tensor in self.meta.items():
+                if value is tensor:
+                    return self.given[index][1]
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self.device)
+        return type(value)(map(self.lift_shapes, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _aliases(results: Any) -> Any:
+    """Returns results with `alias` of each CUDA tensor in its place, which does not keep the tensor alive: no graph does."""
+    if isinstance(results, Tensor):
+        return alias(results) if results.is_cuda else results
+    return type(results)(map(_aliases, results)) if isinstance(results, (list, tuple)) else results
+
+
+def _write(targets: Any, values: Any) -> None:
+    """Copies what an operator has computed to where its results lie."""
+    if isinstance(targets, Tensor):
+        if targets.numel() and targets.data_ptr() != values.data_ptr():
+            targets.copy_(values)
+    elif isinstance(targets, (list, tuple)):
+        for target, value in zip(targets, values, strict=True):
+            _write(target, value)
+
+
+def _tensor_arguments(op: Any) -> list[bool]:
+    """Returns which of the operator's arguments are tensors."""
+    schema = getattr(op, "_schema", None)
+    return [str(argument.type) == "Tensor" for argument in schema.arguments] if schema is not None else []
+
+
+def on_host(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a CUDA kernel for an operator that has a CPU kernel."""
+    overload, tensors = op, _tensor_arguments(op)
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        # torch hands a number that stands for a tensor (``x & 1``) over as the number, which another overload takes.
+        numbers = any(isinstance(arg, (int, float, complex)) for arg, is_tensor in zip(args, tensors) if is_tensor)
+        op = overload.overloadpacket if numbers else overload
+        arguments = _Arguments()
+        lowered = arguments.lower(args)
+        named = {name: arguments.lower(value) for name, value in kwargs.items()}
+        if not torch.cuda.is_current_stream_capturing():
+            results = op(*lowered, **named)
+            arguments.follow_sizes()
+            return arguments.lift(results)
+        # Nothing may be computed now, and what the arguments hold means nothing: results get their shapes from meta tensors.
+        results = arguments.lift_shapes(
+            op(*map(arguments.as_meta, lowered), **{n: arguments.as_meta(v) for n, v in named.items()})
+        )
+        from emulator.native import native
+
+        stream = torch.cuda.current_stream(arguments.device).cuda_stream
+        targets = _aliases(results)
+        native.runtime.submit(stream, str(op), lambda: _write(targets, op(*lowered, **named)))
+        return results
+
+    return compute
+
+
+def _copy_(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """``aten::copy_`` between devices and on one: torch's own uses kernels for strides and for other dtypes."""
+    to, origin = (alias(tensor) if tensor.is_cuda else tensor for tensor in (self, source))
+    if torch.cuda.is_current_stream_capturing():
+        from emulator.native import native
+
+        native.runtime.submit(torch.cuda.current_stream().cuda_stream, "aten::copy_", lambda: to.copy_(origin) and None)
+    else:
+        to.copy_(origin)
+    return self
+
+
+def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    return torch.ops.aten._softmax(x.float() if half_to_float else x, dim, False)
+
+
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    return torch.ops.aten._log_softmax(x.float() if half_to_float else x, dim, False)
+
+
+# Operators whose CUDA kernels take what their CPU kernels do not.
+_OTHERS: dict[str, Callable[..., Any]] = {
+    **sdpa_on_host.OPERATORS,
+    "_softmax": _softmax,  # to float32 on the way
+    "_log_softmax": _log_softmax,
+}
+
+_library: list[torch.library.Library] = []  # an override lives as long as its library
+
+
+def install() -> list[str]:
+    """Overrides all operators that can be; returns the names of those that stayed torch's own."""
+    library, stayed = torch.library.Library("aten", "IMPL"), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of each override
+        for full in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
+            name = full.removeprefix("aten::")
+            if not full.startswith("aten::") or name in _KEPT:
+                continue
+            packet, _, overload = name.partition(".")
+            try:
+                op = _OTHERS.get(name) or getattr(getattr(torch.ops.aten, packet), overload or "default")
+                library.impl(name, on_host(op), "CUDA")
+            except (AttributeError, RuntimeError):
+                stayed.append(full)
+        library.impl("copy_", _copy_, "CUDA")
+    _library.append(library)
+    return stayed

@@ -1,0 +1,36 @@
+"""What every process of ``.venv-cuda`` does when it has imported torch (environment.py registers it)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+from cuda_torch.environment import nvidia_folder, site_packages
+from cuda_torch.stand_ins import DRIVER
+from emulator.build import BUILD
+
+HERE = Path(__file__).parent
+KIB = 1024
+# (compute capability times ten, multiprocessors, shared memory of a CTA): an H100 and an A100.
+DEVICES = [(90, 132, 227 * KIB), (80, 108, 163 * KIB)]
+LIBRARY = BUILD / "native" / "cuda_tensors" / "libfastattn.so"
+
+
+def install() -> None:
+    """Gives the process its two devices, and torch's operators a way to compute on them."""
+    folder = nvidia_folder(site_packages())
+    ctypes.CDLL(str(folder / DRIVER))  # found by its name from now on, as the driver of a machine is
+    from emulator import cuda_runtime, options  # noqa: F401  (the runtime's launches are noted from here on)
+    from emulator.native import native
+
+    native.runtime.set_devices(DEVICES)
+    options.start(tracked=True, uninitialised=True)
+    os.environ.setdefault("TRITON_PTXAS_PATH", str(HERE / "ptxas_stand_in"))
+    os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(BUILD / "cuda_torch" / "triton"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(BUILD / "cuda_torch" / "inductor"))
+    os.environ.setdefault("FASTATTN_LIBRARY", str(LIBRARY))
+    from cuda_torch import aten_on_host
+
+    aten_on_host.install()

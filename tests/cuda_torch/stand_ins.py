@@ -1,0 +1,117 @@
+"""Libraries that stand in for those of NVIDIA which torch's CUDA build is linked with.
+
+The loader wants every symbol to be there. The CUDA runtime and the driver are the emulator; of all other libraries (cuBLAS,
+cuDNN, NCCL, …) each function says that it is not here and returns an error.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+DRIVER = "libcuda.so.1"
+
+# Prefixes of functions whose versions do not name their library, and how the names of those libraries begin.
+_PREFIXES = {
+    "cusparseLt": "libcusparseLt.",
+    "cuFile": "libcufile.",
+    "nccl": "libnccl.",
+    "nvshmem": "libnvshmem_host.",
+    "cudnn": "libcudnn.",
+    "cupti": "libcupti.",
+}
+
+_SOURCE = """
+#include <stdio.h>
+#include <stdlib.h>
+static int is_not_here(const char* name) {{
+    fprintf(stderr, "%s was called: {library} is a stand-in\\n", name);
+    return 1;
+}}
+"""
+
+
+def _lines(*command: str | Path) -> list[str]:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def needed(libraries: Iterable[Path]) -> set[str]:
+    """Returns the names of the libraries that these are linked with."""
+    found = set()
+    for library in libraries:
+        for line in _lines("readelf", "-d", library):
+            if "(NEEDED)" in line:
+                found.add(line.partition("[")[2].rstrip("]"))
+    return found
+
+
+def wanted(libraries: list[Path]) -> dict[str, dict[str, str]]:
+    """Returns, by library of NVIDIA's, the functions that ``libraries`` want of it, each with its version or ""."""
+    own = {library.name for library in libraries}
+    names = {name for name in needed(libraries) - own if re.match(r"lib(cu|nccl|nv)", name)}
+    found: dict[str, dict[str, str]] = {name: {} for name in names}
+    for line in _lines("nm", "-D", "--undefined-only", "--with-symbol-versions", *libraries):
+        if not line.strip() or line.endswith(":"):
+            continue
+        symbol, _, version = line.split()[-1].partition("@")
+        owner: str | None = version
+        if version not in names:
+            start = next((file for prefix, file in _PREFIXES.items() if symbol.startswith(prefix)), None)
+            owner = next((name for name in names if start is not None and name.startswith(start)), None)
+        if owner is not None:
+            found[owner][symbol] = version
+    return found
+
+
+def _compile(library: Path, source: str, *options: str | Path) -> None:
+    subprocess.run(
+        [
+            "cc",
+            "-shared",
+            "-fPIC",
+            "-w",
+            "-x",
+            "c",
+            "-",
+            "-x",
+            "none",
+            "-o",
+            library,
+            f"-Wl,-soname,{library.name}",
+            *options,
+        ],
+        input=source,
+        text=True,
+        check=True,
+    )
+
+
+def make(libraries: list[Path], cudart: Path, folder: Path) -> None:
+    """Makes all that ``libraries`` are linked with in ``folder``; the runtime there is a link to ``cudart``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    runtime = folder / cudart.name
+    runtime.unlink(missing_ok=True)
+    runtime.symlink_to(cudart)
+    for name, functions in wanted(libraries).items():
+        if name in (cudart.name, DRIVER):
+            continue
+        source = _SOURCE.format(library=name)
+        source += "".join(f'int {symbol}(void) {{ return is_not_here("{symbol}"); }}\n' for symbol in functions)
+        by_version = defaultdict(list)
+        for symbol, version in functions.items():
+            by_version[version].append(symbol)
+        options: list[str | Path] = []
+        if any(by_version):
+            versions = folder / "versions.map"
+            nodes = (
+                f"{version} {{ global: {'; '.join(symbols)}; }};" for version, symbols in by_version.items() if version
+            )
+            versions.write_text("\n".join(nodes) + "\n")
+            options = [f"-Wl,--version-script={versions}"]
+        _compile(folder / name, source, *options)
+    (folder / "versions.map").unlink(missing_ok=True)
+    # The driver's functions are in the runtime's library: whoever is linked with this one finds them behind it.
+    _compile(folder / DRIVER, "", "-Wl,--no-as-needed", runtime)
