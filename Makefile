@@ -14,7 +14,7 @@ NATIVE := $(shell find csrc -name __pycache__ -prune -o -print)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install test demo bench gpu-check hub-kernel docs lint clean
+.PHONY: help install test test-cuda demo bench gpu-check hub-kernel docs lint clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -51,6 +51,19 @@ install: $(TOOLS) ## make .venv with everything in it and build fastattn there; 
 
 test: $(BUILT) ## run the tests, a process for each core; PYTEST_ARGS="-m quick" narrows them
 	$(BIN)/python -m pytest -n auto --dist loadgroup $(PYTEST_ARGS)
+
+# torch's CUDA build over the emulated device, both GPUs at a time. Where kernels run by themselves, each tensor is an
+# allocation of its own, so that its bounds are the kernel's; graphs need torch's own allocator.
+TORCH ?= 2.11.0
+CUDA_PYTEST := .venv-cuda/bin/python -m pytest -q -p cuda_torch.plugin
+KERNEL_TESTS := tests/all_kernels/test_each_kernel.py tests/attention/test_three_backends.py
+
+test-cuda: $(BUILT) ## the kernels under torch's CUDA build, on emulated GPUs; TORCH=2.12.0 chooses the release
+	$(BIN)/python tests/cuda_torch/environment.py --torch $(TORCH)
+	@export PYTORCH_NO_CUDA_MEMORY_CACHING=1; \
+	for device in 0 1; do $(CUDA_PYTEST) --cuda-device $$device $(KERNEL_TESTS) & jobs="$${jobs:-} $$!"; done; \
+	for job in $$jobs; do wait $$job; done
+	$(CUDA_PYTEST) -n auto --dist loadgroup tests/cuda_torch tests/packages/test_private_names.py $(PYTEST_ARGS)
 
 demo: $(BUILT) ## a sentence model and a small decoder, plain and with fastattn
 	$(BIN)/python examples/demo.py
@@ -92,5 +105,5 @@ lint: $(TOOLS) ## ruff, mypy and clang-format; changes nothing
 	find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' | xargs -r $(BIN)/clang-format --dry-run -Werror
 
 clean: ## remove what was built; .venv stays
-	rm -rf build dist *.egg-info python/fastattn/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis $(BUILT)
+	rm -rf .venv-cuda build dist *.egg-info python/fastattn/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis $(BUILT)
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

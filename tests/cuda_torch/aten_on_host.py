@@ -1,14 +1,13 @@
 """torch's CUDA operators, computed on the CPU over the same memory: the emulated device's memory is the host's.
 
 torch's own kernels are machine code, which nothing here executes. So every aten operator that has a CUDA kernel gets
-another one, which calls the operator on CPU tensors that share the memory of its arguments. It follows the stream: while
-that is being captured, the operator becomes a part of the graph.
+another one, which calls the operator on CPU tensors that share the memory of its arguments. It follows the stream:
+while that is being captured, the operator becomes a part of the graph.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from cuda_torch import sdpa_on_host
 
-# Allocation, views, the choice of SDPA's back end, and what moves numbers between devices: torch's own code, which calls
-# the emulated runtime.
+# Allocation, views, the choice of SDPA's back end, and what moves numbers between devices stay torch's own code, which
+# calls the emulated runtime.
 _KEPT = {
     "empty.memory_format",
     "empty_strided",
@@ -133,7 +132,7 @@ class _Arguments:
 
 
 def _aliases(results: Any) -> Any:
-    """Returns results with `alias` of each CUDA tensor in its place, which does not keep the tensor alive: no graph does."""
+    """Returns results with the `alias` of each CUDA tensor in its place. It keeps no tensor alive, as no graph does."""
     if isinstance(results, Tensor):
         return alias(results) if results.is_cuda else results
     return type(results)(map(_aliases, results)) if isinstance(results, (list, tuple)) else results
@@ -161,8 +160,9 @@ def on_host(op: Callable[..., Any]) -> Callable[..., Any]:
 
     def compute(*args: Any, **kwargs: Any) -> Any:
         # torch hands a number that stands for a tensor (``x & 1``) over as the number, which another overload takes.
-        numbers = any(isinstance(arg, (int, float, complex)) for arg, is_tensor in zip(args, tensors) if is_tensor)
-        op = overload.overloadpacket if numbers else overload
+        given = zip(args, tensors, strict=False)  # the last arguments may be left out
+        has_number = any(is_tensor and isinstance(argument, (int, float, complex)) for argument, is_tensor in given)
+        op = overload.overloadpacket if has_number else overload
         arguments = _Arguments()
         lowered = arguments.lower(args)
         named = {name: arguments.lower(value) for name, value in kwargs.items()}
@@ -170,7 +170,7 @@ def on_host(op: Callable[..., Any]) -> Callable[..., Any]:
             results = op(*lowered, **named)
             arguments.follow_sizes()
             return arguments.lift(results)
-        # Nothing may be computed now, and what the arguments hold means nothing: results get their shapes from meta tensors.
+        # Nothing may be computed now, and what the arguments hold means nothing: meta tensors tell the results' shapes.
         results = arguments.lift_shapes(
             op(*map(arguments.as_meta, lowered), **{n: arguments.as_meta(v) for n, v in named.items()})
         )

@@ -2,8 +2,8 @@
 
     python tests/cuda_torch/environment.py [--torch 2.11.0]
 
-torch and the Triton that belongs to it come from the package registry, without NVIDIA's libraries; everything else is that
-of ``.venv``, fastattn included. Run it with the Python of ``.venv``.
+torch and the Triton that belongs to it come from the package registry, without NVIDIA's libraries; everything else is
+that of ``.venv``, fastattn included. Run it with the Python of ``.venv``.
 """
 
 from __future__ import annotations

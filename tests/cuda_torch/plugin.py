@@ -1,4 +1,4 @@
-"""For every test that runs under ``.venv-cuda``: what the emulated runtime refused, and damage to memory, fail the test.
+"""Fails every test under ``.venv-cuda`` in which the emulated runtime refused something, or memory was damaged.
 
     pytest -p cuda_torch.plugin [--cuda-device 1] ...
 

@@ -1,4 +1,4 @@
-"""torch's own attention kernels for CUDA (flash, memory-efficient, cuDNN), which have no CPU kernel, as a few matmuls."""
+"""torch's own attention operators for CUDA (flash, memory-efficient, cuDNN) as a few matmuls: the CPU lacks them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Libraries that stand in for those of NVIDIA which torch's CUDA build is linked with.
 
-The loader wants every symbol to be there. The CUDA runtime and the driver are the emulator; of all other libraries (cuBLAS,
-cuDNN, NCCL, …) each function says that it is not here and returns an error.
+The loader wants every symbol to be there. The CUDA runtime and the driver are the emulator. Of all other libraries
+(cuBLAS, cuDNN, NCCL, …) each function returns an error, and says so where FASTATTN_TRACE_STAND_INS is set.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import reference
 from emulator import launches
+from fastattn import reference
 from oracle import check_against_oracle
 
 OPTIONS: dict[str, Any] = {"causal": True, "window": (40, 0), "softcap": 9.0}

@@ -90,7 +90,7 @@ HAS_HOOK = [int(part) for part in torch.__version__.split(".")[:2]] >= [2, 13]
 def test_torch_without_the_hook_is_refused() -> None:
     from fastattn.integrations import torch_flash
 
-    with pytest.raises(RuntimeError, match="needs torch 2.13 or later"):
+    with pytest.raises(RuntimeError, match=r"needs torch 2\.13 or later"):
         torch_flash.enable()
 
 

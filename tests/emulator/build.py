@@ -126,8 +126,10 @@ def build_cudart() -> Path:
 
 
 def load() -> ModuleType:
-    """Returns the C++ part, built if need be. A process whose torch has loaded the library in CUDA's place takes that one:
-    there is no second device beside it."""
+    """Returns the C++ part, built if need be.
+
+    A process whose torch has loaded the library in CUDA's place takes that one: there is no second device beside it.
+    """
     cudart = BUILD / CUDART
     with open("/proc/self/maps") as maps:
         path = cudart if any(line.rstrip().endswith(str(cudart)) for line in maps) else build()[0]

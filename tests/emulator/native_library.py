@@ -25,8 +25,10 @@ VARIABLE = "FASTATTN_LIBRARY"  # that fastattn.native reads
 
 
 def configure(cudart: Path | None = None) -> NativeBuild | None:
-    """Returns the build for CPU tensors; or, with the library in CUDA's place, for those of a CUDA build of torch, which
-    are in the host's memory too. None where there is no nvcc."""
+    """Returns the build for CPU tensors, or None where there is no nvcc.
+
+    With ``cudart``, the library in CUDA's place, it is for the CUDA tensors of a torch that has loaded that.
+    """
     found = toolkit()
     if found is None:
         return None

@@ -7,9 +7,8 @@ import contextlib
 import torch
 from torch import Tensor
 
-
-# The kinds of device that have autocast; of others ("meta") `torch.is_autocast_enabled` raises. Asked here, once: torch.compile
-# cannot trace the question before torch 2.12.
+# The kinds of device that have autocast; of others ("meta") `torch.is_autocast_enabled` raises. Asked here, once:
+# torch.compile cannot trace the question before torch 2.12.
 _WITH_AUTOCAST = frozenset(
     kind
     for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "ipu", "xla", "mtia", "maia")

@@ -1,0 +1,129 @@
+"""The commands that want a GPU: the benchmarks beside torch's own kernels, gpu-check, the profiler, the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastattn
+from benchmark_cases import ATTENTION_CASES, DECODE_CASES, INT8_CASES
+from benchmarks.measure import harness, results, timing
+from fastattn.profiler import limits
+
+ROOT = Path(__file__).parents[2]
+
+# Where each benchmark lists its cases, and one small case: of head dims that torch's kernels take, too.
+BENCHMARKS: dict[str, tuple[str, str, Any]] = {
+    "attention_forward": ("attention", "forward_cases", dataclasses.replace(ATTENTION_CASES[1], head_dim=64)),
+    "attention_backward": ("attention", "backward_cases", dataclasses.replace(ATTENTION_CASES[1], head_dim=64)),
+    "decode": ("decode", "chosen", dataclasses.replace(DECODE_CASES[0], head_dim=64)),
+    "int8_matmul": ("int8", "chosen", INT8_CASES[0]),
+}
+# Peers that torch brings along, and that compute here.
+PEERS = {
+    "attention_forward": ["SDPA flash", "SDPA efficient", "SDPA math"],
+    "attention_backward": ["SDPA flash", "SDPA efficient", "SDPA math"],
+    "decode": ["SDPA"],
+    "int8_matmul": ["cuBLAS"],
+}
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_measures_every_backend_beside_torchs_kernels(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the limits to the JSON, with events and CUDA graphs; what the emulator takes says nothing about a GPU."""
+    cases, function, case = BENCHMARKS[name]
+    monkeypatch.setattr(importlib.import_module(f"benchmarks.measure.cases.{cases}"), function, lambda options: [case])
+    for module, constant, small in (
+        (limits, "_COPY_BYTES", 1 << 16),
+        (limits, "_MATMUL_SIZE", 64),
+        (timing, "WARM_UP_S", 1e-3),
+        (timing, "FEWEST_SAMPLES", 2),
+        (timing, "MOST_SAMPLES", 2),
+        (timing, "MOST_SETS", 2),
+        (harness, "GRAPH_BELOW_S", 60.0),
+    ):
+        monkeypatch.setattr(module, constant, small)
+    arguments = [
+        "--json",
+        str(tmp_path),
+        "--minutes",
+        "5",
+        "--seconds-per-figure",
+        "0.001",
+        "--peer",
+        "SDPA",
+        "--peer",
+        "cuBLAS",
+    ]
+    importlib.import_module(f"benchmarks.measure.{name}").main(arguments)
+    document = results.read(tmp_path / f"{name}.json")
+    rows = {row["implementation"]: row for row in document["rows"]}
+    assert document["complete"]
+    for own in ("fastattn cuda", "fastattn triton"):
+        assert rows[own]["status"] == "ok" and rows[own]["graph"] is not None, rows[own]
+    for peer in PEERS[name]:
+        (row,) = (row for implementation, row in rows.items() if peer in implementation)
+        assert row["status"] == "ok", row
+    assert "Limits measured in the same run" in capsys.readouterr().out
+
+
+def run(*arguments: str, **environment: str) -> str:
+    """What a command of a process of its own prints."""
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_report_names_both_gpus() -> None:
+    text = run("-m", "fastattn", "--short")
+    assert "sm_90" in text and "sm_80" in text and "CUDA C++ kernels in machine code for sm_90a" in text
+
+
+def test_gpu_check_goes_through_its_stages(tmp_path: Path) -> None:
+    """Of the kernel tests and of the emulator's one each; the benchmarks have a test above."""
+    out = tmp_path / "out"
+    run(
+        *(
+            "-m",
+            "benchmarks",
+            "gpu-check",
+            "--out",
+            str(out),
+            "--stages",
+            "library,tests,sanitizer,emulator",
+            "--jobs",
+            "1",
+        ),
+        *("--limits", "tests=300,sanitizer=300,emulator=300"),
+        PYTEST_ADDOPTS="-k 'test_merge_attention_and_its_gradients or test_exact'",
+    )
+    stages = {stage["name"]: stage for stage in json.loads((out / "gpu_check.json").read_text())["stages"]}
+    assert stages["library"]["status"] == "passed" and stages["tests"]["status"] == "passed"
+    assert "its cases ran without it" in stages["sanitizer"]["headline"] or stages["sanitizer"]["status"] == "passed"
+
+
+def test_a_profile_without_cupti_says_so() -> None:
+    tensors = [torch.randn(1, 2, 40, 64, device="cuda", dtype=torch.float16) for _ in range(3)]
+    with pytest.raises(RuntimeError, match="no kernel"), fastattn.profile():
+        fastattn.attention(*tensors)
+
+
+def test_explain_and_record_name_the_kernel_that_ran() -> None:
+    tensors = [torch.randn(1, 2, 40, 64, device="cuda", dtype=torch.float16) for _ in range(3)]
+    explained = fastattn.explain(fastattn.attention, *tensors, causal=True)
+    with fastattn.record() as calls:
+        fastattn.attention(*tensors, causal=True)
+    assert [call.kernel for call in calls] == [explained.kernel] and "sm90" in explained.kernel
