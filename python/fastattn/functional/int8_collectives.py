@@ -154,5 +154,5 @@ def weight_from_gathered(
     parameter = getattr(out, "_local_tensor", out)
     assert isinstance(parameter, Int8Tensor)
     if own or not scales_have_rows(shard):
-        parameter.int8_scale.copy_(scale)
+        parameter.int8_scale.data.copy_(scale)  # as FSDP2 fills its memory: autograd, which keeps it, need not know
     return None
