@@ -187,12 +187,16 @@ def on_host(op: Callable[..., Any]) -> Callable[..., Any]:
 def _copy_(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """``aten::copy_`` between devices and on one: torch's own uses kernels for strides and for other dtypes."""
     to, origin = (alias(tensor) if tensor.is_cuda else tensor for tensor in (self, source))
+
+    def copy() -> None:
+        to.copy_(origin)
+
     if torch.cuda.is_current_stream_capturing():
         from emulator.native import native
 
-        native.runtime.submit(torch.cuda.current_stream().cuda_stream, "aten::copy_", lambda: to.copy_(origin) and None)
+        native.runtime.submit(torch.cuda.current_stream().cuda_stream, "aten::copy_", copy)
     else:
-        to.copy_(origin)
+        copy()
     return self
 
 

@@ -46,13 +46,18 @@ def _pip(packages: Path, *requirements: str) -> None:
     subprocess.run([*pip, "--target", packages, *requirements], check=True)
 
 
-def _triton_of(packages: Path) -> str:
-    """Returns the requirement for Triton that torch's metadata has."""
+def _required(packages: Path, name: str) -> str:
+    """Returns the requirement of torch's metadata whose package's name begins so: ``"triton==3.6.0"``."""
     (torch,) = importlib.metadata.distributions(name="torch", path=[str(packages)])
-    found = [text for text in torch.requires or [] if re.match(r"triton\b", text)]
+    found = [text for text in torch.requires or [] if text.startswith(name)]
     if not found:
-        raise SystemExit("this torch wants no Triton: is it a CUDA build?")
+        raise SystemExit(f"this torch does not ask for {name}: is it a CUDA build?")
     return found[0].partition(";")[0].strip()
+
+
+def _cudnn_version(packages: Path) -> int:
+    major, minor, patch = re.findall(r"\d+", _required(packages, "nvidia-cudnn").partition("==")[2])[:3]
+    return 10000 * int(major) + 100 * int(minor) + int(patch)
 
 
 def make(torch: str = DEFAULT_TORCH) -> None:
@@ -64,7 +69,7 @@ def make(torch: str = DEFAULT_TORCH) -> None:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", FOLDER], check=True)
         print(f"Fetching torch {torch} (about half a gigabyte) ...", flush=True)
         _pip(packages, f"torch=={torch}")
-        _pip(packages, _triton_of(packages))
+        _pip(packages, _required(packages, "triton"))
         own = packages / "emulated_cuda-0.dist-info"
         own.mkdir()
         (own / "METADATA").write_text("Metadata-Version: 2.1\nName: emulated-cuda\nVersion: 0\n")
@@ -76,7 +81,7 @@ def make(torch: str = DEFAULT_TORCH) -> None:
     libraries = sorted((packages / "torch" / "lib").glob("*.so*"))
     cudart = build_cudart()
     if not (nvidia_folder(packages) / stand_ins.DRIVER).exists():
-        stand_ins.make(libraries, cudart, nvidia_folder(packages))
+        stand_ins.make(libraries, cudart, nvidia_folder(packages), _cudnn_version(packages))
     stamp.write_text(torch)
     print("Building fastattn for it ...", flush=True)
     if native_library.build(cudart) is None:

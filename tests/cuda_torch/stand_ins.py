@@ -28,10 +28,25 @@ _SOURCE = """
 #include <stdio.h>
 #include <stdlib.h>
 static int is_not_here(const char* name) {{
-    fprintf(stderr, "%s was called: {library} is a stand-in\\n", name);
+    if (getenv("FASTATTN_TRACE_STAND_INS")) fprintf(stderr, "%s was called: {library} is a stand-in\\n", name);
     return 1;
 }}
 """
+
+
+# Functions whose answers somebody reads before anything else is asked. torch wants the very release of cuDNN that it was
+# built with, and prints what CUPTI says.
+_ANSWERS = {
+    "cudnnGetVersion": "long cudnnGetVersion(void) { return {cudnn}; }",
+    "cudnnGetProperty": """int cudnnGetProperty(int which, int* value) {
+        *value = which == 0 ? {cudnn} / 10000 : which == 1 ? {cudnn} / 100 % 100 : {cudnn} % 100;
+        return 0;
+    }""",
+    "cuptiGetResultString": """int cuptiGetResultString(int code, const char** text) {
+        *text = "CUPTI is a stand-in";
+        return 0;
+    }""",
+}
 
 
 def _lines(*command: str | Path) -> list[str]:
@@ -89,8 +104,11 @@ def _compile(library: Path, source: str, *options: str | Path) -> None:
     )
 
 
-def make(libraries: list[Path], cudart: Path, folder: Path) -> None:
-    """Makes all that ``libraries`` are linked with in ``folder``; the runtime there is a link to ``cudart``."""
+def make(libraries: list[Path], cudart: Path, folder: Path, cudnn: int) -> None:
+    """Makes all that ``libraries`` are linked with in ``folder``; the runtime there is a link to ``cudart``.
+
+    ``cudnn``: the version that cuDNN says it has, 91900 for 9.19.0.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     runtime = folder / cudart.name
     runtime.unlink(missing_ok=True)
@@ -99,7 +117,9 @@ def make(libraries: list[Path], cudart: Path, folder: Path) -> None:
         if name in (cudart.name, DRIVER):
             continue
         source = _SOURCE.format(library=name)
-        source += "".join(f'int {symbol}(void) {{ return is_not_here("{symbol}"); }}\n' for symbol in functions)
+        for symbol in functions:
+            answer = f'int {symbol}(void) {{ return is_not_here("{symbol}"); }}'
+            source += _ANSWERS.get(symbol, answer).replace("{cudnn}", str(cudnn)) + "\n"
         by_version = defaultdict(list)
         for symbol, version in functions.items():
             by_version[version].append(symbol)

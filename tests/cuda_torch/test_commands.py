@@ -30,11 +30,12 @@ BENCHMARKS: dict[str, tuple[str, str, Any]] = {
 }
 # Peers that torch brings along, and that compute here.
 PEERS = {
-    "attention_forward": ["SDPA flash", "SDPA efficient", "SDPA math"],
-    "attention_backward": ["SDPA flash", "SDPA efficient", "SDPA math"],
-    "decode": ["SDPA"],
+    "attention_forward": ["SDPA flash", "SDPA math"],
+    "attention_backward": ["SDPA flash", "SDPA math"],
+    "decode": ["SDPA flash", "SDPA math"],
     "int8_matmul": ["cuBLAS"],
 }
+USES_GRAPHS = {"attention_forward", "decode", "int8_matmul"}
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -71,7 +72,7 @@ def test_a_benchmark_measures_every_backend_beside_torchs_kernels(
     rows = {row["implementation"]: row for row in document["rows"]}
     assert document["complete"]
     for own in ("fastattn cuda", "fastattn triton"):
-        assert rows[own]["status"] == "ok" and rows[own]["graph"] is not None, rows[own]
+        assert rows[own]["status"] == "ok" and (rows[own]["graph"] is not None) == (name in USES_GRAPHS), rows[own]
     for peer in PEERS[name]:
         (row,) = (row for implementation, row in rows.items() if peer in implementation)
         assert row["status"] == "ok", row
@@ -108,17 +109,19 @@ def test_gpu_check_goes_through_its_stages(tmp_path: Path) -> None:
             "1",
         ),
         *("--limits", "tests=300,sanitizer=300,emulator=300"),
-        PYTEST_ADDOPTS="-k 'test_merge_attention_and_its_gradients or test_exact'",
+        PYTEST_ADDOPTS="-k 'test_merge_attention_and_its_gradients or test_atomics'",
     )
-    stages = {stage["name"]: stage for stage in json.loads((out / "gpu_check.json").read_text())["stages"]}
+    stages = {stage["stage"]: stage for stage in json.loads((out / "gpu_check.json").read_text())["stages"]}
     assert stages["library"]["status"] == "passed" and stages["tests"]["status"] == "passed"
     assert "its cases ran without it" in stages["sanitizer"]["headline"] or stages["sanitizer"]["status"] == "passed"
 
 
 def test_a_profile_without_cupti_says_so() -> None:
     tensors = [torch.randn(1, 2, 40, 64, device="cuda", dtype=torch.float16) for _ in range(3)]
-    with pytest.raises(RuntimeError, match="no kernel"), fastattn.profile():
+    with fastattn.profile() as profile:
         fastattn.attention(*tensors)
+    assert not profile.kernels and any("fastattn::attention_forward" in op.name for op in profile.operators)
+    assert str(profile).startswith("No kernel was recorded")
 
 
 def test_explain_and_record_name_the_kernel_that_ran() -> None:

@@ -27,6 +27,7 @@ from fastattn.profiler.trace import (
 )
 
 _REGION = "fastattn.region: "
+_NO_KERNELS = "No kernel was recorded: none ran on a GPU, or CUPTI is not there. The host's operators took:"
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 
 
@@ -122,6 +123,8 @@ class Profile:
 
     def __str__(self) -> str:
         parts = [kernel_table(self.kernels) if self.kernels else operator_table(self.operators)]
+        if not self.kernels and torch.cuda.is_available():
+            parts.insert(0, _NO_KERNELS)
         if self.regions:
             parts.append(region_table(self.regions))
         return "\n\n".join(parts)

@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "allocations.h"
 #include "device.h"
@@ -84,6 +85,19 @@ CUresult with_code(CUfunction function, Function&& body) try {
     return driver(body(kernel, *code_of(kernel)));
 } catch (const Fault& fault) {
     return driver(fail(fault));
+}
+
+// The addresses of a kernel's arguments in the buffer that holds all of them.
+std::vector<void*> unpack(CUfunction function, void** extra) {
+    char* buffer = nullptr;
+    for (; *extra != CU_LAUNCH_PARAM_END; extra += 2) {
+        if (*extra == CU_LAUNCH_PARAM_BUFFER_POINTER) buffer = static_cast<char*>(extra[1]);
+    }
+    std::vector<void*> found;
+    for (const Parameter& parameter : code_of(kernel_of(function))->program.parameters) {
+        found.push_back(buffer + parameter.offset);
+    }
+    return found;
 }
 
 CUresult not_there() {
@@ -278,7 +292,11 @@ CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) {
 }
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** arguments, void** extra) {
-    if (extra != nullptr) return driver(fail(cudaErrorNotSupported, "the emulator takes no packed arguments"));
+    std::vector<void*> unpacked;
+    if (extra != nullptr) {
+        unpacked = unpack(function, extra);
+        arguments = unpacked.data();
+    }
     static_assert(sizeof(CUlaunchAttribute) == sizeof(cudaLaunchAttribute));
     Request request{{config->gridDimX, config->gridDimY, config->gridDimZ},
                     {config->blockDimX, config->blockDimY, config->blockDimZ},
