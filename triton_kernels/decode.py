@@ -40,7 +40,15 @@ from .tiles import ceil_div, decode_key_blocks, decode_plan, decode_tile, padded
 UNBOUNDED = 1 << 30
 
 
-@triton.jit
+# What changes from call to call of a server would be compiled for again where it is 1 or a multiple of 16. Rows are
+# aligned whatever the numbers: see `tl.multiple_of` below.
+@triton.jit(
+    do_not_specialize=[
+        "table_stride", "page_stride", "num_pages", "rotary_stride", "num_positions", "alibi_batch_stride",
+        "window_left", "window_right", "capacity", "num_new", "num_kv_heads", "num_queries", "num_splits",
+        "blocks_per_split",
+    ]
+)  # fmt: skip
 def split_kernel(
     query,  # [B, Hq, Sq, D]
     q_strides,
@@ -54,7 +62,8 @@ def split_kernel(
     v_scale_strides,
     cache_seqlens,  # [B] int32
     block_table,  # [B, max_pages] int32, or None
-    table_strides,
+    table_stride,  # from a sequence to the next
+    page_stride,
     num_pages,
     rotary_cos,  # [num_positions, ROTARY_DIM / 2], or None
     rotary_sin,
@@ -178,7 +187,7 @@ def split_kernel(
             position = key_block * BLOCK_N + tl.arange(0, BLOCK_N)
             wanted = (position >= first_key) & (position < last_key)
             block, slot, is_present = locate_tokens(
-                position, wanted, block_table, table_strides, num_pages, batch_idx,
+                position, wanted, block_table, table_stride, page_stride, num_pages, batch_idx,
                 PAGE_SIZE, SAME_PAGE=PAGE_SIZE % BLOCK_N == 0,
             )  # fmt: skip
             k_offset = block * k_strides[0] + kv_head_idx * k_strides[1] + slot * k_strides[2]
@@ -352,7 +361,7 @@ def attention_decode_out(
         *cache_arguments(k_cache, v_cache, k_scale, v_scale),
         cache_seqlens,
         block_table,
-        (0, 0) if block_table is None else block_table.stride(),
+        *((0, 0) if block_table is None else block_table.stride()),
         0 if block_table is None else k_cache.shape[0],
         rotary_cos,
         rotary_sin,

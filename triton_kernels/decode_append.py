@@ -78,7 +78,18 @@ def store_tokens(
     tl.store(cache + row_offset[:, None] + dim[None, :], x, mask=is_stored[:, None] & (dim < HEAD_DIM)[None, :])
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "table_stride",
+        "page_stride",
+        "num_pages",
+        "rotary_stride",
+        "num_positions",
+        "capacity",
+        "num_new",
+        "num_kv_heads",
+    ]
+)
 def append_kernel(
     k_new,  # [B, Hkv, S_new, D]
     k_new_strides,
@@ -94,7 +105,8 @@ def append_kernel(
     v_scale_strides,
     cache_seqlens,  # [B] int32
     block_table,  # [B, max_pages] int32, or None
-    table_strides,
+    table_stride,  # from a sequence to the next
+    page_stride,
     num_pages,
     rotary_cos,  # [num_positions, ROTARY_DIM / 2], or None
     rotary_sin,
@@ -127,7 +139,7 @@ def append_kernel(
     position = tokens_before(cache_seqlens, batch_idx, capacity) + token
     fits = (token < num_new) & (position < capacity)
     block, slot, is_stored = locate_tokens(
-        position, fits, block_table, table_strides, num_pages, batch_idx, PAGE_SIZE, SAME_PAGE=False
+        position, fits, block_table, table_stride, page_stride, num_pages, batch_idx, PAGE_SIZE, SAME_PAGE=False
     )
 
     # Keys.
@@ -155,7 +167,7 @@ def append_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_stride", "num_tokens", "num_slots", "num_kv_heads"])
 def append_to_slots_kernel(
     k_new,  # [tokens, Hkv, D]
     k_new_strides,
@@ -285,7 +297,7 @@ def launch_append(
         *cache_arguments(k_cache, v_cache, k_scale, v_scale),
         cache_seqlens,
         block_table,
-        (0, 0) if block_table is None else block_table.stride(),
+        *((0, 0) if block_table is None else block_table.stride()),
         0 if block_table is None else k_cache.shape[0],
         rotary_cos,
         rotary_sin,

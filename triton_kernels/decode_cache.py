@@ -27,7 +27,8 @@ def locate_tokens(
     position,  # [R] int32
     wanted,  # [R] bool; implies 0 <= position < capacity
     block_table,
-    table_strides,
+    table_stride,
+    page_stride,
     num_pages,
     batch_idx,  # int64
     PAGE_SIZE: tl.constexpr,  # 0: contiguous cache
@@ -37,14 +38,14 @@ def locate_tokens(
     if PAGE_SIZE == 0:
         return batch_idx, position.to(tl.int64), wanted
     else:
-        page_row = block_table + batch_idx * table_strides[0]
+        page_row = block_table + batch_idx * table_stride
         page_idx = position // PAGE_SIZE
         if SAME_PAGE:
             page_idx = tl.max(page_idx, axis=0)
             any_wanted = tl.max(wanted.to(tl.int32), axis=0) > 0
-            page = tl.load(page_row + page_idx * table_strides[1], mask=any_wanted, other=-1)
+            page = tl.load(page_row + page_idx * page_stride, mask=any_wanted, other=-1)
         else:
-            page = tl.load(page_row + page_idx * table_strides[1], mask=wanted, other=-1)
+            page = tl.load(page_row + page_idx * page_stride, mask=wanted, other=-1)
         row_page = tl.broadcast_to(page, position.shape)
         exists = (row_page >= 0) & (row_page < num_pages)
         return page.to(tl.int64), (position % PAGE_SIZE).to(tl.int64), wanted & exists

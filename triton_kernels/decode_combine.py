@@ -32,7 +32,7 @@ def finish_row(acc, row_max, row_sum, sink, HAS_SINK: tl.constexpr):
     return out, row_max + tl.log(row_sum)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "num_rows", "num_heads", "num_queries"])
 def combine_kernel(
     partial_out,  # [num_splits, B, Hq, Sq, Dv] fp32
     partial_lse,  # [num_splits, B, Hq, Sq] fp32

@@ -49,7 +49,7 @@ def dequantize_tokens(
     tl.store(out + out_offset[:, None] + dim[None, :], x.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "page_stride", "num_pages", "capacity", "max_pages", "num_kv_heads"])
 def dequantize_kernel(
     k_cache,  # [blocks, Hkv, rows, D]
     k_strides,
@@ -61,7 +61,8 @@ def dequantize_kernel(
     v_scale_strides,
     seqlens,  # [B] int32
     block_table,  # [B, max_pages] int32, or None
-    table_strides,
+    table_stride,  # from a sequence to the next
+    page_stride,
     num_pages,
     k_out,
     v_out,
@@ -85,7 +86,7 @@ def dequantize_kernel(
     # Where the tokens lie, and where they go.
     wanted = position < tokens_before(seqlens, batch_idx, capacity)
     block, row, exists = locate_tokens(
-        position, wanted, block_table, table_strides, num_pages, batch_idx, PAGE_SIZE, SAME_PAGE=False
+        position, wanted, block_table, table_stride, page_stride, num_pages, batch_idx, PAGE_SIZE, SAME_PAGE=False
     )
     rows_of_block = capacity if PAGE_SIZE == 0 else PAGE_SIZE
     out_block = batch_idx * max_pages + position // rows_of_block
@@ -123,7 +124,7 @@ def dequantize_cache(
         *cache_arguments(k_cache, v_cache, k_scale, v_scale),
         seqlens,
         block_table,
-        (0, 0) if block_table is None else block_table.stride(),
+        *((0, 0) if block_table is None else block_table.stride()),
         num_pages,
         k_out,
         v_out,

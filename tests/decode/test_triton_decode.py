@@ -10,7 +10,9 @@ from torch import Tensor
 import decode_cases
 from decode_cases import CASES, SCENARIOS, Case, make_arguments, op_arguments
 from fastattn.triton_kernels import tiles
-from fastattn.triton_kernels.decode import attention_decode
+from fastattn.triton_kernels.decode import attention_decode, split_kernel
+from fastattn.triton_kernels.decode_append import append_kernel
+from fastattn.triton_kernels.decode_combine import combine_kernel
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
@@ -45,6 +47,25 @@ def test_batch_invariant_bits(monkeypatch: pytest.MonkeyPatch, window: tuple[int
         decode_cases.same_bits_alone(case, run_kernel)
     finally:
         tiles.decode_plan.cache_clear()
+
+
+def num_compiled(kernel: Any) -> int:
+    return sum(len(kernels) for kernels, *_ in kernel.device_caches.values())
+
+
+def test_a_server_compiles_once() -> None:
+    """Pages, tables, capacities and lengths change from step to step, and none of them is worth another kernel."""
+    kernels = (split_kernel, append_kernel, combine_kernel)
+    counts = []
+    for num_pages, batch in ((9, 1), (16, 2), (17, 3), (33, 2)):
+        lengths = tuple(9 + 31 * index for index in range(batch))
+        check(
+            Case(
+                "server", lengths, capacity=16 * num_pages, page_size=16, new=1, splits=2, rotary_dim=16, dims=(64, 64)
+            )
+        )
+        counts.append([num_compiled(kernel) for kernel in kernels])
+    assert counts[-1] == counts[0] and min(counts[0]) >= 1
 
 
 def test_a_capacity_past_32_bits_is_refused() -> None:

@@ -34,6 +34,16 @@ def test_forward_and_gradient(granularity: str | int, m: int) -> None:
     check_grad_input(normal(m, 80, seed=m + 2), weight, scale)
 
 
+def test_another_number_of_tokens_is_no_other_kernel() -> None:
+    """Of tokens that get the same tile: 1, 16 and others are alike."""
+    weight, scale = quantised(64, 256, "channel")
+    counts = []
+    for m in (1, 7, 16):
+        check_forward(normal(m, 256, seed=m), weight, scale)
+        counts.append(sum(len(found) for found, *_ in kernels.forward_kernel.device_caches.values()))
+    assert counts[-1] == counts[0]
+
+
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
 @pytest.mark.parametrize("m, n, k", [(1, 1, 1), (3, 7, 5), (16, 65, 129), (33, 127, 63), (129, 131, 1)])
 def test_odd_sizes(granularity: str, m: int, n: int, k: int) -> None:
