@@ -208,11 +208,21 @@ def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     return torch.ops.aten._log_softmax(x.float() if half_to_float else x, dim, False)
 
 
+def _softmax_backward_data(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    return torch.ops.aten._softmax_backward_data(grad, output, dim, grad.dtype).to(input_dtype)
+
+
+def _log_softmax_backward_data(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    return torch.ops.aten._log_softmax_backward_data(grad, output, dim, grad.dtype).to(input_dtype)
+
+
 # Operators whose CUDA kernels take what their CPU kernels do not.
 _OTHERS: dict[str, Callable[..., Any]] = {
     **sdpa_on_host.OPERATORS,
     "_softmax": _softmax,  # to float32 on the way
     "_log_softmax": _log_softmax,
+    "_softmax_backward_data": _softmax_backward_data,  # and back from it
+    "_log_softmax_backward_data": _log_softmax_backward_data,
 }
 
 _library: list[torch.library.Library] = []  # an override lives as long as its library

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from pathlib import Path
 
 from cuda_torch.environment import nvidia_folder, site_packages
@@ -19,7 +20,7 @@ LIBRARY = BUILD / "native" / "cuda_tensors" / "libfastattn.so"
 
 def install() -> None:
     """Gives the process its two devices, and torch's operators a way to compute on them."""
-    folder = nvidia_folder(site_packages())
+    folder = nvidia_folder(site_packages(Path(sys.prefix)))
     ctypes.CDLL(str(folder / DRIVER))  # found by its name from now on, as the driver of a machine is
     from emulator import cuda_runtime, options  # noqa: F401  (the runtime's launches are noted from here on)
     from emulator.native import native

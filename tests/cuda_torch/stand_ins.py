@@ -34,8 +34,8 @@ static int is_not_here(const char* name) {{
 """
 
 
-# Functions whose answers somebody reads before anything else is asked. torch wants the very release of cuDNN that it was
-# built with, and prints what CUPTI says.
+# Functions whose answers somebody reads before anything else is asked. torch wants the very release of cuDNN that it
+# was built with, and prints what CUPTI says.
 _ANSWERS = {
     "cudnnGetVersion": "long cudnnGetVersion(void) { return {cudnn}; }",
     "cudnnGetProperty": """int cudnnGetProperty(int which, int* value) {

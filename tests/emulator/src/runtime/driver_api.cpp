@@ -338,6 +338,38 @@ CUresult cuOccupancyMaxActiveClusters(int* num_clusters, CUfunction function, co
     });
 }
 
+// --- What torch compiles while it runs (NVRTC), which is not here ---
+
+CUresult cuLinkCreate(unsigned, CUjit_option*, void**, CUlinkState*) {
+    return not_there();
+}
+
+CUresult cuLinkAddData(CUlinkState, CUjitInputType, void*, size_t, const char*, unsigned, CUjit_option*, void**) {
+    return not_there();
+}
+
+CUresult cuLinkComplete(CUlinkState, void**, size_t*) {
+    return not_there();
+}
+
+CUresult cuLaunchCooperativeKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                                   CUstream, void**) {
+    return not_there();
+}
+
+cudaError_t cudaLibraryLoadData(cudaLibrary_t*, const void*, cudaJitOption*, void**, unsigned, cudaLibraryOption*,
+                                void**, unsigned) {
+    return static_cast<cudaError_t>(not_there());
+}
+
+cudaError_t cudaLibraryGetKernel(cudaKernel_t*, cudaLibrary_t, const char*) {
+    return static_cast<cudaError_t>(not_there());
+}
+
+cudaError_t cudaLibraryUnload(cudaLibrary_t) {
+    return static_cast<cudaError_t>(not_there());
+}
+
 // --- Entry points by name ---
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version, unsigned long long,

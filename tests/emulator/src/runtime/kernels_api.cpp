@@ -106,6 +106,14 @@ cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribu
     });
 }
 
+cudaError_t cudaKernelSetAttributeForDevice(cudaKernel_t kernel, cudaFuncAttribute attribute, int value, int device) {
+    const int before = device_index();
+    if (!make_current(device)) return fail(cudaErrorInvalidDevice);
+    const cudaError_t error = cudaFuncSetAttribute(kernel, attribute, value);
+    make_current(before);
+    return error;
+}
+
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function) {
     return with_code(function, [&](const Kernel& kernel, const Code& code) {
         const ptx::Function& source = *code.program.functions[0]->source;

@@ -443,6 +443,34 @@ cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t handle, cudaGraphNode_t
     return cudaSuccess;
 }
 
+// Of torch 2.12, for graphs with conditions.
+namespace {
+
+cudaError_t no_conditions() {
+    return fail(cudaErrorNotSupported, "the emulator has no graphs that are made node by node");
+}
+
+}  // namespace
+
+cudaError_t cudaGraphAddNode(cudaGraphNode_t*, cudaGraph_t, const cudaGraphNode_t*, const cudaGraphEdgeData*, size_t,
+                             cudaGraphNodeParams*) {
+    return no_conditions();
+}
+
+cudaError_t cudaGraphConditionalHandleCreate(cudaGraphConditionalHandle*, cudaGraph_t, unsigned, unsigned) {
+    return no_conditions();
+}
+
+cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t, cudaGraph_t, const cudaGraphNode_t*, const cudaGraphEdgeData*,
+                                          size_t, cudaStreamCaptureMode) {
+    return no_conditions();
+}
+
+cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t, cudaGraphNode_t*, const cudaGraphEdgeData*, size_t,
+                                                unsigned) {
+    return no_conditions();
+}
+
 // --- The host's functions ---
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
