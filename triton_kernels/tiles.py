@@ -51,11 +51,8 @@ def _fences_its_pipelines() -> bool:
     """
     for name in ("triton", "pytorch-triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return tuple(int(number) for number in re.findall(r"\d+", importlib.metadata.version(name))[:3]) >= (
-                3,
-                7,
-                1,
-            )
+            version = re.findall(r"\d+", importlib.metadata.version(name))[:3]
+            return [int(number) for number in version] >= [3, 7, 1]
     return True
 
 
@@ -63,7 +60,7 @@ def _with_fenced_loads(tile_for: Callable[Concatenate[int, Given], Tile]) -> Cal
     """Has ``tile_for(arch, ...)`` give up its pipeline where Triton forgets the fence: plain loads are fenced."""
 
     @functools.wraps(tile_for)
-    def fenced(arch: int, *args: Given.args, **kwargs: Given.kwargs) -> Tile:
+    def fenced(arch: int, /, *args: Given.args, **kwargs: Given.kwargs) -> Tile:
         tile = tile_for(arch, *args, **kwargs)
         return tile if not 90 <= arch < 120 or _fences_its_pipelines() else dataclasses.replace(tile, num_stages=1)
 
