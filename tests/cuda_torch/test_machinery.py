@@ -62,6 +62,33 @@ def test_inductor_compiles_forward_and_backward(backend: str) -> None:
         assert_close(results(compiled, [x]), expected)
 
 
+def test_a_compiled_call_takes_the_backend_that_is_forced() -> None:
+    ran: list[set[str]] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        targets = [node.target for node in graph.graph.nodes]
+        ran.append({op.namespace for op in targets if isinstance(op, torch._ops.OpOverload)})
+        return graph
+
+    compiled = torch.compile(lambda x: fastattn.attention(x, x, x, softcap=5.0), fullgraph=True, backend=keep)
+    x = draw(1, 2, 8, 32)
+    compiled(x)
+    for backend in ("torch", "triton"):
+        with fastattn.use_backend(backend):
+            compiled(x)
+    assert ran == [{"fastattn"}, set(), {"fastattn_triton"}]
+
+
+def test_a_prompt_over_a_cache_compiles() -> None:
+    query, cache = draw(1, 2, 70, 64), draw(1, 2, 96, 64)
+    lengths = torch.tensor([90], dtype=torch.int32, device="cuda")
+
+    def attend(query: Tensor) -> Any:
+        return fastattn.attention_with_kv_cache(query, cache, cache, lengths)
+
+    assert torch.equal(torch.compile(attend, fullgraph=True, backend="eager")(query), attend(query))
+
+
 def test_inductor_compiles_a_step_of_generation_and_an_int8_layer() -> None:
     layer = fastattn.nn.Int8Linear.from_linear(nn.Linear(128, 96, dtype=DTYPE)).to("cuda")
     caches = [[draw(2, 2, 40, 64) for _ in range(2)] for _ in range(2)]

@@ -161,7 +161,8 @@ _MOST_KEYS = 2**30  # of flash-decoding: sums of positions stay within 32 bits
 # in 16, and 3 for a row at 65 % of the tensor cores' peak.
 MOST_DECODED_QUERIES = 64
 MOST_DECODED_ROWS_OF_8_BITS = 256
-_DECODED = frozenset(FEATURES["attention"]) & frozenset(FEATURES["decode"])
+_OF_ATTENTION = frozenset(FEATURES["attention"])  # torch 2.11's dynamo intersects no set with keys()
+_DECODED = _OF_ATTENTION & frozenset(FEATURES["decode"])
 
 
 def _as_decoding(backend: str, call: Call, device_facts: DeviceFacts) -> Call | None:
@@ -200,7 +201,7 @@ def _as_prefilling(backend: str, call: Call, device_facts: DeviceFacts) -> Call 
     """Decoding with many queries as a call of the attention kernel over pages, or None where it is another case."""
     if call.op != "decode" or not call.may_prefill:
         return None
-    features = call.features & FEATURES["attention"].keys() | {"varlen", "paged"}
+    features = call.features & _OF_ATTENTION | {"varlen", "paged"}
     prefilling = call._replace(op="attention", features=features)
     return prefilling if reason_against(backend, prefilling, device_facts) is None else None
 

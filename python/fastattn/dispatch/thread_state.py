@@ -33,10 +33,11 @@ class Asked(NamedTuple):
 
 
 class _ThreadState(threading.local):
-    forced: str | None = None
-    sdpa: bool | None = None  # None: as torch's switches stand
-    explaining: bool = False
-    serving_torch: bool = False
+    def __init__(self) -> None:  # of each thread; torch 2.11's dynamo reads an attribute of the class before a thread's
+        self.forced: str | None = None
+        self.sdpa: bool | None = None  # None: as torch's switches stand
+        self.explaining = False
+        self.serving_torch = False
 
 
 thread = _ThreadState()
@@ -47,7 +48,8 @@ def use_backend(backend: str) -> Iterator[None]:
     """Force ``"cuda"``, ``"triton"`` or ``"torch"`` for the calls of this thread inside the block.
 
     A call which that backend cannot run raises ``InputError`` with the reason. A backward pass uses what its forward
-    chose, wherever it runs.
+    chose, wherever it runs. A checkpoint calls the forward again, on a GPU from autograd's own thread: its
+    ``context_fn=lambda: (use_backend(backend), use_backend(backend))`` forces the backend there, too.
     """
     check_choice("backend", backend, BACKENDS)
     before = thread.forced
