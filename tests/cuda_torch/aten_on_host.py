@@ -64,6 +64,15 @@ def _generator(cuda: torch.Generator) -> torch.Generator:
     return _generators[key]
 
 
+def _follow(cuda: Tensor, resized: Tensor) -> bool:
+    """Gives a tensor the sizes of another; returns whether it had others."""
+    if cuda.shape == resized.shape:
+        return False
+    cuda.resize_(resized.shape)
+    cuda.as_strided_(resized.shape, resized.stride())
+    return True
+
+
 class _Arguments:
     """The arguments of one call on the CPU, and the way back from its results."""
 
@@ -89,9 +98,7 @@ class _Arguments:
     def follow_sizes(self) -> None:
         """Gives results that the operator has resized (``out=``, from no elements) their sizes on the device, too."""
         for cpu, cuda in self.given:
-            if cpu.shape != cuda.shape:
-                cuda.resize_(cpu.shape)
-                cuda.as_strided_(cpu.shape, cpu.stride())
+            if _follow(cuda, cpu):
                 _write(alias(cuda), cpu)
 
     def lift(self, value: Any) -> Any:
@@ -120,6 +127,10 @@ class _Arguments:
         if isinstance(value, torch.device):
             return torch.device("meta")
         return type(value)(map(self.as_meta, value)) if isinstance(value, (list, tuple)) else value
+
+    def follow_meta_sizes(self) -> None:
+        for index, tensor in self.meta.items():
+            _follow(self.given[index][1], tensor)
 
     def lift_shapes(self, value: Any) -> Any:
         """Makes results on the device of what an operator has returned for meta tensors."""
@@ -171,9 +182,9 @@ def on_host(op: Callable[..., Any]) -> Callable[..., Any]:
             arguments.follow_sizes()
             return arguments.lift(results)
         # Nothing may be computed now, and what the arguments hold means nothing: meta tensors tell the results' shapes.
-        results = arguments.lift_shapes(
-            op(*map(arguments.as_meta, lowered), **{n: arguments.as_meta(v) for n, v in named.items()})
-        )
+        shapes = op(*map(arguments.as_meta, lowered), **{n: arguments.as_meta(v) for n, v in named.items()})
+        arguments.follow_meta_sizes()
+        results = arguments.lift_shapes(shapes)
         from emulator.native import native
 
         stream = torch.cuda.current_stream(arguments.device).cuda_stream
