@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fastattn import native
-from kernel_device import DEVICE
+from kernel_device import DEVICE, ON_EMULATOR
 
-EMULATED = DEVICE == "cpu"
-if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+EMULATED = DEVICE == "cpu"  # so a test may choose the GPU, too
+if ON_EMULATOR:  # a machine with a GPU needs no compiler to build the emulator with
     from emulator import cuda_runtime, options
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -39,7 +39,7 @@ HOPPER_MARKS = [*MARKS, pytest.mark.usefixtures("hopper"), NEEDS_HOPPER]
 @contextlib.contextmanager
 def checked(**changes: Any) -> Iterator[None]:
     """On the emulator, every check there is; ``changes``: other options of launches."""
-    if not EMULATED:
+    if not ON_EMULATOR:
         yield
         return
     with (

@@ -6,6 +6,8 @@ build it. Raises RuntimeError if fastattn was imported before with the library t
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -13,3 +15,5 @@ if DEVICE == "cpu":
     from emulator import native_library
 
     native_library.import_fastattn()
+# torch's CUDA build without a GPU (tests/cuda_torch): its launches have the emulator's checks and options, too.
+ON_EMULATOR = DEVICE == "cpu" or "cuda_torch.autoload" in sys.modules
