@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fastattn
-from cuda_kernels import EMULATED, MARKS, checked, only_emulated
+from cuda_kernels import EMULATED, IS_HOPPER, MARKS, checked, only_emulated
 from fastattn import native, reference
 from kernel_device import DEVICE
 from oracle import check_against_oracle
@@ -18,8 +18,8 @@ if EMULATED:
     from emulator import device
 
 pytestmark = MARKS
+HAS_HOPPER_KERNELS = "90a" in native.BUILD["archs"]
 each_backend = pytest.mark.parametrize("backend", ["cuda", "triton"])
-KERNELS = {"cuda": "attention_forward_options_sm80<64, float16, paged>", "triton": "attention_forward"}
 BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM, QUERIES, CAPACITY = 3, 4, 2, 40, 24, 70, 176
 
 
@@ -66,10 +66,24 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+def attention_kernel(
+    options: dict[str, Any] | None = None, on_hopper: bool = not EMULATED and IS_HOPPER and HAS_HOPPER_KERNELS
+) -> str:
+    """The kernels for Hopper read pages, and a contiguous cache as one page for each sequence."""
+    if not on_hopper:
+        return "attention_forward_options_sm80<64, float16, paged>"
+    changes_scores = not {"softcap", "alibi_slopes"}.isdisjoint(options or {})
+    return f"attention_forward_{'options_' if changes_scores else ''}sm90<64, float16>"
+
+
 @each_backend
 @pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
 def test_a_prompt(options: dict[str, Any], paged: bool, backend: str) -> None:
+    check_prompt(options, paged, backend, attention_kernel(options) if backend == "cuda" else "attention_forward")
+
+
+def check_prompt(options: dict[str, Any], paged: bool, backend: str, kernel: str) -> None:
     made = arguments(paged, **options)
     expected = exact(made)
     out, lse = reference.attention_with_kv_cache(**expected)
@@ -79,7 +93,7 @@ def test_a_prompt(options: dict[str, Any], paged: bool, backend: str) -> None:
     with fastattn.record() as calls, fastattn.use_backend(backend), checked():
         found, found_lse = fastattn.attention_with_kv_cache(**made, return_lse=True)
     (call,) = calls
-    assert call.op == "decode" and call.kernel.startswith(KERNELS[backend])
+    assert call.op == "decode" and call.kernel.startswith(kernel)
     assert found.shape == out.shape and found_lse.shape == lse.shape
     check_against_oracle("out", found, out, composite)
     check_against_oracle("lse", found_lse, lse, composite_lse)
@@ -88,18 +102,14 @@ def test_a_prompt(options: dict[str, Any], paged: bool, backend: str) -> None:
 
 
 @only_emulated
-@pytest.mark.skipif("90a" not in native.BUILD["archs"], reason="needs kernels for sm_90a")
+@pytest.mark.skipif(not HAS_HOPPER_KERNELS, reason="needs kernels for sm_90a")
 @pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
-def test_a_prompt_on_hopper(options: dict[str, Any], paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels for Hopper read pages, and a contiguous cache as one page for each sequence."""
-    has_options = not options.keys().isdisjoint({"softcap", "alibi_slopes"})
-    kernel = "attention_forward_options_sm90" if has_options else "attention_forward_sm90"
-    name = f"{kernel}<64, float16>"
-    monkeypatch.setitem(KERNELS, "cuda", name)
+def test_a_prompt_on_hopper(options: dict[str, Any], paged: bool) -> None:
+    kernel = attention_kernel(options, on_hopper=True)
     with device.emulated(90, num_sms=3):
-        assert kernel_of(arguments(paged, **options)) == name
-        test_a_prompt(options, paged, "cuda")
+        assert kernel_of(arguments(paged, **options)) == kernel
+        check_prompt(options, paged, "cuda", kernel)
 
 
 def kernel_of(made: dict[str, Any]) -> str:
@@ -108,14 +118,14 @@ def kernel_of(made: dict[str, Any]) -> str:
 
 def test_what_stays_with_the_decoding_kernel() -> None:
     """Few queries; where splits are asked for; few rows of a KV head over an 8-bit cache, which has to be copied."""
-    assert kernel_of(arguments(False)) == KERNELS["cuda"]
+    assert kernel_of(arguments(False)) == attention_kernel()
     assert kernel_of(arguments(False, num_queries=64)).startswith("decode_split_sm80")
     assert kernel_of(arguments(False, num_splits=2)).startswith("decode_split_sm80")
     for num_queries, prefills in ((130, True), (128, False)):
         made = arguments(False, num_queries=num_queries)
         for name in ("k", "v"):
             made[f"{name}_cache"], made[f"{name}_scale"] = reference.quantize_rows(made[f"{name}_cache"])
-        assert kernel_of(made) == KERNELS["cuda"] if prefills else kernel_of(made).startswith("decode_split_sm80")
+        assert kernel_of(made) == attention_kernel() if prefills else kernel_of(made).startswith("decode_split_sm80")
 
 
 def test_a_prompt_compiles() -> None:

@@ -19,6 +19,7 @@ from fastattn.dispatch.call import Call, Choice
 from fastattn.dispatch.device import DeviceFacts
 from fastattn.dispatch.support import FEATURES, SUPPORT, support_table
 from fastattn.ops import registration
+from kernel_device import DEVICE
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("emulated_gpu")]
 
@@ -237,8 +238,8 @@ def test_explain_sends_tensors_to_a_gpu() -> None:
 
 
 def test_explain_names_tensors_that_are_copied() -> None:
-    query = torch.randn(1, 2, 4, 16).half()
-    crooked = torch.randn(1, 2, 16, 4).half().transpose(2, 3)
+    query = torch.randn(1, 2, 4, 16, device=DEVICE).half()
+    crooked = torch.randn(1, 2, 16, 4, device=DEVICE).half().transpose(2, 3)
     with fastattn.use_backend("triton"):
         explanation = fastattn.explain(fastattn.attention, query, crooked, query)
     assert explanation.copied == {"key": "its last dimension is not contiguous"}
@@ -258,7 +259,7 @@ def test_explain_raises_what_the_call_raises() -> None:
 
 
 def test_record_lists_forward_and_backward_and_nests() -> None:
-    query = torch.randn(1, 1, 4, 16, dtype=torch.float16, requires_grad=True)
+    query = torch.randn(1, 1, 4, 16, dtype=torch.float16, device=DEVICE, requires_grad=True)
     with fastattn.use_backend("triton"), fastattn.record() as outer:
         with fastattn.record() as inner:
             out = fastattn.attention(query, query, query)
@@ -268,10 +269,10 @@ def test_record_lists_forward_and_backward_and_nests() -> None:
 
 
 def test_record_names_the_kernels_of_the_backward_pass() -> None:
-    query = torch.randn(1, 1, 4, 16, dtype=torch.float16, requires_grad=True)
-    bias = torch.zeros(1, 1, 4, 4, dtype=torch.float16, requires_grad=True)
-    slopes = torch.zeros(1, requires_grad=True)
-    weight = fastattn.quantize_int8(torch.randn(16, 16))
+    query = torch.randn(1, 1, 4, 16, dtype=torch.float16, device=DEVICE, requires_grad=True)
+    bias = torch.zeros(1, 1, 4, 4, dtype=torch.float16, device=DEVICE, requires_grad=True)
+    slopes = torch.zeros(1, device=DEVICE, requires_grad=True)
+    weight = fastattn.quantize_int8(torch.randn(16, 16, device=DEVICE))
     with fastattn.use_backend("triton"):
         out = fastattn.attention(query, query, query)
         biased = fastattn.attention(query, query, query, bias=bias)
@@ -316,7 +317,7 @@ def test_record_lists_no_call_whose_kernel_failed(monkeypatch: pytest.MonkeyPatc
     def fail(*args: object) -> None:
         raise RuntimeError("out of shared memory")
 
-    query = torch.randn(1, 1, 4, 16, dtype=torch.float16, requires_grad=True)
+    query = torch.randn(1, 1, 4, 16, dtype=torch.float16, device=DEVICE, requires_grad=True)
     with fastattn.use_backend("triton"), fastattn.record() as calls:
         out = fastattn.attention(query, query, query)
         for name in ("attention_forward", "attention_backward"):

@@ -147,11 +147,21 @@ def test_exports(name: str) -> None:
 
 
 def test_use_backend_is_guarded(backend: str) -> None:
-    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    """Results of the backends differ in the last place, so the graphs' operators tell which one ran."""
+    namespaces: list[set[str]] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        targets = [node.target for node in graph.graph.nodes]
+        namespaces.append({op.namespace for op in targets if isinstance(op, torch._ops.OpOverload)})
+        return graph
+
+    compiled = torch.compile(attend, fullgraph=True, backend=keep)
     inputs = [draw(1, 2, 5, 16) for _ in range(3)]
     compiled(*inputs)
+    own: set[str] = {"torch": set(), "triton": {"fastattn_triton"}, "cuda": {"fastattn"}}[backend]
     with fastattn.use_backend("torch"):
         torch.testing.assert_close(compiled(*inputs), attend(*inputs))
+    assert namespaces[0] == own and namespaces[-1] == set()
 
 
 def test_vmap_equals_a_loop() -> None:
@@ -208,7 +218,7 @@ def test_gradients_of_a_mapped_function(name: str) -> None:
     torch.testing.assert_close(by_func(query.detach(), key.detach()), want, rtol=1e-2, atol=1e-2)
 
 
-def test_checkpoint_recomputes_the_same_dropout() -> None:
+def test_checkpoint_recomputes_the_same_dropout(backend: str) -> None:
     inputs = [draw(1, 2, 5, 16, requires_grad=True) for _ in range(3)]
 
     def block(*tensors: Tensor) -> Tensor:
@@ -219,7 +229,11 @@ def test_checkpoint_recomputes_the_same_dropout() -> None:
     torch.manual_seed(5)
     expected = torch.autograd.grad(block(*inputs).sum(), inputs)
     torch.manual_seed(5)
-    recomputed: Any = checkpoint(block, *inputs, use_reentrant=False)
+
+    def contexts() -> Any:  # on a GPU, autograd has a thread of its own
+        return fastattn.use_backend(backend), fastattn.use_backend(backend)
+
+    recomputed: Any = checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts)
     for got, want in zip(torch.autograd.grad(recomputed.sum(), inputs), expected, strict=True):
         assert torch.equal(got, want)
 
@@ -508,13 +522,14 @@ def test_reference_is_what_the_torch_path_computes(backend: str) -> None:
 
 
 def test_dropout_compiles_and_follows_the_generator() -> None:
-    def attend_with_dropout(query: Tensor) -> Any:
-        return fastattn.attention(query, query, query, dropout_p=0.5)
+    def attend_with_dropout(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return fastattn.attention(query, key, value, dropout_p=0.5)
 
-    query = draw(1, 2, 5, 16, requires_grad=True)
+    # Of one tensor the three gradients would be added, in 16 bits and in another order when compiled.
+    inputs = [draw(1, 2, 5, 16, requires_grad=True) for _ in range(3)]
     compiled = torch.compile(attend_with_dropout, fullgraph=True, backend="aot_eager")
     torch.manual_seed(3)
-    expected = outputs_and_gradients(attend_with_dropout, [query])
+    expected = outputs_and_gradients(attend_with_dropout, inputs)
     torch.manual_seed(3)
-    for got, want in zip(outputs_and_gradients(compiled, [query]), expected, strict=True):
+    for got, want in zip(outputs_and_gradients(compiled, inputs), expected, strict=True):
         torch.testing.assert_close(got, want)

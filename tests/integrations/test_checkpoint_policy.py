@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,17 @@ class Launches(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
+def forcing(backend: str, *contexts: AbstractContextManager[Any]) -> tuple[AbstractContextManager[None], ...]:
+    """Returns contexts that force a backend, too, also where autograd has a thread of its own."""
+
+    @contextlib.contextmanager
+    def with_backend(context: AbstractContextManager[Any]) -> Iterator[None]:
+        with fastattn.use_backend(backend), context:
+            yield
+
+    return tuple(map(with_backend, contexts))
+
+
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_a_policy_saves_what_attention_computed(backend: str, dropout_p: float) -> None:
@@ -54,15 +68,14 @@ def test_a_policy_saves_what_attention_computed(backend: str, dropout_p: float) 
     def block(x: Tensor) -> Tensor:
         return fastattn.attention(x * 2, x, x, causal=True, dropout_p=dropout_p) * 3
 
-    def gradient_of(context_fn: Any) -> Tensor:
+    def gradient_of(context_fn: Callable[[], Any]) -> Tensor:
         torch.manual_seed(0)
-        options = {} if context_fn is None else {"context_fn": context_fn}
-        out = checkpoint(block, x, use_reentrant=False, **options)
+        out = checkpoint(block, x, use_reentrant=False, context_fn=lambda: forcing(backend, *context_fn()))
         return torch.autograd.grad(out.float().square().sum(), x)[0]
 
     with fastattn.use_backend(backend):
         with Launches() as launches:
-            plain = gradient_of(None)
+            plain = gradient_of(lambda: (contextlib.nullcontext(), contextlib.nullcontext()))
         assert launches.names == ["attention_forward", "attention_forward", "attention_backward"]
         with Launches() as launches:
             selective = gradient_of(contexts)

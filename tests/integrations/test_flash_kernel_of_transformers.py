@@ -119,7 +119,8 @@ def test_a_model_takes_the_repository_by_its_name(llama):
 
 
 def test_continuous_batching_generates_what_generate_does(llama):
-    words = llama.generate(TOKENS, max_new_tokens=4, do_sample=False)[:, 9:]
+    llama = llama.to("cuda" if torch.cuda.is_available() else "cpu")  # it generates where an accelerator is
+    words = llama.generate(TOKENS.to(llama.device), max_new_tokens=4, do_sample=False)[:, 9:]
     llama.set_attn_implementation(NAME)
     config = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
     # Without these numbers the cache would take most of the machine's memory.
