@@ -212,6 +212,15 @@ cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) {
     return fail(cudaErrorPeerAccessUnsupported);
 }
 
+// Graphs here own no memory.
+cudaError_t cudaDeviceGetGraphMemAttribute(int, cudaGraphMemAttributeType, void* value) {
+    *static_cast<uint64_t*>(value) = 0;
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceSetGraphMemAttribute(int, cudaGraphMemAttributeType, void*) {
+    return cudaSuccess;
+}
+
 cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t*, int) {
     return not_there("memory pools");
 }

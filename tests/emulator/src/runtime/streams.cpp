@@ -50,16 +50,20 @@ struct Event {
     bool is_recorded = false;
 };
 
-// What a cudaGraphExec_t points to.
-struct GraphExec {
-    std::vector<std::shared_ptr<Node>> nodes;
-};
+// What a cudaGraphExec_t points to: a graph as it was, with references of its own.
+using GraphExec = Graph;
+
+void destroy(const UserObject* object) {
+    object->destroy(object->object);
+    delete object;
+}
 
 std::recursive_mutex mutex;  // of all that follows
 std::map<cudaStream_t, std::unique_ptr<Stream>> streams;
 std::map<cudaEvent_t, std::unique_ptr<Event>> events;
 std::map<cudaGraph_t, std::unique_ptr<Graph>> graphs;
 std::map<cudaGraphExec_t, std::unique_ptr<GraphExec>> executables;
+std::map<cudaUserObject_t, std::shared_ptr<UserObject>> objects;  // those that the host refers to
 std::set<std::shared_ptr<Capture>> captures;
 unsigned long long num_captures = 0;
 thread_local cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
@@ -386,7 +390,7 @@ cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, cudaGraph
     const std::lock_guard lock(mutex);
     const Graph* const graph = find(graphs, handle);
     if (graph == nullptr) return fail_handle("graph");
-    *executable = add(executables, std::make_unique<GraphExec>(GraphExec{graph->nodes}));
+    *executable = add(executables, std::make_unique<GraphExec>(*graph));
     return cudaSuccess;
 }
 
@@ -441,6 +445,42 @@ cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t handle, cudaGraphNode_t
     }
     *num_dependencies = found.size();
     return cudaSuccess;
+}
+
+cudaError_t cudaUserObjectCreate(cudaUserObject_t* handle, void* object, cudaHostFn_t destroy_object,
+                                 unsigned references, unsigned) {
+    const std::lock_guard lock(mutex);
+    std::shared_ptr<UserObject> made(new UserObject{object, destroy_object, references}, destroy);
+    *handle = reinterpret_cast<cudaUserObject_t>(made.get());
+    objects[*handle] = std::move(made);
+    return cudaSuccess;
+}
+
+cudaError_t cudaUserObjectRelease(cudaUserObject_t handle, unsigned count) {
+    std::shared_ptr<UserObject> last;  // destroyed behind the lock
+    const std::lock_guard lock(mutex);
+    const auto found = objects.find(handle);
+    if (found == objects.end() || found->second->references < count) return fail_handle("object of the host's");
+    found->second->references -= count;
+    if (found->second->references == 0) {
+        last = std::move(found->second);
+        objects.erase(found);
+    }
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph_handle, cudaUserObject_t handle, unsigned count,
+                                      unsigned flags) {
+    const std::lock_guard lock(mutex);
+    const auto found = objects.find(handle);
+    if (found == objects.end()) return fail_handle("object of the host's");
+    Graph* graph = find(graphs, graph_handle);
+    for (const auto& capture : captures) {
+        if (reinterpret_cast<cudaGraph_t>(capture->graph.get()) == graph_handle) graph = capture->graph.get();
+    }
+    if (graph == nullptr) return fail_handle("graph");
+    graph->objects.push_back(found->second);
+    return (flags & cudaGraphUserObjectMove) != 0 ? cudaUserObjectRelease(handle, count) : cudaSuccess;
 }
 
 // Of torch 2.12, for graphs with conditions.

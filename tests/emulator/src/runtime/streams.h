@@ -21,9 +21,17 @@ struct Node {
     std::vector<Node*> dependencies;
 };
 
-// What a cudaGraph_t points to: its nodes, each after those that it depends on.
+// What a cudaUserObject_t points to: something of the host's, which goes when nobody refers to it.
+struct UserObject {
+    void* object;
+    cudaHostFn_t destroy;
+    unsigned references;
+};
+
+// What a cudaGraph_t points to: its nodes, each after those that it depends on, and what it refers to.
 struct Graph {
     std::vector<std::shared_ptr<Node>> nodes;
+    std::vector<std::shared_ptr<UserObject>> objects;
 };
 
 // Runs `work`, or makes it a node. `needs_own_device`: the stream must belong to the current device, as a kernel's must.
