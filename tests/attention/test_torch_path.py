@@ -384,10 +384,13 @@ def test_operators_compute_what_torch_cannot_express(name: str, monkeypatch: pyt
             check_against_oracle(part, got, oracle[part], rough[part])
 
 
-@pytest.mark.parametrize("name", MASKS)
+MASKS_OF_OPERATORS = MASKS | {"minus infinity": lambda: {"bias": additive(BATCH, 1, ROWS, ROWS)}}
+
+
+@pytest.mark.parametrize("name", MASKS_OF_OPERATORS)
 def test_what_is_masked_has_no_influence_on_operators(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in keys and values: the rows that do not see them have the bits of before, the others are NaN."""
-    clean, options = inputs(), {**MASKS[name](), "softcap": 2.0}
+    clean, options = inputs(), {**MASKS_OF_OPERATORS[name](), "softcap": 2.0}
     spoiled = [t.detach().clone() for t in clean]
     spoiled[1][0, 0, 6, 3] = spoiled[2][1, 1, 4, 2] = math.nan
     spoiled[2][0, 1, 8, 7] = math.inf
@@ -401,6 +404,27 @@ def test_what_is_masked_has_no_influence_on_operators(name: str, monkeypatch: py
     assert torch.equal(got[~got.isnan()], want[~got.isnan()]) and torch.equal(lse[~lse.isnan()], want_lse[~lse.isnan()])
     (gradient,) = torch.autograd.grad(got.sum(), spoiled[0])
     assert bool(gradient.isnan().any()), "a NaN that is seen must not vanish from the gradients"
+
+
+def test_the_default_device_may_be_another_one() -> None:
+    tensors, cache = without_gradients(), normal(10, BATCH, KV_HEADS, 16, DIM, dtype=torch.float32)
+    query, key, value = (t[:, :, :1] for t in tensors)
+    lengths_of_cache, offsets = torch.tensor([3, 5], dtype=torch.int32), torch.tensor([0, 4, 12], dtype=torch.int32)
+    tokens, angles = packed(), torch.ones(16, DIM // 2)
+
+    def compute() -> list[Tensor]:
+        rotation = {"rotary_cos": angles, "rotary_sin": angles}
+        caches = cache.clone(), cache.clone()
+        return [
+            fastattn.attention(*tensors, alibi_slopes=SLOPES, causal=True),
+            fastattn.attention_varlen(*tokens, offsets, offsets, 8, 8),
+            fastattn.attention_with_kv_cache(query, *caches, lengths_of_cache, k_new=key, v_new=value, **rotation),
+        ]
+
+    expected = compute()
+    with torch.device("meta"):
+        found = compute()
+    torch.testing.assert_close(found, expected)
 
 
 def test_nobody_is_watched_reading_values_for_operators() -> None:

@@ -84,7 +84,7 @@ def append_to_cache(t: AppendTensors) -> bool:
 def _rotated(t: Tensors, x: Tensor, first: list[int], interleaved: bool) -> Tensor:
     """``x [B, H, S, D]`` rotated by the positions from ``first`` on, which are those of each sequence."""
     assert t.rotary_cos is not None and t.rotary_sin is not None
-    position = torch.tensor(first)[:, None] + torch.arange(x.shape[2])
+    position = torch.tensor(first, device=x.device)[:, None] + torch.arange(x.shape[2], device=x.device)
     position = position.clamp(0, t.rotary_cos.shape[0] - 1)
     return rotary(x, t.rotary_cos[position], t.rotary_sin[position], interleaved)
 
@@ -93,10 +93,12 @@ def _append(t: Tensors, before: list[int], capacity: int) -> None:
     """Writes the new tokens behind those of before; a token that has no place, or no page, is dropped."""
     assert t.k_new is not None and t.v_new is not None
     block_rows = t.k_cache.shape[2]
-    position = torch.tensor(before)[:, None] + torch.arange(t.k_new.shape[2])
+    device = t.k_cache.device
+    position = torch.tensor(before, device=device)[:, None] + torch.arange(t.k_new.shape[2], device=device)
     block = (position // block_rows).clamp(max=capacity // block_rows - 1)
     if t.block_table is None:
-        page, fits = torch.arange(len(before))[:, None].expand_as(position), position < capacity
+        page = torch.arange(len(before), device=device)[:, None].expand_as(position)
+        fits = position < capacity
     else:
         page = t.block_table.gather(1, block).long()
         fits = (position < capacity) & (page >= 0) & (page < t.k_cache.shape[0])
@@ -190,7 +192,7 @@ def _mask(t: Tensors, run: slice, tokens: slice, num_queries: int) -> Tensor | N
         if not bool(exists.all()):
             mask = _tokens_of(exists.repeat_interleave(t.k_cache.shape[2], dim=1), 1, t, tokens)[:, None, None]
     if t.tree_mask is not None:
-        token = torch.arange(tokens.start, tokens.stop) - (tokens.stop - num_queries)
+        token = torch.arange(tokens.start, tokens.stop, device=t.query.device) - (tokens.stop - num_queries)
         tree = t.tree_mask if t.tree_mask.dim() == 2 or len(t.tree_mask) == 1 else t.tree_mask[run]
         of_tree = tree_of_keys(tree, token.expand(run.stop - run.start, -1))
         mask = of_tree if mask is None else of_tree & mask

@@ -33,9 +33,9 @@ def attend(
     """
     batch, heads, num_queries, _ = query.shape
     kv_heads, num_keys = key.shape[1:3]
-    if 0 in (*query.shape, *key.shape, *value.shape):
-        return None
     if not is_readable(query, key, value, bias, alibi_slopes, sinks):
+        return None
+    if 0 in (*query.shape, *key.shape, *value.shape):
         return None
     visible = band(num_queries, num_keys, *window, query.device)
     spoiled_keys = spoiled_values = None
@@ -58,13 +58,15 @@ def attend(
         scores = scores.tanh_()
         scores = scores * softcap if scores.requires_grad else scores.mul_(softcap)
     if alibi_slopes is not None:
-        position = torch.arange(num_keys - num_queries, num_keys)[:, None]
-        distance = (position - torch.arange(num_keys)).abs().to(dtype)
+        position = torch.arange(num_keys - num_queries, num_keys, device=query.device)[:, None]
+        distance = (position - torch.arange(num_keys, device=query.device)).abs().to(dtype)
         scores = scores - of_scores(torch.atleast_2d(alibi_slopes.to(dtype))[..., None, None]) * distance
     if spoiled_keys is not None:
         scores = scores + torch.where(spoiled_keys.transpose(-2, -1), math.nan, 0.0).to(dtype)[:, :, None]
     if bias is not None and bias.dtype != torch.bool:
         scores = scores + of_scores(bias.to(dtype))
+        if spoiled_keys is not None:  # what the bias hides is NaN still
+            scores = scores.masked_fill(of_scores(bias == -math.inf), -math.inf)
     elif bias is not None:
         scores = scores.masked_fill(~of_scores(bias), -math.inf)
     if visible is not None:

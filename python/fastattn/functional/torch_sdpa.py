@@ -201,8 +201,8 @@ def _lengths(offsets: list[int]) -> list[int]:
 
 
 def _rows(starts: list[int], sequences: list[int], length: int) -> Tensor:
-    begin = torch.tensor([starts[sequence] for sequence in sequences])
-    return (begin[:, None] + torch.arange(length)).flatten()
+    begin = torch.tensor([starts[sequence] for sequence in sequences], device="cpu")
+    return (begin[:, None] + torch.arange(length, device="cpu")).flatten()
 
 
 def _split(packed: Tensor, rows: list[Tensor]) -> tuple[Tensor, ...]:
