@@ -44,27 +44,28 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 @functools.cache
-def _fences_its_pipelines() -> bool:
-    """Returns whether Triton orders the copies of its pipelines before the wgmma or tcgen05 that reads what they wrote.
+def _pipelines_are_sound() -> bool:
+    """Returns whether Triton orders its pipelines as wgmma and tcgen05 need it.
 
-    Up to 3.7.0 it leaves out the fence.proxy.async between them (its pull requests 9610 and 10537).
+    Up to 3.7.0 it leaves out the fence.proxy.async between the copies of a pipeline and what reads them (its pull
+    requests 9610 and 10537). 3.7.1 writes registers of A while wgmma may still read them.
     """
     for name in ("triton", "pytorch-triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = re.findall(r"\d+", importlib.metadata.version(name))[:3]
-            return [int(number) for number in version] >= [3, 7, 1]
+            return [int(number) for number in version] >= [3, 8]
     return True
 
 
-def _with_fenced_loads(tile_for: Callable[Concatenate[int, Given], Tile]) -> Callable[Concatenate[int, Given], Tile]:
-    """Has ``tile_for(arch, ...)`` give up its pipeline where Triton forgets the fence: plain loads are fenced."""
+def _with_sound_pipelines(tile_for: Callable[Concatenate[int, Given], Tile]) -> Callable[Concatenate[int, Given], Tile]:
+    """Has ``tile_for(arch, ...)`` give up its pipeline where Triton's is not sound: one stage is."""
 
     @functools.wraps(tile_for)
-    def fenced(arch: int, /, *args: Given.args, **kwargs: Given.kwargs) -> Tile:
+    def sound(arch: int, /, *args: Given.args, **kwargs: Given.kwargs) -> Tile:
         tile = tile_for(arch, *args, **kwargs)
-        return tile if not 90 <= arch < 120 or _fences_its_pipelines() else dataclasses.replace(tile, num_stages=1)
+        return tile if not 90 <= arch < 120 or _pipelines_are_sound() else dataclasses.replace(tile, num_stages=1)
 
-    return fenced
+    return sound
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ def _plain_tile(arch: int, kernel: str, head_dim: int, value_dim: int) -> Attent
     return tile if head_dim == value_dim == width else tiles.get((kernel, width, "padded"), tile)
 
 
-@_with_fenced_loads
+@_with_sound_pipelines
 def attention_forward_tile(arch: int, head_dim: int, value_dim: int, crowded: bool = False) -> AttentionTile:
     """Tile of `attention_forward_kernel`.
 
@@ -182,7 +183,7 @@ def attention_forward_tile(arch: int, head_dim: int, value_dim: int, crowded: bo
     return AttentionTile(32, 32, num_warps=8, num_stages=1)  # 64 x 32 spills on sm_90 (AOT)
 
 
-@_with_fenced_loads
+@_with_sound_pipelines
 def attention_backward_tile(
     arch: int, head_dim: int, value_dim: int, kernel: BackwardKernel, crowded: bool = False
 ) -> AttentionTile:
@@ -386,7 +387,7 @@ class Int8MatmulTile:
     split_k: int
 
 
-@_with_fenced_loads
+@_with_sound_pipelines
 @functools.lru_cache(maxsize=4096)
 def int8_matmul_tile(
     arch: int, m: int, n: int, k: int, group: int, shared_memory_bytes: int, num_sms: int

@@ -62,14 +62,14 @@ def test_autocast_of_devices_that_have_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "pipelines"), [("3.6.0", False), ("3.7.0", False), ("3.7.1", True), ("3.10.0", True)]
+    ("version", "pipelines"), [("3.6.0", False), ("3.7.0", False), ("3.7.1", False), ("3.8.0", True), ("3.10.0", True)]
 )
-def test_no_pipeline_where_triton_forgets_the_fence(
+def test_no_pipeline_where_tritons_are_not_sound(
     version: str, pipelines: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of Hopper and Blackwell: other GPUs' matrix instructions read shared memory as other instructions do."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    tiles._fences_its_pipelines.cache_clear()
+    tiles._pipelines_are_sound.cache_clear()
     try:
         for arch in (80, 90, 100, 120):
             found = [
@@ -79,4 +79,4 @@ def test_no_pipeline_where_triton_forgets_the_fence(
             ]
             assert [tile.num_stages > 1 for tile in found] == [pipelines or arch in (80, 120)] * 3
     finally:
-        tiles._fences_its_pipelines.cache_clear()
+        tiles._pipelines_are_sound.cache_clear()

@@ -100,6 +100,12 @@ std::vector<void*> unpack(CUfunction function, void** extra) {
     return found;
 }
 
+// Of attributes that came with a later driver, host code asks in order to find that out.
+cudaError_t unknown_attribute(CUfunction_attribute attribute) {
+    if (attribute >= CU_FUNC_ATTRIBUTE_MAX) return cudaErrorInvalidValue;
+    return fail(cudaErrorNotSupported, "the emulator does not know function attribute " + std::to_string(attribute));
+}
+
 CUresult not_there() {
     return driver(fail(cudaErrorNotSupported, "the emulator does not have this function of the driver"));
 }
@@ -264,8 +270,7 @@ CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfuncti
                 *value = static_cast<int>(most_dynamic_bytes(kernel, code.program));
                 return cudaSuccess;
             default:
-                return fail(cudaErrorNotSupported,
-                            "the emulator does not know function attribute " + std::to_string(attribute));
+                return unknown_attribute(attribute);
         }
     });
 }
@@ -281,8 +286,7 @@ CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute,
             case CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT:  // says how fast something should be
                 return cudaSuccess;
             default:
-                return fail(cudaErrorNotSupported,
-                            "the emulator does not know function attribute " + std::to_string(attribute));
+                return unknown_attribute(attribute);
         }
     });
 }
