@@ -22,6 +22,7 @@ WITHOUT_A_GPU = "bench/test_benchmark_harness.py::test_without_a_gpu_a_script_sa
 RUNS_IN = {
     "make lint": CI,
     "make test": CI,
+    "make test-cuda": CI,
     "make demo": CI,
     "make docs": CI,
     "make install": "bench/test_commands.py::test_install_is_what_brings_the_tests_their_package",
