@@ -207,8 +207,8 @@ def is_readable(*tensors: Tensor | None) -> bool:
     """Whether the host may look at values, free of charge: real numbers on a CPU, and nobody records what is done."""
     return (
         not torch.compiler.is_compiling()
+        and all(t is None or (t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter)) for t in tensors)
         and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch.jit.is_tracing()
-        and all(t is None or (t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter)) for t in tensors)
     )
