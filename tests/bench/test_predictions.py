@@ -344,7 +344,7 @@ def test_longer_takes_longer(point: Point) -> None:
 @needs_emulator
 @needs_native
 def test_launches_are_of_the_size_that_their_geometry_says() -> None:
-    """Of what `make bench` predicts of CUDA C++ kernels, and of every backward pass; else `by_part` raises."""
+    """It takes what `make bench` predicts of CUDA C++ kernels, and every backward pass; else `by_part` raises."""
     points = predicted_profile.points(full=False)
     points += [point for point in predicted_profile.points(full=True) if point.benchmark == BACKWARD]
     smalls = list(dict.fromkeys(point.small() for point in points if point.implementation == CUDA))

@@ -80,7 +80,7 @@ def test_a_benchmark_measures_every_backend_beside_torchs_kernels(
 
 
 def run(*arguments: str, **environment: str) -> str:
-    """What a command of a process of its own prints."""
+    """Returns what a command prints in a process of its own."""
     done = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
     )
@@ -94,7 +94,7 @@ def test_the_report_names_both_gpus() -> None:
 
 
 def test_gpu_check_goes_through_its_stages(tmp_path: Path) -> None:
-    """Of the kernel tests and of the emulator's one each; the benchmarks have a test above."""
+    """One of the kernel tests and one of the emulator's run; the benchmarks have a test above."""
     out = tmp_path / "out"
     run(
         *(

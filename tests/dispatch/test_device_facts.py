@@ -67,7 +67,7 @@ def test_autocast_of_devices_that_have_none() -> None:
 def test_no_pipeline_where_tritons_are_not_sound(
     version: str, pipelines: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of Hopper and Blackwell: other GPUs' matrix instructions read shared memory as other instructions do."""
+    """It concerns Hopper and Blackwell: other GPUs' matrix instructions read shared memory as other instructions do."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     tiles._pipelines_are_sound.cache_clear()
     try:

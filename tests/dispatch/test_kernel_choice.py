@@ -33,7 +33,7 @@ def heads(rows: int, head_dim: int = 64, num: int = 2, dtype: torch.dtype = torc
 
 
 def test_the_tutorial_shows_what_explain_prints() -> None:
-    """Of one call in bfloat16, in float32, and with a head dim of 60."""
+    """The page explains one call in bfloat16, in float32, and with a head dim of 60."""
     page = Path(__file__).parents[2] / "docs" / "tutorials" / "explain_and_profile.md"
     shown = re.findall(r"^```text\n(.*?)\n^```", page.read_text(), re.MULTILINE | re.DOTALL)
     with device.emulated(90, 132):

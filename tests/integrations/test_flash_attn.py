@@ -208,7 +208,7 @@ class TestVarlen:
 
 
 def exponentials(scores: Tensor) -> Tensor:
-    """What flash-attn leaves in S_dmask: 1 for the largest score of a row, 0 where a query does not look."""
+    """Returns what flash-attn leaves in S_dmask: 1 for the largest score of a row, 0 where a query does not look."""
     return (scores - scores.amax(-1, keepdim=True)).exp()
 
 

@@ -26,7 +26,7 @@ class NoKernel(Exception):
 
 
 class Asked(NamedTuple):
-    """What the user asks for where a call is made: the backend, and PyTorch by ``torch.nn.attention.sdpa_kernel``."""
+    """The user asks for this where a call is made: a backend, and PyTorch by ``torch.nn.attention.sdpa_kernel``."""
 
     forced: str | None
     sdpa: bool
@@ -61,7 +61,10 @@ def use_backend(backend: str) -> Iterator[None]:
 
 
 def asked() -> Asked:
-    """What is asked for here and now: for backward passes that choose again, in another thread or behind the block."""
+    """Returns what is asked for here and now.
+
+    Backward passes that choose again need it, in another thread or behind the block.
+    """
     c = torch._C
     sdpa = not (c._get_flash_sdp_enabled() and c._get_mem_efficient_sdp_enabled() and c._get_math_sdp_enabled())
     return Asked(thread.forced, sdpa if thread.sdpa is None else thread.sdpa)

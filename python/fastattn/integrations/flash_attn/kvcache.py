@@ -130,7 +130,7 @@ def flash_attn_with_kvcache(
 def _check_rows(
     k_cache: Tensor, cache_seqlens: Tensor, num_new: int, batch_idx: Tensor | None, leftpad: Tensor | None
 ) -> None:
-    """Under the names that the user knows: a block table says both further down."""
+    """Raises under the names that the user knows: a block table says both further down."""
     rows, capacity = k_cache.shape[:2]
     for sequence, row in enumerate([] if batch_idx is None else batch_idx.tolist()):
         expect(0 <= row < rows, "cache_batch_idx", f"rows from 0 to {rows - 1}", f"{row} for sequence {sequence}")
