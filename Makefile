@@ -62,7 +62,7 @@ test-cuda: $(BUILT) ## the kernels under torch's CUDA build, on emulated GPUs; T
 	$(BIN)/python tests/cuda_torch/environment.py --torch $(TORCH)
 	@export PYTORCH_NO_CUDA_MEMORY_CACHING=1; \
 	for device in 0 1; do $(CUDA_PYTEST) --cuda-device $$device $(KERNEL_TESTS) & jobs="$${jobs:-} $$!"; done; \
-	for job in $$jobs; do wait $$job; done
+	for job in $$jobs; do wait $$job || failed=1; done; exit $${failed:-0}
 	$(CUDA_PYTEST) -n auto --dist loadgroup tests/cuda_torch tests/packages/test_private_names.py $(PYTEST_ARGS)
 
 demo: $(BUILT) ## a sentence model and a small decoder, plain and with fastattn

@@ -387,8 +387,8 @@ class Int8MatmulTile:
     split_k: int
 
 
-@_with_sound_pipelines
 @functools.lru_cache(maxsize=4096)
+@_with_sound_pipelines
 def int8_matmul_tile(
     arch: int, m: int, n: int, k: int, group: int, shared_memory_bytes: int, num_sms: int
 ) -> Int8MatmulTile:

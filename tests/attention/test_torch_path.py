@@ -443,6 +443,7 @@ OFFSETS: dict[str, tuple[list[int], list[int]]] = {
     "several": ([0, 3, 8, 12], [0, 5, 7, 12]),
     "alike": ([0, 4, 8, 12], [0, 4, 8, 12]),
     "some without queries or keys": ([0, 0, 5, 8, 12], [0, 4, 4, 9, 12]),
+    "rows in none": ([1, 4, 10], [2, 6, 11]),
 }
 
 

@@ -62,9 +62,8 @@ def decode(lengths: Tensor, **changes: Any) -> Tensor:
     ("call", "values", "message"),
     [
         (varlen, ints(0, 4, 2), "^cu_seqlens_k: expected offsets that do not decrease"),
-        (varlen, ints(0, 2, 6), "^cu_seqlens_k: expected 5 .* as the last offset, got 6"),
-        (varlen, ints(0, 2, 4), "^cu_seqlens_k: expected 5 .* as the last offset, got 4"),
-        (varlen, ints(1, 2, 5), "^cu_seqlens_k: expected 0 as the first offset, got 1"),
+        (varlen, ints(0, 2, 6), "^cu_seqlens_k: expected at most 5 .* as the last offset, got 6"),
+        (varlen, ints(-1, 2, 5), "^cu_seqlens_k: expected 0 or more as the first offset, got -1"),
         (varlen, ints(0, 1, 5), "^max_seqlen_k: expected at least 4, got 3"),
         (paged, ints([0, -1], [-1, 0]), "^block_table: expected pages from 0 to 1, got -1 as page 0 of sequence 1"),
         (decode, ints(3, 4), "^cache_seqlens: expected at most 3.* got 4 for sequence 1"),
@@ -74,8 +73,7 @@ def decode(lengths: Tensor, **changes: Any) -> Tensor:
     ids=[
         "order",
         "past the end",
-        "short of it",
-        "begin",
+        "before the first row",
         "longest",
         "table of prompts",
         "capacity",
@@ -88,6 +86,18 @@ def test_wrong_places_in_cpu_memory_raise(call: Any, values: Tensor, message: st
     with pytest.raises(fastattn.InputError, match=message):
         call(values)
     assert not CACHE.any()
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"), [(ints(0, 2, 4), "5 .* as the last"), (ints(1, 2, 5), "0 as the first")]
+)
+def test_rows_in_no_sequence_are_refused_on_request_alone(
+    offsets: Tensor, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert varlen(offsets).shape == (5, 1, 4)
+    monkeypatch.setenv("FASTATTN_CHECK", "1")
+    with pytest.raises(fastattn.InputError, match=f"^cu_seqlens_k: expected {message}"):
+        varlen(offsets)
 
 
 def test_what_only_records_or_stands_for_tensors_is_not_read() -> None:

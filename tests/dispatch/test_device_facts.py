@@ -69,7 +69,7 @@ def test_no_pipeline_where_tritons_are_not_sound(
 ) -> None:
     """It concerns Hopper and Blackwell: other GPUs' matrix instructions read shared memory as other instructions do."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    tiles._pipelines_are_sound.cache_clear()
+    forget()
     try:
         for arch in (80, 90, 100, 120):
             found = [
@@ -79,4 +79,9 @@ def test_no_pipeline_where_tritons_are_not_sound(
             ]
             assert [tile.num_stages > 1 for tile in found] == [pipelines or arch in (80, 120)] * 3
     finally:
-        tiles._pipelines_are_sound.cache_clear()
+        forget()
+
+
+def forget() -> None:
+    tiles._pipelines_are_sound.cache_clear()
+    tiles.int8_matmul_tile.cache_clear()

@@ -119,7 +119,7 @@ def linear_over(
     activation = activation or "none"
     if choice.backend == "torch":
         with without_autocast(x.device.type):
-            in_blocks = int8_on_cpu.can_multiply(x, data, scale, bias, residual)
+            in_blocks = int8_on_cpu.can_multiply(scale, x, data, bias, residual)
             y = reference.int8_linear(
                 x,
                 data,

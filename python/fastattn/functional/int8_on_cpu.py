@@ -20,9 +20,12 @@ from fastattn.checks import is_readable
 _BLOCK_ELEMENTS = 2**18
 
 
-def can_multiply(*tensors: Tensor | None) -> bool:
-    """Whether `product` takes a call of these tensors: on a CPU, not traced, and without forward-mode derivatives."""
-    return is_readable(*tensors) and forward_ad._current_level < 0
+def can_multiply(scale: Tensor, *tensors: Tensor | None) -> bool:
+    """Whether `product` takes a call of these tensors: on a CPU, not traced, and without forward-mode derivatives.
+
+    It has no gradient for the scale.
+    """
+    return is_readable(scale, *tensors) and not scale.requires_grad and forward_ad._current_level < 0
 
 
 def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ namespace {
 
 // The driver's errors are no business of cudaGetLastError; their reasons stay for cuGetErrorString.
 CUresult driver(cudaError_t error) {
-    cudaGetLastError();
+    if (error != cudaSuccess) cudaGetLastError();
     return static_cast<CUresult>(error);
 }
 

@@ -176,6 +176,7 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
 }
 
 cudaError_t cudaMemset(void* to, int value, size_t bytes) {
+    if (const cudaError_t error = check_allowed_now("cudaMemset"); error != cudaSuccess) return error;
     return set(to, value, bytes);
 }
 
