@@ -88,7 +88,7 @@ def attention_backward_bias_kernel(
         if DROPOUT:
             keep = dropout_keep(
                     seed, dropout_threshold, dropout_head + batch_head, dropout_row + first_row,
-                    dropout_key + first_key, BLOCK_M, BLOCK_N,
+                    dropout_key + first_key, BLOCK_M, BLOCK_N, BIAS,
                 )  # fmt: skip
         _p, ds, _grad_products = score_gradients(
             products, grad_products, keep, shift[:, None], log2_sum[:, None], delta_tile[:, None],

@@ -62,8 +62,9 @@ def _key_value_tile(
     keep = True
     if DROPOUT:
         keep_by_row = dropout_keep(
-            seed, dropout_threshold, batch_head, dropout_row + first_row, dropout_key + first_key, BLOCK_M, BLOCK_N
-        )
+            seed, dropout_threshold, batch_head, dropout_row + first_row, dropout_key + first_key, BLOCK_M, BLOCK_N,
+            BIAS,
+        )  # fmt: skip
         keep = tl.trans(keep_by_row)
 
     products = tl.dot(k, tl.trans(q), input_precision="ieee")

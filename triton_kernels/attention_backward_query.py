@@ -44,8 +44,9 @@ def _query_tile(
     keep = True
     if DROPOUT:
         keep = dropout_keep(
-            seed, dropout_threshold, batch_head, dropout_row + first_row, dropout_key + first_key, BLOCK_M, BLOCK_N
-        )
+            seed, dropout_threshold, batch_head, dropout_row + first_row, dropout_key + first_key, BLOCK_M, BLOCK_N,
+            BIAS,
+        )  # fmt: skip
 
     products = tl.dot(q, tl.trans(k), input_precision="ieee")
     grad_products = tl.dot(grad, tl.trans(v), input_precision="ieee")

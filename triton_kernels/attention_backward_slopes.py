@@ -102,7 +102,7 @@ def attention_backward_slopes_kernel(
             if DROPOUT:
                 keep = dropout_keep(
                     seed, dropout_threshold, dropout_head + batch_head, dropout_row + first_row,
-                    dropout_key + first_key, BLOCK_M, BLOCK_N,
+                    dropout_key + first_key, BLOCK_M, BLOCK_N, BIAS,
                 )  # fmt: skip
             column = first_key + tl.arange(0, BLOCK_N)
             _p, ds, _grad_products = score_gradients(

@@ -222,7 +222,10 @@ def score_gradients(
 
 
 @triton.jit
-def dropout_keep(seed, threshold, batch_head, first_row, first_column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def dropout_keep(
+    seed, threshold, batch_head, first_row, first_column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
     """Which probabilities of the tile dropout keeps, ``[BLOCK_M, BLOCK_N]`` bool; ``first_column % 4 == 0``.
 
     Philox 4x32-10 (Salmon et al., SC 2011): key = seed, counter = (column // 4, row, batch * Hq + head, 0), word =
@@ -233,9 +236,17 @@ def dropout_keep(seed, threshold, batch_head, first_row, first_column, BLOCK_M: 
     zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
     w0, w1, w2, w3 = tl.philox(seed, zero + column_block, zero + row, zero + batch_head, zero)
     limit = threshold.to(tl.uint32, bitcast=True)
-    # Interleaved as bytes, not as words: the change of layout goes through shared memory.
-    even = tl.interleave((w0 >= limit).to(tl.int8), (w2 >= limit).to(tl.int8))
-    odd = tl.interleave((w1 >= limit).to(tl.int8), (w3 >= limit).to(tl.int8))
+    # As bytes, not as words: the change of layout goes through shared memory.
+    b0, b1 = (w0 >= limit).to(tl.int8), (w1 >= limit).to(tl.int8)
+    b2, b3 = (w2 >= limit).to(tl.int8), (w3 >= limit).to(tl.int8)
+    if BIAS == BOOL_BIAS:
+        # tl.interleave behind a load of bytes has Triton (3.6 for one) give each thread of an mma.sync eight numbers
+        # next to each other: a product over 16 keys or rows then counts half of them twice, and the others never.
+        word = tl.arange(0, 4)[None, None, :]
+        kept = tl.where(word < 2, b0[:, :, None], b2[:, :, None])
+        kept = tl.where(word % 2 == 0, kept, tl.where(word < 2, b1[:, :, None], b3[:, :, None]))
+        return tl.reshape(kept, [BLOCK_M, BLOCK_N]) != 0
+    even, odd = tl.interleave(b0, b2), tl.interleave(b1, b3)
     return tl.interleave(even, odd) != 0
 
 

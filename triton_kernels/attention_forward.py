@@ -103,8 +103,9 @@ def _attend_tile(
     out = out * rescale[:, None]
     if DROPOUT:
         keep = dropout_keep(
-            seed, dropout_threshold, batch_head, dropout_row + first_row, dropout_key + first_key, BLOCK_M, BLOCK_N
-        )
+            seed, dropout_threshold, batch_head, dropout_row + first_row, dropout_key + first_key, BLOCK_M, BLOCK_N,
+            BIAS,
+        )  # fmt: skip
         p = tl.where(keep, p, 0.0)
 
     if MASKED:

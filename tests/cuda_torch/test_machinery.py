@@ -147,6 +147,18 @@ def test_autocast_and_checkpointing() -> None:
         assert torch.equal(got, want)
 
 
+def test_tritons_gradients_beside_a_mask_and_dropout() -> None:
+    """Of wide heads, whose products go over 16 keys or rows at a time."""
+    inputs = [draw(1, 1, 40, 256, grad=True) for _ in range(3)]
+    mask = torch.rand(1, 1, 40, 40, device="cuda") < 0.8
+    options: dict[str, Any] = {"bias": mask, "dropout_p": 0.5, "dropout_seed": 7}
+    found = []
+    for backend in ("triton", "torch"):
+        with fastattn.use_backend(backend):
+            found.append(results(lambda *qkv: fastattn.attention(*qkv, **options), inputs))
+    assert_close(*found)
+
+
 # --- The drop-in ---
 
 
