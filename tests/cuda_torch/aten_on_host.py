@@ -227,9 +227,20 @@ def _log_softmax_backward_data(grad: Tensor, output: Tensor, dim: int, input_dty
     return torch.ops.aten._log_softmax_backward_data(grad, output, dim, grad.dtype).to(input_dtype)
 
 
-# Operators whose CUDA kernels take what their CPU kernels do not.
+def _rms_norm_backward(
+    grad: Tensor, x: Tensor, shape: list[int], rstd: Tensor, weight: Tensor | None, mask: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    normal, wide = x.float() * rstd, grad.float()
+    scaled = wide if weight is None else wide * weight.float()
+    mean = (scaled * normal).mean(tuple(range(-len(shape), 0)), keepdim=True)
+    grad_x = (rstd * (scaled - normal * mean)).to(x.dtype) if mask[0] else None
+    return grad_x, None if weight is None or not mask[1] else (wide * normal).sum_to_size(shape).to(weight.dtype)
+
+
+# Operators whose CUDA kernels take what their CPU kernels do not, or that the CPU lacks.
 _OTHERS: dict[str, Callable[..., Any]] = {
     **sdpa_on_host.OPERATORS,
+    "_fused_rms_norm_backward": _rms_norm_backward,
     "_softmax": _softmax,  # to float32 on the way
     "_log_softmax": _log_softmax,
     "_softmax_backward_data": _softmax_backward_data,  # and back from it
