@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fastattn
 from attention_cases import check_closely, offsets
-from cuda_kernels import MARKS, checked, each_dtype, only_emulated
+from cuda_kernels import FAMILY, MARKS, checked, each_dtype, only_emulated
 from fastattn import reference
 from fastattn.reference.pages import gather_pages
 from kernel_device import DEVICE
@@ -251,7 +251,10 @@ def test_copies_are_coalesced_and_the_table_is_read_once_for_keys_and_values(pag
 @each_dtype
 def test_explain_and_record_name_the_kernel(dtype: torch.dtype) -> None:
     arguments = make(Case(dims=(72, 72), dtype=dtype))
-    name = f"attention_forward_options_sm80<96, {str(dtype).removeprefix('torch.')}, paged>"
+    number = str(dtype).removeprefix("torch.")
+    name = f"attention_forward_sm90<96, {number}>"
+    if FAMILY == 80:
+        name = f"attention_forward_options_sm80<96, {number}, paged>"
     explained = fastattn.explain(fastattn.attention_varlen, **arguments)
     assert (explained.backend, explained.kernel, explained.copied) == ("cuda", name, {})
     with fastattn.record() as calls, checked():

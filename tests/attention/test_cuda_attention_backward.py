@@ -30,7 +30,7 @@ from attention_cases import (
     run_public,
     run_reference,
 )
-from cuda_kernels import DTYPES, EMULATED, MARKS, checked, each_dtype, only_emulated
+from cuda_kernels import DTYPES, EMULATED, FAMILY, MARKS, checked, each_dtype, only_emulated
 from fastattn import native
 from kernel_device import DEVICE
 
@@ -302,7 +302,7 @@ def test_offsets_in_device_memory_are_not_trusted(broken: tuple[int, ...], deter
     problem.cu_seqlens_q = torch.tensor(broken, dtype=torch.int32, device=DEVICE)
     problem.cu_seqlens_k = torch.tensor(broken[::-1], dtype=torch.int32, device=DEVICE)
     problem.max_seqlens = (140, 149)
-    found = run(case, problem, deterministic=deterministic, **({"races": False} if EMULATED else {}))
+    found = run(case, problem, deterministic=deterministic, races=False)
     for name in GRADIENTS[:3]:
         assert not found[name].isnan().any()
 
@@ -314,7 +314,7 @@ def test_sequences_that_overlap_do_not_wait_for_each_other() -> None:
     problem.cu_seqlens_q = torch.tensor([0, 140, 2, 40], dtype=torch.int32, device=DEVICE)
     problem.cu_seqlens_k = torch.tensor([0, 149, 0, 149], dtype=torch.int32, device=DEVICE)
     problem.max_seqlens = (140, 149)
-    found = run(case, problem, deterministic=True, **({"races": False} if EMULATED else {}))
+    found = run(case, problem, deterministic=True, races=False)
     for name in GRADIENTS[:3]:
         assert not found[name].isnan().any()
 
@@ -617,7 +617,7 @@ def test_public_functions(index: int) -> None:
 def test_the_dispatcher_chooses_it_for_training(dtype: torch.dtype) -> None:
     query, key, value = (torch.randn(1, 2, 20, 64, dtype=dtype, device=DEVICE, requires_grad=True) for _ in range(3))
     explained = fastattn.explain(fastattn.attention, query, key, value, causal=True)
-    name = f"attention_forward_sm80<64, {str(dtype).removeprefix('torch.')}>"
+    name = f"attention_forward_sm{FAMILY}<64, {str(dtype).removeprefix('torch.')}>"
     assert (explained.backend, explained.kernel) == ("cuda", name)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fastattn
 from attention_cases import Case, compare, forward_arguments, make_problem
-from cuda_kernels import EMULATED, MARKS, checked, each_dtype, only_emulated
+from cuda_kernels import EMULATED, FAMILY, MARKS, checked, each_dtype, only_emulated
 from kernel_device import DEVICE
 
 if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
@@ -151,7 +151,7 @@ def test_offsets_in_device_memory_are_not_trusted(broken: tuple[int, ...]) -> No
     problem = make_problem(case)
     problem.cu_seqlens_q = torch.tensor(broken, dtype=torch.int32, device=DEVICE)
     problem.cu_seqlens_k = torch.tensor(broken[::-1], dtype=torch.int32, device=DEVICE)
-    with checked(**({"races": False} if EMULATED else {})):
+    with checked(races=False):
         out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
     assert not out.isnan().any() and not lse.isnan().any()
 
@@ -214,7 +214,7 @@ def test_key_tiles_that_no_row_sees_are_not_visited() -> None:
 @each_dtype
 def test_the_public_functions_choose_the_kernel_without_options(dtype: torch.dtype) -> None:
     query, key, value = (torch.randn(1, 2, 40, 64, dtype=dtype, device=DEVICE) for _ in range(3))
-    name = f"{PLAIN_KERNEL}<64, {str(dtype).removeprefix('torch.')}>"
+    name = f"attention_forward_sm{FAMILY}<64, {str(dtype).removeprefix('torch.')}>"
     options: dict[str, Any] = {"window": (5, 5), "sinks": torch.zeros(2, device=DEVICE)}
     assert fastattn.explain(fastattn.attention, query, key, value, **options).kernel == name
     offsets = torch.tensor([0, 15, 40], dtype=torch.int32, device=DEVICE)
@@ -228,7 +228,7 @@ def test_the_public_functions_choose_the_kernel_without_options(dtype: torch.dty
 @each_dtype
 def test_the_public_functions_choose_it(dtype: torch.dtype) -> None:
     query, key, value = (torch.randn(1, 2, 40, 72, dtype=dtype, device=DEVICE) for _ in range(3))
-    name = f"{KERNEL}<96, {str(dtype).removeprefix('torch.')}>"
+    name = f"attention_forward_options_sm{FAMILY}<96, {str(dtype).removeprefix('torch.')}>"
     explained = fastattn.explain(fastattn.attention, query, key, value, window=(5, 5), softcap=2.0)
     assert (explained.backend, explained.kernel) == ("cuda", name)
     with fastattn.record() as calls, checked():

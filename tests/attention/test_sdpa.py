@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
+from cuda_kernels import needs_nested
 from kernel_device import DEVICE
 from oracle import check_against_oracle
 
@@ -148,12 +150,13 @@ def test_without_a_kernel_it_is_torch(case: str, mask_kind: str) -> None:
 
 
 def test_layout_follows_the_query(backend: str) -> None:
-    query, key, value = (torch.randn(2, 5, 4, 16, dtype=torch.float16).transpose(1, 2) for _ in range(3))
+    inputs = [torch.randn(2, 5, 4, 16, dtype=torch.float16).transpose(1, 2) for _ in range(3)]
+    contiguous = [tensor.contiguous() for tensor in inputs]
     with fastattn.use_backend(backend):
-        out = fastattn.scaled_dot_product_attention(query, key, value)
-        plain = fastattn.scaled_dot_product_attention(*(t.contiguous() for t in (query, key, value)))
-    assert out.stride() == torch_sdpa(query, key, value).stride() == query.stride()
-    assert plain.is_contiguous()
+        out = fastattn.scaled_dot_product_attention(*inputs)
+        plain = fastattn.scaled_dot_product_attention(*contiguous)
+    assert out.stride() == torch_sdpa(*inputs).stride() == inputs[0].stride()
+    assert plain.stride() == (torch_sdpa(*contiguous) if backend == "torch" else contiguous[0]).stride()
 
 
 @pytest.mark.parametrize("which", ["non-contiguous last dim", "misaligned", "expanded", "sliced"])
@@ -186,7 +189,8 @@ def test_finite_mask_values_are_numbers(backend: str) -> None:
     with fastattn.use_backend(backend):
         out = fastattn.scaled_dot_product_attention(query, key, value, mask)
     torch.testing.assert_close(out[0, 0, 0], value[0, 0].mean(0))
-    torch.testing.assert_close(out, torch_sdpa(query, key, value, mask))
+    exact = torch_sdpa(query.float(), key.float(), value.float(), mask.float())  # whose numbers that one swallows, too
+    check_against_oracle("out", out, exact.double(), torch_sdpa(query, key, value, mask))
 
 
 def test_fully_masked_rows_are_zero_with_zero_gradients(backend: str) -> None:
@@ -194,7 +198,9 @@ def test_fully_masked_rows_are_zero_with_zero_gradients(backend: str) -> None:
     inputs = [torch.randn(1, 2, 4, 16, dtype=torch.float16, requires_grad=True) for _ in range(3)]
     mask = torch.ones(4, 4, dtype=torch.bool)
     mask[1] = False
-    with fastattn.use_backend(backend):
+    # cuDNN, which torch prefers on a Hopper GPU, gets the least number for what is masked, not -inf.
+    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with fastattn.use_backend(backend), sdpa_kernel(others):
         out = fastattn.scaled_dot_product_attention(*inputs, attn_mask=mask)
         grads = torch.autograd.grad(out.sum(), inputs)
     assert bool((out[:, :, 1] == 0).all())
@@ -213,12 +219,15 @@ def test_gradients_of_any_subset(subset: int) -> None:
     wanted = [t for t in inputs if t.requires_grad]
     if wanted:
         weights = torch.randn_like(out)
-        for got, want in zip(
+        wide = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in inputs]
+        exact = torch.autograd.grad((torch_sdpa(*wide) * weights).sum(), [t for t in wide if t.requires_grad])
+        for got, want, other in zip(
             torch.autograd.grad((out * weights).sum(), wanted),
+            exact,
             torch.autograd.grad((expected * weights).sum(), wanted),
             strict=True,
         ):
-            torch.testing.assert_close(got, want)
+            check_against_oracle("gradient", got, want, other)
 
 
 REJECTED: dict[str, tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]] = {
@@ -253,7 +262,7 @@ def test_rejects_what_torch_rejects(what: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_every_dtype_on_the_cpu(dtype: torch.dtype) -> None:
     torch.manual_seed(SEED)
-    tensors = [torch.randn(2, 2, 5, 20).to(dtype) for _ in range(3)]
+    tensors = [torch.randn(2, 2, 5, 20, device="cpu").to(dtype) for _ in range(3)]
     assert torch.equal(fastattn.scaled_dot_product_attention(*tensors), torch_sdpa(*tensors))
 
 
@@ -272,6 +281,7 @@ def test_dropout_zeroes_and_rescales() -> None:
     assert not torch.equal(out, again)
 
 
+@needs_nested
 def test_nested_tensors_go_to_torch() -> None:
     nested = torch.nested.nested_tensor([torch.randn(3, 2, 16), torch.randn(5, 2, 16)], layout=torch.jagged)
     query = nested.transpose(1, 2)
@@ -279,6 +289,7 @@ def test_nested_tensors_go_to_torch() -> None:
     assert out.is_nested and out.shape[0] == 2
 
 
+@needs_nested
 def test_strided_nested_tensors_go_to_torch_when_a_plan_is_made() -> None:
     query = torch.nested.nested_tensor([torch.randn(2, 3, 16), torch.randn(2, 5, 16)])
     with fastattn.record() as calls:

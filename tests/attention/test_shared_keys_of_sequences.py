@@ -80,7 +80,7 @@ def test_sequences_that_overlap(offsets_q: tuple[int, ...], architecture: int) -
     problem.max_seqlens = (90, 2000)
     problem.cu_seqlens_q = torch.tensor(offsets_q, dtype=torch.int32, device=DEVICE)
     with emulated(architecture, num_sms=12) as found:
-        result = run(case, problem, **({"races": False} if EMULATED else {}))
+        result = run(case, problem, races=False)
     assert merges(found) > 0 or not EMULATED
     assert not any(tensor.isnan().any() for tensor in result.values())
 

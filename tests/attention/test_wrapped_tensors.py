@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fastattn
+from cuda_kernels import needs_nested
 from fastattn import InputError
 from fastattn.functional.nested import unpack
 from fastattn.functional.torch_sdpa import torch_sdpa
@@ -163,6 +164,7 @@ def test_the_drop_in_leaves_other_structures_to_torch(what: str) -> None:
             assert torch.equal(got, want)
 
 
+@needs_nested
 def test_torchs_selected_backend_gets_jagged_tensors() -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -172,6 +174,7 @@ def test_torchs_selected_backend_gets_jagged_tensors() -> None:
     assert [call.backend for call in calls] == ["torch"]
 
 
+@needs_nested
 def test_compiled_the_drop_in_leaves_jagged_tensors_to_torch() -> None:
     query = jagged(2)
     with warnings.catch_warnings():
@@ -185,6 +188,7 @@ def strided() -> Tensor:
     return torch.nested.nested_tensor([torch.randn(2, rows, 16, device=DEVICE) for rows in (3, 5)])
 
 
+@needs_nested
 @pytest.mark.parametrize("scale", [None, 0.5])
 def test_strided_nested_tensors_go_to_torch(scale: float | None) -> None:
     nested = strided().requires_grad_()

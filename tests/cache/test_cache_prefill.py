@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fastattn
-from cuda_kernels import EMULATED, IS_HOPPER, MARKS, checked, only_emulated
+from cuda_kernels import EMULATED, FAMILY, MARKS, checked, only_emulated
 from fastattn import native, reference
 from kernel_device import DEVICE
 from oracle import check_against_oracle
@@ -18,7 +18,6 @@ if EMULATED:
     from emulator import device
 
 pytestmark = MARKS
-HAS_HOPPER_KERNELS = "90a" in native.BUILD["archs"]
 each_backend = pytest.mark.parametrize("backend", ["cuda", "triton"])
 BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM, QUERIES, CAPACITY = 3, 4, 2, 40, 24, 70, 176
 
@@ -66,11 +65,9 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def attention_kernel(
-    options: dict[str, Any] | None = None, on_hopper: bool = not EMULATED and IS_HOPPER and HAS_HOPPER_KERNELS
-) -> str:
+def attention_kernel(options: dict[str, Any] | None = None, family: int = FAMILY) -> str:
     """The kernels for Hopper read pages, and a contiguous cache as one page for each sequence."""
-    if not on_hopper:
+    if family == 80:
         return "attention_forward_options_sm80<64, float16, paged>"
     changes_scores = not {"softcap", "alibi_slopes"}.isdisjoint(options or {})
     return f"attention_forward_{'options_' if changes_scores else ''}sm90<64, float16>"
@@ -102,11 +99,11 @@ def check_prompt(options: dict[str, Any], paged: bool, backend: str, kernel: str
 
 
 @only_emulated
-@pytest.mark.skipif(not HAS_HOPPER_KERNELS, reason="needs kernels for sm_90a")
+@pytest.mark.skipif("90a" not in native.BUILD["archs"], reason="needs kernels for sm_90a")
 @pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
 def test_a_prompt_on_hopper(options: dict[str, Any], paged: bool) -> None:
-    kernel = attention_kernel(options, on_hopper=True)
+    kernel = attention_kernel(options, family=90)
     with device.emulated(90, num_sms=3):
         assert kernel_of(arguments(paged, **options)) == kernel
         check_prompt(options, paged, "cuda", kernel)

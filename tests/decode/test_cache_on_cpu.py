@@ -21,9 +21,13 @@ from fastattn.functional.kv_cache_checks import Tensors
 pytestmark = pytest.mark.quick
 
 
+def moved_to_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
 def run(case: Case, arguments: dict[str, Any], return_lse: bool = True) -> tuple[Tensor, Tensor]:
     """Below the public function, which refuses lengths that are out of range."""
-    on_cpu = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    on_cpu = moved_to_cpu(arguments)
     options = {name: on_cpu.pop(name) for name in ("rotary_interleaved", "softcap", "scale")}
     window = (case.window[0], 0 if case.causal else case.window[1])
     found = cache_on_cpu.attention_with_kv_cache(
@@ -171,7 +175,7 @@ def test_nobody_reads_lengths_where_they_are_traced_or_watched(what: str, monkey
             return function(*args, **(kwargs or {}))
 
     case = Case("traced", lengths=(5, 9), capacity=12, new=1, dtype=torch.float32)
-    arguments = make_arguments(case)
+    arguments = moved_to_cpu(make_arguments(case))
     expected = fastattn.attention_with_kv_cache(**clone(arguments))
     if what == "watched":
         with Watching():

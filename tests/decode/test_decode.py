@@ -317,9 +317,13 @@ CHECKED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
+def on_device(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
 @pytest.mark.parametrize("case", CHECKED)
 def test_fastattn_check_finds_what_lies_in_device_memory(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments, words = CHECKED[case]
+    arguments, words = on_device(CHECKED[case][0]), CHECKED[case][1]
     before = written(arguments)
     monkeypatch.setenv("FASTATTN_CHECK", "1")
     with pytest.raises(InputError) as caught:
@@ -335,5 +339,5 @@ def test_fastattn_check_finds_what_lies_in_device_memory(case: str, monkeypatch:
 def test_fastattn_check_lets_sound_calls_pass(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those with rubbish where nobody looks: unused table entries, scales of tokens that are not there."""
     monkeypatch.setenv("FASTATTN_CHECK", "1")
-    out = attend(**arguments)
+    out = attend(**on_device(arguments))
     assert bool(out.isfinite().all())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastattn import native
-from kernel_device import DEVICE, ON_EMULATOR
+from kernel_device import DEVICE, IS_STAND_IN, ON_EMULATOR
 
 EMULATED = DEVICE == "cpu"  # so a test may choose the GPU, too
 if ON_EMULATOR:  # a machine with a GPU needs no compiler to build the emulator with
@@ -23,6 +23,8 @@ only_emulated = pytest.mark.skipif(not EMULATED, reason="looks into the emulator
 HAS_KERNELS = "80" in native.BUILD["archs"] and native.TAKES_CPU_TENSORS is EMULATED
 NO_KERNELS = "needs kernels: no nvcc"
 
+needs_nested = pytest.mark.skipif(IS_STAND_IN, reason="torch's kernels for nested tensors have no stand-in")
+
 # A module's `pytestmark`.
 MARKS = [
     pytest.mark.usefixtures("emulated_gpu", "tracked_tensors"),
@@ -33,6 +35,8 @@ IS_HOPPER = EMULATED or torch.cuda.get_device_capability() == (9, 0)
 NEEDS_HOPPER = pytest.mark.skipif(
     not IS_HOPPER or "90a" not in native.BUILD["archs"], reason="needs kernels for sm_90a"
 )
+# Whose kernels run where no test chooses the GPU.
+FAMILY = 90 if not EMULATED and IS_HOPPER and "90a" in native.BUILD["archs"] else 80
 HOPPER_MARKS = [*MARKS, pytest.mark.usefixtures("hopper"), NEEDS_HOPPER]
 
 

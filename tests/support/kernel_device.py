@@ -16,4 +16,5 @@ if DEVICE == "cpu":
 
     native_library.import_fastattn()
 # torch's CUDA build without a GPU (tests/cuda_torch): its launches have the emulator's checks and options, too.
-ON_EMULATOR = DEVICE == "cpu" or "cuda_torch.autoload" in sys.modules
+IS_STAND_IN = "cuda_torch.autoload" in sys.modules
+ON_EMULATOR = DEVICE == "cpu" or IS_STAND_IN
