@@ -256,6 +256,10 @@ def test_a_forced_way_is_told_of_calls_seen_before() -> None:
 @each_dtype
 def test_what_pads_misaligned_rows_is_not_multiplied(dtype: torch.dtype) -> None:
     """37 columns are copied into rows with room behind them for our kernels; what stands there may be NaN."""
+    padded = torch.full((37, 40), torch.nan, dtype=dtype)
+    padded[:, :37] = torch.eye(37)
+    if not bool((padded[:, :37] @ torch.eye(37, dtype=dtype)).isfinite().all()):
+        pytest.skip("torch's own product multiplies what pads rows on this CPU")
     weight, scale = quantised(37, 37, "channel")
     eye = torch.eye(37, dtype=dtype, device=DEVICE)
     for _ in range(3):
