@@ -25,7 +25,8 @@ def install() -> None:
     from emulator import cuda_runtime, options  # noqa: F401  (the runtime's launches are noted from here on)
     from emulator.native import native
 
-    native.runtime.set_devices(DEVICES)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    native.runtime.set_devices(DEVICES if visible is None else [DEVICES[int(i)] for i in visible.split(",") if i])
     options.start(tracked=True, uninitialised=True)
     os.environ.setdefault("TRITON_PTXAS_PATH", str(HERE / "ptxas_stand_in"))
     os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))

@@ -26,7 +26,7 @@ import train_long_context
 from checks import CheckList
 
 TINY = {"length": 32, "batch": 2, "steps": 6, "layers": 2, "dim": 32}
-OPTIONS = train_long_context.Options(**TINY)
+OPTIONS = train_long_context.Options(**TINY, dtype="float32")  # on CPUs, whatever GPU there is
 
 
 # --- On each rank -----------------------------------------------------------------------------------------------------

