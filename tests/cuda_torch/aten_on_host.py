@@ -39,7 +39,7 @@ _KEPT = {
     "_cudnn_init_dropout_state",
 }
 
-_generators: dict[int, torch.Generator] = {}
+_generators: dict[tuple[int, int], torch.Generator] = {}  # by the seed and the offset of those that they stand for
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -57,11 +57,14 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def _generator(cuda: torch.Generator) -> torch.Generator:
-    """Returns the CPU's generator that stands for one of a CUDA device, seeded alike at first."""
-    key = cuda.initial_seed()
-    if key not in _generators:
-        _generators[key] = torch.Generator().manual_seed(key)
-    return _generators[key]
+    """Returns the CPU's generator that stands for one of a CUDA device, which it advances: equal ones draw alike."""
+    state = cuda.get_state().view(torch.int64)
+    seed, offset = state.tolist()
+    own = _generators.pop((seed, offset), None) if offset else None
+    state[1] = offset + 4
+    cuda.set_state(state.view(torch.uint8))
+    _generators[seed, offset + 4] = own or torch.Generator().manual_seed(seed + offset)
+    return _generators[seed, offset + 4]
 
 
 def _follow(cuda: Tensor, resized: Tensor) -> bool:

@@ -198,7 +198,7 @@ def test_tiles(arch: int, shared_kb: int, group: int) -> None:
         assert group == 0 or group % tile.block_k == 0  # a step lies in one group
         assert 1 <= tile.split_k <= -(-k // tile.block_k)
         assert tile.block_m >= min(m, 128)
-        assert tile.num_stages >= 2 or (arch >= 90 and not tiles._fences_its_pipelines())
+        assert tile.num_stages >= 2 or (arch >= 90 and not tiles._pipelines_are_sound())
 
 
 def test_split_k_fills_the_gpu_and_no_more() -> None:
