@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
+from fastattn.dispatch import device
 
 BACKENDS = ("cuda", "triton")
 DTYPE = torch.float16
@@ -77,6 +78,23 @@ def test_a_compiled_call_takes_the_backend_that_is_forced() -> None:
         with fastattn.use_backend(backend):
             compiled(x)
     assert ran == [{"fastattn"}, set(), {"fastattn_triton"}]
+
+
+def test_the_first_graph_of_a_process_serves_the_second_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An uncompiled call between them learns what the device is: no reason to compile again."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(device, "_known", {})
+    compiled = torch.compile(lambda x: fastattn.attention(x, x, x), fullgraph=True, backend=keep)
+    x = draw(1, 2, 8, 32)
+    compiled(x)
+    fastattn.attention(x, x, x)
+    compiled(x)
+    assert len(graphs) == 1
 
 
 def test_a_prompt_over_a_cache_compiles() -> None:

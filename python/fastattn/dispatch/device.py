@@ -34,11 +34,18 @@ _known: dict[torch.device, DeviceFacts | None] = {}
 
 
 def facts(device: torch.device) -> DeviceFacts | None:
-    """The facts of ``device``, or None where no kernel of ours can run on it."""
+    """Returns the facts of ``device``, or None where no kernel of ours can run on it."""
+    if device.type == "cpu":
+        return _emulated
+    if torch.compiler.is_dynamo_compiling():  # a graph that read _known would be compiled again once that is filled
+        return _named(_look_up(device))
     if device not in _known:
-        numbers = _look_up(device)
-        _known[device] = DeviceFacts(*numbers) if numbers is not None else None
+        _known[device] = _named(_look_up(device))
     return _known[device]
+
+
+def _named(numbers: tuple[int, int, int, int | None] | None) -> DeviceFacts | None:
+    return None if numbers is None else DeviceFacts(*numbers)
 
 
 def _driver_cuda() -> int | None:
@@ -61,7 +68,7 @@ def _look_up(device: torch.device) -> tuple[int, int, int, int | None] | None:
             properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
             _driver_cuda(),
         )
-    return _emulated if device.type == "cpu" else None
+    return None
 
 
 def _keep_in_graphs() -> None:
@@ -87,7 +94,6 @@ def emulate_on_cpu(device_facts: DeviceFacts | None) -> DeviceFacts | None:
     """
     global _emulated
     before, _emulated = _emulated, device_facts
-    _known.clear()
     for tell in _when_emulation_changes:
         tell()
     return before

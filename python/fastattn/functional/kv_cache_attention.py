@@ -217,8 +217,8 @@ def attention_with_kv_cache(
     check_out_memory(tensors)
     if places_are_checked(cache_seqlens, block_table):
         check_places(tensors)
-    if device_checks_are_on():
-        check_scales(tensors)
+        if device_checks_are_on():
+            check_scales(tensors)
 
     choice = choose(checked.call)
     if choice.backend == "torch":
