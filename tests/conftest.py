@@ -36,10 +36,20 @@ _KERNELS = re.compile(
 )
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fastattn")
+    group.addoption("--core", action="store_true", help="few cases of each test, which prove every kernel and option")
+    group.addoption("--rest", metavar="K/N", help="what --core leaves out: the K-th of N parts of it, from 1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     # Sums that torch computes on the CPU depend on the number of its threads. With one they are the same on every
     # machine, and test processes that run side by side leave each other their cores.
     torch.set_num_threads(1)
+    if config.option.core and not HAS_GPU:
+        from proof import Gate
+
+        config.pluginmanager.register(Gate(config, TESTS.parent / "triton_kernels"))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -63,10 +73,18 @@ def _runs_kernels(module: Path) -> bool:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if not _runs_kernels(item.path) and item.get_closest_marker("slow") is None:
             item.add_marker("quick")
+    if config.option.core or config.option.rest:
+        from covering import core_of, part_of
+
+        core = set(core_of(items))
+        rest = [item for item in items if item not in core]
+        kept = core if config.option.core else set(part_of(rest, config.option.rest))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(scope="module")

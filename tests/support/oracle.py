@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import proof
+
 
 def one_rounding(oracle: Tensor, dtype: torch.dtype) -> float:
     """The largest error that rounding the finite oracle to ``dtype`` can make."""
@@ -36,6 +38,7 @@ def check_against_oracle(
     by luck. Shapes that are written down in tests need none; shapes that are drawn do.
     On failure the message gives the worst element: its position, what came and what was expected.
     """
+    proof.compared()
     assert actual.shape == oracle.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(oracle.shape)}"
     actual, oracle, composite = actual.detach().cpu(), oracle.detach().cpu(), composite.detach().cpu()
     wide = actual.double()

@@ -1,0 +1,100 @@
+"""``make test`` runs few cases of each test, and fails where these leave a kernel or an option unproven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import fastattn
+import proof
+from covering import covering, facts_of
+from cuda_kernels import EMULATED, HAS_KERNELS
+from oracle import check_against_oracle
+
+TRITON = Path(__file__).parents[2] / "triton_kernels"
+CASES = [{"dims": dims, "dtype": dtype, "seed": seed} for dims in (8, 64, 96) for dtype in "hb" for seed in (0, 1)]
+PLACES = {"dims": 0, "dtype": 0, "seed": 0}
+
+
+@pytest.mark.parametrize("pairwise", [False, True])
+def test_every_value_is_kept_and_for_instances_every_pair(pairwise: bool) -> None:
+    facts = [facts_of(case, PLACES, pairwise) for case in CASES]
+    kept = covering(CASES, facts)
+    assert {case["dims"] for case in kept} == {8, 64, 96} and {case["dtype"] for case in kept} == {"h", "b"}
+    assert {case["seed"] for case in kept} == {0}
+    pairs = {(case["dims"], case["dtype"]) for case in kept}
+    assert len(kept) == len(pairs) == (6 if pairwise else 3)
+
+
+def test_values_that_do_not_compare_are_told_apart_by_their_place() -> None:
+    facts = [facts_of({"case": object()}, {"case": place}, False) for place in range(4)]
+    assert covering(range(4), facts) == [0, 1, 2, 3]
+
+
+class Config:
+    """What the gate asks of pytest's configuration."""
+
+    args: ClassVar = ["tests"]
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def getini(self, name: str) -> list[str]:
+        return ["tests"]
+
+    def getoption(self, name: str, default: Any) -> Any:
+        return self.options.get(name, default)
+
+
+def run_test(gate: proof.Gate, body: Callable[[], None]) -> None:
+    """As pytest would, with ``body`` in place of a test."""
+    around = gate.pytest_runtest_call()
+    next(around)
+    body()
+    with pytest.raises(StopIteration):
+        around.send(None)
+
+
+@pytest.mark.skipif(not EMULATED or not HAS_KERNELS, reason="counts launches on the emulator")
+@pytest.mark.usefixtures("emulated_gpu")
+def test_a_kernel_or_an_option_without_a_proof_ends_the_run() -> None:
+    gate = proof.Gate(Config(), TRITON)  # type: ignore[arg-type]
+    kernel, option = "attention_forward_options_sm80<64, float16>", "attention with softcap (cuda)"
+    gate.wanted = {kernel, option}
+    x = torch.randn(1, 1, 8, 64, generator=torch.Generator().manual_seed(0)).half()
+
+    def call() -> None:
+        with fastattn.use_backend("cuda"):
+            fastattn.attention(x, x, x, softcap=3.0)
+
+    def call_and_compare() -> None:
+        call()
+        check_against_oracle("x", x, x.double(), x)
+
+    run_test(gate, call)
+    assert gate.missing() == sorted([kernel, option])
+    session = SimpleNamespace(exitstatus=pytest.ExitCode.OK)
+    gate.pytest_sessionfinish(session)
+    assert session.exitstatus == pytest.ExitCode.TESTS_FAILED
+    gate.wanted = {kernel, option}
+    run_test(gate, call_and_compare)
+    assert gate.missing() == []
+    gate.wanted.add("another")
+    assert gate.missing() == ["another"]
+    narrowed = proof.Gate(Config(keyword="softcap"), TRITON)  # type: ignore[arg-type]
+    narrowed.wanted = {"another"}
+    assert narrowed.missing() == []
+
+
+def test_what_is_wanted() -> None:
+    """Every kernel of both languages, and every option of every operation on each backend that takes it."""
+    found = proof.wanted(TRITON)
+    assert "triton attention_forward_kernel" in found and "decode with fp8 cache (triton)" in found
+    assert "int8_matmul with int8 activations (triton)" not in found
+    if HAS_KERNELS:
+        assert {"int8_matmul_sm90<64, bfloat16, groups>", "attention with paged (cuda)"} <= found
