@@ -11,10 +11,15 @@ BUILT  := $(VENV)/.fastattn-built
 # What the build reads. Folders are in the list too: they change when a file is added or removed.
 NATIVE := $(shell find csrc -name __pycache__ -prune -o -print)
 
+# GPUs to build for: those here. Without one the installed package has no kernels of its own, since nothing could run
+# them; the emulator of the tests has them from a library of its own, as PTX.
+ARCHS = $(or $(FASTATTN_ARCHS),$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
+  | grep -Eq '^([89]|1[0-9])\.' && echo native || echo none))
+
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install test test-cuda demo bench gpu-check hub-kernel docs lint clean
+.PHONY: help install library test test-cuda demo bench gpu-check hub-kernel docs lint clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -36,7 +41,7 @@ define build
 PYTHONPATH=csrc $(BIN)/python -c "from native_build.cuda import find_nvcc; raise SystemExit(find_nvcc() is None)" \
   || $(PIP) install --quiet -c $(VENV)/constraints.txt --group nvcc \
   || echo "No nvcc here and none to be had as a package: going on without CUDA C++ kernels."
-PYTHONWARNINGS="ignore:Editable installation" $(PIP) install --quiet --no-build-isolation -c $(VENV)/constraints.txt --editable .
+FASTATTN_ARCHS="$(ARCHS)" PYTHONWARNINGS="ignore:Editable installation" $(PIP) install --quiet --no-build-isolation -c $(VENV)/constraints.txt --editable .
 touch $(BUILT)
 $(BIN)/python -m fastattn --short
 endef
@@ -49,7 +54,14 @@ install: $(TOOLS) ## make .venv with everything in it and build fastattn there; 
 	@echo "Building fastattn ..."
 	@$(build)
 
-test: $(BUILT) ## run the tests, a process for each core; PYTEST_ARGS="-m quick" narrows them
+library: $(BUILT) ## the native library with all machine code in build/native, as a wheel has it
+	PYTHONPATH=csrc $(BIN)/python -m native_build.library
+
+# Shows how far it is, which the tests would not.
+EMULATOR := PYTHONPATH=csrc:tests $(BIN)/python -m emulator build
+
+test: $(BUILT) $(if $(PYTEST_ARGS),,library) ## run the tests, a process for each core; PYTEST_ARGS="-m quick" narrows them
+	$(EMULATOR)
 	$(BIN)/python -m pytest -n auto --dist loadgroup $(PYTEST_ARGS)
 
 # torch's CUDA build over the emulated device, both GPUs at a time. Where kernels run by themselves, each tensor is an
@@ -66,6 +78,7 @@ test-cuda: $(BUILT) ## the kernels under torch's CUDA build, on emulated GPUs; T
 	$(CUDA_PYTEST) -n auto --dist loadgroup tests/cuda_torch tests/packages/test_private_names.py $(PYTEST_ARGS)
 
 demo: $(BUILT) ## a sentence model and a small decoder, plain and with fastattn
+	$(EMULATOR)
 	$(BIN)/python examples/demo.py
 
 BENCHMARKS := attention_forward attention_backward decode int8_matmul

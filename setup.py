@@ -18,7 +18,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "csrc"))  # a build backend starts elsewhere
-from native_build.library import LIBRARY_NAME, ROOT, configure
+from native_build.library import LIBRARY_NAME, configure
 from native_build.wheel_tag import needed_versions, wheel_platform
 
 
@@ -54,7 +54,7 @@ class TaggedWheel(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         platform = super().get_tag()[2]
-        library = ROOT / "build" / "native" / LIBRARY_NAME
+        library = Path(self.get_finalized_command("build_ext").get_ext_fullpath("fastattn.libfastattn"))
         return "py3", "none", wheel_platform(platform, needed_versions(library)) if library.exists() else platform
 
 

@@ -4,17 +4,17 @@
 // namespace. An operation without a registration below has no native kernel: the dispatcher sends it elsewhere.
 //
 // FASTATTN_NAMESPACE is the operators' namespace, which the build passes in: a process may load this library twice, as
-// the installed package and as a kernel repository of the Hub, and each needs a namespace of its own.
+// the installed package and as a kernel repository of the Hub, and each needs a namespace of its own. It also passes in
+// FASTATTN_DISPATCH_KEY, that of the tensors which the native kernels take.
 
 #include <torch/csrc/stable/library.h>
 
-#ifdef FASTATTN_ARCH_80
+#ifdef FASTATTN_WITH_CUDA
 #include "api/append.h"
 #include "api/attention_backward.h"
 #include "api/attention_forward.h"
 #include "api/decode.h"
 #include "api/dequantize_cache.h"
-#include "api/device.h"
 #include "api/int8_matmul.h"
 #endif
 
@@ -76,7 +76,7 @@ DEFINE_OPERATORS(FASTATTN_NAMESPACE, m) {
         "-> (Tensor grad_input, Tensor grad_bias)");
 }
 
-#ifdef FASTATTN_ARCH_80
+#ifdef FASTATTN_WITH_CUDA
 DEFINE_KERNELS(FASTATTN_NAMESPACE, FASTATTN_DISPATCH_KEY, m) {
     m.impl("attention_forward", TORCH_BOX(&fastattn::attention_forward));
     m.impl("attention_backward", TORCH_BOX(&fastattn::attention_backward));

@@ -26,15 +26,22 @@ print(setup.configure(version, os.environ).run())
 
 
 def run_library(workplace: Workplace, deadline: float) -> Result:
-    """The library that is there, or a new one in build/native, where that does not load or there is none."""
+    """The library that is there, or a new one, where that does not load or has no kernels, or there is none."""
     environment = workplace.environment
-    carried = Path(environment.get("FASTATTN_LIBRARY") or workplace.root / "python" / "fastattn" / "libfastattn.so")
+    given = environment.get("FASTATTN_LIBRARY")
+    usual = [workplace.root / folder / "libfastattn.so" for folder in ("python/fastattn", "build/native")]
     said = "there was none"
-    if carried.exists():
+    for carried in [Path(given)] if given else usual:
+        if not carried.exists():
+            continue
+        environment["FASTATTN_LIBRARY"] = str(carried)
         outcome = workplace.run(deadline, "library", "-m", "fastattn", "--short")
-        if outcome.passed:
+        if not outcome.passed:
+            said = f"{_shown(carried, workplace)} does not load ({' '.join(workplace.tail('library', 1))})"
+        elif any("without CUDA C++ kernels" in line for line in workplace.tail("library", 20)):
+            said = f"{_shown(carried, workplace)} has no CUDA C++ kernels"
+        else:
             return Result(PASSED, f"{_shown(carried, workplace)}, already built", workplace.tail("library"))
-        said = f"{_shown(carried, workplace)} does not load ({' '.join(workplace.tail('library', 1))})"
     workplace.library_problem = said
     absent = missing(workplace.facts, "ninja", "setuptools")
     if absent:
@@ -43,12 +50,13 @@ def run_library(workplace: Workplace, deadline: float) -> Result:
     if not built.passed:
         status = TIMED_OUT if built.timed_out else FAILED
         return Result(status, f"{said}, and building it ended: {status}", workplace.tail("build"))
-    environment["FASTATTN_LIBRARY"] = str(workplace.root / "build" / "native" / "libfastattn.so")
+    library = Path(workplace.tail("build", 1)[0])
+    environment["FASTATTN_LIBRARY"] = str(library)
     outcome = workplace.run(deadline, "library", "-m", "fastattn", "--short")
     if not outcome.passed:
         return Result(status_of([outcome]), f"{said}; the one built here does not load", workplace.tail("library"))
     workplace.library_problem = None
-    return Result(PASSED, f"build/native/libfastattn.so, built now: {said}", workplace.tail("library"))
+    return Result(PASSED, f"{_shown(library, workplace)}, built now: {said}", workplace.tail("library"))
 
 
 def _shown(path: Path, workplace: Workplace) -> str:

@@ -1,7 +1,5 @@
 // fastattn::append_to_cache: check, fill the params, pick the kernel.
 
-#ifdef FASTATTN_ARCH_80
-
 #include "api/append.h"
 
 #include <algorithm>
@@ -74,5 +72,3 @@ void append_to_cache(Tensor k_new, Tensor v_new, Tensor k_cache, Tensor v_cache,
 }
 
 }  // namespace fastattn
-
-#endif  // FASTATTN_ARCH_80

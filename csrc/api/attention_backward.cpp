@@ -1,7 +1,5 @@
 // fastattn::attention_backward: check, allocate gradients and workspace, fill the params, start the kernels in order.
 
-#ifdef FASTATTN_ARCH_80
-
 #include "api/attention_backward.h"
 
 #include <torch/csrc/stable/ops.h>
@@ -293,5 +291,3 @@ Tensor attention_backward_add(Tensor grad_query, Tensor grad_key, Tensor grad_va
 }
 
 }  // namespace fastattn
-
-#endif  // FASTATTN_ARCH_80

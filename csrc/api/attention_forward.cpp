@@ -1,7 +1,5 @@
 // fastattn::attention_forward: check, fill the params, pick the kernel.
 
-#ifdef FASTATTN_ARCH_80
-
 #include "api/attention_forward.h"
 
 #include <torch/csrc/stable/ops.h>
@@ -90,5 +88,3 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
 }
 
 }  // namespace fastattn
-
-#endif  // FASTATTN_ARCH_80

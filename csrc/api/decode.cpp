@@ -1,7 +1,5 @@
 // fastattn::attention_decode: check, fill the params, pick the kernels.
 
-#ifdef FASTATTN_ARCH_80
-
 #include "api/decode.h"
 
 #include <torch/csrc/stable/ops.h>
@@ -235,5 +233,3 @@ std::tuple<Tensor, Tensor> attention_split_keys(Tensor query, Tensor key, Tensor
 }
 
 }  // namespace fastattn
-
-#endif  // FASTATTN_ARCH_80

@@ -1,7 +1,5 @@
 // Matmuls of dequantised weights: our kernel makes 16-bit floats of a block of them, and aten::mm.out multiplies.
 
-#ifdef FASTATTN_ARCH_80
-
 #include "api/dequantised_matmul.h"
 
 #include <torch/csrc/stable/ops.h>
@@ -54,5 +52,3 @@ void multiply_dequantised(const Int8WeightView& weight, DataType dtype, const Te
 }
 
 }  // namespace fastattn
-
-#endif  // FASTATTN_ARCH_80

@@ -1,7 +1,5 @@
 // fastattn::dequantize_cache: check, fill the params, pick the kernel.
 
-#ifdef FASTATTN_ARCH_80
-
 #include "api/dequantize_cache.h"
 
 #include "api/cache_arguments.h"
@@ -73,5 +71,3 @@ void dequantize_cache(Tensor k_cache, Tensor v_cache, std::optional<Tensor> k_sc
 }
 
 }  // namespace fastattn
-
-#endif  // FASTATTN_ARCH_80

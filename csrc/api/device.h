@@ -1,5 +1,5 @@
-// The device that the native ops run on: a GPU; or the host, in the build for the emulator of the tests
-// (FASTATTN_EMULATED), whose CUDA runtime takes CPU tensors. Nothing else in csrc knows the difference.
+// The device that the native ops run on: a GPU; or the host, in a library for the emulator of the tests, whose CUDA
+// runtime takes CPU tensors. Nothing else in csrc knows the difference but the dispatch key of bindings.cpp.
 #pragma once
 
 #include <dlfcn.h>
@@ -12,14 +12,6 @@
 #include <string>
 
 #include "host/params.h"
-
-#ifdef FASTATTN_EMULATED
-#define FASTATTN_IS_EMULATED true
-#define FASTATTN_DISPATCH_KEY CPU
-#else
-#define FASTATTN_IS_EMULATED false
-#define FASTATTN_DISPATCH_KEY CUDA
-#endif
 
 namespace fastattn {
 
@@ -51,11 +43,11 @@ inline Stream current_cuda_stream(int32_t device_index) {
     return static_cast<Stream>(stream);
 }
 
-// While it lives, the device of the tensor is CUDA's current one.
+// While it lives, the device of the tensor is CUDA's current one. The emulator has one device and no other stream.
 class OnDeviceOf {
   public:
     explicit OnDeviceOf(const torch::stable::Tensor& tensor) {
-        if constexpr (!FASTATTN_IS_EMULATED) {
+        if (tensor.is_cuda()) {
             guard_.emplace(tensor.get_device_index());
             stream_ = current_cuda_stream(tensor.get_device_index());
         }

@@ -1,7 +1,5 @@
 // fastattn::int8_matmul and fastattn::int8_matmul_grad_input: check, fill the params, pick the kernels.
 
-#ifdef FASTATTN_ARCH_80
-
 #include "api/int8_matmul.h"
 
 #include <torch/csrc/stable/ops.h>
@@ -324,5 +322,3 @@ std::tuple<Tensor, Tensor> int8_matmul_grad_input(Tensor grad_out, Tensor weight
 }
 
 }  // namespace fastattn
-
-#endif  // FASTATTN_ARCH_80

@@ -1,7 +1,5 @@
 // What Python asks about the native kernels, with ctypes: the functions of kernel_choice.h, which the ops launch by.
 
-#ifdef FASTATTN_ARCH_80
-
 #include <algorithm>
 #include <cstdint>
 #include <exception>
@@ -261,5 +259,3 @@ FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_decode(const fastattn::D
     return {plan.num_ctas, spans_per_cta(plan, blocks), tile.block_m,
             can_be_cut(plan, shape, tile.block_n) ? num_slots(plan) : 0, /*steps_of_full_gpu=*/0};
 }
-
-#endif  // FASTATTN_ARCH_80

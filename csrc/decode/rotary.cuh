@@ -60,6 +60,12 @@ struct Angles {
     }
 };
 
+template <DataType kDataType>
+__device__ __forceinline__ uint4 packed(const float (&chunk)[kChunkElements]) {
+    return {pack<kDataType>(chunk[0], chunk[1]), pack<kDataType>(chunk[2], chunk[3]),
+            pack<kDataType>(chunk[4], chunk[5]), pack<kDataType>(chunk[6], chunk[7])};
+}
+
 // The chunk from first_dim on of the row at gRow, whose elements are `own`. table_row: that of its token. Where a chunk's
 // angles are neighbours, in tables that begin at a multiple of 16 bytes, all loads are wide, and on their way together.
 // Elements of other chunks are loaded one by one, and so are float64 tables.
@@ -69,10 +75,6 @@ __device__ __forceinline__ uint4 rotated(const RotaryParams& rotary, const uint1
     const int half_dim = rotary.half_dim;
     const Angles<kKind> cos(rotary.cos, table_row, half_dim), sin(rotary.sin, table_row, half_dim);
     float results[kChunkElements];
-    const auto packed = [&] {
-        return uint4{pack<kDataType>(results[0], results[1]), pack<kDataType>(results[2], results[3]),
-                     pack<kDataType>(results[4], results[5]), pack<kDataType>(results[6], results[7])};
-    };
     if constexpr (kKind != RotaryParams::Kind::kFloat64) {
         const bool is_aligned =
             (reinterpret_cast<uint64_t>(rotary.cos) | reinterpret_cast<uint64_t>(rotary.sin)) % sizeof(uint4) == 0;
@@ -88,7 +90,7 @@ __device__ __forceinline__ uint4 rotated(const RotaryParams& rotary, const uint1
                 results[i] = turned(element_of<kDataType>(own, i), element_of<kDataType>(partner, i),
                                     i < 4 ? cos0[i] : cos1[i - 4], i < 4 ? sin0[i] : sin1[i - 4], is_first);
             }
-            return packed();
+            return packed<kDataType>(results);
         }
         if (is_aligned && rotary.interleaved && half_dim % (kChunkElements / 2) == 0) {
             const auto cos_of_pairs = cos.four(first_dim / 2), sin_of_pairs = sin.four(first_dim / 2);
@@ -97,7 +99,7 @@ __device__ __forceinline__ uint4 rotated(const RotaryParams& rotary, const uint1
                 results[i] = turned(element_of<kDataType>(own, i), element_of<kDataType>(own, i ^ 1),
                                     cos_of_pairs[i / 2], sin_of_pairs[i / 2], i % 2 == 0);
             }
-            return packed();
+            return packed<kDataType>(results);
         }
     }
 #pragma unroll
@@ -110,7 +112,7 @@ __device__ __forceinline__ uint4 rotated(const RotaryParams& rotary, const uint1
         const int angle = rotary.interleaved ? dim / 2 : min(dim, partner);
         results[i] = turned(results[i], unpack<kDataType>(gRow[partner]), cos[angle], sin[angle], is_first);
     }
-    return packed();
+    return packed<kDataType>(results);
 }
 
 // Chunk `chunk` of the row at gRow, whose token stands at `position`: the first 2 * half_dim dims turn in pairs, and are

@@ -48,6 +48,13 @@ class CudaToolkit:
     include: Path
     library: Path
 
+    @property
+    def compress(self) -> list[str]:
+        """nvcc's options for the smallest embedded code that every driver of this toolkit's CUDA can load."""
+        # zstd came with CUDA 12.8, and the drivers of the first CUDA 12 do not know it.
+        mode = ["-Xfatbin", "-compress-mode=size"] if int(self.version.partition(".")[0]) >= 13 else []
+        return ["-Xfatbin", "-compress-all", *mode]
+
     @classmethod
     def of(cls, nvcc: Path) -> CudaToolkit:
         """Asks ``nvcc`` for its version and its root: the file may be a link or a script that starts another."""

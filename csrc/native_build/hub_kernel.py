@@ -3,7 +3,7 @@
 The folder has one variant for GPUs, where there is an nvcc, and one for torch without CUDA. Each is a copy of the
 package that imports nothing but the standard library, torch and (when a kernel is launched) Triton. Its imports are
 relative, since nobody knows under which name it is imported, and its library's operators have a namespace of their own.
-The library takes its kernels from ``build/native``: only ``bindings.cpp`` is compiled again.
+The library takes its kernels from ``build/native``: only the bindings and the build's description are compiled again.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ def with_own_namespace(build: NativeBuild) -> NativeBuild:
     for _, text in modules():
         digest.update(text.encode())
     backend = "cuda" if build.toolkit else "cpu"
-    return dataclasses.replace(build, namespace=f"fastattn_{backend}_{digest.hexdigest()[:10]}")
+    namespace = f"fastattn_{backend}_{digest.hexdigest()[:10]}"
+    return dataclasses.replace(build, namespace=namespace, variant=namespace)
 
 
 def write_variant(build: NativeBuild, folder: Path) -> Path:
@@ -143,7 +144,7 @@ def write_variant(build: NativeBuild, folder: Path) -> Path:
     (target / "namespace.py").write_text(NAMESPACE_MODULE.format(namespace=build.namespace))
     (target / "metadata.json").write_text(json.dumps(metadata(build), indent=2) + "\n")
     shutil.copy2(library, target / LIBRARY_NAME)
-    shutil.rmtree(build.own_output)
+    shutil.rmtree(library.parent)
     return target
 
 

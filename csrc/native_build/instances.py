@@ -28,10 +28,19 @@ class Instance:
     kernels: tuple[tuple[tuple[str, str], ...], ...] = ((),)  # all values of each kernel that it makes
 
     @property
+    def name(self) -> str:
+        """``forward_options_sm80.HEAD_DIM_32.PAGED_false``"""
+        return ".".join([Path(self.source).stem, *(f"{name}_{value}" for name, value in self.values)])
+
+    @property
     def object_path(self) -> Path:
         """In the build folder, unlike that of any other instance."""
-        path = Path(self.source)
-        return path.with_name(".".join([path.stem, *(f"{name}_{value}" for name, value in self.values), "o"]))
+        return Path(self.source).with_name(f"{self.name}.o")
+
+    @property
+    def machine_code_path(self) -> Path:
+        """Likewise, of the object that has the instance's code in place of PTX alone."""
+        return Path(self.source).with_name(".".join([self.name, *self.code, "o"]))
 
     @property
     def defines(self) -> list[str]:

@@ -1,25 +1,33 @@
-"""The native library: its ninja file, and the run that makes it."""
+"""The native library: its ninja file, and the run that makes it.
+
+    python -m native_build.library
+
+builds it in build/native, with csrc/ on the path, as setup.py does.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
 import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from native_build.cuda import CudaToolkit, check_host_compiler, find_nvcc
 from native_build.errors import BuildError
-from native_build.instances import Instance, instances_for
+from native_build.instances import Instance, all_instances, instances_for
 from native_build.targets import parse_targets
 from native_build.tools import find_cxx, find_ninja, find_torch, host_compiler, num_jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY_NAME = "libfastattn.so"
+MACHINE_CODE = Path(__file__).with_name("machine_code.py")
 NAMESPACE = "fastattn"
 
 # The oldest torch that can load the library, 2.10: one byte for each number, see torch/headeronly/version.h.
@@ -44,14 +52,16 @@ def write_if_changed(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class NativeBuild:
-    """All that decides what the native library becomes. ``toolkit`` is None in a build without CUDA kernels.
+    """All that decides what a native library becomes. ``toolkit`` is None in a build without CUDA kernels.
 
-    With ``emulated_runtime``, a library that stands in for the CUDA runtime, this is the build of the tests' emulator:
-    kernels are PTX alone, with the lines of their sources, and the ops are registered for CPU tensors, or with
-    ``takes_cuda_tensors`` as in every other build. Both take their kernels from the same ``output``.
+    Every library takes its kernels and most other objects from the same ``output``, where each is compiled once: the
+    object of a kernel has PTX alone, with the lines of its source, and a second one has ``code`` of the instance in its
+    place. ``variant`` is the folder in ``output`` of the library and of what it shares with no other.
 
-    ``namespace``: that of the operators in ``torch.ops``. Only ``bindings.o`` depends on it: a library with another one
-    takes every other object from the same ``output`` as it is.
+    With ``emulated_runtime``, a library that stands in for the CUDA runtime, this is a library for the tests' emulator,
+    which runs the PTX. Its ops are registered for CPU tensors, or with ``takes_cuda_tensors`` as in every other build.
+
+    ``namespace``: that of the operators in ``torch.ops``.
     """
 
     source: Path
@@ -64,6 +74,7 @@ class NativeBuild:
     emulated_runtime: Path | None = None
     takes_cuda_tensors: bool = False
     namespace: str = NAMESPACE
+    variant: str = ""
 
     @property
     def architectures(self) -> list[str]:
@@ -79,14 +90,9 @@ class NativeBuild:
         return {architecture: list(code) for architecture, code in found.items()}
 
     @property
-    def own_output(self) -> Path:
-        """The folder of the library and of what depends on the namespace."""
-        return self.api_output if self.namespace == NAMESPACE else self.output / self.namespace
-
-    @property
-    def api_output(self) -> Path:
-        """The folder of what depends on the tensors that the ops take."""
-        return self.output / "cuda_tensors" if self.takes_cuda_tensors else self.output
+    def library(self) -> Path:
+        """The library's path."""
+        return self.output / self.variant / LIBRARY_NAME
 
     def description(self) -> dict[str, object]:
         """What ``fastattn_build_info()`` of the library returns, as JSON."""
@@ -101,36 +107,32 @@ class NativeBuild:
         }
 
     def ninja_file(self) -> str:
-        """The text of build.ninja: one edge per source file, and one that links them."""
+        """The text of build.ninja: one edge per source file, one per kernel with machine code, one that links them.
+
+        Its outputs are relative to ``output``. It has an edge for every kernel, also of those that the library lacks:
+        ninja would at times forget which headers the others were made from.
+        """
         include: list[str | Path] = ["-I", self.source]
-        defines: list[str] = []
         cuda_libraries: list[str | Path] = []
         system_include: list[str | Path] = ["-isystem", self.torch / "include"]
         if self.toolkit:
-            defines += ["-DFASTATTN_WITH_CUDA", *(f"-DFASTATTN_ARCH_{name.upper()}" for name in self.architectures)]
             system_include += ["-isystem", self.toolkit.include]
             cuda_libraries = [self.toolkit.library / "libcudart_static.a", "-ldl", "-lrt", "-lpthread"]
-        api_defines = list(defines)
         if self.emulated_runtime:
-            api_defines += [] if self.takes_cuda_tensors else ["-DFASTATTN_EMULATED"]
             cuda_libraries = [self.emulated_runtime]
         # Assertions carry their file's name: keep the paths of this machine out of the library.
         names = [f"-ffile-prefix-map={folder}/=" for folder in (self.source, self.torch / "include")]
-        build_info = json.dumps(json.dumps(self.description()))
         cxx_flags: list[str | Path] = [
             *("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
             *("-ffunction-sections", "-fdata-sections", "-Wall", "-Wextra", "-Werror=return-type", *names),
-            *(f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", f"-DFASTATTN_BUILD_INFO={build_info}", *api_defines),
-            *(*include, *system_include),
+            *(f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", *include, *system_include),
         ]
         link_flags = [
             # All that is undefined must come from the libraries named here: nothing from Python, and nothing from
             # torch's CUDA libraries, which a CPU-only torch lacks.
-            *("-shared", "-Wl,-z,defs", "-Wl,--as-needed", "-Wl,--strip-all"),
-            # Without kernels no op reaches the functions that launch them: they go, with what they would need.
-            "-Wl,--gc-sections",
+            *("-shared", "-Wl,-z,defs", "-Wl,--as-needed", "-Wl,--strip-all", "-Wl,--gc-sections"),
             # What is exported is what python/fastattn/native.py asks.
-            *(f"-Wl,--version-script={self.output / 'exports.map'}", f"-Wl,-soname,{LIBRARY_NAME}"),
+            *("-Wl,--version-script=exports.map", f"-Wl,-soname,{LIBRARY_NAME}"),
         ]
         # No run path: at run time torch has loaded its library already, and the soname finds it.
         libraries: list[str | Path] = [*cuda_libraries, "-L", self.torch / "lib", "-l:libtorch_cpu.so"]
@@ -140,62 +142,83 @@ class NativeBuild:
             f"  command = {shell(self.cxx)} -MD -MF $out.d {shell(cxx_flags)} $defines -c $in -o $out",
             "  depfile = $out.d",
             "  deps = gcc",
-            "  description = C++ $in",
+            "  description = C++ $out",
             "rule link",
             f"  command = {shell(self.cxx)} {shell(link_flags)} @$out.rsp {shell(libraries)} -o $out",
             "  rspfile = $out.rsp",
             "  rspfile_content = $in",
             "  description = link $out",
         ]
+        build_info = json.dumps(json.dumps(self.description()))
+        key = "CPU" if self.emulated_runtime and not self.takes_cuda_tensors else "CUDA"
+        defines = {
+            "bindings.cpp": [
+                *(f"-DFASTATTN_NAMESPACE={self.namespace}", f"-DFASTATTN_DISPATCH_KEY={key}"),
+                *(["-DFASTATTN_WITH_CUDA"] if self.toolkit else []),
+            ],
+            "build_info.cpp": [f"-DFASTATTN_BUILD_INFO={build_info}"],
+        }
+        objects = []
+        for name, own_defines in defines.items():
+            objects.append(ninja_path(Path(self.variant, name).with_suffix(".o")))
+            lines += [f"build {objects[-1]}: cxx {ninja_path(self.source / name)}", f"  defines = {shell(own_defines)}"]
         if self.toolkit:
+            nvcc: list[str | Path] = [self.toolkit.nvcc, "-ccbin", host_compiler(self.cxx)]
             nvcc_flags: list[str | Path] = [
-                *(self.toolkit.nvcc, "-ccbin", host_compiler(self.cxx)),
-                *("-std=c++17", "-O3", "--expt-relaxed-constexpr"),
-                *("-Xcompiler", ",".join(["-fPIC", "-fvisibility=hidden", "-Wall", names[0]])),
-                *(*defines, *include),
+                # So that the emulator can read the PTX, and name the lines of what it finds there.
+                *("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-lineinfo", "--no-compress"),
+                *("-Xcompiler", ",".join(["-fPIC", "-fvisibility=hidden", "-Wall", names[0]]), *include),
             ]
-            if self.emulated_runtime:
-                nvcc_flags += ["--no-compress", "-lineinfo"]
+            machine_code: list[str | Path] = [os.path.realpath(sys.executable), "-I", MACHINE_CODE]
             lines += [
                 "rule cuda",
-                f"  command = {shell(nvcc_flags)} $defines $gencode -MD -MF $out.d -c $in -o $out",
+                f"  command = {shell([*nvcc, *nvcc_flags])} $defines $gencode -MD -MF $out.d -c $in -o $out",
                 "  depfile = $out.d",
                 "  deps = gcc",
                 "  description = CUDA $out",
+                "rule machine_code",
+                f"  command = {shell(machine_code)} $in $out $gencode -- {shell(nvcc)} {shell(self.toolkit.compress)}",
+                "  description = machine code $out",
             ]
-        objects = [ninja_path(self.own_output / "bindings.o")]
-        lines += [f"build {objects[0]}: cxx {ninja_path(self.source / 'bindings.cpp')}"]
-        lines += [f"  defines = -DFASTATTN_NAMESPACE={self.namespace}"]
-        for path in sorted(self.source.glob("api/*.cpp")):
-            objects.append(ninja_path(self.api_output / path.relative_to(self.source).with_suffix(".o")))
-            lines += [f"build {objects[-1]}: cxx {ninja_path(path)}"]
-        for instance in self.instances:
-            objects.append(ninja_path(self.output / instance.object_path))
-            gencodes = instance.gencodes(instance.ptx if self.emulated_runtime else None)
-            lines += [
-                f"build {objects[-1]}: cuda {ninja_path(self.source / instance.source)}",
-                f"  gencode = {shell([part for each in gencodes for part in ('-gencode', each)])}",
-                f"  defines = {shell(instance.defines)}",
-            ]
-        library, exports = ninja_path(self.own_output / LIBRARY_NAME), ninja_path(self.output / "exports.map")
-        return "\n".join([*lines, f"build {library}: link {' '.join(objects)} | {exports}", ""])
+            for path in sorted(self.source.glob("api/*.cpp")):
+                objects.append(ninja_path(path.relative_to(self.source).with_suffix(".o")))
+                lines += [f"build {objects[-1]}: cxx {ninja_path(path)}"]
+            for instance in all_instances(self.source):
+                lines += [
+                    f"build {ninja_path(instance.object_path)}: cuda {ninja_path(self.source / instance.source)}",
+                    f"  gencode = {shell(f'-gencode={each}' for each in instance.gencodes(instance.ptx))}",
+                    f"  defines = {shell(instance.defines)}",
+                ]
+            for instance in self.instances:
+                objects.append(ninja_path(instance.object_path))
+                if not self.emulated_runtime:
+                    ptx, objects[-1] = objects[-1], ninja_path(instance.machine_code_path)
+                    lines += [
+                        f"build {objects[-1]}: machine_code {ptx} | {ninja_path(MACHINE_CODE)}",
+                        f"  gencode = {shell(instance.gencodes())}",
+                    ]
+        library = ninja_path(self.library.relative_to(self.output))
+        return "\n".join([*lines, f"build {library}: link {' '.join(objects)} | exports.map", ""])
 
     def run(self, quiet: bool = False) -> Path:
         """Compiles what has changed since the last call and returns the library's path.
 
-        ``quiet``: what the compilers say is shown only where they fail.
+        Processes that build in ``output`` at the same time wait for the first. ``quiet``: what the compilers say is
+        shown only where they fail.
         """
-        self.output.mkdir(parents=True, exist_ok=True)
-        write_if_changed(self.output / "exports.map", "{ global: fastattn_*; local: *; };\n")
-        ninja_file = self.own_output / "build.ninja"
-        ninja_file.parent.mkdir(exist_ok=True)
-        write_if_changed(ninja_file, self.ninja_file())
-        command = [find_ninja(), "-C", str(self.output), "-f", str(ninja_file), "-j", num_jobs(os.environ)]
-        result = subprocess.run(command, capture_output=quiet, text=True)
+        self.library.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.output / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            write_if_changed(self.output / "exports.map", "{ global: fastattn_*; local: *; };\n")
+            ninja_file = self.library.with_name("build.ninja")
+            write_if_changed(ninja_file, self.ninja_file())
+            command: list[str | Path] = [find_ninja(), "-C", self.output, "-f", ninja_file, "-j", num_jobs(os.environ)]
+            target = self.library.relative_to(self.output)
+            result = subprocess.run([*command, target], capture_output=quiet, text=True)
         if result.returncode:
             said = f"the compiler says:\n\n{result.stdout}" if quiet else "the compiler's own message stands above."
             raise BuildError(f"the native library did not compile; {said}")
-        return self.own_output / LIBRARY_NAME
+        return self.library
 
 
 def configure(version: str, environ: Mapping[str, str]) -> NativeBuild:
@@ -210,10 +233,14 @@ def configure(version: str, environ: Mapping[str, str]) -> NativeBuild:
         check_host_compiler(toolkit, host_compiler(cxx), instances)
     return NativeBuild(
         source=ROOT / "csrc",
-        output=ROOT / "build" / "native",
+        output=ROOT / "build" / ("native" if toolkit else "native-cpu"),
         version=version,
         cxx=cxx,
         torch=torch,
         toolkit=toolkit,
         instances=instances if toolkit else [],
     )
+
+
+if __name__ == "__main__":
+    print(configure(importlib.metadata.version("fastattn"), os.environ).run())

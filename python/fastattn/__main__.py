@@ -14,7 +14,7 @@ from fastattn.dispatch.support import SUPPORT, support_table
 
 WITHOUT_CUDA_KERNELS = """none: this library was built without CUDA C++ kernels, so GPUs run the Triton kernels.
 To add them: install a CUDA toolkit, set CUDA_HOME to it and install fastattn again; or run
-`make install` in a clone where the package registry can be reached: it brings a compiler."""
+`make install FASTATTN_ARCHS="80;90a"` in a clone where the package registry can be reached: it brings a compiler."""
 
 
 def native_code_for(arch: int) -> str:

@@ -9,13 +9,15 @@ from pathlib import Path
 
 from cuda_torch.environment import nvidia_folder, site_packages
 from cuda_torch.stand_ins import DRIVER
+from emulator import native_library
 from emulator.build import BUILD
+from native_build.library import LIBRARY_NAME
 
 HERE = Path(__file__).parent
 KIB = 1024
 # (compute capability times ten, multiprocessors, shared memory of a CTA): an H100 and an A100.
 DEVICES = [(90, 132, 227 * KIB), (80, 108, 163 * KIB)]
-LIBRARY = BUILD / "native" / "cuda_tensors" / "libfastattn.so"
+LIBRARY = native_library.OUTPUT / native_library.FOR_CUDA_TENSORS / LIBRARY_NAME
 
 
 def install() -> None:

@@ -1,17 +1,31 @@
-"""``python -m emulator``, with tests/ on the path: ``run`` a script, ``profile`` a script or a kernel."""
+"""``python -m emulator``, with tests/ on the path: ``run`` a script, ``profile`` a script or a kernel, or ``build``."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 
-from emulator import profiling, run
+from emulator import build, native_library
+
+
+def build_all(arguments: argparse.Namespace) -> None:
+    """Build the emulator and fastattn's library for it, and show how far that is."""
+    if native_library.build(kernels=arguments.kernels, quiet=False) is None:
+        print("no nvcc here: the emulator runs Triton's kernels alone")
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["build"]:  # the other commands' modules build it when they are imported, and show nothing
+        build.build(quiet=False)
+    from emulator import profiling, run
+
     parser = argparse.ArgumentParser(prog="python -m emulator", description=__doc__)
     subparsers = parser.add_subparsers(required=True)
     run.add_parser(subparsers)
     profiling.add_parser(subparsers)
+    building = subparsers.add_parser("build", help="build what the others need", description=build_all.__doc__)
+    run.add_kernels(building)
+    building.set_defaults(function=build_all)
     arguments = parser.parse_args()
     arguments.function(arguments)
 

@@ -23,6 +23,7 @@ from native_build.library import write_if_changed
 
 SOURCES = Path(__file__).parent / "src"
 TORCH_SOURCE = SOURCES / "torch_allocator.cpp"  # a library of its own: the rest knows nothing of torch
+BINDINGS = SOURCES / "bindings.cpp"  # glue that takes long to optimise
 RUNTIME = SOURCES / "runtime"
 BUILD = Path(__file__).parents[2] / "build" / "emulator"
 
@@ -66,15 +67,19 @@ def rules(library: Path, torch_library: Path) -> str:
         f"torch = {Path(torch.__file__).parent}",
         "rule compile",
         "  command = $cxx $flags $includes -MMD -MF $out.d -c $in -o $out",
+        "  description = emulator: C++ $in",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
         "  command = $cxx -shared -pthread $in $options -o $out",
+        "  description = emulator: link $out",
     ]
     objects = []
     for source in sorted(sources):
         objects.append(BUILD / source.relative_to(SOURCES).with_suffix(".o"))
         lines.append(f"build {objects[-1]}: compile {source}")
+        if source == BINDINGS:
+            lines.append("  flags = $flags -O1")
     lines += [
         f"build {library}: link {' '.join(map(str, objects))} | {BUILD / 'exports.map'}",
         f"  options = -Wl,-soname,{SONAME} -Wl,--version-script={BUILD / 'exports.map'}",
@@ -95,17 +100,21 @@ def rules(library: Path, torch_library: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _run(*targets: Path) -> None:
-    """Brings the targets up to date; processes that want them at the same time wait for the first."""
+def _run(*targets: Path, quiet: bool = True) -> None:
+    """Brings the targets up to date; processes that want them at the same time wait for the first.
+
+    ``quiet``: what the compiler says is shown only where it fails.
+    """
     BUILD.mkdir(parents=True, exist_ok=True)
     with open(BUILD / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for name, version in (("exports.map", VERSION), ("cudart.map", CUDART)):
             write_if_changed(BUILD / name, f"{version} {{ global: {EXPORTED}; local: *; }};\n")
         write_if_changed(BUILD / "build.ninja", rules(*_libraries()))
-        done = subprocess.run([ninja(), "-C", BUILD, "--quiet", *targets], capture_output=True, text=True)
+        done = subprocess.run([ninja(), "-C", BUILD, *targets], capture_output=quiet, text=True)
     if done.returncode != 0:
-        raise RuntimeError(f"building the emulator failed:\n{done.stdout[-8000:]}{done.stderr[-2000:]}")
+        said = f"\n{done.stdout[-8000:]}{done.stderr[-2000:]}" if quiet else " the compiler's message stands above"
+        raise RuntimeError(f"building the emulator failed:{said}")
 
 
 def _libraries() -> tuple[Path, Path]:
@@ -113,9 +122,9 @@ def _libraries() -> tuple[Path, Path]:
 
 
 @functools.cache
-def build() -> tuple[Path, Path]:
+def build(quiet: bool = True) -> tuple[Path, Path]:
     """Brings both libraries up to date, and returns their paths."""
-    _run(*_libraries())
+    _run(*_libraries(), quiet=quiet)
     return _libraries()
 
 

@@ -40,6 +40,28 @@ def natural(text: str) -> int:
     return int(text)
 
 
+def kernel_patterns(text: str) -> list[str]:
+    """A command's argument that names kernels of fastattn."""
+    patterns = [pattern for pattern in text.split(",") if pattern]
+    try:
+        native_library.kernels_named(patterns)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return patterns
+
+
+def add_kernels(parser: argparse.ArgumentParser) -> None:
+    """Which of fastattn's CUDA C++ kernels are compiled."""
+    parser.add_argument(
+        "--kernels",
+        type=kernel_patterns,
+        default=[],
+        metavar="PATTERN,…",
+        help="compile only these of fastattn's kernels, by the beginning of a name or with *: "
+        "forward_options_sm80.HEAD_DIM_32,gemm_sm80 (default: all)",
+    )
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The emulated GPU, and how launches run."""
     parser.add_argument("--arch", choices=ARCHS, help="the emulated GPU (default sm_80)")
@@ -55,7 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run_script(arguments: argparse.Namespace) -> None:
     """Run ``arguments.script`` as ``__main__`` with ``arguments.arguments`` and the options of `add_options`."""
     script = str(arguments.script)
-    native_library.import_fastattn()
+    native_library.import_fastattn(arguments.kernels)
     with contextlib.ExitStack() as stack:
         # Before the script makes tensors: launches know those that torch allocates from here on.
         stack.enter_context(allocations.tracked())
@@ -78,6 +100,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(parser)
+    add_kernels(parser)
     parser.add_argument("script", type=existing_file, help="a Python script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's")
     parser.set_defaults(function=run_script)

@@ -13,7 +13,7 @@ import pytest
 import instances
 from emulator import static_facts
 from emulator.static_facts import KernelFacts
-from installed_library import BUILD, LIBRARY_PATH
+from machine_code_library import BUILD, library_path
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,7 +45,7 @@ each_wide = pytest.mark.parametrize("instance", WIDE, ids=str)
 @functools.cache
 def kernels() -> dict[tuple[int, str, bool], KernelFacts]:
     found = {}
-    for symbol, facts in static_facts.of_library(LIBRARY_PATH, "sm_90a").items():
+    for symbol, facts in static_facts.of_library(library_path(), "sm_90a").items():
         match = re.search(r"attention_backward_key_value_sm90ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
         if match:
             found[int(match[1]), DTYPES[int(match[2])], match[3] == "1"] = facts
@@ -55,7 +55,7 @@ def kernels() -> dict[tuple[int, str, bool], KernelFacts]:
 @functools.cache
 def wide_kernels() -> dict[tuple[int, int, str], KernelFacts]:
     found = {}
-    for symbol, facts in static_facts.of_library(LIBRARY_PATH, "sm_90a").items():
+    for symbol, facts in static_facts.of_library(library_path(), "sm_90a").items():
         match = re.search(r"attention_backward_key_value_wide_sm90ILi(\d+)ELi(\d+)ELN\w*?8DataTypeE(\d)E", symbol)
         if match:
             found[int(match[1]), int(match[2]), DTYPES[int(match[3])]] = facts

@@ -11,7 +11,7 @@ import pytest
 import instances
 from emulator import static_facts
 from emulator.static_facts import KernelFacts
-from installed_library import BUILD, LIBRARY_PATH
+from machine_code_library import BUILD, library_path
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,7 +30,7 @@ each_instance = pytest.mark.parametrize("instance", ROWS, ids=str)
 @functools.cache
 def kernels() -> dict[Instance, KernelFacts]:
     found = {}
-    for symbol, facts in static_facts.of_library(LIBRARY_PATH, "sm_90a").items():
+    for symbol, facts in static_facts.of_library(library_path(), "sm_90a").items():
         match = re.search(r"int8_matmul_s8_sm90ILi(\d+)ELN\w*?8DataTypeE(\d)ELb(\d)E", symbol)
         if match:
             found[int(match[1]), match[3] == "1", DTYPES[int(match[2])]] = facts

@@ -16,7 +16,7 @@ import pytest
 import instances
 from emulator import static_facts
 from emulator.static_facts import KernelFacts, full_opcode
-from installed_library import BUILD, LIBRARY_PATH
+from machine_code_library import BUILD, library_path
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,7 +51,7 @@ each_with_options = pytest.mark.parametrize("instance", OPTIONS, ids=str)
 
 @functools.cache
 def machine_code() -> dict[str, KernelFacts]:
-    return static_facts.of_library(LIBRARY_PATH, "sm_90a")
+    return static_facts.of_library(library_path(), "sm_90a")
 
 
 def kernels(name: str) -> dict[Instance, KernelFacts]:

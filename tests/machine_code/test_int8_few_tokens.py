@@ -13,7 +13,7 @@ import pytest
 import kernel_symbols
 from emulator import static_facts
 from emulator.static_facts import KernelFacts, full_opcode, opcode
-from installed_library import BUILD, LIBRARY_PATH
+from machine_code_library import BUILD, library_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("native_library")]  # the library is taken apart once
 
@@ -29,7 +29,7 @@ def kernels_of(code: str, kernel: str) -> dict[str, KernelFacts]:
     """By the name as the library calls it."""
     found = {
         kernel_symbols.name_of(symbol): facts
-        for symbol, facts in static_facts.of_library(LIBRARY_PATH, code).items()
+        for symbol, facts in static_facts.of_library(library_path(), code).items()
         if f"{len(kernel)}{kernel}I" in symbol
     }
     assert found, f"no {kernel} for {code}"

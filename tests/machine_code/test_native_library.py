@@ -20,8 +20,8 @@ from emulator import static_facts
 from emulator.static_facts import KernelFacts
 from fastattn import native
 from fastattn.native import CACHE_FORMATS
-from installed_library import BUILD, LIBRARY_PATH
 from instances import ALL_INSTANCES, DTYPES, rows_of
+from machine_code_library import BUILD, library_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("native_library")]  # the library is taken apart once
 
@@ -208,7 +208,7 @@ def backward_instance(symbol: str) -> tuple[Any, ...] | None:
 @functools.cache
 def machine_code(code: str = "sm_80") -> dict[str, KernelFacts]:
     """Of the library for such a GPU, by mangled name."""
-    return static_facts.of_library(LIBRARY_PATH, code)
+    return static_facts.of_library(library_path(), code)
 
 
 @functools.cache
@@ -578,7 +578,7 @@ def test_other_backward_kernels(instance: tuple[Any, ...]) -> None:
 
 @with_sm80_kernels
 def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
-    ptx = static_facts.run("cuobjdump", "-ptx", LIBRARY_PATH)[0]
+    ptx = static_facts.run("cuobjdump", "-ptx", library_path())[0]
     modules = re.split(r"^\.target (\w+)", ptx, flags=re.MULTILINE)[1:]
     entries_of: dict[str, list[str]] = {}
     for target, text in zip(modules[::2], modules[1::2], strict=True):
@@ -602,7 +602,7 @@ def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
 
 @with_sm80_kernels
 def test_every_kernel_goes_by_the_name_that_the_library_gives_it() -> None:
-    if native.TAKES_CPU_TENSORS or native.LIBRARY_PATH == LIBRARY_PATH:
+    if native.TAKES_CPU_TENSORS or library_path() == native.LIBRARY_PATH:
         code = {name for names in BUILD["code"].values() for name in names if name.startswith("sm_")}
         names = {kernel_symbols.name_of(symbol) for name in code for symbol in machine_code(name)}
         assert names == set(native.KERNELS)

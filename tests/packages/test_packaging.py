@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -17,8 +18,10 @@ import pytest
 import torch
 
 import installed_library
+from emulator.native_library import kernels_named
 from fastattn import native
 from fastattn.dispatch.support import support_table
+from native_build import machine_code
 from native_build.cuda import CudaToolkit, check_host_compiler, find_nvcc
 from native_build.errors import BuildError
 from native_build.instances import all_instances, instances_for
@@ -31,7 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("packaging")]  # one whe
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
-MAX_LIBRARY_BYTES = 58 * 2**20  # with machine code for sm_80, sm_90 and sm_90a, and PTX
+MAX_LIBRARY_BYTES = 14 * 2**20  # with machine code for sm_80, sm_90 and sm_90a, and PTX
 
 
 def run(*command, cwd=ROOT, **environment):
@@ -75,6 +78,13 @@ def unpacked(wheel, tmp_path_factory):
 def library(unpacked):
     """The native library in the wheel."""
     return unpacked / "fastattn" / "libfastattn.so"
+
+
+@pytest.fixture(scope="module")
+def build(library):
+    """How the library in the wheel was built."""
+    code = "import json; from fastattn import native; print(json.dumps(native.BUILD))"
+    return json.loads(run(sys.executable, "-c", code, FASTATTN_LIBRARY=library).splitlines()[-1])
 
 
 def _metadata(unpacked, name):
@@ -179,8 +189,8 @@ def test_library_names_only_libraries_that_every_torch_and_every_system_has(libr
     assert "RUNPATH" not in dynamic
 
 
-def test_library_exports_what_python_asks_and_nothing_else(library):
-    queries = set(native._QUERIES) if installed_library.BUILD["archs"] else set()
+def test_library_exports_what_python_asks_and_nothing_else(library, build):
+    queries = set(native._QUERIES) if build["archs"] else set()
     assert _symbols(library, "--defined-only") == {"fastattn_build_info", *queries}
 
 
@@ -190,12 +200,12 @@ def test_library_carries_no_path_of_the_machine_that_built_it(library):
     assert str(Path(sys.prefix)).encode() not in content
 
 
-def test_library_holds_machine_code_for_each_architecture_and_ptx_for_later_gpus(library):
-    if not installed_library.BUILD["archs"]:
+def test_library_holds_machine_code_for_each_architecture_and_ptx_for_later_gpus(library, build):
+    if not build["archs"]:
         pytest.skip("the library was built without CUDA C++ kernels")
     triton = Path(importlib.util.find_spec("triton").origin).parent
     listing = run(triton / "backends" / "nvidia" / "bin" / "cuobjdump", "--list-elf", "--list-ptx", library)
-    code = set().union(*installed_library.BUILD["code"].values())
+    code = set().union(*build["code"].values())
     assert {f"sm_{name}" for name in re.findall(r"\.sm_(\w+)\.cubin", listing)} == {
         name for name in code if name.startswith("sm_")
     }
@@ -204,13 +214,13 @@ def test_library_holds_machine_code_for_each_architecture_and_ptx_for_later_gpus
     }
 
 
-def test_build_description_is_that_of_the_installed_release(unpacked):
-    assert installed_library.BUILD["version"] == _metadata(unpacked, "METADATA")["Version"]
+def test_build_description_is_that_of_the_release(unpacked, build):
+    assert build["version"] == _metadata(unpacked, "METADATA")["Version"]
     every = all_instances(ROOT / "csrc")
-    for architecture, code in installed_library.BUILD["code"].items():
+    for architecture, code in build["code"].items():
         assert set(code) <= {name for each in every if each.architecture == architecture for name in each.code}
-    assert list(installed_library.BUILD["code"]) == installed_library.BUILD["archs"]
-    assert (installed_library.BUILD["nvcc"] is None) == (installed_library.BUILD["archs"] == [])
+    assert list(build["code"]) == build["archs"]
+    assert (build["nvcc"] is None) == (build["archs"] == [])
 
 
 @pytest.fixture(scope="module")
@@ -465,7 +475,11 @@ def test_a_wrong_table_is_an_error_that_says_what_is_wrong(tmp_path, rows, words
         all_instances(_table(tmp_path, rows))
 
 
-def test_the_build_has_an_edge_for_each_instance_of_the_table():
+def _edges(lines, rule):
+    return [line.split()[1].rstrip(":") for line in lines if f": {rule} " in line]
+
+
+def test_each_instance_is_compiled_once_for_every_library():
     instances = all_instances(CSRC)
     build = NativeBuild(
         source=CSRC,
@@ -477,14 +491,86 @@ def test_the_build_has_an_edge_for_each_instance_of_the_table():
         instances=instances,
     )
     lines = build.ninja_file().splitlines()
-    edges = [line.split()[1].rstrip(":") for line in lines if " cuda " in line]
-    assert edges == [str(Path("out") / instance.object_path) for instance in instances]
-    assert len(set(edges)) == len(edges) > 100
-    gencodes = [line for line in lines if line.startswith("  gencode = ")]
-    flags = [[part for each in instance.gencodes() for part in ("-gencode", f"'{each}'")] for instance in instances]
-    assert gencodes == ["  gencode = " + " ".join(each) for each in flags]
+    compiled, with_code = _edges(lines, "cuda"), _edges(lines, "machine_code")
+    assert compiled == [str(instance.object_path) for instance in instances]
+    assert len(set(compiled)) == len(compiled) > 100
+    assert with_code == [str(instance.machine_code_path) for instance in instances]
+    assert not set(compiled) & set(with_code)
+    gencodes = [line.removeprefix("  gencode = ") for line in lines if line.startswith("  gencode = ")]
+    made = [" ".join(f"'{each}'" for each in instance.gencodes()) for instance in instances]
+    assert gencodes[len(instances) :] == made
+    assert all("sm_" not in each for each in gencodes[: len(instances)])
     (link,) = [line for line in lines if line.startswith("build ") and ": link " in line]
-    assert set(edges) <= set(link.split())
+    assert set(with_code) <= set(link.split())
+
+    emulated = dataclasses.replace(
+        build, instances=instances[:3], emulated_runtime=Path("libcuda.so"), version="0", variant="emulated"
+    )
+    emulated_lines = emulated.ninja_file().splitlines()
+    assert set(compiled) & set(emulated_lines[-1].split()) == set(compiled[:3])
+    assert _edges(emulated_lines, "machine_code") == []
+    own = {line.split()[1] for line in set(emulated_lines) - set(lines) if line.startswith("build ")}
+    assert own == {f"emulated/{name}:" for name in ("bindings.o", "build_info.o", "libfastattn.so")}
+
+
+def test_a_pattern_names_kernels_by_the_beginning_of_a_name_or_with_stars():
+    def names(*patterns):
+        return [each.name for each in kernels_named(patterns)]
+
+    both = [f"forward_options_sm80.HEAD_DIM_32.PAGED_{paged}" for paged in ("false", "true")]
+    assert names("forward_options_sm80.HEAD_DIM_32") == both
+    assert names(both[0], "append_sm80.*.CACHE_kInt8") == [
+        both[0],
+        *(f"append_sm80.HEAD_DIM_{dim}.CACHE_kInt8" for dim in (64, 128, 256)),
+    ]
+    assert len(names()) == len(all_instances(CSRC))
+    with pytest.raises(ValueError, match=r"no kernel is named forward_options_sm80\.HEAD_DIM_3;"):
+        names("gemm_sm80", "forward_options_sm80.HEAD_DIM_3")
+
+
+def _container(*entries):
+    """As nvcc embeds it; an entry is (kind, bytes when compressed, its content)."""
+    packed = b"".join(
+        machine_code.ENTRY.pack(kind, 0x0101, 64, len(content), compressed, 64, 0, 9, 80).ljust(64, b"\0") + content
+        for kind, compressed, content in entries
+    )
+    return machine_code.CONTAINER.pack(machine_code.MAGIC, 1, 16, len(packed)) + packed
+
+
+def test_ptx_is_read_from_its_container_and_loses_its_lines():
+    ptx = """.version 9.0
+.target sm_90a
+.address_size 64
+
+.entry kernel()
+{
+\t.loc\t1 7 3
+\tmov.u32 \t%r1, 7;
+$L__tmp0:
+\t.loc\t1 8 3, function_name $L__info_string0, inlined_at 1 9 1
+\tret;
+}
+\t.file\t1 "/home/someone/kernel.cu"
+\t.section\t.debug_str
+\t{
+$L__info_string0:
+.b8 95
+.b8 0
+\t}
+"""
+    padded = ptx.encode().ljust(512, b"\0")
+    container = _container((2, 0, b"machine code".ljust(16)), (machine_code.PTX, 0, padded))
+    assert list(machine_code.ptx_texts(container)) == [ptx]
+    assert machine_code.architecture(ptx) == "90a"
+    lines = machine_code.without_lines(ptx).splitlines()
+    assert lines == [
+        *(".version 9.0", ".target sm_90a", ".address_size 64", ".entry kernel()", "{"),
+        *("\tmov.u32 \t%r1, 7;", "$L__tmp0:", "\tret;", "}"),
+    ]
+    with pytest.raises(SystemExit, match="compressed"):
+        list(machine_code.ptx_texts(_container((machine_code.PTX, 9, b"x" * 16))))
+    with pytest.raises(SystemExit, match="does not know"):
+        machine_code.entries(bytes(16))
 
 
 NVCC = """#!/bin/sh

@@ -1,9 +1,10 @@
 // What Python sees of the emulator: modules, launches, and faults as exceptions.
+//
+// All that includes pybind11 is one translation unit: its templates take most of the time.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include "allocations.h"
-#include "bindings.h"
 #include "loaded_module.h"
 
 namespace py = pybind11;
@@ -28,8 +29,7 @@ py::tuple parameters(LoadedModule& module, const std::string& kernel) {
     return py::make_tuple(list, program.parameter_bytes);
 }
 
-}  // namespace
-
+// What Python's Report is made of. shared_bytes: of a CTA, static and dynamic.
 py::dict report_of(const Program& program, const Report& report, int64_t shared_bytes) {
     py::list rows;
     for (size_t i = 0; i < program.operations.size(); ++i) {
@@ -61,14 +61,12 @@ py::dict report_of(const Program& program, const Report& report, int64_t shared_
     return result;
 }
 
-namespace {
-
-py::dict launch(LoadedModule& module, const std::string& kernel, std::array<uint32_t, 3> grid,
-                std::array<uint32_t, 3> block, const py::bytes& parameter_bytes,
-                const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& memory, bool tracked,
-                int64_t shared_bytes, std::array<uint32_t, 3> cluster, int num_sms, uint64_t seed, bool checks,
-                bool races, bool replicated_stores, bool uninitialised, bool unawaited, int64_t instruction_limit,
-                int workers, bool cooperative) {
+py::dict launch_kernel(LoadedModule& module, const std::string& kernel, std::array<uint32_t, 3> grid,
+                       std::array<uint32_t, 3> block, const py::bytes& parameter_bytes,
+                       const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& memory, bool tracked,
+                       int64_t shared_bytes, std::array<uint32_t, 3> cluster, int num_sms, uint64_t seed, bool checks,
+                       bool races, bool replicated_stores, bool uninitialised, bool unawaited,
+                       int64_t instruction_limit, int workers, bool cooperative) {
     const Program& program = module.program(kernel);
     std::vector<Allocation> allocations = module.allocations();
     uint64_t workspace = 0;
@@ -120,13 +118,19 @@ py::dict launch(LoadedModule& module, const std::string& kernel, std::array<uint
 }  // namespace
 }  // namespace emulator
 
+#include "bindings_allocations.h"
+#include "bindings_tensor_map.h"
+#ifdef EMULATOR_WITH_CUDA_HEADERS
+#include "runtime/bindings.h"
+#endif
+
 PYBIND11_MODULE(_emulator, m) {
     using namespace emulator;
     py::class_<LoadedModule>(m, "Module")
         .def(py::init<const std::string&>())
         .def("kernels", &LoadedModule::kernels)
         .def("parameters", &parameters)
-        .def("launch", &launch);
+        .def("launch", &launch_kernel);
     bind_allocations(m);
     bind_tensor_map(m);
 #ifdef EMULATOR_WITH_CUDA_HEADERS

@@ -1,10 +1,10 @@
-// What Python sees of the tracked allocations, and the two functions that torch_allocator.cpp gets.
+// What Python sees of the tracked allocations, and the two functions that torch_allocator.cpp gets: a part of
+// bindings.cpp.
+#pragma once
+
 #include <pybind11/stl.h>
 
 #include "allocations.h"
-#include "bindings.h"
-
-namespace py = pybind11;
 
 namespace emulator {
 namespace {

@@ -1,12 +1,11 @@
-// What Python sees of tensor maps.
+// What Python sees of tensor maps: a part of bindings.cpp.
+#pragma once
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "bindings.h"
 #include "fault.h"
 #include "tensor_map.h"
-
-namespace py = pybind11;
 
 namespace emulator {
 namespace {

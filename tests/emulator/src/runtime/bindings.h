@@ -1,5 +1,5 @@
-// What Python sees of the emulated CUDA runtime.
-#include "bindings.h"
+// What Python sees of the emulated CUDA runtime: a part of bindings.cpp.
+#pragma once
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
@@ -8,8 +8,6 @@
 #include "errors.h"
 #include "launching.h"
 #include "streams.h"
-
-namespace py = pybind11;
 
 namespace emulator {
 namespace {

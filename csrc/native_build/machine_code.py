@@ -1,0 +1,79 @@
+"""Gives the object of a CUDA source, which has PTX alone, the code for GPUs in its place.
+
+    python machine_code.py unit.o with_code.o arch=compute_80,code=[sm_80,compute_80] … -- nvcc option …
+
+So each kernel passes the compiler's front end once, whatever libraries it is for. The object's PTX has the lines of its
+source and is not compressed (nvcc -lineinfo --no-compress); what comes out has neither lines nor paths.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+SECTION = ".nv_fatbin"
+# The container that nvcc embeds; tests/emulator/src/runtime/fat_binary.cpp has its layout in words.
+CONTAINER = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes of what follows
+ENTRY = struct.Struct("<HHIQIIHHI")  # kind, version, bytes of the header, of what follows, when compressed, …, arch
+MAGIC, PTX = 0xBA55ED50, 1
+
+
+def entries(container: bytes) -> bytes:
+    """What a container holds, headers and all."""
+    magic, _, header_bytes, num_bytes = CONTAINER.unpack_from(container)
+    if magic != MAGIC:
+        raise SystemExit("nvcc wrote device code in a container that fastattn's build does not know")
+    return container[header_bytes : header_bytes + num_bytes]
+
+
+def ptx_texts(container: bytes) -> Iterator[str]:
+    """The PTX in a container, which must not be compressed."""
+    rest = entries(container)
+    while rest:
+        kind, _, header_bytes, num_bytes, compressed_bytes, *_ = ENTRY.unpack_from(rest)
+        if kind == PTX:
+            if compressed_bytes:
+                raise SystemExit("the PTX is compressed: this nvcc does not know --no-compress")
+            yield rest[header_bytes : header_bytes + num_bytes].rstrip(b"\0").decode()
+        rest = rest[header_bytes + num_bytes :]
+
+
+def without_lines(ptx: str) -> str:
+    """As nvcc writes it without -lineinfo, but for empty lines."""
+    ptx = re.sub(r"^\s*\.section\s+\.debug\w*\s*\{.*?^\s*\}$", "", ptx, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^\s*(\.(loc|file)\b.*)?\n", "", ptx, flags=re.MULTILINE)
+
+
+def architecture(ptx: str) -> str:
+    """``80`` of PTX for compute_80."""
+    target = re.search(r"^\.target sm_(\w+)", ptx, re.MULTILINE)
+    if target is None:
+        raise SystemExit("nvcc wrote PTX without a target")
+    return target[1]
+
+
+def replace_code(unit: Path, result: Path, gencodes: Sequence[str], nvcc: Sequence[str], folder: Path) -> None:
+    """Writes ``result``: ``unit`` with what each of nvcc's -gencode makes of its PTX. ``folder`` is for what passes."""
+    section, ptx, code = folder / "section", folder / "unit.ptx", folder / "unit.fatbin"
+    subprocess.run(["objcopy", f"--dump-section={SECTION}={section}", unit, folder / "unit.o"], check=True)
+    container = section.read_bytes()
+    texts = {architecture(text): text for text in ptx_texts(container)}
+    embedded = b""
+    for gencode in gencodes:
+        ptx.write_text(without_lines(texts[gencode.partition(",")[0].removeprefix("arch=compute_")]))
+        subprocess.run([*nvcc, "-gencode", gencode, "-fatbin", ptx, "-o", code], check=True)
+        embedded += entries(code.read_bytes())
+    _, version, header_bytes, _ = CONTAINER.unpack_from(container)
+    section.write_bytes(CONTAINER.pack(MAGIC, version, header_bytes, len(embedded)) + embedded)
+    subprocess.run(["objcopy", f"--update-section={SECTION}={section}", unit, result], check=True)
+
+
+if __name__ == "__main__":
+    end = sys.argv.index("--")
+    with tempfile.TemporaryDirectory() as temporary:
+        replace_code(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:end], sys.argv[end + 1 :], Path(temporary))

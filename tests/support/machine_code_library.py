@@ -1,0 +1,43 @@
+"""A native library with machine code, for tests that take it apart: the installed one where it has some.
+
+Else it is the library for the usual GPUs, which the first test that wants it builds (`make library` shows how far that
+is). Where there is no nvcc, it is the installed one, without kernels. Not a test module.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import installed_library
+from emulator.toolkit import ROOT, toolkit
+from native_build.instances import all_instances
+from native_build.library import NativeBuild
+from native_build.tools import find_cxx, find_torch
+
+
+def _configure() -> NativeBuild | None:
+    found = None if installed_library.BUILD["archs"] else toolkit()
+    if found is None:
+        return None
+    return NativeBuild(
+        source=ROOT / "csrc",
+        output=ROOT / "build" / "native",
+        version=installed_library.BUILD["version"],
+        cxx=find_cxx(os.environ),
+        torch=find_torch(),
+        toolkit=found,
+        instances=all_instances(ROOT / "csrc"),
+    )
+
+
+_build = _configure()
+BUILD: dict[str, Any] = _build.description() if _build else installed_library.BUILD
+
+
+@functools.cache
+def library_path() -> Path:
+    """Returns the library's path, and builds it first if need be."""
+    return _build.run(quiet=True) if _build else installed_library.LIBRARY_PATH
