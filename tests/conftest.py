@@ -52,6 +52,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Gate(config, TESTS.parent / "triton_kernels"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """``-n auto``: a process for each core, where there are 2 GB for each; it takes up to 1.5."""
+    memory = Path("/proc/meminfo")
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ or not memory.exists():
+        return None  # pytest-xdist's own number
+    available = re.search(r"^MemAvailable:\s*(\d+) kB", memory.read_text(), re.MULTILINE)
+    assert available is not None
+    return max(1, min(len(os.sched_getaffinity(0)), int(available[1]) // (2 << 20)))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
     only_deals_tests = session.config.pluginmanager.hasplugin(

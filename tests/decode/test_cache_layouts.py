@@ -13,6 +13,7 @@ import fastattn
 from cuda_kernels import EMULATED, HAS_KERNELS, checked
 from decode_cases import Case, clone, make_arguments
 from kernel_device import DEVICE
+from turns import in_turn
 
 if EMULATED:
     from emulator import device
@@ -88,8 +89,11 @@ def check(case: Case, layout: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> s
     return calls[0].kernel
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    in_turn([(case,) for case in CASES], LAYOUTS, each=2),
+    ids=lambda value: value.name if isinstance(value, Case) else value.__name__,
+)
 def test_views_of_one_tensor(case: Case, layout: Callable[..., Any], backend: str) -> None:
     kernel = check(case, layout)
     if backend == "cuda":

@@ -15,10 +15,11 @@ from torch import Tensor
 import decode_cases
 import fastattn
 import instances
-from cuda_kernels import EMULATED, MARKS, checked, each_dtype, only_emulated
+from cuda_kernels import DTYPES, EMULATED, MARKS, checked, each_dtype, only_emulated
 from decode_cases import CASES, HUGE, SCENARIOS, Case, make_arguments, op_arguments
 from fastattn import native
 from kernel_device import DEVICE
+from turns import in_turn
 
 if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
     from emulator import EmulatorError, cuda_runtime, device, launches
@@ -80,7 +81,6 @@ ALIKE = {"rotary_dim": 16, "alibi": "batch", "softcap": 9.0, "sinks": True, "new
 
 @each_dtype
 @each_cache
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "case",
     [
@@ -92,7 +92,8 @@ ALIKE = {"rotary_dim": 16, "alibi": "batch", "softcap": 9.0, "sinks": True, "new
     ],
     ids=lambda case: case.name,
 )
-def test_everything_at_once(case: Case, seed: int, int8: bool, dtype: torch.dtype) -> None:
+def test_everything_at_once(case: Case, int8: bool, dtype: torch.dtype) -> None:
+    seed = 2 * DTYPES.index(dtype) + int8
     check(replace(case, dtype=dtype, int8=int8, seed=seed, capacity=case.capacity + 54 * (not case.page_size)))
 
 
@@ -102,9 +103,13 @@ def test_a_prompt_is_appended_and_attended_to(int8: bool) -> None:
     check(Case("prompt", queries=70, new=70, lengths=(0, 5), capacity=96, heads=(4, 2), rotary_dim=32, int8=int8))
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize("rotary_dim", [16, 24, 26])
-@pytest.mark.parametrize("kind", (torch.float32, torch.float64, torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize(
+    ("kind", "rotary_dim", "interleaved"),
+    in_turn(
+        itertools.product((torch.float32, torch.float64, torch.float16, torch.bfloat16), (16, 24, 26)), (False, True)
+    ),
+    ids=str,
+)
 def test_angles_of_any_dtype(kind: torch.dtype, rotary_dim: int, interleaved: bool) -> None:
     """A chunk's angles are neighbours, or of two halves, or end within it. Tables begin at a multiple of 16 bytes, or
     elsewhere."""
@@ -186,30 +191,34 @@ def with_cache(case: Case, cache: str) -> Case:
     return replace(case, int8=cache == "int8", fp8="tensor" if cache == "fp8" else "")
 
 
-@each_dtype
-@each_format
-@pytest.mark.parametrize("dims", [(64, 64), (128, 104), (256, 256)], ids=str)
-@pytest.mark.parametrize("heads, queries", [((17, 1), 1), ((32, 1), 1), ((16, 2), 4), ((6, 2), 16), ((33, 1), 2)])
-def test_many_rows(heads: tuple[int, int], queries: int, dims: tuple[int, int], cache: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dims", "cache", "dtype", "rows"),
+    in_turn(
+        itertools.product([(64, 64), (128, 104), (256, 256)], native.CACHE_FORMATS, DTYPES),
+        [((17, 1), 1), ((32, 1), 1), ((16, 2), 4), ((6, 2), 16), ((33, 1), 2)],
+        each=2,
+    ),
+    ids=str,
+)
+def test_many_rows(dims: tuple[int, int], cache: str, dtype: torch.dtype, rows: tuple[tuple[int, int], int]) -> None:
     """17, 32, 48 and 66 rows of a KV head: tiles that are full, or end within a warp's rows, or have one warp's."""
+    heads, queries = rows
     case = Case("rows", (150, 0, 77), heads, dims=dims, queries=queries, new=queries, dtype=dtype, capacity=160)
     check(with_cache(case, cache))
 
 
 @each_format
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("page_size", [0, 2, 16])
-def test_many_rows_with_everything_at_once(page_size: int, seed: int, cache: str) -> None:
+def test_many_rows_with_everything_at_once(page_size: int, cache: str) -> None:
     case = Case("rows-and-all", heads=(12, 2), queries=5, page_size=page_size, splits=3, window=(70, -1), **ALIKE)
-    check(replace(with_cache(case, cache), seed=seed, capacity=256))
+    check(replace(with_cache(case, cache), seed=page_size, capacity=256))
 
 
 @each_format
-@pytest.mark.parametrize("seed", range(3))
-def test_many_rows_take_the_same_bits_in_any_order(seed: int, cache: str) -> None:
+def test_many_rows_take_the_same_bits_in_any_order(cache: str) -> None:
     case = with_cache(Case("order", (300, 10, 440), (48, 2), capacity=448, page_size=16, new=1, sinks=True), cache)
     results = run_kernel(case, make_arguments(case), **({"seed": 100} if EMULATED else {}))
-    repeated = run_kernel(case, make_arguments(case), **({"seed": seed, "workers": 1} if EMULATED else {}))
+    repeated = run_kernel(case, make_arguments(case), **({"seed": 1, "workers": 1} if EMULATED else {}))
     assert all(torch.equal(a, b) for a, b in zip(results, repeated, strict=True))
 
 
@@ -284,12 +293,11 @@ def test_batch_invariant_bits_on_any_gpu(int8: bool) -> None:
 
 
 @each_cache
-@pytest.mark.parametrize("seed", range(4))
-def test_order_of_warps_and_copies_has_no_influence(seed: int, int8: bool) -> None:
+def test_order_of_warps_and_copies_has_no_influence(int8: bool) -> None:
     case = Case("order", lengths=(300, 10, 440), capacity=448, queries=2, new=2, sinks=True, int8=int8, page_size=16)
     first, again = make_arguments(case), make_arguments(case)
     results = run_kernel(case, first, **({"seed": 100} if EMULATED else {}))
-    repeated = run_kernel(case, again, **({"seed": seed, "workers": 1} if EMULATED else {}))
+    repeated = run_kernel(case, again, **({"seed": 1, "workers": 1} if EMULATED else {}))
     assert all(torch.equal(a, b) for a, b in zip(results, repeated, strict=True))
     for name in ("k_cache", "v_cache"):
         torch.testing.assert_close(first[name], again[name], rtol=0, atol=0, equal_nan=True)
@@ -422,11 +430,9 @@ def test_a_window_leaves_the_other_keys_alone() -> None:
 )
 def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str) -> None:
     case = Case("fault", (300, 290), dims=(128, 128), capacity=320)
-    with cuda_runtime.replaced(instruction, instead):
-        for seed in range(3):
-            with pytest.raises(EmulatorError) as caught:
-                run_kernel(case, make_arguments(case), seed=seed, uninitialised=False)
-            assert caught.value.kind == "race"
+    with cuda_runtime.replaced(instruction, instead), pytest.raises(EmulatorError) as caught:
+        run_kernel(case, make_arguments(case), uninitialised=False)
+    assert caught.value.kind == "race"
     check(case)
 
 

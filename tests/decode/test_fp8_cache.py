@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from decode_cases import FP8_SCALES, Case, comparable, make_arguments
 from fastattn import InputError, reference
 from fastattn.quantization import FP8
 from kernel_device import DEVICE
+from turns import in_turn
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("emulated_gpu", "tracked_tensors")
@@ -96,9 +98,11 @@ def test_every_number_is_rounded_as_pytorch_does(dtype: torch.dtype, scale: floa
 # --- The append -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 72), (256, 256), (8, 136)], ids=str)
-@each_dtype
-@each_scales
+@pytest.mark.parametrize(
+    ("dims", "dtype", "whose"),
+    in_turn(itertools.product([(64, 64), (128, 128), (80, 72), (256, 256), (8, 136)], DTYPES), FP8_SCALES, each=2),
+    ids=str,
+)
 def test_tokens_go_to_their_slots(dims: tuple[int, int], dtype: torch.dtype, whose: str, backend: str) -> None:
     case = append_cases.Case("fp8", dims=dims, dtype=dtype, fp8=whose, tokens=11, absent=(-1, 80), seed=3)
     arguments = append_cases.make_arguments(case)
@@ -146,24 +150,27 @@ def test_scales_of_any_magnitude(magnitude: float, backend: str) -> None:
 
 
 @each_decoding
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (16, 128), (192, 16)], ids=str)
-@each_dtype
-@each_scales
+@pytest.mark.parametrize(
+    ("dims", "dtype", "whose"),
+    in_turn(itertools.product([(64, 64), (128, 128), (256, 256), (16, 128), (192, 16)], DTYPES), FP8_SCALES, each=2),
+    ids=str,
+)
 def test_each_instance(dims: tuple[int, int], dtype: torch.dtype, whose: str, backend: str) -> None:
     case = Case("dims", dims=dims, dtype=dtype, fp8=whose, lengths=(90, 150, 0), queries=2, new=2, heads=(4, 2))
     check(case)
 
 
-@each_scales
-@pytest.mark.parametrize("page_size", (1, 16, 24, 64))
+@pytest.mark.parametrize(("page_size", "whose"), in_turn([(1,), (16,), (24,), (64,)], FP8_SCALES, each=2))
 def test_pages(page_size: int, whose: str, backend: str) -> None:
     check(Case("pages", page_size=page_size, capacity=192, lengths=(100, 3, 189), new=3, fp8=whose, dims=(64, 40)))
 
 
 @each_decoding
-@each_dtype
-@pytest.mark.parametrize("queries, window", [(4, (-1, -1)), (7, (20, 1))], ids=str)
-@pytest.mark.parametrize("code", NAN_CODES)
+@pytest.mark.parametrize(
+    ("queries", "window", "dtype", "code"),
+    in_turn([(*rows, dtype) for rows in [(4, (-1, -1)), (7, (20, 1))] for dtype in DTYPES], NAN_CODES),
+    ids=str,
+)
 def test_nan_reaches_only_rows_that_see_it(
     code: int, queries: int, window: tuple[int, int], dtype: torch.dtype, backend: str
 ) -> None:

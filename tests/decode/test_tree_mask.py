@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -16,14 +17,19 @@ from cuda_kernels import DTYPES
 from decode_cases import Case, make_arguments
 from fastattn import InputError, KVCache, PagedKVCache
 from kernel_device import DEVICE
+from turns import in_turn
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("emulated_gpu", "tracked_tensors")
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["f16", "bf16"])
-each_format = pytest.mark.parametrize(
-    "stored", [{}, {"int8": True}, {"fp8": "tokens"}, {"fp8": "nobody"}], ids=["16-bit", "int8", "fp8", "fp8-unscaled"]
-)
+FORMATS: dict[str, dict[str, Any]] = {
+    "16-bit": {},
+    "int8": {"int8": True},
+    "fp8": {"fp8": "tokens"},
+    "fp8-unscaled": {"fp8": "nobody"},
+}
+each_format = pytest.mark.parametrize("stored", FORMATS)
 
 
 def tree(parents: list[int]) -> Tensor:
@@ -92,8 +98,10 @@ def test_each_path_of_a_tree_is_a_sequence_of_its_own(seed: int, backend: str) -
 
 @each_dtype
 @each_format
-def test_a_chain_is_causal(stored: dict[str, Any], dtype: torch.dtype, backend: str) -> None:
-    case = Case("chain", lengths=(0, 30, 149, 140), queries=6, new=6, capacity=160, dtype=dtype, splits=1, **stored)
+def test_a_chain_is_causal(stored: str, dtype: torch.dtype, backend: str) -> None:
+    case = Case(
+        "chain", lengths=(0, 30, 149, 140), queries=6, new=6, capacity=160, dtype=dtype, splits=1, **FORMATS[stored]
+    )
     expected = run_public(case, make_arguments(case))
     for mask in (chain(6), chain(6)[None], chain(6).expand(4, 6, 6)):
         out, lse = run_public(case, {**make_arguments(case), "tree_mask": mask.to(DEVICE)})
@@ -120,11 +128,10 @@ def test_a_row_that_sees_nothing_is_zero(backend: str) -> None:
     assert bool(lse[1].isfinite().all())  # the other sequence has tokens before the tree
 
 
-@each_dtype
-@each_format
-def test_what_is_not_seen_has_no_influence(stored: dict[str, Any], dtype: torch.dtype, backend: str) -> None:
+@pytest.mark.parametrize(("stored", "dtype"), in_turn([(stored,) for stored in FORMATS], DTYPES), ids=str)
+def test_what_is_not_seen_has_no_influence(stored: str, dtype: torch.dtype, backend: str) -> None:
     """NaN in a token that only some rows see."""
-    case = Case("nan", lengths=(20, 33), queries=7, new=7, dtype=dtype, splits=1, **stored)
+    case = Case("nan", lengths=(20, 33), queries=7, new=7, dtype=dtype, splits=1, **FORMATS[stored])
     mask = star(7)
     mask[5, 3] = True  # beside itself, token 3 is seen by token 5 alone
     mask = mask[None].to(DEVICE)
@@ -143,28 +150,40 @@ def test_what_is_not_seen_has_no_influence(stored: dict[str, Any], dtype: torch.
 # --- Shapes -----------------------------------------------------------------------------------------------------------
 
 
-@each_format
-@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (4, 4)], ids=str)
-@pytest.mark.parametrize("queries", [1, 5, 16, 17])
-def test_any_number_of_rows(queries: int, heads: tuple[int, int], stored: dict[str, Any], backend: str) -> None:
-    case = Case("rows", lengths=(0, 61, 130), queries=queries, new=queries, heads=heads, capacity=152, **stored)
-    check(case, drawn_mask(3, queries, queries, seed=queries))
+@pytest.mark.parametrize(
+    ("queries", "heads", "stored"),
+    in_turn(itertools.product([1, 5, 16, 17], [(1, 1), (6, 2), (4, 4)]), list(FORMATS), each=2),
+    ids=str,
+)
+def test_any_number_of_rows(queries: int, heads: tuple[int, int], stored: str, backend: str) -> None:
+    size = {"queries": queries, "new": queries, "heads": heads}
+    check(
+        Case("rows", lengths=(0, 61, 130), capacity=152, **size, **FORMATS[stored]),
+        drawn_mask(3, queries, queries, seed=queries),
+    )
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 72), (256, 256)], ids=str)
-@each_dtype
-@each_format
-def test_each_instance(stored: dict[str, Any], dtype: torch.dtype, dims: tuple[int, int], backend: str) -> None:
-    for heads in ((4, 2), (8, 1)):  # tiles of 16 rows and of 32
-        case = Case("dims", lengths=(50, 7), queries=4, new=4, heads=heads, dims=dims, dtype=dtype, **stored)
+@pytest.mark.parametrize(
+    ("stored", "dims", "dtypes"),
+    in_turn(itertools.product(FORMATS, [(64, 64), (128, 72), (256, 256)]), (DTYPES, DTYPES[::-1])),
+    ids=str,
+)
+def test_each_instance(
+    stored: str, dims: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], backend: str
+) -> None:
+    """Tiles of 16 rows and of 32, one in each dtype."""
+    for heads, dtype in zip(((4, 2), (8, 1)), dtypes, strict=True):
+        case = Case("dims", lengths=(50, 7), queries=4, new=4, heads=heads, dims=dims, dtype=dtype, **FORMATS[stored])
         check(case, torch.stack([tree(drawn_parents(4, seed)) for seed in (1, 2)]))
 
 
-@each_format
-@pytest.mark.parametrize("page_size, splits", [(1, 1), (16, 3), (24, 0), (64, 3)])
-def test_pages_and_splits(page_size: int, splits: int, stored: dict[str, Any], backend: str) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "splits", "stored"),
+    in_turn([(1, 1), (16, 3), (24, 0), (64, 3)], list(FORMATS), each=2),
+)
+def test_pages_and_splits(page_size: int, splits: int, stored: str, backend: str) -> None:
     case = Case("pages", lengths=(90, 5, 0), queries=13, new=13, capacity=192, page_size=page_size, splits=splits)
-    case = replace(case, **stored)
+    case = replace(case, **FORMATS[stored])
     check(case, drawn_mask(3, 13, 13, seed=page_size + splits))
 
 

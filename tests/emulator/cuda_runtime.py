@@ -85,4 +85,4 @@ def _note(
 
 if is_available:
     options.when_changed(_follow)
-    native.runtime.listen(_note)
+    launches.when_heard(lambda heard: native.runtime.listen(_note if heard else None))

@@ -20,6 +20,24 @@ class Launched:
 
 
 _listeners: list[Callable[[Launched], None]] = []
+_switches: list[Callable[[bool], None]] = []
+
+
+def when_heard(switch: Callable[[bool], None]) -> None:
+    """Have ``switch`` called with whether anyone listens, now and after every change: what a launch counted is
+    thousands of rows, which nobody need make of it otherwise."""
+    _switches.append(switch)
+    switch(is_heard())
+
+
+def is_heard() -> bool:
+    """Whether anyone listens."""
+    return bool(_listeners)
+
+
+def _tell_switches() -> None:
+    for switch in _switches:
+        switch(is_heard())
 
 
 def note(launched: Launched) -> None:
@@ -34,10 +52,12 @@ def told(tell: Callable[[Launched], None]) -> Iterator[None]:
     May be nested.
     """
     _listeners.append(tell)
+    _tell_switches()
     try:
         yield
     finally:
         _listeners.remove(tell)
+        _tell_switches()
 
 
 @contextlib.contextmanager

@@ -5,8 +5,11 @@ The tools come with the CUDA toolkit and, all of them, with Triton's wheel. Noth
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import hashlib
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -17,7 +20,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from emulator.toolkit import nvcc
+from emulator.toolkit import ROOT, nvcc
+
+TAKEN_APART = ROOT / "build" / "machine_code"
 
 TENSOR_CORE = ("HMMA", "HGMMA", "UTCHMMA", "IMMA", "IGMMA", "OMMA", "UTCQMMA", "QMMA", "QGMMA", "DMMA")
 JUMPS = ("BRA", "BSSY")
@@ -252,15 +257,39 @@ def of_cubin(cubin: bytes) -> dict[str, KernelFacts]:
     return kernels
 
 
-@functools.cache  # taking a library apart takes a minute
+@functools.cache
 def of_library(library: Path, arch: str) -> dict[str, KernelFacts]:
-    """Each kernel that a shared library has machine code of for ``arch`` (``"sm_80"``)."""
+    """Each kernel that a shared library has machine code of for ``arch`` (``"sm_80"``).
+
+    Taking a library apart takes a minute: all processes share what the first one made of it, in build/.
+    """
+    digest = hashlib.sha256(library.read_bytes() + Path(__file__).read_bytes()).hexdigest()
+    TAKEN_APART.mkdir(parents=True, exist_ok=True)
+    kept = TAKEN_APART / f"{digest}-{arch}.pickle"
+    with open(TAKEN_APART / f"{arch}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            for of_earlier_library in TAKEN_APART.glob(f"*-{arch}.pickle"):
+                of_earlier_library.unlink()
+            unfinished = kept.with_suffix(".unfinished")
+            unfinished.write_bytes(pickle.dumps(_take_apart(library, arch)))
+            unfinished.rename(kept)
+        kernels: dict[str, KernelFacts] = pickle.loads(kept.read_bytes())
+    return kernels
+
+
+def _take_apart(library: Path, arch: str) -> dict[str, KernelFacts]:
     kernels: dict[str, KernelFacts] = {}
     with tempfile.TemporaryDirectory() as folder:
         run("cuobjdump", "-arch", arch, "-xelf", "all", library.resolve(), cwd=Path(folder))
         for file in sorted(Path(folder).glob(f"*.{arch}.cubin")):
             kernels |= of_cubin(file.read_bytes())
     return kernels
+
+
+def kernels_of_library(library: Path) -> set[str]:
+    """The (mangled) names of the kernels that a shared library has machine code of, by its symbol tables."""
+    return set(re.findall(r"^STT_FUNC .* STO_ENTRY +(\S+)", run("cuobjdump", "-symbols", library)[0], re.MULTILINE))
 
 
 def ptx_of_library(library: Path) -> list[str]:

@@ -9,6 +9,7 @@ Triton 3.6 to 3.9.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import struct
 from collections.abc import Iterator, Sequence
@@ -58,6 +59,12 @@ class Backend(CUDABackend):
         return f"{super().hash()}-ptx"
 
 
+@functools.lru_cache(maxsize=64)
+def _module(ptx: bytes) -> Module:
+    """Of those that ran last: parsed, a module takes twelve times the memory of its text."""
+    return Module(ptx.decode())
+
+
 class Utilities:
     """What Triton's own code asks of ``driver.active.utils``."""
 
@@ -72,12 +79,12 @@ class Utilities:
     def get_device_properties(self, device: int) -> dict[str, int]:
         return self._properties
 
-    def load_binary(self, name: str, ptx: bytes, shared_bytes: int, device: int) -> tuple[Any, Module, int, int, int]:
+    def load_binary(self, name: str, ptx: bytes, shared_bytes: int, device: int) -> tuple[bytes, bytes, int, int, int]:
         """(module, function, registers, spills, most threads); only ptxas would know of registers."""
-        module = Module(ptx.decode())
-        return module, module, 0, 0, MOST_THREADS
+        _module(ptx)  # has its syntax checked
+        return ptx, ptx, 0, 0, MOST_THREADS
 
-    def unload_module(self, module: Module) -> None:
+    def unload_module(self, ptx: bytes) -> None:
         pass
 
     def set_printf_fifo_size(self, size: int) -> None:
@@ -133,7 +140,7 @@ class Launcher:
         y: int,
         z: int,
         stream: int,
-        module: Module,
+        ptx: bytes,
         packed_metadata: Any,
         launch_metadata: Any,
         enter_hook: Any,
@@ -151,7 +158,7 @@ class Launcher:
             size = getattr(metadata, f"{kind}_scratch_size") * x * y * z * metadata.num_ctas
             alignment = getattr(metadata, f"{kind}_scratch_align")
             scratch.append(allocator.get()(size, alignment, stream) if size else None)
-        module.launch(
+        _module(ptx).launch(
             metadata.name,
             grid=(x * metadata.num_ctas, y, z),
             block=(32 * metadata.num_warps,),
@@ -275,6 +282,7 @@ def _forget_kernels() -> None:
             for kernel in kernels.values():
                 kernel.module = kernel._run = None  # no unloading by a driver that is not this one
     _compiled.clear()
+    _module.cache_clear()
 
 
 @contextlib.contextmanager

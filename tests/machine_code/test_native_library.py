@@ -603,8 +603,7 @@ def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
 @with_sm80_kernels
 def test_every_kernel_goes_by_the_name_that_the_library_gives_it() -> None:
     if native.TAKES_CPU_TENSORS or library_path() == native.LIBRARY_PATH:
-        code = {name for names in BUILD["code"].values() for name in names if name.startswith("sm_")}
-        names = {kernel_symbols.name_of(symbol) for name in code for symbol in machine_code(name)}
+        names = {kernel_symbols.name_of(symbol) for symbol in static_facts.kernels_of_library(library_path())}
         assert names == set(native.KERNELS)
 
 

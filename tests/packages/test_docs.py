@@ -1,8 +1,7 @@
-"""The site: the snippets of every page run, in order, and Sphinx builds it without a warning."""
+"""The site: the snippets of every page run, in order. That Sphinx builds it without a warning, `make docs` says."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -64,14 +63,3 @@ def test_every_page_is_in_the_contents() -> None:
     for page in (*DOCS.rglob("*.md"), *DOCS.rglob("*.rst")):
         name = page.relative_to(DOCS).with_suffix("").as_posix()
         assert name == "index" or re.search(rf"^{re.escape(name)}$", index, re.MULTILINE), f"{name} is in no toctree"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("furo") is None, reason="make docs installs Sphinx")
-def test_sphinx_builds_the_site_without_a_warning(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", DOCS, tmp_path / "site"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    reference = (tmp_path / "site" / "api" / "attention.html").read_text()
-    assert 'id="fastattn.attention"' in reference
-    assert "at position" in reference  # of its docstring

@@ -42,7 +42,7 @@ void Decoder::fail(const std::string& reason) const {
     Fault fault("unsupported", reason);
     fault.place.kernel = program_.name;
     fault.place.line = instruction_->line;
-    fault.place.text = program_.module->lines[instruction_->line - 1];
+    fault.place.text = program_.module->line(instruction_->line);
     throw fault;
 }
 

@@ -8,7 +8,7 @@
 
 namespace emulator {
 
-LoadedModule::LoadedModule(const std::string& text) : module_(ptx::parse(text)) {
+LoadedModule::LoadedModule(std::string text) : module_(ptx::parse(std::move(text))) {
     for (const auto& [name, variable] : module_.variables) {
         if (variable.space != Space::kGlobal && variable.space != Space::kConst) continue;
         std::vector<std::byte>& bytes = storage_.emplace_back(variable.bytes + variable.alignment);

@@ -15,7 +15,7 @@ namespace emulator {
 class LoadedModule {
   public:
     // Throws a Fault of kind "syntax".
-    explicit LoadedModule(const std::string& text);
+    explicit LoadedModule(std::string text);
 
     std::vector<std::string> kernels() const;
     // Throws a Fault where there is no such kernel, or it has an instruction that is not known.

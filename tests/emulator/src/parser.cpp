@@ -12,12 +12,12 @@ namespace {
 
 class Parser {
   public:
-    explicit Parser(const std::string& text) : tokens_(tokenize(text)) {
-        size_t start = 0;
-        while (start <= text.size()) {
-            const size_t end = std::min(text.find('\n', start), text.size());
-            module_.lines.push_back(text.substr(start, end - start));
-            start = end + 1;
+    explicit Parser(std::string text) {
+        module_.text = std::move(text);
+        tokens_ = tokenize(module_.text);
+        const std::string& kept = module_.text;
+        for (size_t start = 0; start <= kept.size(); start = std::min(kept.find('\n', start), kept.size()) + 1) {
+            module_.line_starts.push_back(start);
         }
     }
 
@@ -30,7 +30,7 @@ class Parser {
     [[noreturn]] void fail(const std::string& message, int line) {
         Fault fault("syntax", message);
         fault.place.line = line;
-        fault.place.text = module_.lines[line - 1];
+        fault.place.text = module_.line(line);
         throw fault;
     }
     [[noreturn]] void unexpected() { fail("unexpected '" + std::string(peek().text) + "'", peek().line); }
@@ -443,8 +443,13 @@ class Parser {
 
 }  // namespace
 
-Module parse(const std::string& text) {
-    return Parser(text).parse();
+std::string Module::line(int number) const {
+    const size_t start = line_starts[number - 1];
+    return text.substr(start, text.find('\n', start) - start);
+}
+
+Module parse(std::string text) {
+    return Parser(std::move(text)).parse();
 }
 
 }  // namespace emulator::ptx

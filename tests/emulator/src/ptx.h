@@ -99,10 +99,13 @@ struct Module {
     std::map<std::string, Variable, std::less<>> variables;
     std::map<std::string, std::unique_ptr<Function>, std::less<>> functions;
     std::map<int, std::string> files;
-    std::vector<std::string> lines;
+    std::string text;
+    std::vector<size_t> line_starts;  // in the text
+
+    std::string line(int number) const;  // counted from 1
 };
 
 // Throws a Fault of kind "syntax" that names the line.
-Module parse(const std::string& text);
+Module parse(std::string text);
 
 }  // namespace emulator::ptx

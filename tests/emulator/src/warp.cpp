@@ -44,7 +44,7 @@ Place Warp::place_of(const Operation* operation, int lane) const {
     if (operation != nullptr && operation->instruction != nullptr) {
         const ptx::Instruction& instruction = *operation->instruction;
         place.line = instruction.line;
-        place.text = program.module->lines[instruction.line - 1];
+        place.text = program.module->line(instruction.line);
         const auto file = program.module->files.find(instruction.source_file);
         if (file != program.module->files.end() && instruction.source_line > 0) {
             place.source = file->second + ":" + std::to_string(instruction.source_line);

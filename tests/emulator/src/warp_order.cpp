@@ -100,7 +100,7 @@ std::string describe(const Launch& launch, const Record& record) {
     const ptx::Instruction& instruction = *launch.program->operations[record.operation()].instruction;
     const uint32_t linear = origin.warp * kWarpSize + static_cast<uint32_t>(record.lane());
     const uint32_t x = launch.block[0], y = launch.block[1];
-    std::string line = module.lines[instruction.line - 1];
+    std::string line = module.line(instruction.line);
     line.erase(0, line.find_first_not_of(" \t"));
     std::ostringstream text;
     text << "the " << (record.has(Record::kAsync) ? "asynchronous " : "")

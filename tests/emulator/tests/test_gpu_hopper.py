@@ -15,10 +15,12 @@ import test_wgmma as wgmma
 from emulator import Module, TensorMap
 from emulator_tma import build
 from fake_driver import FakeDriver, fake
-from gpu_driver import Driver, driver, require
-from test_gpu import check, check_sums, on_gpu
+from gpu_driver import Driver, driver, has_gpu_for
+from test_gpu import check, check_sums
 
 __all__ = ["fake"]  # the fixture
+
+on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu_for("sm_90a"), reason="needs a Hopper GPU")]
 
 # Of |error| / (sum of |a * b| plus |c|): see gpu_matrix_cases; K is 32 bytes deep.
 BOUNDS = {"f16": 17 * 2**-23, "bf16": 17 * 2**-23, "tf32": 9 * 2**-23, "e4m3": 33 * 2**-13, "e5m2": 33 * 2**-13}
@@ -37,18 +39,6 @@ def drawn(types: tuple[str, str, str], case: int) -> emulator_wgmma.Form:
     return wgmma.draw_form(random.Random(f"{types} {case}"), *types)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=on_gpu) for case in range(4)])
-@pytest.mark.parametrize("types", wgmma.TYPES, ids="-".join)
-def test_wgmma_of_whole_numbers(types: tuple[str, str, str], case: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All sums are exact."""
-    require("sm_90a")
-    form = drawn(types, case)
-    inputs = wgmma.matrices(form, torch.Generator().manual_seed(case), -4, 5)
-    expected, _ = emulator_wgmma.run(form, *inputs)
-    on_driver(monkeypatch, driver())
-    check(str(form), emulator_wgmma.run(form, *inputs)[0], expected, None)
-
-
 def roundings(form: emulator_wgmma.Form, case: int) -> tuple[Tensor, Tensor, Tensor]:
     """Numbers of all sizes, whose sums have to be rounded."""
     generator = torch.Generator().manual_seed(case)
@@ -58,17 +48,21 @@ def roundings(form: emulator_wgmma.Form, case: int) -> tuple[Tensor, Tensor, Ten
     return a, b, c
 
 
-@pytest.mark.parametrize(
-    "types", [pytest.param(types, marks=on_gpu) for types in wgmma.TYPES if types[2] == "f32"], ids="-".join
-)
-def test_wgmma_rounds_within_the_bound(types: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    require("sm_90a")
-    form = drawn(types, 0)
-    a, b, c = roundings(form, 0)
-    magnitude = a.double().abs() @ b.double().abs().T + c.double().abs()
-    expected, _ = emulator_wgmma.run(form, a, b, c)
+@pytest.mark.parametrize("types", [pytest.param(types, marks=on_hopper) for types in wgmma.TYPES], ids="-".join)
+def test_wgmma(types: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of whole numbers are exact, in four shapes; of others they are rounded within the bound."""
+    forms = [drawn(types, case) for case in range(4)]
+    inputs = [wgmma.matrices(form, torch.Generator().manual_seed(i), -4, 5) for i, form in enumerate(forms)]
+    rounded = [(forms[0], roundings(forms[0], 0))] if types[2] == "f32" else []
+    problems = [*zip(forms, inputs, strict=True), *rounded]
+    expected = [emulator_wgmma.run(form, *matrices)[0] for form, matrices in problems]
     on_driver(monkeypatch, driver())
-    check_sums(str(form), emulator_wgmma.run(form, a, b, c)[0], expected, magnitude, BOUNDS[form.a])
+    got = [emulator_wgmma.run(form, *matrices)[0] for form, matrices in problems]
+    for i, form in enumerate(forms):
+        check(str(form), got[i], expected[i], None)
+    for form, (a, b, c) in rounded:
+        magnitude = a.double().abs() @ b.double().abs().T + c.double().abs()
+        check_sums(str(form), got[-1], expected[-1], magnitude, BOUNDS[form.a])
 
 
 def loaded(which: Any, dtype: torch.dtype, swizzle: str, at: tuple[int, int]) -> Tensor:
@@ -96,11 +90,11 @@ def emulated(module: Module, *arguments: Any) -> None:
     module.launch(*arguments)
 
 
-@pytest.mark.parametrize(("dtype", "swizzle", "at"), [pytest.param(*case, marks=on_gpu) for case in COPIES])
-def test_tensor_copies(dtype: torch.dtype, swizzle: str, at: tuple[int, int]) -> None:
-    require("sm_90a")
-    got = loaded(driver().launch, dtype, swizzle, at)
-    check("box", got.view(dtype), loaded(emulated, dtype, swizzle, at).view(dtype), None)
+@pytest.mark.parametrize("swizzle", [pytest.param(swizzle, marks=on_hopper) for swizzle in tma.SWIZZLES])
+def test_tensor_copies(swizzle: str) -> None:
+    for dtype, _, at in (case for case in COPIES if case[1] == swizzle):
+        got = loaded(driver().launch, dtype, swizzle, at)
+        check(f"{dtype} at {at}", got.view(dtype), loaded(emulated, dtype, swizzle, at).view(dtype), None)
 
 
 # --- What can be known of these tests without a GPU -------------------------------------------------------------------

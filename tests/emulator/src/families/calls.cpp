@@ -166,7 +166,7 @@ void add_callees(const ptx::Module& module, const ptx::Function& caller, const p
                 !is_in_device_library(parts.callee->name)) {
                 Fault fault("unsupported", "a call of " + parts.callee->name + ", which has no body in this module");
                 fault.place.line = instruction.line;
-                fault.place.text = module.lines[instruction.line - 1];
+                fault.place.text = module.line(instruction.line);
                 throw fault;
             }
             return add_function(module, parts.callee->name, found);

@@ -46,16 +46,17 @@ void set_options_of(const py::dict& changed) {
     set_options(options);
 }
 
-// Calls back with (kernel, what report_of gives, PTX, grid, block).
+// Calls back with (kernel, what report_of gives, PTX, grid, block); None: not any longer.
 void listen(const py::object& callback) {
+    if (callback.is_none()) return set_listener(nullptr);
     // Never destroyed: the thread that drops the listener may not hold Python's lock.
     auto* const kept = new py::object(callback);
     set_listener([kept](const Launched& launched) {
         const py::gil_scoped_acquire acquire;
         const Launch& launch = launched.launch;
         const int64_t shared_bytes = launched.program.static_shared_bytes + launch.shared_bytes;
-        (*kept)(launched.program.name, report_of(launched.program, launched.report, shared_bytes), launched.text.text,
-                triple(launch.grid), triple(launch.block));
+        (*kept)(launched.program.name, report_of(launched.program, launched.report, shared_bytes),
+                launched.program.module->text, triple(launch.grid), triple(launch.block));
     });
 }
 

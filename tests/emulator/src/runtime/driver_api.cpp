@@ -37,9 +37,9 @@ CUresult driver(cudaError_t error) {
 // module belongs to a context there.
 class DriverModule : public CodeSource {
   public:
-    explicit DriverModule(const std::string& ptx) : text_{0, false, ptx}, module_(ptx) {}
+    explicit DriverModule(const std::string& ptx) : module_(std::make_shared<LoadedModule>(ptx)) {}
 
-    Loaded load() override { return {&module_, &text_}; }
+    std::shared_ptr<LoadedModule> load() override { return module_; }
 
     Kernel& kernel(const std::string& name) {
         auto& found = kernels_[name];
@@ -48,8 +48,7 @@ class DriverModule : public CodeSource {
     }
 
   private:
-    PtxText text_;
-    LoadedModule module_;
+    std::shared_ptr<LoadedModule> module_;
     std::map<std::string, std::unique_ptr<Kernel>> kernels_;
 };
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <list>
 
 namespace emulator::runtime {
 namespace {
@@ -30,7 +31,7 @@ constexpr uint32_t kContainerMagic = 0xba55ed50;
 constexpr uint16_t kPtx = 1;
 constexpr uint64_t kCompressedFlags = 0xa000;  // LZ4 and zstd
 
-bool is_specific(const std::string& text) {
+bool is_specific(std::string_view text) {
     const size_t target = text.find(".target sm_");
     const size_t end = text.find_first_of(", \n", target + std::strlen(".target "));
     return target != std::string::npos && end != std::string::npos && text[end - 1] == 'a';
@@ -40,7 +41,8 @@ struct Replacement {
     int number = 0;  // 0: none
     std::string text, instead, kernel;
 
-    std::string apply(std::string ptx) const {
+    std::string apply(std::string_view text_of_module) const {
+        std::string ptx(text_of_module);
         if (number == 0 || ptx.find(kernel) == std::string::npos) return ptx;
         size_t at = ptx.find(text);
         if (at == std::string::npos) throw Fault("arguments", "the text to be replaced is not in the PTX: " + text);
@@ -56,6 +58,59 @@ int num_replacements = 0;
 Replacement current_replacement() {
     const std::lock_guard lock(mutex);
     return replacement;
+}
+
+// Decoded, a module takes twelve times the memory of its text: gigabytes, where a process runs every kernel of a library.
+// So the last ones that were used are kept, which may be parsed again in no time; and those with variables, which are
+// state.
+class RecentModules {
+  public:
+    std::shared_ptr<LoadedModule> find_or_load(const FatBinary* owner, const PtxText* text) {
+        const std::lock_guard lock(mutex_);
+        const Replacement replacement = current_replacement();
+        const auto found = std::find_if(modules_.begin(), modules_.end(), [&](const Entry& entry) {
+            return entry.text == text && entry.replacement == replacement.number;
+        });
+        if (found != modules_.end()) {
+            modules_.splice(modules_.begin(), modules_, found);
+        } else {
+            const auto loaded = std::make_shared<LoadedModule>(replacement.apply(text->text));
+            modules_.push_front({owner, text, replacement.number, loaded});
+            forget_oldest();
+        }
+        return modules_.front().loaded;
+    }
+
+    void forget(const FatBinary* owner) {
+        const std::lock_guard lock(mutex_);
+        modules_.remove_if([&](const Entry& entry) { return entry.owner == owner; });
+    }
+
+  private:
+    struct Entry {
+        const FatBinary* owner;
+        const PtxText* text;
+        int replacement;
+        std::shared_ptr<LoadedModule> loaded;
+    };
+
+    void forget_oldest() {
+        constexpr size_t kMostBytes = size_t{24} << 20;  // of text
+        size_t bytes = 0;
+        modules_.remove_if([&](const Entry& entry) {
+            bytes += entry.text->text.size();
+            return bytes > kMostBytes && entry.loaded->allocations().empty() && &entry != &modules_.front();
+        });
+    }
+
+    std::mutex mutex_;
+    std::list<Entry> modules_;  // those that were used last come first
+};
+
+// Never destroyed, as little as the registry.
+RecentModules& recent_modules() {
+    static RecentModules* const recent = new RecentModules;
+    return *recent;
 }
 
 }  // namespace
@@ -83,9 +138,9 @@ std::vector<PtxText> read_fat_binary(const void* wrapper) {
                 throw Fault("arguments", "the PTX is compressed: compile it with nvcc's option --no-compress");
             }
             const char* first = reinterpret_cast<const char*>(at + entry.header_bytes);
-            std::string text(first, strnlen(first, entry.bytes));
+            const std::string_view text(first, strnlen(first, entry.bytes));
             const bool specific = is_specific(text);
-            texts.push_back({static_cast<int>(entry.arch), specific, std::move(text)});
+            texts.push_back({static_cast<int>(entry.arch), specific, text});
         }
         at += entry.header_bytes + entry.bytes;
     }
@@ -104,21 +159,20 @@ const PtxText* choose(const std::vector<PtxText>& texts, const Device& device) {
     return best;
 }
 
-FatBinary::Loaded FatBinary::load() {
-    const std::lock_guard lock(mutex_);
-    if (!is_read_) {
-        texts_ = read_fat_binary(wrapper_);
-        is_read_ = true;
+std::shared_ptr<LoadedModule> FatBinary::load() {
+    {
+        const std::lock_guard lock(mutex_);
+        if (!is_read_) {
+            texts_ = read_fat_binary(wrapper_);
+            is_read_ = true;
+        }
     }
     const PtxText* text = choose(texts_, device());
-    if (text == nullptr) return {nullptr, nullptr};
-    const Replacement replacement = current_replacement();
-    auto& module = modules_[{text, replacement.number}];
-    if (module == nullptr) {
-        const PtxText replaced{text->arch, text->is_specific, replacement.apply(text->text)};
-        module = std::unique_ptr<Module>(new Module{replaced, LoadedModule(replaced.text)});
-    }
-    return {&module->loaded, &module->text};
+    return text == nullptr ? nullptr : recent_modules().find_or_load(this, text);
+}
+
+FatBinary::~FatBinary() {
+    recent_modules().forget(this);
 }
 
 }  // namespace emulator::runtime

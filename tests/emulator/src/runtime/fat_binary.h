@@ -2,11 +2,10 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <utility>
+#include <string_view>
 #include <vector>
 
 #include "device.h"
@@ -17,7 +16,7 @@ namespace emulator::runtime {
 struct PtxText {
     int arch = 0;              // compute capability times ten
     bool is_specific = false;  // of "sm_90a": for that compute capability alone
-    std::string text;
+    std::string_view text;     // where the library's file is mapped
 };
 
 // `wrapper`: what nvcc's code hands to __cudaRegisterFatBinary. Machine code is skipped. Throws a Fault of kind
@@ -34,32 +33,24 @@ void replace_in_ptx(const std::string& text, const std::string& instead, const s
 // Where a kernel's code comes from: a container in a library, or a module that the driver has loaded.
 class CodeSource {
   public:
-    struct Loaded {
-        LoadedModule* module;
-        const PtxText* text;
-    };
     virtual ~CodeSource() = default;
-    // For the current device; module == nullptr: nothing here runs on it. Throws Faults.
-    virtual Loaded load() = 0;
+    // For the current device; nullptr: nothing here runs on it. Throws Faults.
+    virtual std::shared_ptr<LoadedModule> load() = 0;
 };
 
-// A registered container. Its modules are parsed when something of them is needed first.
+// A registered container. Its modules are parsed when something of them is needed, and kept for a while.
 class FatBinary : public CodeSource {
   public:
     explicit FatBinary(const void* wrapper) : wrapper_(wrapper) {}
 
-    Loaded load() override;
+    ~FatBinary() override;
+    std::shared_ptr<LoadedModule> load() override;
 
   private:
     const void* wrapper_;
     std::mutex mutex_;
     bool is_read_ = false;
     std::vector<PtxText> texts_;
-    struct Module {
-        PtxText text;  // with what was replaced in it
-        LoadedModule loaded;
-    };
-    std::map<std::pair<const PtxText*, int>, std::unique_ptr<Module>> modules_;  // by text and replacement
 };
 
 }  // namespace emulator::runtime

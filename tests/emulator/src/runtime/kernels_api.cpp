@@ -123,7 +123,8 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* fu
         attributes->sharedSizeBytes = code.program.static_shared_bytes;
         attributes->localSizeBytes = code.program.functions[0]->local_bytes;
         attributes->maxThreadsPerBlock = most_threads == 0 ? 1024 : static_cast<int>(most_threads);
-        attributes->ptxVersion = attributes->binaryVersion = code.text.arch;
+        attributes->ptxVersion = attributes->binaryVersion =
+            std::stoi(code.program.module->target.substr(3));  // sm_90a: 90
         attributes->maxDynamicSharedSizeBytes = static_cast<int>(most_dynamic_bytes(kernel, code.program));
         attributes->preferredShmemCarveout = -1;
         attributes->requiredClusterWidth = source.required_cluster[0];

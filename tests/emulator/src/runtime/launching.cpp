@@ -94,9 +94,9 @@ void set_listener(std::function<void(const Launched&)> listener) {
 }
 
 std::optional<Code> code_of(const Kernel& kernel) {
-    const CodeSource::Loaded loaded = kernel.source->load();
-    if (loaded.module == nullptr) return std::nullopt;
-    return Code{loaded.module->program(kernel.name), *loaded.text, *loaded.module};
+    const std::shared_ptr<LoadedModule> module = kernel.source->load();
+    if (module == nullptr) return std::nullopt;
+    return Code{module, module->program(kernel.name)};
 }
 
 int64_t most_dynamic_bytes(const Kernel& kernel, const Program& program) {
@@ -180,7 +180,7 @@ struct Prepared {
 
 cudaError_t Prepared::run() const try {
     uint64_t workspace = 0;
-    const GlobalMemory memory = memory_of(code.module, workspace, options.tracked, device);
+    const GlobalMemory memory = memory_of(*code.module, workspace, options.tracked, device);
     Launch ready = launch;
     ready.memory = &memory;
     if (is_cooperative) ready.grid_workspace = reinterpret_cast<uint64_t>(&workspace);
@@ -193,7 +193,7 @@ cudaError_t Prepared::run() const try {
     }
     for (int run = 0; run < runs; ++run) {
         const Report report = run_launch(ready);
-        if (listener) listener({code.program, code.text, ready, report});
+        if (listener) listener({code.program, ready, report});
     }
     return cudaSuccess;
 } catch (const Fault& fault) {

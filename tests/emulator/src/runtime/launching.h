@@ -27,7 +27,6 @@ void set_runs_of_a_launch(int runs);
 
 struct Launched {
     const Program& program;
-    const PtxText& text;
     const Launch& launch;
     const Report& report;
 };
@@ -49,9 +48,8 @@ cudaError_t apply(const cudaLaunchAttribute* attributes, unsigned num_attributes
 
 // The kernel's code for the pretended device. Throws a Fault; nullopt: there is none for it.
 struct Code {
+    std::shared_ptr<const LoadedModule> module;  // whose program it is
     const Program& program;
-    const PtxText& text;
-    const LoadedModule& module;
 };
 std::optional<Code> code_of(const Kernel& kernel);
 

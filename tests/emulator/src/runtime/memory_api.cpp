@@ -69,12 +69,12 @@ char* address_of(const void* symbol, size_t offset, size_t bytes, cudaError_t& e
         error = fail(variable == nullptr ? cudaErrorInvalidSymbol : cudaErrorInvalidValue);
         return nullptr;
     }
-    const FatBinary::Loaded loaded = variable->binary->load();
-    if (loaded.module == nullptr) {
+    const std::shared_ptr<LoadedModule> module = variable->binary->load();
+    if (module == nullptr) {
         error = fail(cudaErrorNoKernelImageForDevice);
         return nullptr;
     }
-    const uint64_t address = loaded.module->variable(variable->name);
+    const uint64_t address = module->variable(variable->name);
     error = address == 0 ? fail(cudaErrorInvalidSymbol) : cudaSuccess;
     return address == 0 ? nullptr : reinterpret_cast<char*>(address) + offset;
 } catch (const Fault& fault) {
