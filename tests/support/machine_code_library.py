@@ -12,14 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import installed_library
-from emulator.toolkit import ROOT, toolkit
+from native_build.cuda import CudaToolkit, find_nvcc
+from native_build.errors import BuildError
 from native_build.instances import all_instances
-from native_build.library import NativeBuild
+from native_build.library import ROOT, NativeBuild
 from native_build.tools import find_cxx, find_torch
 
 
 def _configure() -> NativeBuild | None:
-    found = None if installed_library.BUILD["archs"] else toolkit()
+    nvcc = None if installed_library.BUILD["archs"] else find_nvcc()
+    try:
+        found = CudaToolkit.of(nvcc) if nvcc else None
+    except BuildError:
+        found = None
     if found is None:
         return None
     return NativeBuild(
