@@ -19,7 +19,7 @@ ARCHS = $(or $(FASTATTN_ARCHS),$(shell nvidia-smi --query-gpu=compute_cap --form
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install library test test-cuda demo bench gpu-check hub-kernel docs lint clean
+.PHONY: help install library test test-cuda demo bench gpu-check hub-kernel docs lint clean clean-cache
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -117,6 +117,9 @@ lint: $(TOOLS) ## ruff, mypy and clang-format; changes nothing
 	MYPYPATH=build/typed:csrc:examples $(BIN)/mypy setup.py csrc/native_build $(TYPED) $(wildcard benchmarks/*.py benchmarks/*/*.py benchmarks/*/*/*.py examples/*.py)
 	find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' | xargs -r $(BIN)/clang-format --dry-run -Werror
 
-clean: ## remove what was built; .venv stays
+clean-cache: ## remove what was compiled from the cache in ~/.cache/fastattn, or FASTATTN_CACHE
+	rm -rf "$(or $(FASTATTN_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/fastattn)"/{objects,triton}
+
+clean: ## remove what was built; .venv and the cache stay
 	rm -rf .venv-cuda build dist *.egg-info python/fastattn/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis $(BUILT)
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

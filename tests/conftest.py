@@ -23,10 +23,12 @@ import torch
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS), str(TESTS / "support"), str(TESTS.parent), str(TESTS.parent / "csrc")]
 
+from native_build import cached  # noqa: E402
+
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     # Read when Triton compiles first. Other processes, and later runs, find there what this one compiled.
-    os.environ.setdefault("TRITON_CACHE_DIR", str(TESTS.parent / "build" / "emulator" / "triton"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str((cached.folder() or TESTS.parent / "build" / "emulator") / "triton"))
 
 # What a test module imports, or the fixture that it uses, if it runs fastattn's kernels.
 _KERNELS = re.compile(

@@ -19,15 +19,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from native_build import cached
 from native_build.cuda import CudaToolkit, check_host_compiler, find_nvcc
 from native_build.errors import BuildError
 from native_build.instances import Instance, all_instances, instances_for
 from native_build.targets import parse_targets
-from native_build.tools import find_cxx, find_ninja, find_torch, host_compiler, num_jobs
+from native_build.tools import find_cxx, find_ninja, find_torch, host_compiler, num_jobs, version_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY_NAME = "libfastattn.so"
 MACHINE_CODE = Path(__file__).with_name("machine_code.py")
+CACHED = Path(__file__).with_name("cached.py")
 NAMESPACE = "fastattn"
 
 # The oldest torch that can load the library, 2.10: one byte for each number, see torch/headeronly/version.h.
@@ -136,10 +138,16 @@ class NativeBuild:
         ]
         # No run path: at run time torch has loaded its library already, and the soname finds it.
         libraries: list[str | Path] = [*cuda_libraries, "-L", self.torch / "lib", "-l:libtorch_cpu.so"]
+        python = [os.path.realpath(sys.executable), "-I"]
+        toolkit = f"nvcc {self.toolkit.version}" if self.toolkit else "no nvcc"
+        about = f"{version_of(*self.cxx)}, {toolkit}"
+        about_torch = f"{about}, torch {importlib.metadata.version('torch')}"
         lines = [
             "ninja_required_version = 1.5",
+            f"cached = {shell([*python, CACHED])}",
             "rule cxx",
-            f"  command = {shell(self.cxx)} -MD -MF $out.d {shell(cxx_flags)} $defines -c $in -o $out",
+            f"  command = $cached $out {shell([about_torch])} $in -- {shell(self.cxx)} {shell(cxx_flags)} "
+            "$defines -MD -MF $out.d -c $in -o $out",
             "  depfile = $out.d",
             "  deps = gcc",
             "  description = C++ $out",
@@ -169,15 +177,16 @@ class NativeBuild:
                 *("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-lineinfo", "--no-compress"),
                 *("-Xcompiler", ",".join(["-fPIC", "-fvisibility=hidden", "-Wall", names[0]]), *include),
             ]
-            machine_code: list[str | Path] = [os.path.realpath(sys.executable), "-I", MACHINE_CODE]
             lines += [
                 "rule cuda",
-                f"  command = {shell([*nvcc, *nvcc_flags])} $defines $gencode -MD -MF $out.d -c $in -o $out",
+                f"  command = $cached $out {shell([about])} $in -- {shell([*nvcc, *nvcc_flags])} "
+                "$defines $gencode -MD -MF $out.d -c $in -o $out",
                 "  depfile = $out.d",
                 "  deps = gcc",
                 "  description = CUDA $out",
                 "rule machine_code",
-                f"  command = {shell(machine_code)} $in $out $gencode -- {shell(nvcc)} {shell(self.toolkit.compress)}",
+                f"  command = $cached $out {shell([about])} $in {shell([MACHINE_CODE])} -- "
+                f"{shell([*python, MACHINE_CODE])} $in $out $gencode -- {shell([*nvcc, *self.toolkit.compress])}",
                 "  description = machine code $out",
             ]
             for path in sorted(self.source.glob("api/*.cpp")):
@@ -215,6 +224,7 @@ class NativeBuild:
             command: list[str | Path] = [find_ninja(), "-C", self.output, "-f", ninja_file, "-j", num_jobs(os.environ)]
             target = self.library.relative_to(self.output)
             result = subprocess.run([*command, target], capture_output=quiet, text=True)
+        cached.forget_unused()
         if result.returncode:
             said = f"the compiler says:\n\n{result.stdout}" if quiet else "the compiler's own message stands above."
             raise BuildError(f"the native library did not compile; {said}")

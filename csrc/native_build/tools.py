@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
 import shlex
 import shutil
+import subprocess
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +24,16 @@ def find_cxx(environ: Mapping[str, str]) -> list[str]:
         if path := shutil.which(name, path=environ.get("PATH")):
             return [path]
     raise BuildError("no C++ compiler found. Install one (for example the package g++), or set CXX to its command.")
+
+
+@functools.cache
+def version_of(*command: str) -> str:
+    """The first line of what the compiler says of its version."""
+    try:
+        said = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+    except OSError:  # the build says so
+        return ""
+    return said.partition("\n")[0]
 
 
 def host_compiler(cxx: Sequence[str]) -> str:

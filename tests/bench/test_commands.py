@@ -26,9 +26,11 @@ RUNS_IN = {
     "make demo": CI,
     "make docs": CI,
     "make install": "bench/test_commands.py::test_install_is_what_brings_the_tests_their_package",
+    "make library": "bench/test_commands.py::test_library_and_the_tests_build_what_they_need_in_sight",
     "make help": "bench/test_commands.py::test_help_lists_every_target",
     "make bench": "bench/test_commands.py::test_bench_is_made_of_commands_that_run_in_tests",
     "make clean": "bench/test_commands.py::test_clean_leaves_what_was_not_built",
+    "make clean-cache": "bench/test_commands.py::test_clean_cache_leaves_what_is_not_from_the_build",
     "make gpu-check": "bench/test_gpu_check.py::test_without_a_gpu_it_says_so_and_does_nothing",
     "make hub-kernel": "packages/test_hub_kernel.py::repository",
     "pip install": "packages/test_packaging.py::wheel",
@@ -82,6 +84,41 @@ def test_install_is_what_brings_the_tests_their_package() -> None:
     """`make test` builds by the same recipe, where something has changed; `make install` always."""
     recipes = dict(re.findall(r"^(install|\$\(BUILT\)):.*\n((?:\t.+\n)+)", MAKEFILE, re.MULTILINE))
     assert recipes["install"] == recipes["$(BUILT)"]
+
+
+@pytest.mark.parametrize(
+    ("script", "given", "archs"),
+    [
+        ("echo 9.0; echo 8.6", "", "native"),
+        ("echo 12.0", "", "native"),
+        ("echo 7.5", "", "none"),
+        ("echo 'No devices were found'; exit 6", "", "none"),
+        ("echo 9.0", "80;90a", "80;90a"),
+    ],
+)
+def test_make_builds_for_the_gpus_here_unless_others_are_named(
+    tmp_path: Path, script: str, given: str, archs: str
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    path = f"PATH={tmp_path}:{os.environ['PATH']}"
+    assert f'FASTATTN_ARCHS="{archs}"' in run("env", path, f"FASTATTN_ARCHS={given}", "make", "-n", "install")
+
+
+def test_library_and_the_tests_build_what_they_need_in_sight() -> None:
+    assert "-m native_build.library" in run("make", "-n", "library")
+    printed = run("make", "-n", "test")
+    assert printed.index("-m native_build.library") < printed.index("-m emulator build") < printed.index("-m pytest")
+    assert "-m native_build.library" not in run("make", "-n", "test", "PYTEST_ARGS=-m quick")
+
+
+def test_clean_cache_leaves_what_is_not_from_the_build(tmp_path: Path) -> None:
+    for name in ("objects/ab/abc", "triton/x", "other"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    run("make", "clean-cache", f"FASTATTN_CACHE={tmp_path}")
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
 def test_help_lists_every_target() -> None:

@@ -94,6 +94,7 @@ def test_terms_by_hand() -> None:
     assert int8_fit.dequantised_terms(Case(100, 8192, 8192)) == (2, 3 << 26, 100 << 26)
 
 
+@pytest.mark.skipif(not native.BUILD["archs"], reason="the native library was built without kernels")
 def test_the_terms_are_those_of_the_library() -> None:
     """Its own predictions, taken for times, are sums of them; of cuBLAS but for waves that are not full."""
 

@@ -84,7 +84,7 @@ def make(torch: str = DEFAULT_TORCH) -> None:
         stand_ins.make(libraries, cudart, nvidia_folder(packages), _cudnn_version(packages))
     stamp.write_text(torch)
     print("Building fastattn for it ...", flush=True)
-    if native_library.build(cudart) is None:
+    if native_library.build(cudart, quiet=False) is None:
         raise SystemExit("no nvcc here: the emulated device runs kernels of fastattn, which it compiles")
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import functools
+import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,7 +22,8 @@ from pathlib import Path
 from types import ModuleType
 
 from emulator.toolkit import toolkit
-from native_build.library import write_if_changed
+from native_build.library import CACHED, shell, write_if_changed
+from native_build.tools import version_of
 
 SOURCES = Path(__file__).parent / "src"
 TORCH_SOURCE = SOURCES / "torch_allocator.cpp"  # a library of its own: the rest knows nothing of torch
@@ -48,6 +52,16 @@ def ninja() -> str:
     return found
 
 
+def cpu() -> str:
+    """Returns what decides which instructions -march=native means."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    facts = dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features")))
+    return "CPU " + hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
 def rules(library: Path, torch_library: Path) -> str:
     """The ninja file that makes ``library`` of all sources but one, and ``torch_library`` of that."""
     import pybind11
@@ -60,13 +74,18 @@ def rules(library: Path, torch_library: Path) -> str:
         includes += f" -isystem {found.include} -DEMULATOR_WITH_CUDA_HEADERS"
     else:
         sources -= set(RUNTIME.rglob("*.cpp"))
+    cxx = os.environ.get("CXX", "c++")
+    versions = f"Python {platform.python_version()}, pybind11 {pybind11.__version__}, torch {torch.__version__}"
+    toolkit_version = f"nvcc {found.version}" if found else "no nvcc"
+    about = f"{version_of(*shlex.split(cxx))}, {versions}, {toolkit_version}, {cpu()}"
     lines = [
-        f"cxx = {os.environ.get('CXX', 'c++')}",
+        f"cxx = {cxx}",
+        f"cached = {shell([os.path.realpath(sys.executable), '-I', CACHED])}",
         f"flags = {FLAGS}",
         f"includes = {includes}",
         f"torch = {Path(torch.__file__).parent}",
         "rule compile",
-        "  command = $cxx $flags $includes -MMD -MF $out.d -c $in -o $out",
+        f"  command = $cached $out {shell([about])} $in -- $cxx $flags $includes -MMD -MF $out.d -c $in -o $out",
         "  description = emulator: C++ $in",
         "  depfile = $out.d",
         "  deps = gcc",

@@ -21,7 +21,7 @@ from emulator.static_facts import KernelFacts
 from fastattn import native
 from fastattn.native import CACHE_FORMATS
 from instances import ALL_INSTANCES, DTYPES, rows_of
-from machine_code_library import BUILD, library_path
+from machine_code_library import BUILD, kernels, library_path, tiles
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("native_library")]  # the library is taken apart once
 
@@ -530,7 +530,7 @@ def test_decode_multiplies_on_the_tensor_cores(instance: tuple[int, int, str, st
     expected = "HMMA.16816.F32" if dtype == "float16" or cache_format == "fp8" else "HMMA.16816.F32.BF16"
     instructions = decode_kernels()[instance].instructions
     variant = "" if cache_format == "16-bit" else f"_{cache_format}"
-    tile = native.TILES[f"decode_split{variant}_sm80"][f"{head_dim}" + (f", {rows} rows" if rows > 16 else "")]
+    tile = tiles()[f"decode_split{variant}_sm80"][f"{head_dim}" + (f", {rows} rows" if rows > 16 else "")]
     assert tile["block_m"] == rows
     keys = tile["block_n"] // (tile["num_warps"] // (rows // 16))
     products = 2 * (keys // 8) * (head_dim // 16)  # two, of 16 rows by a warp's keys
@@ -557,7 +557,7 @@ def test_backward_of_keys_and_values(instance: tuple[int, bool, str]) -> None:
     assert kernel.stack_bytes == 0
     expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
     name = "attention_backward_key_value_options_sm80" if has_options else "attention_backward_key_value_sm80"
-    tile = native.TILES[name][str(head_dim)]
+    tile = tiles()[name][str(head_dim)]
     products = 5 * tile["block_m"] * tile["block_n"] * head_dim // (16 * 8 * 16 * tile["num_warps"])
     assert [name for name in kernel.instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))] == [expected] * products
     assert {"LDGSTS", "LDSM", "MUFU", "RED"} <= {name.split(".")[0] for name in kernel.instructions}
@@ -602,9 +602,8 @@ def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
 
 @with_sm80_kernels
 def test_every_kernel_goes_by_the_name_that_the_library_gives_it() -> None:
-    if native.TAKES_CPU_TENSORS or library_path() == native.LIBRARY_PATH:
-        names = {kernel_symbols.name_of(symbol) for symbol in static_facts.kernels_of_library(library_path())}
-        assert names == set(native.KERNELS)
+    symbols = static_facts.kernels_of_library(library_path())
+    assert {kernel_symbols.name_of(symbol) for symbol in symbols} == kernels()
 
 
 # --- On sm_90 ---------------------------------------------------------------------------------------------------------
@@ -625,7 +624,7 @@ def test_sm80_kernels_have_machine_code_for_sm90() -> None:
     files = {f"attention/instances/{name}_sm80.cu" for name in replaced}
     assert {each.source for each in of_sm80 if "sm_90" not in each.code} == files
     of_others = rf"attention_(forward(_options)?_sm80<|({'|'.join(backward)})_sm80<(32|64|96|128)\b)"
-    everywhere = {name for name in native.KERNELS if re.search(r"_sm80\b", name)}
+    everywhere = {name for name in kernels() if re.search(r"_sm80\b", name)}
     assert names == {name for name in everywhere if not re.match(of_others, name)}
 
 

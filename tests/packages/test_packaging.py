@@ -21,7 +21,7 @@ import installed_library
 from emulator.native_library import kernels_named
 from fastattn import native
 from fastattn.dispatch.support import support_table
-from native_build import machine_code
+from native_build import cached, machine_code
 from native_build.cuda import CudaToolkit, check_host_compiler, find_nvcc
 from native_build.errors import BuildError
 from native_build.instances import all_instances, instances_for
@@ -571,6 +571,70 @@ $L__info_string0:
         list(machine_code.ptx_texts(_container((machine_code.PTX, 9, b"x" * 16))))
     with pytest.raises(SystemExit, match="does not know"):
         machine_code.entries(bytes(16))
+
+
+COMPILER = """#!/bin/sh
+echo x >> "$(dirname "$0")/runs"
+grep -q wrong "$1" && exit 3
+{ cat "$1"; printf '.file 1 "%s/csrc/kernel.cu"\\n' "$ROOT"; } > "$2"
+"""
+
+
+def test_an_object_comes_from_the_cache_until_something_that_it_is_made_from_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTATTN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("ROOT", str(ROOT))
+    compiler, source, headers = tmp_path / "compiler", tmp_path / "a" / "unit.cu", tmp_path / "include"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    source.parent.mkdir()
+    headers.mkdir()
+    source.write_text('#include "near.h"\n  #  include "far.cuh"\n#include <vector>\n#include "of_the_system.h"\n')
+    (source.parent / "near.h").write_text("int near;\n")
+    (headers / "far.cuh").write_text('#include "farther.h"\n')
+    (headers / "farther.h").write_text("int farther;\n")
+    output, dependencies = tmp_path / "unit.o", tmp_path / "unit.d"
+
+    def runs(about="c++ 12", *more, status=0):
+        """How often the compiler has run after one more call."""
+        output.unlink(missing_ok=True)
+        command = [str(compiler), str(source), str(output), "-I", str(headers), "-MF", str(dependencies), *more]
+        assert cached.run(output, about, [source], command) == status
+        if not status:
+            text = output.read_text()
+            assert text.startswith(source.read_text())
+            assert text.splitlines()[-1].rstrip() == '.file 1 "csrc/kernel.cu"'
+            assert output.stat().st_size == source.stat().st_size + len(f'.file 1 "{ROOT}/csrc/kernel.cu"\n')
+        return len((tmp_path / "runs").read_text().split())
+
+    assert runs() == 1
+    assert not dependencies.exists()  # the compiler's
+    assert runs() == 1
+    files = [source, source.parent / "near.h", headers / "far.cuh", headers / "farther.h"]
+    assert dependencies.read_text() == f"{output}: {' '.join(map(str, sorted(files)))}\n"
+    assert runs("c++ 13") == 2
+    assert runs("c++ 13", "-DFASTATTN_HEAD_DIM=64") == 3
+    (headers / "farther.h").write_text("int changed;\n")
+    assert runs() == 4
+    assert runs("c++ 13") == 5
+    (headers / "farther.h").write_text("int farther;\n")
+    assert runs() == runs("c++ 13") == 5
+    for kept in (tmp_path / "cache" / "objects").glob("*/*"):
+        kept.write_bytes(kept.read_bytes()[:-5])  # a disk was full
+    assert runs() == 6
+    monkeypatch.setenv("FASTATTN_CACHE", str(source))  # no folder
+    assert runs() == 7
+    source.write_text("wrong\n")
+    assert runs(status=3) == runs(status=3) - 1 == 8
+
+
+def test_what_nobody_used_for_long_leaves_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTATTN_CACHE", str(tmp_path))
+    old, new = (tmp_path / "objects" / name[:2] / name for name in ("0123", "4567"))
+    for path in (old, new):
+        cached.write(path, b"x")
+    os.utime(old, (0, 0))
+    cached.forget_unused()
+    assert list(tmp_path.glob("objects/*/*")) == [new]
 
 
 NVCC = """#!/bin/sh

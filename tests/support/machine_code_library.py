@@ -7,19 +7,27 @@ is). Where there is no nvcc, it is the installed one, without kernels. Not a tes
 from __future__ import annotations
 
 import functools
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import installed_library
-from emulator.toolkit import ROOT, toolkit
+from native_build.cuda import CudaToolkit, find_nvcc
+from native_build.errors import BuildError
 from native_build.instances import all_instances
-from native_build.library import NativeBuild
+from native_build.library import ROOT, NativeBuild
 from native_build.tools import find_cxx, find_torch
 
 
 def _configure() -> NativeBuild | None:
-    found = None if installed_library.BUILD["archs"] else toolkit()
+    nvcc = None if installed_library.BUILD["archs"] else find_nvcc()
+    try:
+        found = CudaToolkit.of(nvcc) if nvcc else None
+    except BuildError:
+        found = None
     if found is None:
         return None
     return NativeBuild(
@@ -41,3 +49,23 @@ BUILD: dict[str, Any] = _build.description() if _build else installed_library.BU
 def library_path() -> Path:
     """Returns the library's path, and builds it first if need be."""
     return _build.run(quiet=True) if _build else installed_library.LIBRARY_PATH
+
+
+def _ask(expression: str) -> Any:
+    """Returns the value in a process that has loaded the library: this one seldom has."""
+    code = f"import json; from fastattn import native; print(json.dumps({expression}))"
+    environment = {**os.environ, "FASTATTN_LIBRARY": str(library_path())}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@functools.cache
+def tiles() -> dict[str, Any]:
+    """Returns `native.TILES` of it."""
+    return dict(_ask("native.TILES"))
+
+
+@functools.cache
+def kernels() -> set[str]:
+    """Returns the names of all kernels in it."""
+    return set(_ask("list(native.KERNELS)"))
