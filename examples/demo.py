@@ -3,8 +3,8 @@
     python examples/demo.py
 
 Runs sentence_embeddings.py, lora_int8.py, train_decoder.py, generate.py and own_kernels.py one after the other, the
-last of them on the tests' emulator where there is no GPU. The last line is ``demo: ok`` if every check held; otherwise
-it names what failed, and the exit status is 1.
+last of them on the tests' emulator where there is no GPU; that is built meanwhile, with the kernels that are needed.
+The last line is ``demo: ok`` if every check held; otherwise it names what failed, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import IO, Any
 
 # Before torch is imported. By default its threads burn time while they wait, which they lose where cores are busy: on
 # two cores with six other processes a training took eight times as long.
@@ -31,38 +33,71 @@ import train_decoder
 from checks import CheckList
 
 ROOT = Path(__file__).resolve().parents[1]
+KERNELS = ",".join(
+    [
+        "forward_options_sm80.HEAD_DIM_32.PAGED_false",
+        "split_sm80.HEAD_DIM_64.BLOCK_M_*.CACHE_k16Bit",
+        "gemm_sm80.BLOCK_M_16",
+    ]
+)
 
 
-def run_kernels(model: Path, checks: CheckList) -> None:
-    """own_kernels.py: in this process on a GPU, else in a process whose CPU tensors are on an emulated GPU."""
+SUMMARY = """
+What ran where: the models on {device}, by PyTorch's own operators where there is no GPU; the kernels on {kernels}.
+Next: fastattn.explain(fastattn.attention, q, k, v) says which kernel a call of yours takes, and why.
+      docs/integrations.md puts fastattn into transformers, flash-attn's interface and torch with one line.
+      make test runs every kernel against a float64 oracle; make bench measures (on a GPU).
+"""
+
+
+class Emulated:
+    """own_kernels.py in a process whose CPU tensors are on an emulated GPU, which is built in the background."""
+
+    def __init__(self, log: IO[bytes]) -> None:
+        self.log = log
+        self.build = self._start("build", "--kernels", KERNELS, stdout=log, stderr=subprocess.STDOUT)
+
+    def _start(self, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+        paths = [str(ROOT / "tests"), str(ROOT / "csrc"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        return subprocess.Popen([sys.executable, "-m", "emulator", *arguments], env=environment, **options)
+
+    def run(self, model: Path, checks: CheckList) -> None:
+        """Waits for the build, and runs the kernels."""
+        if self.build.poll() is None:
+            print("The emulator is still being built ...", flush=True)
+        if self.build.wait() != 0:
+            self.log.seek(0)
+            print(self.log.read().decode(errors="replace"))
+        checks.equal("building the emulator: exit status", self.build.returncode, 0)
+        script = str(ROOT / "examples" / "own_kernels.py")
+        run = self._start("run", "--kernels", KERNELS, script, "--model", str(model.resolve()))
+        checks.equal("kernels on the emulated GPU: exit status", run.wait(), 0)
+
+
+def lacks_for_emulator() -> list[str]:
+    """Returns what the emulator needs and this machine does not have."""
+    needed = {name: importlib.util.find_spec(name) is not None for name in ("pybind11", "ninja", "triton")}
+    needed["a C++ compiler"] = bool(os.environ.get("CXX")) or any(map(shutil.which, ("g++", "c++", "clang++")))
+    return [name for name, is_there in needed.items() if not is_there]
+
+
+def run_kernels(emulated: Emulated | None, lacking: list[str], model: Path, checks: CheckList) -> None:
+    """Runs own_kernels.py on this machine's GPU, or on an emulated one."""
     if torch.cuda.is_available():
         import own_kernels
 
         own_kernels.run(torch.device("cuda"), model, 4, checks)
-        return
-    needed = {name: importlib.util.find_spec(name) is not None for name in ("pybind11", "ninja", "triton")}
-    needed["a C++ compiler"] = bool(os.environ.get("CXX")) or any(map(shutil.which, ("g++", "c++", "clang++")))
-    missing = [name for name, is_there in needed.items() if not is_there]
-    if missing:
+    elif emulated is not None:
+        emulated.run(model, checks)
+    else:
         print(
-            f"Left out: there is no NVIDIA GPU, and the emulator of one cannot be built without {', '.join(missing)}."
+            f"Left out: there is no NVIDIA GPU, and the emulator of one cannot be built without {', '.join(lacking)}."
         )
-        return
-    print("The emulator is built first where that has not been done yet, which takes a few minutes.", flush=True)
-    script = str(ROOT / "examples" / "own_kernels.py")
-    command = [sys.executable, "-m", "emulator", "run", script, "--model", str(model.resolve())]
-    paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
-    checks.equal("kernels on the emulated GPU: exit status", done.returncode, 0)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    train_decoder.add_arguments(parser)
-    options = train_decoder.options_from(parser.parse_args())
-    checks = CheckList()
-    start = time.perf_counter()
-
+def run(options: train_decoder.Options, emulated: Emulated | None, lacking: list[str], checks: CheckList) -> None:
+    """Runs the examples one after the other."""
     print('== A sentence-embedding model: set_attn_implementation("fastattn") and quantize_model() ==')
     sentence_embeddings.run(options.device, checks)
     print("\n== The same model in int8 learns to sort paragraphs: LoRA ==")
@@ -75,9 +110,21 @@ def main() -> int:
     generate.run(trained.model, trained.held_out, prompts, num_tokens, options, generate.CacheOptions(), checks)
 
     print("\n== fastattn's own kernels ==")
-    run_kernels(options.out / "decoder.pt", checks)
+    run_kernels(emulated, lacking, options.out / "decoder.pt", checks)
+    kernels = "this machine's GPU" if torch.cuda.is_available() else "an emulated A100" if emulated else "nothing here"
+    print(SUMMARY.format(device=options.device, kernels=kernels))
 
-    print(f"\nTook {time.perf_counter() - start:.0f} s")
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    train_decoder.add_arguments(parser)
+    options = train_decoder.options_from(parser.parse_args())
+    checks = CheckList()
+    start = time.perf_counter()
+    lacking = lacks_for_emulator()
+    with tempfile.TemporaryFile() as log:
+        run(options, None if lacking or torch.cuda.is_available() else Emulated(log), lacking, checks)
+    print(f"Took {time.perf_counter() - start:.0f} s")
     return checks.finish("demo")
 
 

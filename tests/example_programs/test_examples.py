@@ -7,9 +7,11 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -373,6 +375,7 @@ def test_one_failed_check_fails_the_demo(
     parts = [*((module, "run") for module in modules), (demo, "run_kernels")]
     for module, name in parts:
         monkeypatch.setattr(module, name, hold)
+    monkeypatch.setattr(demo, "Emulated", lambda log: None)
     monkeypatch.setattr(sys, "argv", ["demo.py", "--device", "cpu"])
     assert demo.main() == 0
     assert capsys.readouterr().out.splitlines()[-1] == "demo: ok"
@@ -389,19 +392,26 @@ def test_the_kernels_example_says_what_to_run_where_there_is_no_gpu() -> None:
     assert "PYTHONPATH=tests python -m emulator run examples/own_kernels.py" in done.stderr
 
 
+@pytest.mark.parametrize("fails", ["build", "run"])
 def test_the_kernels_on_the_emulated_gpu_fail_the_demo_where_they_fail(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fails: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands = []
 
-    def run(command: list[str], env: dict[str, str]) -> SimpleNamespace:
+    def start(command: list[str], env: dict[str, str], stdout: Any = None, stderr: Any = None) -> SimpleNamespace:
         commands.append(command)
         assert env["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT / "tests")
-        return SimpleNamespace(returncode=1)
+        if stdout is not None:
+            stdout.write(b"the compiler's words")
+        status = int(command[3] == fails)
+        return SimpleNamespace(returncode=status, poll=lambda: status, wait=lambda: status)
 
-    monkeypatch.setattr(demo.subprocess, "run", run)
+    monkeypatch.setattr(demo.subprocess, "Popen", start)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     checks = CheckList()
-    demo.run_kernels(tmp_path / "decoder.pt", checks)
-    assert [command[1:4] for command in commands] == [["-m", "emulator", "run"]]
-    assert [check.what for check in checks.failed] == ["kernels on the emulated GPU: exit status"]
+    with tempfile.TemporaryFile() as log:
+        demo.run_kernels(demo.Emulated(log), [], tmp_path / "decoder.pt", checks)
+    assert [command[1:4] for command in commands] == [["-m", "emulator", "build"], ["-m", "emulator", "run"]]
+    failed = {"build": "building the emulator", "run": "kernels on the emulated GPU"}[fails]
+    assert [check.what for check in checks.failed] == [f"{failed}: exit status"]
+    assert ("the compiler's words" in capsys.readouterr().out) == (fails == "build")
