@@ -78,7 +78,6 @@ test-cuda: $(BUILT) ## the kernels under torch's CUDA build, on emulated GPUs; T
 	$(CUDA_PYTEST) -n auto --dist loadgroup tests/cuda_torch tests/packages/test_private_names.py $(PYTEST_ARGS)
 
 demo: $(BUILT) ## a sentence model and a small decoder, plain and with fastattn
-	$(EMULATOR)
 	$(BIN)/python examples/demo.py
 
 BENCHMARKS := attention_forward attention_backward decode int8_matmul
