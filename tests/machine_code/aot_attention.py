@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from aot import Build
@@ -132,24 +131,25 @@ def build(
 
 
 def builds() -> list[Build]:
-    """Every tile of every architecture; the dtypes take turns, since they differ in one instruction's suffix."""
+    """Every tile of every architecture; the dtypes take turns, since they differ in one instruction's suffix.
+
+    Of sm_100 with many options, 128 dims: its tiles are those of sm_90 then.
+    """
     found = []
     for arch in (80, 90, 100):
         for index, head_dim in enumerate((64, 128, 256)):
-            for turn, options in enumerate((CAUSAL, EVERYTHING)):
+            for turn, options in enumerate((CAUSAL, EVERYTHING) if arch < 100 or head_dim == 128 else (CAUSAL,)):
                 for kernel in KERNELS if options is EVERYTHING else ("forward", "query", "key_value"):
                     if kernel != "rows" or head_dim == 128:  # rows: the query kernel's tile, and much less in it
                         of_kernel = SLOPES if kernel == "slopes" else options
                         found.append(build(kernel, arch, head_dim, of_kernel, ("fp16", "bf16")[(index + turn) % 2]))
-    for head_dim, options in itertools.product((64, 128), (DEFAULTS, CAUSAL)):
+    for head_dim, arch in ((64, 90), (128, 80)):
         for kernel in ("forward", "query", "key_value"):
-            if options is DEFAULTS:  # what most calls are; without a mask, other values are in registers
-                found += [build(kernel, arch, head_dim, options, "bf16") for arch in (80, 90)]
-            if smallest_user(kernel, 80, head_dim, options) != 86:  # the code is that of sm_80, the tile is not
-                found.append(build(kernel, 86, head_dim, options, "bf16", target=80))
-    for arch in (80, 90):  # head dims that are padded, and strides that are no multiples of 16
-        for head_dim, options in ((72, CAUSAL), (40, EVERYTHING)):
-            found += [build(kernel, arch, head_dim, options, "bf16") for kernel in ("forward", "query", "key_value")]
+            found.append(build(kernel, arch, head_dim, DEFAULTS, "bf16"))  # without a mask, other values in registers
+            if smallest_user(kernel, 80, head_dim, CAUSAL) != 86:  # the code is that of sm_80, the tile is not
+                found.append(build(kernel, 86, head_dim, CAUSAL, "bf16", target=80))
+    for arch, head_dim, options in ((80, 72, CAUSAL), (90, 40, EVERYTHING)):  # padded; strides no multiples of 16
+        found += [build(kernel, arch, head_dim, options, "bf16") for kernel in ("forward", "query", "key_value")]
     for head_dim in (64, 128, 256):
         found += [build("forward", arch, head_dim, CAUSAL, "bf16", page_size=16) for arch in (80, 90)]
     found += [build("forward", arch, 512, options, "bf16") for arch, options in ((80, EVERYTHING), (90, CAUSAL))]

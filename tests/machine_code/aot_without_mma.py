@@ -128,12 +128,11 @@ def merge_attention_build(arch: int, dtype: str, dim: int = 128, gradients: bool
 
 def builds() -> list[Build]:
     found = []
-    for arch in (80, 90, 100):
-        for dtype in ("fp16", "bf16"):
-            found += [append_build(arch, dtype, cache) for cache in ("16bit", "int8", "fp8")]
-            found += [dequantize_build(arch, dtype, cache) for cache in ("int8", "fp8")]
-            found += [combine_build(arch, dtype), merge_build(arch, dtype)]
-            found += [merge_attention_build(arch, dtype, gradients=gradients) for gradients in (False, True)]
+    for arch, dtype in ((80, "fp16"), (90, "bf16"), (100, "bf16")):
+        found += [append_build(arch, dtype, cache) for cache in ("16bit", "int8", "fp8")]
+        found += [dequantize_build(arch, dtype, cache) for cache in ("int8", "fp8")]
+        found += [combine_build(arch, dtype), merge_build(arch, dtype)]
+        found += [merge_attention_build(arch, dtype, gradients=gradients) for gradients in (False, True)]
     found += [append_build(90, "bf16", "int8", 512), dequantize_build(80, "fp16", "fp8", 512)]
     found += [merge_attention_build(90, "fp32", 1000, gradients) for gradients in (False, True)]
     return [*found, combine_build(80, "bf16", 512)]

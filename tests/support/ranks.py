@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import multiprocessing
 import socket
 import warnings
 
@@ -15,6 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+
+# What every rank imports, and what takes seconds: ranks are forks of a process that has imported it, and nothing else.
+_PRELOADED = ("torch.distributed.device_mesh", "torch._dynamo", "pytest")
 
 
 def run(module: str, *checks: str, world_size: int = 2, emulated: bool = True) -> None:
@@ -24,7 +28,9 @@ def run(module: str, *checks: str, world_size: int = 2, emulated: bool = True) -
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_run, (port, module, checks, world_size, emulated), nprocs=world_size)
+    multiprocessing.set_forkserver_preload(list(_PRELOADED))
+    arguments = (port, module, checks, world_size, emulated)
+    torch.multiprocessing.start_processes(_run, arguments, nprocs=world_size, start_method="forkserver")
 
 
 def _run(rank: int, port: int, module: str, checks: tuple[str, ...], world_size: int, emulated: bool) -> None:
