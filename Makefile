@@ -19,7 +19,7 @@ ARCHS = $(or $(FASTATTN_ARCHS),$(shell nvidia-smi --query-gpu=compute_cap --form
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install library test test-cuda demo bench gpu-check hub-kernel docs lint clean clean-cache
+.PHONY: help install library test test-all test-cuda demo bench gpu-check hub-kernel docs lint clean clean-cache
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -60,9 +60,15 @@ library: $(BUILT) ## the native library with all machine code in build/native, a
 # Shows how far it is, which the tests would not.
 EMULATOR := PYTHONPATH=csrc:tests $(BIN)/python -m emulator build
 
-test: $(BUILT) $(if $(PYTEST_ARGS),,library) ## run the tests, a process for each core; PYTEST_ARGS="-m quick" narrows them
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
+
+test: $(BUILT) ## the core: every kernel and option against the oracle; PYTEST_ARGS="tests/int8 -k swiglu" narrows it
 	$(EMULATOR)
-	$(BIN)/python -m pytest -n auto --dist loadgroup $(PYTEST_ARGS)
+	$(PYTEST) --core $(PYTEST_ARGS)
+
+test-all: $(BUILT) library ## every test; PYTEST_ARGS="--rest 1/4" runs a quarter of what the core leaves out
+	$(EMULATOR)
+	$(PYTEST) $(PYTEST_ARGS)
 
 # torch's CUDA build over the emulated device, both GPUs at a time. Where kernels run by themselves, each tensor is an
 # allocation of its own, so that its bounds are the kernel's; graphs need torch's own allocator.

@@ -106,6 +106,7 @@ ATTENTION = [
 ODD = st.integers(1, 35).map(lambda half: 2 * half + 1)
 
 
+@pytest.mark.slow
 @drawing(12)
 @given(data=st.data(), case=st.sampled_from(ATTENTION), heads=st.sampled_from([(2, 1), (3, 1), (4, 2)]), seed=SEEDS)
 def test_triton_attention(
@@ -148,6 +149,7 @@ def check_int8(ops: Any, x: Tensor, grad_out: Tensor, weight: Tensor, scale: Ten
     int8_cases.check_grad_input(ops.int8_matmul_grad_input, grad_out, weight, scale)
 
 
+@pytest.mark.slow
 @drawing(8)
 @given(m=st.integers(1, 140), n=st.integers(1, 140), groups=st.integers(1, 5), dtype=DTYPES, seed=SEEDS)
 def test_triton_int8_matmul(m: int, n: int, groups: int, dtype: torch.dtype, seed: int) -> None:

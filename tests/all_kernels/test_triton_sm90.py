@@ -59,6 +59,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention_forward_and_backward(
     case: Case, launched: list[launches.Launched], monkeypatch: pytest.MonkeyPatch
@@ -67,6 +68,7 @@ def test_attention_forward_and_backward(
     assert used(launched, "wgmma.mma_async")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [(-1, -1), CAUSAL], ids=str)
 def test_a_value_that_is_nan_reaches_the_rows_that_see_it(
     window: tuple[int, int], launched: list[launches.Launched], monkeypatch: pytest.MonkeyPatch
@@ -81,6 +83,7 @@ def test_a_value_that_is_nan_reaches_the_rows_that_see_it(
     assert torch.equal(out.isnan(), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=["f16", "bf16"])
 @pytest.mark.parametrize("name", ["many-row-tiles", "page-64", "int8-page-64", "everything", "everything-16-bit"])
 def test_decode(name: str, dtype: torch.dtype, launched: list[launches.Launched]) -> None:

@@ -82,6 +82,7 @@ def add_arguments(case: Case, problem: Problem, sums: tuple[Tensor, ...], out: T
     return (*sums, *without_bias_and_sinks, case.alibi != "")
 
 
+@pytest.mark.slow
 @each_kernel
 @pytest.mark.parametrize("case", PLACES, ids=str)
 def test_results_and_gradients(kernel: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +105,7 @@ EXACT = [
 ONE_PATH = EXACT[:2] + EXACT[-1:]
 
 
+@pytest.mark.slow
 @each_kernel
 @pytest.mark.parametrize("case", EXACT, ids=str)
 def test_rounded_once_they_are_what_the_rounding_operators_give(

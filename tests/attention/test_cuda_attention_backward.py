@@ -413,6 +413,7 @@ def test_every_key_at_finfo_min(dtype: torch.dtype) -> None:
     assert all(found[name].isfinite().all() for name in GRADIENTS[:4])
 
 
+@pytest.mark.slow
 @each_dtype
 @pytest.mark.parametrize(
     "case",
@@ -475,6 +476,7 @@ ORDERED = Case(window=(90, 30), shape=(1, 4, 2, 200, 150), dropout=0.2, mask="fl
 ORDERED_PLAIN = Case(window=(90, 130), shape=(1, 4, 2, 200, 300), head_dims=(128, 128))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -617,6 +619,7 @@ def test_the_dispatcher_chooses_it_for_training(dtype: torch.dtype) -> None:
     assert (explained.backend, explained.kernel) == ("cuda", name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"causal": True}, {"softcap": 3.0, "window": (1, 1), "bias": True, "sinks": True}],

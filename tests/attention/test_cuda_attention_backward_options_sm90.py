@@ -97,6 +97,7 @@ def test_lengths_around_tiles(lengths: tuple[int, int], head_dim: int) -> None:
 BROADCAST = [(0, 0, 0, 1), (1, 0, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1), (1, 1, 1, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask_shape", BROADCAST, ids=str)
 @pytest.mark.parametrize("mask", ["bool", "float", "inf"])
 def test_broadcast_masks(mask: str, mask_shape: tuple[int, int, int, int]) -> None:
@@ -159,6 +160,7 @@ def test_what_stands_beyond_a_sequence_has_no_influence(head_dim: int) -> None:
 # --- Numbers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_dropout_drops_what_the_reference_drops(head_dim: int) -> None:
     """With a dO that singles out rows, dV says which probabilities were kept, one by one."""
@@ -204,6 +206,7 @@ def test_keys_hidden_by_a_mask_have_no_influence(mask: str, poison: float, head_
     backward.check_keys_hidden_by_a_mask(case, poison)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("poison", "dtype"), [(torch.nan, torch.bfloat16), (torch.inf, torch.float16)], ids=str)
 @pytest.mark.parametrize(
@@ -237,12 +240,14 @@ ORDERED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ORDERED, ids=str)
 def test_deterministic_gradients_have_the_same_bits(case: Case) -> None:
     """In any order of CTAs, warps and copies, and on GPUs of any size."""
     check_same_bits(case, gpus=(1, 132))
 
 
+@pytest.mark.slow
 @only_emulated
 @pytest.mark.parametrize("case", ORDERED, ids=str)
 def test_gradients_in_any_order_are_as_good(case: Case) -> None:

@@ -156,6 +156,7 @@ def test_options_of_wider_heads_go_to_the_kernels_for_sm_80() -> None:
     assert "attention_backward_key_value_sm80<192, float16, options>" in calls[-1][2]
 
 
+@pytest.mark.slow
 @each_dtype
 @pytest.mark.parametrize(
     "head_dims",
@@ -179,6 +180,7 @@ def test_packed(index: int, head_dims: tuple[int, int]) -> None:
     (check if has_pairs else backward.check)(case, deterministic=which == 0, seed=head_dims[0])
 
 
+@pytest.mark.slow
 @each_pair
 def test_what_stands_beyond_a_sequence_has_no_influence(head_dims: tuple[int, int]) -> None:
     """Tiles of a packed sequence reach into the next one, whose NaN must stay there."""
@@ -221,6 +223,7 @@ def test_layouts(layout: str, dtype: torch.dtype) -> None:
     check(Case(layout=layout, shape=(2, 4, 2, 70, 165), head_dims=(64, 64), window=CAUSAL, dtype=dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @each_pair
 def test_query_heads_that_share_keys(head_dims: tuple[int, int], kv_heads: int) -> None:
@@ -270,6 +273,7 @@ MASKED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dims", "case", "poison"),
     in_turn(itertools.product([(64, 64), (128, 128), *WIDE], MASKED), [torch.nan, torch.inf]),
@@ -297,6 +301,7 @@ SHARED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "deterministic"])
 @pytest.mark.parametrize("name", SHARED)
 def test_ctas_that_share_a_tile(name: str, deterministic: bool) -> None:
@@ -319,6 +324,7 @@ def test_a_tile_is_shared_where_it_would_leave_sms_idle() -> None:
     assert stored == [[keys, queries], [0, keys + queries]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(1,) * 34 + (200,) + (1,) * 5, (0,) * 40 + (130, 0, 129)], ids=["ones", "empties"])
 def test_more_packed_sequences_than_lanes(lengths: tuple[int, ...]) -> None:
     """A warp counts their tiles."""
@@ -339,12 +345,14 @@ ORDERED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ORDERED, ids=str)
 def test_deterministic_gradients_have_the_same_bits(case: Case) -> None:
     """In any order of CTAs, warps and copies, and on GPUs of any size."""
     check_same_bits(case, gpus=(1, 2, 132))
 
 
+@pytest.mark.slow
 @only_emulated
 @pytest.mark.parametrize("case", ORDERED, ids=str)
 def test_gradients_in_any_order_are_as_good(case: Case) -> None:

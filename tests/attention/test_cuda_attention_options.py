@@ -118,6 +118,7 @@ def test_packed(case: Case, dtype: torch.dtype) -> None:
     check(replace(case, dtype=dtype))
 
 
+@pytest.mark.slow
 @each_dtype
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("case", PLAIN_CASES, ids=str)

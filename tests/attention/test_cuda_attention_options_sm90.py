@@ -155,6 +155,7 @@ def test_each_kind_of_bias(kind: torch.dtype, expanded: tuple[int, ...], keys: i
     assert torch.equal(lse.isinf(), ~seen)
 
 
+@pytest.mark.slow
 @each_dtype
 @pytest.mark.parametrize("spoiled", ["nan", "inf"])
 @pytest.mark.parametrize(
@@ -185,6 +186,7 @@ def test_rings_go_round(tiles: int, head_dims: Dims) -> None:
         check(case, seed=tiles)
 
 
+@pytest.mark.slow
 @only_emulated
 @pytest.mark.parametrize("num_sms", [1, 2, 132])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1)], ids=str)

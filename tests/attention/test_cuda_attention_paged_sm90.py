@@ -86,6 +86,7 @@ def in_turn(page_sizes: tuple[int, ...]) -> list[tuple[int, tuple[int, int]]]:
     return turns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size, head_dims", in_turn(PAGE_SIZES), ids=str)
 def test_page_sizes(page_size: int, head_dims: tuple[int, int]) -> None:
     dtype = torch.float16 if page_size % 3 else torch.bfloat16
@@ -93,6 +94,7 @@ def test_page_sizes(page_size: int, head_dims: tuple[int, int]) -> None:
     check_case(replace(LARGE, page_size=page_size, dims=head_dims, dtype=dtype, options=options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size, head_dims", in_turn((96, 24, 8, 1)), ids=str)
 def test_page_sizes_with_options(page_size: int, head_dims: tuple[int, int]) -> None:
     chosen: tuple[tuple[str, Any], ...] = (("window", (150, 20)), ("softcap", 3.0))
@@ -103,6 +105,7 @@ def test_page_sizes_with_options(page_size: int, head_dims: tuple[int, int]) -> 
     check_case(replace(case, alibi=page_size == 96, sinks=page_size == 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
 def test_one_page_holds_a_sequence(head_dims: tuple[int, int]) -> None:
     is_full = HEAD_DIMS.index(head_dims) % 2 == 0
@@ -111,18 +114,21 @@ def test_one_page_holds_a_sequence(head_dims: tuple[int, int]) -> None:
     check(only_first_page(paged.make(case)), PLAIN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"sinks": True}, {"options": (("window", (70, 9)),)}], ids=str)
 @each_kind
 def test_sinks_and_windows(page_size: int, options: dict[str, Any]) -> None:
     check_case(replace(LARGE, page_size=page_size, dims=(128, 64), **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dims", [(8, 24), (72, 96), (16, 128), (200, 256)], ids=str)
 @each_kind
 def test_head_dims_below_the_kernels_own(page_size: int, head_dims: tuple[int, int]) -> None:
     check_case(Case(page_size=page_size, dims=head_dims, lengths=((70, 5), (180, 60))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page_size, heads", [*itertools.product((5, 16), [(8, 1), (8, 2), (6, 2), (5, 5)]), (128, (8, 1))], ids=str
 )
@@ -131,6 +137,7 @@ def test_query_heads_in_the_rows_of_a_tile(page_size: int, heads: tuple[int, int
         check_case(Case(page_size=page_size, heads=heads, dims=(128, 128), lengths=lengths, sinks=True))
 
 
+@pytest.mark.slow
 @only_emulated
 @pytest.mark.parametrize(
     ("page_size", "cluster", "head_dims"),
@@ -155,6 +162,7 @@ def test_two_ctas_share_tiles_by_tma(page_size: int, cluster: int, head_dims: tu
             assert (launched.report.waits.get("cluster barrier", 0) > 0) == (cluster == 2)
 
 
+@pytest.mark.slow
 @only_emulated
 @pytest.mark.parametrize("num_sms", [1, 132])
 @each_kind
@@ -168,6 +176,7 @@ def test_any_number_of_sms(page_size: int, num_sms: int) -> None:
 # --- What is in tables and in rows that nobody may see ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page_size", "head_dims", "kernel"),
     [
@@ -220,6 +229,7 @@ def test_few_pages() -> None:
         assert bool((out == 0).all()) and bool((lse == -torch.inf).all())
 
 
+@pytest.mark.slow
 @each_kind
 @pytest.mark.parametrize("spoiled, kernel", [(torch.nan, PLAIN), (torch.inf, OPTIONS)])
 def test_keys_that_are_masked_have_no_influence(spoiled: float, page_size: int, kernel: str) -> None:
@@ -235,6 +245,7 @@ def test_keys_that_are_masked_have_no_influence(spoiled: float, page_size: int, 
         assert bool(out[sees].isnan().all())
 
 
+@pytest.mark.slow
 @each_kind
 def test_views_are_read_where_they_lie(page_size: int) -> None:
     arguments = paged.make(Case(page_size=page_size, dims=(128, 128)))
@@ -265,6 +276,7 @@ def test_pages_that_are_the_same_memory() -> None:
 # --- Rings and roles --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @only_emulated
 @pytest.mark.parametrize("page_size, head_dim", [(1, 64), (8, 256), (16, 128), (128, 64)])
 def test_order_of_warps_and_copies_has_no_influence(page_size: int, head_dim: int) -> None:
@@ -332,6 +344,7 @@ def test_explain_and_record_name_the_kernel(softcap: float, dtype: torch.dtype) 
     assert calls == [("attention", "cuda", name)]
 
 
+@pytest.mark.slow
 @only_emulated
 @pytest.mark.parametrize("page_size", SOME_SIZES)
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)

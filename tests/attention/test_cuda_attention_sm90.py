@@ -77,6 +77,7 @@ def test_shapes(shape: tuple[int, int], window: tuple[int, int], instance: tuple
     check(case, seed=rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dims", "case", "dtype"), in_turn(itertools.product(HEAD_DIMS, options.PLAIN_CASES), DTYPES), ids=str
 )
@@ -193,6 +194,7 @@ def test_offsets_in_device_memory_are_not_trusted(broken: tuple[int, ...]) -> No
 # --- Rings, persistent CTAs, clusters ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each_head_dim
 @pytest.mark.parametrize("tiles", (1, 2, 3, 4, 5, 7))
 def test_rings_go_round(tiles: int, head_dims: Dims) -> None:
@@ -202,6 +204,7 @@ def test_rings_go_round(tiles: int, head_dims: Dims) -> None:
         check(Case(shape=(1, 3, 1, 2 * BLOCK_M[head_dims], keys), head_dims=head_dims), seed=tiles)
 
 
+@pytest.mark.slow
 @only_emulated
 @pytest.mark.parametrize("num_sms", [1, 2, 78, 132])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1), (3, 3)], ids=str)
@@ -236,6 +239,7 @@ def test_clusters(case: Case, cluster: int) -> None:
     assert (launched.report.waits.get("cluster barrier", 0) > 0) == (cluster == 2)
 
 
+@pytest.mark.slow
 @each_dtype
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128)], ids=str)
 @pytest.mark.parametrize(

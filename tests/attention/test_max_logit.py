@@ -120,12 +120,14 @@ def test_every_option(options: str, backend: str) -> None:
     check((query, key, value), options_of(options, query, key, generator))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
 def test_every_head_dim(head_dims: tuple[int, int], backend: str) -> None:
     query, key, value, _ = make(rows=150, keys=330, head_dims=head_dims)
     check((query, key, value), CAUSAL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [(1, 1), (4, 1), (3, 3)], ids=str)
 def test_few_rows_over_many_keys(heads: tuple[int, int], backend: str) -> None:
     """CTAs that share the keys of a tile find their maxima each for themselves; heads are not packed into rows."""
@@ -133,6 +135,7 @@ def test_few_rows_over_many_keys(heads: tuple[int, int], backend: str) -> None:
     check((query, key, value), CAUSAL)
 
 
+@pytest.mark.slow
 def test_signs_and_infinities(backend: str) -> None:
     """Negative, zero, positive and infinite scores of many CTAs, in the order in which they come."""
     query, key, value, generator = make(rows=300, keys=150)
@@ -185,6 +188,7 @@ def test_packed_sequences(options: str, backend: str) -> None:
     torch.testing.assert_close(max_logit.double(), torch.stack(for_each).amax(0), rtol=1e-3, atol=0)
 
 
+@pytest.mark.slow
 def test_pages(backend: str) -> None:
     query, key, value, _ = make(rows=40, keys=96)
     pages = [tensor.unflatten(2, (6, 16)).transpose(1, 2).flatten(0, 1).contiguous() for tensor in (key, value)]
@@ -211,6 +215,7 @@ def test_pages(backend: str) -> None:
     torch.testing.assert_close(out[:40], expected[0][0][0].transpose(0, 1), rtol=0, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_what_nobody_sees_does_not_count(backend: str) -> None:
     """The largest products by far stand where no row looks; NaN counts as nothing; a head may see nothing at all."""
     query, key, value, _ = make(rows=64, keys=128)
@@ -241,6 +246,7 @@ def test_without_rows_or_keys(rows: int, keys: int, backend: str) -> None:
     assert max_logit.tolist() == [-math.inf] * 4
 
 
+@pytest.mark.slow
 def test_gradients_do_not_know_of_it(backend: str) -> None:
     query, key, value, _ = make(rows=33, keys=47)
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
@@ -259,6 +265,7 @@ def test_float64_has_a_float64_maximum() -> None:
     torch.testing.assert_close(max_logit, scores.amax((0, 2, 3)))
 
 
+@pytest.mark.slow
 def test_it_traces_and_maps(backend: str) -> None:
     query, key, value, _ = make(rows=9, keys=40)
 

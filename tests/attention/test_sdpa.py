@@ -120,6 +120,7 @@ def composite(
     return scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0) @ value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "mask_kind"), CASES_AND_MASKS)
 def test_kernels_equal_torch(case: str, mask_kind: str) -> None:
     options = CASES[case][4]

@@ -45,6 +45,7 @@ def test_few_queries_over_many_keys(window: tuple[int, int], head_dims: tuple[in
     check(case, num_sms=13, seed=sum(head_dims))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_sms", [2, 3, 5, 9, 17, 40, 78])
 def test_parts_of_one_tile(num_sms: int) -> None:
     """From two parts on: with 5 and with 17 the merge takes one more step. So many SMs have 49."""
@@ -58,6 +59,7 @@ def test_shares_that_begin_and_end_inside_of_tiles(rows: int, num_sms: int) -> N
     check(Case(shape=(1, 1, 1, rows, 3000), head_dims=(64, 48), window=CAUSAL), num_sms, seed=rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lengths",
     [
@@ -91,6 +93,7 @@ def test_pairs_of_ctas_share_keys_with_other_pairs() -> None:
     assert found[0].report.waits.get("cluster barrier", 0) > 0
 
 
+@pytest.mark.slow
 @only_emulated
 @pytest.mark.parametrize(
     "case",
@@ -114,12 +117,14 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dims", HOPPER_HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("case", OPTIONS, ids=str)
 def test_options(case: Case, head_dims: tuple[int, int]) -> None:
     check(replace(case, shape=(1, 2, 2, 50, 1200), head_dims=head_dims, dtype=torch.bfloat16), num_sms=5)
 
 
+@pytest.mark.slow
 @of_sm_80
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(
@@ -165,6 +170,7 @@ FEW_ROWS = [
 ]
 
 
+@pytest.mark.slow
 @of_sm_80
 @pytest.mark.parametrize(
     ("case", "head_dim", "dtype"),
@@ -266,6 +272,7 @@ def window_arguments(query: Tensor, key: Tensor, value: Tensor, left: int) -> tu
     return (query, key, value, *[None] * 6, query.shape[2], key.shape[2], 0.125, left, 0, None, 0, 0, 0.0, 0.0, None)
 
 
+@pytest.mark.slow
 @each_dtype
 @each_architecture
 @pytest.mark.parametrize(

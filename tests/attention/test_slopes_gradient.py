@@ -78,6 +78,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @each_backend
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_the_oracle(case: Case, backend: str) -> None:
@@ -112,6 +113,7 @@ def test_what_no_row_sees_may_be_nan(backend: str) -> None:
     assert torch.equal(run(backend, case, problem)["grad_slopes"], expected)
 
 
+@pytest.mark.slow
 @each_backend
 def test_no_keys_or_no_rows_leave_zeros(backend: str) -> None:
     for rows, keys in ((5, 0), (0, 5)):
@@ -163,6 +165,7 @@ def test_a_gradient_nobody_asked_for_is_not_computed(backend: str) -> None:
         assert ("slopes" in kernels) is wanted and (given.grad is not None) is wanted
 
 
+@pytest.mark.slow
 @each_backend
 def test_slopes_of_all_are_the_sum_of_those_of_each(backend: str) -> None:
     """Also through the public function, for slopes ``[Hq]`` and in another dtype."""
@@ -179,6 +182,7 @@ def test_slopes_of_all_are_the_sum_of_those_of_each(backend: str) -> None:
     assert found.dtype == torch.float16 and found.shape == (2,)
 
 
+@pytest.mark.slow
 @each_backend
 def test_finite_differences(backend: str) -> None:
     """Of a sum of the public function's results in 16 bits, over a step that is large beside their rounding."""

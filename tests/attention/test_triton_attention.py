@@ -61,6 +61,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OPTIONS, ids=str)
 def test_each_option(case: Case, monkeypatch: Any) -> None:
     check(case, monkeypatch)
@@ -81,6 +82,7 @@ HEAD_DIMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(HEAD_DIMS)), ids=[str(dims) for dims in HEAD_DIMS])
 def test_head_dims_with_their_own_tiles(index: int, monkeypatch: Any) -> None:
     """The dtypes take turns: what compiles for them differs in a suffix, and compiling is what takes time."""
@@ -90,6 +92,7 @@ def test_head_dims_with_their_own_tiles(index: int, monkeypatch: Any) -> None:
 LENGTHS = [(1, 1), (1, 97), (97, 1), (15, 17), (16, 31), (17, 33), (31, 32), (64, 65)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lengths", "window"), in_turn([(lengths,) for lengths in LENGTHS], [(-1, -1), CAUSAL]), ids=str
 )
@@ -133,6 +136,7 @@ def test_no_query_heads_beside_key_heads(monkeypatch: Any) -> None:
 PACKED = ((5, 0, 33, 1, 17), (40, 7, 0, 1, 20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -201,6 +205,7 @@ def test_packed_bounds_larger_than_the_tensors(monkeypatch: Any) -> None:
         assert torch.equal(tensor, actual[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["bshd", "sliced", "misaligned"])
 def test_layouts(layout: str, monkeypatch: Any) -> None:
     case = Case(layout=layout, shape=(2, 4, 2, 19, 35), head_dims=(24, 16), window=CAUSAL)
@@ -212,6 +217,7 @@ def test_layouts(layout: str, monkeypatch: Any) -> None:
         assert (gradient.stride(1) < gradient.stride(2)) == transposed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["bool", "float"])
 def test_mask_of_any_strides(mask: str, monkeypatch: Any) -> None:
     """Each meets the oracle; the bits may differ, since other strides compile to other code."""
@@ -251,6 +257,7 @@ def test_constant_rows(monkeypatch: Any) -> None:
     check(case, monkeypatch, problem)
 
 
+@pytest.mark.slow
 def test_every_key_at_finfo_min(monkeypatch: Any) -> None:
     """finfo.min is a number: a row of nothing else attends uniformly, and its gradient is that of a uniform row."""
     for dtype in DTYPES:
@@ -325,6 +332,7 @@ def test_visible_nan_in_a_value(window: tuple[int, int], monkeypatch: Any) -> No
     assert torch.equal(out.isnan(), expected)
 
 
+@pytest.mark.slow
 def test_dropout_drops_what_the_reference_drops(monkeypatch: Any) -> None:
     """Uniform probabilities and one-hot values show the mask bit for bit."""
     case = Case(shape=(2, 2, 1, 21, 48), head_dims=(16, 48), dropout=0.35)
@@ -421,6 +429,7 @@ def test_each_two_options_meet() -> None:
     assert met == set[Any]().union(*(option_pairs(random_case(seed)) for seed in range(1000)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_combinations(seed: int, monkeypatch: Any) -> None:
     check(random_case(seed), monkeypatch)

@@ -36,6 +36,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [(512, 512), (257, 300), (64, 320)], ids=str)
 @pytest.mark.parametrize("options, dtype", list(zip(OPTIONS, DTYPES, strict=True)), ids=["f16", "bf16"])
 def test_attention(dims: tuple[int, int], options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -60,6 +61,7 @@ DECODED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DECODED, ids=str)
 def test_decoding(case: Case) -> None:
     def run(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -73,6 +75,7 @@ def test_decoding(case: Case) -> None:
     decode_cases.check(case, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantized", [False, True], ids=["16-bit", "int8"])
 def test_a_prompt_and_steps(quantized: bool) -> None:
     """A cache of all tokens gives what attention over them does; the prompt goes to the attention kernel."""

@@ -34,6 +34,7 @@ def jagged(heads: int, lengths: tuple[int, ...] = LENGTHS, dim: int = 16, like: 
     return torch.nested.nested_tensor_from_jagged(rows, offsets).transpose(1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_jagged_tensors_are_packed_sequences(backend: str) -> None:
     query = jagged(4)
@@ -95,6 +96,7 @@ def sdpa_of_parts(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> 
     return [torch_sdpa(*(part[None] for part in each), **options)[0] for each in parts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_the_drop_in_sends_jagged_tensors_to_kernels(kv_heads: int, is_causal: bool) -> None:

@@ -124,6 +124,7 @@ def sdpa_math(prepare: Callable[[Any, Any], Prepared]) -> Implementation:
     return Implementation("torch SDPA math", "1", prepare, peers_attention.sdpa_contexts()["torch SDPA math"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "own", "peer", "cases"),
     [
@@ -291,6 +292,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "results" / "synthetic-gpu"
 
 
+@pytest.mark.slow
 def test_a_run_writes_what_it_measured(pretended_gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
     benchmark = dataclasses.replace(on_cpu(bench_decode, case_decode.prepare), cases=DECODE_CASES)
     harness.report(benchmark, options_of(bench_decode, "--save"))

@@ -279,6 +279,7 @@ def test_the_library_says_which_kernel_a_gpu_gets_and_its_tile(head_dim: int) ->
         assert geometry.launched == (geometry.ctas if machine is A100 else H200.num_sms)  # persistent CTAs
 
 
+@pytest.mark.slow
 @needs_emulator
 @needs_native
 @needs_tools
@@ -322,6 +323,7 @@ def longer(point: Point, factor: int) -> Point:
     return replace(point, case=case)
 
 
+@pytest.mark.slow
 @needs_emulator
 @needs_tools
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: f"{point.benchmark} {point.machine.name}")
@@ -341,6 +343,7 @@ def test_longer_takes_longer(point: Point) -> None:
     assert times == sorted(times) and times[2] > 1.5 * times[1] > 2.25 * times[0]
 
 
+@pytest.mark.slow
 @needs_emulator
 @needs_native
 def test_launches_are_of_the_size_that_their_geometry_says() -> None:

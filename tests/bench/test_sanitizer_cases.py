@@ -24,6 +24,7 @@ def kernels_in(folder: str, suffixes: tuple[str, ...], pattern: str) -> set[str]
     return {name for path in sources for name in re.findall(pattern, path.read_text())}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE != "cpu", reason="the emulator is who knows which kernels ran")
 def test_every_kernel_runs() -> None:
     """Those for sm_80 and Triton's on an A100, those for sm_90a on a Hopper GPU, in clusters too."""

@@ -89,6 +89,7 @@ def check(case: Case, layout: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> s
     return calls[0].kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "layout"),
     in_turn([(case,) for case in CASES], LAYOUTS, each=2),
@@ -100,6 +101,7 @@ def test_views_of_one_tensor(case: Case, layout: Callable[..., Any], backend: st
         assert kernel.startswith("attention_forward" if case.name.startswith("prompt") else "decode_split")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not EMULATED or not HAS_KERNELS, reason="chooses the emulated GPU")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("page_size", (16, 64))
@@ -110,6 +112,7 @@ def test_prompts_on_hopper(layout: Callable[..., Any], page_size: int) -> None:
         assert check(case, layout).startswith("attention_forward_sm90")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True], ids=["arguments", "inside"])
 def test_compile(inside: bool, backend: str) -> None:
     """Views as arguments of the graph, or made inside of it."""

@@ -55,6 +55,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [contiguous, heads_after_rows, part_of_more])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_result_is_there(case: Case, place: Callable[..., Tensor], backend: str) -> None:

@@ -48,6 +48,7 @@ def run_prompt(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return result
 
 
+@pytest.mark.slow
 @each_format
 @pytest.mark.parametrize("case", [PROMPT, PAGES], ids=["dense", "paged"])
 @each_backend
@@ -62,6 +63,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [{"int8": True}, {"fp8": "heads"}], ids=["int8", "fp8"])
 @pytest.mark.parametrize("case", OPTIONS, ids=["rotary", "alibi-of-batch", "lengths"])
 @each_backend
@@ -69,6 +71,7 @@ def test_options(case: Case, cache: dict[str, Any], backend: str) -> None:
     check(replace(case, **cache), run_prompt)
 
 
+@pytest.mark.slow
 @only_emulated
 @pytest.mark.skipif("90a" not in native.BUILD["archs"], reason="needs kernels for sm_90a")
 @pytest.mark.parametrize("case", [PROMPT, PAGES], ids=["dense", "paged"])
@@ -78,6 +81,7 @@ def test_hopper(case: Case) -> None:
         check(replace(case, dims=(64, 64), fp8="tokens", dtype=torch.bfloat16), run_prompt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [replace(PAGES, int8=True), replace(PROMPT, fp8="heads")], ids=["int8", "fp8"])
 @pytest.mark.parametrize("heads_at_once", [1, 3])
 @each_backend
@@ -158,6 +162,7 @@ def dequantize_arguments(case: Case) -> dequantize.DequantizeArguments:
     return dequantize.DequantizeArguments(*(made[name] for name in names), *outs)
 
 
+@pytest.mark.slow
 @each_format
 @pytest.mark.parametrize("case", [PROMPT, PAGES], ids=["dense", "paged"])
 @each_dtype

@@ -149,6 +149,7 @@ def test_scales_of_any_magnitude(magnitude: float, backend: str) -> None:
 # --- Attention --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each_decoding
 @pytest.mark.parametrize(
     ("dims", "dtype", "whose"),
@@ -244,6 +245,7 @@ def test_fp8_caches_are_close_to_float_ones(backend: str) -> None:
     assert 0 < (out - expected).abs().max().item() < expected.abs().max().item() / 16
 
 
+@pytest.mark.slow
 @each_scales
 def test_many_queries_are_decoded(whose: str, backend: str) -> None:
     """While they are few rows of a KV head: see test_eight_bit_prefill."""

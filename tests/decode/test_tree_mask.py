@@ -78,6 +78,7 @@ def check(case: Case, mask: Tensor) -> tuple[Tensor, Tensor]:
 # --- What a tree is ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_each_path_of_a_tree_is_a_sequence_of_its_own(seed: int, backend: str) -> None:
     """A token's result is that of the last token of its path behind the cached ones, where nothing else is."""
@@ -96,6 +97,7 @@ def test_each_path_of_a_tree_is_a_sequence_of_its_own(seed: int, backend: str) -
         torch.testing.assert_close(lse[:, :, token], path_lse[:, :, -1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @each_dtype
 @each_format
 def test_a_chain_is_causal(stored: str, dtype: torch.dtype, backend: str) -> None:
@@ -163,6 +165,7 @@ def test_any_number_of_rows(queries: int, heads: tuple[int, int], stored: str, b
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stored", "dims", "dtypes"),
     in_turn(itertools.product(FORMATS, [(64, 64), (128, 72), (256, 256)]), (DTYPES, DTYPES[::-1])),
@@ -177,6 +180,7 @@ def test_each_instance(
         check(case, torch.stack([tree(drawn_parents(4, seed)) for seed in (1, 2)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page_size", "splits", "stored"),
     in_turn([(1, 1), (16, 3), (24, 0), (64, 3)], list(FORMATS), each=2),
@@ -208,6 +212,7 @@ def test_options_beside_a_tree(backend: str) -> None:
     check(case, torch.stack([tree(drawn_parents(6, seed)) for seed in (5, 6)]))
 
 
+@pytest.mark.slow
 def test_masks_of_any_strides(backend: str) -> None:
     case = Case("strides", lengths=(90, 5), queries=6, new=6)
     mask = drawn_mask(2, 6, 6, seed=9).to(DEVICE)
@@ -225,6 +230,7 @@ def test_nothing_to_do(sequences: int, queries: int, backend: str) -> None:
 # --- How it is reached ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 def test_caches_pass_it_on(paged: bool, backend: str) -> None:
     generator = torch.Generator(DEVICE).manual_seed(4)
@@ -259,6 +265,7 @@ def test_out(backend: str) -> None:
     assert found is out and torch.equal(out, expected)
 
 
+@pytest.mark.slow
 def test_it_compiles(backend: str) -> None:
     dtype = torch.float32 if backend == "torch" else torch.float16
     case = Case("compiled", lengths=(90, 5), queries=6, new=6, dtype=dtype)

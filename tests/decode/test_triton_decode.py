@@ -26,11 +26,13 @@ def check(case: Case, arguments: dict[str, Any] | None = None) -> tuple[Tensor, 
     return decode_cases.check(case, run_kernel, arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_the_oracle(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenarios(name: str) -> None:
     SCENARIOS[name](run_kernel)

@@ -190,6 +190,7 @@ def test_forward_for_hopper_launches_what_the_library_names(
     assert launched_names(found) == [named] == [explained.kernel]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("head_dim", [64, 96])
 def test_a_compiled_call_with_gradients_runs_what_an_eager_one_does_on_hopper(head_dim: int, dynamic: bool) -> None:

@@ -164,6 +164,7 @@ def test_use_backend_is_guarded(backend: str) -> None:
     assert namespaces[0] == own and namespaces[-1] == set()
 
 
+@pytest.mark.slow
 def test_vmap_equals_a_loop() -> None:
     query, key, value = draw(3, 1, 4, 5, 16), draw(3, 1, 2, 7, 16), draw(3, 1, 2, 7, 16)
     bias, sinks = draw(3, 1, 1, 5, 7), draw(4)
@@ -218,6 +219,7 @@ def test_gradients_of_a_mapped_function(name: str) -> None:
     torch.testing.assert_close(by_func(query.detach(), key.detach()), want, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_checkpoint_recomputes_the_same_dropout(backend: str) -> None:
     inputs = [draw(1, 2, 5, 16, requires_grad=True) for _ in range(3)]
 
@@ -479,6 +481,7 @@ def test_raw_operators_refuse_to_differentiate(namespace: str) -> None:
         getattr(torch.ops, namespace).attention_forward(*arguments)
 
 
+@pytest.mark.slow
 def test_flops_are_counted_as_torch_counts_its_own(backend: str) -> None:
     if backend == "torch":
         pytest.skip("torch counts its own operators")
@@ -521,6 +524,7 @@ def test_reference_is_what_the_torch_path_computes(backend: str) -> None:
     torch.testing.assert_close(attend(*inputs), reference.attention(*inputs, causal=True, softcap=5.0)[0])
 
 
+@pytest.mark.slow
 def test_dropout_compiles_and_follows_the_generator() -> None:
     def attend_with_dropout(query: Tensor, key: Tensor, value: Tensor) -> Any:
         return fastattn.attention(query, key, value, dropout_p=0.5)

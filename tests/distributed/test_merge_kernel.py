@@ -132,6 +132,7 @@ LAYOUTS = (heads_after_rows, one_of_each, dims_anywhere, one_for_all_rows)
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
+@pytest.mark.slow
 @each_layout
 def test_layouts(layout: Callable[[Merged], Merged]) -> None:
     check(layout(problem()))

@@ -322,6 +322,7 @@ def test_sentence_model_in_fastattn_and_int8(
     assert any("cosine of int8" in check.what for check in checks.failed)
 
 
+@pytest.mark.slow
 def test_lora_over_int8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """After three steps nothing is learned yet, which the checks say; all else holds."""
     checks = CheckList()
@@ -384,6 +385,7 @@ def test_one_failed_check_fails_the_demo(
     assert capsys.readouterr().out.splitlines()[-1] == "demo: FAILED (1 of 6 checks: bad)"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_kernels_example_says_what_to_run_where_there_is_no_gpu() -> None:
     command = [sys.executable, str(ROOT / "examples" / "own_kernels.py")]

@@ -23,7 +23,7 @@ PLACES = {"dims": 0, "dtype": 0, "seed": 0}
 
 @pytest.mark.parametrize("pairwise", [False, True])
 def test_every_value_is_kept_and_for_instances_every_pair(pairwise: bool) -> None:
-    facts = [facts_of(case, PLACES, pairwise) for case in CASES]
+    facts = [facts_of(case, PLACES, [], pairwise) for case in CASES]
     kept = covering(CASES, facts)
     assert {case["dims"] for case in kept} == {8, 64, 96} and {case["dtype"] for case in kept} == {"h", "b"}
     assert {case["seed"] for case in kept} == {0}
@@ -32,8 +32,14 @@ def test_every_value_is_kept_and_for_instances_every_pair(pairwise: bool) -> Non
 
 
 def test_values_that_do_not_compare_are_told_apart_by_their_place() -> None:
-    facts = [facts_of({"case": object()}, {"case": place}, False) for place in range(4)]
+    facts = [facts_of({"case": object()}, {"case": place}, [], False) for place in range(4)]
     assert covering(range(4), facts) == [0, 1, 2, 3]
+
+
+def test_values_that_were_given_together_are_one() -> None:
+    cases = [{"m": 16, "dtype": "h"}, {"m": 16, "dtype": "b"}, {"m": 32, "dtype": "h"}, {"m": 32, "dtype": "b"}]
+    for rows, expected in (([], 2), ([("m", "dtype")], 4)):
+        assert len(covering(cases, [facts_of(case, {"m": 0, "dtype": 0}, rows, False) for case in cases])) == expected
 
 
 class Config:

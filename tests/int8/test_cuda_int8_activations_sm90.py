@@ -84,6 +84,7 @@ def test_every_number_of_steps_is_exact(steps: int) -> None:
             assert torch.equal(matmul(x, weight, scale), rounded_products(x, weight, scale))
 
 
+@pytest.mark.slow
 @only_emulated
 @pytest.mark.parametrize("block", PLAIN_BLOCKS)
 def test_shared_tiles_are_exact(block: int) -> None:

@@ -125,6 +125,7 @@ def test_views() -> None:
 # --- Sums that several teams share ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @only_emulated
 @pytest.mark.parametrize("block", BLOCKS)
 def test_shared_tiles(block: int) -> None:
@@ -166,6 +167,7 @@ def test_gradient_of_a_bias_of_any_width(n: int, m: int, dtype: torch.dtype) -> 
     check(64, grad_out, weight, scale, seed=n)
 
 
+@pytest.mark.slow
 @only_emulated
 @pytest.mark.parametrize("block, m", [(64, 5), (64, 300), (256, 300)])
 def test_a_bias_takes_no_launch_of_its_own_and_has_the_same_bits_always(block: int, m: int) -> None:

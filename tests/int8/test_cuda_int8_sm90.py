@@ -134,6 +134,7 @@ def test_views() -> None:
 # --- Sums that several teams share ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @only_emulated
 @pytest.mark.parametrize("block", PLAIN_BLOCKS)
 def test_shared_tiles(block: int) -> None:

@@ -95,6 +95,7 @@ def test_odd_sizes_and_views(n: int, k: int, dtype: torch.dtype) -> None:
         int8_cases.check_grad_input(gradients, normal(2, 3, n, seed=2, dtype=dtype), wide[:, :k], scale)
 
 
+@pytest.mark.slow
 @only_emulated
 def test_blocks_fit_into_the_workspace() -> None:
     """260 rows of 2^17 weights are more than 2^25: two blocks."""

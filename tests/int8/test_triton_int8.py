@@ -44,6 +44,7 @@ def test_another_number_of_tokens_is_no_other_kernel() -> None:
     assert counts[-1] == counts[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
 @pytest.mark.parametrize("m, n, k", [(1, 1, 1), (3, 7, 5), (16, 65, 129), (33, 127, 63), (129, 131, 1)])
 def test_odd_sizes(granularity: str, m: int, n: int, k: int) -> None:
@@ -55,6 +56,7 @@ def test_odd_sizes(granularity: str, m: int, n: int, k: int) -> None:
     check_grad_input(normal(m, n, seed=3), wide, scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_groups_with_odd_outputs(group: int) -> None:
     weight, scale = quantised(67, 3 * group, group)
@@ -70,6 +72,7 @@ EPILOGUES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation, with_bias, with_residual", EPILOGUES)
 def test_epilogues(activation: str, with_bias: bool, with_residual: bool) -> None:
     """Sums from -10 to 10: every activation's tails. Small m with a deep k takes the merge kernel's epilogue."""
@@ -105,6 +108,7 @@ def test_bfloat16(granularity: str | int) -> None:
     check_grad_input(normal(9, 70, seed=2, dtype=torch.bfloat16), weight, scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["tensor", "channel", 64])
 def test_leading_dims_and_views(granularity: str | int) -> None:
     """Batch dims, rows that are parts of longer rows, transposed inputs: same bits as from a contiguous copy."""
@@ -173,6 +177,7 @@ def test_extreme_weights_are_exact() -> None:
     assert torch.equal(grad_input(grad_out, weight, scale).double(), exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split_k", [1, 2, 5])
 @pytest.mark.parametrize("granularity", ["channel", 64])
 def test_split_k(monkeypatch: pytest.MonkeyPatch, split_k: int, granularity: str | int) -> None:

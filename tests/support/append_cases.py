@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import proof
 from decode_cases import aligned_rows, comparable, spoil
 from fastattn import reference
 from fastattn.quantization import FP8
@@ -99,6 +100,7 @@ def expected(arguments: dict[str, Any]) -> dict[str, Tensor]:
 
 def check_caches(found: dict[str, Any], wanted: dict[str, Tensor]) -> None:
     """Bit for bit."""
+    proof.compared()
     for name, tensor in wanted.items():
         found_tensor, wanted_tensor = comparable(found[name]), comparable(tensor)
         torch.testing.assert_close(

@@ -1,7 +1,7 @@
 """Chooses the tests of ``make test``: few cases of each function, which together have every value of each parameter.
 
-Not a test module. A case is a set of *facts*: that a parameter has a value; for tests of instances (``each_instance``
-or ``every_instance`` in the name), that two parameters have two values. What is kept has all facts of all cases.
+Not a test module. A case is a set of *facts*: that a parameter has a value; for tests of instances (`PAIRWISE` words in
+the name), that two parameters have two values. What is kept has all facts of all cases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
-PAIRWISE = ("each_instance", "every_instance")
+PAIRWISE = ("each_instance", "every_instance", "every_tile")
 PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
 
 
@@ -29,17 +29,27 @@ def covering(cases: Sequence[T], facts: Sequence[frozenset[Hashable]]) -> list[T
     return [cases[index] for index in sorted(chosen)]
 
 
-def facts_of(parameters: dict[str, Any], indices: dict[str, int], is_pairwise: bool) -> frozenset[Hashable]:
-    """Returns what one case tests. ``indices``: the place of each value in its list, for values that do not compare.
+def facts_of(
+    parameters: dict[str, Any], indices: dict[str, int], rows: Iterable[tuple[str, ...]], is_pairwise: bool
+) -> frozenset[Hashable]:
+    """Returns what one case tests.
 
-    A seed is no fact: another one repeats the test.
+    ``indices``: the place of each value in its list, for values that do not compare. ``rows``: names of parameters
+    whose values were given together, which are one value here. A seed is no fact: another one repeats the test.
     """
+    single = {name: (name,) for name in parameters}
+    for names in rows:
+        single |= dict.fromkeys(names, names)
     values = [
-        (name, (type(value), value) if _is_plain(value) else indices[name])
-        for name, value in sorted(parameters.items())
-        if name != "seed"
+        (names, tuple(_comparable(parameters[name], indices[name]) for name in names))
+        for names in sorted(set(single.values()))
+        if names != ("seed",)
     ]
     return frozenset(itertools.combinations(values, 2) if is_pairwise and len(values) > 1 else values)
+
+
+def _comparable(value: Any, index: int) -> Hashable:
+    return (type(value), value) if _is_plain(value) else index
 
 
 def _is_plain(value: Any) -> bool:
@@ -48,6 +58,12 @@ def _is_plain(value: Any) -> bool:
 
 def _function(item: Any) -> tuple[str, str]:
     return item.parent.nodeid, getattr(item, "originalname", item.name)
+
+
+def _rows_of(item: Any) -> list[tuple[str, ...]]:
+    given = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    names = [tuple(each.replace(",", " ").split()) if isinstance(each, str) else tuple(each) for each in given]
+    return [row for row in names if set(row) <= set(item.callspec.params)]
 
 
 def core_of(items: Iterable[Any]) -> list[Any]:
@@ -62,12 +78,17 @@ def core_of(items: Iterable[Any]) -> list[Any]:
             chosen += cases
             continue
         is_pairwise = any(word in name for word in PAIRWISE)
-        facts = [facts_of(case.callspec.params, case.callspec.indices, is_pairwise) for case in cases]
+        facts = [facts_of(case.callspec.params, case.callspec.indices, _rows_of(case), is_pairwise) for case in cases]
         chosen += covering(cases, facts) if any(facts) else cases[:1]
     return chosen
 
 
 def part_of(items: Iterable[Any], part: str) -> list[Any]:
-    """Returns the ``"K/N"``-th part of the items. It parts no function: its cases may share what they compile."""
+    """Returns the ``"K/N"``-th part of the items. Cases of a function stay together, and what an xdist_group shares."""
     number, parts = map(int, part.split("/"))
-    return [item for item in items if zlib.crc32("::".join(_function(item)).encode()) % parts == number - 1]
+
+    def key(item: Any) -> str:
+        group = item.get_closest_marker("xdist_group")
+        return group.args[0] if group else "::".join(_function(item))
+
+    return [item for item in items if zlib.crc32(key(item).encode()) % parts == number - 1]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+import proof
 from fastattn import reference
 from fastattn.activations import ACTIVATIONS, result_columns
 from kernel_device import DEVICE
@@ -67,6 +68,7 @@ def assert_near_int8_oracle(
     Integer sums are exact. What is left: fp32's roundings of the scaled sums of the groups and parts, a few of what
     follows, and the result's."""
     assert out.dtype == x.dtype and out.is_contiguous()
+    proof.compared()
     q, token_scale = (each.to(DEVICE, torch.float64) for each in reference.quantize_rows(x))
     tokens = q * token_scale[..., None]
     extra = [None if each is None else each.double() for each in (bias, residual)]

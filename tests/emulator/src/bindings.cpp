@@ -131,6 +131,7 @@ PYBIND11_MODULE(_emulator, m) {
         .def("kernels", &LoadedModule::kernels)
         .def("parameters", &parameters)
         .def("launch", &launch_kernel);
+    m.def("take_kernels_that_ran", &take_kernels_that_ran);
     bind_allocations(m);
     bind_tensor_map(m);
 #ifdef EMULATOR_WITH_CUDA_HEADERS

@@ -4,7 +4,10 @@
 #include <mutex>
 #include <numeric>
 #include <optional>
+#include <set>
+#include <string>
 #include <thread>
+#include <utility>
 
 #include "cluster.h"
 #include "races.h"
@@ -86,6 +89,9 @@ class Grid {
     std::exception_ptr first_failure_;
 };
 
+std::mutex ran_mutex;
+std::set<std::string> ran;
+
 }  // namespace
 
 Report run_launch(const Launch& requested) {
@@ -108,7 +114,15 @@ Report run_launch(const Launch& requested) {
     for (uint64_t i = 1; i < workers; ++i) helpers.emplace_back([&grid, i, &share] { grid.work(share(i)); });
     grid.work(share(0));
     for (std::thread& helper : helpers) helper.join();
-    return grid.finish();
+    const Report report = grid.finish();
+    const std::lock_guard lock(ran_mutex);
+    ran.insert(launch.program->name);
+    return report;
+}
+
+std::set<std::string> take_kernels_that_ran() {
+    const std::lock_guard lock(ran_mutex);
+    return std::exchange(ran, {});
 }
 
 }  // namespace emulator

@@ -5,6 +5,8 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <set>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -317,6 +319,9 @@ int registers_at_launch(const Launch& launch);
 
 // Runs all CTAs; throws the first Fault that occurred.
 Report run_launch(const Launch& launch);
+
+// The names of all kernels that have run to their end since the last call, in this process.
+std::set<std::string> take_kernels_that_ran();
 
 // Runs a function for each lane of a mask, as one vectorisable loop where that is all of them.
 template <typename Function>

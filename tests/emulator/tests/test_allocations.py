@@ -156,6 +156,7 @@ def test_tensors_may_outlive_the_tracking_and_be_older() -> None:
     assert len(allocations.live()) == before
 
 
+@pytest.mark.slow
 def test_only_within() -> None:
     script = """
 import torch

@@ -1,0 +1,74 @@
+"""The instances of CUDA C++ kernels that have many axes, each once, against the oracle."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import append_cases
+import attention_cases
+import decode_cases
+import fastattn
+from cuda_kernels import DTYPES, EMULATED, MARKS, checked, only_emulated
+
+if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+    from emulator import device
+
+pytestmark = MARKS
+
+CACHES = ({}, {"int8": True}, {"fp8": "heads"})
+INSTANCES = list(itertools.product((64, 128, 256), DTYPES, range(len(CACHES))))
+each_instance = pytest.mark.parametrize(("dim", "dtype", "cache"), INSTANCES, ids=str)
+
+
+@each_instance
+@pytest.mark.parametrize("queries", [1, 9], ids=["16 rows", "32 rows"])
+def test_every_instance_of_decoding(dim: int, dtype: torch.dtype, cache: int, queries: int) -> None:
+    case = decode_cases.Case("instance", dims=(dim, dim), dtype=dtype, queries=queries, **CACHES[cache])
+
+    def run(case: decode_cases.Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        return torch.ops.fastattn.attention_decode(**decode_cases.op_arguments(case, arguments))
+
+    with checked():
+        decode_cases.check(case, run)
+
+
+@each_instance
+def test_every_instance_of_append(dim: int, dtype: torch.dtype, cache: int) -> None:
+    case = append_cases.Case("instance", dims=(dim, dim), dtype=dtype, tokens=7, absent=(-1,), **CACHES[cache])
+    arguments = append_cases.make_arguments(case)
+    expected = append_cases.expected(arguments)
+    with checked(), fastattn.use_backend("cuda"):
+        fastattn.append_to_cache(**arguments)
+    append_cases.check_caches(arguments, expected)
+
+
+def check_attention(dim: int, softcap: float, dtype: torch.dtype) -> None:
+    """Forward and backward."""
+    case = attention_cases.Case(
+        shape=(1, 2, 2, 20, 70), head_dims=(dim, dim), window=(-1, 0), softcap=softcap, dtype=dtype
+    )
+    problem = attention_cases.make_problem(case)
+    with checked():
+        found = attention_cases.run_public(case, problem, "cuda", deterministic=True)
+    attention_cases.compare(case, problem, found, names=found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 9.0], ids=["plain", "options"])
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
+def test_every_instance_of_attention(dim: int, softcap: float, dtype: torch.dtype) -> None:
+    check_attention(dim, softcap, dtype)
+
+
+@only_emulated
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [96, 128])
+def test_every_instance_for_little_shared_memory(dim: int, dtype: torch.dtype) -> None:
+    """There is no room for wide tiles of keys."""
+    with device.emulated(80, shared_memory_bytes=99 << 10):
+        check_attention(dim, 0.0, dtype)
