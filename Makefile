@@ -6,6 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # Files whose time says when a step was done last.
+BASE   := $(VENV)/.base-installed
 TOOLS  := $(VENV)/.tools-installed
 BUILT  := $(VENV)/.fastattn-built
 # What the build reads. Folders are in the list too: they change when a file is added or removed.
@@ -28,13 +29,17 @@ help: ## list the commands
 	@echo "FASTATTN_ARCHS, CUDA_HOME, CXX and MAX_JOBS steer the build: see docs/environment.md."
 
 # What is installed must not move: the versions of torch and of its CUDA libraries are constraints on whatever comes later.
-$(TOOLS): pyproject.toml
+$(BASE): pyproject.toml
 	@test -x $(BIN)/pip || $(PYTHON) -c "import sys; sys.version_info >= (3, 10) or sys.exit('PYTHON: 3.10 or later, please')"
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) install torch==2.13.0
 	$(PIP) list --format freeze | grep -E '^(torch|triton|nvidia-[a-z0-9-]+|cuda-[a-z-]+)==' > $(VENV)/constraints.txt
-	$(PIP) install --quiet -c $(VENV)/constraints.txt --group build --group test --group bench --group dev
+	$(PIP) install --quiet -c $(VENV)/constraints.txt --group build --group demo --group emulator
+	@touch $@
+
+$(TOOLS): $(BASE)
+	$(PIP) install --quiet -c $(VENV)/constraints.txt --group test --group bench --group dev
 	@touch $@
 
 define build
@@ -46,7 +51,7 @@ touch $(BUILT)
 $(BIN)/python -m fastattn --short
 endef
 
-$(BUILT): $(TOOLS) setup.py pyproject.toml $(NATIVE)
+$(BUILT): $(BASE) setup.py pyproject.toml $(NATIVE)
 	@echo "Building fastattn ..."
 	@$(build)
 
@@ -62,11 +67,11 @@ EMULATOR := PYTHONPATH=csrc:tests $(BIN)/python -m emulator build
 
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
 
-test: $(BUILT) ## the core: every kernel and option against the oracle; PYTEST_ARGS="tests/int8 -k swiglu" narrows it
+test: $(TOOLS) $(BUILT) ## the core: every kernel and option against the oracle; PYTEST_ARGS="tests/int8 -k swiglu" narrows it
 	$(EMULATOR)
 	$(PYTEST) --core $(PYTEST_ARGS)
 
-test-all: $(BUILT) library ## every test; PYTEST_ARGS="--rest 1/4" runs a quarter of what the core leaves out
+test-all: $(TOOLS) library ## every test; PYTEST_ARGS="--rest 1/4" runs a quarter of what the core leaves out
 	$(EMULATOR)
 	$(PYTEST) $(PYTEST_ARGS)
 
@@ -76,7 +81,7 @@ TORCH ?= 2.11.0
 CUDA_PYTEST := .venv-cuda/bin/python -m pytest -q -p cuda_torch.plugin
 KERNEL_TESTS := tests/all_kernels/test_each_kernel.py tests/attention/test_three_backends.py
 
-test-cuda: $(BUILT) ## the kernels under torch's CUDA build, on emulated GPUs; TORCH=2.12.0 chooses the release
+test-cuda: $(TOOLS) $(BUILT) ## the kernels under torch's CUDA build, on emulated GPUs; TORCH=2.12.0 chooses the release
 	$(BIN)/python tests/cuda_torch/environment.py --torch $(TORCH)
 	@export PYTORCH_NO_CUDA_MEMORY_CACHING=1; \
 	for device in 0 1; do $(CUDA_PYTEST) --cuda-device $$device $(KERNEL_TESTS) & jobs="$${jobs:-} $$!"; done; \
@@ -88,7 +93,7 @@ demo: $(BUILT) ## a sentence model and a small decoder, plain and with fastattn
 
 BENCHMARKS := attention_forward attention_backward decode int8_matmul
 
-bench: $(BUILT) ## the quick benchmarks; BENCH_ARGS="--full --save" for more. Without a GPU, what needs none
+bench: $(TOOLS) $(BUILT) ## the quick benchmarks; BENCH_ARGS="--full --save" for more. Without a GPU, what needs none
 	$(BIN)/python -m benchmarks overhead
 	$(BIN)/python -m benchmarks emulator
 	@if ! $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
@@ -102,10 +107,10 @@ OUT ?= build/gpu_check/out
 gpu-check: ## all evidence from a GPU into OUT=dir in under 8 minutes; GPU_CHECK_ARGS="--stages tests,benchmarks"
 	$(GPU_CHECK_PYTHON) -m benchmarks gpu-check --out "$(OUT)" $(GPU_CHECK_ARGS)
 
-hub-kernel: $(BUILT) ## a kernel repository for the Hugging Face Hub in build/hub-kernel
+hub-kernel: $(TOOLS) $(BUILT) ## a kernel repository for the Hugging Face Hub in build/hub-kernel
 	PYTHONPATH=csrc $(BIN)/python -m native_build.hub_kernel
 
-docs: $(BUILT) ## the site in build/docs; warnings are errors
+docs: $(TOOLS) $(BUILT) ## the site in build/docs; warnings are errors
 	$(PIP) install --quiet -c $(VENV)/constraints.txt --group docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	@echo "fastattn: build/docs/index.html"

@@ -58,9 +58,9 @@ def check_attention(dim: int, softcap: float, dtype: torch.dtype) -> None:
     attention_cases.compare(case, problem, found, names=found)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("softcap", [0.0, 9.0], ids=["plain", "options"])
-@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("dim", "softcap", "dtype"), itertools.product((32, 64, 96, 128, 192, 256), (0.0, 9.0), DTYPES), ids=str
+)
 def test_every_instance_of_attention(dim: int, softcap: float, dtype: torch.dtype) -> None:
     check_attention(dim, softcap, dtype)
 

@@ -5,6 +5,7 @@ Few calls have many options each; `proof.Gate` counts which. test_three_backends
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 import append_cases
+import attention_cases
 import decode_cases
 import fastattn
 import int8_cases
@@ -37,6 +39,13 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 def decode(case: decode_cases.Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     options = {"causal": case.causal, "window": case.window, "num_splits": case.splits}
     return fastattn.attention_with_kv_cache(**arguments, **options, return_lse=True)
+
+
+def test_attention_with_a_bool_mask(backend: str) -> None:
+    case = attention_cases.Case(shape=(1, 2, 1, 33, 47), head_dims=(32, 32), mask="bool", dtype=torch.bfloat16)
+    problem = attention_cases.make_problem(case)
+    found = attention_cases.run_public(case, problem, backend)
+    attention_cases.compare(case, problem, found, names=found)
 
 
 DECODE = {
@@ -69,7 +78,9 @@ def test_append_to_cache(cache: dict[str, Any], backend: str) -> None:
     append_cases.check_caches(arguments, expected)
 
 
-@pytest.mark.parametrize("activation", ["silu", "swiglu"])
+@pytest.mark.parametrize(
+    ("activation", "backend"), itertools.product(["silu", "swiglu"], ["cuda", "triton"]), indirect=["backend"]
+)
 def test_int8_linear_and_its_gradients(activation: str, backend: str) -> None:
     """The gradients with those of autograd over the reference in float64."""
     m, n, k = 19, 48, 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 import fastattn
+import proof
 from cuda_kernels import DTYPES, EMULATED, checked, only_emulated
 from decode_cases import FP8_SCALES, HUGE, Case, check, clone, comparable, make_arguments
 from fastattn import native
@@ -162,11 +164,10 @@ def dequantize_arguments(case: Case) -> dequantize.DequantizeArguments:
     return dequantize.DequantizeArguments(*(made[name] for name in names), *outs)
 
 
-@pytest.mark.slow
-@each_format
 @pytest.mark.parametrize("case", [PROMPT, PAGES], ids=["dense", "paged"])
-@each_dtype
-@each_backend
+@pytest.mark.parametrize(
+    ("cache", "dtype", "backend"), itertools.product(FORMATS, DTYPES, BACKENDS), indirect=["backend"], ids=str
+)
 def test_each_token_is_rounded_once_and_nothing_else_is_written(
     case: Case, dtype: torch.dtype, cache: dict[str, Any], backend: str
 ) -> None:
@@ -174,6 +175,7 @@ def test_each_token_is_rounded_once_and_nothing_else_is_written(
     given = dequantize_arguments(case)
     with checked():
         assert dequantize.dequantize_cache(backend, given) is None
+    proof.compared()
     for stored, scales, found in ((given[0], given[2], given[6]), (given[1], given[3], given[7])):
         expected = torch.full_like(found, 7.0)
         for sequence, length in enumerate(given.seqlens.clamp(0, case.capacity).tolist()):

@@ -17,6 +17,7 @@ from torch import Tensor
 import fastattn
 import instances
 import int8_hopper
+import proof
 from cuda_kernels import DTYPES, EMULATED, MARKS, NEEDS_HOPPER, each_dtype, only_emulated
 from fastattn import native, reference
 from int8_cases import GRANULARITIES, assert_near_int8_oracle, normal, quantised
@@ -57,6 +58,7 @@ def integers(n: int, k: int, seed: int = 0) -> Tensor:
 
 def rounded_products(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """The sums, exact in int64, and what fp32 makes of them: times the weight's scale, times the token's, rounded."""
+    proof.compared()
     q, token_scale = (each.to(DEVICE) for each in reference.quantize_rows(x))
     sums = q.cpu().long() @ weight.cpu().long().t()
     return (sums.to(DEVICE).float() * scale[:, 0] * token_scale[:, None]).to(x.dtype)
@@ -73,6 +75,12 @@ def test_every_tile_is_exact(block: int, dtype: torch.dtype) -> None:
         weight, scale, x = integers(n, k, seed=m), quantised(n, 32, "channel")[1], normal(m, k, seed=1, dtype=dtype)
         with running(block, seed=n):
             assert torch.equal(matmul(x, weight, scale), rounded_products(x, weight, scale))
+
+
+@each_dtype
+@pytest.mark.parametrize("block", GROUPED_BLOCKS)
+def test_every_tile_of_groups(block: int, dtype: torch.dtype) -> None:
+    check(block, normal(block + 1, 384, seed=1, dtype=dtype), *quantised(264, 384, 64))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 8, 9, 10, 17])
