@@ -15,7 +15,7 @@ NATIVE := $(shell find csrc -name __pycache__ -prune -o -print)
 # GPUs to build for: those here. Without one the installed package has no kernels of its own, since nothing could run
 # them; the emulator of the tests has them from a library of its own, as PTX.
 ARCHS = $(or $(FASTATTN_ARCHS),$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
-  | grep -Eq '^([89]|1[0-9])\.' && echo native || echo none))
+  | grep -E '^([89]|1[0-9])\.' >/dev/null && echo native || echo none))
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c

@@ -121,6 +121,7 @@ def main() -> int:
     options = train_decoder.options_from(parser.parse_args())
     checks = CheckList()
     start = time.perf_counter()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the kernels' process writes there, too
     lacking = lacks_for_emulator()
     with tempfile.TemporaryFile() as log:
         run(options, None if lacking or torch.cuda.is_available() else Emulated(log), lacking, checks)

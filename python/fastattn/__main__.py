@@ -12,9 +12,9 @@ from fastattn import native
 from fastattn.dispatch import device
 from fastattn.dispatch.support import SUPPORT, support_table
 
-WITHOUT_CUDA_KERNELS = """none: this library was built without CUDA C++ kernels, so GPUs run the Triton kernels.
-To add them: install a CUDA toolkit, set CUDA_HOME to it and install fastattn again; or run
-`make install FASTATTN_ARCHS="80;90a"` in a clone where the package registry can be reached: it brings a compiler."""
+WITHOUT_CUDA_KERNELS = """none: built without CUDA C++ kernels, so GPUs run the Triton kernels.
+In a clone, `make install` builds for the GPUs that it finds, and `make install FASTATTN_ARCHS="80;90a"` for all;
+it brings a compiler. Elsewhere install a CUDA toolkit, set CUDA_HOME to it and install fastattn again."""
 
 
 def native_code_for(arch: int) -> str:
