@@ -256,6 +256,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_options(parser)
+    run.add_kernels(parser)
     parser.add_argument("script", type=run.existing_file, help="a Python script, or a .ptx or .cu file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's")
     parser.set_defaults(function=main)
