@@ -28,7 +28,7 @@ def compiled(source: Path, suffix: str, flags: Sequence[str | Path], include: Se
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_suffix(f".{os.getpid()}-{id(digest)}.part")
-        command = [compiler, "-std=c++17", "-lineinfo", *(f"-I{folder}" for folder in include), *flags]
+        command = [compiler, "-std=c++20", "-lineinfo", *(f"-I{folder}" for folder in include), *flags]
         done = subprocess.run([*command, source, "-o", part], capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"nvcc failed on {source}:\n{done.stderr[-4000:]}")
