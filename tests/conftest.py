@@ -10,6 +10,7 @@ module that runs kernels without saying so fails: it imports `kernel_device` too
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import re
@@ -42,6 +43,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fastattn")
     group.addoption("--core", action="store_true", help="few cases of each test, which prove every kernel and option")
     group.addoption("--rest", metavar="K/N", help="what --core leaves out: the K-th of N parts of it, from 1")
+    group.addoption(
+        "--kernels",
+        metavar="PATTERN,…",
+        help="without a GPU: compile only these CUDA C++ kernels, by the beginning of a name or with *, such as "
+        "split_sm80.HEAD_DIM_64 (default: all)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,7 +78,17 @@ def pytest_collection(session: pytest.Session) -> None:
         "dsession"
     )  # pytest-xdist's first process collects nothing
     if not HAS_GPU and not only_deals_tests and any(_runs_kernels(path) for path in _modules(session.config)):
-        import kernel_device  # noqa: F401
+        _import_kernels(session.config.option.kernels)
+
+
+def _import_kernels(patterns: str | None) -> None:
+    from emulator import native_library
+
+    try:
+        native_library.import_fastattn(patterns.split(",") if patterns else ())
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    import kernel_device  # noqa: F401  (before the test modules, which import it)
 
 
 def _modules(config: pytest.Config) -> Iterator[Path]:
@@ -98,6 +115,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = core if config.option.core else set(part_of(rest, config.option.rest))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _memory_is_given_back() -> Iterator[None]:
+    """Drops a module's compiled graphs at its end, and gives what its kernels took back to the system."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc
+        trim(0)
 
 
 @pytest.fixture(scope="module")

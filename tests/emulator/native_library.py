@@ -24,6 +24,7 @@ from native_build.tools import find_cxx, find_torch
 OUTPUT = ROOT / "build" / "native"
 FOR_CUDA_TENSORS = "emulated_cuda"
 VARIABLE = "FASTATTN_LIBRARY"  # that fastattn.native reads
+_is_imported = False  # fastattn, with this library
 
 
 def kernels_named(patterns: Sequence[str]) -> list[Instance]:
@@ -88,9 +89,12 @@ def build(cudart: Path | None = None, kernels: Sequence[str] = (), quiet: bool =
 def import_fastattn(kernels: Sequence[str] = ()) -> bool:
     """Imports fastattn with this library, for the rest of the process, but not for those that it starts.
 
-    False: fastattn is not installed, or there is no nvcc; then the first import of it is the usual one. Raises
-    RuntimeError where it was imported before.
+    False: fastattn is not installed, or there is no nvcc; then the first import of it is the usual one. Where fastattn
+    has this library already, it keeps the kernels that it has. Raises RuntimeError where fastattn has another library.
     """
+    global _is_imported
+    if _is_imported:
+        return True
     if importlib.util.find_spec("fastattn") is None:
         return False
     library = build(kernels=kernels)
@@ -108,4 +112,5 @@ def import_fastattn(kernels: Sequence[str] = ()) -> bool:
         del os.environ[VARIABLE]
         if before is not None:
             os.environ[VARIABLE] = before
+    _is_imported = True
     return True

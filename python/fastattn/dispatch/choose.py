@@ -260,7 +260,8 @@ def _native_kernel(call: Call, device_facts: DeviceFacts) -> str:
             changes_scores=not features.isdisjoint(CHANGES_SCORES),
             paged="paged" in features,
         )
-    assert name is not None, f"the library has no kernel for {call}"
+    if name is None:
+        raise RuntimeError(f"fastattn's library was built without the kernel for {call}: build it with all kernels")
     return name
 
 
