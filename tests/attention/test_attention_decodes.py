@@ -115,6 +115,7 @@ def operators_of(graph: torch.fx.GraphModule) -> set[str]:
     return {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="torch takes every graph for an exported one"
 )

@@ -59,6 +59,7 @@ def test_each_option(index: int) -> None:
     check(case, deterministic=index % 4 >= 2, seed=index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(12))
 def test_combinations(index: int) -> None:
     """Many options at once, with layouts, sinks and gradients of the lse."""

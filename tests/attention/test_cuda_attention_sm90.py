@@ -154,6 +154,7 @@ def test_maxima_that_grow_from_tile_to_tile(growth: str, head_dim: int, dtype: t
     dense.check(query, key, value, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dims", "dtype", "spoiled"), in_turn(itertools.product(HEAD_DIMS, DTYPES), ["nan", "inf"]), ids=str
 )
@@ -216,6 +217,7 @@ def test_any_number_of_sms(heads: tuple[int, int], num_sms: int) -> None:
             check(Case(shape=(1, num_heads, group, 500, 300), head_dims=(128, 128), window=window), seed=num_sms)
 
 
+@pytest.mark.slow
 @only_emulated
 @pytest.mark.parametrize(
     ("case", "cluster"),

@@ -309,6 +309,7 @@ def test_subclasses_that_lack_operators_keep_the_reference(monkeypatch: pytest.M
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal", "mask"])
 def test_compiles_with_lengths_that_change(name: str) -> None:
     def attend(query: Tensor, key: Tensor, bias: Tensor) -> Any:

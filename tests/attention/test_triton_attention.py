@@ -117,6 +117,7 @@ def test_empty(shape: tuple[int, int, int, int, int], sinks: bool, monkeypatch: 
     assert bool((actual["lse"] == expected).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("softcap", [1e3, 1e5, 1e12], ids=str)
 def test_a_large_softcap_changes_next_to_nothing(softcap: float, monkeypatch: Any) -> None:
     """The largest is infinite in 16 bits: without a softcap, the composite computes next to the same."""
@@ -272,6 +273,7 @@ def test_every_key_at_finfo_min(monkeypatch: Any) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -299,6 +299,7 @@ def test_ctas_that_share_keys_fetch_them_once_from_the_l2() -> None:
     assert [step.wavefronts for step in found] == [bytes_of_keys / 128] * 2
 
 
+@pytest.mark.slow
 @needs_emulator
 @needs_native
 @needs_tools

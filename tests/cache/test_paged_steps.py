@@ -297,6 +297,7 @@ def test_a_chunk_takes_one_query_for_each_of_its_tokens() -> None:
     assert not cache.pools(0)[0].any()
 
 
+@pytest.mark.slow
 def test_compiled_steps_share_a_graph_whatever_their_lengths_and_pages() -> None:
     torch._dynamo.reset()
     cache, expected = cache_of(page_size=2), cache_of(page_size=2)

@@ -125,6 +125,7 @@ def test_int8_caches_are_close_to_float_ones() -> None:
     assert 0 < difference < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 def test_it_compiles(paged: bool) -> None:
     compiled = torch.compile(attention_with_kv_cache, fullgraph=True, backend="aot_eager")

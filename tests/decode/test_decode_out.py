@@ -71,6 +71,7 @@ def test_the_result_is_there(case: Case, place: Callable[..., Tensor], backend: 
         assert int(out._base.isfinite().sum()) == out.numel()  # nothing beside it was written
 
 
+@pytest.mark.slow
 def test_the_caches_are_written_too(backend: str) -> None:
     case = Case("append", new=2, queries=2, int8=True)
     arguments = make_arguments(case)
@@ -114,6 +115,7 @@ def test_compile(backend: str) -> None:
         torch.testing.assert_close(out, expected, **({} if backend == "torch" else {"rtol": 0, "atol": 0}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("int8", [False, True], ids=["16-bit", "int8"])
 def test_opcheck(int8: bool, backend: str) -> None:
     if backend == "torch":

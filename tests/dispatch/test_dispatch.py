@@ -268,6 +268,7 @@ def test_record_lists_forward_and_backward_and_nests() -> None:
     assert [(entry.op, entry.backend) for entry in outer] == [("attention", "triton"), ("attention backward", "triton")]
 
 
+@pytest.mark.slow
 def test_record_names_the_kernels_of_the_backward_pass() -> None:
     query = torch.randn(1, 1, 4, 16, dtype=torch.float16, device=DEVICE, requires_grad=True)
     bias = torch.zeros(1, 1, 4, 4, dtype=torch.float16, device=DEVICE, requires_grad=True)

@@ -56,6 +56,7 @@ print(*(name for name in {SLOW!r} if name in sys.modules))
     assert run(code).split() == ["triton"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [("fastattn", "torch.utils.flop_counter"), ("torch.utils.flop_counter", "fastattn")])
 def test_flops_are_counted_whatever_is_imported_first(order: tuple[str, str]) -> None:
     code = f"""

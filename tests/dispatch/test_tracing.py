@@ -122,6 +122,7 @@ def test_the_first_call_may_be_a_compiled_one(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(compiled(query, query, query), attend(query, query, query))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [attend, drop_in])
 def test_dynamic_lengths_compile_once(function: Callable[..., Any]) -> None:
     counter = CompileCounter()
@@ -146,6 +147,7 @@ def test_exports(name: str) -> None:
     torch.testing.assert_close(exported.module()(*inputs), function(*inputs))
 
 
+@pytest.mark.slow
 def test_use_backend_is_guarded(backend: str) -> None:
     """Results of the backends differ in the last place, so the graphs' operators tell which one ran."""
     namespaces: list[set[str]] = []
@@ -183,6 +185,7 @@ def test_vmap_of_padded_head_dims() -> None:
     torch.testing.assert_close(mapped, torch.stack([attend(*sample) for sample in zip(*inputs, strict=True)]))
 
 
+@pytest.mark.slow
 def test_per_sample_gradients() -> None:
     """vmap over grad, also of what all samples share."""
     query, key = draw(3, 1, 2, 5, 16), draw(3, 1, 2, 5, 16)
@@ -269,6 +272,7 @@ def test_no_heads_with_slopes() -> None:
     assert out.shape == (1, 0, 5, 16)
 
 
+@pytest.mark.slow
 def test_double_backward_is_refused(backend: str) -> None:
     if backend == "torch":
         pytest.skip("PyTorch differentiates its own path as often as one likes")
