@@ -49,6 +49,7 @@ struct BackwardConsumerSm90 {
     static constexpr int kHeadDim = Config::kHeadDim;
     using RowTile = typename Config::RowTile;
     using KeyTile = typename Config::KeyTile;
+    using ValueTile = typename Config::ValueTile;
     using ScoreTile = typename Config::ScoreTile;
     using BlockScores = BackwardScoresSm90<Config, kDataType, Config::kOptions>;
     using Scores = typename BlockScores::Scores;
@@ -76,13 +77,13 @@ struct BackwardConsumerSm90 {
     }
 
     // rC = a block of own K or V · (Q or dO)ᵀ.
-    template <bool kAdds = false>
+    template <typename OwnTile, bool kAdds = false>
     __device__ __forceinline__ void start_scores(Scores& rC, const uint16_t* sKeys, int block,
                                                  const uint16_t* sRows) const {
         const int first_row = warpgroup * Config::kConsumerKeys + block * kWarpgroupM;
         ptx::wgmma_fence();
-        start_gemm_rows<kDataType, kHeadDim, KeyTile, RowTile, kAdds>(
-            rC, OperandDescriptor::of_rows(address_of(sKeys) + first_row * KeyTile::kRowBytes),
+        start_gemm_rows<kDataType, kHeadDim, OwnTile, RowTile, kAdds>(
+            rC, OperandDescriptor::of_rows(address_of(sKeys) + first_row * OwnTile::kRowBytes),
             OperandDescriptor::of_rows(address_of(sRows)));
         ptx::wgmma_commit_group();
     }
@@ -197,6 +198,8 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
     using BlockScores = typename Consumer::BlockScores;
     using Scores = typename Consumer::Scores;
     using ScoresAsA = typename Consumer::ScoresAsA;
+    using KeyTile = typename Config::KeyTile;
+    using ValueTile = typename Config::ValueTile;
     constexpr int kKeyBlocks = Config::kKeyBlocks;
     extern __shared__ __align__(1024) char shared_bytes[];
     auto& shared = *reinterpret_cast<BackwardStorageSm90<Config>*>(shared_bytes);
@@ -259,7 +262,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                 ScoresAsA rP16;
                 if constexpr (kBlock > 0) {
                     consumer.start_gradient(rK[kBlock - 1], rdS16, sQ);
-                    consumer.start_scores(rS, shared.sK, kBlock, sQ);
+                    consumer.template start_scores<KeyTile>(rS, shared.sK, kBlock, sQ);
                     scores.place.first_key += kWarpgroupM;
                     scores.prepare();
                     ptx::wgmma_wait_group<0>();
@@ -268,7 +271,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                 scores.probabilities(rP16, rS, terms);
                 scores.start_gradients(rdP, terms);
                 consumer.start_gradient(rV[kBlock], rP16, sdO);
-                consumer.template start_scores<true>(rdP, shared.sV, kBlock, sdO);
+                consumer.template start_scores<ValueTile, true>(rdP, shared.sV, kBlock, sdO);
                 ptx::wgmma_wait_group<0>();
                 ptx::written_by_wgmma(rdP);
                 scores.gradients(rdP, rS, terms);
@@ -297,7 +300,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                 consumer.rows().wait_full();
                 BlockScores scores = block_scores(consumer.stage(), keys.begin_head, row_tile,
                                                   /*is_full=*/false);  // right for all tiles
-                consumer.start_scores(rS, shared.sK, 0, shared.sQ[consumer.stage()]);
+                consumer.template start_scores<KeyTile>(rS, shared.sK, 0, shared.sQ[consumer.stage()]);
                 scores.prepare();
                 ptx::wgmma_wait_group<0>();
                 ptx::written_by_wgmma(rS);
@@ -310,7 +313,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                 const Ring<Config::kStages> next = consumer.rows(/*ahead=*/1);
                 next.wait_full();
                 consumer.start_dq(rdQ, sKForDq);
-                consumer.start_scores(rS, shared.sK, 0, shared.sQ[next.stage]);
+                consumer.template start_scores<KeyTile>(rS, shared.sK, 0, shared.sQ[next.stage]);
                 if (--heads_left == 0) {
                     --row_tile;
                     heads_left = num_heads;
@@ -359,8 +362,9 @@ template <typename Config, DataType kDataType>
 void launch_backward_sm90(LaunchedKernel& kernel, void (*function)(AttentionBackwardParamsSm90),
                           const AttentionBackwardParams& params, Stream stream) {
     const bool is_packed = params.packed.cu_seqlens_q != nullptr;
-    const auto map_of = [&](const HeadsView<const uint16_t>& view, int32_t total, int32_t box_rows) {
-        return tensor_map(view, is_packed ? total : view.rows, /*group=*/1, box_rows, kDataType);
+    const auto map_of = [&](const HeadsView<const uint16_t>& view, int32_t total, auto tile) {
+        return tensor_map(view, is_packed ? total : view.rows, /*group=*/1, tile.kNumRows, tile.kBlockColumns,
+                          kDataType);
     };
     const int64_t first_tile = params.shares.first_tile;
     const int64_t num_items = first_tile + (num_key_tiles(params, Config::kBlockN) - first_tile) *
@@ -370,10 +374,11 @@ void launch_backward_sm90(LaunchedKernel& kernel, void (*function)(AttentionBack
         throw std::runtime_error("fastattn: " + kernel.name() + " takes at most " + std::to_string(kMostItems) +
                                  " tiles of keys of all heads and sequences, got " + std::to_string(num_items));
     }
-    const AttentionBackwardParamsSm90 all_params{params, map_of(params.query, params.packed.total_q, Config::kBlockM),
-                                                 map_of(params.grad_out, params.packed.total_q, Config::kBlockM),
-                                                 map_of(params.key, params.packed.total_k, Config::kBlockN),
-                                                 map_of(params.value, params.packed.total_k, Config::kBlockN)};
+    const AttentionBackwardParamsSm90 all_params{
+        params, map_of(params.query, params.packed.total_q, typename Config::RowTile{}),
+        map_of(params.grad_out, params.packed.total_q, typename Config::GradOutTile{}),
+        map_of(params.key, params.packed.total_k, typename Config::KeyTile{}),
+        map_of(params.value, params.packed.total_k, typename Config::ValueTile{})};
     const Launch launch{std::min<int64_t>(num_items, device_facts().num_sms), Config::kNumThreads,
                         sizeof(BackwardStorageSm90<Config>)};
     kernel.launch(function, launch, all_params, stream);

@@ -51,15 +51,15 @@ struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
     static constexpr int kConsumerKeys = Tile::kKeyBlocks * kWarpgroupM;
     using RowTile = TmaTile<Tile::kBlockM, kHeadDim>;  // of Q and dO
     using GradOutTile = RowTile;
-    using KeyTile = TmaTile<Tile::kBlockN, kHeadDim>;  // of K and V
-    using ValueTile = KeyTile;
+    using KeyTile = TmaTile<Tile::kBlockN, kHeadDim, kQueryPartDims>;  // a part of dQ takes a block of K
+    using ValueTile = TmaTile<Tile::kBlockN, kHeadDim>;
     using Terms =
         std::conditional_t<kOptions, TransposedOptionsTerms<Tile::kBlockM>, TransposedRowTerms<Tile::kBlockM>>;
     static_assert(sizeof(Terms) == Tile::kBlockM * RowTermsView::numbers_per_row(kOptions) * sizeof(float));
 
     // dQ of a step: a consumer computes 64 rows by 64 dims. Where these are all dims, it does so from its own keys. Else it does so
     // from the keys of all consumers, which exchange dS, and has 64 dims of dQ.
-    static constexpr int kQueryParts = RowTile::kNumBlocks;
+    static constexpr int kQueryParts = KeyTile::kNumBlocks;
     static constexpr bool kShareGradients = kQueryParts > 1;
     static_assert(!kShareGradients || kQueryParts == Tile::kNumConsumers, "each consumer has a part of dQ");
     static constexpr int kExchanges = kShareGradients ? 1 : Tile::kNumConsumers;
@@ -80,7 +80,7 @@ struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
 
     static_assert(kQueryParts * kQueryPartElements == query_tile_elements(/*in_parts=*/true, Tile::kBlockM, kHeadDim),
                   "the host counts as the kernel does");
-    static_assert(Tile::kBlockM == kQueryPartRows && RowTile::kBlockColumns == kQueryPartDims, "one m64n64 of dQ");
+    static_assert(Tile::kBlockM == kQueryPartRows, "one m64n64 of dQ");
     static_assert(Tile::kBlockM <= kMostRowsInBlock, "see backward_rows_sm80.cuh");
     static_assert(Tile::kNumConsumers <= kMostConsumersOfTile, "as the host counts");
     static constexpr int kStartRegisters = 65536 / kNumThreads / 8 * 8;
@@ -174,7 +174,7 @@ inline constexpr int kExchangeStages = 2;  // of dS: with two, no barrier says t
 template <typename Config>
 struct alignas(1024) BackwardStorageSm90 {
     uint16_t sK[Config::KeyTile::kElements];
-    uint16_t sV[Config::KeyTile::kElements];
+    uint16_t sV[Config::ValueTile::kElements];
     uint16_t sFiniteK[Config::KeyTile::kElements];  // where K is not: K with zeros instead
     uint16_t sQ[Config::kStages][Config::RowTile::kElements];
     uint16_t sdO[Config::kStages][Config::RowTile::kElements];

@@ -450,17 +450,17 @@ void launch_forward_sm90(LaunchedKernel& kernel, void (*function)(AttentionForwa
         forward_work_sm90(params, Config::kBlockM, Config::kBlockN, has_boxes ? Config::kTilesToShareUnderMask : 0,
                           may_pack, facts.num_sms);
     const int packed_heads = 1 << work.log2_packed, rows_of_box = box_rows(Config::kBlockN / work.cluster_size());
-    const auto map_of_keys = [&](const HeadsView<const uint16_t>& view) {
+    const auto map_of_keys = [&](const HeadsView<const uint16_t>& view, int32_t box_columns) {
         const int32_t rows = is_paged ? params.paged.page_size : is_packed ? params.packed.total_k : view.rows;
-        return tensor_map(view, has_boxes && view.rows > 0 ? rows : 0, 1, rows_of_box, kDataType);
+        return tensor_map(view, has_boxes && view.rows > 0 ? rows : 0, 1, rows_of_box, box_columns, kDataType);
     };
     const AttentionForwardParamsSm90 all_params{
         params,
         work,
         tensor_map(params.query, is_packed ? params.packed.total_q : params.query.rows, packed_heads,
-                   kWarpgroupM / packed_heads, kDataType),
-        map_of_keys(params.key),
-        map_of_keys(params.value),
+                   kWarpgroupM / packed_heads, Config::QueryTile::kBlockColumns, kDataType),
+        map_of_keys(params.key, Config::KeyTile::kBlockColumns),
+        map_of_keys(params.value, Config::ValueTile::kBlockColumns),
         rows_of_box};
     const int64_t most_clusters = std::max(facts.num_sms / work.cluster_size(), 1);
     const int64_t num_clusters = work.may_cut ? most_clusters : std::min<int64_t>(work.num, most_clusters);

@@ -28,11 +28,11 @@
 
 namespace fastattn {
 
-// The rows of a tile that a warp gathers, four at a time: eight lanes copy 128 bytes of one row. Each lane looks up one
-// of every 32 of the warp's rows, and the others have it from there.
-template <int kBlockN>
+// The rows of a tile that a warp gathers, four or eight at a time: eight or four lanes copy the 128 or 64 bytes that a row has in
+// a block. Each lane looks up one of every 32 of the warp's rows, and the others have it from there.
+template <int kBlockN, int kLanesPerGatheredRow>
 struct GatheredRows {
-    static constexpr int kRowsPerPass = 4, kLanesPerGatheredRow = kWarpSize / kRowsPerPass;
+    static constexpr int kRowsPerPass = kWarpSize / kLanesPerGatheredRow;
     static constexpr int kPasses = (kBlockN / kRowsPerPass + kGatheringWarps - 1) / kGatheringWarps;
     static constexpr int kPassesPerLookUp = kWarpSize / kRowsPerPass;
     static constexpr int kLookUps = (kPasses + kPassesPerLookUp - 1) / kPassesPerLookUp;
@@ -61,6 +61,7 @@ struct GatheredRows {
         const int row_in_pass = own_lane / kLanesPerGatheredRow, chunk = own_lane % kLanesPerGatheredRow;
         const uint16_t* gHead = row_pointer(pages, 0, head, 0) + chunk * kChunkElements;
         const int chunks_from_here = pages.head_dim / kChunkElements - chunk;
+        static_assert(Tile::kChunksPerRow == kLanesPerGatheredRow, "lanes copy a row of a block");
         constexpr int kUnroll = kLookUps > 1 ? kPasses : 2;  // a producer with few registers has no room for more
 #pragma unroll kUnroll
         for (int pass = 0; pass < kPasses; ++pass) {
@@ -91,7 +92,7 @@ __device__ __forceinline__ void gather_rows(ForwardStorageSm90<Config>& shared,
                                             const AttentionForwardParamsSm90& all_params, int warp, int lane) {
     const AttentionForwardParams& params = all_params.attention;
     Ring<Config::kStages> key_ring(shared.key);
-    GatheredRows<Config::kBlockN> rows{warp, lane};
+    GatheredRows<Config::kBlockN, Config::KeyTile::kChunksPerRow> rows{warp, lane};
     for_tiles_of_cta</*kTells=*/false>(
         shared, all_params, /*rank=*/0, lane, [](const TileOfWork&) {},
         [&](const RowsOfCta& work, int32_t tile) {

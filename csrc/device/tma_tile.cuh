@@ -1,6 +1,7 @@
-// Tiles in shared memory as TMA leaves them and wgmma reads them: blocks of 64 columns of 16-bit elements, one after
-// the other, each [kRows][64] with 128 bytes a row and the 128-byte swizzle: chunk c of row r stands where c ^ (r % 8)
-// would. A block begins at a multiple of 1024 bytes, where the pattern does.
+// Tiles in shared memory as TMA leaves them and wgmma reads them: blocks of 64 or 32 columns of 16-bit elements, one after
+// the other, each [kRows][kBlockColumns] with a swizzle that is as wide as its rows: chunk c of row r stands where
+// c ^ (r % 8) would in rows of 128 bytes, and c ^ (r / 2 % 4) in rows of 64. A block begins where the pattern does, at a
+// multiple of 1024 or 512 bytes.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +12,18 @@
 
 namespace fastattn {
 
-template <int kRows, int kColumns>
+// The widest blocks of which so many columns are a whole number. A product that reads columns as its N takes whole blocks:
+// PTX ISA, "Shared Memory Matrix Layout", has matrices made up of whole swizzle atoms, and an atom is as wide as a block.
+constexpr int widest_block_columns(int columns) {
+    return columns % 64 == 0 ? 64 : 32;
+}
+
+template <int kRows, int kColumns, int kBlockColumns_ = widest_block_columns(kColumns)>
 struct TmaTile {
-    static constexpr int kBlockColumns = 64;
-    static constexpr int kRowBytes = 128;
+    static constexpr int kNumRows = kRows;
+    static constexpr int kBlockColumns = kBlockColumns_;
+    static constexpr int kRowBytes = kBlockColumns * 2;
+    static constexpr int kChunksPerRow = kRowBytes / kChunkBytes;
     static constexpr int kNumBlocks = (kColumns + kBlockColumns - 1) / kBlockColumns;
     static constexpr int kBlockBytes = kRows * kRowBytes;
     static constexpr int kBytes = kNumBlocks * kBlockBytes;
@@ -23,7 +32,8 @@ struct TmaTile {
 
     // In bytes from the start of the tile; a chunk is 16 bytes.
     __device__ __forceinline__ static uint32_t offset(int row, int chunk) {
-        return chunk / 8 * kBlockBytes + row * kRowBytes + (chunk % 8 ^ row % 8) * kChunkBytes;
+        return chunk / kChunksPerRow * kBlockBytes + row * kRowBytes +
+               (chunk % kChunksPerRow ^ row / (8 / kChunksPerRow) % kChunksPerRow) * kChunkBytes;
     }
 
     // One thread: starts to copy rows from `row` on, of a group of heads of the map: a box, which may be a part of the

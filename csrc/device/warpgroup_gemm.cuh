@@ -14,21 +14,24 @@ inline constexpr int kWarpgroupM = 64;
 
 // Where wgmma finds an operand in a TmaTile: PTX ISA, "Shared Memory Matrix Layout". Addresses and strides count 16 bytes.
 struct OperandDescriptor {
-    static constexpr uint32_t kPatternBytes = 1024;  // of the swizzle: 8 rows of 128 bytes
-    uint32_t low;                                    // address, and from bit 16 on the stride between blocks
+    uint32_t low;  // address, and from bit 16 on the stride between blocks
 
-    // K contiguous: a block of 64 columns holds 64 of K, and products reach no further.
+    // K contiguous: a block holds 64 or 32 of K, and products reach no further.
     __device__ __forceinline__ static OperandDescriptor of_rows(uint32_t shared) { return {shared >> 4 | 1 << 16}; }
 
-    // N contiguous: a block holds 64 of N, and the next 64 are in the next block.
+    // N contiguous: a block holds 64 or 32 of N, and the next ones are in the next block.
     __device__ __forceinline__ static OperandDescriptor of_columns(uint32_t shared, uint32_t block_bytes) {
         return {shared >> 4 | block_bytes >> 4 << 16};
     }
 
-    // Of what lies so many bytes further on. The address has bits to spare: adding to it carries into nothing else.
+    // Of what lies so many bytes further on, in a block with so long rows. The address has bits to spare: adding to it carries
+    // into nothing else.
+    template <int kRowBytes = 128>
     __device__ __forceinline__ uint64_t at(int bytes) const {
-        constexpr uint32_t kSwizzle128 = 1u << 30;
-        return uint64_t{kPatternBytes >> 4 | kSwizzle128} << 32 | (low + (bytes >> 4));
+        static_assert(kRowBytes == 128 || kRowBytes == 64, "the swizzles that tiles have");
+        constexpr uint32_t kSwizzle = (kRowBytes == 128 ? 1u : 2u) << 30;
+        constexpr uint32_t kPatternBytes = 8 * kRowBytes;
+        return uint64_t{kPatternBytes >> 4 | kSwizzle} << 32 | (low + (bytes >> 4));
     }
 };
 
@@ -37,15 +40,21 @@ template <int kTiles>
 __device__ __forceinline__ float (&flat(float (&sums)[1][kTiles][4]))
     [kTiles * 4] { return reinterpret_cast<float (&)[kTiles * 4]>(sums); }
 
+// Where the columns from this one on are, whose tile has K contiguous.
+template <typename Tile>
+__device__ __forceinline__ uint64_t at_column(OperandDescriptor rows, int column) {
+    return rows.at<Tile::kRowBytes>(column / Tile::kBlockColumns * Tile::kBlockBytes +
+                                    column % Tile::kBlockColumns * 2);
+}
+
 // rC = A · Bᵀ over kDepth columns. sA: 64 rows of a TileA, sB: the 8 * kTilesN rows of a TileB.
 template <DataType kDataType, int kDepth, typename TileA, typename TileB, bool kAdds = false, int kTilesN>
-__device__ __forceinline__
-    void start_gemm_rows(float (&rC)[1][kTilesN][4], OperandDescriptor sA, OperandDescriptor sB) {
+__device__ __forceinline__ void start_gemm_rows(float (&rC)[1][kTilesN][4], OperandDescriptor sA,
+                                                OperandDescriptor sB) {
 #pragma unroll
     for (int k = 0; k < kDepth / kMmaK; ++k) {
-        const int block = k * kMmaK / TileA::kBlockColumns, column_bytes = k * kMmaK % TileA::kBlockColumns * 2;
-        ptx::Wgmma<kTilesN * kMmaN, kDataType>::ss(flat(rC), sA.at(block * TileA::kBlockBytes + column_bytes),
-                                                   sB.at(block * TileB::kBlockBytes + column_bytes), kAdds || k > 0);
+        ptx::Wgmma<kTilesN * kMmaN, kDataType>::ss(flat(rC), at_column<TileA>(sA, k * kMmaK),
+                                                   at_column<TileB>(sB, k * kMmaK), kAdds || k > 0);
     }
 }
 
@@ -60,7 +69,9 @@ __device__ __forceinline__ void start_gemm_qk(float (&rS)[1][kTilesN][4], Operan
 template <DataType kDataType, int kDepth, int kTilesN>
 __device__ __forceinline__ void start_gemm_columns(float (&rC)[1][kTilesN][4], OperandDescriptor sA,
                                                    OperandDescriptor sB) {
-    constexpr int kStepBytes = kMmaK * TmaTile<kDepth, kTilesN * kMmaN>::kRowBytes;
+    using TileB = TmaTile<kDepth, kTilesN * kMmaN>;
+    static_assert(TileB::kBlockColumns == kWarpgroupM, "blocks of A and B are alike");
+    constexpr int kStepBytes = kMmaK * TileB::kRowBytes;
 #pragma unroll
     for (int k = 0; k < kDepth / kMmaK; ++k) {
         ptx::Wgmma<kTilesN * kMmaN, kDataType>::ss_columns(flat(rC), sA.at(k * kStepBytes), sB.at(k * kStepBytes),
@@ -74,8 +85,8 @@ __device__ __forceinline__ void start_gemm_pv(float (&rO)[1][kTilesD][4], const 
                                               OperandDescriptor sV) {
 #pragma unroll
     for (int k = 0; k < kTilesK; ++k) {
-        ptx::Wgmma<kTilesD * kMmaN, kDataType>::rs(
-            flat(rO), rP[k], sV.at(k * kMmaK * TmaTile<kTilesK * kMmaK, kTilesD * kMmaN>::kRowBytes), true);
+        constexpr int kRowBytes = TmaTile<kTilesK * kMmaK, kTilesD * kMmaN>::kRowBytes;
+        ptx::Wgmma<kTilesD * kMmaN, kDataType>::rs(flat(rO), rP[k], sV.at<kRowBytes>(k * kMmaK * kRowBytes), true);
     }
 }
 

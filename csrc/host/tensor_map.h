@@ -13,8 +13,8 @@
 
 namespace fastattn {
 
-// Of a HeadsView as [batch, heads / group, rows, group, head_dim], in boxes of 64 columns (128 bytes, swizzled), all heads of a
-// group, and some rows: the rows of heads that follow each other lie side by side in a box.
+// Of a HeadsView as [batch, heads / group, rows, group, head_dim], in boxes of 64 or 32 columns, all heads of a group, and some
+// rows: the rows of heads that follow each other lie side by side in a box, each swizzled in its 128 or 64 bytes.
 struct TensorMap {
     CUtensorMap encoded;  // aligned to 64 bytes
     // False where all groups of heads, or the whole batch, are the same memory: the coordinate is 0 then.
@@ -52,13 +52,17 @@ struct MatrixMap {
     CUtensorMap encoded;  // aligned to 64 bytes
 };
 
+// The swizzle of boxes whose rows have so many bytes.
+inline CUtensorMapSwizzle swizzle_of(int32_t row_bytes) {
+    if (row_bytes == 128) return CU_TENSOR_MAP_SWIZZLE_128B;
+    if (row_bytes == 64) return CU_TENSOR_MAP_SWIZZLE_64B;
+    throw std::runtime_error("fastattn: no swizzle has lines of that length");
+}
+
 // element_bytes: 1 or 2. The base and row_bytes, from one row to the next, are multiples of 16; rows do not overlap.
 inline MatrixMap matrix_map(const void* data, int32_t element_bytes, int32_t rows, int32_t columns, int64_t row_bytes,
                             int32_t box_rows, int32_t box_columns) {
     MatrixMap map{};
-    const int32_t line_bytes = box_columns * element_bytes;
-    if (line_bytes != 64 && line_bytes != 128)
-        throw std::runtime_error("fastattn: no swizzle has lines of that length");
     const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
     const int64_t own_bytes = (int64_t{columns} * element_bytes + 15) / 16 * 16;
     const cuuint64_t strides[] = {map_stride(sizes[1], row_bytes, own_bytes)};
@@ -67,8 +71,7 @@ inline MatrixMap matrix_map(const void* data, int32_t element_bytes, int32_t row
     const CUresult result = encode_tiled_function()(
         &map.encoded, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 2,
         const_cast<void*>(data), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        line_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        swizzle_of(box_columns * element_bytes), CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS) {
         throw std::runtime_error("fastattn: the CUDA driver refuses a tensor map of [" + std::to_string(rows) + ", " +
                                  std::to_string(columns) + "] with rows " + std::to_string(row_bytes) +
@@ -80,7 +83,7 @@ inline MatrixMap matrix_map(const void* data, int32_t element_bytes, int32_t row
 // Rows of packed sequences count over the whole tensor: `rows` is how many of them there are. Rows do not overlap, and the
 // heads of a group are not the same memory: no document says that the driver takes a stride of 0.
 inline TensorMap tensor_map(const HeadsView<const uint16_t>& view, int32_t rows, int32_t group, int32_t box_rows,
-                            DataType dtype) {
+                            int32_t box_columns, DataType dtype) {
     TensorMap map{};
     if (rows == 0) return map;  // there may be no memory, and nobody copies any of it
     map.has_groups = view.head_stride != 0 && view.heads > group;
@@ -95,12 +98,13 @@ inline TensorMap tensor_map(const HeadsView<const uint16_t>& view, int32_t rows,
         strides[i] = map_stride(sizes[i + 1], elements_apart[i] * 2, inner_bytes);
         inner_bytes = std::max(inner_bytes, static_cast<int64_t>(strides[i] * sizes[i + 1]));
     }
-    const cuuint32_t box[] = {64, static_cast<cuuint32_t>(group), static_cast<cuuint32_t>(box_rows), 1, 1};
+    const cuuint32_t box[] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(group),
+                              static_cast<cuuint32_t>(box_rows), 1, 1};
     const cuuint32_t element_strides[] = {1, 1, 1, 1, 1};
     const CUresult result = encode_tiled_function()(
         &map.encoded, dtype == DataType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         5, const_cast<uint16_t*>(view.data), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        swizzle_of(box_columns * 2), CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS) {
         throw std::runtime_error("fastattn: the CUDA driver refuses a tensor map of [" + std::to_string(view.batch) +
                                  ", " + std::to_string(view.heads) + ", " + std::to_string(rows) + ", " +
