@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ INT8 = ("s8", "u8")
 
 def draw_layout(draw: random.Random, rows: int, width: int, mn_major: bool) -> Layout:
     """Any that the canonical layouts allow, dense or with gaps, inside of a larger pattern or on its own."""
-    swizzle = draw.choice((0, 32, 64, 128))
+    # Where M or N is contiguous, a matrix is whole atoms, each as wide as the swizzle.
+    swizzle = draw.choice([each for each in (0, 32, 64, 128) if not mn_major or each == 0 or rows * width % each == 0])
     gap = draw.choice((0, 0, 16 if swizzle == 0 else 1024))
     depth_units = 2  # of 16 bytes
     if not mn_major:
@@ -31,8 +33,7 @@ def draw_layout(draw: random.Random, rows: int, width: int, mn_major: bool) -> L
     if swizzle == 0:
         leading, stride = (128, 256 + gap) if draw.random() < 0.5 else (rows // 8 * 128 + gap, 128)
         return Layout(0, True, rows, width, leading, stride)
-    per_row = swizzle // width  # rows of M or N in one row of the pattern
-    atoms = -(-rows // per_row)
+    atoms = rows * width // swizzle
     k_first = draw.random() < 0.5
     leading, stride = (2 * 8 * swizzle + gap, 8 * swizzle) if k_first else (8 * swizzle, atoms * 8 * swizzle + gap)
     return Layout(swizzle, True, rows, width, leading, stride, 0, draw.choice((0, 0, 1024, 256)))
@@ -268,6 +269,38 @@ def test_matrix_a_in_registers_is_touched() -> None:
     fails(f"{FENCE} mov.b32 %r11, 0; {{mma}} {WAIT}", "matrix A was written after the last", form=REGISTERS)
     late = f"mov.b32 %r12, %r12; {FENCE} {{mma}} {WAIT} mov.b32 %r11, 0; add.u32 %r20, %r11, 1;"
     plain(late, form=REGISTERS)
+
+
+def n_major(columns: int, swizzle: int, start: int = 0) -> Form:
+    layout = Layout(swizzle, True, columns, 2, 8 * swizzle, -(-2 * columns // swizzle) * 8 * swizzle, start)
+    return Form(columns, "bf16", "bf16", "f32", None, layout)
+
+
+@pytest.mark.parametrize(
+    ("columns", "swizzle", "widest"), [(96, 128, 64), (160, 128, 64), (80, 128, 32), (48, 64, 32), (80, 64, 32)]
+)
+def test_matrices_with_n_contiguous_are_whole_swizzle_atoms(columns: int, swizzle: int, widest: int) -> None:
+    """B ends in the middle of an atom; the widest swizzle that divides N is right."""
+    multiply = f"{FENCE} {{mma}} {WAIT}"
+    fails(multiply, "Shared Memory Matrix Layout", form=n_major(columns, swizzle))
+    plain(multiply, form=n_major(columns, widest))
+
+
+def test_matrices_of_several_swizzle_atoms_begin_with_one() -> None:
+    form = n_major(64, 128)
+    fails(f"add.u64 %rd11, %rd11, 4; {FENCE} {{mma}} {WAIT}", "from element 32 of a swizzle atom on", form=form)
+    plain(f"{FENCE} {{mma}} {WAIT}", form=form)
+    form = replace(form, layout_a=Layout(64, True, 64, 2, 512, 1024))
+    fails(f"add.u64 %rd10, %rd10, 2; {FENCE} {{mma}} {WAIT}", "matrix A is MN-major, with 64 elements", form=form)
+    plain(f"{FENCE} {{mma}} {WAIT}", form=form)
+
+
+@pytest.mark.parametrize("start", [0, 32, 64])
+def test_a_matrix_may_lie_in_one_swizzle_atom(start: int) -> None:
+    """Triton has it so where warpgroups share N."""
+    form = n_major(32, 128, start)
+    a, b, c = matrices(form, torch.Generator().manual_seed(0), -4, 5)
+    assert torch.equal(run(form, a, b, c)[0].double(), expected(form, a, b, c))
 
 
 def test_another_shape_on_the_same_accumulators() -> None:

@@ -163,7 +163,9 @@ Next multiply(Warp& warp, const Operation& o, uint32_t) {
     if (adds != 0 && adds != kAllLanes) throw Fault("wgmma", "threads of a warp have different scale-d", 0);
     WarpgroupLog::Entry entry{&o, {0, uniform(warp, o.r[1], "B")}, adds != 0};
     if (!form.a_in_registers) entry.descriptors[0] = uniform(warp, o.r[0], "A");
-    MatrixDescriptor{entry.descriptors[0]}, MatrixDescriptor{entry.descriptors[1]};  // are valid
+    const MatrixDescriptor a(entry.descriptors[0]), b(entry.descriptors[1]);  // are valid
+    if (form.transposes_a) a.require_whole_atoms(4 * kRows, "A");
+    if (form.transposes_b) b.require_whole_atoms(form.columns, "B");
     warp.wgmma().log(entry);
     if (form.is_integer()) {
         start<int32_t>(warp, o, form, entry);

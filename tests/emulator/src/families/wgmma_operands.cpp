@@ -31,6 +31,16 @@ uint64_t MatrixDescriptor::mn_major(int rows, int k) const {
     return swizzled(rows % in_row * 16 + rows / in_row * leading + k % 8 * swizzle + k / 8 * stride);
 }
 
+void MatrixDescriptor::require_whole_atoms(int rows, const char* which) const {
+    const int begin = static_cast<int>(start % swizzle), bytes = 2 * rows;
+    if (begin + bytes <= swizzle || (begin == 0 && bytes % swizzle == 0)) return;
+    std::ostringstream text;
+    text << "matrix " << which << " is MN-major, with " << rows << " elements from element " << begin / 2
+         << " of a swizzle atom on, which has " << swizzle / 2
+         << "; matrices are made up of whole ones (PTX ISA, \"Shared Memory Matrix Layout\")";
+    throw Fault("wgmma", text.str(), 0);
+}
+
 const std::byte* wgmma_chunk(Cta& cta, uint64_t address, const char* which) {
     const std::byte* const found = cta.shared(address, 16);
     const auto describe = [&](const char* what) {
