@@ -3,7 +3,8 @@
     python machine_code.py unit.o with_code.o arch=compute_80,code=[sm_80,compute_80] … -- nvcc option …
 
 So each kernel passes the compiler's front end once, whatever libraries it is for. The object's PTX has the lines of its
-source and is not compressed (nvcc -lineinfo --no-compress); what comes out has neither lines nor paths.
+source and is not compressed (nvcc -lineinfo --no-compress); what comes out has neither lines nor paths. Where ptxas
+serialises the wgmma of a kernel, which costs most of its speed, the build fails.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ SECTION = ".nv_fatbin"
 CONTAINER = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes of what follows
 ENTRY = struct.Struct("<HHIQIIHHI")  # kind, version, bytes of the header, of what follows, when compressed, …, arch
 MAGIC, PTX = 0xBA55ED50, 1
+# What ptxas says where it waits after each wgmma (C7510 and others: "Potential Performance Loss: wgmma.mma_async
+# instructions are serialized due to …"), or where it adds a warpgroup.arrive that the source lacks (C7519).
+WGMMA_ADVICE = re.compile(r"^.*\(C75\d\d\).*\b(?:serialized|injected)\b.*$", re.MULTILINE)
 
 
 def entries(container: bytes) -> bytes:
@@ -57,6 +61,17 @@ def architecture(ptx: str) -> str:
     return target[1]
 
 
+def assemble(ptx: Path, code: Path, gencode: str, nvcc: Sequence[str]) -> None:
+    """Writes to ``code`` what nvcc makes of ``ptx``; ends the program where it cannot, or where it serialises wgmma."""
+    command = [*nvcc, "-gencode", gencode, "-fatbin", str(ptx), "-o", str(code)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout, end="")
+    if done.returncode:
+        raise SystemExit(done.returncode)
+    if advice := WGMMA_ADVICE.findall(done.stdout):
+        raise SystemExit("ptxas serialises the wgmma of a kernel:\n" + "\n".join(advice))
+
+
 def replace_code(unit: Path, result: Path, gencodes: Sequence[str], nvcc: Sequence[str], folder: Path) -> None:
     """Writes ``result``: ``unit`` with what each of nvcc's -gencode makes of its PTX. ``folder`` is for what passes."""
     section, ptx, code = folder / "section", folder / "unit.ptx", folder / "unit.fatbin"
@@ -66,7 +81,7 @@ def replace_code(unit: Path, result: Path, gencodes: Sequence[str], nvcc: Sequen
     embedded = b""
     for gencode in gencodes:
         ptx.write_text(without_lines(texts[gencode.partition(",")[0].removeprefix("arch=compute_")]))
-        subprocess.run([*nvcc, "-gencode", gencode, "-fatbin", ptx, "-o", code], check=True)
+        assemble(ptx, code, gencode, nvcc)
         embedded += entries(code.read_bytes())
     _, version, header_bytes, _ = CONTAINER.unpack_from(container)
     section.write_bytes(CONTAINER.pack(MAGIC, version, header_bytes, len(embedded)) + embedded)

@@ -573,6 +573,50 @@ $L__info_string0:
         machine_code.entries(bytes(16))
 
 
+def _products(between):
+    """A kernel with two products that add to the same sums, and ``between`` them."""
+    multiply = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0, %f1, %f2, %f3}, %rd1, %rd1, 1, 1, 1, 0, 0;"
+    return f""".version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry kernel(.param .u64 sums, .param .u64 matrix)
+{{
+    .reg .f32 %f<4>; .reg .b64 %rd<2>;
+    ld.param.u64 %rd0, [sums]; ld.param.u64 %rd1, [matrix];
+    {" ".join(f"mov.f32 %f{i}, 0f00000000;" for i in range(4))}
+    wgmma.fence.sync.aligned;
+    {multiply} {between} {multiply}
+    wgmma.commit_group.sync.aligned;
+    wgmma.wait_group.sync.aligned 0;
+    st.global.v4.f32 [%rd0], {{%f0, %f1, %f2, %f3}};
+    ret;
+}}
+"""
+
+
+@pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc")
+def test_the_build_fails_where_ptxas_serialises_wgmma(tmp_path, capfd):
+    ptx, code, nvcc = tmp_path / "kernel.ptx", tmp_path / "kernel.fatbin", [str(find_nvcc())]
+    gencode = "arch=compute_90a,code=[sm_90a]"
+    ptx.write_text(_products(""))
+    machine_code.assemble(ptx, code, gencode, nvcc)
+    assert code.exists()
+    ptx.write_text(_products("add.f32 %f0, %f0, %f0;"))  # the sum may not have been written yet
+    with pytest.raises(SystemExit, match=r"serialises the wgmma[\s\S]*\(C75\d\d\) warpgroup.wait is injected"):
+        machine_code.assemble(ptx, code, gencode, nvcc)
+    assert "(C75" in capfd.readouterr().out, "what ptxas says is shown, too"
+    ptx.write_text(_products("wrong;"))
+    with pytest.raises(SystemExit) as failed:
+        machine_code.assemble(ptx, code, gencode, nvcc)
+    assert isinstance(failed.value.code, int)
+
+
+def test_ptxas_has_many_reasons_to_serialise_wgmma():
+    said = "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+    assert machine_code.WGMMA_ADVICE.search(f"{said}insufficient register resources for the function 'kernel'")
+    assert not machine_code.WGMMA_ADVICE.search("ptxas info    : (C7508) Overriding maximum register limit 256 to 168")
+
+
 COMPILER = """#!/bin/sh
 echo x >> "$(dirname "$0")/runs"
 grep -q wrong "$1" && exit 3
