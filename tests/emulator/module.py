@@ -90,6 +90,7 @@ class Module:
         replicated_stores: bool = False,
         uninitialised: bool = False,
         unawaited: bool = False,
+        log_writes: bool = False,
         num_sms: int = 132,
         instruction_limit: int = 1 << 28,
         workers: int = 2,
@@ -107,7 +108,8 @@ class Module:
         memory that nothing orders are errors, whatever order they came in; with ``replicated_stores`` several warps may
         store the same value by the same instruction, as Triton's compiler has them do. ``uninitialised``: reading
         shared memory that nothing wrote is an error. ``unawaited``: so is a CTA that ends with threads arrived at a
-        barrier that nobody waited for, otherwise a warning of the report. ``num_sms``: multiprocessors, which decide
+        barrier that nobody waited for, otherwise a warning of the report. ``log_writes``: the report
+        lists the writes of threads to global memory. ``num_sms``: multiprocessors, which decide
         how many CTAs run at a time. ``instruction_limit``: of one warp, an error beyond. ``workers``: threads of the
         host. ``cooperative``: the grid may synchronise (all of its CTAs must run at a time). What the kernel prints
         goes to ``sys.stdout`` at its end.
@@ -140,6 +142,7 @@ class Module:
                 replicated_stores,
                 uninitialised,
                 unawaited,
+                log_writes,
                 instruction_limit,
                 workers,
                 cooperative,

@@ -17,6 +17,7 @@ class LaunchOptions:
     races: bool | None = None
     uninitialised: bool = False
     unawaited: bool = False
+    log_writes: bool = False
     instruction_limit: int = 1 << 28
     workers: int = 2
     tracked: bool = False

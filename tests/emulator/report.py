@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,14 @@ class TensorCoreOperations:
     multiply_adds: int
 
 
+class GlobalWrite(NamedTuple):
+    """What one instruction of a warp wrote to global memory: a store, an atomic or a reduction."""
+
+    cta: int  # of the grid, x first
+    line: int  # of the PTX
+    address: int  # of the first lane that took part
+
+
 COUNTS = ("warps", "lanes", "global_bytes", "global_sectors", "shared_wavefronts", "bank_conflicts")
 
 
@@ -82,6 +90,7 @@ class Report:
     registers: int | None = None  # of a thread, the most of all launches, where ptxas was asked
     launches: int = 1
     warnings: dict[str, int] = field(default_factory=dict)  # what PTX allows, and CTAs that it happened to
+    writes: tuple[GlobalWrite, ...] = ()  # of the whole grid in their order, with ``log_writes``
 
     @classmethod
     def of(cls, kernel: str, counted: dict[str, Any]) -> Report:
@@ -90,7 +99,10 @@ class Report:
         for kind, opcode, line, file, source_line, *counts in counted["rows"]:
             source = f"{file}:{source_line}" if file else ""
             rows.append(InstructionCounts(kind, opcode, line, source, *counts, kernel))
-        return cls(kernel, tuple(rows), counted["shared_bytes"], counted["waits"], warnings=counted["warnings"])
+        writes = tuple(GlobalWrite(*write) for write in counted["writes"])
+        return cls(
+            kernel, tuple(rows), counted["shared_bytes"], counted["waits"], warnings=counted["warnings"], writes=writes
+        )
 
     @classmethod
     def total(cls, reports: Iterable[Report]) -> Report:

@@ -58,6 +58,9 @@ py::dict report_of(const Program& program, const Report& report, int64_t shared_
     }
     result["warnings"] = warnings;
     result["shared_bytes"] = shared_bytes;
+    py::list writes;
+    for (const GlobalWrite& write : report.writes) writes.append(py::make_tuple(write.cta, write.line, write.address));
+    result["writes"] = writes;
     return result;
 }
 
@@ -65,7 +68,7 @@ py::dict launch_kernel(LoadedModule& module, const std::string& kernel, std::arr
                        std::array<uint32_t, 3> block, const py::bytes& parameter_bytes,
                        const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& memory, bool tracked,
                        int64_t shared_bytes, std::array<uint32_t, 3> cluster, int num_sms, uint64_t seed, bool checks,
-                       bool races, bool replicated_stores, bool uninitialised, bool unawaited,
+                       bool races, bool replicated_stores, bool uninitialised, bool unawaited, bool log_writes,
                        int64_t instruction_limit, int workers, bool cooperative) {
     const Program& program = module.program(kernel);
     std::vector<Allocation> allocations = module.allocations();
@@ -93,6 +96,7 @@ py::dict launch_kernel(LoadedModule& module, const std::string& kernel, std::arr
     launch.replicated_stores = replicated_stores;
     launch.uninitialised_errors = uninitialised;
     launch.unawaited_errors = unawaited;
+    launch.logs_writes = log_writes;
     launch.instruction_limit = instruction_limit;
     launch.workers = workers;
     launch.num_sms = num_sms;

@@ -1,5 +1,6 @@
 // The grid: clusters in an order drawn from the seed, on as many threads as there are workers. Each worker has several
-// clusters at a time and turns from one to the next, so that CTAs can wait for others of the grid.
+// clusters at a time and turns from one to the next, so that CTAs can wait for others of the grid. Some of them begin late,
+// as on a GPU whose SMs are still busy with other work: a scheduler that counts on all to begin together is met here.
 #include <exception>
 #include <mutex>
 #include <numeric>
@@ -15,7 +16,17 @@
 namespace emulator {
 namespace {
 
-constexpr int64_t kSlice = int64_t{1} << 16;  // instructions of a cluster before the next one's turn
+// Instructions of a cluster before the next one's turn, drawn for each: kLeastSlice to this times 2^kLogMostSlices.
+constexpr int64_t kLeastSlice = 64;
+constexpr int kLogMostSlices = 11;
+// One cluster of four begins late: after the others of its worker have executed so many instructions, at most.
+constexpr uint32_t kLateOneOf = 4;
+constexpr int kLogMostDelay = 17;
+
+struct Resident {
+    std::unique_ptr<Cluster> cluster;
+    int64_t begins_at;  // by the worker's clock
+};
 
 // Hands out the clusters of a grid, and keeps the first failure.
 class Grid {
@@ -35,19 +46,27 @@ class Grid {
     void work(uint64_t most_resident) {
         Report report;
         report.operations.resize(launch_.program->operations.size());
-        std::vector<std::unique_ptr<Cluster>> resident;
+        std::vector<Resident> resident;
         try {
             size_t turn = 0;
+            int64_t clock = 0;  // instructions that this worker's clusters have executed
             while (!has_failed_) {
                 if (resident.size() < most_resident) {
                     if (auto cluster = next_cluster(report)) {
+                        Random& random = cluster->random;
+                        const bool is_late = random.below(kLateOneOf) == 0;
                         turn = resident.size();
-                        resident.push_back(std::move(cluster));
+                        resident.push_back({std::move(cluster), clock + (is_late ? random.length(kLogMostDelay) : 0)});
                     }
                 }
                 if (resident.empty()) break;
-                turn %= resident.size();
-                if (resident[turn]->run(kSlice)) {
+                turn = next_turn(resident, turn, clock);
+                clock = std::max(clock, resident[turn].begins_at);  // all wait: time passes
+                Cluster& cluster = *resident[turn].cluster;
+                const int64_t before = cluster.clock;
+                const bool has_ended = cluster.run(kLeastSlice * cluster.random.length(kLogMostSlices));
+                clock += cluster.clock - before;
+                if (has_ended) {
                     resident.erase(resident.begin() + static_cast<std::ptrdiff_t>(turn));
                 } else {
                     ++turn;
@@ -68,6 +87,17 @@ class Grid {
     }
 
   private:
+    // The next cluster that may run: one that has begun, else the one that will do so first.
+    static size_t next_turn(const std::vector<Resident>& resident, size_t turn, int64_t clock) {
+        size_t first = turn % resident.size();
+        for (size_t i = 0; i < resident.size(); ++i) {
+            const size_t place = (turn + i) % resident.size();
+            if (resident[place].begins_at <= clock) return place;
+            if (resident[place].begins_at < resident[first].begins_at) first = place;
+        }
+        return first;
+    }
+
     std::unique_ptr<Cluster> next_cluster(Report& report) {
         const uint64_t place = next_++;
         if (place >= order_.size()) return nullptr;
@@ -103,6 +133,8 @@ Report run_launch(const Launch& requested) {
         }
         launch.history = &history.emplace([&](const Conflict& conflict) { return fault_of(launch, conflict); });
     }
+    WriteLog log;
+    if (launch.logs_writes) launch.write_log = &log;
     Grid grid(launch);
     const uint64_t cluster_ctas = uint64_t{launch.cluster[0]} * launch.cluster[1] * launch.cluster[2];
     const uint64_t most_resident = std::max<uint64_t>(1, launch.num_resident / cluster_ctas);
@@ -114,7 +146,8 @@ Report run_launch(const Launch& requested) {
     for (uint64_t i = 1; i < workers; ++i) helpers.emplace_back([&grid, i, &share] { grid.work(share(i)); });
     grid.work(share(0));
     for (std::thread& helper : helpers) helper.join();
-    const Report report = grid.finish();
+    Report report = grid.finish();
+    report.writes = std::move(log.writes);
     const std::lock_guard lock(ran_mutex);
     ran.insert(launch.program->name);
     return report;

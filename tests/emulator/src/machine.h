@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <string>
 #include <utility>
@@ -24,6 +25,12 @@ namespace emulator {
 
 class LaunchHistory;
 
+// The writes of a launch to global memory, which its CTAs log from several threads of the host.
+struct WriteLog {
+    std::mutex mutex;
+    std::vector<GlobalWrite> writes;
+};
+
 struct Launch {
     const Program* program;
     const GlobalMemory* memory;
@@ -40,6 +47,8 @@ struct Launch {
     bool unawaited_errors;      // arrivals at a barrier that nobody waits for until the CTA ends
     bool races;                 // conflicting accesses that nothing orders are errors
     bool replicated_stores;     // … but for stores of the same value by the same instruction
+    bool logs_writes;           // those to global memory are listed in the report
+    WriteLog* write_log;        // while it runs; nullptr without `logs_writes`
     LaunchHistory* history;     // of accesses, while it runs; nullptr without `races`
     int64_t instruction_limit;  // of one warp
     int workers;
@@ -210,6 +219,7 @@ class Warp {
     void return_from_call(uint32_t mask);
     void touch(const Located& at, int bytes, int lane, bool is_write, const std::byte* value);
     void follow(const AsyncCopy& copy);
+    void log_write(uint64_t address);
     void order_copies(uint32_t mask, uint32_t most_pending);
     void land(const AsyncCopy& copy, uint32_t mask);
     void land_due_copies();
@@ -231,6 +241,7 @@ class Warp {
     uint64_t num_copies_ = 0;
     std::unique_ptr<WgmmaUnit> wgmma_;  // of programs that have such instructions
     std::vector<UnorderedCopy> unordered_copies_;
+    int64_t logged_at_ = -1;  // the cluster's clock at the last write that was logged
 };
 
 struct Barrier {

@@ -22,12 +22,20 @@ struct Counts {
     }
 };
 
+// What one instruction of a warp writes to global memory: stores, atomics and reductions.
+struct GlobalWrite {
+    uint32_t cta;      // of the grid
+    int line;          // of the PTX
+    uint64_t address;  // of the first lane that takes part
+};
+
 struct Report {
     std::vector<Counts> operations;  // one for each of the program
     // Times that a warp waited: at a barrier of its CTA, at that of its cluster, for a phase of an mbarrier.
     std::array<uint64_t, 16> barrier_waits{};
     uint64_t cluster_barrier_waits = 0, mbarrier_waits = 0;
     std::array<uint64_t, 16> unawaited{};  // CTAs that ended with threads arrived at a barrier that nobody waited for
+    std::vector<GlobalWrite> writes;  // of the whole grid, in the order in which they happened, where that is logged
 
     void add(const Report& other) {
         operations.resize(std::max(operations.size(), other.operations.size()));

@@ -11,6 +11,7 @@ uint32_t Warp::number() const {
 }
 
 void Warp::touch(const Located& at, int bytes, int lane, bool is_write, const std::byte* value) {
+    if (is_write && at.space == Space::kGlobal && cta.launch.write_log != nullptr) log_write(at.address);
     HappensBefore* const order = cta.cluster.order.get();
     if (order == nullptr) return;
     const Operation& operation = cta.launch.program->operations[path_.pc];
@@ -22,6 +23,16 @@ void Warp::touch(const Located& at, int bytes, int lane, bool is_write, const st
     } else if (at.space == Space::kGlobal) {
         order->touch_global(number(), touch, at.address, bytes);
     }
+}
+
+// Once for each instruction: the clock goes on with it.
+void Warp::log_write(uint64_t address) {
+    if (std::exchange(logged_at_, cta.cluster.clock) == cta.cluster.clock) return;
+    WriteLog& log = *cta.launch.write_log;
+    const uint32_t (&grid)[3] = cta.launch.grid;
+    const int line = cta.launch.program->operations[path_.pc].instruction->line;
+    const std::lock_guard lock(log.mutex);
+    log.writes.push_back({(cta.index[2] * grid[1] + cta.index[1]) * grid[0] + cta.index[0], line, address});
 }
 
 namespace {

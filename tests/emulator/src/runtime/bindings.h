@@ -35,6 +35,8 @@ void set_options_of(const py::dict& changed) {
             options.uninitialised = value.cast<bool>();
         } else if (name == "unawaited") {
             options.unawaited = value.cast<bool>();
+        } else if (name == "log_writes") {
+            options.log_writes = value.cast<bool>();
         } else if (name == "instruction_limit") {
             options.instruction_limit = value.cast<int64_t>();
         } else if (name == "workers") {

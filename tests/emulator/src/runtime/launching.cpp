@@ -228,6 +228,7 @@ cudaError_t launch(const Kernel& kernel, const Request& request) try {
     launch.replicated_stores = kernel.is_tritons;  // what several warps hold, Triton has them all store
     launch.uninitialised_errors = options.uninitialised;
     launch.unawaited_errors = options.unawaited;
+    launch.logs_writes = options.log_writes;
     launch.instruction_limit = options.instruction_limit;
     launch.workers = options.workers;
     uint64_t workspace = 0;

@@ -1,0 +1,43 @@
+"""Which CTA held which work tile, of kernels whose CTAs claim tiles by an atomic on one counter. Not a test module.
+
+A CTA holds a tile from its claim until its last write to the tile's results. No CTA of a fair scheduler holds two
+while a resident one has none: that one could have begun the second by now.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from emulator.launches import Launched
+
+
+def unfair_claims(launched: Launched, tile_of: Callable[[int], int | None]) -> list[str]:
+    """Each moment at which a CTA comes to hold two tiles while another has none.
+
+    The launch ran with ``log_writes``, and all of its CTAs were resident. ``tile_of`` says of an address which tile's
+    results it is part of. Each tile belongs to one claim, and a CTA works on its tiles in the order of its claims.
+    """
+    opcodes = {row.line: row.opcode for row in launched.report.rows}
+    claims = [i for i, write in enumerate(launched.report.writes) if opcodes[write.line].startswith("atom.")]
+    assert len({launched.report.writes[i].address for i in claims}) == 1, "one counter, and no other atomics"
+    last_writes: dict[int, dict[int, int]] = {}  # of each CTA, in the order of its tiles
+    for i, write in enumerate(launched.report.writes):
+        tile = tile_of(write.address)
+        if tile is not None:
+            last_writes.setdefault(write.cta, {})[tile] = i
+    num_tiles = sum(map(len, last_writes.values()))
+    assert num_tiles <= len(claims), "a claim for each tile"
+    claims_of_tiles = set(claims[:num_tiles])
+    ends = {i for tiles in last_writes.values() for i in tiles.values()}
+    held = Counter(dict.fromkeys(range(launched.grid[0] * launched.grid[1] * launched.grid[2]), 0))
+    found = []
+    for i, write in enumerate(launched.report.writes):
+        held[write.cta] -= i in ends
+        if i not in claims_of_tiles:
+            continue
+        held[write.cta] += 1
+        idle = [cta for cta, number in held.items() if number == 0]
+        if held[write.cta] > 1 and idle:
+            found.append(f"CTA {write.cta} claims its tile {held[write.cta]} while CTAs {idle} have none")
+    return found
