@@ -95,6 +95,7 @@ class Module:
         instruction_limit: int = 1 << 28,
         workers: int = 2,
         cooperative: bool = False,
+        dependent: bool = False,
     ) -> Report:
         """Run a kernel to its end.
 
@@ -111,7 +112,9 @@ class Module:
         barrier that nobody waited for, otherwise a warning of the report. ``log_writes``: the report
         lists the writes of threads to global memory. ``num_sms``: multiprocessors, which decide
         how many CTAs run at a time. ``instruction_limit``: of one warp, an error beyond. ``workers``: threads of the
-        host. ``cooperative``: the grid may synchronise (all of its CTAs must run at a time). What the kernel prints
+        host. ``cooperative``: the grid may synchronise (all of its CTAs must run at a time). ``dependent``: it
+        begins before the last launch of a `Module` has ended (programmatic stream serialization), whose accesses
+        nothing orders with its own until ``griddepcontrol.wait``. What the kernel prints
         goes to ``sys.stdout`` at its end.
 
         Raises `EmulatorError`.
@@ -143,6 +146,7 @@ class Module:
                 uninitialised,
                 unawaited,
                 log_writes,
+                dependent,
                 instruction_limit,
                 workers,
                 cooperative,

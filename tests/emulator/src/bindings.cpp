@@ -69,7 +69,7 @@ py::dict launch_kernel(LoadedModule& module, const std::string& kernel, std::arr
                        const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& memory, bool tracked,
                        int64_t shared_bytes, std::array<uint32_t, 3> cluster, int num_sms, uint64_t seed, bool checks,
                        bool races, bool replicated_stores, bool uninitialised, bool unawaited, bool log_writes,
-                       int64_t instruction_limit, int workers, bool cooperative) {
+                       bool dependent, int64_t instruction_limit, int workers, bool cooperative) {
     const Program& program = module.program(kernel);
     std::vector<Allocation> allocations = module.allocations();
     uint64_t workspace = 0;
@@ -102,6 +102,9 @@ py::dict launch_kernel(LoadedModule& module, const std::string& kernel, std::arr
     launch.num_sms = num_sms;
     if (cooperative) launch.grid_workspace = reinterpret_cast<uint64_t>(&workspace);
     check_launch(most_shared_bytes(module.source().target), launch);
+    static std::shared_ptr<PastAccesses> last;  // launches from here follow each other, as in a stream
+    launch.before = dependent ? std::move(last) : nullptr;
+    last = nullptr;
     Console console;
     launch.console = &console;
     const auto print = [&] {
@@ -115,6 +118,7 @@ py::dict launch_kernel(LoadedModule& module, const std::string& kernel, std::arr
         print();
         throw;
     }
+    last = std::move(report.accesses);
     print();
     return report_of(program, report, program.static_shared_bytes + shared_bytes);
 }

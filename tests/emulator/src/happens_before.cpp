@@ -23,6 +23,40 @@ LaunchHistory::Origin LaunchHistory::origin(const Record& record) const {
     return {cluster.ctas[rank], rank, record.warp % cluster.warps_per_cta};
 }
 
+void LaunchHistory::follow(PastAccesses&& before) {
+    predecessor_ = std::move(before.kernel);
+    for (auto& [number, page] : before.pages) {
+        for (Cell& cell : page->cells) {
+            uint32_t kept = 0;
+            for (uint32_t i = 0; i < cell.count; ++i) {
+                Record record = cell.records()[i];
+                if (record.cluster == kPredecessor.cluster && before.are_last) continue;
+                record.cluster = kPredecessor.cluster;
+                record.warp = kPredecessor.component;
+                record.clock = 1;
+                record.place &= Record::kWrite | Record::kStrong | Record::kScope;
+                record.place |= (kMostRecordedOperations - 1) << Record::kOperationShift;  // none of this program's
+                cell.records()[kept++] = record;
+            }
+            cell.count = kept;
+        }
+        shard(number).pages[number] = std::move(page);
+    }
+}
+
+std::shared_ptr<PastAccesses> LaunchHistory::take_accesses(const std::string& kernel) {
+    constexpr size_t kMostPages = 8192;  // 128 MB of records
+    size_t count = 0;
+    for (const Shard& shard : shards_) count += shard.pages.size();
+    if (count > kMostPages) return nullptr;
+    auto taken = std::make_shared<PastAccesses>(PastAccesses{kernel, {}, has_waited_ && !lets_begin_early_});
+    taken->pages.reserve(count);
+    for (Shard& shard : shards_) {
+        for (auto& [number, page] : shard.pages) taken->pages.emplace_back(number, std::move(page));
+    }
+    return taken;
+}
+
 HappensBefore::HappensBefore(LaunchHistory& history, std::vector<std::array<uint32_t, 3>> ctas, uint32_t warps_per_cta,
                              int64_t shared_bytes)
     : history_(history),
@@ -145,16 +179,16 @@ void HappensBefore::touch_shared(Record now, uint32_t by, uint32_t rank, uint64_
 
 void HappensBefore::touch_global(Record now, uint32_t by, uint64_t address, uint64_t bytes) {
     each_cell(address, bytes, [&](uint64_t start, uint16_t mask) {
-        const uint64_t page = start / LaunchHistory::Page::kBytes;
+        const uint64_t page = start / Page::kBytes;
         LaunchHistory::Shard& shard = history_.shard(page);
         const std::lock_guard lock(shard.lock);
         if (page != last_page_) {
             auto& found = shard.pages[page];
-            if (found == nullptr) found = std::make_unique<LaunchHistory::Page>();
+            if (found == nullptr) found = std::make_unique<Page>();
             last_page_ = page, page_ = found.get();
         }
         now.bytes = mask;
-        touch(page_->cells[start % LaunchHistory::Page::kBytes / Cell::kBytes], now, by, false, start);
+        touch(page_->cells[start % Page::kBytes / Cell::kBytes], now, by, false, start);
     });
 }
 
@@ -310,6 +344,19 @@ void HappensBefore::fence_proxy(uint32_t warp, bool shared, bool global) {
     advance(warp);
 }
 
+// It has ended, and all that it did is visible to this launch, whichever proxy looks.
+void HappensBefore::wait_for_predecessor(uint32_t warp) {
+    if (history_.predecessor().empty()) return;
+    history_.has_waited_ = true;
+    const Message all{{kPredecessor.key(), 1}};
+    Past& past = warps_[warp].past;
+    for (VectorClock* clock : {&past.known, &past.visible_shared, &past.visible_global}) clock->join(all, cluster_);
+}
+
+void HappensBefore::launch_dependents(uint32_t warp) {
+    if (warps_[warp].past.known.other(kPredecessor) == 0) history_.lets_begin_early_ = true;
+}
+
 template <typename Function>
 void HappensBefore::at_location(bool is_shared, uint64_t address, bool creates, Function&& function) {
     const auto apply = [&](auto& locations) {
@@ -323,7 +370,7 @@ void HappensBefore::at_location(bool is_shared, uint64_t address, bool creates, 
     } else if (!history_.has_locations_) {
         return;
     }
-    LaunchHistory::Shard& shard = history_.shard(address / LaunchHistory::Page::kBytes);
+    LaunchHistory::Shard& shard = history_.shard(address / Page::kBytes);
     const std::lock_guard lock(shard.lock);
     apply(shard.locations);
 }

@@ -16,6 +16,8 @@
 // An asynchronous operation begins with what its issuer knows, and is ordered with nobody else: neither with what its
 // issuer does next, nor with other operations. It is known to have happened by those who waited for it (`complete`).
 //
+//   griddepcontrol.wait    acquires all that the launch before has done, where this one began without waiting for it
+//
 // Proxies: what the generic proxy wrote and the async proxy touches next needs a fence.proxy.async between, anywhere on
 // the way from one to the other. What it only read needs none before the async proxy writes over it: the thread that
 // lets it happen has the value already, and pipelines rely on it. The other direction needs no fence either, because
@@ -58,11 +60,33 @@ struct Knowledge {
     void join(const Knowledge& from);
 };
 
+// The records of a page of global memory.
+struct Page {
+    static constexpr uint64_t kBytes = 4096;
+    Cell cells[kBytes / Cell::kBytes];
+};
+
+// What a launch has touched of global memory, for one that begins before it has ended (programmatic dependent launch).
+struct PastAccesses {
+    std::string kernel;
+    std::vector<std::pair<uint64_t, std::unique_ptr<Page>>> pages;
+    bool are_last;  // false: where this launch let the next one begin, the one before it may not have ended
+};
+
+// The launch before, in the records of this one and as an agent.
+constexpr Agent kPredecessor{~uint32_t{0}, 0};
+
 // What all clusters of a launch share. Its members may be used by several threads of the host.
 class LaunchHistory {
   public:
     // `fault` makes an error of a conflict.
     explicit LaunchHistory(std::function<Fault(const Conflict&)> fault) : fault(std::move(fault)) {}
+
+    // This launch begins without waiting for the one before, whose records it takes over.
+    void follow(PastAccesses&& before);
+    const std::string& predecessor() const { return predecessor_; }  // empty: there is none
+    // At the end of a launch; nullptr: there are more of them than are kept.
+    std::shared_ptr<PastAccesses> take_accesses(const std::string& kernel);
 
     // The CTA indices of a cluster's CTAs, for messages; gives its number.
     uint32_t add_cluster(std::vector<std::array<uint32_t, 3>> ctas, uint32_t warps_per_cta);
@@ -86,10 +110,6 @@ class LaunchHistory {
         Release releases[kNumScopes];
         uint64_t last_writer = ~uint64_t{0};
     };
-    struct Page {
-        static constexpr uint64_t kBytes = 4096;
-        Cell cells[kBytes / Cell::kBytes];
-    };
     struct Shard {
         SpinLock lock;
         std::unordered_map<uint64_t, std::unique_ptr<Page>> pages;
@@ -100,6 +120,9 @@ class LaunchHistory {
 
     Shard shards_[kNumShards];
     std::atomic<bool> has_locations_{false};
+    std::string predecessor_;
+    std::atomic<bool> has_waited_{false},
+        lets_begin_early_{false};  // for the predecessor; the next launch before it ended
     AsyncOperations operations_;
     mutable std::mutex mutex_;
     struct ClusterPlace {
@@ -169,6 +192,10 @@ class HappensBefore {
     void fence(uint32_t warp, Scope scope, bool acquires = true, bool releases = true);
     void fence_proxy(uint32_t warp, bool shared, bool global);
 
+    // griddepcontrol
+    void wait_for_predecessor(uint32_t warp);
+    void launch_dependents(uint32_t warp);
+
     // Of each lane with a strong access. `write` before memory is written, `read` after memory has been read.
     void write(uint32_t warp, bool is_shared, uint64_t address, Order order, Scope scope, bool is_atomic);
     void read(uint32_t warp, bool is_shared, uint64_t address, Order order, Scope scope);
@@ -221,7 +248,7 @@ class HappensBefore {
     uint32_t next_operation_ = 0;  // of the chunk that this cluster fills
     std::deque<Completion> completions_;
     uint64_t last_page_ = ~uint64_t{0};
-    LaunchHistory::Page* page_ = nullptr;
+    Page* page_ = nullptr;
 };
 
 }  // namespace emulator

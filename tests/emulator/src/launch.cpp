@@ -132,6 +132,7 @@ Report run_launch(const Launch& requested) {
             throw Fault("unsupported", "the race detector takes kernels of up to 2^20 instructions: pass races=False");
         }
         launch.history = &history.emplace([&](const Conflict& conflict) { return fault_of(launch, conflict); });
+        if (launch.before != nullptr) history->follow(std::move(*launch.before));
     }
     WriteLog log;
     if (launch.logs_writes) launch.write_log = &log;
@@ -148,6 +149,7 @@ Report run_launch(const Launch& requested) {
     for (std::thread& helper : helpers) helper.join();
     Report report = grid.finish();
     report.writes = std::move(log.writes);
+    if (history) report.accesses = history->take_accesses(launch.program->name);
     const std::lock_guard lock(ran_mutex);
     ran.insert(launch.program->name);
     return report;

@@ -24,6 +24,7 @@
 namespace emulator {
 
 class LaunchHistory;
+struct PastAccesses;
 
 // The writes of a launch to global memory, which its CTAs log from several threads of the host.
 struct WriteLog {
@@ -40,17 +41,18 @@ struct Launch {
     int num_sms;
     uint32_t num_resident;  // CTAs that the device holds at a time
     uint64_t seed;
-    Console* console;           // nullptr: printf goes to the host's standard output
-    uint64_t grid_workspace;    // of a cooperative launch: 8 bytes of zeros in global memory; 0: it is none
-    bool checks;                // bounds of global memory, and what follows
-    bool uninitialised_errors;  // reads of shared memory that nothing wrote
-    bool unawaited_errors;      // arrivals at a barrier that nobody waits for until the CTA ends
-    bool races;                 // conflicting accesses that nothing orders are errors
-    bool replicated_stores;     // … but for stores of the same value by the same instruction
-    bool logs_writes;           // those to global memory are listed in the report
-    WriteLog* write_log;        // while it runs; nullptr without `logs_writes`
-    LaunchHistory* history;     // of accesses, while it runs; nullptr without `races`
-    int64_t instruction_limit;  // of one warp
+    Console* console;                      // nullptr: printf goes to the host's standard output
+    uint64_t grid_workspace;               // of a cooperative launch: 8 bytes of zeros in global memory; 0: it is none
+    bool checks;                           // bounds of global memory, and what follows
+    bool uninitialised_errors;             // reads of shared memory that nothing wrote
+    bool unawaited_errors;                 // arrivals at a barrier that nobody waits for until the CTA ends
+    bool races;                            // conflicting accesses that nothing orders are errors
+    bool replicated_stores;                // … but for stores of the same value by the same instruction
+    bool logs_writes;                      // those to global memory are listed in the report
+    WriteLog* write_log;                   // while it runs; nullptr without `logs_writes`
+    std::shared_ptr<PastAccesses> before;  // of the launch whose end this one does not wait for; nullptr: there is none
+    LaunchHistory* history;                // of accesses, while it runs; nullptr without `races`
+    int64_t instruction_limit;             // of one warp
     int workers;
 };
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace emulator {
@@ -29,6 +30,8 @@ struct GlobalWrite {
     uint64_t address;  // of the first lane that takes part
 };
 
+struct PastAccesses;
+
 struct Report {
     std::vector<Counts> operations;  // one for each of the program
     // Times that a warp waited: at a barrier of its CTA, at that of its cluster, for a phase of an mbarrier.
@@ -36,6 +39,7 @@ struct Report {
     uint64_t cluster_barrier_waits = 0, mbarrier_waits = 0;
     std::array<uint64_t, 16> unawaited{};  // CTAs that ended with threads arrived at a barrier that nobody waited for
     std::vector<GlobalWrite> writes;  // of the whole grid, in the order in which they happened, where that is logged
+    std::shared_ptr<PastAccesses> accesses;  // for the launch that comes next, where races are looked for
 
     void add(const Report& other) {
         operations.resize(std::max(operations.size(), other.operations.size()));

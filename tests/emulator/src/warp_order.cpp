@@ -106,6 +106,12 @@ void Warp::order_first_copies(int lane, uint64_t count, const Cta& owner, const 
 namespace {
 
 std::string describe(const Launch& launch, const Record& record) {
+    if (record.cluster == kPredecessor.cluster) {
+        return "a " + std::string(record.has(Record::kWrite) ? "write" : "read") + " by " +
+               launch.history->predecessor() +
+               ", the launch before, which may still run: griddepcontrol.wait waits for it (PTX ISA, \"Parallel "
+               "Synchronization and Communication Instructions: griddepcontrol\")";
+    }
     const LaunchHistory::Origin origin = launch.history->origin(record);
     const ptx::Module& module = *launch.program->module;
     const ptx::Instruction& instruction = *launch.program->operations[record.operation()].instruction;

@@ -7,6 +7,7 @@
 // instruction then.
 #include <algorithm>
 
+#include "../cluster.h"
 #include "../decoder.h"
 #include "../wgmma.h"
 #include "families.h"
@@ -38,8 +39,15 @@ Next setmaxnreg(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-// Grids run one after the other: the grids that this one depends on have ended.
-Next nothing(Warp&, const Operation&, uint32_t) {
+// Launches run one after the other, so that only the order of their accesses is affected. option[0]: wait.
+Next griddepcontrol(Warp& warp, const Operation& o, uint32_t) {
+    HappensBefore* const order = warp.cta.cluster.order.get();
+    if (order == nullptr) return Next::kContinue;
+    if (o.option[0] != 0) {
+        order->wait_for_predecessor(warp.number());
+    } else {
+        order->launch_dependents(warp.number());
+    }
     return Next::kContinue;
 }
 
@@ -74,10 +82,10 @@ void decode_setmaxnreg(Decoder& d) {
 
 void decode_griddepcontrol(Decoder& d) {
     d.require_target(90);
-    d.require_any({"launch_dependents", "wait"});
+    d.operation().option[0] = d.require_any({"launch_dependents", "wait"});
     d.require_operands(0, 0);
     d.operation().type = Class::kControl;
-    d.operation().execute = nothing;
+    d.operation().execute = griddepcontrol;
 }
 
 }  // namespace emulator

@@ -118,7 +118,9 @@ cudaError_t apply(const cudaLaunchAttribute* attributes, unsigned num_attributes
             case cudaLaunchAttributeCooperative:
                 request.is_cooperative = attribute.val.cooperative != 0;
                 break;
-            case cudaLaunchAttributeProgrammaticStreamSerialization:  // each launch starts when the last has ended
+            case cudaLaunchAttributeProgrammaticStreamSerialization:
+                request.is_dependent = attribute.val.programmaticStreamSerializationAllowed != 0;
+                break;
             case cudaLaunchAttributeIgnore:
             case cudaLaunchAttributeClusterSchedulingPolicyPreference:
             case cudaLaunchAttributePriority:
@@ -173,7 +175,8 @@ struct Prepared {
     Launch launch;
     Options options;
     int device;
-    bool is_cooperative;
+    bool is_cooperative, is_dependent;
+    cudaStream_t stream;
 
     cudaError_t run() const;
 };
@@ -191,8 +194,12 @@ cudaError_t Prepared::run() const try {
         listener = current_listener;
         runs = current_runs;
     }
+    const std::shared_ptr<PastAccesses> before = take_accesses(stream);
+    if (is_dependent) ready.before = before;
     for (int run = 0; run < runs; ++run) {
         const Report report = run_launch(ready);
+        ready.before = nullptr;
+        keep_accesses(stream, report.accesses);
         if (listener) listener({code.program, ready, report});
     }
     return cudaSuccess;
@@ -234,7 +241,9 @@ cudaError_t launch(const Kernel& kernel, const Request& request) try {
     uint64_t workspace = 0;
     if (request.is_cooperative) launch.grid_workspace = reinterpret_cast<uint64_t>(&workspace);  // for check_launch
     check_launch(device.most_shared_bytes, launch);
-    const Prepared prepared{*code, std::move(launch), options, device_index(), request.is_cooperative};
+    const Prepared prepared{*code,          std::move(launch),      options,
+                            device_index(), request.is_cooperative, request.is_dependent,
+                            request.stream};
     return submit(request.stream, kernel.name, [prepared] { return prepared.run(); }, /*needs_own_device=*/true);
 } catch (const Fault& fault) {
     return fail(fault);

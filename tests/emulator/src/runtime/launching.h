@@ -40,6 +40,7 @@ struct Request {
     size_t shared_bytes;
     cudaStream_t stream = nullptr;
     bool is_cooperative = false;
+    bool is_dependent = false;  // begins before the kernel that is before it in the stream has ended
 };
 
 // Follows the attributes of a launch; the driver's have the same layout. Those that only say how fast something should be

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <set>
 #include <thread>
+#include <utility>
 
 #include "device.h"
 #include "errors.h"
@@ -65,6 +66,7 @@ std::map<cudaGraph_t, std::unique_ptr<Graph>> graphs;
 std::map<cudaGraphExec_t, std::unique_ptr<GraphExec>> executables;
 std::map<cudaUserObject_t, std::shared_ptr<UserObject>> objects;  // those that the host refers to
 std::set<std::shared_ptr<Capture>> captures;
+std::map<std::pair<int, cudaStream_t>, std::shared_ptr<PastAccesses>> accesses;  // by device and stream
 unsigned long long num_captures = 0;
 thread_local cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
 
@@ -137,6 +139,12 @@ void forget(const std::shared_ptr<Capture>& capture) {
 }  // namespace
 
 cudaError_t submit(cudaStream_t handle, const std::string& what, Work work, bool needs_own_device) {
+    if (!needs_own_device) {  // no kernel
+        work = [handle, work = std::move(work)] {
+            take_accesses(handle);
+            return work();
+        };
+    }
     {
         const std::lock_guard lock(mutex);
         Stream* stream;
@@ -158,8 +166,19 @@ cudaError_t submit(cudaStream_t handle, const std::string& what, Work work, bool
     return work();
 }
 
+void keep_accesses(cudaStream_t stream, std::shared_ptr<PastAccesses> kept) {
+    const std::lock_guard lock(mutex);
+    accesses[{device_index(), stream}] = std::move(kept);
+}
+
+std::shared_ptr<PastAccesses> take_accesses(cudaStream_t stream) {
+    const std::lock_guard lock(mutex);
+    return std::exchange(accesses[{device_index(), stream}], nullptr);
+}
+
 cudaError_t check_allowed_now(const std::string& what) {
     const std::lock_guard lock(mutex);
+    accesses.clear();
     bool is_forbidden = false;
     for (const auto& capture : captures) {
         if (!forbids(*capture)) continue;
@@ -191,6 +210,7 @@ cudaError_t cudaStreamCreate(cudaStream_t* stream) {
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     const std::lock_guard lock(mutex);
+    accesses.clear();  // its handle may be another stream's next
     return streams.erase(stream) == 0 ? fail_handle("stream") : cudaSuccess;
 }
 
@@ -212,7 +232,10 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
     Stream* stream;
     if (const cudaError_t error = find_stream(handle, stream); error != cudaSuccess) return error;
     if (stream == nullptr) return check_allowed_now("synchronising with the default stream");
-    if (stream->position.capture == nullptr) return cudaSuccess;
+    if (stream->position.capture == nullptr) {
+        accesses.clear();
+        return cudaSuccess;
+    }
     stream->position.capture->is_valid = false;
     return fail_captured("synchronising with a captured stream");
 }
@@ -405,6 +428,10 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stream) {
     return submit(stream, "a graph", [nodes] {
         const int before = device_index();
         cudaError_t error = cudaSuccess;
+        {
+            const std::lock_guard lock(mutex);
+            accesses.clear();
+        }
         for (const auto& node : nodes) {
             make_current(node->device);
             error = node->work();

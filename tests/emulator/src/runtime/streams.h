@@ -9,6 +9,10 @@
 
 #include "exports.h"
 
+namespace emulator {
+struct PastAccesses;
+}
+
 namespace emulator::runtime {
 
 using Work = std::function<cudaError_t()>;
@@ -36,6 +40,11 @@ struct Graph {
 
 // Runs `work`, or makes it a node. `needs_own_device`: the stream must belong to the current device, as a kernel's must.
 cudaError_t submit(cudaStream_t stream, const std::string& what, Work work, bool needs_own_device = false);
+
+// What the last kernel of a stream has touched, for one that may begin before that has ended. Other work of the stream,
+// and a host that waits, are in order with both: nothing is kept then.
+void keep_accesses(cudaStream_t stream, std::shared_ptr<PastAccesses> accesses);
+std::shared_ptr<PastAccesses> take_accesses(cudaStream_t stream);
 
 // What CUDA forbids while a stream is captured (allocation, waiting for the device) ends the captures that it would break.
 // cudaSuccess: there is none.

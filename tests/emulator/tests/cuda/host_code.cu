@@ -118,7 +118,8 @@ cudaError_t run_clusters(int* out, int ctas, int cluster) {
     config.blockDim = dim3(32);
     config.attrs = attributes;
     config.numAttrs = 2;
-    return cudaLaunchKernelEx(&config, cluster_sizes, out);
+    const cudaError_t error = cudaLaunchKernelEx(&config, cluster_sizes, out);
+    return error != cudaSuccess ? error : cudaDeviceSynchronize();  // the next one would not wait
 }
 
 cudaError_t allow_large_clusters() {
