@@ -54,12 +54,14 @@ def spans(argument: Any, name: str) -> list[Memory]:
 class Module:
     """A PTX text, parsed. ``kernels``: the names of its entry points.
 
+    ``is_tritons``: Triton has compiled it, which relies on where its shared memory begins.
+
     An instruction that the emulator does not know is an error at the first launch of the kernel that has it.
     """
 
-    def __init__(self, ptx: str) -> None:
+    def __init__(self, ptx: str, is_tritons: bool = False) -> None:
         try:
-            self._module = _native.Module(ptx)
+            self._module = _native.Module(ptx, is_tritons)
         except _native.Fault as fault:
             raise EmulatorError.of(fault) from None
         self.ptx = ptx

@@ -62,7 +62,7 @@ class Backend(CUDABackend):
 @functools.lru_cache(maxsize=64)
 def _module(ptx: bytes) -> Module:
     """Of those that ran last: parsed, a module takes twelve times the memory of its text."""
-    return Module(ptx.decode())
+    return Module(ptx.decode(), is_tritons=True)
 
 
 class Utilities:

@@ -135,7 +135,10 @@ py::dict launch_kernel(LoadedModule& module, const std::string& kernel, std::arr
 PYBIND11_MODULE(_emulator, m) {
     using namespace emulator;
     py::class_<LoadedModule>(m, "Module")
-        .def(py::init<const std::string&>())
+        .def(py::init([](const std::string& ptx, bool is_tritons) {
+            return std::make_unique<LoadedModule>(ptx,
+                                                  is_tritons ? SharedLayout::kFromBase : SharedLayout::kLeastAligned);
+        }))
         .def("kernels", &LoadedModule::kernels)
         .def("parameters", &parameters)
         .def("launch", &launch_kernel);

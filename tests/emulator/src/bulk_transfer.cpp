@@ -78,7 +78,7 @@ void check_box(const SharedBox& box, int lane) {
         if (box.owner->shared(offset, static_cast<int>(count)) == nullptr) {
             throw Fault("out-of-bounds",
                         "a copy of " + std::to_string(box.bytes) + " bytes at offset " + std::to_string(box.offset) +
-                            " of shared memory, which has " + std::to_string(box.owner->shared_bytes()),
+                            " of shared memory, which ends at " + std::to_string(box.owner->shared_bytes()),
                         lane);
         }
         if (box.owner->touches_mbarrier(offset, static_cast<int>(count))) {

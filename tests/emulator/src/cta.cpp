@@ -10,7 +10,7 @@ namespace emulator {
 Cta::Cta(Cluster& cluster, uint32_t rank, const uint32_t (&cta_index)[3])
     : cluster(cluster), rank(rank), launch(cluster.launch), random(cluster.random), report(cluster.report) {
     std::copy(cta_index, cta_index + 3, index);
-    shared_.assign(launch.program->static_shared_bytes + launch.shared_bytes, std::byte{0xff});  // NaN of every type
+    shared_.assign(launch.program->dynamic_shared_begin + launch.shared_bytes, std::byte{0xff});  // NaN of every type
     marks_.assign(shared_.size(), Mark::kUnwritten);
     const uint32_t threads = launch.block[0] * launch.block[1] * launch.block[2];
     for (uint32_t first = 0; first < threads; first += kWarpSize) {

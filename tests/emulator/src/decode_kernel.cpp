@@ -4,6 +4,7 @@
 
 #include "decoder.h"
 #include "families/control.h"
+#include "memory.h"
 
 namespace emulator {
 namespace {
@@ -28,8 +29,9 @@ void collect_names(const ptx::Operand& operand, std::set<std::string>& names) {
     for (const ptx::Operand& element : operand.elements) collect_names(element, names);
 }
 
-// Static variables that the code names, the largest alignments first; the dynamic part comes after all of them.
-void lay_out_shared(Program& program, const std::vector<const ptx::Function*>& functions) {
+// Static variables that the code names, the largest alignments first; the dynamic part comes after all of them. Addresses
+// begin behind what the system keeps for itself.
+void lay_out_shared(Program& program, const std::vector<const ptx::Function*>& functions, SharedLayout layout) {
     std::set<std::string> names;
     std::vector<const ptx::Variable*> variables;
     for (const ptx::Function* function : functions) {
@@ -48,16 +50,20 @@ void lay_out_shared(Program& program, const std::vector<const ptx::Function*>& f
     std::stable_sort(variables.begin(), variables.end(), [](const ptx::Variable* a, const ptx::Variable* b) {
         return (a->bytes == 0) < (b->bytes == 0) || ((a->bytes == 0) == (b->bytes == 0) && a->alignment > b->alignment);
     });
-    int64_t end = 0, dynamic_alignment = 1;
+    int64_t bytes = 0, end = kReservedSharedBytes, dynamic_alignment = 1;
     for (const ptx::Variable* variable : variables) {
         if (variable->bytes == 0) dynamic_alignment = std::max(dynamic_alignment, variable->alignment);
     }
     for (const ptx::Variable* variable : variables) {
-        end = align(end, variable->bytes == 0 ? dynamic_alignment : variable->alignment);
+        const int64_t alignment = variable->bytes == 0 ? dynamic_alignment : variable->alignment;
+        bytes = align(bytes, alignment) + variable->bytes;
+        end = align(end, alignment);
+        if (layout == SharedLayout::kLeastAligned && end / alignment % 2 == 0) end += alignment;
         program.shared_offsets[variable->name] = end;
         end += variable->bytes;
     }
-    program.static_shared_bytes = end;
+    program.static_shared_bytes = bytes;
+    program.dynamic_shared_begin = end;
 }
 
 void lay_out_parameters(Program& program, const ptx::Function& kernel) {
@@ -102,7 +108,7 @@ void decode_function(Program& program, FunctionCode& code, const VariableAddress
 }  // namespace
 
 std::unique_ptr<Program> decode_kernel(const ptx::Module& module, const std::string& name,
-                                       const VariableAddresses& variables) {
+                                       const VariableAddresses& variables, SharedLayout layout) {
     const auto kernel = module.functions.find(name);
     if (kernel == module.functions.end() || !kernel->second->is_entry) {
         throw Fault("arguments", "the module has no kernel " + name);
@@ -111,7 +117,7 @@ std::unique_ptr<Program> decode_kernel(const ptx::Module& module, const std::str
     program->name = name;
     program->module = &module;
     const auto functions = reachable(module, *kernel->second);
-    lay_out_shared(*program, functions);
+    lay_out_shared(*program, functions, layout);
     lay_out_parameters(*program, *kernel->second);
     int next = 0;
     for (const ptx::Function* function : functions) {

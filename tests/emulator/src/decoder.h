@@ -124,9 +124,13 @@ struct Family {
 // All opcodes; nullptr if there is none of that name.
 const Family* find_family(std::string_view root);
 
+// Where shared variables lie. Least aligned: none at more than its alignment, as far as it says one, so that a kernel which
+// needs more is found out. From the base: one after the other, as ptxas does it.
+enum class SharedLayout : uint8_t { kLeastAligned, kFromBase };
+
 // Decodes a kernel and all that it calls. The module must outlive the program.
 std::unique_ptr<Program> decode_kernel(const ptx::Module& module, const std::string& name,
-                                       const VariableAddresses& variables);
+                                       const VariableAddresses& variables, SharedLayout layout);
 
 // Sets `tracked` of the operations that access registers which wgmma uses; `accesses`: of each operation.
 void track_wgmma_registers(Program& program, FunctionCode& code, const std::vector<Decoder::Accesses>& accesses);

@@ -8,7 +8,8 @@
 
 namespace emulator {
 
-LoadedModule::LoadedModule(std::string text) : module_(ptx::parse(std::move(text))) {
+LoadedModule::LoadedModule(std::string text, SharedLayout layout)
+    : module_(ptx::parse(std::move(text))), layout_(layout) {
     for (const auto& [name, variable] : module_.variables) {
         if (variable.space != Space::kGlobal && variable.space != Space::kConst) continue;
         std::vector<std::byte>& bytes = storage_.emplace_back(variable.bytes + variable.alignment);
@@ -36,7 +37,7 @@ const Program& LoadedModule::program(const std::string& kernel) {
     const std::lock_guard lock(mutex_);
     auto& program = programs_[kernel];
     if (program == nullptr) {
-        program = decode_kernel(module_, kernel, variables_);
+        program = decode_kernel(module_, kernel, variables_, layout_);
         // A process that runs every kernel of a library would hold gigabytes of them. Nobody calls a kernel, so no other
         // program needs its operands.
         for (ptx::Instruction& instruction : module_.functions.find(kernel)->second->body) {
@@ -102,8 +103,7 @@ int64_t most_shared_bytes(std::string_view target) {
 
 uint32_t ctas_per_sm(int64_t most_shared_bytes, uint32_t threads, int64_t shared_bytes) {
     constexpr uint32_t kMostThreads = 2048, kMostCtas = 32;
-    constexpr int64_t kReserved = 1 << 10;  // of shared memory, for each CTA
-    const int64_t by_shared = (most_shared_bytes + kReserved) / (shared_bytes + kReserved);
+    const int64_t by_shared = (most_shared_bytes + kReservedSharedBytes) / (shared_bytes + kReservedSharedBytes);
     return std::min({kMostCtas, kMostThreads / threads, static_cast<uint32_t>(by_shared)});
 }
 

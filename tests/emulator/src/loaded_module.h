@@ -15,7 +15,7 @@ namespace emulator {
 class LoadedModule {
   public:
     // Throws a Fault of kind "syntax".
-    explicit LoadedModule(std::string text);
+    explicit LoadedModule(std::string text, SharedLayout layout = SharedLayout::kLeastAligned);
 
     std::vector<std::string> kernels() const;
     // Throws a Fault where there is no such kernel, or it has an instruction that is not known.
@@ -27,6 +27,7 @@ class LoadedModule {
 
   private:
     ptx::Module module_;
+    const SharedLayout layout_;
     std::vector<std::vector<std::byte>> storage_;
     VariableAddresses variables_;
     std::vector<Allocation> allocations_;

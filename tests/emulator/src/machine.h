@@ -266,9 +266,10 @@ class Cta {
     Cta(Cluster& cluster, uint32_t rank, const uint32_t (&index)[3]);
     ~Cta();
 
-    // Shared memory by offset; nullptr: outside of it.
+    // Shared memory by address; nullptr: outside of it.
     std::byte* shared(uint64_t address, int bytes) {
-        return is_inside(address, bytes, shared_.size()) ? shared_.data() + address : nullptr;
+        const bool is_own = address >= kReservedSharedBytes && is_inside(address, bytes, shared_.size());
+        return is_own ? shared_.data() + address : nullptr;
     }
     void mark_written(uint64_t address, int bytes) { mark(address, bytes, Mark::kWritten); }
     void mark_unwritten(uint64_t address, int bytes) { mark(address, bytes, Mark::kUnwritten); }

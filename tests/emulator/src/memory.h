@@ -18,6 +18,9 @@ constexpr uint64_t kParamWindow = uint64_t{0x3} << 56;
 // at (rank + 1) * kCtaBytes.
 constexpr uint64_t kCtaBytes = uint64_t{1} << 24;
 
+// Of each CTA, for the system: its variables come behind it.
+constexpr int64_t kReservedSharedBytes = 1 << 10;
+
 // Also for addresses of which the sum would overflow, as those just below 0 do.
 inline bool is_inside(uint64_t address, uint64_t bytes, uint64_t size) {
     return address <= size && bytes <= size - address;

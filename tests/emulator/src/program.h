@@ -164,7 +164,8 @@ struct Program {
     std::vector<Parameter> parameters;
     int64_t parameter_bytes = 0;
     std::map<std::string, int64_t> shared_offsets;
-    int64_t static_shared_bytes = 0;  // where the dynamic part begins
+    int64_t static_shared_bytes = 0;
+    int64_t dynamic_shared_begin = 0;  // an address
 };
 
 }  // namespace emulator

@@ -68,7 +68,7 @@ Frame* Warp::new_frame(const FunctionCode& code, Frame* caller, const Operation*
                     value = launch.shared_bytes;
                     break;
                 case Special::kTotalShared:
-                    value = cta.shared_bytes();
+                    value = launch.program->static_shared_bytes + launch.shared_bytes;
                     break;
                 case Special::kLocalBase:
                     value = frame->local_base + i;

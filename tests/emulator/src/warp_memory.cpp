@@ -121,7 +121,7 @@ void Warp::fail_access(Space space, uint64_t address, int bytes, int lane, bool 
                                                                             : cta.launch.parameters.size();
     std::ostringstream text;
     text << what << bytes << " bytes at offset " << address << " of " << kSpaceNames[static_cast<int>(space)]
-         << " memory, which has " << size;
+         << " memory, which ends at " << size;
     throw Fault("out-of-bounds", text.str(), lane);
 }
 

@@ -40,7 +40,7 @@ class Layout:
     pattern: int = 0  # where the pattern starts, a multiple of 128
 
     def offset(self, row: int, k: int) -> int:
-        """Bytes from address 0 to an element."""
+        """Bytes from the beginning of the dynamic shared memory to an element."""
         per_unit = 16 // self.width
         if self.mn_major:
             unit, inside = divmod(row, per_unit)
@@ -125,7 +125,8 @@ class Form:
 def kernel(form: Form, body: str | None = None) -> Module:
     """Copies ``bytes`` from ``memory`` to shared memory, loads accumulators and A's registers, multiplies, stores.
 
-    Parameters: memory, bytes, registers of A, descriptors of A and B, sums (in and out), scale-d.
+    Parameters: memory, bytes, registers of A, descriptors of A and B as if it began at 0, sums (in and
+    out), scale-d.
     ``body`` replaces the part from the fence to the wait; ``{mma}`` stands for the instruction.
     """
     sums = ", ".join(f"%f{i}" for i in range(form.registers))
@@ -148,6 +149,7 @@ def kernel(form: Form, body: str | None = None) -> Module:
     ld.param.u64 %rd11, [db]; ld.param.u64 %rd3, [sums]; ld.param.u32 %r2, [adds];
     setp.ne.u32 %p1, %r2, 0;
     shl.b32 %r3, %r0, 2; mov.u32 %r4, smem;
+    cvt.u64.u32 %rd19, %r4; shr.u64 %rd19, %rd19, 4; add.u64 %rd10, %rd10, %rd19; add.u64 %rd11, %rd11, %rd19;
 COPY:
     setp.ge.u32 %p2, %r3, %r1; @%p2 bra DONE;
     cvt.u64.u32 %rd4, %r3; add.u64 %rd4, %rd4, %rd0; ld.global.b32 %r5, [%rd4]; add.u32 %r6, %r4, %r3;

@@ -7,6 +7,8 @@
 #include <set>
 #include <vector>
 
+#include "memory.h"
+
 namespace emulator::runtime {
 namespace {
 
@@ -28,7 +30,7 @@ int locked_index() {
 
 // Compute capability 8.0 to 9.0 alike (CUDA C++ programming guide, technical specifications per compute capability).
 constexpr int kMostThreads = 1024, kWarpThreads = 32, kRegisters = 65536, kConstantBytes = 65536;
-constexpr int kSmThreads = 2048, kSmCtas = 32, kReservedSharedBytes = 1024;
+constexpr int kSmThreads = 2048, kSmCtas = 32;
 constexpr int kBusWidth = 5120, kBusId = 13;
 constexpr int64_t kMemoryBytes = int64_t{80} << 30;
 constexpr int kMostBlock[3] = {1024, 1024, 64}, kMostGrid[3] = {0x7fffffff, 65535, 65535};

@@ -37,7 +37,8 @@ CUresult driver(cudaError_t error) {
 // module belongs to a context there.
 class DriverModule : public CodeSource {
   public:
-    explicit DriverModule(const std::string& ptx) : module_(std::make_shared<LoadedModule>(ptx)) {}
+    explicit DriverModule(const std::string& ptx)
+        : module_(std::make_shared<LoadedModule>(ptx, SharedLayout::kFromBase)) {}
 
     std::shared_ptr<LoadedModule> load() override { return module_; }
 

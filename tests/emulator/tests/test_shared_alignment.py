@@ -1,0 +1,48 @@
+"""Where shared memory begins: behind the system's part, and at no more than the alignment that the kernel declares."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cuda_sources import load, needs_nvcc
+from emulator import EmulatorError, Module, TensorMap
+
+pytestmark = needs_nvcc
+each_seed = pytest.mark.parametrize("seed", range(4))
+
+
+def copies(kernel: str, seed: int) -> bool:
+    """Whether the box arrives as the kernel reads it."""
+    values = torch.arange(8 * 64).half().view(8, 64)
+    out = torch.zeros(8, 64, dtype=torch.half)
+    tensor_map = TensorMap(values, (8, 64), "128B")
+    load("shared_alignment", "compute_90a").launch(
+        kernel, (1,), (64,), [tensor_map, out], shared_bytes=2048, seed=seed, uninitialised=True
+    )
+    return torch.equal(out, values)
+
+
+@each_seed
+def test_a_swizzle_needs_its_alignment(seed: int) -> None:
+    with pytest.raises(EmulatorError, match="no multiple of 128") as caught:
+        copies("copies_at_16", seed)
+    assert caught.value.kind == "misaligned"
+    assert not copies("copies_at_128", seed)
+    assert not copies("copies_at_512", seed)
+    assert copies("copies_at_1024", seed)
+    assert copies("copies_rounded_up", seed)
+
+
+def test_addresses_and_sizes() -> None:
+    module, out = load("shared_alignment", "compute_90a"), torch.zeros(5, dtype=torch.int32)
+    module.launch("looks", (1,), (1,), [out, -1], shared_bytes=96)
+    fixed, dynamic, dynamic_size, total_size = out[:4].tolist()
+    assert fixed >= 1024 and fixed % 64 == 32 and dynamic >= fixed + 48 and dynamic % 128 == 64
+    assert (dynamic_size, total_size) == (96, 64 + 96)
+    for address in (0, 1023, dynamic + 96):
+        with pytest.raises(EmulatorError) as caught:
+            module.launch("looks", (1,), (1,), [out, address], shared_bytes=96)
+        assert caught.value.kind == "out-of-bounds"
+    Module(module.ptx, is_tritons=True).launch("looks", (1,), (1,), [out, -1], shared_bytes=96)
+    assert out[:2].tolist() == [1024, 1024 + 64]
