@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -61,7 +62,7 @@ class TensorMap:
     ``box`` and ``element_strides`` are in the order of the tensor's own dimensions, the contiguous one last (PTX
     counts them from there). ``dtype``: one of `TYPES`, where it is not the tensor's own (``"tfloat32"``). A map is
     passed by value where the kernel's parameter is a struct of 128 bytes, else as a pointer to ``address``. Raises
-    `EmulatorError` for what the driver refuses.
+    `EmulatorError` for what the driver refuses, and warns of strides that its documentation does not have.
     """
 
     def __init__(
@@ -110,9 +111,11 @@ class TensorMap:
             FILLS[fill],
         )
         try:
-            _native.encode_tiled(self.address, self.fields.data_type, address, *self.fields[1:])
+            unusual = _native.encode_tiled(self.address, self.fields.data_type, address, *self.fields[1:])
         except _native.Fault as fault:
             raise EmulatorError.of(fault) from None
+        if unusual:
+            warnings.warn(f"a tensor map: {unusual}", stacklevel=2)
 
     def __bytes__(self) -> bytes:
         start = self.address - self._storage.ctypes.data

@@ -10,10 +10,10 @@
 namespace emulator {
 namespace {
 
-// The arguments of cuTensorMapEncodeTiled; `map` is where the 128 bytes go.
-void encode(uint64_t map, int type, uint64_t address, const std::vector<uint64_t>& dims,
-            const std::vector<uint64_t>& strides, const std::vector<uint32_t>& box,
-            const std::vector<uint32_t>& element_strides, int interleave, int swizzle, int promotion, int fill) {
+// The arguments of cuTensorMapEncodeTiled; `map` is where the 128 bytes go. Gives a warning, or nothing.
+std::string encode(uint64_t map, int type, uint64_t address, const std::vector<uint64_t>& dims,
+                   const std::vector<uint64_t>& strides, const std::vector<uint32_t>& box,
+                   const std::vector<uint32_t>& element_strides, int interleave, int swizzle, int promotion, int fill) {
     const size_t rank = dims.size();
     if (strides.size() + 1 != rank || box.size() != rank || element_strides.size() != rank) {
         throw Fault("arguments", "a tensor map with lists of different lengths");
@@ -23,6 +23,7 @@ void encode(uint64_t map, int type, uint64_t address, const std::vector<uint64_t
                                   reinterpret_cast<void*>(address), dims.data(), strides.data(), box.data(),
                                   element_strides.data(), interleave, swizzle, promotion, fill, &reason);
     if (code != 0) throw Fault(code == kNotSupported ? "unsupported" : "arguments", "a tensor map: " + reason);
+    return reason;
 }
 
 }  // namespace

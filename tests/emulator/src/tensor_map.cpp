@@ -59,6 +59,27 @@ std::string undocumented_stride(const TensorMap& map) {
     return "";
 }
 
+// Which stride is not as the driver's documentation writes strides down: as long as all of the dimension before it, of
+// which it is a multiple. The driver is known to take others (rows of heads side by side, as FlashAttention-3 has them).
+std::string unusual_stride(const TensorMap& map) {
+    const uint64_t row = map.dims[0] * map.element_bytes();
+    uint64_t inner = row, unit = 1;
+    std::string found;
+    for (int i = 1; i < map.rank(); ++i) {
+        const uint64_t stride = map.strides[i - 1];
+        if (map.dims[i] == 1) continue;
+        const auto say = [&](const char* what, uint64_t than, const char* of) {
+            return "the stride of dimension " + std::to_string(i) + ", " + std::to_string(stride) + ", is " + what +
+                   std::to_string(than) + of + " (CUDA Driver API, cuTensorMapEncodeTiled: globalStrides)";
+        };
+        if (stride < row) return say("less than the ", row, " bytes of dimension 0");
+        if (found.empty() && stride < inner) found = say("less than the ", inner, " bytes that it spans");
+        if (found.empty() && stride % unit != 0) found = say("no multiple of ", unit, ", the one before it");
+        inner = stride * map.dims[i], unit = stride;
+    }
+    return found;
+}
+
 }  // namespace
 
 int TensorMap::element_bytes() const {
@@ -150,7 +171,7 @@ int encode_tiled(void* map, int data_type, uint32_t rank, void* address, const u
     const std::string wrong_stride = undocumented_stride(encoded);
     if (!wrong_stride.empty()) return refuse(kInvalidValue, wrong_stride);
     std::memcpy(map, &encoded, sizeof(encoded));
-    return 0;
+    return refuse(0, unusual_stride(encoded));
 }
 
 void each_row(const TensorMap& map, const int32_t* coordinates, const std::function<void(const BoxRow&)>& visit) {

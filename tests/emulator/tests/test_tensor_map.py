@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,30 @@ def fails(kind: str, text: str, action: Callable[[], Any]) -> None:
 )
 def test_what_the_driver_refuses(text: str, tensor: torch.Tensor, size: list[int], options: dict[str, Any]) -> None:
     fails("arguments", text, lambda: TensorMap(tensor, size, **options))
+
+
+@pytest.mark.parametrize(
+    ("text", "tensor"),
+    [
+        ("", torch.zeros(2, 3, 4, 16)),
+        ("", torch.zeros(3, 4, 32)[:, :, :16]),
+        ("", torch.zeros(2, 1, 16).expand(2, 1, 16)),
+        (
+            "stride of dimension 1, 32, is less than the 64 bytes of dimension 0",
+            torch.zeros(72).as_strided((8, 16), (8, 1)),
+        ),
+        (
+            "stride of dimension 2, 64, is less than the 768 bytes that it spans",
+            torch.zeros(2, 4, 3, 16).transpose(1, 2),
+        ),
+        ("stride of dimension 2, 416, is no multiple of 64", torch.zeros(400).as_strided((3, 4, 16), (104, 16, 1))),
+    ],
+)
+def test_strides_that_do_not_nest_are_a_warning(text: str, tensor: torch.Tensor) -> None:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        TensorMap(tensor, [1] * (tensor.dim() - 1) + [16])
+    assert len(found) == bool(text) and all(text in str(each.message) for each in found)
 
 
 def test_strides_beyond_what_a_map_holds() -> None:
@@ -170,6 +195,7 @@ def test_maps_made_by_kernels() -> None:
     assert got[4:].isnan().all() and got[:, 24:].isnan().all()
 
 
+@pytest.mark.filterwarnings("ignore:a tensor map")
 @pytest.mark.parametrize("number", range(16))
 def test_element_types_of_ptx_are_not_the_drivers(number: int) -> None:
     """PTX ISA, table "Tensormap new_val validity"; the last three need a later architecture."""

@@ -97,6 +97,7 @@ void bind_runtime(py::module_& m) {
         set_devices(std::move(devices));
     });
     part.def("take_failures", &take_failures);
+    part.def("take_warnings", &take_warnings);
     part.def("submit", &submit_python);
     part.def("attribute_calls", [] { return attribute_calls.load(); });
     part.def("set_options", &set_options_of);

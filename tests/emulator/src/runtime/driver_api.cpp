@@ -219,6 +219,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType data_type,
     std::string reason;
     const int error = encode_tiled(map, data_type, rank, address, dims, strides, box, element_strides, interleave,
                                    swizzle, promotion, fill, &reason);
+    if (error == 0 && !reason.empty()) warn("a tensor map: " + reason);
     return error == 0 ? CUDA_SUCCESS : driver(fail(static_cast<cudaError_t>(error), "a tensor map: " + reason));
 }
 

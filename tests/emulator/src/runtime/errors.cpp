@@ -1,6 +1,7 @@
 #include "errors.h"
 
 #include <mutex>
+#include <set>
 #include <sstream>
 #include <utility>
 
@@ -18,6 +19,7 @@ thread_local LastError last;
 std::mutex mutex;
 std::optional<Fault> last_fault;
 std::vector<std::string> failures;
+std::set<std::string> warnings;
 constexpr size_t kMostFailures = 1000;
 
 struct Known {
@@ -112,6 +114,16 @@ cudaError_t fail(cudaError_t code, const std::string& reason) {
 std::vector<std::string> take_failures() {
     const std::lock_guard lock(mutex);
     return std::exchange(failures, {});
+}
+
+void warn(const std::string& text) {
+    const std::lock_guard lock(mutex);
+    warnings.insert(text);
+}
+
+std::set<std::string> take_warnings() {
+    const std::lock_guard lock(mutex);
+    return std::exchange(warnings, {});
 }
 
 cudaError_t fail(const Fault& fault) {

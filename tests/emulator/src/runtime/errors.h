@@ -3,6 +3,7 @@
 #pragma once
 
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,10 @@ cudaError_t fail(const Fault& fault);
 
 // All that failed since the last call, as "name of the error: reason", also what host code took no notice of.
 std::vector<std::string> take_failures();
+
+// What was done all the same, though no document has it so. All such texts since the last call.
+void warn(const std::string& text);
+std::set<std::string> take_warnings();
 
 // The last Fault, if `message` tells of it.
 std::optional<Fault> fault_told_in(const std::string& message);
