@@ -117,9 +117,19 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         // outgrown, and S is still there then. Leaves no product in flight.
         const auto to_probabilities = [&](uint32_t (&rP)[kTilesK][4]) {
             auto sums = softmax.template exponentiate_to<kDataType>(rP, rS);
+            RowNumbers<1> factor{{{1.0f, 1.0f}}};
+            bool is_outgrown;
+            const auto follow_sums = [&] {
+                is_outgrown = softmax.is_outgrown_by_sums(sums);
+                if (is_outgrown) factor = softmax.follow(maxima_of_lane(rS));
+            };
+            // With a branch before the wait, all exponentials are beside P·V; ptxas else moves the wait up among them. Where
+            // masks leave no registers, those of the factor would serialise the products.
+            if constexpr (!Config::kMasksInPlace) follow_sums();
             consumer.wait_pv(rO);
-            if (softmax.is_outgrown_by_sums(sums)) {
-                rescale(rO, softmax.follow(maxima_of_lane(rS)));
+            if constexpr (Config::kMasksInPlace) follow_sums();
+            if (is_outgrown) {
+                rescale(rO, factor);
                 sums = softmax.template exponentiate_to<kDataType>(rP, rS);
             }
             softmax.add(sums);

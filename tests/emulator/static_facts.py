@@ -228,6 +228,23 @@ class KernelFacts:
         return sum(name.split(".")[0] in LOCAL_MEMORY for name in self.instructions) - self.local_in_loops
 
 
+def product_waits(opcodes: Sequence[str]) -> int:
+    """How often a step waits for groups of wgmma; more often than its source says where ptxas serialises them."""
+    return sum(name.startswith("WARPGROUP.DEPBAR") for name in opcodes)
+
+
+def exponentials_beside_products(opcodes: Sequence[str]) -> int:
+    """How many exponentials of a loop's round stand between the first wait after its products, for the scores, and the
+    second one: a product of the warpgroup itself is in flight then."""
+    waits, found = 0, 0
+    for index, name in enumerate([*opcodes, *opcodes]):  # the round may begin anywhere in a step
+        if opcode(name) in TENSOR_CORE:
+            waits = 0
+        waits += name.startswith("WARPGROUP.DEPBAR")
+        found += name == "MUFU.EX2" and waits == 1 and index >= len(opcodes)
+    return found
+
+
 def mix(opcodes: Sequence[str]) -> dict[str, int]:
     """How many there are of each class, most first."""
     return dict(Counter(map(sass_class, opcodes)).most_common())

@@ -10,7 +10,7 @@ import pytest
 
 import instances
 from emulator import static_facts
-from emulator.static_facts import KernelFacts
+from emulator.static_facts import KernelFacts, product_waits
 from machine_code_library import BUILD, library_path
 
 pytestmark = [
@@ -53,6 +53,9 @@ def test_products_are_those_of_warpgroups_on_int8(instance: Instance) -> None:
     for loop in loops:
         products = [opcode for opcode in kernel.opcodes_of(loop) if opcode.startswith("IGMMA")]
         assert products == [f"IGMMA.64x{tokens}x32.S8.S8"] * STEP_PRODUCTS
+    # The sums of a group are scaled before the next one's products: a step has one of 128, two of 64 or four of 32.
+    waits = [product_waits(kernel.opcodes_of(loop)) for loop in loops]
+    assert sorted(waits) == ([1, 2, 4] if has_groups else [1])
 
 
 @each_instance

@@ -12,7 +12,7 @@ import pytest
 
 import instances
 from emulator import static_facts
-from emulator.static_facts import KernelFacts
+from emulator.static_facts import KernelFacts, product_waits
 from machine_code_library import BUILD, library_path
 
 pytestmark = [
@@ -64,7 +64,7 @@ def test_two_steps_of_products_are_in_flight(instance: tuple[int, str]) -> None:
     opcodes = two_steps(kernels()[instance])
     products = [name for name in opcodes if name.startswith("HGMMA")]
     assert len(products) == 2 * 4 and all(("BF16" in name) == (instance[1] == "bfloat16") for name in products)
-    assert sum(name.startswith("WARPGROUP.DEPBAR") for name in opcodes) == 2
+    assert product_waits(opcodes) == 2
     assert not {name.split(".")[0] for name in opcodes} & {"LDG", "LDGSTS", "FMUL", "MEMBAR"}
 
 

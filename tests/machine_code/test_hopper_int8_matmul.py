@@ -10,7 +10,7 @@ import pytest
 
 import instances
 from emulator import static_facts
-from emulator.static_facts import KernelFacts
+from emulator.static_facts import KernelFacts, product_waits
 from machine_code_library import BUILD, library_path
 
 pytestmark = [
@@ -94,7 +94,7 @@ def test_two_steps_are_in_flight_and_decoding_is_hidden(instance: Instance) -> N
     tokens, _, _ = instance
     (opcodes,) = loops_of(kernels()[instance])
     assert count(opcodes, "WARPGROUP") == 4  # an arrival and a wait for each step
-    assert sum(name.startswith("WARPGROUP.DEPBAR") for name in opcodes) == 2
+    assert product_waits(opcodes) == 2
     consumers, warps = 2, 4
     tensor_clocks = consumers * 2 * STEP_PRODUCTS * 64 * 16 * tokens / MACS
     issued = consumers * warps * len(opcodes) / SCHEDULERS
