@@ -318,9 +318,10 @@ def test_the_table_is_read_within_a_sequence_alone() -> None:
 
 
 @only_emulated
+@pytest.mark.parametrize("head_dim", [96, 128])  # whose rows in shared memory have 64 and 128 bytes
 @pytest.mark.parametrize(("page_size", "gathers"), [(1, True), (5, True), (12, True), (8, False), (128, False)])
-def test_which_pages_are_copied_by_tma(page_size: int, gathers: bool) -> None:
-    arguments = paged.make(Case(page_size=page_size, dims=(128, 128), lengths=((64,), (256,)), options=()))
+def test_which_pages_are_copied_by_tma(page_size: int, gathers: bool, head_dim: int) -> None:
+    arguments = paged.make(Case(page_size=page_size, dims=(head_dim, head_dim), lengths=((64,), (256,)), options=()))
     with launches.recorded() as found:
         run(arguments)
     (launched,) = found
