@@ -17,12 +17,12 @@ struct ForwardTileSm90;
 // dims in the same simulation.
 //
 // Forward: head dim  instructions  :masked  HGMMA  MUFU.EX2  registers  shared-KB  clocks:HGMMA  :EX2  :predicted
-//                64           538      772     20        96        128         96           256   256         414
-//                96           695     1046     28       128        168        160           384   256         541
-//               128           717     1066     32       128        168        160           512   256         662
-//          192, 128           562      864     34        80        128        172           640   256         803
-//               192           629      934     36        96        168        192           768   256         923
-//               256           613      912     42        80        168        224          1024   256        1193
+//                64           542      790     20        96        128         96           256   256         414
+//                96           698     1042     28       128        168        120           384   256         541
+//               128           721     1086     32       128        168        160           512   256         662
+//          192, 128           565      864     34        80        128        172           640   256         803
+//               192           633      953     36        96        168        192           768   256         923
+//               256           617      928     42        80        168        224          1024   256        1193
 
 // Three consumers share what is copied, and cover each other's waits: here a softmax takes as long as the products. Two
 // of them with 128 keys are predicted to be as fast, but take half as much again from the L2 cache.
@@ -37,7 +37,7 @@ struct ForwardTileSm90<64, 64> {
     static constexpr bool kMasksInPlace = false;
 };
 
-// Blocks of 64 columns: a fourth of what is in shared memory are zeros, which TMA does not read anywhere.
+// Blocks of 32 columns, as device/tma_tile.cuh has it: 64 would be no whole number of them, and pad rows with zeros.
 template <>
 struct ForwardTileSm90<96, 96> {
     static constexpr int kNumConsumers = 2;
