@@ -24,7 +24,7 @@ struct Record {
     enum Flags : uint32_t {
         kWrite = 1,
         kStrong = 2,
-        kScope = 4 | 8,  // of the strong
+        kScope = 4 | 8,  // of the strong; at which the completion of asynchronous ones is known
         kAsync = 16,
         kAsyncProxy = 32,
         kSilent = 64,  // a write of what was there already
@@ -66,6 +66,7 @@ struct alignas(64) Cell {
 struct Conflict {
     enum class Kind : uint8_t {
         kUnordered,
+        kTooNarrow,  // … but for an mbarrier's arrival or wait of scope .cta between CTAs
         kNeedsProxyFence,
         kBeyondEnd,  // of the CTA that owns the memory; `later` is the same as `earlier`
     };

@@ -98,6 +98,14 @@ bool HappensBefore::includes(const VectorClock& clock, AsyncId id, uint32_t lane
     return lanes == 0;
 }
 
+// It has happened before, and what it wrote is there to be read.
+bool HappensBefore::has_happened(const Past& past, const Record& record) const {
+    if (includes(past.known, record)) return true;
+    if (past.over.is_empty()) return false;
+    const bool is_there = record.has(Record::kAsync) && record.scope() > static_cast<int>(Scope::kCta);
+    return (is_there || !record.has(Record::kWrite)) && includes(past.over, record);
+}
+
 // The scope of each includes the other.
 bool HappensBefore::are_morally_strong(const Record& a, const Record& b) const {
     if (!a.has(Record::kStrong) || !b.has(Record::kStrong)) return false;
@@ -133,7 +141,7 @@ void HappensBefore::touch(Cell& cell, const Record& now, uint32_t by, bool is_sh
             const bool is_race = is_write || record.has(Record::kWrite);
             const bool is_same_operation =
                 record.has(Record::kAsync) && now.has(Record::kAsync) && record.clock == now.clock;
-            if (is_same_operation || includes(past.known, record)) {
+            if (is_same_operation || has_happened(past, record)) {
                 if (record.has(Record::kWrite) && !record.has(Record::kAsyncProxy) && now.has(Record::kAsyncProxy) &&
                     !includes(is_shared ? past.visible_shared : past.visible_global, record)) {
                     throw conflict(Conflict::Kind::kNeedsProxyFence);
@@ -141,7 +149,7 @@ void HappensBefore::touch(Cell& cell, const Record& now, uint32_t by, bool is_sh
                 // Who conflicts with that record conflicts with this one, or knows of both.
                 if (is_write || !record.has(Record::kWrite)) record.bytes &= static_cast<uint16_t>(~now.bytes);
             } else if (is_race && !are_morally_strong(record, now) && !is_replicated(record, now)) {
-                throw conflict(Conflict::Kind::kUnordered);
+                throw conflict(includes(past.over, record) ? Conflict::Kind::kTooNarrow : Conflict::Kind::kUnordered);
             }
         }
         if (record.bytes == 0) continue;
@@ -244,40 +252,52 @@ void HappensBefore::init_mbarrier(uint32_t rank, uint64_t offset) {
     MbarrierAgent& agent = mbarrier(rank, offset);
     agent = {};
     agent.component = num_components_++;
+    agent.pending.by_cta.resize(shared_.size());
+    agent.completed.by_cta.resize(shared_.size());
 }
 
 // A relaxed arrival after a fence releases what the fence has seen.
-void HappensBefore::release_to(Knowledge& meeting, uint32_t warp, bool releases) {
+void HappensBefore::release_to(Knowledge& meeting, uint32_t warp, bool releases, Scope scope) {
     if (releases) {
         meeting.join(warps_[warp]);
         advance(warp);
     } else {
-        meeting.past.join(warps_[warp].fenced[static_cast<int>(Scope::kCluster)]);
+        meeting.past.join(warps_[warp].fenced[static_cast<int>(scope)]);
     }
 }
 
-void HappensBefore::arrive_at_mbarrier(uint32_t warp, uint32_t rank, uint64_t offset, bool releases) {
-    release_to(mbarrier(rank, offset).pending, warp, releases);
+void HappensBefore::arrive_at_mbarrier(uint32_t warp, uint32_t rank, uint64_t offset, bool releases, Scope scope) {
+    Arrivals& pending = mbarrier(rank, offset).pending;
+    release_to(pending.by_cta[rank_of(warp)], warp, releases, Scope::kCta);
+    if (scope != Scope::kCta && pending.by_cta.size() > 1) release_to(pending.wide, warp, releases, scope);
 }
 
 // Whoever sees a phase complete sees that all before it were, so that knowledge accumulates.
 void HappensBefore::complete_phase(uint32_t rank, uint64_t offset) {
     MbarrierAgent& agent = mbarrier(rank, offset);
-    agent.completed.join(agent.pending);
-    agent.completed.past.known.set_own(agent.component, ++agent.phase);
+    for (size_t i = 0; i < agent.pending.by_cta.size(); ++i) agent.completed.by_cta[i].join(agent.pending.by_cta[i]);
+    agent.completed.wide.join(agent.pending.wide);
+    ++agent.phase;
 }
 
-void HappensBefore::wait_for_mbarrier(uint32_t warp, uint32_t rank, uint64_t offset, bool acquires) {
-    const Knowledge& completed = mbarrier(rank, offset).completed;
-    if (acquires) {
-        warps_[warp].join(completed);
-    } else {
-        warps_[warp].observed[static_cast<int>(Scope::kCta)].join(completed.past);
+void HappensBefore::wait_for_mbarrier(uint32_t warp, uint32_t rank, uint64_t offset, bool acquires, Scope scope) {
+    const MbarrierAgent& agent = mbarrier(rank, offset);
+    Knowledge& knowledge = warps_[warp];
+    const auto see = [&](const Knowledge& completed, Scope by) {
+        if (acquires) return knowledge.join(completed);
+        knowledge.observed[static_cast<int>(by)].join(completed.past);
+    };
+    see(agent.completed.by_cta[rank_of(warp)], Scope::kCta);
+    if (scope != Scope::kCta) see(agent.completed.wide, scope);
+    Past& past = acquires ? knowledge.past : knowledge.observed[static_cast<int>(Scope::kCta)];
+    for (size_t i = 0; i < agent.completed.by_cta.size(); ++i) {
+        if (i != rank_of(warp)) past.join_over(agent.completed.by_cta[i].past);
     }
+    past.known.set_own(agent.component, agent.phase);  // the copies that it counted are complete
 }
 
 void HappensBefore::arrive_at_barrier(uint32_t warp, int id) {
-    release_to(barriers_[rank_of(warp) * kNumBarriers + id], warp, true);
+    release_to(barriers_[rank_of(warp) * kNumBarriers + id], warp, true, Scope::kCta);
 }
 
 void HappensBefore::leave_barrier(uint32_t warp, int id, bool is_for_all) {
@@ -293,7 +313,7 @@ void HappensBefore::exit(uint32_t warp) {
 
 void HappensBefore::arrive_at_cluster(uint32_t warp, bool releases) {
     cluster_arrived_.join(warps_[warp].past.known);
-    release_to(cluster_pending_, warp, releases);
+    release_to(cluster_pending_, warp, releases, Scope::kCluster);
     if (!releases) advance(warp);
 }
 
@@ -310,13 +330,13 @@ void HappensBefore::leave_cluster(uint32_t warp) {
 }
 
 void HappensBefore::end(uint32_t rank) {
-    const VectorClock& known = exited_[rank].past.known;
+    const Past& past = exited_[rank].past;
     for (size_t i = 0; i < shared_[rank].size(); ++i) {
         Cell& cell = shared_[rank][i];
         for (uint32_t j = 0; j < cell.count; ++j) {
             const Record& record = cell.records()[j];
             const bool is_own = rank_of(record.warp) == rank && !record.has(Record::kAsyncProxy);
-            if (is_own || includes(known, record) || includes(over_[rank], record)) continue;
+            if (is_own || has_happened(past, record) || includes(over_[rank], record)) continue;
             const uint64_t address = uint64_t{rank} << 32 | (i * Cell::kBytes + __builtin_ctz(record.bytes));
             throw history_.fault({Conflict::Kind::kBeyondEnd, record, record, true, address});
         }
@@ -394,6 +414,7 @@ void HappensBefore::write(uint32_t warp, bool is_shared, uint64_t address, Order
                 past.known.add_to(release.known, cluster_);
                 past.visible_shared.add_to(release.visible_shared, cluster_);
                 past.visible_global.add_to(release.visible_global, cluster_);
+                past.over.add_to(release.over, cluster_);
             };
             add(knowledge.fenced[i]);
             if (releases) add(knowledge.past);
@@ -413,6 +434,7 @@ void HappensBefore::read(uint32_t warp, bool is_shared, uint64_t address, Order 
             past.known.join(release.known, cluster_);
             past.visible_shared.join(release.visible_shared, cluster_);
             past.visible_global.join(release.visible_global, cluster_);
+            past.over.join(release.over, cluster_);
         }
     });
 }

@@ -6,17 +6,21 @@
 //
 //   bar, barrier.cta       an arrival releases, a wait acquires; a warp's exit releases to barriers for all threads
 //   barrier.cluster        arrive.release (not .relaxed) and wait.acquire
-//   mbarrier               every arrival but .relaxed releases, a successful wait acquires, at cluster scope at least
+//   mbarrier               an arrival releases and a successful wait acquires, a relaxed one after or before a fence:
+//                          in the CTA that arrives, and in others where the scope of both is .cluster
 //   st.release, atom, red  with .release or .acq_rel, and relaxed (volatile) ones after a fence, to ld.acquire, atom with
 //                          .acquire or .acq_rel, and relaxed (volatile) ones before a fence, of the same address, where
 //                          the scopes of all include both sides. A fence before a CTA's barrier serves an atomic of
 //                          another of its warps after it, and likewise a fence after the barrier: more than PTX
 //                          promises to, but what hardware does and programs rely on.
+//   griddepcontrol.wait    acquires all that the launch before has done, where this one began without waiting for it
 //
 // An asynchronous operation begins with what its issuer knows, and is ordered with nobody else: neither with what its
 // issuer does next, nor with other operations. It is known to have happened by those who waited for it (`complete`).
 //
-//   griddepcontrol.wait    acquires all that the launch before has done, where this one began without waiting for it
+// Between CTAs, an arrival or a wait of scope .cta hands nothing over that was written. It only tells that what came
+// before is over: reads, which may then be written over, and the writes of bulk copies, whose completion has cluster
+// scope. The pipelines of CUTLASS free the stages of a ring that way.
 //
 // Proxies: what the generic proxy wrote and the async proxy touches next needs a fence.proxy.async between, anywhere on
 // the way from one to the other. What it only read needs none before the async proxy writes over it: the thread that
@@ -45,10 +49,21 @@ namespace emulator {
 // What a warp knows, and how much of this a fence.proxy.async has shown to the async proxy, by state space.
 struct Past {
     VectorClock known, visible_shared, visible_global;
+    VectorClock over;  // more than what is known, but what was written may not be there to be read
     void join(const Past& from) {
-        known.join(from.known), visible_shared.join(from.visible_shared), visible_global.join(from.visible_global);
+        known.join(from.known), over.join(from.over);
+        join_visible(from);
     }
-    void clear() { known.clear(), visible_shared.clear(), visible_global.clear(); }
+    void join_over(const Past& from) {
+        over.join(from.known), over.join(from.over);
+        join_visible(from);
+    }
+    void clear() { known.clear(), visible_shared.clear(), visible_global.clear(), over.clear(); }
+
+  private:
+    void join_visible(const Past& from) {
+        visible_shared.join(from.visible_shared), visible_global.join(from.visible_global);
+    }
 };
 
 constexpr int kNumScopes = 3;
@@ -103,7 +118,7 @@ class LaunchHistory {
 
     // Releases to an address, by the scope that an acquirer has to be within.
     struct Release {
-        Message known, visible_shared, visible_global;
+        Message known, visible_shared, visible_global, over;
         uint64_t owner = 0;
     };
     struct Location {
@@ -172,9 +187,10 @@ class HappensBefore {
 
     // mbarrier objects, by the CTA's rank and the offset in its shared memory.
     void init_mbarrier(uint32_t rank, uint64_t offset);
-    void arrive_at_mbarrier(uint32_t warp, uint32_t rank, uint64_t offset, bool releases = true);
+    void arrive_at_mbarrier(uint32_t warp, uint32_t rank, uint64_t offset, bool releases, Scope scope);
     void complete_phase(uint32_t rank, uint64_t offset);
-    void wait_for_mbarrier(uint32_t warp, uint32_t rank, uint64_t offset, bool acquires = true);  // and it was complete
+    // Its phase was complete.
+    void wait_for_mbarrier(uint32_t warp, uint32_t rank, uint64_t offset, bool acquires, Scope scope);
 
     // Barriers of a CTA: everybody arrives; those who wait leave when it is complete; then it is reset.
     void arrive_at_barrier(uint32_t warp, int id);
@@ -202,10 +218,14 @@ class HappensBefore {
 
   private:
     static constexpr int kNumBarriers = 16;
+    struct Arrivals {
+        std::vector<Knowledge> by_cta;  // what the warps of each CTA have released
+        Knowledge wide;                 // what was released at cluster scope
+    };
     struct MbarrierAgent {
         uint32_t component;
         uint32_t phase = 0;  // phases that have completed
-        Knowledge pending, completed;
+        Arrivals pending, completed;
     };
     AsyncOperations::Operation& operation(AsyncId id) { return history_.operations_.at(id); }
     uint32_t rank_of(uint32_t warp) const { return warp / warps_per_cta_; }
@@ -215,7 +235,7 @@ class HappensBefore {
         return uint64_t{cluster_ + 1} << 32 | (scope == Scope::kCta ? rank_of(warp) : 0);
     }
     void advance(uint32_t warp);
-    void release_to(Knowledge& meeting, uint32_t warp, bool releases);
+    void release_to(Knowledge& meeting, uint32_t warp, bool releases, Scope scope);
     void touch(Cell& cell, const Record& now, uint32_t by, bool is_shared, uint64_t address);
     void touch_shared(Record now, uint32_t by, uint32_t rank, uint64_t offset, uint64_t bytes);
     void touch_global(Record now, uint32_t by, uint64_t address, uint64_t bytes);
@@ -224,6 +244,7 @@ class HappensBefore {
     }
     bool includes(const VectorClock& clock, AsyncId id, uint32_t lanes) const;
     bool includes(const VectorClock& clock, const Record& record) const;
+    bool has_happened(const Past& past, const Record& record) const;
     bool are_morally_strong(const Record& a, const Record& b) const;
     Record record_of(uint32_t warp, const Touch& touch) const;
     Record record_of(AsyncId id, const Touch& touch);

@@ -65,13 +65,14 @@ def kernel(body: str) -> Module:
 @dataclass(frozen=True)
 class Case:
     """``body`` is right with each of ``right`` for its $0, $1, … and wrong with each of ``wrong``; with each of
-    ``unfenced`` it only lacks a fence between proxies.
+    ``unfenced`` it only lacks a fence between proxies, with each of ``narrow`` a scope that includes both CTAs.
     """
 
     body: str
     right: tuple[tuple[str, ...], ...]
     wrong: tuple[tuple[str, ...], ...]
     unfenced: tuple[tuple[str, ...], ...] = ()
+    narrow: tuple[tuple[str, ...], ...] = ()
     grid: int = 1
     cluster: int = 1
 
@@ -103,7 +104,7 @@ class Case:
 
 
 def fillings(cases: Mapping[str, Case], of: str) -> list[Any]:
-    """(case, filling) for each of the cases' ``right``, ``wrong`` or ``unfenced``."""
+    """(case, filling) for each of the cases' ``right``, ``wrong``, ``unfenced`` or ``narrow``."""
     return [
         pytest.param(case, filling, id=f"{name}-{index}")
         for name, case in cases.items()

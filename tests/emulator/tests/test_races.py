@@ -37,6 +37,23 @@ ARRIVE = "mbarrier.arrive.shared.b64 _, [%bar];"
 REMOTE = """@!%c0 bra WAIT; mapa.shared::cluster.u32 %r5, %mine, 1; st.shared::cluster.u32 [%r5], %tid;
     WAIT: $0 @%c0 bra DONE; ld.shared.u32 %r6, [%theirs];
     DONE:"""
+MEET = "barrier.cluster.arrive; barrier.cluster.wait;"
+ARRIVE_REMOTE = "mbarrier.arrive.shared::cluster.b64 _, [%r5];"
+# Warp 0 of CTA 0 writes to CTA 1 and arrives there; all of CTA 1 wait and read.
+BETWEEN_CTAS = f"""@%t0 mbarrier.init.shared.b64 [%bar], 32; {MEET} @!%c0 bra READER; @!%w0 bra DONE;
+    mapa.shared::cluster.u32 %r5, %mine, 1; st.shared::cluster.u32 [%r5], %tid;
+    mapa.shared::cluster.u32 %r5, %bar, 1; $0 mbarrier.arrive.$1.shared::cluster.b64 _, [%r5]; bra DONE;
+    READER: AGAIN: mbarrier.try_wait.parity.$2.shared.b64 %p3, [%bar], 0; @!%p3 bra AGAIN; $3
+    @%w0 ld.shared.u32 %r6, [%mine]; bra END;
+    DONE: $3
+    END: {MEET}"""
+# What warp 0 of CTA 0 has written to CTA 1, warp 1 tells that CTA of.
+PASSED_ON = f"""@%t0 mbarrier.init.shared.b64 [%bar], 32; {MEET} @!%c0 bra READER;
+    mapa.shared::cluster.u32 %r5, %mine, 1; @%w0 st.shared::cluster.u32 [%r5], %tid; bar.sync 0;
+    mapa.shared::cluster.u32 %r5, %bar, 1; @!%w0 mbarrier.arrive.$0.shared::cluster.b64 _, [%r5]; bra DONE;
+    READER: AGAIN: mbarrier.try_wait.parity.$1.shared.b64 %p3, [%bar], 0; @!%p3 bra AGAIN;
+    @%w0 ld.shared.u32 %r6, [%mine];
+    DONE: {MEET}"""
 
 CASES = {
     "read after write": Case(
@@ -199,6 +216,46 @@ CASES = {
             (ARRIVE, AWAIT.format("try_wait.parity.relaxed.cluster", 0)),
         ),
     ),
+    "mbarrier of another CTA": Case(
+        BETWEEN_CTAS,
+        right=(
+            ("", "release.cluster", "acquire.cluster", ""),
+            ("fence.acq_rel.cluster;", "relaxed.cluster", "relaxed.cluster", "fence.acq_rel.cluster;"),
+            ("fence.acq_rel.cluster;", "release.cta", "acquire.cta", MEET),
+        ),
+        wrong=(
+            ("", "relaxed.cluster", "acquire.cluster", ""),
+            ("fence.acq_rel.cta;", "relaxed.cluster", "acquire.cluster", ""),
+            ("", "release.cluster", "relaxed.cluster", "fence.acq_rel.cta;"),
+        ),
+        narrow=(
+            ("", "release.cta", "acquire.cta", ""),
+            ("", "release.cta", "acquire.cluster", ""),
+            ("", "release.cluster", "acquire.cta", ""),
+            ("fence.acq_rel.cluster;", "release.cta", "acquire.cta", "fence.acq_rel.cluster;"),
+        ),
+        grid=2,
+        cluster=2,
+    ),
+    "mbarrier that a third warp passes on": Case(
+        PASSED_ON,
+        right=(("release.cluster", "acquire.cluster"),),
+        wrong=(),
+        narrow=(("release.cta", "acquire.cta"),),
+        grid=2,
+        cluster=2,
+    ),
+    "what another CTA has read": Case(
+        f"""st.shared.u32 [%mine], 0; @%t0 mbarrier.init.shared.b64 [%bar], 64; {MEET} @%c0 bra WRITER;
+        ld.shared.u32 %r6, [%theirs]; mapa.shared::cluster.u32 %r5, %bar, 0; $0 bra DONE;
+        WRITER: $1 mapa.shared::cluster.u32 %r5, %mine, 1; st.shared::cluster.u32 [%r5], 1;
+        DONE: {MEET}""",
+        right=((f"{ARRIVE_REMOTE}", TRY_WAIT),),
+        wrong=((f"{ARRIVE_REMOTE.replace('.arrive', '.arrive.relaxed.cluster')}", TRY_WAIT), (ARRIVE_REMOTE, "")),
+        narrow=((f"bar.sync 0; st.shared.u32 [%mine], 1; {ARRIVE_REMOTE}", TRY_WAIT),),
+        grid=2,
+        cluster=2,
+    ),
     "cp.async into an mbarrier": Case(
         f"@%t0 mbarrier.init.shared.b64 [%bar], 32; bar.sync 0; @!%w0 bra READER; {COPY} $0 bra DONE;\n"
         "READER: $1 ld.shared.u32 %r6, [%theirs];\n DONE:",
@@ -228,6 +285,11 @@ CASES = {
 @pytest.mark.parametrize(("case", "filling"), fillings(CASES, "wrong"))
 def test_a_missing_edge_is_found_at_every_seed(case: Case, filling: tuple[str, ...]) -> None:
     case.check_wrong(filling, "race", "is not ordered with")
+
+
+@pytest.mark.parametrize(("case", "filling"), fillings(CASES, "narrow"))
+def test_an_mbarrier_of_too_narrow_a_scope_is_found_at_every_seed(case: Case, filling: tuple[str, ...]) -> None:
+    case.check_wrong(filling, "race", r"with scope \.cta, which does not include another CTA")
 
 
 @pytest.mark.parametrize(("case", "filling"), fillings(CASES, "right"))

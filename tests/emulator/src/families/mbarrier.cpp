@@ -6,7 +6,12 @@
 namespace emulator {
 namespace {
 
-// r: result, address, count or bytes or phase. option[0]: the address's state space.
+// r: result, address, count or bytes or phase. option[0]: the address's state space; option[2]: the Scope of an arrival
+// or a wait. That of the operation is the cluster: its accesses to the object are atomic for all who know it.
+
+Scope scope_of(const Operation& o) {
+    return static_cast<Scope>(o.option[2]);
+}
 
 // The accesses of these instructions to the object itself are atomic, but for init and inval.
 void touch_object(Warp& warp, Cta& owner, uint64_t address, int lane) {
@@ -82,7 +87,7 @@ Next arrive(Warp& warp, const Operation& o, uint32_t mask) {
             m.expected -= count;
         }
         if (HappensBefore* const order = cta.cluster.order.get(); order != nullptr) {
-            order->arrive_at_mbarrier(warp.number(), cta.rank, m.offset, o.order != Order::kRelaxed);
+            order->arrive_at_mbarrier(warp.number(), cta.rank, m.offset, o.order != Order::kRelaxed, scope_of(o));
         }
         cta.arrive(m, count, lane);
     });
@@ -111,7 +116,7 @@ Next wait(Warp& warp, const Operation& o, uint32_t mask) {
         }
         completed |= is_complete ? 1u << lane : 0;
         if (HappensBefore* const order = cta.cluster.order.get(); order != nullptr && is_complete) {
-            order->wait_for_mbarrier(warp.number(), cta.rank, m.offset, o.order != Order::kRelaxed);
+            order->wait_for_mbarrier(warp.number(), cta.rank, m.offset, o.order != Order::kRelaxed, scope_of(o));
         }
     });
     // try_wait may suspend the thread until the phase completes, or give up at any time, which it does in the end.
@@ -171,12 +176,17 @@ void set_mbarrier_address(Decoder& d, size_t operand) {
     o.option[0] = static_cast<int>(space);
 }
 
+// PTX's default is .cta.
+int accept_scope(Decoder& d) {
+    return static_cast<int>(d.accept_any({"cta", "cluster"}) == 1 ? Scope::kCluster : Scope::kCta);
+}
+
 void decode_arrive(Decoder& d, bool drops) {
     Operation& o = d.operation();
     const bool expects = d.accept("expect_tx");
     const bool no_complete = !expects && d.accept("noComplete");
     o.order = d.accept_any({"release", "relaxed"}) == 1 ? Order::kRelaxed : Order::kRelease;
-    d.accept_any({"cta", "cluster"});
+    o.option[2] = accept_scope(d);
     set_mbarrier_address(d, 1);
     d.require_type({Type::kB64});
     const bool needs_number = expects || no_complete;
@@ -196,7 +206,7 @@ void decode_wait(Decoder& d, bool may_block) {
     Operation& o = d.operation();
     const bool is_parity = d.accept("parity");
     o.order = d.accept_any({"acquire", "relaxed"}) == 1 ? Order::kRelaxed : Order::kAcquire;
-    d.accept_any({"cta", "cluster"});
+    o.option[2] = accept_scope(d);
     set_mbarrier_address(d, 1);
     d.require_type({Type::kB64});
     d.require_operands(3, may_block ? 4 : 3);
