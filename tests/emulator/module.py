@@ -90,6 +90,7 @@ class Module:
         tracked: bool = False,
         races: bool | None = None,
         replicated_stores: bool = False,
+        ordered_sums: bool = False,
         uninitialised: bool = False,
         unawaited: bool = False,
         log_writes: bool = False,
@@ -116,8 +117,9 @@ class Module:
         how many CTAs run at a time. ``instruction_limit``: of one warp, an error beyond. ``workers``: threads of the
         host. ``cooperative``: the grid may synchronise (all of its CTAs must run at a time). ``dependent``: it
         begins before the last launch of a `Module` has ended (programmatic stream serialization), whose accesses
-        nothing orders with its own until ``griddepcontrol.wait``. What the kernel prints
-        goes to ``sys.stdout`` at its end.
+        nothing orders with its own until ``griddepcontrol.wait``. ``ordered_sums``:
+        atomics and bulk reductions that add floating numbers to the same bytes in no certain order are errors, as races
+        are. What the kernel prints goes to ``sys.stdout`` at its end.
 
         Raises `EmulatorError`.
         """
@@ -145,6 +147,7 @@ class Module:
                 checks,
                 checks if races is None else races,
                 replicated_stores,
+                ordered_sums,
                 uninitialised,
                 unawaited,
                 log_writes,

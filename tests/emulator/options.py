@@ -18,6 +18,7 @@ class LaunchOptions:
     uninitialised: bool = False
     unawaited: bool = False
     log_writes: bool = False
+    ordered_sums: bool = False
     instruction_limit: int = 1 << 28
     workers: int = 2
     tracked: bool = False

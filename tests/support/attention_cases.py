@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,11 @@ from fastattn import reference
 from fastattn.triton_kernels import attention_backward as backward_module
 from fastattn.triton_kernels import attention_forward as forward_module
 from fastattn.triton_kernels.tiles import AttentionTile
-from kernel_device import DEVICE
+from kernel_device import DEVICE, ON_EMULATOR
 from oracle import check_against_oracle
+
+if ON_EMULATOR:
+    from emulator import options as launch_options
 
 DTYPES = (torch.float16, torch.bfloat16)
 SMALL_TILE = AttentionTile(16, 32, num_warps=4, num_stages=1)  # so that short sequences have many tiles
@@ -194,10 +198,18 @@ def backward_arguments(
     )
 
 
+def summing(deterministic: bool | None) -> contextlib.AbstractContextManager[None]:
+    """Within, deterministic kernels may add floating numbers in one order alone, where the emulator runs them."""
+    if deterministic and ON_EMULATOR:
+        return launch_options.launching(ordered_sums=True)
+    return contextlib.nullcontext()
+
+
 def run_ops(ops: Any, case: Case, problem: Problem, deterministic: bool = True) -> dict[str, Tensor]:
     """Forward and backward of ``torch.ops.fastattn`` or of a module that has functions of these names."""
     out, lse, _ = ops.attention_forward(*forward_arguments(case, problem))
-    gradients = ops.attention_backward(*backward_arguments(case, problem, out, lse, deterministic))
+    with summing(deterministic):
+        gradients = ops.attention_backward(*backward_arguments(case, problem, out, lse, deterministic))
     return dict(zip(RESULTS, (out, lse, *gradients), strict=True))
 
 
@@ -257,7 +269,8 @@ def run_public(case: Case, problem: Problem, backend: str, deterministic: bool |
         outputs.append(lse)
         grads.append(p.grad_lse)
     wanted = {name: t for name, t in leaves.items() if t is not None and t.requires_grad}
-    found = torch.autograd.grad(outputs, list(wanted.values()), grads)
+    with summing(deterministic):
+        found = torch.autograd.grad(outputs, list(wanted.values()), grads)
     result = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
     return result | {f"grad_{name}": gradient for name, gradient in zip(wanted, found, strict=True)}
 

@@ -28,8 +28,9 @@ struct Record {
         kAsync = 16,
         kAsyncProxy = 32,
         kSilent = 64,  // a write of what was there already
+        kSum = 128,    // adds floating numbers, in an order that should be fixed
     };
-    static constexpr int kScopeShift = 2, kLaneShift = 7, kOperationShift = 12;
+    static constexpr int kScopeShift = 2, kLaneShift = 8, kOperationShift = 13;
 
     uint32_t clock;  // of the warp; of an asynchronous operation: its AsyncId
     uint32_t place;  // operation of the program, lane, flags
@@ -67,6 +68,7 @@ struct Conflict {
     enum class Kind : uint8_t {
         kUnordered,
         kTooNarrow,  // … but for an mbarrier's arrival or wait of scope .cta between CTAs
+        kOpenSum,    // … but for additions of floating numbers whose order should be fixed
         kNeedsProxyFence,
         kBeyondEnd,  // of the CTA that owns the memory; `later` is the same as `earlier`
     };

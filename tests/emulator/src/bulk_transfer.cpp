@@ -145,7 +145,7 @@ void start_update(Warp& warp, const Operation& operation, int lane, const Shared
 }
 
 void start_drain(Warp& warp, const Operation& operation, int lane, const SharedBox& source, const Reach& to,
-                 bool reduces, std::function<void(const Bytes&)> deliver) {
+                 Effect effect, std::function<void(const Bytes&)> deliver) {
     AsyncEngine& engine = warp.cta.cluster.async;
     const auto data = std::make_shared<Bytes>();
     const AsyncEngine::Handle read =
@@ -160,7 +160,9 @@ void start_drain(Warp& warp, const Operation& operation, int lane, const SharedB
         reading = order->start(warp.number(), Proxy::kAsync);
         writing = order->start(warp.number(), Proxy::kAsync);
         touch_box(*order, reading, touch_of(warp, lane, false, false), source);
-        touch_reach(*order, writing, touch_of(warp, lane, true, reduces), to);
+        HappensBefore::Touch touch = touch_of(warp, lane, true, effect != Effect::kStore);
+        touch.is_sum = effect == Effect::kSum && warp.cta.launch.ordered_sums;
+        touch_reach(*order, writing, touch, to);
     }
     warp.bulk_groups.add(lane, {read, write, reading, writing});
 }

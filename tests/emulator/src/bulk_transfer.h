@@ -59,10 +59,13 @@ void start_fill(Warp& warp, const Operation& operation, int lane, const std::vec
 void start_update(Warp& warp, const Operation& operation, int lane, const SharedBox& destination, const Signal& signal,
                   const Reach& from, std::function<void(std::byte*)> update);
 
+// What a copy does where it ends; kSum: it adds floating numbers.
+enum class Effect : uint8_t { kStore, kReduction, kSum };
+
 // Starts a copy out of shared memory, as part of the lane's bulk group: the source is read at one moment, and `deliver`
-// is called with what was there at a later one, and writes `to` there, atomically if it `reduces`.
+// is called with what was there at a later one, and writes `to` there, atomically if it reduces.
 void start_drain(Warp& warp, const Operation& operation, int lane, const SharedBox& source, const Reach& to,
-                 bool reduces, std::function<void(const Bytes&)> deliver);
+                 Effect effect, std::function<void(const Bytes&)> deliver);
 
 // Reads shared memory as the copy does: an error where its CTA has ended, or on request where nothing wrote it.
 Bytes read_box(const SharedBox& box);

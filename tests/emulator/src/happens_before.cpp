@@ -148,6 +148,8 @@ void HappensBefore::touch(Cell& cell, const Record& now, uint32_t by, bool is_sh
                 }
                 // Who conflicts with that record conflicts with this one, or knows of both.
                 if (is_write || !record.has(Record::kWrite)) record.bytes &= static_cast<uint16_t>(~now.bytes);
+            } else if (record.has(Record::kSum) && now.has(Record::kSum)) {
+                throw conflict(Conflict::Kind::kOpenSum);
             } else if (is_race && !are_morally_strong(record, now) && !is_replicated(record, now)) {
                 throw conflict(includes(past.over, record) ? Conflict::Kind::kTooNarrow : Conflict::Kind::kUnordered);
             }
@@ -203,7 +205,7 @@ void HappensBefore::touch_global(Record now, uint32_t by, uint64_t address, uint
 Record HappensBefore::record_of(uint32_t warp, const Touch& touch) const {
     const uint32_t flags = (touch.is_write ? Record::kWrite : 0) | (touch.is_strong ? Record::kStrong : 0) |
                            static_cast<uint32_t>(touch.scope) << Record::kScopeShift |
-                           (touch.is_silent ? Record::kSilent : 0);
+                           (touch.is_silent ? Record::kSilent : 0) | (touch.is_sum ? Record::kSum : 0);
     return {
         warps_[warp].past.known.own(warp),
         touch.operation << Record::kOperationShift | static_cast<uint32_t>(touch.lane) << Record::kLaneShift | flags,

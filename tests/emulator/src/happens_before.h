@@ -162,6 +162,7 @@ class HappensBefore {
         bool is_strong = false;  // atomic, volatile, relaxed, …: not a race with another such
         Scope scope = Scope::kCta;
         bool is_silent = false;  // writes what is there already: not a race with a write by the same instruction
+        bool is_sum = false;     // a race with another such, though both are strong
     };
     void touch_shared(uint32_t warp, const Touch& touch, uint32_t rank, uint64_t offset, uint64_t bytes) {
         touch_shared(record_of(warp, touch), warp, rank, offset, bytes);

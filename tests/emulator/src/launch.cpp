@@ -129,7 +129,8 @@ Report run_launch(const Launch& requested) {
     std::optional<LaunchHistory> history;
     if (launch.races) {
         if (launch.program->operations.size() > kMostRecordedOperations) {
-            throw Fault("unsupported", "the race detector takes kernels of up to 2^20 instructions: pass races=False");
+            throw Fault("unsupported", "the race detector takes kernels of up to " +
+                                           std::to_string(kMostRecordedOperations) + " instructions: pass races=False");
         }
         launch.history = &history.emplace([&](const Conflict& conflict) { return fault_of(launch, conflict); });
         if (launch.before != nullptr) history->follow(std::move(*launch.before));

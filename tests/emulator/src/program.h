@@ -74,6 +74,7 @@ struct Operation {
     bool is_guarded = false, guard_negated = false;
     bool is_aligned = false;  // all lanes of the warp must come here together
     bool has_member_mask = false;
+    bool is_sum = false;   // an atomic that adds floating numbers
     Slot member_mask = 0;  // .sync: lanes that wait for each other
     Class type = Class::kMove;
     Order order = Order::kWeak;

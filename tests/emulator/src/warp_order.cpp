@@ -16,8 +16,13 @@ void Warp::touch(const Located& at, int bytes, int lane, bool is_write, const st
     if (order == nullptr) return;
     const Operation& operation = cta.launch.program->operations[path_.pc];
     const bool is_silent = value != nullptr && cta.launch.replicated_stores && std::memcmp(at.host, value, bytes) == 0;
-    const HappensBefore::Touch touch{operation_number(), lane,     is_write, operation.order != Order::kWeak,
-                                     operation.scope,    is_silent};
+    const HappensBefore::Touch touch{operation_number(),
+                                     lane,
+                                     is_write,
+                                     operation.order != Order::kWeak,
+                                     operation.scope,
+                                     is_silent,
+                                     operation.is_sum && cta.launch.ordered_sums};
     if (at.space == Space::kShared) {
         order->touch_shared(number(), touch, at.owner->rank, at.address, bytes);
     } else if (at.space == Space::kGlobal) {
@@ -158,6 +163,11 @@ Fault fault_of(const Launch& launch, const Conflict& conflict) {
         text << "; the mbarrier between them was arrived at or waited for with scope .cta, which does not include "
                 "another "
                 "CTA (PTX ISA, \"Morally Strong Operations\")";
+    }
+    if (conflict.kind == Conflict::Kind::kOpenSum) {
+        text
+            << "; both add floating numbers, and the order of the sum is not fixed: all that PTX promises is that each "
+               "addition is whole (PTX ISA, \"Atomicity\")";
     }
     return Fault(needs_fence ? "proxy" : "race", text.str(), conflict.later.lane());
 }

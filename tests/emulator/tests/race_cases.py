@@ -87,20 +87,20 @@ class Case:
         cluster = (self.cluster, 1, 1)
         module.launch("k", (self.grid,), (64,), [out], cluster=cluster, seed=seed, instruction_limit=1 << 22, **options)
 
-    def check(self, parts: tuple[str, ...]) -> None:
+    def check(self, parts: tuple[str, ...], **options: bool) -> None:
         """Right at every seed."""
         module = self.fill(parts)
         for seed in SEEDS:
-            self.launch(module, seed)
+            self.launch(module, seed, **options)
 
-    def check_wrong(self, parts: tuple[str, ...], kind: str, message: str) -> None:
+    def check_wrong(self, parts: tuple[str, ...], kind: str, message: str, **options: bool) -> None:
         """Found at every seed, and nothing else is wrong."""
         module = self.fill(parts)
         for seed in SEEDS:
             with pytest.raises(EmulatorError, match=message) as caught:
-                self.launch(module, seed)
+                self.launch(module, seed, **options)
             assert caught.value.kind == kind and caught.value.line is not None and caught.value.thread is not None
-            self.launch(module, seed, races=False)
+            self.launch(module, seed, **{**options, "races": False})
 
 
 def fillings(cases: Mapping[str, Case], of: str) -> list[Any]:

@@ -330,6 +330,70 @@ def test_stores_of_the_same_value() -> None:
                 kernel(body).launch("k", (1,), (64,), [None], seed=seed, replicated_stores=True)
 
 
+# Two warps add to the same numbers.
+ADDED_BY_WARPS = "@%w0 red.$0 [%w], $1; $2 @!%w0 red.$0 [%v], $1;"
+REDUCE = (
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%out], [%buffer], 256; cp.async.bulk.commit_group;"
+)
+# CTAs add in the order of their turns.
+TURNS = f"""st.shared.u32 [%mine], 0; fence.proxy.async; bar.sync 0; @!%t0 bra DONE;
+    AGAIN: ld.$0.gpu.global.u32 %r7, [%out+1024]; setp.lt.u32 %p3, %r7, %cta; @%p3 bra AGAIN;
+    {REDUCE} cp.async.bulk.wait_group$1 0; red.$2.gpu.global.add.u32 [%out+1024], 1;
+    DONE:"""
+SUMS = {
+    "atomics of warps": Case(
+        ADDED_BY_WARPS,
+        right=(("global.add.f32", "0f3f800000", "bar.sync 0;"), ("global.add.u32", "%r2", "")),
+        wrong=(
+            ("global.add.f32", "0f3f800000", ""),
+            ("global.add.noftz.f16x2", "%r2", ""),
+            ("global.add.noftz.bf16", "%h0", "membar.gl;"),
+        ),
+    ),
+    "wide atomics of warps": Case(
+        "mov.u32 %r2, 0; @%t0 $0 [%out], $1; $2 setp.eq.u32 %p1, %tid, 32; @%p1 $0 [%out+$3], $1;",
+        right=(
+            ("red.global.add.v4.f32", "{%r2, %r2, %r2, %r2}", "bar.sync 0;", "0"),
+            ("red.global.add.v4.f32", "{%r2, %r2, %r2, %r2}", "", "16"),
+        ),
+        wrong=(
+            ("red.global.add.v4.f32", "{%r2, %r2, %r2, %r2}", "", "0"),
+            ("red.global.add.noftz.v2.bf16x2", "{%r2, %r2}", "", "0"),
+            ("red.global.add.f64", "0d3ff0000000000000", "", "0"),
+        ),
+    ),
+    "atomics of lanes": Case("@%w0 red.global.add.f32 [$0], 0f3f800000;", right=(("%w",),), wrong=(("%out",),)),
+    "atomics in shared memory": Case(
+        "st.shared.u32 [%mine], 0; bar.sync 0; @%w0 red.shared.add.f32 [%mine], 0f3f800000;\n"
+        "$0 @!%w0 red.shared.add.f32 [%theirs], 0f3f800000;",
+        right=(("bar.sync 0;",),),
+        wrong=(("",),),
+    ),
+    "bulk reductions of a thread": Case(
+        f"st.shared.u32 [%mine], 0; fence.proxy.async; bar.sync 0; @!%t0 bra DONE; {REDUCE} $0 {REDUCE}\n DONE:",
+        right=(("cp.async.bulk.wait_group 0;",),),
+        wrong=(("",), ("cp.async.bulk.wait_group.read 0;",)),
+    ),
+    "turns": Case(
+        TURNS,
+        right=(("acquire", "", "release"),),
+        wrong=(("acquire", ".read", "release"), ("relaxed", "", "release"), ("acquire", "", "relaxed")),
+        grid=4,
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "filling"), fillings(SUMS, "wrong"))
+def test_a_sum_in_no_fixed_order_is_found_at_every_seed(case: Case, filling: tuple[str, ...]) -> None:
+    case.check_wrong(filling, "race", "the order of the sum is not fixed", ordered_sums=True)
+    case.check(filling)
+
+
+@pytest.mark.parametrize(("case", "filling"), fillings(SUMS, "right"))
+def test_a_sum_in_fixed_order(case: Case, filling: tuple[str, ...]) -> None:
+    case.check(filling, ordered_sums=True)
+
+
 def test_detection_follows_checks() -> None:
     module = kernel("st.shared.u32 [%buffer], %tid;")
     module.launch("k", (1,), (64,), [None], checks=False)

@@ -1,5 +1,9 @@
 // atom, red. PTX ISA, "Parallel Synchronization and Communication Instructions". CTAs run on several threads of the
 // host, so these are atomic there too.
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
 #include "addresses.h"
 #include "families.h"
 #include "reduction.h"
@@ -15,6 +19,23 @@ void each_lane_in_turn(Warp& warp, uint32_t mask, Function&& function) {
         const int lane = static_cast<int>((i + rotation) % kWarpSize);
         if ((mask >> lane & 1) != 0) function(lane);
     }
+}
+
+// Lanes of an instruction that add floating numbers to the same place do so in no order. Nor would the race detector
+// find them, to which they are one thread.
+void check_order_of_sum(const Warp& warp, const Operation& o, const uint64_t* addresses, uint32_t mask) {
+    if (!o.is_sum || !warp.cta.launch.ordered_sums) return;
+    std::vector<std::pair<uint64_t, int>> places;
+    each_lane(mask, [&](int lane) { places.emplace_back(addresses[lane], lane); });
+    std::sort(places.begin(), places.end());
+    const auto found = std::adjacent_find(places.begin(), places.end(),
+                                          [](const auto& a, const auto& b) { return a.first == b.first; });
+    if (found == places.end()) return;
+    throw Fault("race",
+                "this lane and lane " + std::to_string(std::next(found)->second) +
+                    " of its warp add floating numbers to the same bytes, and the order of the sum is not fixed: all "
+                    "that PTX promises is that each addition is whole (PTX ISA, \"Atomicity\")",
+                found->second);
 }
 
 // Calls function(where it is) for an update of memory.
@@ -44,6 +65,7 @@ Next atomic(Warp& warp, const Operation& o, uint32_t mask) {
     const auto space = static_cast<Space>(o.option[0]);
     uint64_t addresses[kWarpSize];
     lane_addresses(warp, o, o.r[1], mask, addresses);
+    check_order_of_sum(warp, o, addresses, mask);
     const Bits *b = warp.reg<Bits>(o.r[2]), *c = warp.reg<Bits>(o.r[3]);
     Bits* d = warp.reg<Bits>(o.r[0]);
     each_lane_in_turn(warp, mask, [&](int lane) {
@@ -62,6 +84,7 @@ Next atomic_vector(Warp& warp, const Operation& o, uint32_t mask) {
     const int count = o.option[2], bytes = count * static_cast<int>(sizeof(Bits));
     uint64_t addresses[kWarpSize];
     lane_addresses(warp, o, o.r[count], mask, addresses);
+    check_order_of_sum(warp, o, addresses, mask);
     each_lane_in_turn(warp, mask, [&](int lane) {
         update_memory(warp, space, addresses[lane], bytes, lane, [&](const Located& at) {
             for (int i = 0; i < count; ++i) {
@@ -158,6 +181,7 @@ void decode_atom(Decoder& d) {
     d.require_operands(first + 1 + sources + has_policy, first + 1 + sources + has_policy);
     if (!returns && (op == kCas || op == kExch)) d.fail("unknown operation");
     o.type = Class::kAtomic;
+    o.is_sum = op == kAdd && is_float(type);
     if (vector >= 0) return decode_vector_atom(d, space, op, type, 2 << vector, returns);
     const Type bits = bits_of_width(width_of(type));
     o.r[0] = returns ? d.write(0, bits) : d.scratch(width_of(type));

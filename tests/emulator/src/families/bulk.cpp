@@ -101,6 +101,12 @@ void reduce(ElementType type, int op, std::byte* to, const std::byte* with, int6
     }
 }
 
+Effect effect_of(ElementType type, int op) {
+    using E = ElementType;
+    const bool is_float = type == E::kF32 || type == E::kF64 || type == E::kF16 || type == E::kBF16;
+    return op == kAdd && is_float ? Effect::kSum : Effect::kReduction;
+}
+
 int require_reduction(Decoder& d) {
     constexpr int kOps[] = {kAnd, kOr, kXor, kAdd, kInc, kDec, kMin, kMax};
     return kOps[d.require_any({"and", "or", "xor", "add", "inc", "dec", "min", "max"})];

@@ -23,6 +23,7 @@ Targets find_targets(Warp& warp, Space space, uint64_t to, uint64_t mbarrier, ui
 // Reduction by a copy. Of cp.reduce.async.bulk's types, .b32 and .b64 are kU32 and kU64.
 bool has_reduction(ElementType type, int op);
 void reduce(ElementType type, int op, std::byte* to, const std::byte* with, int64_t bytes);
+Effect effect_of(ElementType type, int op);
 int require_reduction(Decoder& d);  // a ReductionOp
 
 void decode_bulk(Decoder& d, bool reduces);                     // cp{.reduce}.async.bulk

@@ -97,7 +97,9 @@ Next drain(Warp& warp, const Operation& o, uint32_t mask) {
         const SharedBox source =
             shared_box(warp, Space::kShared, address_of(warp, o, 1, lane), bytes, Swizzle::kNone, kAlignment, lane);
         const Reach destination{{{address_of(warp, o, 0, lane), static_cast<uint64_t>(bytes)}}, {}};
-        start_drain(warp, o, lane, source, destination, o.option[2] != kNoReduction, [&o, to](const Bytes& data) {
+        const Effect effect =
+            o.option[2] == kNoReduction ? Effect::kStore : effect_of(reduction_of(o).type, reduction_of(o).op);
+        start_drain(warp, o, lane, source, destination, effect, [&o, to](const Bytes& data) {
             if (o.option[2] == kNoReduction) {
                 std::memcpy(to, data.data(), data.size());
             } else {

@@ -99,7 +99,8 @@ Next store(Warp& warp, const Operation& o, uint32_t mask) {
         const SharedBox source = shared_box(warp, Space::kShared, address_of(warp, o, 1, lane), box.map.box_bytes(),
                                             box.map.swizzle, kBoxAlignment, lane);
         const Reach destination = check_rows(warp, o, box, lane, true);
-        start_drain(warp, o, lane, source, destination, reduces, [box, op, reduces](const Bytes& data) {
+        const Effect effect = reduces ? effect_of(box.map.type, op) : Effect::kStore;
+        start_drain(warp, o, lane, source, destination, effect, [box, op, reduces](const Bytes& data) {
             box.each_row_inside([&](const BoxRow& row) {
                 auto* to = reinterpret_cast<std::byte*>(row.address);
                 const std::byte* from = data.data() + row.offset + row.before;

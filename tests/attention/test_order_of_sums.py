@@ -1,0 +1,81 @@
+"""The order in which the backward kernels add up gradients that several CTAs share: deterministic ones add in one order
+alone, which the emulator checks (``ordered_sums``), and a fault that opens the order is found at every seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+import test_cuda_attention_backward as backward
+from attention_cases import Case
+from cuda_kernels import MARKS, only_emulated
+from kernel_device import ON_EMULATOR
+
+if ON_EMULATOR:
+    from emulator import EmulatorError, cuda_runtime, device
+
+pytestmark = [*MARKS, only_emulated]
+
+SEEDS = range(4)
+CAUSAL = (-1, 0)
+KERNELS = "attention_backward_key_value"  # all for dK and dV, which add dQ up
+# Each has more than one tile of keys.
+HEAD_DIMS = {80: (32, 64, 128, 256), 90: (64, 128, 192, 256)}
+EACH = [(arch, head_dim) for arch, head_dims in HEAD_DIMS.items() for head_dim in head_dims]
+each_kernel = pytest.mark.parametrize(("arch", "head_dim"), EACH, ids=[f"sm{arch}-{dim}" for arch, dim in EACH])
+
+
+def case_of(head_dim: int, group: int = 1, window: tuple[int, int] = (-1, -1)) -> Case:
+    keys = 300 if head_dim <= 128 else 140
+    return Case(shape=(1, 2, group, 150, keys), head_dims=(head_dim, head_dim), window=window)
+
+
+@contextlib.contextmanager
+def any_order_is_found(seed: int) -> Iterator[None]:
+    with pytest.raises(EmulatorError) as caught:
+        yield
+    error = caught.value
+    assert error.kind == "race" and "the order of the sum is not fixed" in str(error), (seed, error)
+
+
+@each_kernel
+@pytest.mark.parametrize(
+    ("group", "window"), itertools.product((1, 2), ((-1, -1), CAUSAL)), ids=["", "causal", "gqa", "gqa-causal"]
+)
+def test_deterministic_gradients_are_added_up_in_one_order(
+    arch: int, head_dim: int, group: int, window: tuple[int, int]
+) -> None:
+    with device.emulated(arch):
+        backward.check(case_of(head_dim, group, window), deterministic=True, ordered_sums=True, seed=head_dim)
+
+
+@each_kernel
+def test_other_gradients_are_added_up_in_any_order(arch: int, head_dim: int) -> None:
+    with device.emulated(arch):
+        for seed in SEEDS:
+            with any_order_is_found(seed):
+                backward.run(case_of(head_dim), ordered_sums=True, seed=seed)
+
+
+@each_kernel
+@pytest.mark.parametrize(
+    ("instruction", "instead"),
+    [
+        ("red.release.gpu.global.add.s32", "red.relaxed.gpu.global.add.s32"),
+        ("ld.acquire.gpu.global.s32", "ld.relaxed.gpu.global.s32"),
+        ("cp.async.bulk.wait_group 0;", "cp.async.bulk.wait_group.read 0;"),
+        ("cp.async.bulk.wait_group 0;", ""),
+    ],
+    ids=["no release", "no acquire", "no wait until it is written", "no wait"],
+)
+def test_an_order_that_a_fault_opens_is_found(arch: int, head_dim: int, instruction: str, instead: str) -> None:
+    if arch == 80 and "bulk" in instruction:
+        pytest.skip("sm_80 has no bulk copies")
+    with device.emulated(arch), cuda_runtime.replaced(instruction, instead, KERNELS):
+        for seed in SEEDS:
+            with any_order_is_found(seed):
+                backward.run(case_of(head_dim), deterministic=True, seed=seed)
