@@ -91,6 +91,7 @@ class Module:
         races: bool | None = None,
         replicated_stores: bool = False,
         ordered_sums: bool = False,
+        strict_proxy_reads: bool = False,
         uninitialised: bool = False,
         unawaited: bool = False,
         log_writes: bool = False,
@@ -119,7 +120,8 @@ class Module:
         begins before the last launch of a `Module` has ended (programmatic stream serialization), whose accesses
         nothing orders with its own until ``griddepcontrol.wait``. ``ordered_sums``:
         atomics and bulk reductions that add floating numbers to the same bytes in no certain order are errors, as races
-        are. What the kernel prints goes to ``sys.stdout`` at its end.
+        are. ``strict_proxy_reads``: so is a copy of the async proxy over what threads have read without a proxy fence.
+        What the kernel prints goes to ``sys.stdout`` at its end.
 
         Raises `EmulatorError`.
         """
@@ -148,6 +150,7 @@ class Module:
                 checks if races is None else races,
                 replicated_stores,
                 ordered_sums,
+                strict_proxy_reads,
                 uninitialised,
                 unawaited,
                 log_writes,

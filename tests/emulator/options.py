@@ -19,6 +19,7 @@ class LaunchOptions:
     unawaited: bool = False
     log_writes: bool = False
     ordered_sums: bool = False
+    strict_proxy_reads: bool = False
     instruction_limit: int = 1 << 28
     workers: int = 2
     tracked: bool = False

@@ -72,6 +72,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-races", action="store_true", help="accesses that nothing orders are no error")
     parser.add_argument("--uninitialised", action="store_true", help="reading shared memory nobody wrote is an error")
     parser.add_argument("--ordered-sums", action="store_true", help="floating sums in no certain order are an error")
+    strict = "asynchronous copies over what was read want a proxy fence"
+    parser.add_argument("--strict-proxy-reads", action="store_true", help=strict)
     parser.add_argument("--unawaited", action="store_true", help="arrivals nobody waits for are an error")
 
 
@@ -84,7 +86,10 @@ def run_script(arguments: argparse.Namespace) -> None:
         stack.enter_context(allocations.tracked())
         stack.enter_context(device.emulated(ARCHS[arguments.arch or "sm_80"], arguments.sms, arguments.shared_memory))
         races = False if arguments.no_races else None
-        launching = {name: getattr(arguments, name) for name in ("seed", "uninitialised", "unawaited", "ordered_sums")}
+        launching = {
+            name: getattr(arguments, name)
+            for name in ("seed", "uninitialised", "unawaited", "ordered_sums", "strict_proxy_reads")
+        }
         stack.enter_context(options.launching(**launching, races=races, tracked=True))
         sys.argv = [script, *arguments.arguments]
         sys.path.insert(0, str(Path(script).resolve().parent))

@@ -68,8 +68,9 @@ py::dict launch_kernel(LoadedModule& module, const std::string& kernel, std::arr
                        std::array<uint32_t, 3> block, const py::bytes& parameter_bytes,
                        const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& memory, bool tracked,
                        int64_t shared_bytes, std::array<uint32_t, 3> cluster, int num_sms, uint64_t seed, bool checks,
-                       bool races, bool replicated_stores, bool ordered_sums, bool uninitialised, bool unawaited,
-                       bool log_writes, bool dependent, int64_t instruction_limit, int workers, bool cooperative) {
+                       bool races, bool replicated_stores, bool ordered_sums, bool strict_proxy_reads,
+                       bool uninitialised, bool unawaited, bool log_writes, bool dependent, int64_t instruction_limit,
+                       int workers, bool cooperative) {
     const Program& program = module.program(kernel);
     std::vector<Allocation> allocations = module.allocations();
     uint64_t workspace = 0;
@@ -95,6 +96,7 @@ py::dict launch_kernel(LoadedModule& module, const std::string& kernel, std::arr
     launch.races = races;
     launch.replicated_stores = replicated_stores;
     launch.ordered_sums = races && ordered_sums;
+    launch.strict_proxy_reads = strict_proxy_reads;
     launch.uninitialised_errors = uninitialised;
     launch.unawaited_errors = unawaited;
     launch.logs_writes = log_writes;

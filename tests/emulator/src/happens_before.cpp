@@ -142,12 +142,16 @@ void HappensBefore::touch(Cell& cell, const Record& now, uint32_t by, bool is_sh
             const bool is_same_operation =
                 record.has(Record::kAsync) && now.has(Record::kAsync) && record.clock == now.clock;
             if (is_same_operation || has_happened(past, record)) {
-                if (record.has(Record::kWrite) && !record.has(Record::kAsyncProxy) && now.has(Record::kAsyncProxy) &&
+                const bool crosses = !record.has(Record::kAsyncProxy) && now.has(Record::kAsyncProxy);
+                const bool keeps_reads = crosses && history_.strict_proxy_reads;
+                if (((crosses && record.has(Record::kWrite)) || (keeps_reads && is_write)) &&
                     !includes(is_shared ? past.visible_shared : past.visible_global, record)) {
                     throw conflict(Conflict::Kind::kNeedsProxyFence);
                 }
                 // Who conflicts with that record conflicts with this one, or knows of both.
-                if (is_write || !record.has(Record::kWrite)) record.bytes &= static_cast<uint16_t>(~now.bytes);
+                if (is_write || (!record.has(Record::kWrite) && !keeps_reads)) {
+                    record.bytes &= static_cast<uint16_t>(~now.bytes);
+                }
             } else if (record.has(Record::kSum) && now.has(Record::kSum)) {
                 throw conflict(Conflict::Kind::kOpenSum);
             } else if (is_race && !are_morally_strong(record, now) && !is_replicated(record, now)) {

@@ -23,9 +23,10 @@
 // scope. The pipelines of CUTLASS free the stages of a ring that way.
 //
 // Proxies: what the generic proxy wrote and the async proxy touches next needs a fence.proxy.async between, anywhere on
-// the way from one to the other. What it only read needs none before the async proxy writes over it: the thread that
-// lets it happen has the value already, and pipelines rely on it. The other direction needs no fence either, because
-// the completion of an operation of the async proxy implies it.
+// the way from one to the other: PTX speaks of a fence along the causality path, and does not say whose. What it only
+// read needs none before the async proxy writes over it, but with `strict_proxy_reads`: the thread that lets it happen
+// has the value already, and pipelines rely on it. The other direction needs no fence either, because the completion of
+// an operation of the async proxy implies it.
 //
 // Everything here is called at the moment when the instruction executes, also for the accesses of asynchronous
 // operations, whenever these are performed.
@@ -94,8 +95,9 @@ constexpr Agent kPredecessor{~uint32_t{0}, 0};
 // What all clusters of a launch share. Its members may be used by several threads of the host.
 class LaunchHistory {
   public:
-    // `fault` makes an error of a conflict.
-    explicit LaunchHistory(std::function<Fault(const Conflict&)> fault) : fault(std::move(fault)) {}
+    // `fault` makes an error of a conflict. `strict_proxy_reads`: see the top.
+    LaunchHistory(std::function<Fault(const Conflict&)> fault, bool strict_proxy_reads)
+        : fault(std::move(fault)), strict_proxy_reads(strict_proxy_reads) {}
 
     // This launch begins without waiting for the one before, whose records it takes over.
     void follow(PastAccesses&& before);
@@ -112,6 +114,7 @@ class LaunchHistory {
     };
     Origin origin(const Record& record) const;
     const std::function<Fault(const Conflict&)> fault;
+    const bool strict_proxy_reads;
 
   private:
     friend class HappensBefore;

@@ -132,7 +132,8 @@ Report run_launch(const Launch& requested) {
             throw Fault("unsupported", "the race detector takes kernels of up to " +
                                            std::to_string(kMostRecordedOperations) + " instructions: pass races=False");
         }
-        launch.history = &history.emplace([&](const Conflict& conflict) { return fault_of(launch, conflict); });
+        launch.history = &history.emplace([&](const Conflict& conflict) { return fault_of(launch, conflict); },
+                                          launch.strict_proxy_reads);
         if (launch.before != nullptr) history->follow(std::move(*launch.before));
     }
     WriteLog log;

@@ -159,6 +159,7 @@ Fault fault_of(const Launch& launch, const Conflict& conflict) {
     text << (needs_fence ? " by the async proxy comes after, but without a fence.proxy.async between, "
                          : " is not ordered with ")
          << describe(launch, conflict.earlier);
+    if (needs_fence) text << " (PTX ISA, \"Async Proxy\")";
     if (conflict.kind == Conflict::Kind::kTooNarrow) {
         text << "; the mbarrier between them was arrived at or waited for with scope .cta, which does not include "
                 "another "

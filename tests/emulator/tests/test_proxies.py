@@ -113,6 +113,50 @@ def test_an_edge_orders_accesses(case: Case, filling: tuple[str, ...]) -> None:
     case.check(filling)
 
 
+# Kernels that `strict_proxy_reads` rejects: the async proxy writes over what threads have read, without a fence.
+READS = {
+    "bulk copy over what was read": Case(
+        f"st.shared.u32 [%mine], 0; fence.proxy.async; bar.sync 0; {BULK_LOAD}",
+        right=(
+            ("ld.shared.u32 %r6, [%theirs]; fence.proxy.async.shared::cta; bar.sync 0;", TRY_WAIT),
+            ("ld.shared.u32 %r6, [%theirs]; bar.sync 0; @%t0 fence.proxy.async;", TRY_WAIT),
+        ),
+        wrong=(),
+        unfenced=(
+            ("ld.shared.u32 %r6, [%theirs]; bar.sync 0;", TRY_WAIT),
+            ("fence.proxy.async; ld.shared.u32 %r6, [%theirs]; bar.sync 0;", TRY_WAIT),
+            ("ld.shared.u32 %r6, [%theirs]; bar.sync 0; @!%w0 fence.proxy.async;", TRY_WAIT),
+            ("ld.shared.u32 %r6, [%theirs]; fence.proxy.async.global; bar.sync 0;", TRY_WAIT),
+            # A copy's own read in between does not hide the thread's.
+            (f"ld.shared.u32 %r6, [%theirs]; bar.sync 0; {BULK_STORE} cp.async.bulk.wait_group 0;", TRY_WAIT),
+        ),
+    ),
+    "bulk copy to what was read": Case(
+        f"st.shared.u32 [%mine], 0; fence.proxy.async; ld.global.u32 %r6, [%w]; $0 bar.sync 0; {BULK_STORE}",
+        right=(("fence.proxy.async.global;",),),
+        wrong=(),
+        unfenced=(("",), ("fence.proxy.async.shared::cta;",)),
+    ),
+    "copies alone": Case(
+        f"st.shared.u32 [%mine], 0; fence.proxy.async; bar.sync 0; {BULK_STORE} $0 bar.sync 0;"
+        + BULK_LOAD.replace("$0", "").replace("$1", TRY_WAIT),
+        right=(("cp.async.bulk.wait_group 0;",),),
+        wrong=(),
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "filling"), fillings(READS, "unfenced"))
+def test_a_fence_that_is_missing_after_reads_is_found_on_request(case: Case, filling: tuple[str, ...]) -> None:
+    case.check_wrong(filling, "proxy", r"without a fence\.proxy\.async between", strict_proxy_reads=True)
+    case.check(filling)
+
+
+@pytest.mark.parametrize(("case", "filling"), fillings(READS, "right"))
+def test_a_fence_after_reads(case: Case, filling: tuple[str, ...]) -> None:
+    case.check(filling, strict_proxy_reads=True)
+
+
 MEET = "barrier.cluster.arrive; barrier.cluster.wait;"
 LEFT_UNDER_WAY = {
     "load": (BULK_LOAD.replace("$0", "").replace("$1", "{}"), "ret;", TRY_WAIT, 1),

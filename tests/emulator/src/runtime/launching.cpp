@@ -234,6 +234,7 @@ cudaError_t launch(const Kernel& kernel, const Request& request) try {
     launch.races = options.races && !kernel.may_race();
     launch.replicated_stores = kernel.is_tritons;  // what several warps hold, Triton has them all store
     launch.ordered_sums = launch.races && options.ordered_sums;
+    launch.strict_proxy_reads = options.strict_proxy_reads;
     launch.uninitialised_errors = options.uninitialised;
     launch.unawaited_errors = options.unawaited;
     launch.logs_writes = options.log_writes;
