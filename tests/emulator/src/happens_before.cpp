@@ -282,7 +282,7 @@ void HappensBefore::arrive_at_mbarrier(uint32_t warp, uint32_t rank, uint64_t of
 void HappensBefore::complete_phase(uint32_t rank, uint64_t offset) {
     MbarrierAgent& agent = mbarrier(rank, offset);
     for (size_t i = 0; i < agent.pending.by_cta.size(); ++i) agent.completed.by_cta[i].join(agent.pending.by_cta[i]);
-    agent.completed.wide.join(agent.pending.wide);
+    if (shared_.size() > 1) agent.completed.wide.join(agent.pending.wide);
     ++agent.phase;
 }
 
