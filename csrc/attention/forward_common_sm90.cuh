@@ -316,6 +316,7 @@ struct ForwardConsumerSm90 {
 
     // When a warp is done with a tile, and with its Q.
     __device__ __forceinline__ void release_tile() {
+        __syncwarp();  // waits until every lane has read what is said of it
         Ring<2>(shared.work, num_done).release(lane);
         ++num_done;
     }

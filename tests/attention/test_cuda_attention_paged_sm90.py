@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ if EMULATED:
 
 pytestmark = HOPPER_MARKS
 
+SOURCE = Path(__file__).parents[2] / "csrc" / "attention" / "forward_common_sm90.cuh"
 PLAIN, OPTIONS = "attention_forward_sm90", "attention_forward_options_sm90"
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # A page holds whole tiles of some head dims (128, 256), parts of tiles (8 to 96), or rows that are gathered (others).
@@ -306,6 +308,26 @@ def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str, 
     with cuda_runtime.replaced(instruction, instead), pytest.raises(EmulatorError) as caught:
         run(arguments)
     assert caught.value.kind in kinds
+
+
+@only_emulated
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "comment", ["all lanes see what has been told", "waits until every lane has read it", "has read what is said of it"]
+)
+def test_a_missing_syncwarp_is_found(comment: str, seed: int) -> None:
+    """Each of those between lanes and the one that tells of work, or arrives at a barrier for its warp."""
+    lines = SOURCE.read_text().splitlines()
+    (line,) = (number for number, text in enumerate(lines, 1) if "__syncwarp();" in text and comment in text)
+    place = f" {line} {lines[line - 1].index('__syncwarp') + 1}\n"
+    arguments = paged.make(Case(page_size=5, lengths=((420, 120, 300), (430, 150, 300)), options=()))
+    with (
+        device.emulated(90, num_sms=2),
+        cuda_runtime.replaced(f"{place}bar.warp.sync -1;", place),
+        pytest.raises(EmulatorError) as caught,
+    ):
+        run(arguments, seed=seed)
+    assert caught.value.kind == "race"
 
 
 @only_emulated

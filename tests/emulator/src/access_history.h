@@ -19,7 +19,7 @@ enum class Proxy : uint8_t { kGeneric, kAsync };
 // An asynchronous operation of the launch.
 enum class AsyncId : uint32_t {};
 
-// Some bytes of a cell, as one instruction or asynchronous operation of a warp touched them.
+// Some bytes of a cell, as lanes of a warp touched them by one instruction or asynchronous operation.
 struct Record {
     enum Flags : uint32_t {
         kWrite = 1,
@@ -30,25 +30,29 @@ struct Record {
         kSilent = 64,  // a write of what was there already
         kSum = 128,    // adds floating numbers, in an order that should be fixed
     };
-    static constexpr int kScopeShift = 2, kLaneShift = 8, kOperationShift = 13;
+    static constexpr int kScopeShift = 2, kOperationShift = 8;
 
     uint32_t clock;  // of the warp; of an asynchronous operation: its AsyncId
-    uint32_t place;  // operation of the program, lane, flags
+    uint32_t place;  // operation of the program, flags
     uint32_t cluster;
+    uint32_t lanes;
     uint16_t warp;   // of the cluster
     uint16_t bytes;  // which of the cell's
 
     bool has(uint32_t flags) const { return (place & flags) != 0; }
     int scope() const { return static_cast<int>(place & kScope) >> kScopeShift; }
-    int lane() const { return static_cast<int>(place >> kLaneShift & 31); }
+    int lane() const { return __builtin_ctz(lanes); }
     uint32_t operation() const { return place >> kOperationShift; }
+    bool is_by_same_instruction(const Record& other) const {
+        return clock == other.clock && place == other.place && warp == other.warp && cluster == other.cluster;
+    }
 };
 constexpr uint32_t kMostRecordedOperations = 1u << (32 - Record::kOperationShift);
 
 // The records of 16 bytes of memory. A few are in the cell itself.
 struct alignas(64) Cell {
     static constexpr uint64_t kBytes = 16;
-    static constexpr uint32_t kFew = 3, kMost = 64;
+    static constexpr uint32_t kFew = 2, kMost = 64;
 
     uint32_t count = 0, capacity = kFew;
     Record* many = nullptr;
@@ -78,12 +82,13 @@ struct Conflict {
     uint64_t address;  // of the first byte that both touch; shared: the CTA's rank << 32 | offset
 };
 
-// An agent whose clock covers this much of this agent's knows that an asynchronous operation has happened. An operation
-// may have several such.
+// Who knows this much of an mbarrier, or of one of the lanes that have waited, knows that an asynchronous operation has
+// happened. An operation may have several such.
 struct Completion {
     Agent agent;
     uint32_t clock;
-    uint32_t lanes;  // whose part of the operation
+    uint32_t lanes;    // whose part of the operation
+    uint32_t waiters;  // 0: each lane has waited for its own part
     const Completion* next;
 };
 
@@ -92,7 +97,6 @@ class AsyncOperations {
   public:
     struct Operation {
         std::atomic<const Completion*> completions;
-        uint16_t warp;
         Proxy proxy;
     };
 

@@ -45,19 +45,21 @@ void complete(const Signal& signal) {
     signal.owner->complete_transactions(mbarrier, signal.bytes, -1);
 }
 
-HappensBefore::Touch touch_of(const Warp& warp, int lane, bool is_write, bool is_atomic) {
-    return {warp.operation_number(), lane, is_write, is_atomic, Scope::kGpu};
+HappensBefore::Touch touch_of(const Warp& warp, bool is_write, bool is_atomic) {
+    return {warp.operation_number(), is_write, is_atomic, Scope::kGpu};
 }
 
-void touch_box(HappensBefore& order, AsyncId id, const HappensBefore::Touch& touch, const SharedBox& box) {
+void touch_box(HappensBefore& order, AsyncId id, const Lanes& by, const HappensBefore::Touch& touch,
+               const SharedBox& box) {
     each_piece(box, [&](uint32_t offset, int64_t, int64_t count) {
-        order.touch_shared(id, touch, box.owner->rank, offset, count);
+        order.touch_shared(id, by, touch, box.owner->rank, offset, count);
     });
 }
 
-void touch_reach(HappensBefore& order, AsyncId id, const HappensBefore::Touch& touch, const Reach& reach) {
-    for (const SharedBox& box : reach.shared) touch_box(order, id, touch, box);
-    for (const Reach::Run& run : reach.global) order.touch_global(id, touch, run.address, run.bytes);
+void touch_reach(HappensBefore& order, AsyncId id, const Lanes& by, const HappensBefore::Touch& touch,
+                 const Reach& reach) {
+    for (const SharedBox& box : reach.shared) touch_box(order, id, by, touch, box);
+    for (const Reach::Run& run : reach.global) order.touch_global(id, by, touch, run.address, run.bytes);
 }
 
 // The race detector's view of a copy into a box; what it returns is to be called before the mbarrier is signalled.
@@ -65,9 +67,10 @@ std::function<void()> follow(Warp& warp, int lane, const Reach& from, const Shar
                              bool is_atomic) {
     HappensBefore* const order = warp.cta.cluster.order.get();
     if (order == nullptr) return [] {};
-    const AsyncId id = order->start(warp.number(), from.proxy);
-    touch_reach(*order, id, touch_of(warp, lane, false, false), from);
-    touch_box(*order, id, touch_of(warp, lane, true, is_atomic), to);
+    const AsyncId id = order->start(from.proxy);
+    const Lanes by = warp.acting(1u << lane);
+    touch_reach(*order, id, by, touch_of(warp, false, false), from);
+    touch_box(*order, id, by, touch_of(warp, true, is_atomic), to);
     return [order, id, signal] { order->complete_into_mbarrier(id, signal.owner->rank, signal.offset); };
 }
 
@@ -157,12 +160,13 @@ void start_drain(Warp& warp, const Operation& operation, int lane, const SharedB
         });
     AsyncId reading{}, writing{};
     if (HappensBefore* const order = warp.cta.cluster.order.get(); order != nullptr) {
-        reading = order->start(warp.number(), Proxy::kAsync);
-        writing = order->start(warp.number(), Proxy::kAsync);
-        touch_box(*order, reading, touch_of(warp, lane, false, false), source);
-        HappensBefore::Touch touch = touch_of(warp, lane, true, effect != Effect::kStore);
+        reading = order->start(Proxy::kAsync);
+        writing = order->start(Proxy::kAsync);
+        const Lanes by = warp.acting(1u << lane);
+        touch_box(*order, reading, by, touch_of(warp, false, false), source);
+        HappensBefore::Touch touch = touch_of(warp, true, effect != Effect::kStore);
         touch.is_sum = effect == Effect::kSum && warp.cta.launch.ordered_sums;
-        touch_reach(*order, writing, touch, to);
+        touch_reach(*order, writing, by, touch, to);
     }
     warp.bulk_groups.add(lane, {read, write, reading, writing});
 }

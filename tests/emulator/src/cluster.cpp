@@ -20,8 +20,9 @@ Cluster::Cluster(const Launch& launch, const uint32_t (&cluster_index)[3], uint6
     if (launch.history == nullptr) return;
     std::vector<std::array<uint32_t, 3>> places;
     for (const auto& cta : ctas_) places.push_back({cta->index[0], cta->index[1], cta->index[2]});
-    order = std::make_unique<HappensBefore>(*launch.history, std::move(places),
-                                            static_cast<uint32_t>(ctas_[0]->warps().size()), ctas_[0]->shared_bytes());
+    std::vector<uint32_t> lanes;
+    for (const auto& warp : ctas_[0]->warps()) lanes.push_back(warp->lanes());
+    order = std::make_unique<HappensBefore>(*launch.history, std::move(places), lanes, ctas_[0]->shared_bytes());
 }
 
 bool Cluster::run(int64_t budget) {

@@ -81,7 +81,7 @@ bool Cta::arrive(const Operation& operation, Warp& warp, Frame* frame, uint32_t 
     barrier.arrived += operation.is_aligned ? kWarpSize : __builtin_popcount(mask);
     barrier.ones += __builtin_popcount(request.predicate & mask);
     if (waits) barrier.waiting.push_back({&warp, frame, mask, &operation});
-    if (cluster.order) cluster.order->arrive_at_barrier(warp.number(), static_cast<int>(request.id));
+    if (cluster.order) cluster.order->arrive_at_barrier(warp.acting(mask), static_cast<int>(request.id));
     const bool is_complete = complete_if_full(static_cast<int>(request.id));
     if (!is_complete && waits) ++report.barrier_waits[request.id];
     return is_complete;
@@ -105,7 +105,9 @@ bool Cta::complete_if_full(int id) {
     for (const Barrier::Waiting& waiting : barrier.waiting) threads += __builtin_popcount(waiting.mask);
     for (const Barrier::Waiting& waiting : barrier.waiting) {
         finish_barrier(*waiting.operation, waiting.frame->registers.get(), waiting.mask, barrier.ones, threads);
-        if (cluster.order) cluster.order->leave_barrier(waiting.warp->number(), id, barrier.count == 0);
+        if (cluster.order) {
+            cluster.order->leave_barrier({waiting.warp->number(), waiting.mask}, id, barrier.count == 0);
+        }
         waiting.warp->release(waiting.mask);  // the one that has arrived last runs already
     }
     if (cluster.order) cluster.order->reset_barrier(rank, id);

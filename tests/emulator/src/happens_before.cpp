@@ -33,6 +33,7 @@ void LaunchHistory::follow(PastAccesses&& before) {
                 if (record.cluster == kPredecessor.cluster && before.are_last) continue;
                 record.cluster = kPredecessor.cluster;
                 record.warp = kPredecessor.component;
+                record.lanes = 1;
                 record.clock = 1;
                 record.place &= Record::kWrite | Record::kStrong | Record::kScope;
                 record.place |= (kMostRecordedOperations - 1) << Record::kOperationShift;  // none of this program's
@@ -57,54 +58,127 @@ std::shared_ptr<PastAccesses> LaunchHistory::take_accesses(const std::string& ke
     return taken;
 }
 
-HappensBefore::HappensBefore(LaunchHistory& history, std::vector<std::array<uint32_t, 3>> ctas, uint32_t warps_per_cta,
-                             int64_t shared_bytes)
+HappensBefore::HappensBefore(LaunchHistory& history, std::vector<std::array<uint32_t, 3>> ctas,
+                             const std::vector<uint32_t>& lanes, int64_t shared_bytes)
     : history_(history),
-      warps_per_cta_(warps_per_cta),
-      num_components_(static_cast<uint32_t>(ctas.size()) * warps_per_cta) {
+      warps_per_cta_(static_cast<uint32_t>(lanes.size())),
+      num_components_(static_cast<uint32_t>(ctas.size()) * warps_per_cta_) {
     const size_t num_ctas = ctas.size();
     warps_.resize(num_components_);
-    for (uint32_t warp = 0; warp < num_components_; ++warp) warps_[warp].past.known.set_own(warp, 1);
+    for (uint32_t i = 0; i < num_components_; ++i) warps_[i].lanes = warps_[i].live = lanes[i % warps_per_cta_];
     for (size_t i = 0; i < num_ctas; ++i) shared_.emplace_back((shared_bytes + Cell::kBytes - 1) / Cell::kBytes);
     barriers_.resize(num_ctas * kNumBarriers);
     exited_.resize(num_ctas);
     over_.resize(num_ctas);
-    cluster_ = history.add_cluster(std::move(ctas), warps_per_cta);
+    cluster_ = history.add_cluster(std::move(ctas), warps_per_cta_);
 }
 
 HappensBefore::~HappensBefore() {
     history_.operations_.keep(std::move(completions_));
 }
 
-// After a release: what the warp does from now on is not part of it.
-void HappensBefore::advance(uint32_t warp) {
-    VectorClock& known = warps_[warp].past.known;
-    known.set_own(warp, known.own(warp) + 1);
+// --- What lanes know, release and acquire.
+
+template <typename Function>
+void HappensBefore::each_known(const Lanes& who, Function&& function) const {
+    const Warp& warp = warps_[who.warp];
+    function(warp.known);
+    for (const Warp::Part& part : warp.parts) {
+        if ((part.lanes & who.mask) != 0) function(part.known);
+    }
+}
+
+void HappensBefore::add_own(VectorClock& clock, const Lanes& who, uint32_t time) const {
+    if (who.mask == warps_[who.warp].lanes) return clock.raise_own(who.warp, time);
+    each_lane(who.mask, [&](int lane) { clock.raise_own_lane({cluster_, who.warp}, lane, time); });
+}
+
+// `releases`: all that they know and have done; otherwise what they knew and had done at a fence of that scope.
+void HappensBefore::release(Knowledge& into, const Lanes& who, bool releases, Scope scope) const {
+    const int fence = static_cast<int>(scope);
+    const Warp& warp = warps_[who.warp];
+    each_known(who, [&](const Knowledge& known) {
+        if (releases)
+            into.join(known);
+        else
+            into.past.join(known.fenced[fence]);
+    });
+    if (!releases) {
+        if (warp.fenced_at[fence] != 0) add_own(into.past.known, who, warp.fenced_at[fence]);
+        return;
+    }
+    add_own(into.past.known, who, warp.time);
+    for (int i = 0; i < kNumScopes; ++i) {
+        if (warp.fenced_at[i] != 0) add_own(into.fenced[i].known, who, warp.fenced_at[i]);
+    }
+}
+
+// Where what these lanes learn is kept.
+Knowledge& HappensBefore::shared_by(const Lanes& who) {
+    Warp& warp = warps_[who.warp];
+    if (is_whole(who)) return warp.known;
+    for (Warp::Part& part : warp.parts) {
+        if (part.lanes == who.mask) return part.known;
+    }
+    return warp.parts.emplace_back(Warp::Part{who.mask, {}}).known;
+}
+
+// They are about to acquire all that any of them knows.
+void HappensBefore::forget_parts(const Lanes& who) {
+    Warp& warp = warps_[who.warp];
+    const auto is_covered = [&](const Warp::Part& part) { return (part.lanes & warp.live & ~who.mask) == 0; };
+    warp.parts.erase(std::remove_if(warp.parts.begin(), warp.parts.end(), is_covered), warp.parts.end());
+}
+
+void HappensBefore::synchronise(const Lanes& who) {
+    Knowledge meeting;
+    release(meeting, who);
+    forget_parts(who);
+    acquire(who, meeting);
+    advance(who.warp);
+}
+
+uint32_t HappensBefore::unknown_in(const VectorClock& clock, Agent agent, uint32_t lanes, uint32_t time) const {
+    const bool is_own = agent.cluster == cluster_;
+    if ((is_own ? clock.own(agent.component) : clock.other(agent)) >= time) return 0;
+    uint32_t unknown = lanes;
+    each_lane(lanes, [&](int lane) {
+        if ((is_own ? clock.own_lane(agent, lane) : clock.other_lane(agent, lane)) >= time) unknown &= ~(1u << lane);
+    });
+    return unknown;
+}
+
+uint32_t HappensBefore::unknown_to(const Lanes& who, VectorClock Past::* clock, Agent agent, uint32_t lanes,
+                                   uint32_t time) const {
+    const bool is_own = clock == &Past::known && agent.component == who.warp && agent.cluster == cluster_;
+    if (is_own) lanes &= ~who.mask;
+    each_known(who, [&](const Knowledge& known) {
+        if (lanes != 0) lanes = unknown_in(known.past.*clock, agent, lanes, time);
+    });
+    return lanes;
+}
+
+template <typename Function>
+uint32_t HappensBefore::unknown_parts(AsyncId id, uint32_t lanes, Function&& unknown) const {
+    const Completion* completion = history_.operations_.at(id).completions.load(std::memory_order_acquire);
+    for (; completion != nullptr && lanes != 0; completion = completion->next) {
+        const uint32_t covered = completion->lanes & lanes, waiters = completion->waiters;
+        if (waiters == 0) {
+            lanes &= ~covered | unknown(completion->agent, covered, completion->clock);
+        } else if (unknown(completion->agent, waiters, completion->clock) != waiters) {
+            lanes &= ~covered;
+        }
+    }
+    return lanes;
+}
+
+template <typename Function>
+uint32_t HappensBefore::unknown_lanes(const Record& record, Function&& unknown) const {
+    if (record.has(Record::kAsync)) return unknown_parts(AsyncId{record.clock}, record.lanes, unknown);
+    return unknown({record.cluster, record.warp}, record.lanes, record.clock);
 }
 
 // --- Accesses.
-
-bool HappensBefore::includes(const VectorClock& clock, const Record& record) const {
-    if (!record.has(Record::kAsync)) return includes(clock, {record.cluster, record.warp}, record.clock);
-    return includes(clock, AsyncId{record.clock}, 1u << record.lane());
-}
-
-// That these lanes' parts of an operation are complete.
-bool HappensBefore::includes(const VectorClock& clock, AsyncId id, uint32_t lanes) const {
-    const Completion* completion = history_.operations_.at(id).completions.load(std::memory_order_acquire);
-    for (; completion != nullptr && lanes != 0; completion = completion->next) {
-        if (includes(clock, completion->agent, completion->clock)) lanes &= ~completion->lanes;
-    }
-    return lanes == 0;
-}
-
-// It has happened before, and what it wrote is there to be read.
-bool HappensBefore::has_happened(const Past& past, const Record& record) const {
-    if (includes(past.known, record)) return true;
-    if (past.over.is_empty()) return false;
-    const bool is_there = record.has(Record::kAsync) && record.scope() > static_cast<int>(Scope::kCta);
-    return (is_there || !record.has(Record::kWrite)) && includes(past.over, record);
-}
 
 // The scope of each includes the other.
 bool HappensBefore::are_morally_strong(const Record& a, const Record& b) const {
@@ -123,39 +197,69 @@ bool is_replicated(const Record& earlier, const Record& later) {
            earlier.operation() == later.operation();
 }
 
+// Who knows that it is over need not see what it wrote: it wrote nothing, or its completion has cluster scope.
+bool leaves_nothing_to_see(const Record& record) {
+    return !record.has(Record::kWrite) ||
+           (record.has(Record::kAsync) && record.scope() > static_cast<int>(Scope::kCta));
+}
+
 }  // namespace
 
-// `by`: the warp that makes the access, or that starts the operation which will.
-void HappensBefore::touch(Cell& cell, const Record& now, uint32_t by, bool is_shared, uint64_t address) {
-    const Past& past = warps_[by].past;
+// `by`: the lanes that make the access, or that start the operation which will.
+void HappensBefore::touch(Cell& cell, Record now, const Lanes& by, bool is_shared, uint64_t address) {
     const bool is_write = now.has(Record::kWrite);
+    const auto unknown_of = [&](const Record& record, VectorClock Past::* clock) {
+        return unknown_lanes(record, [&](Agent agent, uint32_t lanes, uint32_t time) {
+            return unknown_to(by, clock, agent, lanes, time);
+        });
+    };
     Record* const records = cell.records();
     uint32_t kept = 0;
     for (uint32_t i = 0; i < cell.count; ++i) {
         Record& record = records[i];
         const uint32_t both = record.bytes & now.bytes;
         if (both != 0) {
-            const auto conflict = [&](Conflict::Kind kind) {
+            const auto conflict = [&](Conflict::Kind kind, uint32_t lanes) {
+                record.lanes = lanes;
                 return history_.fault({kind, record, now, is_shared, address + __builtin_ctz(both)});
             };
-            const bool is_race = is_write || record.has(Record::kWrite);
+            const bool is_in_step = record.warp == by.warp && record.cluster == cluster_ &&
+                                    !record.has(Record::kAsync) && !now.has(Record::kAsync) &&
+                                    record.clock >= by.in_step_since && (record.lanes & ~by.in_step) == 0;
             const bool is_same_operation =
-                record.has(Record::kAsync) && now.has(Record::kAsync) && record.clock == now.clock;
-            if (is_same_operation || has_happened(past, record)) {
+                now.has(Record::kAsync) && record.has(Record::kAsync) && record.clock == now.clock;
+            const bool may_race = is_write || record.has(Record::kWrite);
+            uint32_t unknown = is_same_operation ? 0 : unknown_of(record, &Past::known);
+            bool is_over = false;  // but what it wrote may not be there to be read
+            if (unknown != 0 && may_race) {
+                Record rest = record;
+                rest.lanes = unknown;
+                is_over = unknown_of(rest, &Past::over) == 0;
+                if (is_over && leaves_nothing_to_see(record)) unknown = 0;
+            }
+            if (unknown == 0) {
                 const bool crosses = !record.has(Record::kAsyncProxy) && now.has(Record::kAsyncProxy);
                 const bool keeps_reads = crosses && history_.strict_proxy_reads;
-                if (((crosses && record.has(Record::kWrite)) || (keeps_reads && is_write)) &&
-                    !includes(is_shared ? past.visible_shared : past.visible_global, record)) {
-                    throw conflict(Conflict::Kind::kNeedsProxyFence);
+                if ((crosses && record.has(Record::kWrite)) || (keeps_reads && is_write)) {
+                    const uint32_t unfenced =
+                        unknown_of(record, is_shared ? &Past::visible_shared : &Past::visible_global);
+                    if (unfenced != 0) throw conflict(Conflict::Kind::kNeedsProxyFence, unfenced);
                 }
                 // Who conflicts with that record conflicts with this one, or knows of both.
                 if (is_write || (!record.has(Record::kWrite) && !keeps_reads)) {
                     record.bytes &= static_cast<uint16_t>(~now.bytes);
                 }
+            } else if (is_in_step) {
+                const bool is_replaced = is_write || !record.has(Record::kWrite);
+                if (is_replaced && (record.bytes & ~now.bytes) == 0) record.lanes = unknown;
+                if (record.bytes == now.bytes && record.is_by_same_instruction(now)) {
+                    now.lanes |= record.lanes;
+                    record.bytes = 0;
+                }
             } else if (record.has(Record::kSum) && now.has(Record::kSum)) {
-                throw conflict(Conflict::Kind::kOpenSum);
-            } else if (is_race && !are_morally_strong(record, now) && !is_replicated(record, now)) {
-                throw conflict(includes(past.over, record) ? Conflict::Kind::kTooNarrow : Conflict::Kind::kUnordered);
+                throw conflict(Conflict::Kind::kOpenSum, unknown);
+            } else if (may_race && !are_morally_strong(record, now) && !is_replicated(record, now)) {
+                throw conflict(is_over ? Conflict::Kind::kTooNarrow : Conflict::Kind::kUnordered, unknown);
             }
         }
         if (record.bytes == 0) continue;
@@ -182,7 +286,7 @@ inline void each_cell(uint64_t address, uint64_t bytes, Function&& function) {
 
 }  // namespace
 
-void HappensBefore::touch_shared(Record now, uint32_t by, uint32_t rank, uint64_t offset, uint64_t bytes) {
+void HappensBefore::touch_shared(Record now, const Lanes& by, uint32_t rank, uint64_t offset, uint64_t bytes) {
     std::vector<Cell>& cells = shared_[rank];
     if (offset + bytes > cells.size() * Cell::kBytes) return;  // out of bounds, which others report
     each_cell(offset, bytes, [&](uint64_t start, uint16_t mask) {
@@ -191,7 +295,7 @@ void HappensBefore::touch_shared(Record now, uint32_t by, uint32_t rank, uint64_
     });
 }
 
-void HappensBefore::touch_global(Record now, uint32_t by, uint64_t address, uint64_t bytes) {
+void HappensBefore::touch_global(Record now, const Lanes& by, uint64_t address, uint64_t bytes) {
     each_cell(address, bytes, [&](uint64_t start, uint16_t mask) {
         const uint64_t page = start / Page::kBytes;
         LaunchHistory::Shard& shard = history_.shard(page);
@@ -206,18 +310,20 @@ void HappensBefore::touch_global(Record now, uint32_t by, uint64_t address, uint
     });
 }
 
-Record HappensBefore::record_of(uint32_t warp, const Touch& touch) const {
+Record HappensBefore::record_of(const Lanes& by, const Touch& touch) const {
     const uint32_t flags = (touch.is_write ? Record::kWrite : 0) | (touch.is_strong ? Record::kStrong : 0) |
                            static_cast<uint32_t>(touch.scope) << Record::kScopeShift |
                            (touch.is_silent ? Record::kSilent : 0) | (touch.is_sum ? Record::kSum : 0);
-    return {
-        warps_[warp].past.known.own(warp),
-        touch.operation << Record::kOperationShift | static_cast<uint32_t>(touch.lane) << Record::kLaneShift | flags,
-        cluster_, static_cast<uint16_t>(warp), 0};
+    return {time(by.warp),
+            touch.operation << Record::kOperationShift | flags,
+            cluster_,
+            by.mask,
+            static_cast<uint16_t>(by.warp),
+            0};
 }
 
-Record HappensBefore::record_of(AsyncId id, const Touch& touch) {
-    Record record = record_of(operation(id).warp, touch);
+Record HappensBefore::record_of(AsyncId id, const Lanes& by, const Touch& touch) {
+    Record record = record_of(by, touch);
     record.clock = static_cast<uint32_t>(id);
     record.place |= Record::kAsync | (operation(id).proxy == Proxy::kAsync ? Record::kAsyncProxy : 0);
     return record;
@@ -225,31 +331,28 @@ Record HappensBefore::record_of(AsyncId id, const Touch& touch) {
 
 // --- Asynchronous operations.
 
-AsyncId HappensBefore::start(uint32_t warp, Proxy proxy) {
+AsyncId HappensBefore::start(Proxy proxy) {
     if (next_operation_ % AsyncOperations::kChunk == 0) next_operation_ = history_.operations_.take_chunk();
     const AsyncId id{next_operation_++};
-    operation(id).warp = static_cast<uint16_t>(warp);
     operation(id).proxy = proxy;
     return id;
 }
 
-void HappensBefore::add_completion(AsyncId id, Agent agent, uint32_t clock, uint32_t lanes) {
+void HappensBefore::add_completion(AsyncId id, uint32_t component, uint32_t time, uint32_t lanes, uint32_t waiters) {
     auto& completions = operation(id).completions;
-    completions_.push_back({agent, clock, lanes, completions.load(std::memory_order_relaxed)});
+    completions_.push_back({{cluster_, component}, time, lanes, waiters, completions.load(std::memory_order_relaxed)});
     completions.store(&completions_.back(), std::memory_order_release);
 }
 
-void HappensBefore::complete(AsyncId id, uint32_t warp, uint32_t lanes) {
-    add_completion(id, {cluster_, warp}, warps_[warp].past.known.own(warp), lanes);
-}
-
 bool HappensBefore::is_known_complete(AsyncId id, uint32_t warp, uint32_t lanes) const {
-    return includes(warps_[warp].past.known, id, lanes);
+    return unknown_parts(id, lanes, [&](Agent agent, uint32_t of, uint32_t time) {
+               return unknown_in(warps_[warp].known.past.known, agent, of, time);
+           }) == 0;
 }
 
 void HappensBefore::complete_into_mbarrier(AsyncId id, uint32_t rank, uint64_t offset, uint32_t lanes) {
     const MbarrierAgent& agent = mbarrier(rank, offset);
-    add_completion(id, {cluster_, agent.component}, agent.phase + 1, lanes);
+    add_completion(id, agent.component, agent.phase + 1, lanes, 1);
 }
 
 // --- Barriers.
@@ -262,20 +365,11 @@ void HappensBefore::init_mbarrier(uint32_t rank, uint64_t offset) {
     agent.completed.by_cta.resize(shared_.size());
 }
 
-// A relaxed arrival after a fence releases what the fence has seen.
-void HappensBefore::release_to(Knowledge& meeting, uint32_t warp, bool releases, Scope scope) {
-    if (releases) {
-        meeting.join(warps_[warp]);
-        advance(warp);
-    } else {
-        meeting.past.join(warps_[warp].fenced[static_cast<int>(scope)]);
-    }
-}
-
-void HappensBefore::arrive_at_mbarrier(uint32_t warp, uint32_t rank, uint64_t offset, bool releases, Scope scope) {
+void HappensBefore::arrive_at_mbarrier(const Lanes& who, uint32_t rank, uint64_t offset, bool releases, Scope scope) {
     Arrivals& pending = mbarrier(rank, offset).pending;
-    release_to(pending.by_cta[rank_of(warp)], warp, releases, Scope::kCta);
-    if (scope != Scope::kCta && pending.by_cta.size() > 1) release_to(pending.wide, warp, releases, scope);
+    release(pending.by_cta[rank_of(who.warp)], who, releases, Scope::kCta);
+    if (scope != Scope::kCta && pending.by_cta.size() > 1) release(pending.wide, who, releases, scope);
+    advance(who.warp);
 }
 
 // Whoever sees a phase complete sees that all before it were, so that knowledge accumulates.
@@ -286,41 +380,45 @@ void HappensBefore::complete_phase(uint32_t rank, uint64_t offset) {
     ++agent.phase;
 }
 
-void HappensBefore::wait_for_mbarrier(uint32_t warp, uint32_t rank, uint64_t offset, bool acquires, Scope scope) {
+void HappensBefore::wait_for_mbarrier(const Lanes& who, uint32_t rank, uint64_t offset, bool acquires, Scope scope) {
     const MbarrierAgent& agent = mbarrier(rank, offset);
-    Knowledge& knowledge = warps_[warp];
+    Knowledge& knowledge = shared_by(who);
     const auto see = [&](const Knowledge& completed, Scope by) {
         if (acquires) return knowledge.join(completed);
         knowledge.observed[static_cast<int>(by)].join(completed.past);
     };
-    see(agent.completed.by_cta[rank_of(warp)], Scope::kCta);
+    see(agent.completed.by_cta[rank_of(who.warp)], Scope::kCta);
     if (scope != Scope::kCta) see(agent.completed.wide, scope);
     Past& past = acquires ? knowledge.past : knowledge.observed[static_cast<int>(Scope::kCta)];
     for (size_t i = 0; i < agent.completed.by_cta.size(); ++i) {
-        if (i != rank_of(warp)) past.join_over(agent.completed.by_cta[i].past);
+        if (i != rank_of(who.warp)) past.join_over(agent.completed.by_cta[i].past);
     }
-    past.known.set_own(agent.component, agent.phase);  // the copies that it counted are complete
+    past.known.raise_own(agent.component, agent.phase);  // the copies that it counted are complete
 }
 
-void HappensBefore::arrive_at_barrier(uint32_t warp, int id) {
-    release_to(barriers_[rank_of(warp) * kNumBarriers + id], warp, true, Scope::kCta);
+void HappensBefore::arrive_at_barrier(const Lanes& who, int id) {
+    release(barriers_[rank_of(who.warp) * kNumBarriers + id], who);
+    advance(who.warp);
 }
 
-void HappensBefore::leave_barrier(uint32_t warp, int id, bool is_for_all) {
-    const uint32_t rank = rank_of(warp);
-    warps_[warp].join(barriers_[rank * kNumBarriers + id]);
-    if (is_for_all) warps_[warp].join(exited_[rank]);
+void HappensBefore::leave_barrier(const Lanes& who, int id, bool is_for_all) {
+    const uint32_t rank = rank_of(who.warp);
+    forget_parts(who);
+    acquire(who, barriers_[rank * kNumBarriers + id]);
+    if (is_for_all) acquire(who, exited_[rank]);
 }
 
-void HappensBefore::exit(uint32_t warp) {
-    exited_[rank_of(warp)].join(warps_[warp]);
-    cluster_exited_.join(warps_[warp]);
+void HappensBefore::exit(const Lanes& who) {
+    release(exited_[rank_of(who.warp)], who);
+    release(cluster_exited_, who);
+    warps_[who.warp].live &= ~who.mask;
 }
 
-void HappensBefore::arrive_at_cluster(uint32_t warp, bool releases) {
-    cluster_arrived_.join(warps_[warp].past.known);
-    release_to(cluster_pending_, warp, releases, Scope::kCluster);
-    if (!releases) advance(warp);
+void HappensBefore::arrive_at_cluster(const Lanes& who, bool releases) {
+    each_known(who, [&](const Knowledge& known) { cluster_arrived_.join(known.past.known); });
+    add_own(cluster_arrived_, who, time(who.warp));
+    release(cluster_pending_, who, releases);
+    advance(who.warp);
 }
 
 void HappensBefore::complete_cluster() {
@@ -330,19 +428,24 @@ void HappensBefore::complete_cluster() {
     cluster_left_ = cluster_arrived_;
 }
 
-void HappensBefore::leave_cluster(uint32_t warp) {
-    warps_[warp].join(cluster_completed_);
-    over_[rank_of(warp)].join(cluster_left_);
+void HappensBefore::leave_cluster(const Lanes& who) {
+    acquire(who, cluster_completed_);
+    over_[rank_of(who.warp)].join(cluster_left_);
 }
 
 void HappensBefore::end(uint32_t rank) {
-    const Past& past = exited_[rank].past;
     for (size_t i = 0; i < shared_[rank].size(); ++i) {
         Cell& cell = shared_[rank][i];
         for (uint32_t j = 0; j < cell.count; ++j) {
             const Record& record = cell.records()[j];
             const bool is_own = rank_of(record.warp) == rank && !record.has(Record::kAsyncProxy);
-            if (is_own || has_happened(past, record) || includes(over_[rank], record)) continue;
+            const auto unknown = [&](Agent agent, uint32_t lanes, uint32_t time) {
+                const Past& past = exited_[rank].past;
+                lanes = unknown_in(past.known, agent, lanes, time);
+                if (lanes != 0 && leaves_nothing_to_see(record)) lanes = unknown_in(past.over, agent, lanes, time);
+                return lanes == 0 ? 0 : unknown_in(over_[rank], agent, lanes, time);
+            };
+            if (is_own || unknown_lanes(record, unknown) == 0) continue;
             const uint64_t address = uint64_t{rank} << 32 | (i * Cell::kBytes + __builtin_ctz(record.bytes));
             throw history_.fault({Conflict::Kind::kBeyondEnd, record, record, true, address});
         }
@@ -351,36 +454,53 @@ void HappensBefore::end(uint32_t rank) {
 
 // --- Fences, releases and acquires.
 
-void HappensBefore::fence(uint32_t warp, Scope scope, bool acquires, bool releases) {
-    Knowledge& knowledge = warps_[warp];
-    for (int i = 0; i <= static_cast<int>(scope); ++i) {
-        if (!acquires) break;
-        knowledge.past.join(knowledge.observed[i]);
-        knowledge.observed[i].clear();
+void HappensBefore::fence(const Lanes& who, Scope scope, bool acquires, bool releases) {
+    const int widest = static_cast<int>(scope);
+    Warp& warp = warps_[who.warp];
+    const auto pass = [&](Knowledge& known) {
+        for (int i = 0; i <= widest && acquires; ++i) known.past.join(known.observed[i]), known.observed[i].clear();
+        for (int i = 0; i <= widest && releases; ++i) known.fenced[i] = known.past;
+    };
+    if (is_whole(who)) {
+        pass(warp.known);
+        for (Warp::Part& part : warp.parts) pass(part.known);
+        for (int i = 0; i <= widest && releases; ++i) warp.fenced_at[i] = warp.time;
+    } else {
+        each_lane(who.mask, [&](int lane) {
+            const Lanes one{who.warp, 1u << lane};
+            Knowledge all;
+            each_known(one, [&](const Knowledge& known) { all.join(known); });
+            add_own(all.past.known, one, warp.time);
+            pass(all);
+            acquire(one, all);
+        });
     }
-    if (!releases) return;
-    for (int i = 0; i <= static_cast<int>(scope); ++i) knowledge.fenced[i] = knowledge.past;
-    advance(warp);
+    advance(who.warp);
 }
 
-void HappensBefore::fence_proxy(uint32_t warp, bool shared, bool global) {
-    Past& past = warps_[warp].past;
-    if (shared) past.visible_shared = past.known;
-    if (global) past.visible_global = past.known;
-    advance(warp);
+void HappensBefore::fence_proxy(const Lanes& who, bool shared, bool global) {
+    VectorClock known;
+    each_known(who, [&](const Knowledge& part) { known.join(part.past.known); });
+    add_own(known, who, time(who.warp));
+    Past& past = shared_by(who).past;
+    if (shared) past.visible_shared.join(known);
+    if (global) past.visible_global.join(known);
+    advance(who.warp);
 }
 
 // It has ended, and all that it did is visible to this launch, whichever proxy looks.
-void HappensBefore::wait_for_predecessor(uint32_t warp) {
+void HappensBefore::wait_for_predecessor(const Lanes& who) {
     if (history_.predecessor().empty()) return;
     history_.has_waited_ = true;
     const Message all{{kPredecessor.key(), 1}};
-    Past& past = warps_[warp].past;
+    Past& past = shared_by(who).past;
     for (VectorClock* clock : {&past.known, &past.visible_shared, &past.visible_global}) clock->join(all, cluster_);
 }
 
-void HappensBefore::launch_dependents(uint32_t warp) {
-    if (warps_[warp].past.known.other(kPredecessor) == 0) history_.lets_begin_early_ = true;
+void HappensBefore::launch_dependents(const Lanes& who) {
+    bool has_waited = false;
+    each_known(who, [&](const Knowledge& known) { has_waited |= known.past.known.other(kPredecessor) != 0; });
+    if (!has_waited) history_.lets_begin_early_ = true;
 }
 
 template <typename Function>
@@ -401,18 +521,21 @@ void HappensBefore::at_location(bool is_shared, uint64_t address, bool creates, 
     apply(shard.locations);
 }
 
-void HappensBefore::write(uint32_t warp, bool is_shared, uint64_t address, Order order, Scope scope, bool is_atomic) {
+void HappensBefore::write(const Lanes& who, bool is_shared, uint64_t address, Order order, Scope scope,
+                          bool is_atomic) {
     const bool releases = order == Order::kRelease || order == Order::kAcquireRelease;
-    const Knowledge& knowledge = warps_[warp];
-    const bool carries = releases || !knowledge.fenced[0].known.is_empty();
+    bool carries = releases || warps_[who.warp].fenced_at[0] != 0;
+    each_known(who, [&](const Knowledge& known) { carries = carries || !known.fenced[0].known.is_empty(); });
+    Knowledge mine;
+    if (carries) release(mine, who);
     at_location(is_shared, address, carries, [&](LaunchHistory::Location& location) {
-        const uint64_t me = uint64_t{cluster_} << 32 | warp;
+        const uint64_t me = Agent{cluster_, who.warp}.key_of_lane(__builtin_ctz(who.mask));
         // A release goes on through atomics, and through later writes of the same thread.
         const bool goes_on = is_atomic || location.last_writer == me;
         location.last_writer = me;
         for (int i = 0; i < kNumScopes; ++i) {
             LaunchHistory::Release& release = location.releases[i];
-            const uint64_t owner = owner_of(static_cast<Scope>(i), warp);
+            const uint64_t owner = owner_of(static_cast<Scope>(i), who.warp);
             if (!goes_on || release.owner != owner) release = {};
             release.owner = owner;
             if (i > static_cast<int>(scope)) continue;
@@ -422,20 +545,20 @@ void HappensBefore::write(uint32_t warp, bool is_shared, uint64_t address, Order
                 past.visible_global.add_to(release.visible_global, cluster_);
                 past.over.add_to(release.over, cluster_);
             };
-            add(knowledge.fenced[i]);
-            if (releases) add(knowledge.past);
+            add(mine.fenced[i]);
+            if (releases) add(mine.past);
         }
     });
-    if (releases) advance(warp);
+    if (releases) advance(who.warp);
 }
 
-void HappensBefore::read(uint32_t warp, bool is_shared, uint64_t address, Order order, Scope scope) {
+void HappensBefore::read(const Lanes& who, bool is_shared, uint64_t address, Order order, Scope scope) {
     const bool acquires = order == Order::kAcquire || order == Order::kAcquireRelease;
-    Knowledge& knowledge = warps_[warp];
     at_location(is_shared, address, false, [&](const LaunchHistory::Location& location) {
         for (int i = 0; i <= static_cast<int>(scope); ++i) {
             const LaunchHistory::Release& release = location.releases[i];
-            if (release.owner != owner_of(static_cast<Scope>(i), warp)) continue;
+            if (release.owner != owner_of(static_cast<Scope>(i), who.warp) || release.known.empty()) continue;
+            Knowledge& knowledge = shared_by(who);
             Past& past = acquires ? knowledge.past : knowledge.observed[i];
             past.known.join(release.known, cluster_);
             past.visible_shared.join(release.visible_shared, cluster_);

@@ -24,6 +24,7 @@
 namespace emulator {
 
 class LaunchHistory;
+struct Lanes;
 struct PastAccesses;
 
 // The writes of a launch to global memory, which its CTAs log from several threads of the host.
@@ -80,6 +81,8 @@ struct Path {
         kWarpgroup,  // likewise, for other warps' part of wgmma instructions
     };
     uint32_t mask = 0;
+    uint32_t in_step = 0;  // lanes that have executed every instruction together since this time (HappensBefore's)
+    uint32_t in_step_since = 0;
     int pc = 0;
     int join = -1;  // of Warp::joins_
     Frame* frame = nullptr;
@@ -160,8 +163,8 @@ class Warp {
         return at.host;
     }
     // What a strong access releases, before it writes to memory, and acquires, after it has read.
-    void release(const Located& at, bool is_atomic);
-    void acquire(const Located& at);
+    void release(const Located& at, int lane, bool is_atomic);
+    void acquire(const Located& at, int lane);
     // The CTA whose shared memory an address is in; leaves the offset there.
     Cta& shared_owner(Space space, uint64_t& address, int lane);
     WgmmaUnit& wgmma();
@@ -198,7 +201,8 @@ class Warp {
     uint32_t lanes() const { return lanes_; }
     const std::vector<Path>& paths() const { return paths_; }
     int thread(int lane) const { return index_ * kWarpSize + lane; }
-    uint32_t number() const;                                                       // in the cluster
+    uint32_t number() const;      // in the cluster
+    Lanes acting(uint32_t mask);  // lanes of the path that runs, as the happens-before order has them
     uint32_t operation_number() const { return static_cast<uint32_t>(path_.pc); }  // of the one that executes
     Place place_of(const Operation* operation, int lane) const;
 
@@ -338,15 +342,5 @@ Report run_launch(const Launch& launch);
 
 // The names of all kernels that have run to their end since the last call, in this process.
 std::set<std::string> take_kernels_that_ran();
-
-// Runs a function for each lane of a mask, as one vectorisable loop where that is all of them.
-template <typename Function>
-inline __attribute__((always_inline)) void each_lane(uint32_t mask, Function&& function) {
-    if (mask == kAllLanes) {
-        for (int lane = 0; lane < kWarpSize; ++lane) function(lane);
-    } else {
-        for (; mask != 0; mask &= mask - 1) function(__builtin_ctz(mask));
-    }
-}
 
 }  // namespace emulator

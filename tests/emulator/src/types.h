@@ -112,4 +112,14 @@ constexpr Type bits_of_width(int bytes) {
 std::optional<Type> parse_type(std::string_view name);    // "f32"
 std::optional<Space> parse_space(std::string_view name);  // "shared"
 
+// Runs a function for each lane of a mask, as one vectorisable loop where that is all of them.
+template <typename Function>
+inline __attribute__((always_inline)) void each_lane(uint32_t mask, Function&& function) {
+    if (mask == kAllLanes) {
+        for (int lane = 0; lane < kWarpSize; ++lane) function(lane);
+    } else {
+        for (; mask != 0; mask &= mask - 1) function(__builtin_ctz(mask));
+    }
+}
+
 }  // namespace emulator

@@ -8,59 +8,82 @@
 
 namespace emulator {
 
-// An agent is a warp or an mbarrier: `component` counts them within their cluster.
+// An agent is a warp or an mbarrier: `component` counts them within their cluster. The lanes of a warp have keys of
+// their own, which follow the warp's.
 struct Agent {
     uint32_t cluster, component;
-    uint64_t key() const { return uint64_t{cluster} << 32 | component; }
+    static constexpr int kLaneBits = 6;
+    uint64_t key() const { return uint64_t{cluster} << 32 | uint64_t{component} << kLaneBits; }
+    uint64_t key_of_lane(int lane) const { return key() + 1 + static_cast<uint64_t>(lane); }
+    static uint64_t without_lane(uint64_t key) { return key >> kLaneBits << kLaneBits; }
+    static uint32_t component_of(uint64_t key) { return static_cast<uint32_t>(key) >> kLaneBits; }
 };
 
-// What is known of each agent of any cluster, sorted; of no cluster in particular, so that it can lie in memory.
+// What is known of each agent of any cluster, sorted; of no cluster in particular, so that it can lie in memory. A lane
+// has an entry where more is known of it than of its warp as a whole.
 using Message = std::vector<std::pair<uint64_t, uint32_t>>;
 
 inline void join(Message& into, const Message& from) {
     if (from.empty()) return;
     Message merged;
     merged.reserve(into.size() + from.size());
+    std::pair<uint64_t, uint32_t> whole{~uint64_t{0}, 0};
+    const auto add = [&](uint64_t key, uint32_t clock) {
+        if (Agent::without_lane(key) == key) {
+            whole = {key, clock};
+        } else if (Agent::without_lane(key) == whole.first && clock <= whole.second) {
+            return;
+        }
+        merged.emplace_back(key, clock);
+    };
     auto a = into.begin();
     for (const auto& entry : from) {
-        while (a != into.end() && a->first < entry.first) merged.push_back(*a++);
+        for (; a != into.end() && a->first < entry.first; ++a) add(a->first, a->second);
         const bool is_same = a != into.end() && a->first == entry.first;
-        merged.emplace_back(entry.first, is_same ? std::max(entry.second, a->second) : entry.second);
+        add(entry.first, is_same ? std::max(entry.second, a->second) : entry.second);
         a += is_same;
     }
-    merged.insert(merged.end(), a, into.end());
+    for (; a != into.end(); ++a) add(a->first, a->second);
     into.swap(merged);
 }
 
-// Dense for the agents of one's own cluster, sparse for those of other clusters, of which one has heard of few.
+// Dense for the agents of one's own cluster, sparse for their lanes and for other clusters, of which one has heard of
+// few.
 class VectorClock {
   public:
-    bool is_empty() const { return own_.empty() && others_.empty(); }
+    bool is_empty() const { return own_.empty() && lanes_.empty() && others_.empty(); }
     uint32_t own(uint32_t component) const { return component < own_.size() ? own_[component] : 0; }
-    uint32_t other(Agent agent) const {
-        const auto found = std::lower_bound(others_.begin(), others_.end(), std::pair(agent.key(), uint32_t{0}));
-        return found != others_.end() && found->first == agent.key() ? found->second : 0;
-    }
-    void set_own(uint32_t component, uint32_t clock) {
+    uint32_t other(Agent agent) const { return find(others_, agent.key()); }
+    uint32_t own_lane(Agent agent, int lane) const { return find(lanes_, agent.key_of_lane(lane)); }
+    uint32_t other_lane(Agent agent, int lane) const { return find(others_, agent.key_of_lane(lane)); }
+    void raise_own(uint32_t component, uint32_t clock) {
         if (component >= own_.size()) own_.resize(component + 1);
-        own_[component] = clock;
+        own_[component] = std::max(own_[component], clock);
+    }
+    void raise_own_lane(Agent agent, int lane, uint32_t clock) {
+        emulator::join(lanes_, {{agent.key_of_lane(lane), clock}});
     }
     void join(const VectorClock& from) {
         if (own_.size() < from.own_.size()) own_.resize(from.own_.size());
         for (size_t i = 0; i < from.own_.size(); ++i) own_[i] = std::max(own_[i], from.own_[i]);
         emulator::join(others_, from.others_);
+        emulator::join(lanes_, from.lanes_);
+        drop_covered_lanes();
     }
     void join(const Message& from, uint32_t cluster) {
-        Message others;
+        Message others, lanes;
         for (const auto& [key, clock] : from) {
-            const auto component = static_cast<uint32_t>(key);
             if (key >> 32 != cluster) {
                 others.emplace_back(key, clock);
-            } else if (own(component) < clock) {
-                set_own(component, clock);
+            } else if (Agent::without_lane(key) != key) {
+                lanes.emplace_back(key, clock);
+            } else {
+                raise_own(Agent::component_of(key), clock);
             }
         }
         emulator::join(others_, others);
+        emulator::join(lanes_, lanes);
+        drop_covered_lanes();
     }
     void add_to(Message& into, uint32_t cluster) const {
         Message mine;
@@ -68,13 +91,28 @@ class VectorClock {
             if (own_[i] != 0) mine.emplace_back(Agent{cluster, i}.key(), own_[i]);
         }
         emulator::join(into, mine);
+        emulator::join(into, lanes_);
         emulator::join(into, others_);
     }
-    void clear() { own_.clear(), others_.clear(); }
+    void clear() { own_.clear(), lanes_.clear(), others_.clear(); }
 
   private:
+    static uint32_t find(const Message& in, uint64_t key) {
+        if (in.empty()) return 0;
+        const auto found = std::lower_bound(in.begin(), in.end(), std::pair(key, uint32_t{0}));
+        return found != in.end() && found->first == key ? found->second : 0;
+    }
+    void drop_covered_lanes() {
+        const auto is_covered = [&](const auto& entry) {
+            return entry.second <= own(Agent::component_of(entry.first));
+        };
+        if (lanes_.empty()) return;
+        lanes_.erase(std::remove_if(lanes_.begin(), lanes_.end(), is_covered), lanes_.end());
+    }
+
     std::vector<uint32_t> own_;
-    Message others_;
+    Message lanes_;   // of one's own cluster
+    Message others_;  // of other clusters
 };
 
 }  // namespace emulator

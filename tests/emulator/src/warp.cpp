@@ -140,6 +140,7 @@ bool Warp::arrive_at_joins() {
             return false;
         }
         path_.mask = join.arrived;
+        path_.in_step = 0;
         const bool ends_call = join.ends_call;
         path_.join = join.parent;
         join.expected = 0;
@@ -216,8 +217,8 @@ Next Warp::exit(uint32_t mask) {
     for (Path& path : paths_) {  // those who waited for the lanes that have left try again
         if (path.state == Path::State::kMembers) path.state = Path::State::kReady;
     }
-    if (live_ == 0 && cta.cluster.order) {
-        cta.cluster.order->exit(number());
+    if (cta.cluster.order) {
+        cta.cluster.order->exit({number(), mask});
         if (cta.has_ended()) cta.cluster.order->end(cta.rank);
     }
     cta.lanes_exited();

@@ -10,23 +10,27 @@ uint32_t Warp::number() const {
     return cta.rank * static_cast<uint32_t>(cta.warps().size()) + static_cast<uint32_t>(index_);
 }
 
+// Lanes that have just parted or met begin to be in step.
+Lanes Warp::acting(uint32_t mask) {
+    if (path_.in_step != path_.mask) {
+        path_.in_step = path_.mask;
+        path_.in_step_since = cta.cluster.order->advance(number());
+    }
+    return {number(), mask, path_.in_step, path_.in_step_since};
+}
+
 void Warp::touch(const Located& at, int bytes, int lane, bool is_write, const std::byte* value) {
     if (is_write && at.space == Space::kGlobal && cta.launch.write_log != nullptr) log_write(at.address);
     HappensBefore* const order = cta.cluster.order.get();
     if (order == nullptr) return;
     const Operation& operation = cta.launch.program->operations[path_.pc];
     const bool is_silent = value != nullptr && cta.launch.replicated_stores && std::memcmp(at.host, value, bytes) == 0;
-    const HappensBefore::Touch touch{operation_number(),
-                                     lane,
-                                     is_write,
-                                     operation.order != Order::kWeak,
-                                     operation.scope,
-                                     is_silent,
-                                     operation.is_sum && cta.launch.ordered_sums};
+    const HappensBefore::Touch touch{operation_number(), is_write,  operation.order != Order::kWeak,
+                                     operation.scope,    is_silent, operation.is_sum && cta.launch.ordered_sums};
     if (at.space == Space::kShared) {
-        order->touch_shared(number(), touch, at.owner->rank, at.address, bytes);
+        order->touch_shared(acting(1u << lane), touch, at.owner->rank, at.address, bytes);
     } else if (at.space == Space::kGlobal) {
-        order->touch_global(number(), touch, at.address, bytes);
+        order->touch_global(acting(1u << lane), touch, at.address, bytes);
     }
 }
 
@@ -49,32 +53,34 @@ uint64_t location_of(const Located& at) {
 
 }  // namespace
 
-void Warp::release(const Located& at, bool is_atomic) {
+void Warp::release(const Located& at, int lane, bool is_atomic) {
     HappensBefore* const order = cta.cluster.order.get();
     if (order == nullptr || (at.space != Space::kShared && at.space != Space::kGlobal)) return;
     const Operation& operation = cta.launch.program->operations[path_.pc];
-    order->write(number(), at.space == Space::kShared, location_of(at), operation.order, operation.scope, is_atomic);
+    order->write(acting(1u << lane), at.space == Space::kShared, location_of(at), operation.order, operation.scope,
+                 is_atomic);
 }
 
-void Warp::acquire(const Located& at) {
+void Warp::acquire(const Located& at, int lane) {
     HappensBefore* const order = cta.cluster.order.get();
     if (order == nullptr || (at.space != Space::kShared && at.space != Space::kGlobal)) return;
     const Operation& operation = cta.launch.program->operations[path_.pc];
-    order->read(number(), at.space == Space::kShared, location_of(at), operation.order, operation.scope);
+    order->read(acting(1u << lane), at.space == Space::kShared, location_of(at), operation.order, operation.scope);
 }
 
 // cp.async: an operation that reads global and writes shared memory, each lane its part.
 void Warp::follow(const AsyncCopy& copy) {
     HappensBefore& order = *cta.cluster.order;
-    UnorderedCopy followed{order.start(number(), Proxy::kGeneric), copy.mask, copy.serial, {}};
+    UnorderedCopy followed{order.start(Proxy::kGeneric), copy.mask, copy.serial, {}};
     std::copy(copy.group, copy.group + kWarpSize, followed.group.begin());
     each_lane(copy.mask, [&](int lane) {
-        HappensBefore::Touch touch{operation_number(), lane, false};
+        HappensBefore::Touch touch{operation_number(), false};
+        const Lanes by = acting(1u << lane);
         if (copy.source_bytes[lane] != 0) {
-            order.touch_global(followed.id, touch, copy.global[lane], copy.source_bytes[lane]);
+            order.touch_global(followed.id, by, touch, copy.global[lane], copy.source_bytes[lane]);
         }
         touch.is_write = true;
-        order.touch_shared(followed.id, touch, cta.rank, copy.shared[lane], copy.bytes);
+        order.touch_shared(followed.id, by, touch, cta.rank, copy.shared[lane], copy.bytes);
     });
     unordered_copies_.push_back(followed);
 }
@@ -86,7 +92,7 @@ void Warp::order_copies(uint32_t mask, uint32_t most_pending) {
         each_lane(mask & copy.lanes, [&](int lane) {
             if (copy.group[lane] + uint64_t{most_pending} < committed_[lane]) done |= 1u << lane;
         });
-        if (done != 0) cta.cluster.order->complete(copy.id, number(), done);
+        if (done != 0) cta.cluster.order->complete_own_parts(copy.id, acting(done));
         copy.lanes &= ~done;
         if (copy.lanes != 0) unordered_copies_[kept++] = copy;
     }

@@ -254,7 +254,7 @@ void WgmmaUnit::complete(uint64_t number) {
     while (!pending_.empty() && pending_.front().number <= number) {
         if (order != nullptr) {
             for (const AsyncId part : log.parts[pending_.front().number - log.first_part]) {
-                order->complete(part, warp_.number());
+                order->complete(part, warp_.acting(kAllLanes));
             }
         }
         pending_.pop_front();

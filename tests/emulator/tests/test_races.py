@@ -55,6 +55,16 @@ PASSED_ON = f"""@%t0 mbarrier.init.shared.b64 [%bar], 32; {MEET} @!%c0 bra READE
     @%w0 ld.shared.u32 %r6, [%mine];
     DONE: {MEET}"""
 
+# %p1: whether this is the first lane of the warp; %r2: the lane; %r3: a word of shared memory that is the warp's own.
+FIRST_LANE = """and.b32 %r2, %tid, 31; setp.eq.u32 %p1, %r2, 0; sub.u32 %r3, %tid, %r2; shl.b32 %r3, %r3, 2;
+    add.u32 %r3, %r3, %buffer;"""
+MEET = "bar.warp.sync -1;"
+NO_MEETING = ("", "membar.cta;", "shfl.sync.idx.b32 %r7, %r2, 0, 31, -1;", "vote.sync.all.pred %p2, %p1, -1;")
+ONE_ARRIVES = f"{FIRST_LANE} @%t0 mbarrier.init.shared.b64 [%bar], 1; bar.sync 0; {HANDOVER}"
+ONE_AWAITS = f"@!%p1 bra REST; {TRY_WAIT} REST:"
+ONE_TELLS = f"{FIRST_LANE} {FLAG}"
+ONE_SPINS = f"@!%p1 bra REST; {SPIN.format('acquire.cta')} REST:"
+
 CASES = {
     "read after write": Case(
         "st.shared.u32 [%mine], %tid; $0 ld.shared.u32 %r6, [%theirs];",
@@ -280,6 +290,99 @@ CASES = {
         cluster=2,
     ),
 }
+
+
+# Between the lanes of a warp whose paths have parted.
+CASES |= {
+    "what one lane has written": Case(
+        f"{FIRST_LANE} @!%p1 bra REST; st.shared.u32 [%r3], 1; REST: $0 ld.shared.u32 %r6, [%r3];",
+        right=((MEET,), ("bar.sync 0;",), ("barrier.sync 3, 64;",)),
+        wrong=tuple((missing,) for missing in NO_MEETING),
+    ),
+    "what one lane has written to global memory": Case(
+        f"""{FIRST_LANE} sub.u32 %r3, %tid, %r2; mul.wide.u32 %rd1, %r3, 4; add.u64 %rd1, %rd1, %out;
+        @!%p1 bra REST; st.global.u32 [%rd1], 1; REST: $0 ld.global.u32 %r6, [%rd1];""",
+        right=((MEET,),),
+        wrong=tuple((missing,) for missing in NO_MEETING),
+    ),
+    "one lane writes what others have read": Case(
+        f"{FIRST_LANE} ld.shared.u32 %r6, [%r3]; $0 @!%p1 bra REST; st.shared.u32 [%r3], 1; REST:",
+        right=((MEET,),),
+        wrong=tuple((missing,) for missing in NO_MEETING),
+    ),
+    "both sides of a branch": Case(
+        f"{FIRST_LANE} @%p1 bra FIRST; st.shared.u32 [%mine], 1; bra REST; FIRST: st.shared.u32 [%mine+$0], 2; REST:",
+        right=(("0",), ("128",)),
+        wrong=(("4",), ("124",)),
+    ),
+    "half of the warp meets": Case(
+        f"""{FIRST_LANE} @!%p1 bra REST; st.shared.u32 [%r3], 1;
+        REST: setp.lt.u32 %p2, %r2, 16; @%p2 bar.warp.sync 0xffff;
+        setp.$0.u32 %p3, %r2, $1; @%p3 ld.shared.u32 %r6, [%r3];""",
+        right=(("lt", "16"), ("eq", "15")),
+        wrong=(("lt", "17"), ("eq", "16")),
+    ),
+    "a lane that has exited": Case(
+        f"{FIRST_LANE} @!%p1 bra REST; st.shared.u32 [%r3], 1; exit; REST: $0 ld.shared.u32 %r6, [%r3];",
+        right=(("barrier.sync 0;",),),
+        wrong=((MEET,), ("",)),
+    ),
+    "one lane arrives for its warp": Case(
+        ONE_ARRIVES,
+        right=((f"{MEET} @%p1 {ARRIVE}", TRY_WAIT), (f"{MEET} @!%p1 bra DONE; {ARRIVE}", TRY_WAIT)),
+        wrong=tuple((f"{missing} @%p1 {ARRIVE}", TRY_WAIT) for missing in NO_MEETING),
+    ),
+    "one lane arrives when its warp has read": Case(
+        f"""{FIRST_LANE} @%t0 mbarrier.init.shared.b64 [%bar], 1; bar.sync 0; @!%w0 bra WRITER;
+        ld.shared.u32 %r6, [%theirs]; $0 @!%p1 bra DONE; {ARRIVE} bra DONE;
+        WRITER: {TRY_WAIT} st.shared.u32 [%mine], 1;
+        DONE:""",
+        right=((MEET,),),
+        wrong=tuple((missing,) for missing in NO_MEETING),
+    ),
+    "one lane waits for its warp": Case(
+        ONE_ARRIVES,
+        right=((f"{MEET} @%p1 {ARRIVE}", ONE_AWAITS + MEET),),
+        wrong=tuple((f"{MEET} @%p1 {ARRIVE}", ONE_AWAITS + missing) for missing in NO_MEETING),
+    ),
+    "one lane releases for its warp": Case(
+        ONE_TELLS,
+        right=(
+            (f"{MEET} @%p1 st.release.cta.shared.u32 [%flag], 1;", ONE_SPINS + MEET),
+            (f"{MEET} membar.cta; @%p1 st.volatile.shared.u32 [%flag], 1;", ONE_SPINS + MEET),
+            (f"{MEET} @!%p1 bra DONE; fence.acq_rel.cta; red.shared.add.u32 [%flag], 1;", ONE_SPINS + MEET),
+        ),
+        wrong=(
+            ("@%p1 st.release.cta.shared.u32 [%flag], 1;", ONE_SPINS + MEET),
+            ("membar.cta; @%p1 st.volatile.shared.u32 [%flag], 1;", ONE_SPINS + MEET),
+            ("@!%p1 bra DONE; fence.acq_rel.cta; red.shared.add.u32 [%flag], 1;", ONE_SPINS + MEET),
+            (f"{MEET} @%p1 st.release.cta.shared.u32 [%flag], 1;", ONE_SPINS),
+        ),
+    ),
+    "one lane copies what its warp has written": Case(
+        f"""{FIRST_LANE} @!%w0 bra DONE; st.shared.u32 [%mine], 1; fence.proxy.async.shared::cta; $0 @!%p1 bra DONE;
+        cp.async.bulk.global.shared::cta.bulk_group [%out], [%buffer], 128; cp.async.bulk.commit_group;
+        cp.async.bulk.wait_group 0;
+        DONE:""",
+        right=((MEET,),),
+        wrong=tuple((missing,) for missing in NO_MEETING),
+    ),
+    "cp.async of another lane": Case(
+        f"{FIRST_LANE} {COPY} cp.async.wait_group 0; $0 ld.shared.u32 %r6, [%r3];",
+        right=((MEET,), ("bar.sync 0;",)),
+        wrong=tuple((missing,) for missing in NO_MEETING),
+    ),
+}
+
+
+def test_lanes_in_step_see_what_the_others_have_written() -> None:
+    """As long as they have not parted: PTX does not promise it, but kernels rely on it."""
+    exchange = "xor.b32 %r3, %mine, 4; st.shared.u32 [%mine], 1; $ ld.shared.u32 %r6, [%r3];"
+    parted = f"{FIRST_LANE} {exchange.replace('$', '@!%p1 bra REST; mov.u32 %r7, 1; REST:')}"
+    for seed in SEEDS:
+        kernel(exchange.replace("$", "")).launch("k", (1,), (64,), [None], seed=seed)
+        with pytest.raises(EmulatorError, match="race"):
+            kernel(parted).launch("k", (1,), (64,), [None], seed=seed)
 
 
 @pytest.mark.parametrize(("case", "filling"), fillings(CASES, "wrong"))

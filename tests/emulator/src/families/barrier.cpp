@@ -18,14 +18,21 @@ Next arrive(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-// Lanes named by the mask have gathered already; memory is sequentially consistent here.
+// Lanes named by the mask have gathered already.
+Next synchronise_lanes(Warp& warp, const Operation&, uint32_t mask) {
+    if (HappensBefore* const order = warp.cta.cluster.order.get(); order != nullptr) {
+        order->synchronise(warp.acting(mask));
+    }
+    return Next::kContinue;
+}
+
 Next nothing(Warp&, const Operation&, uint32_t) {
     return Next::kContinue;
 }
 
 Next arrive_at_cluster(Warp& warp, const Operation& o, uint32_t mask) {
     Cluster& cluster = warp.cta.cluster;
-    if (cluster.order) cluster.order->arrive_at_cluster(warp.number(), o.order != Order::kRelaxed);
+    if (cluster.order) cluster.order->arrive_at_cluster(warp.acting(mask), o.order != Order::kRelaxed);
     cluster.arrive(warp, mask);
     return Next::kContinue;
 }
@@ -33,7 +40,7 @@ Next arrive_at_cluster(Warp& warp, const Operation& o, uint32_t mask) {
 Next wait_for_cluster(Warp& warp, const Operation&, uint32_t mask) {
     Cluster& cluster = warp.cta.cluster;
     if (cluster.wait(warp, mask)) {
-        if (cluster.order) cluster.order->leave_cluster(warp.number());
+        if (cluster.order) cluster.order->leave_cluster(warp.acting(mask));
         return Next::kContinue;
     }
     ++warp.cta.report.cluster_barrier_waits;
@@ -74,7 +81,7 @@ void decode_barrier(Decoder& d) {
         d.require_operands(1, 1);
         o.member_mask = d.read(0, Type::kB32);
         o.has_member_mask = true;
-        o.execute = nothing;
+        o.execute = synchronise_lanes;
         return;
     }
     if (!is_bar && d.accept("cluster")) return decode_cluster_barrier(d);

@@ -124,10 +124,10 @@ Next commit_group(Warp& warp, const Operation&, uint32_t mask) {
 // option[0]: .read.
 Next wait_group(Warp& warp, const Operation& o, uint32_t mask) {
     Cluster& cluster = warp.cta.cluster;
-    const auto waited = [&](AsyncId id) {
-        if (cluster.order) cluster.order->complete(id, warp.number());
-    };
     each_lane(mask, [&](int lane) {
+        const auto waited = [&](AsyncId id) {
+            if (cluster.order) cluster.order->complete(id, warp.acting(1u << lane));
+        };
         warp.bulk_groups.wait(cluster.async, lane, static_cast<uint32_t>(o.value), o.option[0] != 0, waited);
     });
     return Next::kContinue;

@@ -10,26 +10,27 @@
 namespace emulator {
 namespace {
 
-Next fence(Warp& warp, const Operation& o, uint32_t) {
+Next fence(Warp& warp, const Operation& o, uint32_t mask) {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     HappensBefore* const happens = warp.cta.cluster.order.get();
     if (happens == nullptr) return Next::kContinue;
+    const Lanes who = warp.acting(mask);
     const auto order = static_cast<FenceOrder>(o.option[0]);
     const auto scope = static_cast<Scope>(std::min(o.option[1], static_cast<int32_t>(FenceScope::kGpu)));
     switch (static_cast<FenceKind>(o.option[2])) {
         case FenceKind::kMemory:
         case FenceKind::kMbarrierInit:
-            happens->fence(warp.number(), scope, order != FenceOrder::kRelease, order != FenceOrder::kAcquire);
+            happens->fence(who, scope, order != FenceOrder::kRelease, order != FenceOrder::kAcquire);
             break;
         case FenceKind::kProxyAsync:
-            happens->fence_proxy(warp.number(), true, true);
+            happens->fence_proxy(who, true, true);
             break;
         case FenceKind::kProxyAsyncGlobal:
-            happens->fence_proxy(warp.number(), false, true);
+            happens->fence_proxy(who, false, true);
             break;
         case FenceKind::kProxyAsyncShared:
         case FenceKind::kProxyAsyncCluster:
-            happens->fence_proxy(warp.number(), true, false);
+            happens->fence_proxy(who, true, false);
             break;
         case FenceKind::kProxyAlias:
         case FenceKind::kProxyAsyncToGeneric:

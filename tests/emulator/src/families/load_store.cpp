@@ -36,7 +36,7 @@ Next load(Warp& warp, const Operation& o, uint32_t mask) {
             }
             std::memcpy(warp.reg<std::byte>(o.r[i]) + lane * shape.register_width, &bits, shape.register_width);
         }
-        if (o.order != Order::kWeak) warp.acquire(at);
+        if (o.order != Order::kWeak) warp.acquire(at, lane);
     });
     warp.count_memory(o, space, addresses, bytes, mask);
     return Next::kContinue;
@@ -56,7 +56,7 @@ Next store(Warp& warp, const Operation& o, uint32_t mask) {
                         shape.width);
         }
         warp.touch_by_store(at, bytes, lane, value);
-        if (o.order != Order::kWeak) warp.release(at, false);
+        if (o.order != Order::kWeak) warp.release(at, lane, false);
         std::memcpy(at.host, value, bytes);
     });
     warp.count_memory(o, space, addresses, bytes, mask);
@@ -75,9 +75,9 @@ Next access_wide(Warp& warp, const Operation& o, uint32_t mask) {
         const Located at = warp.locate(space, addresses[lane], kBytes, lane, !kLoads);
         std::byte* mine = registers + lane * kBytes;
         warp.touch(at, kBytes, lane, !kLoads);
-        if (!kLoads && o.order != Order::kWeak) warp.release(at, false);
+        if (!kLoads && o.order != Order::kWeak) warp.release(at, lane, false);
         std::memcpy(kLoads ? mine : at.host, kLoads ? at.host : mine, kBytes);
-        if (kLoads && o.order != Order::kWeak) warp.acquire(at);
+        if (kLoads && o.order != Order::kWeak) warp.acquire(at, lane);
     });
     warp.count_memory(o, space, addresses, kBytes, mask);
     return Next::kContinue;

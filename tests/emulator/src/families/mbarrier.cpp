@@ -68,6 +68,23 @@ Next complete(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
+// Calls function(its CTA, the offset of the mbarrier there, lanes) for the lanes that address the same mbarrier.
+template <typename Function>
+void each_group(Warp& warp, const Operation& o, uint32_t mask, Function&& function) {
+    if (!warp.cta.cluster.order) return;
+    uint64_t addresses[kWarpSize];
+    lane_addresses(warp, o, o.r[1], mask, addresses);
+    while (mask != 0) {
+        const int first = __builtin_ctz(mask);
+        uint32_t same = 0;
+        each_lane(mask, [&](int lane) { same |= uint32_t{addresses[lane] == addresses[first]} << lane; });
+        mask &= ~same;
+        uint64_t offset = addresses[first];
+        Cta& owner = warp.shared_owner(static_cast<Space>(o.option[0]), offset, first);
+        function(owner, static_cast<uint32_t>(offset), warp.acting(same));
+    }
+}
+
 enum ArriveFlags { kExpects = 1, kDrops = 2, kNoComplete = 4, kHasState = 8 };
 
 // option[1]: ArriveFlags.
@@ -75,6 +92,9 @@ Next arrive(Warp& warp, const Operation& o, uint32_t mask) {
     const int flags = o.option[1];
     const uint32_t* number = warp.reg<uint32_t>(o.r[2]);
     uint64_t* state = warp.reg<uint64_t>(o.r[0]);
+    each_group(warp, o, mask, [&](Cta& owner, uint32_t offset, const Lanes& who) {
+        owner.cluster.order->arrive_at_mbarrier(who, owner.rank, offset, o.order != Order::kRelaxed, scope_of(o));
+    });
     each_mbarrier(warp, o, mask, [&](Mbarrier& m, Cta& cta, int lane) {
         const uint32_t count = (flags & kExpects) != 0 ? 1 : number[lane];
         if ((flags & kHasState) != 0) state[lane] = m.state();
@@ -85,9 +105,6 @@ Next arrive(Warp& warp, const Operation& o, uint32_t mask) {
         if ((flags & kDrops) != 0) {
             if (count > m.expected) throw Fault("mbarrier", "more arrivals are dropped than the phases expect", lane);
             m.expected -= count;
-        }
-        if (HappensBefore* const order = cta.cluster.order.get(); order != nullptr) {
-            order->arrive_at_mbarrier(warp.number(), cta.rank, m.offset, o.order != Order::kRelaxed, scope_of(o));
         }
         cta.arrive(m, count, lane);
     });
@@ -115,9 +132,9 @@ Next wait(Warp& warp, const Operation& o, uint32_t mask) {
             is_complete = ahead == 1;
         }
         completed |= is_complete ? 1u << lane : 0;
-        if (HappensBefore* const order = cta.cluster.order.get(); order != nullptr && is_complete) {
-            order->wait_for_mbarrier(warp.number(), cta.rank, m.offset, o.order != Order::kRelaxed, scope_of(o));
-        }
+    });
+    each_group(warp, o, completed, [&](Cta& owner, uint32_t offset, const Lanes& who) {
+        owner.cluster.order->wait_for_mbarrier(who, owner.rank, offset, o.order != Order::kRelaxed, scope_of(o));
     });
     // try_wait may suspend the thread until the phase completes, or give up at any time, which it does in the end.
     const bool gives_up = warp.has_timed_out() || (o.option[1] & kMayBlock) == 0;

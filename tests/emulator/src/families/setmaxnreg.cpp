@@ -40,13 +40,13 @@ Next setmaxnreg(Warp& warp, const Operation& o, uint32_t mask) {
 }
 
 // Launches run one after the other, so that only the order of their accesses is affected. option[0]: wait.
-Next griddepcontrol(Warp& warp, const Operation& o, uint32_t) {
+Next griddepcontrol(Warp& warp, const Operation& o, uint32_t mask) {
     HappensBefore* const order = warp.cta.cluster.order.get();
     if (order == nullptr) return Next::kContinue;
     if (o.option[0] != 0) {
-        order->wait_for_predecessor(warp.number());
+        order->wait_for_predecessor(warp.acting(mask));
     } else {
-        order->launch_dependents(warp.number());
+        order->launch_dependents(warp.acting(mask));
     }
     return Next::kContinue;
 }

@@ -128,10 +128,11 @@ uint64_t uniform(Warp& warp, Slot slot, const char* what) {
 // What the warp's part of the instruction reads of shared memory.
 AsyncId follow_reads(Warp& warp, const Form& form, const WarpgroupLog::Entry& entry) {
     HappensBefore& order = *warp.cta.cluster.order;
-    const AsyncId id = order.start(warp.number(), Proxy::kAsync);
+    const AsyncId id = order.start(Proxy::kAsync);
     const int each = 16 / width_of(form.a);
+    const Lanes by = warp.acting(kAllLanes);
     const auto touch = [&](uint64_t address, int, int) {
-        order.touch_shared(id, {warp.operation_number(), 0, false}, warp.cta.rank, address, 16);
+        order.touch_shared(id, by, {warp.operation_number(), false}, warp.cta.rank, address, 16);
     };
     if (!form.a_in_registers) {
         const int first_row = warp.thread(0) / kWarpSize % 4 * kRows;
@@ -185,7 +186,10 @@ Next control(Warp& warp, const Operation& o, uint32_t mask) {
     if (o.option[0] == kFence) unit.fence();
     if (o.option[0] == kCommit) unit.commit();
     unit.waits_for_others = o.option[0] == kWait && !unit.wait(static_cast<uint32_t>(o.value));
-    return unit.waits_for_others ? warp.wait_and_retry(Path::State::kWarpgroup, mask) : Next::kContinue;
+    if (unit.waits_for_others) return warp.wait_and_retry(Path::State::kWarpgroup, mask);
+    // PTX does not say that the wait synchronises lanes, but all of them are here, and kernels rely on it.
+    if (o.option[0] == kWait && warp.cta.cluster.order) warp.cta.cluster.order->synchronise(warp.acting(mask));
+    return Next::kContinue;
 }
 
 bool is_fp8(Type type) {
