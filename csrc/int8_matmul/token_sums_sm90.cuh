@@ -71,6 +71,7 @@ __device__ __forceinline__ void sum_tokens(TeamStorage<Tile>& shared, const Team
                 sum_step<kDataType, Tile::kBlockM>(share, sdY, step * Tile::kBlockK, lane);
                 ++num_summed;
             }
+            __syncwarp();  // waits until every lane has read the step
             ring.release_to_cluster(lane, kTeamCtas);
         }
         if (!counts) continue;
