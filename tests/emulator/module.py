@@ -95,6 +95,7 @@ class Module:
         uninitialised: bool = False,
         unawaited: bool = False,
         log_writes: bool = False,
+        wgmma_waits_by_warp: bool = False,
         num_sms: int = 132,
         instruction_limit: int = 1 << 28,
         workers: int = 2,
@@ -113,7 +114,8 @@ class Module:
         memory that nothing orders are errors, whatever order they came in; with ``replicated_stores`` several warps may
         store the same value by the same instruction, as Triton's compiler has them do. ``uninitialised``: reading
         shared memory that nothing wrote is an error. ``unawaited``: so is a CTA that ends with threads arrived at a
-        barrier that nobody waited for, otherwise a warning of the report. ``log_writes``: the report
+        barrier that nobody waited for, otherwise a warning of the report. ``wgmma_waits_by_warp``: a warp that has
+        waited for wgmma knows that its own part is over, not that of the warpgroup. ``log_writes``: the report
         lists the writes of threads to global memory. ``num_sms``: multiprocessors, which decide
         how many CTAs run at a time. ``instruction_limit``: of one warp, an error beyond. ``workers``: threads of the
         host. ``cooperative``: the grid may synchronise (all of its CTAs must run at a time). ``dependent``: it
@@ -155,6 +157,7 @@ class Module:
                 unawaited,
                 log_writes,
                 dependent,
+                wgmma_waits_by_warp,
                 instruction_limit,
                 workers,
                 cooperative,

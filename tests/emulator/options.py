@@ -20,6 +20,7 @@ class LaunchOptions:
     log_writes: bool = False
     ordered_sums: bool = False
     strict_proxy_reads: bool = False
+    wgmma_waits_by_warp: bool = False
     instruction_limit: int = 1 << 28
     workers: int = 2
     tracked: bool = False

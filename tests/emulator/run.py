@@ -75,6 +75,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     strict = "asynchronous copies over what was read want a proxy fence"
     parser.add_argument("--strict-proxy-reads", action="store_true", help=strict)
     parser.add_argument("--unawaited", action="store_true", help="arrivals nobody waits for are an error")
+    waits = "a wait for wgmma tells of its own warp's part, not of the warpgroup's"
+    parser.add_argument("--wgmma-waits-by-warp", action="store_true", help=waits)
 
 
 def run_script(arguments: argparse.Namespace) -> None:
@@ -86,10 +88,8 @@ def run_script(arguments: argparse.Namespace) -> None:
         stack.enter_context(allocations.tracked())
         stack.enter_context(device.emulated(ARCHS[arguments.arch or "sm_80"], arguments.sms, arguments.shared_memory))
         races = False if arguments.no_races else None
-        launching = {
-            name: getattr(arguments, name)
-            for name in ("seed", "uninitialised", "unawaited", "ordered_sums", "strict_proxy_reads")
-        }
+        names = ("seed", "uninitialised", "unawaited", "ordered_sums", "strict_proxy_reads", "wgmma_waits_by_warp")
+        launching = {name: getattr(arguments, name) for name in names}
         stack.enter_context(options.launching(**launching, races=races, tracked=True))
         sys.argv = [script, *arguments.arguments]
         sys.path.insert(0, str(Path(script).resolve().parent))

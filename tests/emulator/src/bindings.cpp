@@ -69,8 +69,8 @@ py::dict launch_kernel(LoadedModule& module, const std::string& kernel, std::arr
                        const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& memory, bool tracked,
                        int64_t shared_bytes, std::array<uint32_t, 3> cluster, int num_sms, uint64_t seed, bool checks,
                        bool races, bool replicated_stores, bool ordered_sums, bool strict_proxy_reads,
-                       bool uninitialised, bool unawaited, bool log_writes, bool dependent, int64_t instruction_limit,
-                       int workers, bool cooperative) {
+                       bool uninitialised, bool unawaited, bool log_writes, bool dependent, bool wgmma_waits_by_warp,
+                       int64_t instruction_limit, int workers, bool cooperative) {
     const Program& program = module.program(kernel);
     std::vector<Allocation> allocations = module.allocations();
     uint64_t workspace = 0;
@@ -100,6 +100,7 @@ py::dict launch_kernel(LoadedModule& module, const std::string& kernel, std::arr
     launch.uninitialised_errors = uninitialised;
     launch.unawaited_errors = unawaited;
     launch.logs_writes = log_writes;
+    launch.wgmma_waits_by_warp = wgmma_waits_by_warp;
     launch.instruction_limit = instruction_limit;
     launch.workers = workers;
     launch.num_sms = num_sms;

@@ -51,6 +51,7 @@ struct Launch {
     bool replicated_stores;                // … but for stores of the same value by the same instruction
     bool ordered_sums;                     // floating sums of atomics in an order that nothing fixes are errors
     bool strict_proxy_reads;               // what was read wants a fence before the async proxy writes over it
+    bool wgmma_waits_by_warp;              // wgmma.wait_group tells of its own warp's part alone
     bool logs_writes;                      // those to global memory are listed in the report
     WriteLog* write_log;                   // while it runs; nullptr without `logs_writes`
     std::shared_ptr<PastAccesses> before;  // of the launch whose end this one does not wait for; nullptr: there is none

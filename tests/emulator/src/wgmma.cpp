@@ -177,6 +177,10 @@ void WgmmaUnit::each_of_warpgroup(Function&& function) const {
     for (size_t i = first; i < first + 4; ++i) function(*warps[i]);
 }
 
+bool WgmmaUnit::tells_of(int warp) const {
+    return !warp_.cta.launch.wgmma_waits_by_warp || warp == warp_.thread(0) / kWarpSize % 4;
+}
+
 void WgmmaUnit::issue(const Operation& operation, const WgmmaSums& form, WgmmaCompute compute) {
     const TrackedAccess& access = warp_.cta.launch.program->tracked_accesses[operation.tracked];
     Frame* const frame = warp_.frame();
@@ -240,6 +244,7 @@ bool WgmmaUnit::wait(uint32_t most_pending) {
     if (!all_have_issued) return false;
     groups_.erase(groups_.begin(), groups_.end() - most_pending);
     each_of_warpgroup([&](Warp& warp) {
+        if (!tells_of(warp.thread(0) / kWarpSize % 4)) return;
         for (const Multiplication& multiplication : warp.wgmma().pending_) {
             if (multiplication.number <= covered) warp.cta.cluster.async.finish(multiplication.handle);
         }
@@ -253,8 +258,9 @@ void WgmmaUnit::complete(uint64_t number) {
     HappensBefore* const order = warp_.cta.cluster.order.get();
     while (!pending_.empty() && pending_.front().number <= number) {
         if (order != nullptr) {
-            for (const AsyncId part : log.parts[pending_.front().number - log.first_part]) {
-                order->complete(part, warp_.acting(kAllLanes));
+            const auto& parts = log.parts[pending_.front().number - log.first_part];
+            for (int warp = 0; warp < 4; ++warp) {
+                if (tells_of(warp)) order->complete(parts[warp], warp_.acting(kAllLanes));
             }
         }
         pending_.pop_front();

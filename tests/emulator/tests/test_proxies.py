@@ -284,3 +284,23 @@ def test_one_thread_speaks_for_the_warpgroup(wait: str, kind: str | None) -> Non
         with pytest.raises(EmulatorError) as caught:
             module.launch("k", (1,), (160,), [None], seed=seed)
         assert caught.value.kind == kind, caught.value
+
+
+@pytest.mark.parametrize("warps", [1, 3, 4])
+@pytest.mark.parametrize("written", ["B", "the last warp's rows of A", "the next warp's rows of A"])
+def test_waits_that_tell_of_their_own_warp(written: str, warps: int) -> None:
+    """With `wgmma_waits_by_warp`, what may be written over when so many warps have waited, and said so."""
+    offset = {"B": 2048, "the last warp's rows of A": 512 * (warps - 1), "the next warp's rows of A": 512 * (warps % 4)}
+    text = WGMMA.replace("buffer[2304]", "buffer[4352]").replace("[%r2+2048]", "[%r2+2560]")
+    lanes = f"and.b32 %r3, %r0, 31; setp.eq.u32 %p3, %r3, 0; setp.lt.and.u32 %p3, %r0, {32 * warps}, %p3;"
+    released = RELEASED.format(wait="wgmma.wait_group.sync.aligned 0;").replace("@%p0", "@%p3")
+    released = released.replace("[%r1+2048]", f"[%r1+{offset[written]}]")
+    start = RELEASE.replace("[bar], 1;", f"[bar], {warps};")
+    module = Module(text.replace("$0", start + lanes).replace("$1", released))
+    for seed in SEEDS:
+        module.launch("k", (1,), (160,), [None], seed=seed)
+        if warps == 4 or written == "the last warp's rows of A":
+            module.launch("k", (1,), (160,), [None], seed=seed, wgmma_waits_by_warp=True)
+            continue
+        with pytest.raises(EmulatorError, match="race"):
+            module.launch("k", (1,), (160,), [None], seed=seed, wgmma_waits_by_warp=True)

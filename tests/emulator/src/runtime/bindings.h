@@ -41,6 +41,8 @@ void set_options_of(const py::dict& changed) {
             options.ordered_sums = value.cast<bool>();
         } else if (name == "strict_proxy_reads") {
             options.strict_proxy_reads = value.cast<bool>();
+        } else if (name == "wgmma_waits_by_warp") {
+            options.wgmma_waits_by_warp = value.cast<bool>();
         } else if (name == "instruction_limit") {
             options.instruction_limit = value.cast<int64_t>();
         } else if (name == "workers") {

@@ -238,6 +238,7 @@ cudaError_t launch(const Kernel& kernel, const Request& request) try {
     launch.uninitialised_errors = options.uninitialised;
     launch.unawaited_errors = options.unawaited;
     launch.logs_writes = options.log_writes;
+    launch.wgmma_waits_by_warp = options.wgmma_waits_by_warp;
     launch.instruction_limit = options.instruction_limit;
     launch.workers = options.workers;
     uint64_t workspace = 0;

@@ -15,6 +15,7 @@ struct Options {
     bool checks = true, races = true;
     bool tracked = false;  // false: the bounds of global memory are not checked, since nobody knows them
     bool uninitialised = false, unawaited = false, log_writes = false, ordered_sums = false, strict_proxy_reads = false;
+    bool wgmma_waits_by_warp = false;
     int64_t instruction_limit = int64_t{1} << 28;
     int workers = 2;
 };
