@@ -134,6 +134,7 @@ class RingLoader {
         const uint16_t* gNew = row_pointer(new_tokens, head.batch, head.kv_head, first_key - head.first_new);
         char* gRow = head.stores_new && is_present ? cache_head.row(own) : nullptr;
         if constexpr (Config::k8Bit) {
+            __syncwarp();  // waits until every lane has stored its scale: other lanes store those of new tokens over it
             quantise_new_tokens<Config::kFormat, kDataType, Config::kHeadDim, kWarpN>(
                 sTile, sScales, gNew, new_tokens.row_stride, cache.head_dim, is_new, rotary, first_key, gRow, gScale,
                 cache_head, lane_);
