@@ -131,6 +131,15 @@ void HappensBefore::forget_parts(const Lanes& who) {
 }
 
 void HappensBefore::synchronise(const Lanes& who) {
+    Warp& warp = warps_[who.warp];
+    if (warp.parts.empty() && who.mask == warp.lanes) {  // they know the same but of each other
+        warp.known.past.known.raise_own(who.warp, warp.time);
+        for (int i = 0; i < kNumScopes; ++i) {
+            if (warp.fenced_at[i] != 0) warp.known.fenced[i].known.raise_own(who.warp, warp.fenced_at[i]);
+        }
+        advance(who.warp);
+        return;
+    }
     Knowledge meeting;
     release(meeting, who);
     forget_parts(who);
@@ -141,6 +150,7 @@ void HappensBefore::synchronise(const Lanes& who) {
 uint32_t HappensBefore::unknown_in(const VectorClock& clock, Agent agent, uint32_t lanes, uint32_t time) const {
     const bool is_own = agent.cluster == cluster_;
     if ((is_own ? clock.own(agent.component) : clock.other(agent)) >= time) return 0;
+    if (agent.component >= warps_.size() && is_own) return lanes;  // an mbarrier
     uint32_t unknown = lanes;
     each_lane(lanes, [&](int lane) {
         if ((is_own ? clock.own_lane(agent, lane) : clock.other_lane(agent, lane)) >= time) unknown &= ~(1u << lane);
@@ -152,6 +162,7 @@ uint32_t HappensBefore::unknown_to(const Lanes& who, VectorClock Past::* clock, 
                                    uint32_t time) const {
     const bool is_own = clock == &Past::known && agent.component == who.warp && agent.cluster == cluster_;
     if (is_own) lanes &= ~who.mask;
+    if (lanes == 0) return 0;
     each_known(who, [&](const Knowledge& known) {
         if (lanes != 0) lanes = unknown_in(known.past.*clock, agent, lanes, time);
     });
@@ -162,10 +173,12 @@ template <typename Function>
 uint32_t HappensBefore::unknown_parts(AsyncId id, uint32_t lanes, Function&& unknown) const {
     const Completion* completion = history_.operations_.at(id).completions.load(std::memory_order_acquire);
     for (; completion != nullptr && lanes != 0; completion = completion->next) {
-        const uint32_t covered = completion->lanes & lanes, waiters = completion->waiters;
-        if (waiters == 0) {
+        const uint32_t covered = completion->lanes & lanes;
+        const uint32_t waiter =
+            completion->waiters & -completion->waiters;  // where all have waited, they have met, too
+        if (waiter == 0) {
             lanes &= ~covered | unknown(completion->agent, covered, completion->clock);
-        } else if (unknown(completion->agent, waiters, completion->clock) != waiters) {
+        } else if (unknown(completion->agent, waiter, completion->clock) == 0) {
             lanes &= ~covered;
         }
     }
@@ -208,6 +221,7 @@ bool leaves_nothing_to_see(const Record& record) {
 // `by`: the lanes that make the access, or that start the operation which will.
 void HappensBefore::touch(Cell& cell, Record now, const Lanes& by, bool is_shared, uint64_t address) {
     const bool is_write = now.has(Record::kWrite);
+    const VectorClock& known = warps_[by.warp].known.past.known;
     const auto unknown_of = [&](const Record& record, VectorClock Past::* clock) {
         return unknown_lanes(record, [&](Agent agent, uint32_t lanes, uint32_t time) {
             return unknown_to(by, clock, agent, lanes, time);
@@ -229,7 +243,9 @@ void HappensBefore::touch(Cell& cell, Record now, const Lanes& by, bool is_share
             const bool is_same_operation =
                 now.has(Record::kAsync) && record.has(Record::kAsync) && record.clock == now.clock;
             const bool may_race = is_write || record.has(Record::kWrite);
-            uint32_t unknown = is_same_operation ? 0 : unknown_of(record, &Past::known);
+            const bool is_known = is_same_operation || (!record.has(Record::kAsync) && record.cluster == cluster_ &&
+                                                        known.own(record.warp) >= record.clock);
+            uint32_t unknown = is_known ? 0 : unknown_of(record, &Past::known);
             bool is_over = false;  // but what it wrote may not be there to be read
             if (unknown != 0 && may_race) {
                 Record rest = record;
