@@ -37,7 +37,7 @@ struct ForwardTileSm90<64, 64> {
     static constexpr bool kMasksInPlace = false;
 };
 
-// Blocks of 32 columns, as device/tma_tile.cuh has it: 64 would be no whole number of them, and pad rows with zeros.
+// Blocks of 32 columns (device/tma_tile.cuh): 96 is no whole number of 64, which would pad its rows with zeros.
 template <>
 struct ForwardTileSm90<96, 96> {
     static constexpr int kNumConsumers = 2;
