@@ -58,10 +58,10 @@ __all__ = [
     "use_backend",
 ]
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of the package's
+if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Imports ``distributed`` and ``integrations`` when they are used first: most programs never need them."""
+        """Imports ``distributed`` and ``integrations`` when they are first used, as most programs never need them."""
         if name in ("distributed", "integrations"):
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

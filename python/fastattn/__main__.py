@@ -1,4 +1,4 @@
-"""``python -m fastattn``: what is installed, what it was built for, and what runs on the GPUs of this machine."""
+"""``python -m fastattn`` says what is installed, what it was built for, and what runs on this machine's GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ it brings a compiler. Elsewhere install a CUDA toolkit, set CUDA_HOME to it and 
 
 
 def native_code_for(arch: int) -> str:
-    """Which of the library's code a GPU of compute capability ``arch`` (times ten) runs."""
+    """Returns a phrase for the code of the library that a GPU of compute capability ``arch`` (times ten) runs."""
     code = native.code_for(arch)
     if not code:
         return "no CUDA C++ kernels"
@@ -28,7 +28,7 @@ def native_code_for(arch: int) -> str:
 
 
 def triton_version() -> str:
-    """The installed triton, without importing it."""
+    """Returns the version of the installed triton, without importing it."""
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -36,7 +36,7 @@ def triton_version() -> str:
 
 
 def describe_gpu(index: int) -> str:
-    """One line about CUDA device ``index``: name, compute capability, memory, and the backends that serve it."""
+    """Returns a line about CUDA device ``index``: name, compute capability, memory, and the backends that serve it."""
     gpu = torch.device("cuda", index)
     facts = device.facts(gpu)
     oldest = min(support.min_arch for backends in SUPPORT.values() for support in backends.values())
@@ -51,7 +51,7 @@ def describe_gpu(index: int) -> str:
 
 
 def report() -> str:
-    """The whole description, one fact a line."""
+    """Returns the whole description, one fact per line."""
     build = native.BUILD
     kernels = WITHOUT_CUDA_KERNELS
     if build["archs"]:

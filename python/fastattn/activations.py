@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 def _swiglu(x: Tensor) -> Tensor:
-    """``silu(gate) * up`` of ``x``'s first and second half: SwiGLU of Shazeer, "GLU Variants Improve Transformer"."""
+    """Returns ``silu(gate) * up`` of the first and the second half of ``x``: SwiGLU of Shazeer, "GLU Variants Improve
+    Transformer"."""
     gate, up = x.chunk(2, dim=-1)
     if x.is_nested:  # strided nested tensors have few operators on views
         gate, up = gate.contiguous(), up.contiguous()
@@ -24,10 +25,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swiglu": _swiglu,
 }
-# Those that make one number of two, so that the result has half as many columns as the weight has rows.
+# Gated activations make one number of two, so the result has half as many columns as the weight has rows.
 GATED = frozenset({"swiglu"})
 
 
 def result_columns(activation: str | None, weight_rows: int) -> int:
-    """How many columns the result of a matmul has that ends with ``activation``."""
+    """Returns the number of columns of the result of a matmul that ends with ``activation``."""
     return weight_rows // 2 if activation in GATED else weight_rows

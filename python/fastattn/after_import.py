@@ -1,4 +1,4 @@
-"""Calling back when somebody else imports a module: what only that module needs is then not paid for before."""
+"""Callbacks for when somebody else imports a module, so that work for that module waits until then."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _waiting: dict[str, list[Callable[[], None]]] = {}
 
 
 def after_import(module: str, then: Callable[[], None]) -> None:
-    """Call ``then`` as soon as ``module`` has been imported: now, if it has been already.
+    """Calls ``then`` as soon as ``module`` has been imported, or now if it already has been.
 
-    Nothing holds on to an import that fails: ``then`` waits for the next.
+    If an import fails, ``then`` waits for the next one.
     """
     if module in sys.modules:
         then()
@@ -27,7 +27,7 @@ def after_import(module: str, then: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds nothing itself: it has the other finders find a module, and adds to what its loader does."""
+    """A finder that lets the other finders find a module, and makes its loader call the callbacks."""
 
     def __init__(self) -> None:
         self._asking: set[str] = set()

@@ -1,4 +1,4 @@
-"""Checks of what the host knows about arguments. Each error names the argument, what was expected and what came."""
+"""Checks of arguments by what the host knows. Each error names the argument, what was expected and what came."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def expect(condition: bool, name: str, expected: str, came: object) -> None:
-    """Raise an ``InputError`` of the house form unless ``condition`` holds."""
+    """Raises an ``InputError``, "name: expected …, got …", unless ``condition`` holds."""
     if not condition:
         raise InputError(f"{name}: expected {expected}, got {came}")
 
@@ -31,7 +31,7 @@ def check_tensor(name: str, value: Any, optional: bool = False) -> None:
 
 
 def check_rank(name: str, tensor: Tensor, layout: str) -> None:
-    """``layout`` spells the dims, as in ``"[B, Hq, Sq, D]"``."""
+    """Checks the number of dims; ``layout`` spells them, as in ``"[B, Hq, Sq, D]"``."""
     rank = layout.count(",") + 1 if layout != "[]" else 0
     expect(tensor.dim() == rank, name, f"{rank} dimensions {layout}", f"{tensor.dim()}: {list(tensor.shape)}")
 
@@ -50,7 +50,7 @@ def check_same_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def check_head_counts(query: Tensor, key: Tensor, key_name: str, layouts: Sequence[str]) -> None:
-    """The query's heads are a multiple of the key's; both are dimension 1. ``layouts``: the query's and the key's."""
+    """Checks that the query's heads, dimension 1, are a multiple of the key's; ``layouts`` spell the dims of both."""
     heads, kv_heads = query.shape[1], key.shape[1]
     if kv_heads == 0:
         expect(heads == 0, key_name, f"at least one KV head for {heads} query heads", 0)
@@ -60,7 +60,8 @@ def check_head_counts(query: Tensor, key: Tensor, key_name: str, layouts: Sequen
 
 
 def _advice_on_swapped(query: Tensor, key: Tensor, key_name: str) -> str:
-    """Where head counts would divide if heads and rows changed places, say so."""
+    """Returns the end of an error message: the shapes, and advice if head counts would divide with heads and rows
+    swapped."""
     dims = [(0, 1) if tensor.dim() == 3 else (1, 2) for tensor in (query, key)]
     (q, k) = (tensor.shape[swapped[0] + swapped[1] - 1] for tensor, swapped in zip((query, key), dims, strict=True))
     shapes = f"query {list(query.shape)}, {key_name} {list(key.shape)}"
@@ -74,7 +75,7 @@ def _advice_on_swapped(query: Tensor, key: Tensor, key_name: str) -> str:
 
 
 def refuse_wrapped(name: str, tensor: Tensor | None) -> None:
-    """Nested tensors and DTensor, of which PyTorch's internals would say something else."""
+    """Refuses nested tensors and DTensor, for which PyTorch's internals would raise less helpful errors."""
     if tensor is None or not isinstance(tensor, Tensor):
         return
     if tensor.is_nested:
@@ -91,12 +92,15 @@ def refuse_wrapped(name: str, tensor: Tensor | None) -> None:
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Whether it is a DTensor; asked by name, since importing the class costs a second."""
+    """Returns whether it is a DTensor, by the name of its class, as importing the class takes a second."""
     return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)
 
 
 def needs_gradient(tensor: Tensor | None) -> bool:
-    """``tensor.requires_grad``, of what ``torch.func`` has wrapped too: a mapped tensor says no whatever it holds."""
+    """Returns whether a tensor, or one that ``torch.func`` has wrapped in it, requires a gradient.
+
+    A mapped tensor itself always says no.
+    """
     if tensor is None:
         return False
     needs: bool = tensor.requires_grad
@@ -110,7 +114,7 @@ def needs_gradient(tensor: Tensor | None) -> bool:
 
 
 def mapped_size(*tensors: Any) -> int:
-    """How many samples ``torch.vmap`` passes to an operator at once: the product of the dimensions that it hides."""
+    """Returns how many samples ``torch.vmap`` passes to an operator at once: the product of the dims that it hides."""
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return 1
     functorch = torch._C._functorch
@@ -128,7 +132,7 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
 
 
 def check_int(name: str, value: Any, minimum: int | None = None) -> int:
-    """``value`` as a Python int (or the ``SymInt`` that it is); numpy's integers are taken too."""
+    """Checks and returns ``value`` as a Python int or ``SymInt``; numpy's integers are taken too."""
     value = _without_numpy(value)
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         advice = " (.item() makes an int of it; on a GPU that waits for the device)" if _is_number(value) else ""
@@ -139,7 +143,7 @@ def check_int(name: str, value: Any, minimum: int | None = None) -> int:
 
 
 def check_number(name: str, value: Any, low: float | None = None, high: float | None = None) -> float:
-    """A finite int or float within ``[low, high]``, as Python's; numpy's are taken too."""
+    """Checks and returns a finite int or float within ``[low, high]``, as Python's; numpy's are taken too."""
     value = _without_numpy(value)
     if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) or isinstance(value, bool):
         advice = " (.item() makes a number of it; on a GPU that waits for the device)" if _is_number(value) else ""
@@ -152,7 +156,7 @@ def check_number(name: str, value: Any, low: float | None = None, high: float | 
 
 
 def check_bool(name: str, value: Any) -> bool:
-    """``value`` as a Python bool; numpy's is taken too."""
+    """Checks and returns ``value`` as a Python bool; numpy's is taken too."""
     value = _without_numpy(value)
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected a bool, got {type_name(value)}")
@@ -160,18 +164,18 @@ def check_bool(name: str, value: Any) -> bool:
 
 
 def type_name(value: Any) -> str:
-    """What an error calls the type of ``value``: with its module unless it is Python's own, since numpy has a bool
-    too."""
+    """Returns the name of the type of ``value`` for an error, with its module unless it is Python's own: numpy has a
+    bool too."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _without_numpy(value: Any) -> Any:
-    """A scalar of numpy (bool, integer or floating) as Python's; everything else as it is."""
+    """Returns a scalar of numpy (bool, integer or floating) as Python's, and everything else as it is."""
     if type(value) in (bool, int, float) or isinstance(value, (torch.SymInt, torch.SymFloat)):
         return value
-    numpy = sys.modules.get("numpy")  # fastattn does not need it; nobody has such a scalar without having imported it
-    if numpy is None or isinstance(value, numpy.timedelta64):  # a duration counts as an integer there
+    numpy = sys.modules.get("numpy")  # fastattn does not need it, and its scalars exist only once it is imported
+    if numpy is None or isinstance(value, numpy.timedelta64):  # a duration is a subclass of numpy.integer
         return value
     for kind, python_kind in ((numpy.bool_, bool), (numpy.integer, int), (numpy.floating, float)):
         if isinstance(value, kind):
@@ -187,7 +191,10 @@ _WORDS = {"": False, "0": False, "false": False, "no": False, "1": True, "true":
 
 
 def device_checks_are_on() -> bool:
-    """``FASTATTN_CHECK=1``: also check what lies in device memory, which synchronises. Not under compile or capture."""
+    """Returns whether ``FASTATTN_CHECK=1`` asks to check device memory too, which synchronises.
+
+    It is False while torch compiles or a CUDA graph is captured.
+    """
     if torch.compiler.is_compiling():
         return False
     word = os.environ.get("FASTATTN_CHECK", "")
@@ -198,13 +205,16 @@ def device_checks_are_on() -> bool:
 
 
 def places_are_checked(*tensors: Tensor | None) -> bool:
-    """Whether a call reads and checks these lengths, offsets or tables: where the host can see them for free, and
-    wherever ``FASTATTN_CHECK=1`` asks for it. CPU tensors that stand for a GPU's are treated as on that GPU."""
+    """Returns whether a call reads and checks these lengths, offsets or tables.
+
+    It does where the host can read them for free, and wherever ``FASTATTN_CHECK=1`` asks for it. CPU tensors on an
+    emulated GPU count as GPU tensors.
+    """
     return device_checks_are_on() or (is_readable(*tensors) and not is_emulated())
 
 
 def is_readable(*tensors: Tensor | None) -> bool:
-    """Whether the host may look at values, free of charge: real numbers on a CPU, and nobody records what is done."""
+    """Returns whether the host may read values for free: they are on a CPU, and nothing traces or records the call."""
     return (
         not torch.compiler.is_compiling()
         and all(t is None or (t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter)) for t in tensors)

@@ -1,4 +1,4 @@
-"""How the kernels want tensors to lie in memory, and how their results lie."""
+"""The memory layouts that the kernels need for their arguments and use for their results."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ ALIGNMENT_BYTES = 16  # one vector load of a thread
 
 
 def reason_to_copy(tensor: Tensor, rows_anywhere: bool = False) -> str | None:
-    """Why a kernel cannot read ``tensor`` where it lies, or None; ``rows_anywhere``: it takes rows at any address.
+    """Returns why a kernel cannot read ``tensor`` where it lies, or None.
 
-    ``tensor``: ``[B, H, S, D]``, packed ``[total, H, D]`` or a matrix. Heads and batches may share memory. Rows may
-    not: no document says that the driver makes tensor maps of them. ``csrc/api/checks.h`` has the same rule.
+    ``tensor`` is ``[B, H, S, D]``, packed ``[total, H, D]`` or a matrix. ``rows_anywhere`` says that the kernel takes
+    rows at any address. Heads and batches may share memory. Rows may not: no document says that the driver makes tensor
+    maps of such rows. ``csrc/api/checks.h`` has the same rule.
     """
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         return "its last dimension is not contiguous"
@@ -36,7 +37,7 @@ def reason_to_copy(tensor: Tensor, rows_anywhere: bool = False) -> str | None:
 
 
 def as_matrix(tensor: Tensor) -> Tensor | None:
-    """``tensor [..., K]`` as a matrix ``[N, K]`` of the same memory, or None where its rows are not evenly apart."""
+    """Returns ``tensor [..., K]`` as a matrix ``[N, K]`` in the same memory, or None if rows are not evenly apart."""
     try:
         return tensor.view(math.prod(tensor.shape[:-1]), tensor.shape[-1])
     except RuntimeError:
@@ -44,13 +45,13 @@ def as_matrix(tensor: Tensor) -> Tensor | None:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """``tensor`` itself, or a contiguous copy where a kernel cannot read it."""
+    """Returns ``tensor`` itself, or a contiguous copy where a kernel cannot read it."""
     return tensor if reason_to_copy(tensor) is None else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def has_aligned_rows(matrix: Tensor) -> bool:
-    """Whether the rows of ``matrix [N, K]`` start at multiples of the alignment from its first element, are contiguous
-    and share no memory."""
+    """Returns whether the rows of ``matrix [N, K]`` are contiguous, share no memory, and start at multiples of the
+    alignment from its first element."""
     rows, columns = matrix.shape
     if matrix.numel() == 0:
         return True
@@ -61,7 +62,7 @@ def has_aligned_rows(matrix: Tensor) -> bool:
 
 
 def with_aligned_rows(matrix: Tensor) -> Tensor:
-    """``matrix [N, K]`` itself where its rows are aligned, else a copy that is a view of longer rows, zeros behind."""
+    """Returns ``matrix [N, K]`` itself where its rows are aligned, else a copy in longer rows with zeros behind."""
     if has_aligned_rows(matrix):
         return matrix
     columns = matrix.shape[1]
@@ -71,7 +72,8 @@ def with_aligned_rows(matrix: Tensor) -> Tensor:
 
 
 class SharedCopies:
-    """Makes one copy for all tensors that are one piece of memory, as long as somebody holds it and it is equal."""
+    """A maker of copies that returns one copy for all tensors over the same memory, as long as somebody holds the copy
+    and it equals the tensor."""
 
     def __init__(self, copy: Callable[[Tensor], Tensor]) -> None:
         self._copy = copy
@@ -91,9 +93,10 @@ class SharedCopies:
 
 
 def empty_like_heads(like: Tensor, last_dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty ``[B, H, S, last_dim]`` in the dimension order of ``like [B, H, S, D]``, and in its dtype or another.
+    """Returns an empty ``[B, H, S, last_dim]`` with the order of dims in memory of ``like [B, H, S, D]``.
 
-    That is ``[B, S, H, D]`` in memory if a head of ``like`` lies closer to the next than a row does, else contiguous.
+    It is ``[B, S, H, last_dim]`` in memory if the head stride of ``like`` is smaller than the row stride, else
+    contiguous. ``dtype`` is by default that of ``like``.
     """
     batch, heads, rows, _ = like.shape
     if like.stride(1) < like.stride(2):
@@ -102,9 +105,9 @@ def empty_like_heads(like: Tensor, last_dim: int, dtype: torch.dtype | None = No
 
 
 def sum_over_tokens(rows: Tensor, samples: int = 0) -> Tensor:
-    """``[..., N]`` to ``[N]``, added up in float32 and rounded once; the first ``samples`` dimensions stay.
+    """Adds up ``[..., N]`` to ``[N]`` in float32 and rounds once; the first ``samples`` dimensions stay.
 
-    The gradient of a bias, where no kernel adds it up.
+    This is the gradient of a bias, where no kernel adds it up.
     """
-    rows = rows.unsqueeze(samples).flatten(samples, -2)  # a row by itself has no other dimension
+    rows = rows.unsqueeze(samples).flatten(samples, -2)  # unsqueeze, as a single row has no dimension to flatten
     return rows.sum(samples, dtype=torch.float32).to(rows.dtype)

@@ -1,8 +1,8 @@
-"""Under which names this copy of the package lives: a process may have the installed one and one from the Hub.
+"""The names of this copy of the package: a process may have the installed copy and one from the Hub.
 
-``NAMESPACE``  of its operators: ``torch.ops.fastattn`` holds the CUDA C++ kernels, ``torch.ops.fastattn_triton`` the
-               Triton ones. A kernel repository has a file of its own here, with a namespace of its own
-               (``csrc/native_build/hub_kernel.py``)
+``NAMESPACE``  the namespace of its operators: ``torch.ops.fastattn`` holds the CUDA C++ kernels,
+               ``torch.ops.fastattn_triton`` the Triton ones. In a kernel repository, this file is replaced by one with
+               its own namespace (``csrc/native_build/hub_kernel.py``)
 ``PACKAGE``    the name under which it was imported
 """
 

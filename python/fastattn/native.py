@@ -9,8 +9,9 @@
 ``TILES``         the same tiles: kernel → head dim ("192, 128" where that of values differs), or block_m → tile
 ``TAKES_CPU_TENSORS``  whether it is a build for an emulator, whose kernels run in the host's memory
 
-Which kernel runs a call is the library's choice: ``*_kernel`` give the name that a launch would have, None where no
-kernel runs. ``arch`` is a compute capability times ten, and ``widest`` the larger one of the two head dims of a call.
+The library chooses the kernel of a call: the functions ``*_kernel`` return the name of the kernel that a launch would
+run, or None where no kernel runs. ``arch`` is a compute capability times ten, and ``widest`` the larger of a call's two
+head dims.
 """
 
 from __future__ import annotations
@@ -28,17 +29,21 @@ import torch
 
 from fastattn.namespace import NAMESPACE
 
-# The variable speaks of the installed package: a kernel repository's own library alone has its namespace.
+# The variable concerns the installed package alone: a kernel repository needs its own library, with its own namespace.
 _other_library = os.environ.get("FASTATTN_LIBRARY") if NAMESPACE == "fastattn" else None
 LIBRARY_PATH = Path(_other_library or Path(__file__).with_name("libfastattn.so"))
 
 
 class Dealt(ctypes.Structure):
-    """How a launch deals the steps of its main loop: the number of CTAs, and the steps of the longest.
+    """The deal of a launch's main-loop steps to CTAs.
 
-    ``block_m``: rows of a tile; ``parts``: how many parts of tiles pass through a workspace, at most.
-    ``steps_of_full_gpu``: of an int8 matmul, so many steps as are predicted to take as long as the longest CTA's where
-    all CTAs run that can, among which the GPU's memory is divided.
+    Attributes:
+        ctas: the number of CTAs.
+        longest_steps: the steps of the longest CTA.
+        block_m: the rows of a tile.
+        parts: the most parts of tiles that pass through a workspace.
+        steps_of_full_gpu: for an int8 matmul, the number of steps that would take as long as the longest CTA is
+            predicted to, on a GPU full of CTAs that share the memory's bandwidth.
     """
 
     ctas: int
@@ -53,7 +58,7 @@ class Dealt(ctypes.Structure):
 
 
 class Int8Ways(ctypes.Structure):
-    """The fastest kernel of an int8 matmul, and predicted microseconds: of it, and of dequantising for cuBLAS."""
+    """The fastest kernel of an int8 matmul, with its predicted microseconds and those of dequantising for cuBLAS."""
 
     kernel: bytes | None
     kernel_microseconds: float
@@ -66,10 +71,11 @@ class Int8Ways(ctypes.Structure):
 
 
 class DealtBackward(ctypes.Structure):
-    """How the backward pass deals tiles of ``block_n`` keys, each a walk over tiles of ``block_m`` rows, to CTAs.
+    """The deal of the backward pass to CTAs: tiles of ``block_n`` keys, each a walk over tiles of ``block_m`` rows.
 
     From tile ``first_tile`` on, the query heads of a tile are divided into ``of_heads`` parts, and the rows of each
-    into ``of_rows``. ``heads_per_group``: KV heads whose tiles are claimed in turn. Zeros where no tiles are shared.
+    into ``of_rows``. ``heads_per_group`` is the number of KV heads whose tiles are claimed in turn. The fields are zero
+    where no tiles are shared.
     """
 
     first_tile: int
@@ -85,7 +91,7 @@ class DealtBackward(ctypes.Structure):
 
 
 class NativeDeviceFacts(ctypes.Structure):
-    """DeviceFacts of csrc/host/device_facts.h; ``arch`` is a compute capability times ten."""
+    """The struct DeviceFacts of csrc/host/device_facts.h; ``arch`` is a compute capability times ten."""
 
     arch: int
     num_sms: int
@@ -100,12 +106,12 @@ class NativeDeviceFacts(ctypes.Structure):
 
 
 class _ForwardTraits(ctypes.Structure):
-    """ForwardTraits of csrc/api/kernel_choice.h."""
+    """The struct ForwardTraits of csrc/api/kernel_choice.h."""
 
     _fields_ = tuple((name, ctypes.c_bool) for name in ("changes_scores", "is_paged"))
 
 
-# What the library exports, where it has kernels: its result.
+# The functions that a library with kernels exports → their result types.
 _QUERIES: dict[str, Any] = {
     "fastattn_device_facts": NativeDeviceFacts,
     "fastattn_kernels": ctypes.c_char_p,
@@ -124,7 +130,7 @@ _QUERIES: dict[str, Any] = {
 
 
 def _load(path: Path) -> tuple[ctypes.CDLL, dict[str, Any], dict[str, Any]]:
-    """Loads the library at ``path`` into torch and returns it, BUILD and KERNELS. Raises ImportError."""
+    """Loads the library at ``path`` into torch, and returns it with BUILD and KERNELS. Raises ImportError."""
     if not path.exists():
         raise ImportError(
             f"fastattn's native library is missing: {path} does not exist. In a clone, run `make install`; elsewhere "
@@ -168,8 +174,11 @@ TILES = _tiles_by_size()
 
 
 def code_for(arch: int) -> tuple[str, ...]:
-    """What a GPU runs of the library, the newest first: of the kernels for each architecture the best machine code
-    ("sm_90a", "sm_90", "sm_80"), or "PTX" that the driver compiles. Empty where nothing of it runs there."""
+    """Returns the code of the library that a GPU runs, the newest first.
+
+    For the kernels of each architecture that is the best machine code ("sm_90a", "sm_90", "sm_80"), or "PTX" that the
+    driver compiles. The result is empty if the GPU can run none of it.
+    """
     own = [f"sm_{arch}a", *(f"sm_{each}" for each in range(arch, arch // 10 * 10 - 1, -1))]  # of the same major version
     found = []
     for _, code in sorted(BUILD["code"].items(), key=lambda of: int(of[0].rstrip("a")), reverse=True):
@@ -182,7 +191,7 @@ def code_for(arch: int) -> tuple[str, ...]:
 
 
 def device_facts() -> NativeDeviceFacts:
-    """Of the current CUDA device, as launches deal their work by them; zeros where there is none."""
+    """Returns the facts of the current CUDA device by which launches deal their work; zeros if there is none."""
     return _LIBRARY.fastattn_device_facts()
 
 
@@ -199,7 +208,7 @@ def attention_forward_kernel(
     changes_scores: bool = False,
     paged: bool = False,
 ) -> str | None:
-    """``changes_scores``: by a bias or mask, ALiBi, dropout or softcap."""
+    """Returns the kernel's name. ``changes_scores`` says that a bias, mask, ALiBi, dropout or softcap does so."""
     traits = _ForwardTraits(changes_scores, paged)
     is_bfloat16 = dtype == torch.bfloat16
     return _text(
@@ -219,7 +228,7 @@ def attention_backward_kernels(
     sinks: bool = False,
     slopes_gradient: bool = False,
 ) -> tuple[str, ...]:
-    """In the order in which they run. ``shared_bytes_per_cta``: the most that the GPU has for a CTA."""
+    """Returns the kernels' names in the order in which they run; ``shared_bytes_per_cta`` is the GPU's limit."""
     names = (ctypes.c_char_p * 7)()
     is_bfloat16 = dtype == torch.bfloat16
     count = _LIBRARY.fastattn_attention_backward_kernels(
@@ -250,32 +259,36 @@ def dealt_backward(
     window: tuple[int, int] = (-1, -1),
     deterministic: bool = False,
 ) -> DealtBackward:
-    """By the kernel for dK and dV of a call without options. ``total_keys``: of packed sequences, of which ``rows`` and
-    ``keys`` are the longest; ``window``: keys that a row sees before and after its own, -1: all."""
+    """Returns how the kernel for dK and dV deals a call without options.
+
+    ``total_keys`` is the number of keys of packed sequences, of which ``rows`` and ``keys`` are the longest lengths.
+    ``window`` has the keys that a row sees before and after its own place; -1 means all.
+    """
     total = -1 if total_keys is None else total_keys
     shape = (batch, heads, kv_heads, rows, keys, total)
     return _LIBRARY.fastattn_dealt_backward(ctypes.byref(facts), widest, *shape, *window, deterministic)
 
 
-# What a cache holds, in the order of the C++ enum CacheFormat.
+# The formats of a cache, in the order of the C++ enum CacheFormat.
 CACHE_FORMATS = ("16-bit", "int8", "fp8")
 
 
 def decode_kernel(arch: int, shared_bytes: int, widest: int, dtype: torch.dtype, cache: str, rows: int) -> str | None:
-    """``cache``: one of ``CACHE_FORMATS``; ``rows``: queries times query heads of a KV head."""
+    """Returns the kernel's name; ``cache`` is one of ``CACHE_FORMATS``, and ``rows`` the queries times query heads of a
+    KV head."""
     is_bfloat16 = dtype == torch.bfloat16
     cache_format = CACHE_FORMATS.index(cache)
     return _text(_LIBRARY.fastattn_decode_kernel(arch, shared_bytes, widest, is_bfloat16, cache_format, rows))
 
 
 def append_kernel(arch: int, widest: int, dtype: torch.dtype, cache: str) -> str | None:
-    """``cache``: one of ``CACHE_FORMATS``."""
+    """Returns the kernel's name; ``cache`` is one of ``CACHE_FORMATS``."""
     is_bfloat16 = dtype == torch.bfloat16
     return _text(_LIBRARY.fastattn_append_kernel(arch, widest, is_bfloat16, CACHE_FORMATS.index(cache)))
 
 
-when_forced: list[Callable[[], None]] = []  # what is to be called when other kernels are forced than before
-DEQUANTISED = "dequantise + cuBLAS"  # a way without a kernel of ours for the product
+when_forced: list[Callable[[], None]] = []  # called when other kernels are forced than before
+DEQUANTISED = "dequantise + cuBLAS"  # the way in which cuBLAS computes the product
 # In the order of the library's numbers for them.
 _INT8_OPS = ("int8_matmul", "int8_matmul_grad_input", "int8_matmul_s8")
 
@@ -291,11 +304,11 @@ def int8_matmul_kernel(
     outputs: int,
     depth: int,
 ) -> str | None:
-    """What computes one of ``_INT8_OPS``, for sums ``[tokens, outputs]``, each of ``depth``: a kernel's name, or
-    ``DEQUANTISED``.
+    """Returns the name of the kernel that computes one of ``_INT8_OPS``, or ``DEQUANTISED``.
 
-    ``int8_matmul_s8`` is the matmul with int8 activations. ``has_groups``: the weights' scales are of groups along K;
-    ``has_epilogue``: something follows the product; beside the input gradient, that of a bias is wanted.
+    The result is ``[tokens, outputs]`` sums of ``depth`` products. ``int8_matmul_s8`` is the matmul with int8
+    activations. ``has_groups`` says that the weights have scales for groups along K. ``has_epilogue`` says that
+    something follows the product, or that the input gradient comes with that of a bias.
     """
     traits = _int8_traits(op, dtype, has_groups, has_epilogue)
     sizes = tokens, outputs, depth
@@ -303,7 +316,8 @@ def int8_matmul_kernel(
 
 
 def _int8_traits(op: str, dtype: torch.dtype, has_groups: bool, has_epilogue: bool) -> tuple[bool, bool, bool, bool]:
-    """Int8Traits of csrc/api/kernel_choice.h: is it bfloat16, has it groups, is it plain, sums it tokens."""
+    """Returns the fields of Int8Traits of csrc/api/kernel_choice.h: whether it is bfloat16, has groups, is plain, and
+    sums over tokens."""
     is_gradient = op == "int8_matmul_grad_input"
     is_plain = is_gradient or (op == "int8_matmul" and not has_epilogue)
     return dtype == torch.bfloat16, has_groups, is_plain, is_gradient and has_epilogue
@@ -320,7 +334,7 @@ def int8_ways(
     outputs: int,
     depth: int,
 ) -> dict[str, float]:
-    """Predicted microseconds of the ways among which `int8_matmul_kernel` chooses the fastest: not measurements."""
+    """Returns the predicted microseconds of the ways of which `int8_matmul_kernel` chooses the fastest."""
     traits = _int8_traits(op, dtype, has_groups, has_epilogue)
     ways = _LIBRARY.fastattn_int8_ways(_INT8_OPS.index(op), arch, num_sms, *traits, tokens, outputs, depth)
     if ways.kernel is None:
@@ -332,7 +346,7 @@ def int8_ways(
 
 
 def cublas_microseconds(arch: int, num_sms: int, tokens: int, outputs: int, depth: int) -> float:
-    """Predicted, of a matmul by cuBLAS whose weights are 16-bit numbers already: what `int8_ways` stand beside."""
+    """Returns the predicted microseconds of a cuBLAS matmul with 16-bit weights, to compare `int8_ways` with."""
     found: float = _LIBRARY.fastattn_cublas_microseconds(arch, num_sms, tokens, outputs, depth)
     return found
 
@@ -340,16 +354,17 @@ def cublas_microseconds(arch: int, num_sms: int, tokens: int, outputs: int, dept
 def dealt_int8_matmul(
     op: str, arch: int, num_sms: int, has_groups: bool, tokens: int, outputs: int, depth: int
 ) -> Dealt:
-    """By the fastest of our kernels, also where dequantising is faster."""
+    """Returns how the fastest of our kernels deals the matmul, also where dequantising is faster."""
     return _LIBRARY.fastattn_dealt_int8_matmul(_INT8_OPS.index(op), arch, num_sms, has_groups, tokens, outputs, depth)
 
 
 @contextlib.contextmanager
 def forced_int8_tile(arch: int = 0, tokens: int = 0) -> Iterator[None]:
-    """Within, int8 matmuls of this process are computed by kernels for ``arch`` with tiles of so many tokens; 0: any.
+    """Makes this process's int8 matmuls inside the block use kernels for ``arch`` with tiles of ``tokens`` tokens; 0
+    means any.
 
-    For tests and benchmarks, which compare them. A call for which there is none raises. ``arch`` of -1: weights are
-    dequantised for cuBLAS wherever that computes the same.
+    It serves tests and benchmarks that compare kernels. A call for which there is no such kernel raises. With ``arch``
+    -1, weights are dequantised for cuBLAS wherever that computes the same.
     """
     before = _forced
     _force_int8_tile(arch, tokens)
@@ -373,6 +388,7 @@ def _force_int8_tile(arch: int, tokens: int) -> None:
 def dealt_decode(
     facts: NativeDeviceFacts, widest: int, cache: str, batch: int, kv_heads: int, rows: int, capacity: int
 ) -> Dealt:
-    """By the kernel that `decode_kernel` names: ``rows`` of queries a KV head, and ``capacity`` tokens a sequence."""
+    """Returns how the kernel that `decode_kernel` names deals ``rows`` of queries per KV head and ``capacity`` tokens
+    per sequence."""
     cache_format = CACHE_FORMATS.index(cache)
     return _LIBRARY.fastattn_dealt_decode(ctypes.byref(facts), widest, cache_format, batch, kv_heads, rows, capacity)

@@ -1,4 +1,4 @@
-"""Puts the drop-in in place of ``torch.nn.functional.scaled_dot_product_attention``, and takes it out again."""
+"""Puts the drop-in in the place of ``torch.nn.functional.scaled_dot_product_attention``, and takes it out again."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fastattn.namespace import PACKAGE
 
 _lock = threading.Lock()
 _installed = False
-_users = 0  # blocks, and install(), that want the drop-in to stand there
+_users = 0  # the number of blocks, and install(), that want the drop-in in place
 _sdpa_before = torch_sdpa
 _mha_fastpath_before = True
 
 
 def install() -> None:
-    """Replace ``F.scaled_dot_product_attention`` for the whole process, until ``uninstall()``. A second call does
+    """Replaces ``F.scaled_dot_product_attention`` for the whole process, until ``uninstall()``. A second call does
     nothing.
 
-    ``nn.MultiheadAttention``'s fused fast path is off meanwhile, so that it too comes here when it needs no weights.
-    Modules that imported the function by name earlier keep torch's: ``missed_modules()`` names them.
+    It also turns the fused fast path of ``nn.MultiheadAttention`` off, so that this module calls the drop-in when it
+    needs no weights. Modules that imported the function by name earlier keep torch's: ``missed_modules()`` names them.
     """
     global _installed
     with _lock:
@@ -36,8 +36,10 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo ``install()``; what stood there before comes back once no ``patch_sdpa()`` block is left. Raises
-    RuntimeError where ``install()`` is not in force."""
+    """Undoes ``install()``; the original function comes back once no ``patch_sdpa()`` block is left.
+
+    Raises RuntimeError where ``install()`` is not in force.
+    """
     global _installed
     with _lock:
         if not _installed:
@@ -48,7 +50,8 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def patch_sdpa() -> Iterator[None]:
-    """``install()`` for a ``with`` block. It is one switch for the process: other threads see it too, and blocks nest.
+    """Does what ``install()`` does, for a ``with`` block. The switch is one for the process: other threads see it too,
+    and blocks nest.
 
     For training with checkpointing use ``install()``: the block is over when backward recomputes the forward.
     """
@@ -66,12 +69,12 @@ def missed_modules() -> list[str]:
 
     ``install()`` and ``patch_sdpa()`` do not reach these modules: they imported it by name, or kept it as an attribute.
     Import them inside the block or after ``install()``, set the attribute to ``fastattn.scaled_dot_product_attention``,
-    or see ``fastattn.integrations.torch_flash``. What objects and functions hold is not looked at.
+    or see ``fastattn.integrations.torch_flash``. References in objects and closures are not searched.
     """
     own = {"torch._C._nn", "torch.nn.functional"}  # where it comes from, and where it is replaced
     found = []
     for name, module in list(sys.modules.items()):
-        held = getattr(module, "__dict__", None)  # read itself: getattr would make lazy modules load what they put off
+        held = getattr(module, "__dict__", None)  # not by getattr of a name, which would make lazy modules load it
         if isinstance(held, dict) and name not in own and not f"{name}.".startswith(f"{PACKAGE}."):
             found += [f"{name}.{attribute}" for attribute, value in list(held.items()) if value is torch_sdpa]
     return sorted(found)

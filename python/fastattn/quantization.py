@@ -1,4 +1,4 @@
-"""Symmetric int8, and fp8 (e4m3): rounding to them, and back."""
+"""Rounding to symmetric int8 and to fp8 (e4m3), and back."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 with a scale per row: ``x [..., D]`` to int8 ``[..., D]`` and scales ``[...]``, 1 for zeros."""
+    """Rounds ``x [..., D]`` to symmetric int8 ``[..., D]``, with a scale per row, ``[...]``, which is 1 for zeros."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     if x.shape[-1] == 0:
         return x.to(torch.int8), x.new_ones(x.shape[:-1], dtype=dtype)
     scale = x.detach().to(dtype).abs().amax(-1) / 127
-    scale = torch.where(scale == 0, 1.0, scale)  # of zeros, or so small that the division underflows
+    scale = torch.where(scale == 0, 1.0, scale)  # 0 for zeros, or for numbers so small that the division underflows
     return (x.to(dtype) / scale[..., None]).round().clamp(-127, 127).to(torch.int8), scale
 
 
@@ -23,23 +23,23 @@ _LARGEST_FP8 = 448.0
 
 
 def as_numbers(tensor: Tensor) -> Tensor:
-    """fp8 as its bytes, since torch has few operators for it; other tensors as they are."""
+    """Returns an fp8 tensor as its bytes, since torch has few operators for it, and other tensors as they are."""
     return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
 
 
 def to_fp8(x: Tensor, scale: Tensor | None) -> Tensor:
-    """``x / scale`` in fp8, rounded to nearest even; ``scale`` broadcasts, None is 1.
+    """Returns ``x / scale`` in fp8, rounded to nearest even; ``scale`` broadcasts, None means 1.
 
-    Infinity and numbers that are too large become the largest number, 448, and NaN stays NaN.
+    Magnitudes above the largest number, 448, infinity too, become 448, and NaN stays NaN.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return (x if scale is None else x / scale).clamp(-_LARGEST_FP8, _LARGEST_FP8).to(FP8)
 
 
 def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """fp8 with a scale per row, ``max|x| / 448``: ``x [..., D]`` to fp8 ``[..., D]`` and scales ``[...]``, 1 for zeros.
+    """Rounds ``x [..., D]`` to fp8 ``[..., D]``, with a scale per row, ``max|x| / 448``, ``[...]``, or 1 for zeros.
 
-    A row that is not finite is zeros with the scale NaN.
+    A row that is not finite becomes zeros with the scale NaN.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     if x.shape[-1] == 0:
@@ -51,17 +51,18 @@ def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return to_fp8(rows, torch.where(is_finite, scale, 1.0)[..., None]), torch.where(is_finite, scale, math.nan)
 
 
-# By dtype of 8 bits, what rounds to it with a scale for each row.
+# 8-bit dtype → the function that rounds to it with a scale per row.
 QUANTIZE_ROWS = {torch.int8: quantize_rows, FP8: quantize_rows_fp8}
 
 
 def are_given(scales: Tensor | None) -> bool:
-    """Whether these scales of an fp8 cache are one for all tokens of a head, which the append reads, not writes."""
+    """Returns whether these scales of an fp8 cache are given for all tokens of a head: an append reads them, and writes
+    none."""
     return scales is None or scales.dim() < 3
 
 
 def quantize_int8(weight: Tensor, granularity: str | int = "channel") -> tuple[Tensor, Tensor]:
-    """Symmetric int8, round to nearest even: ``weight [N, K]`` to int8 ``[N, K]`` and fp32 scales.
+    """Rounds ``weight [N, K]`` to symmetric int8 ``[N, K]``, to nearest even, and returns it with float32 scales.
 
     Scales are ``[1, 1]`` for ``"tensor"``, ``[N, 1]`` for ``"channel"``, ``[N, K / group]`` for a group along K.
     """
@@ -75,7 +76,7 @@ def quantize_int8(weight: Tensor, granularity: str | int = "channel") -> tuple[T
 
 
 def dequantize_int8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """int8 ``[N, K]`` and its scales to ``[N, K]`` in ``dtype``."""
+    """Returns an int8 weight ``[N, K]`` times its scales, in ``dtype``."""
     compute = torch.promote_types(dtype, torch.float32)
     if weight.numel() == 0:
         return weight.to(dtype)

@@ -7,11 +7,10 @@ from torch import Tensor
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate the first ``2 * cos.shape[-1]`` dims of ``x [B, H, S, D]`` by angles with ``cos``, ``sin`` ``[B, S,
-    rotary_dim / 2]``.
+    """Rotates the first ``rotary_dim`` dims of ``x [B, H, S, D]`` by angles whose cosines and sines are ``[B, S,
+    rotary_dim / 2]`` (Su et al., "RoFormer", 2021, section 3.4.2).
 
-    Su et al., "RoFormer" (2021), section 3.4.2. Pairs are ``(2i, 2i + 1)`` if interleaved, else ``(i, i + rotary_dim /
-    2)``.
+    It rotates pairs of dims: ``(2i, 2i + 1)`` if interleaved, else ``(i, i + rotary_dim / 2)``.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     half = cos.shape[-1]

@@ -1,1 +1,1 @@
-"""Key-value caches, contiguous and in pages."""
+"""Key-value caches, contiguous and paged."""

@@ -22,25 +22,25 @@ class KVCache(StepCache):
     """Keys and values of every layer for a batch of sequences, each with room for ``capacity`` tokens.
 
     In a decoder's layer, ``cache.attend(layer, query, k, v)`` takes the place of attention: it appends the new tokens
-    and attends over all of them. Nothing else is to be done between steps: the cache is itself the ``StepCache`` that
-    ``PagedKVCache.step`` makes anew for each of them::
+    and attends over all tokens. Nothing else needs to be done between steps: the cache is itself a ``StepCache``, where
+    ``PagedKVCache.step`` makes a new one for each step::
 
         cache = KVCache(num_layers, batch, kv_heads, head_dim, dtype=torch.bfloat16, device="cuda")
         logits = model(prompt, cache)       # each layer calls cache.attend(layer, ...) once
         logits = model(next_token, cache)
 
-    A prompt whose sequences differ in length is padded on the right; ``cache.truncate(lengths)`` then takes the padding
-    off again.
+    If the sequences of a prompt differ in length, pad them on the right, and take the padding off again with
+    ``cache.truncate(lengths)``.
 
-    When the tokens might not fit any more, the capacity doubles. The host counts what it appended and never reads the
-    lengths back. A CUDA graph captures addresses, so the cache cannot grow in one: ``reserve`` room before the capture.
-    The host does not see a replay append, so it must be told: ``note_replayed``.
+    When the tokens might no longer fit, the capacity doubles. The host counts the tokens that it appended and never
+    reads the lengths back. A CUDA graph captures addresses, so the cache cannot grow in one: ``reserve`` room before
+    the capture. The host does not see what a replay appends: tell it with ``note_replayed``.
 
     Args:
         num_layers, batch, kv_heads, head_dim: the number of each.
         value_dim: the values' head dim, by default ``head_dim``.
-        capacity: tokens per sequence to begin with.
-        max_capacity: where growing ends and ``CacheFull`` is raised; by default nowhere.
+        capacity: the tokens per sequence that fit at first.
+        max_capacity: the capacity beyond which ``CacheFull`` is raised instead of growing; by default there is none.
         dtype, device: of the queries, keys and values; by default torch's defaults.
         quantized: store int8 (``True`` or ``torch.int8``) or fp8 (``torch.float8_e4m3fn``) with one float32 scale per
             token and head: half the memory of 16 bits.
@@ -72,9 +72,9 @@ class KVCache(StepCache):
         self.num_layers, self.max_capacity = num_layers, max_capacity
         self._batch = batch
         self._layers = [LayerStorage.allocate(self.layout, batch, capacity) for _ in range(num_layers)]
-        with torch.inference_mode(False):  # as LayerStorage's memory
+        with torch.inference_mode(False):  # for the same reason as LayerStorage.allocate
             self._lengths = torch.zeros(num_layers, batch, dtype=torch.int32, device=self.layout.device)
-        # How many tokens any sequence can have, by layer: what the host knows without reading the lengths back.
+        # By layer, the most tokens that a sequence can have, as the host knows without reading the lengths back.
         self._longest = [0] * num_layers
 
     @property
@@ -84,26 +84,30 @@ class KVCache(StepCache):
 
     @property
     def capacity(self) -> int:
-        """Tokens per sequence that fit without growing."""
+        """The tokens per sequence that fit without growing."""
         return min(layer.k.shape[2] for layer in self._layers)
 
     @property
     def cache_seqlens(self) -> Tensor:
-        """int32 ``[batch]``: the tokens that every layer has, on the device. A view: it follows the cache."""
+        """The tokens of each sequence in every layer, int32 ``[batch]`` on the device; it is a view that follows the
+        cache."""
         return self._lengths[-1]
 
     @property
     def nbytes(self) -> int:
-        """The memory that the keys, values and scales take, in bytes."""
+        """The bytes that the keys, values and scales take."""
         return sum(layer.nbytes for layer in self._layers)
 
     def lengths(self) -> list[int]:
-        """The tokens of each sequence, read back from the device."""
+        """Reads the number of tokens of each sequence back from the device and returns it."""
         lengths: list[int] = self.cache_seqlens.tolist()
         return lengths
 
     def positions(self, num_new: int) -> Tensor:
-        """int64 ``[batch, num_new]``: where the next new tokens stand in their sequences. Ask before the last layer."""
+        """Returns the positions of the next new tokens in their sequences, int64 ``[batch, num_new]``.
+
+        Call it before the last layer attends.
+        """
         check_int("num_new", num_new, minimum=0)
         return self.cache_seqlens.long()[:, None] + torch.arange(num_new, device=self.cache_seqlens.device)
 
@@ -127,7 +131,7 @@ class KVCache(StepCache):
             **storage.arguments(),
             **options,
         )
-        # Up to here a call may be refused, or only have been explained, so that nothing of the cache has changed.
+        # A call that is refused or only explained does not come this far, and leaves the cache unchanged.
         if storage is not self._layers[layer]:
             self._layers[layer] = storage
         lengths.add_(num_new)
@@ -144,7 +148,7 @@ class KVCache(StepCache):
         rotary_sin: Tensor | None = None,
         rotary_interleaved: bool = False,
     ) -> None:
-        """``attend`` without a query: tokens that nobody asks about yet."""
+        """Appends tokens as ``attend`` does, but without a query."""
         check_tensor("k_new", k_new)
         no_query = k_new.new_empty(self.batch, self.layout.kv_heads, 0, self.layout.head_dim)
         options: AttendOptions = {
@@ -155,15 +159,15 @@ class KVCache(StepCache):
         self.attend(layer, no_query, k_new, v_new, **options)
 
     def arguments(self, layer: int) -> dict[str, Any]:
-        """A layer's tensors, as ``attention_with_kv_cache`` takes them; good until the cache grows."""
+        """Returns a layer's tensors as arguments of ``attention_with_kv_cache``, valid until the cache grows."""
         self._check_layer(layer)
         return {**self._layers[layer].arguments(), "cache_seqlens": self._lengths[layer]}
 
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
-        """Forget what a sequence has beyond ``lengths``: one int, one per sequence, or int32 ``[batch]`` on the device.
+        """Forgets the tokens beyond ``lengths``: one int, one int per sequence, or int32 ``[batch]`` on the device.
 
-        Takes off the padding of a ragged prompt, or what a draft model proposed in vain. Lengths on the device are not
-        read back, so that the host goes on to count the forgotten tokens when it decides whether to grow.
+        Use it for the padding of a ragged prompt, or for rejected tokens of a draft model. Lengths on the device are
+        not read back, so the host still counts the forgotten tokens when it decides whether to grow.
         """
         if isinstance(lengths, Tensor):
             check_shape("lengths", lengths, (self.batch,), "[batch]")
@@ -185,27 +189,27 @@ class KVCache(StepCache):
         self._longest = [min(longest, of_layer) for of_layer in self._longest]
 
     def reset(self) -> None:
-        """Forget every token; the memory stays."""
+        """Forgets every token; the memory stays."""
         self._lengths.zero_()
         self._longest = [0] * self.num_layers
 
     def reserve(self, capacity: int) -> None:
-        """Grow now, so that ``capacity`` tokens per sequence fit: before a CUDA graph is captured, for example.
+        """Grows now, so that ``capacity`` tokens per sequence fit: before a CUDA graph is captured, for example.
 
-        While it copies what is there, the memory of before is taken too, so that nothing has changed if that runs out.
+        The old memory is kept until all tokens are copied, so nothing has changed if the memory does not suffice.
         """
         check_int("capacity", capacity, minimum=0)
         self._layers[:] = [self._storage_for(layer, capacity, exactly=True) for layer in range(self.num_layers)]
 
     def note_replayed(self, num_new: int) -> None:
-        """Tell the host that a replayed CUDA graph appended ``num_new`` tokens to every layer."""
+        """Tells the host that a replayed CUDA graph appended ``num_new`` tokens to every layer."""
         check_int("num_new", num_new, minimum=0)
         expected = f"at most {self.capacity - max(self._longest)}, the room that there was"
         expect(max(self._longest) + num_new <= self.capacity, "num_new", expected, num_new)
         self._longest = [longest + num_new for longest in self._longest]
 
     def reorder(self, sequences: Tensor) -> None:
-        """Sequence ``i`` becomes what ``sequences[i]`` was, int64 ``[batch]``: the survivors of a beam search."""
+        """Replaces sequence ``i`` by what ``sequences[i]`` was, int64 ``[batch]``: the survivors of a beam search."""
         check_tensor("sequences", sequences)
         check_shape("sequences", sequences, (self.batch,), "[batch]")
         check_dtype("sequences", sequences, (torch.int32, torch.int64))
@@ -213,7 +217,7 @@ class KVCache(StepCache):
         sequences = sequences.clamp(0, max(self.batch - 1, 0))  # nothing outside is read, whatever the device holds
         lengths = self._lengths.index_select(1, sequences)
         tensors = [as_numbers(tensor) for layer in self._layers for tensor in layer.tensors()]
-        # All memory that it takes, first: if that ran out half-way, some layers would be reordered and others not.
+        # Allocate all memory first: if it ran out half-way, some layers would be reordered and others not.
         reordered = {(tensor.shape, tensor.dtype): torch.empty_like(tensor) for tensor in tensors}
         for tensor in tensors:
             selected = reordered[tensor.shape, tensor.dtype]
@@ -226,9 +230,9 @@ class KVCache(StepCache):
         expect(0 <= layer < self.num_layers, "layer", f"a number from 0 to {self.num_layers - 1}", layer)
 
     def _storage_for(self, layer: int, tokens: int, exactly: bool = False) -> LayerStorage:
-        """The layer's memory if ``tokens`` tokens per sequence fit, else larger memory that holds the same.
+        """Returns the layer's memory if ``tokens`` tokens per sequence fit, else larger memory with the same contents.
 
-        Nothing has changed: who asks puts it in its place once all has gone well. Raises CacheFull.
+        The cache is unchanged: the caller puts the memory in its place once nothing can fail. Raises CacheFull.
         """
         storage = self._layers[layer]
         capacity = storage.k.shape[2]

@@ -1,4 +1,4 @@
-"""A key-value cache in pages, which sequences of any length take from one pool and can share."""
+"""A key-value cache in pages, which sequences of any length take from one pool and may share."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fastattn.cache.pages import PageCopy, PageDemand, PagePool, Reservation
 from fastattn.cache.storage import CacheLayout, LayerStorage
 from fastattn.checks import check_int, expect
 
-NO_PAGE = -1  # what fills a block table beyond a sequence's pages: the kernels take it as absent
+NO_PAGE = -1  # fills a block table beyond a sequence's pages; kernels treat such a page as absent
 
 
 class PagedKVCache:
     """Keys and values of every layer in pages of ``page_size`` tokens (Kwon et al., "PagedAttention", 2023).
 
-    Sequences come and go one by one and are named by the numbers that ``add`` and ``fork`` return. A step appends to
-    some of them; it is a ``StepCache``, as a ``KVCache`` is, so that a model takes either::
+    Sequences come and go one by one and are named by the numbers that ``add`` and ``fork`` return. A step appends
+    tokens to some of them. Like a ``KVCache``, it is a ``StepCache``, so a model takes either::
 
         cache = PagedKVCache(num_layers, num_pages, kv_heads, head_dim, page_size=16)
         first = cache.add()
@@ -30,18 +30,18 @@ class PagedKVCache:
         model(next_tokens, cache.step([first, second], num_new=1))
         cache.free(first)
 
-    Prompts of different lengths are taken in together, and part by part. Such a chunk is a ``StepCache`` too, and packs
-    the tokens in one row::
+    Prompts of different lengths can be processed together, and part by part. Such a chunk is a ``StepCache`` too, and
+    packs the tokens in one row::
 
-        chunk = cache.chunk([first, second], [300, 17])          # so many tokens of each prompt
+        chunk = cache.chunk([first, second], [300, 17])          # 300 tokens of the first prompt, 17 of the second
         model(tokens[None], chunk)                               # chunk.attend takes [1, heads, 317, head_dim]
 
-    Tokens count once every layer has stored them. So a step that is abandoned half-way has never been: the next step of
-    its sequences begins where it began, and the pages that it had reserved are free again.
+    Tokens count once every layer has stored them. So a step that is abandoned half-way leaves no trace: the next step
+    of its sequences begins where it began, and the pages that it had reserved are free again.
 
     A page is shared by as many sequences as it has references, and is copied when one of them is about to write to it.
-    Lists on the host are the truth about which page is whose; each step makes a block table and lengths from them.
-    Whatever raises, ``CacheFull`` included, has changed nothing.
+    Lists on the host say which page belongs to which sequence; each step makes a block table and lengths from them. A
+    call that raises, with ``CacheFull`` too, has changed nothing.
 
     Args:
         num_layers, num_pages, kv_heads, head_dim: the number of each; every layer has ``num_pages`` pages.
@@ -78,60 +78,64 @@ class PagedKVCache:
 
     @property
     def sequences(self) -> list[int]:
-        """The sequences that there are, oldest first."""
+        """The numbers of all sequences, oldest first."""
         return list(self._pool.sequences)
 
     @property
     def num_free_pages(self) -> int:
-        """The pages that no sequence has and no step has reserved."""
+        """The number of pages that no sequence holds and no step has reserved."""
         self._pool.settle()
         return len(self._pool.free_pages)
 
     @property
     def nbytes(self) -> int:
-        """The memory that the pool takes, in bytes."""
+        """The bytes that the pool takes."""
         return sum(layer.nbytes for layer in self._layers)
 
     def length(self, sequence: int) -> int:
-        """How many tokens a sequence has in every layer."""
+        """Returns the number of tokens that a sequence has in every layer."""
         self._pool.settle()
         return self._pool.find(sequence).length
 
     def pages(self, sequence: int) -> list[int]:
-        """The pages of a sequence's tokens, in order."""
+        """Returns the pages of a sequence's tokens, in order."""
         self._pool.settle()
         return list(self._pool.find(sequence).pages)
 
     def add(self) -> int:
-        """A new sequence without tokens. Returns its number, which is never used again."""
+        """Adds a sequence without tokens and returns its number, which is never used again."""
         return self._pool.add()
 
     def fork(self, sequence: int, length: int | None = None) -> int:
-        """A new sequence that shares the first ``length`` tokens of another, by default all. Copies nothing yet."""
+        """Adds a sequence that shares the first ``length`` tokens of another, by default all, and returns its number.
+
+        Nothing is copied yet.
+        """
         return self._pool.fork(sequence, length)
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence; the pages that nobody else shares are free again."""
+        """Forgets a sequence; its pages that no other sequence shares are free again."""
         self._pool.free(sequence)
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forget a sequence's tokens from ``length`` on: a prompt's padding, or what a draft model proposed in vain."""
+        """Forgets a sequence's tokens from ``length`` on: a prompt's padding, or rejected tokens of a draft model."""
         self._pool.truncate(sequence, length)
 
     def reset(self) -> None:
-        """Forget every sequence."""
+        """Forgets every sequence."""
         for sequence in self.sequences:
             self.free(sequence)
 
     def step(self, sequences: Sequence[int], num_new: int) -> PagedStep:
-        """Reserve pages for ``num_new`` more tokens of each of ``sequences``, the batch of one step.
+        """Reserves pages for ``num_new`` more tokens of each of ``sequences``, the batch of one step.
 
-        The step's ``attend`` stores them, layer by layer, and the sequences count them once every layer has. A step
-        under way of one of the sequences is over: it is refused from now on, and its pages are available to this one.
+        The step's ``attend`` stores them, layer by layer, and the sequences count them once every layer has them. This
+        ends an earlier step of one of the sequences: it is refused from now on, and its pages are available to this
+        one.
 
         Raises:
-            CacheFull: the pool has too few free pages. InputError, TypeError: an argument is wrong. Nothing has
-                changed then.
+            CacheFull: the pool has too few free pages.
+            InputError, TypeError: an argument is wrong. Nothing has changed then.
         """
         names = list(sequences)
         check_int("num_new", num_new, minimum=0)
@@ -140,13 +144,13 @@ class PagedKVCache:
         return PagedStep(self, tuple(names), block_table, self._reserve(demand), num_new, before)
 
     def chunk(self, sequences: Sequence[int], num_new: Sequence[int]) -> PagedChunk:
-        """Reserve pages for more tokens, ``num_new[i]`` of ``sequences[i]``: a part of each one's prompt, for instance.
+        """Reserves pages for ``num_new[i]`` more tokens of ``sequences[i]``: a part of each prompt, for instance.
 
-        Like ``step``, with the tokens of all sequences packed one after the other.
+        It is like ``step``, with the tokens of all sequences packed one after the other.
 
         Raises:
-            CacheFull: the pool has too few free pages. InputError, TypeError: an argument is wrong, or the cache is
-                quantized. Nothing has changed then.
+            CacheFull: the pool has too few free pages.
+            InputError, TypeError: an argument is wrong, or the cache is quantized. Nothing has changed then.
         """
         expect(
             not self.layout.quantized, "quantized", "False for chunks: their attention takes no pages of 8 bits", True
@@ -182,18 +186,18 @@ class PagedKVCache:
         )
 
     def arguments(self, layer: int) -> dict[str, Any]:
-        """A layer's pool, as ``attention_with_kv_cache`` takes it."""
+        """Returns a layer's pool as arguments of ``attention_with_kv_cache``."""
         check_int("layer", layer)
         expect(0 <= layer < self.num_layers, "layer", f"a number from 0 to {self.num_layers - 1}", layer)
         return self._layers[layer].arguments()
 
     def pools(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's pages of keys and of values, ``[num_pages, Hkv, page_size, D]``: for ``attention_varlen``."""
+        """Returns a layer's pages of keys and values for ``attention_varlen``, ``[num_pages, Hkv, page_size, D]``."""
         arguments = self.arguments(layer)
         return arguments["k_cache"], arguments["v_cache"]
 
     def _reserve(self, demand: PageDemand) -> Reservation:
-        """The last part of ``step`` and ``chunk``: the device first, whose memory may run out, then the host."""
+        """Completes ``step`` and ``chunk``: it changes the device first, whose memory may run out, then the host."""
         if demand.copies_take_reserved:
             self._pool.end_superseded(demand)
         self._copy_pages(demand.copies)
@@ -208,14 +212,17 @@ class PagedKVCache:
             layer.copy_blocks(sources, targets)
 
     def _block_table(self, demand: PageDemand) -> Tensor:
-        """int32 ``[B, max_pages]``, at least one page wide."""
+        """Returns the block table, int32 ``[B, max_pages]``, at least one page wide."""
         tables = demand.tables()
         width = max([len(pages) for pages in tables] + [1])
         rows = [pages + [NO_PAGE] * (width - len(pages)) for pages in tables]
         return self._to_device(rows).view(len(rows), width)
 
     def _to_device(self, numbers: list[Any]) -> Tensor:
-        """int32, without waiting for the device: from pinned memory, which torch keeps until the copy is done."""
+        """Returns the numbers as int32 on the device, without waiting for it.
+
+        The copy is from pinned memory, which torch keeps until the copy is done.
+        """
         tensor = torch.tensor(numbers, dtype=torch.int32, device="cpu")
         if self.layout.device.type == "cuda":
             return tensor.pin_memory().to(self.layout.device, non_blocking=True)

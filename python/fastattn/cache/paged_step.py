@@ -1,4 +1,4 @@
-"""New tokens of some sequences of a ``PagedKVCache``: what its ``step`` and ``chunk`` return."""
+"""The new tokens of some sequences of a ``PagedKVCache``, which its ``step`` and ``chunk`` return."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class _NewTokens(StepCache):
-    """What steps and chunks have in common.
+    """The common base of steps and chunks.
 
-    The tokens count (``PagedKVCache.length``) once every layer has stored them; until then the sequences are what they
-    were. Layers come in any order, and each may come again: it then writes its tokens again. As soon as one of the
-    sequences gets another step or is forked, truncated or freed, this one is refused with ``InputError``, and tokens
-    of it that do not count yet never will. The pages that it has reserved are then free again, and also when nobody
-    holds it any more.
+    The tokens count (``PagedKVCache.length``) once every layer has stored them; until then the sequences are unchanged.
+    Layers may attend in any order, and more than once: a layer then writes its tokens again. As soon as one of the
+    sequences gets another step or is forked, truncated or freed, this step is refused with ``InputError``, and its
+    tokens that do not count yet never will. Its reserved pages are then free again. They are also freed when nobody
+    holds the step any more.
 
     Attributes:
-        cache: whose step it is.
-        sequences: which of its sequences get tokens.
+        cache: the cache of which this is a step.
+        sequences: the sequences that get tokens.
         block_table: int32 ``[B, max_pages]``, filled up with -1.
     """
 
@@ -57,16 +57,16 @@ class _NewTokens(StepCache):
         self.reservation.holder = weakref.ref(self)
 
     def lengths(self) -> list[int]:
-        """How many tokens each sequence has in every layer: the host knows."""
+        """Returns the number of tokens that each sequence has in every layer, which the host knows."""
         return [self.cache.length(sequence) for sequence in self.sequences]
 
     def commit(self) -> None:
-        """Count the tokens now: a replayed CUDA graph, or a kernel of one's own, has stored them, not ``attend``."""
+        """Counts the tokens now, for a replayed CUDA graph or a kernel of your own that has stored them."""
         self.reservation.check_current()
         self.reservation.mark_all_stored()
 
     def cancel(self) -> None:
-        """Free the pages that are reserved for the tokens; without effect once the tokens count."""
+        """Frees the pages that are reserved for the tokens; it has no effect once the tokens count."""
         self.cache._pool.cancel(self.reservation)
 
     def _check_num_new(self, name: str, expected: int, came: int) -> None:
@@ -76,10 +76,10 @@ class _NewTokens(StepCache):
 
 @dataclass(frozen=True, eq=False)
 class PagedStep(_NewTokens):
-    """As many new tokens of each of some sequences; batch row ``i`` is ``sequences[i]``.
+    """A step that gives each of its sequences ``num_new`` tokens; batch row ``i`` is ``sequences[i]``.
 
     Attributes:
-        num_new: the tokens that each sequence gets.
+        num_new: the number of tokens that each sequence gets.
         cache_seqlens: int32 ``[B]``, the lengths before this step.
     """
 
@@ -91,7 +91,7 @@ class PagedStep(_NewTokens):
         return len(self.sequences)
 
     def positions(self, num_new: int) -> Tensor:
-        """int64 ``[batch, num_new]``: where the step's new tokens stand in their sequences."""
+        """Returns the positions of the step's new tokens in their sequences, int64 ``[batch, num_new]``."""
         self._check_num_new("num_new", self.num_new, num_new)
         return self.cache_seqlens.long()[:, None] + torch.arange(num_new, device=self.cache_seqlens.device)
 
@@ -122,15 +122,17 @@ class PagedStep(_NewTokens):
 
 @dataclass(frozen=True, eq=False)
 class PagedChunk(_NewTokens):
-    """New tokens of some sequences, so many of each as one likes, packed one sequence after the other.
+    """A step that gives each of its sequences any number of tokens, packed one sequence after the other.
 
-    Its ``attend`` takes them as one row, ``[1, H, total_new, D]``, or as ``attention_varlen`` does, ``[total_new, H,
-    D]``, and returns what it computes in the same form. As many queries as new tokens: they stand where those do.
+    Its ``attend`` takes the tokens as one row, ``[1, H, total_new, D]``, or as ``attention_varlen`` does, ``[total_new,
+    H, D]``, and returns results in the same form. There is one query for each new token, at the same position.
 
     Attributes:
-        cu_seqlens_q: int32 ``[B + 1]``, offsets of the new tokens; cu_seqlens_k: of all tokens of the sequences.
-        max_seqlen_q, max_seqlen_k: the largest numbers of each.
-        page, row, position: int32 ``[total_new]``, where each new token lies, and where it stands in its sequence.
+        cu_seqlens_q: int32 ``[B + 1]``, the offsets of the new tokens.
+        cu_seqlens_k: int32 ``[B + 1]``, the offsets of all tokens of the sequences.
+        max_seqlen_q, max_seqlen_k: the largest numbers of new tokens and of all tokens of a sequence.
+        page, row: int32 ``[total_new]``, the page of each new token, and its row in the page.
+        position: int32 ``[total_new]``, the position of each new token in its sequence.
         num_positions: one more than the largest ``position``.
     """
 
@@ -145,23 +147,23 @@ class PagedChunk(_NewTokens):
 
     @property
     def batch(self) -> int:
-        """One: the row that holds the tokens of all sequences."""
+        """The number of rows, which is 1: one row holds the tokens of all sequences."""
         return 1
 
     def positions(self, num_new: int) -> Tensor:
-        """int64 ``[1, total_new]``: where the chunk's new tokens stand in their sequences."""
+        """Returns the positions of the chunk's new tokens in their sequences, int64 ``[1, total_new]``."""
         self._check_num_new("num_new", len(self.position), num_new)
         return self.position.long()[None]
 
     def arguments(self) -> dict[str, Any]:
-        """What ``attention_varlen`` needs besides the query and the pools."""
+        """Returns the arguments that ``attention_varlen`` needs besides the query and the pools."""
         names = ("block_table", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         return {name: getattr(self, name) for name in names}
 
     def store(self, layer: int, k_new: Tensor, v_new: Tensor) -> None:
-        """Write the new tokens, ``[total_new, Hkv, D]`` and ``[total_new, Hkv, Dv]``, to the pages of a layer.
+        """Writes the new tokens, ``[total_new, Hkv, D]`` and ``[total_new, Hkv, Dv]``, to the pages of a layer.
 
-        The first half of ``attend``; the other is ``attention_varlen(query, *cache.pools(layer), causal=True,
+        This is the first half of ``attend``; the other is ``attention_varlen(query, *cache.pools(layer), causal=True,
         **chunk.arguments())``.
         """
         self.reservation.check_current()
@@ -208,7 +210,7 @@ class PagedChunk(_NewTokens):
         return out.transpose(0, 1)[None], lse[None]
 
     def _packed(self, name: str, tensor: Tensor, is_row: bool) -> Tensor:
-        """``[total_new, H, D]``, whichever form it came in."""
+        """Returns ``[total_new, H, D]``, whichever of the two forms ``tensor`` has."""
         check_tensor(name, tensor)
         check_rank(name, tensor, "[1, H, total_new, D]" if is_row else "[total_new, H, D]")
         if is_row:
@@ -231,7 +233,7 @@ class PagedChunk(_NewTokens):
             pool[self.page.long(), :, self.row.long()] = new
 
     def _rotated(self, query: Tensor, k_new: Tensor, options: AttendOptions) -> tuple[Tensor, Tensor]:
-        """Query and new keys, turned by their positions (RoPE) if the options ask for it."""
+        """Returns query and new keys, rotated by their positions (RoPE) if the options ask for it."""
         cos, sin = options.get("rotary_cos"), options.get("rotary_sin")
         interleaved = options.get("rotary_interleaved", False)
         check_bool("rotary_interleaved", interleaved)
@@ -262,9 +264,10 @@ _OF_ATTENTION_VARLEN = frozenset(("window", "softcap", "alibi_slopes", "sinks", 
 
 
 def _check_call(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> None:
-    """Raise what ``attention_varlen`` would raise, or the explanation that is asked for, before anything is stored."""
+    """Raises the error that ``attention_varlen`` would raise, or the explanation that is asked for, before anything is
+    stored."""
     if torch.compiler.is_compiling():
-        return  # what raises then has run nothing
+        return  # an error while tracing comes before anything has run
     is_asked_for = is_explaining()
     try:
         with explaining():

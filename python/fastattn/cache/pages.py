@@ -1,7 +1,7 @@
-"""Whose each page of a pool is: bookkeeping on the host alone, without a tensor.
+"""Bookkeeping of the pages of a pool, on the host alone and without tensors.
 
-A page is in one of three states: free; reserved for the tokens of a step that is under way; or held by as many
-sequences as it has references.
+A page is free, or reserved for the tokens of a step that is under way, or held by as many sequences as it has
+references.
 """
 
 from __future__ import annotations
@@ -16,26 +16,28 @@ from fastattn.errors import CacheFull, InputError
 
 @dataclass(eq=False)
 class PageList:
-    """A sequence: ``pages`` hold its ``length`` tokens, in order, the last of them maybe not full."""
+    """A sequence, whose ``pages`` hold its ``length`` tokens in order; the last page may not be full."""
 
     length: int = 0
     pages: list[int] = field(default_factory=list)
-    latest: Reservation | None = None  # of its newest step, for as long as that step may write
+    latest: Reservation | None = None  # that of its newest step, as long as that step may write
 
 
 @dataclass(eq=False)
 class Reservation:
-    """The pages that one step is about to fill, and how far it has come.
+    """The pages that one step is about to fill, and the layers that have filled them.
 
     A step under ``torch.compile`` reads and writes nothing but ``refusal`` and ``stored``: a graph that depended on the
-    lists of the pool would be good for one step only.
+    lists of the pool would be valid for one step only.
 
     Attributes:
-        num_new, pages: of each of ``sequences``, how many tokens it gets and which pages, beyond those that it has.
-        stored: the layers that have the tokens.
+        sequences: the sequences that get tokens.
+        num_new: the number of tokens that each sequence gets.
+        pages: the pages that each sequence gets beyond those that it has.
+        stored: whether each layer has stored the tokens.
         refusal: why the step may not write any more, or None.
-        is_open: whether the tokens do not count yet, and the pages are reserved.
-        holder: gives the step, or None when nobody has it any more.
+        is_open: whether the pages are still reserved, and the tokens do not count yet.
+        holder: a function that returns the step, or None when nobody holds it any more.
     """
 
     sequences: list[PageList]
@@ -47,7 +49,7 @@ class Reservation:
     holder: Callable[[], object | None] = object
 
     def check_current(self) -> None:
-        """Raises InputError where the step's pages may be somebody else's by now."""
+        """Raises InputError where the step's pages may belong to another one by now."""
         if self.refusal is not None:
             raise InputError(f"step: expected one whose sequences nothing else has changed, got one and {self.refusal}")
 
@@ -56,7 +58,7 @@ class Reservation:
 
 
 class PageCopy(NamedTuple):
-    """Copy-on-write: ``sequence`` is to hold ``target``, a copy of ``source``, in the place of its last page."""
+    """A copy on write: ``target``, a copy of ``source``, is to replace the last page of ``sequence``."""
 
     sequence: PageList
     source: int
@@ -65,13 +67,13 @@ class PageCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class PageDemand:
-    """What a step needs of the pool, found before anything has changed.
+    """The pages that a step would take from the pool, found before anything has changed.
 
     Attributes:
-        names, sequences, num_new: whose step it is, and how many tokens each gets.
-        pages: the pages that each gets.
-        copies: what to copy before ``PagePool.reserve``.
-        superseded: steps under way of these sequences, which this one ends.
+        names, sequences, num_new: the names of the step's sequences, the sequences, and the tokens that each gets.
+        pages: the new pages that each gets.
+        copies: the pages to copy before ``PagePool.reserve``.
+        superseded: the steps of these sequences that are under way, which this one ends.
         copies_take_reserved: whether a target of ``copies`` is a page that a superseded step has reserved.
     """
 
@@ -84,14 +86,14 @@ class PageDemand:
     copies_take_reserved: bool
 
     def tables(self) -> list[list[int]]:
-        """All pages of each sequence, once the step is reserved."""
+        """Returns all pages that each sequence will have once the step is reserved."""
         last = {id(copy.sequence): [copy.target] for copy in self.copies}
         held = [s.pages[:-1] + last[id(s)] if id(s) in last else s.pages for s in self.sequences]
         return [old + new for old, new in zip(held, self.pages, strict=True)]
 
 
 class PagePool:
-    """Sequences and the pages that they hold. What raises has changed nothing."""
+    """The sequences and the pages that they hold. A method that raises has changed nothing."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
@@ -109,9 +111,9 @@ class PagePool:
         return found
 
     def settle(self) -> None:
-        """Count the tokens that every layer has by now, and free what abandoned steps have reserved.
+        """Counts the tokens that every layer has stored by now, and frees the pages of abandoned steps.
 
-        Everything here begins with it, so that ``attend`` itself, which may be compiled, need not.
+        The other methods begin with it, because ``attend`` may be compiled and cannot do it itself.
         """
         for reservation in list(self._open):
             if all(reservation.stored):
@@ -146,7 +148,10 @@ class PagePool:
         del self.sequences[name]
 
     def demand(self, names: Sequence[int], num_new: Sequence[int]) -> PageDemand:
-        """Which pages a step takes: ``num_new[i]`` more tokens of ``names[i]``. Raises CacheFull, InputError."""
+        """Returns the pages that a step of ``num_new[i]`` more tokens of ``names[i]`` takes.
+
+        Raises CacheFull, InputError.
+        """
         self.settle()
         sequences = [self.find(name) for name in names]
         expect(len(set(names)) == len(sequences), "sequences", "each sequence once", list(names))
@@ -167,14 +172,14 @@ class PagePool:
                 f"{len(available)} of {self.num_pages} are free; free or truncate a sequence"
             )
         taken = available[len(available) - needed :]
-        # Copies come first, and hence from free pages where there are enough.
+        # Copies take pages first, so they get free pages where there are enough, not reserved ones.
         copies = [PageCopy(s, s.pages[-1], taken.pop()) for s in to_copy]
         pages = [[taken.pop() for _ in range(count)] for count in additional]
         copies_take_reserved = len(copies) > len(self.free_pages)
         return PageDemand(list(names), sequences, list(num_new), pages, copies, superseded, copies_take_reserved)
 
     def end_superseded(self, demand: PageDemand) -> None:
-        """End the steps whose sequences get another one."""
+        """Ends the steps whose sequences get another one."""
         names = {id(s): name for s, name in zip(demand.sequences, demand.names, strict=True)}
         for reservation in demand.superseded:
             if reservation.is_open:
@@ -182,12 +187,12 @@ class PagePool:
                 self._release(reservation, f"sequence {again} has had another step")
 
     def reserve(self, demand: PageDemand, num_layers: int) -> Reservation:
-        """Take the pages of a demand; the copies have been made."""
+        """Takes the pages of a demand, after its copies have been made."""
         self.end_superseded(demand)
         for name, sequence in zip(demand.names, demand.sequences, strict=True):
             self._end_step(sequence, f"sequence {name} has had another step")
         needed = len(demand.copies) + sum(map(len, demand.pages))
-        del self.free_pages[len(self.free_pages) - needed :]  # just those: see demand
+        del self.free_pages[len(self.free_pages) - needed :]  # exactly the pages that `demand` named
         for sequence, source, target in demand.copies:
             self.references[source] -= 1
             self.references[target] = 1
@@ -199,7 +204,7 @@ class PagePool:
         return reservation
 
     def cancel(self, reservation: Reservation) -> None:
-        """Free what a step has reserved, unless its tokens count already."""
+        """Frees the pages that a step has reserved, unless its tokens count already."""
         self.settle()
         if reservation.is_open:
             self._release(reservation, "it was cancelled")
@@ -215,7 +220,7 @@ class PagePool:
     def _release(self, reservation: Reservation, reason: str) -> None:
         self._close(reservation)
         reservation.refusal = reason
-        # To the bottom of the stack, where ``demand`` expects those of a superseded step.
+        # They go to the bottom of the stack, where `demand` expects the pages of a superseded step.
         self.free_pages[:0] = _pages_of(reservation)
 
     def _close(self, reservation: Reservation) -> None:
@@ -223,7 +228,7 @@ class PagePool:
         self._open = [other for other in self._open if other is not reservation]
 
     def _end_step(self, sequence: PageList, reason: str) -> None:
-        """The sequence changes: the step that it was part of may not write any more."""
+        """Ends the step of a sequence that is about to change: the step may not write any more."""
         reservation = sequence.latest
         if reservation is None:
             return
@@ -257,7 +262,7 @@ class PagePool:
         return -(-tokens // self.page_size)
 
     def _sharing_their_last_page(self, writers: list[PageList]) -> list[PageList]:
-        """Whose last page is not full and also somebody else's; the last writer of a page keeps it."""
+        """Returns the writers that must copy their last page: it is shared and not full. Its last writer keeps it."""
         leaving: dict[int, int] = {}
         copiers = []
         for sequence in writers:

@@ -1,4 +1,4 @@
-"""What a model's layers see of a key-value cache, whichever cache it is."""
+"""The interface of key-value caches that a model's layers see, whichever cache it is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 
 class AttendOptions(TypedDict, total=False):
-    """The options of ``attention_with_kv_cache`` that are the model's. The cache itself sets all others."""
+    """The options of ``attention_with_kv_cache`` that the model may set. The cache itself sets all others."""
 
     rotary_cos: Tensor | None
     rotary_sin: Tensor | None
@@ -35,7 +35,7 @@ _SET_BY_THE_CACHE = frozenset(
 
 
 def check_options(function: str, names: Iterable[str]) -> None:
-    """Raise ``TypeError`` for a keyword argument of an ``attend`` that is none of ``AttendOptions``."""
+    """Raises ``TypeError`` for a keyword argument of an ``attend`` that is not one of ``AttendOptions``."""
     for name in names:
         if name in _SET_BY_THE_CACHE:
             raise TypeError(f"{name}: expected no such argument of {function}: the cache sets it itself")
@@ -44,9 +44,9 @@ def check_options(function: str, names: Iterable[str]) -> None:
 
 
 class StepCache(ABC):
-    """What a model needs of a cache during one step: a ``KVCache``, or the step or chunk of a ``PagedKVCache``.
+    """The interface of a cache during one step: a ``KVCache``, or a step or chunk of a ``PagedKVCache``.
 
-    A model that is written against this class takes each of them, in whatever dtype they store their tokens::
+    A model that is written against this class takes each of them, in whatever dtype they store tokens::
 
         def forward(self, x: Tensor, layer: int, cache: StepCache) -> Tensor:
             query, key, value = self.project(x)  # [batch, heads, new tokens, head_dim] each
@@ -61,15 +61,18 @@ class StepCache(ABC):
     @property
     @abstractmethod
     def batch(self) -> int:
-        """Rows of the tensors that ``attend`` takes: one for each sequence, or one in which a chunk packs them all."""
+        """The number of rows that ``attend`` takes: one for each sequence, or one in which a chunk packs them all."""
 
     @abstractmethod
     def lengths(self) -> list[int]:
-        """How many tokens each sequence has in every layer."""
+        """Returns the number of tokens that each sequence has in every layer."""
 
     @abstractmethod
     def positions(self, num_new: int) -> Tensor:
-        """int64 ``[batch, num_new]``: where the next new tokens stand in their sequences. Ask before the last layer."""
+        """Returns the positions of the next new tokens in their sequences, int64 ``[batch, num_new]``.
+
+        Call it before the last layer attends.
+        """
 
     @overload
     def attend(
@@ -117,12 +120,13 @@ class StepCache(ABC):
         return_lse: bool = False,
         **options: Unpack[AttendOptions],
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Append ``k_new``, ``v_new`` to a layer, then attend over its tokens.
+        """Appends ``k_new``, ``v_new`` to a layer, then attends over its tokens.
 
         Args:
-            layer: from 0.
-            query: ``[batch, Hq, Sq, head_dim]``; k_new: ``[batch, kv_heads, S_new, head_dim]``; v_new:
-                ``[batch, kv_heads, S_new, value_dim]``.
+            layer: the number of the layer, from 0.
+            query: ``[batch, Hq, Sq, head_dim]``.
+            k_new: ``[batch, kv_heads, S_new, head_dim]``.
+            v_new: ``[batch, kv_heads, S_new, value_dim]``.
             return_lse: also return the natural log of each row's softmax denominator, ``[batch, Hq, Sq]``.
             options: those of ``attention_with_kv_cache`` that ``AttendOptions`` lists.
 
@@ -130,7 +134,8 @@ class StepCache(ABC):
             ``[batch, Hq, Sq, value_dim]``, and with ``return_lse`` the lse.
 
         Raises:
-            CacheFull: there is no room. InputError, TypeError: an argument is wrong. The cache is then as it was.
+            CacheFull: there is no room.
+            InputError, TypeError: an argument is wrong. The cache is then unchanged.
         """
         check_options(f"{type(self).__name__}.attend", options)
         return self._attend(layer, query, k_new, v_new, return_lse, options)
@@ -139,4 +144,4 @@ class StepCache(ABC):
     def _attend(
         self, layer: int, query: Tensor, k_new: Tensor, v_new: Tensor, return_lse: bool, options: AttendOptions
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """``attend``, whose options are known by name."""
+        """Does the work of ``attend``, after the names of the options have been checked."""

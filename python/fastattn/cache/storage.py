@@ -15,14 +15,14 @@ from fastattn.quantization import FP8, as_numbers
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What a layer's tokens look like. ``dtype`` is that of the queries, and of the cache unless it is quantized."""
+    """The format of a layer's tokens. ``dtype`` is that of the queries, and of the cache unless it is quantized."""
 
     kv_heads: int
     head_dim: int
     value_dim: int
     dtype: torch.dtype
     device: torch.device
-    quantized: torch.dtype | None  # int8 or fp8, if it is
+    quantized: torch.dtype | None  # int8 or fp8, or None if the cache is not quantized
 
     @classmethod
     def checked(
@@ -34,7 +34,7 @@ class CacheLayout:
         device: torch.device | str | None,
         quantized: Any,
     ) -> CacheLayout:
-        """From a constructor's arguments. Raises InputError, TypeError."""
+        """Makes a layout from a constructor's arguments. Raises InputError, TypeError."""
         value_dim = head_dim if value_dim is None else value_dim
         for name, size in (("kv_heads", kv_heads), ("head_dim", head_dim), ("value_dim", value_dim)):
             check_int(name, size, minimum=1)
@@ -53,7 +53,7 @@ class CacheLayout:
         return self.quantized or self.dtype
 
     def describe(self) -> str:
-        """For a cache's ``repr``."""
+        """Returns the text for a cache's ``repr``."""
         kind = str(self.stored_dtype).removeprefix("torch.")
         dims = f"head_dim={self.head_dim}"
         if self.value_dim != self.head_dim:
@@ -63,7 +63,8 @@ class CacheLayout:
 
 @dataclass
 class LayerStorage:
-    """``k [blocks, Hkv, rows, D]`` and ``v [blocks, Hkv, rows, Dv]``; of 8 bits with scales ``[blocks, Hkv, rows]``."""
+    """A layer's keys ``[blocks, Hkv, rows, D]`` and values ``[blocks, Hkv, rows, Dv]``, and the scales of 8-bit ones,
+    ``[blocks, Hkv, rows]``."""
 
     k: Tensor
     v: Tensor
@@ -72,7 +73,7 @@ class LayerStorage:
 
     @classmethod
     def allocate(cls, layout: CacheLayout, blocks: int, rows: int) -> LayerStorage:
-        """Zeros, every row on the boundary that the kernels' vector loads need."""
+        """Returns zeros, with every row on the boundary that the kernels' vector loads need, and scales of 1."""
         dtype = layout.stored_dtype
 
         def zeros(dim: int) -> Tensor:
@@ -86,25 +87,25 @@ class LayerStorage:
                 return None
             return torch.ones(blocks, layout.kv_heads, rows, dtype=torch.float32, device=layout.device)
 
-        # Memory from inside inference mode could not be written outside of it.
+        # Memory that is allocated in inference mode could not be written outside of it.
         with torch.inference_mode(False):
             return cls(zeros(layout.head_dim), zeros(layout.value_dim), ones(), ones())
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those there are; their first dimension is the block, the third the row."""
+        """Returns the tensors that are not None; their first dimension is the block, the third the row."""
         return tuple(t for t in (self.k, self.v, self.k_scale, self.v_scale) if t is not None)
 
     def arguments(self) -> dict[str, Any]:
-        """As ``attention_with_kv_cache`` takes them."""
+        """Returns the tensors as arguments of ``attention_with_kv_cache``."""
         return {"k_cache": self.k, "v_cache": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
 
     def copy_rows(self, other: LayerStorage, rows: int) -> None:
-        """Take the first ``rows`` rows of every block of ``other``."""
+        """Copies the first ``rows`` rows of every block of ``other``."""
         for mine, others in zip(self.tensors(), other.tensors(), strict=True):
             mine[:, :, :rows].copy_(others[:, :, :rows])
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy blocks ``sources`` to blocks ``targets``, int64 ``[n]``; no target is a source."""
+        """Copies blocks ``sources`` to blocks ``targets``, int64 ``[n]``; no target is a source."""
         for tensor in self.tensors():
             numbers = as_numbers(tensor)
             numbers.index_copy_(0, targets, numbers.index_select(0, sources))

@@ -1,1 +1,1 @@
-"""The choice of a backend for a call, and the reasons: what a call depends on, what kernels take, what ran."""
+"""The choice of a backend for a call, the reasons for it, the calls that kernels take, and the record of what ran."""

@@ -1,4 +1,4 @@
-"""What the choice of a backend depends on, and what a choice is."""
+"""The description of a call by which a backend is chosen, and the choice."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import torch
 
 
 class Call(NamedTuple):
-    """What the choice of a backend depends on.
+    """Everything about a call on which the choice of a backend depends.
 
-    ``sizes``: of attention (batch, heads, KV heads, queries, keys); of decode (rows, bytes of an element, page size or
-    0); of int8_matmul (tokens, N, K, group or 0). ``only_torch`` says why no kernel can take the arguments at all.
-    ``may_decode``: the mask of this attention means the same to the decoding kernel (a top-left causal mask does not).
-    ``may_prefill``: decoding with so many queries that the attention kernel is better at it. ``is_input_gradient``: of
-    an int8_matmul only the gradient of its input is computed, for somebody else who differentiates.
+    Attributes:
+        sizes: for attention (batch, heads, KV heads, queries, keys); for decode (rows, bytes of a cached element, page
+            size or 0); for int8_matmul (tokens, N, K, group or 0).
+        only_torch: why no kernel can take the arguments at all, or None.
+        may_decode: whether the decoding kernel would apply the mask of this attention in the same way (not a causal
+            mask that is aligned to the top left).
+        may_prefill: whether this is decoding with so many queries that the attention kernel is the better one.
+        is_input_gradient: whether only the gradient of an int8_matmul's input is computed, for a caller that
+            differentiates by itself.
     """
 
     op: str
@@ -33,14 +37,16 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """Which backend runs a call, its kernel and tile, and why each of the others does not.
+    """The backend that runs a call, with its kernel and tile, and why each of the others does not.
 
-    ``detour`` is the reason for which a call on a GPU went to PyTorch although nobody asked for that. ``padded``: the
-    head dim and the value head dim to which query, key and value are to be padded, where one of them differs.
-    ``decodes``: attention that the decoding kernel computes, with keys and values as its cache. ``prefills``: the
-    reverse, decoding whose attention the attention kernel computes, with the cache as pages. ``predicted``:
-    microseconds that each way of an int8 matmul is predicted to take, by which the kernel was chosen. ``lacking``: what
-    this build or the driver lacks, where Triton runs a call that a CUDA C++ kernel takes.
+    Attributes:
+        detour: why a call on a GPU goes to PyTorch although nobody asked for that, or None.
+        padded: the head dim and the value head dim to which query, key and value must be padded, or None.
+        decodes: whether the decoding kernel computes this attention, with keys and values as its cache.
+        prefills: whether the attention kernel computes this decoding, with the cache as its pages.
+        predicted: the microseconds that each way to compute an int8 matmul is predicted to take, by which the kernel
+            was chosen.
+        lacking: what this build or the driver lacks, if Triton runs a call that a CUDA C++ kernel could take.
     """
 
     backend: str

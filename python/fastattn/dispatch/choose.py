@@ -1,4 +1,4 @@
-"""Chooses the backend of a call, and with it the kernel; why not another stands in reasons.py."""
+"""Chooses the backend of a call, and with it the kernel; reasons.py says why not another."""
 
 from __future__ import annotations
 
@@ -36,21 +36,22 @@ native.when_forced.append(_forget_choices)
 
 
 def _torch_is_asked_for(call: Call) -> bool:
-    """For attention inside ``torch.nn.attention.sdpa_kernel``, or where a backend of torch's SDPA was switched off."""
+    """Returns whether this is attention inside ``torch.nn.attention.sdpa_kernel``, or with a backend of torch's SDPA
+    switched off."""
     if call.op in ("append", "int8_matmul", "merge") or thread.serving_torch:
         return False
     return asked().sdpa
 
 
 def choose(call: Call) -> Choice:
-    """The backend for ``call``. Raises ``InputError`` where a forced backend cannot run it."""
+    """Returns the choice for ``call``. Raises ``InputError`` where a forced backend cannot run it."""
     forced = thread.forced
     if forward_ad._current_level >= 0 and call.only_torch is None:  # a kernel would drop the tangents silently
         call = call._replace(only_torch=reasons.FORWARD_MODE)
     is_compiling = torch.compiler.is_compiling()
     if torch._C._are_functorch_transforms_active():  # flash-decoding has no rule for vmap
         call = call._replace(may_decode=False)
-    if is_compiling:  # tensors have no addresses to look at
+    if is_compiling:  # the compiled graph keeps the choice
         decided = _decide(call, forced, _torch_is_asked_for(call))
         if decided.detour is not None and _fallback_mode() == "error":
             raise InputError(_forbidden(decided.detour))
@@ -143,22 +144,23 @@ def _decide(call: Call, forced: str | None, torch_asked_for: bool) -> Choice:
 
 
 def _as_the_kernel_sees(call: Call, support: Support) -> Call:
-    """With the head dims of the kernel, which the call's are padded to."""
+    """Returns the call with the head dims of the kernel, to which the call's own are padded."""
     head_dim, value_dim = (support.kernel_head_dim(dim) for dim in (call.head_dim, call.value_dim))
     assert head_dim is not None and value_dim is not None
     return call._replace(head_dim=head_dim, value_dim=value_dim)
 
 
-# A tile of the attention kernels has 128 rows, and few CTAs would each walk over all of the keys. Predictions both: the
-# number of queries is that of speculative decoding, and from so many keys on there is something to share out.
+# Few queries over many keys go to the decoding kernel: a tile of the attention kernels has 128 rows, and few CTAs would
+# each walk over all keys. Both numbers are predictions: 16 queries are those of speculative decoding, and with 1024
+# keys there is something to share out.
 _FEW_QUERIES = 16
 _MANY_KEYS = 1024
-_MOST_KEYS = 2**30  # of flash-decoding: sums of positions stay within 32 bits
-# Over a cache the decoding kernel has this many queries of a sequence at most, where there is a choice. More fill tiles
-# of the attention kernel: a prediction too. Of an 8-bit cache the attention kernel reads a copy of 16 bits. That pays
-# from about 280 rows of a KV head on, where 222 * rows / 32 = 222 + 890 + 3 * rows. For 16 keys of 128 dims an SM of an
-# H200 takes 222 clocks to read them in 8 bits, as the decoding kernel does for each 32 rows, 890 to write and read them
-# in 16, and 3 for a row at 65 % of the tensor cores' peak.
+_MOST_KEYS = 2**30  # for flash-decoding, so that sums of positions stay within 32 bits
+# Over a cache, the decoding kernel gets at most this many queries of a sequence where there is a choice: more of them
+# fill tiles of the attention kernel (a prediction too). For an 8-bit cache the attention kernel reads a 16-bit copy.
+# That pays from about 280 rows of a KV head on, where 222 * rows / 32 = 222 + 890 + 3 * rows. For 16 keys of 128 dims
+# an SM of an H200 takes 222 clocks to read them in 8 bits, as the decoding kernel does for each 32 rows; 890 to write
+# and read them in 16 bits; and 3 for each row at 65 % of the tensor cores' peak.
 MOST_DECODED_QUERIES = 64
 MOST_DECODED_ROWS_OF_8_BITS = 256
 _OF_ATTENTION = frozenset(FEATURES["attention"])  # torch 2.11's dynamo intersects no set with keys()
@@ -166,7 +168,7 @@ _DECODED = _OF_ATTENTION & frozenset(FEATURES["decode"])
 
 
 def _as_decoding(backend: str, call: Call, device_facts: DeviceFacts) -> Call | None:
-    """Attention with few queries over many keys as a call of the decoding kernel, or None where it is another case."""
+    """Returns attention with few queries over many keys as a call of the decoding kernel, or None for other calls."""
     if call.op != "attention" or not call.may_decode or not call.features <= _DECODED:
         return None
     batch, heads, kv_heads, num_queries, num_keys = call.sizes
@@ -186,9 +188,11 @@ def _as_decoding(backend: str, call: Call, device_facts: DeviceFacts) -> Call | 
 
 
 def _hold_in_graph(conditions: tuple[Any, ...]) -> bool:
-    """Whether all conditions on sizes hold. torch.compile makes another graph where they do not; an exported program is
-    one for all sizes that it takes, and only what holds for all of these counts. (Every graph passes for an exported
-    one before torch 2.13.)"""
+    """Returns whether all conditions on sizes hold while a graph is made.
+
+    torch.compile makes another graph for sizes where they do not hold. An exported program is one graph for all sizes
+    that it takes, so a condition must hold for all of them. (Before torch 2.13 every graph looks like an exported one.)
+    """
     from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
     for condition in conditions:
@@ -198,7 +202,7 @@ def _hold_in_graph(conditions: tuple[Any, ...]) -> bool:
 
 
 def _as_prefilling(backend: str, call: Call, device_facts: DeviceFacts) -> Call | None:
-    """Decoding with many queries as a call of the attention kernel over pages, or None where it is another case."""
+    """Returns decoding with many queries as a call of the attention kernel over pages, or None for other calls."""
     if call.op != "decode" or not call.may_prefill:
         return None
     features = call.features & _OF_ATTENTION | {"varlen", "paged"}
@@ -207,9 +211,9 @@ def _as_prefilling(backend: str, call: Call, device_facts: DeviceFacts) -> Call 
 
 
 def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str, Any]:
-    """The kernel's name and its tile, for ``explain``."""
+    """Returns the kernel's name and its tile, for ``explain``."""
     tile: Any
-    if torch.compiler.is_compiling():  # nobody reads it there, and the graph would be one for a range of sizes
+    if torch.compiler.is_compiling():  # nobody reads them there, and they would tie the graph to a range of sizes
         return call.op, None
     if backend == "cuda":
         kernel = _native_kernel(call, device_facts)
@@ -240,9 +244,9 @@ def _describe(backend: str, call: Call, device_facts: DeviceFacts) -> tuple[str,
 
 
 def _native_kernel(call: Call, device_facts: DeviceFacts) -> str:
-    """The name of the CUDA C++ kernel that the library chooses."""
+    """Returns the name of the CUDA C++ kernel that the library chooses."""
     features, arch, dtype = call.features, device_facts.arch, call.dtype
-    head_dim, value_dim = int(call.head_dim), int(call.value_dim)  # a tracer's may be symbols, and become numbers
+    head_dim, value_dim = int(call.head_dim), int(call.value_dim)  # a tracer's symbols become numbers
     if call.op == "int8_matmul":
         name = native.int8_matmul_kernel(*_int8_call(call, device_facts))
     elif call.op == "append":
@@ -266,12 +270,15 @@ def _native_kernel(call: Call, device_facts: DeviceFacts) -> str:
 
 
 def _cache_format(features: frozenset[str]) -> str:
-    """One of ``native.CACHE_FORMATS``."""
+    """Returns the one of ``native.CACHE_FORMATS`` that the features name."""
     return next((name for name in native.CACHE_FORMATS if f"{name} cache" in features), "16-bit")
 
 
 def _int8_call(call: Call, device_facts: DeviceFacts) -> tuple[Any, ...]:
-    """What the library is asked about an int8 matmul. With gradients, PyTorch applies activation and residual."""
+    """Returns the arguments with which to ask the library about an int8 matmul.
+
+    With gradients, PyTorch applies activation and residual, so only a bias counts as an epilogue.
+    """
     features, gpu = call.features, (device_facts.arch, device_facts.num_sms)
     if call.is_input_gradient:
         tokens, outputs, depth = map(int, call.sizes[:3])
@@ -284,12 +291,12 @@ def _int8_call(call: Call, device_facts: DeviceFacts) -> tuple[Any, ...]:
 
 
 def _predicted(backend: str, call: Call, device_facts: DeviceFacts) -> dict[str, float]:
-    """Microseconds that each way is predicted to take, where ways compete."""
+    """Returns the microseconds that each way is predicted to take, where several ways compete."""
     if backend != "cuda" or call.op != "int8_matmul" or torch.compiler.is_compiling():
         return {}
     return native.int8_ways(*_int8_call(call, device_facts))
 
 
 def is_watched() -> bool:
-    """Whether this thread forces a backend, or somebody wants to know what runs: then every call must come by here."""
+    """Returns whether this thread forces a backend or somebody watches what runs: then every call must be chosen."""
     return thread.forced is not None or thread.explaining or is_recording()

@@ -1,4 +1,4 @@
-"""What the dispatcher and the launchers need to know of a device."""
+"""The facts about a device that the dispatcher and the launchers need."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from fastattn.after_import import after_import
 
 
 class DeviceFacts(NamedTuple):
-    """``arch`` is the compute capability times ten (80, 90, 100); shared memory is the opt-in limit of one block.
+    """The facts about one GPU.
 
-    ``driver_cuda``: the CUDA version that the driver supports, as 1000 * major + 10 * minor; None: it does not say.
+    ``arch`` is the compute capability times ten (80, 90, 100); shared memory is the opt-in limit of one block.
+    ``driver_cuda`` is the CUDA version that the driver supports, as 1000 * major + 10 * minor, or None if unknown.
     """
 
     arch: int
@@ -24,7 +25,7 @@ class DeviceFacts(NamedTuple):
 
 
 def kernel_facts(device: torch.device) -> DeviceFacts:
-    """The facts of a device that the dispatcher sends to a kernel."""
+    """Returns the facts of a device for which the dispatcher has chosen a kernel."""
     known = facts(device)
     assert known is not None, f"no kernel runs on {device}"
     return known
@@ -49,7 +50,7 @@ def _named(numbers: tuple[int, int, int, int | None] | None) -> DeviceFacts | No
 
 
 def _driver_cuda() -> int | None:
-    """Asks the driver itself, since no public function of torch does."""
+    """Returns the CUDA version that the driver supports; the driver is asked, as no public function of torch tells."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         version = ctypes.c_int(0)
@@ -72,9 +73,9 @@ def _look_up(device: torch.device) -> tuple[int, int, int, int | None] | None:
 
 
 def _keep_in_graphs() -> None:
-    """What ``_look_up`` calls cannot be traced, and numbers can be kept in a graph.
+    """Makes ``_look_up`` a constant of compiled graphs, as its calls cannot be traced and its numbers can be kept.
 
-    The decorator imports torch._dynamo, a second's work: it has to wait until something is compiled.
+    The decorator imports torch._dynamo, which takes a second, so it waits until something is compiled.
     """
     torch.compiler.assume_constant_result(_look_up)
 
@@ -87,10 +88,10 @@ _when_emulation_changes: list[Callable[[], None]] = []
 
 
 def emulate_on_cpu(device_facts: DeviceFacts | None) -> DeviceFacts | None:
-    """Declare that CPU tensors are on a GPU with these facts, for the whole process; None ends that.
+    """Declares that CPU tensors are on a GPU with these facts, for the whole process; None ends that.
 
-    For tests and tools that run compiled kernels in the host's memory: calls on CPU tensors are then sent to kernels
-    as on such a GPU, and the caller makes Triton launch them. Returns what was declared before.
+    It serves tests and tools that run compiled kernels in the host's memory: calls on CPU tensors then go to kernels as
+    on such a GPU, and the caller sees to it that Triton can launch them. Returns the facts that were declared before.
     """
     global _emulated
     before, _emulated = _emulated, device_facts
@@ -100,11 +101,11 @@ def emulate_on_cpu(device_facts: DeviceFacts | None) -> DeviceFacts | None:
 
 
 def is_emulated() -> bool:
-    """Whether `emulate_on_cpu` is in force."""
+    """Returns whether `emulate_on_cpu` is in force."""
     return _emulated is not None
 
 
 def when_emulation_changes(tell: Callable[[], None]) -> Callable[[], None]:
-    """Have ``tell`` called after every `emulate_on_cpu`."""
+    """Registers ``tell`` to be called after every `emulate_on_cpu`; usable as a decorator."""
     _when_emulation_changes.append(tell)
     return tell

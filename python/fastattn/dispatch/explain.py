@@ -1,4 +1,4 @@
-"""Which kernel a call would run, and why."""
+"""``fastattn.explain()``, which says which kernel a call would run, and why."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fastattn.layout import as_matrix, reason_to_copy
 
 @dataclass(frozen=True)
 class Explanation:
-    """``backend`` and ``kernel`` would run, with ``tile``; ``rejected`` says for every other backend why it does not.
+    """The ``backend``, ``kernel`` and ``tile`` that would run a call; ``rejected`` says why other backends do not.
 
-    ``copied`` names the tensors that would have to be copied first, and why. ``predicted``: of an int8 matmul, the
-    microseconds that each way is predicted to take, of which the least decides. They are not measurements.
+    ``copied`` names the tensors that would have to be copied first, and why. ``predicted`` has the microseconds that
+    each way to compute an int8 matmul is predicted to take, of which the least decides. They are not measurements.
     """
 
     backend: str
@@ -43,10 +43,10 @@ class Explanation:
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Say which kernel ``function(*args, **kwargs)`` would run, without running it or changing anything.
+    """Says which kernel ``function(*args, **kwargs)`` would run, without running it or changing anything.
 
-    ``function`` is one of fastattn's (or anything that calls one: the first call is explained). Bad arguments raise
-    what the call itself would raise; a function that never reaches fastattn raises ``TypeError``.
+    ``function`` is one of fastattn's, or one that calls such a function: the first call is explained. Bad arguments
+    raise the same error as the call itself; a function that never reaches fastattn raises ``TypeError``.
     """
     try:
         with explaining():
@@ -65,7 +65,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
                 tensor = tensor.transpose(1, 2).values()
             if not isinstance(tensor, Tensor) or tensor.dim() < 2:
                 continue
-            # Of the int8 matmul; its CUDA C++ kernels copy 16 bytes at a time of x and the weight.
+            # In the int8 matmul, Triton kernels take x and weight at any address. The CUDA C++ ones copy 16 bytes of
+            # them at a time. Both take the residual at any address.
             rows_anywhere = name == "residual" or (name in ("x", "weight") and choice.backend == "triton")
             rows = as_matrix(tensor) if name in ("x", "residual") else tensor
             reason: str | None = "its rows are not evenly apart"
@@ -79,7 +80,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
 
 def _reason_to_pad(tensor: Tensor, name: str, choice: Choice) -> str | None:
-    """Why query, key or value is padded, or None."""
+    """Returns why query, key or value is padded, or None."""
     if choice.padded is None:
         return None
     head_dim, value_dim = choice.padded
@@ -92,7 +93,7 @@ def _named_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs
         named = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):
         return {}
-    pages = () if named.get("block_table") is None else ("key", "value")  # never copied
+    pages = () if named.get("block_table") is None else ("key", "value")  # pages are never copied
     tensors = ("query", "key", "value", "k_new", "v_new", "x", "weight", "residual")
     read = [name for name in tensors if name not in pages]
     return {name: named[name] for name in read if name in named}

@@ -1,4 +1,4 @@
-"""In which order the backends with kernels are tried for a call, and why: the one place that says so."""
+"""The order in which backends with kernels are tried for a call, and the reasons; no other file decides it."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from fastattn.dispatch.support import CHANGES_SCORES
 
 
 class Order(NamedTuple):
-    """The first of ``backends`` that can run the call does. ``reason``: what speaks for the one that comes first."""
+    """An order of backends, of which the first that can run the call does, and the ``reason`` for the first one."""
 
     backends: tuple[str, ...]
     reason: str
 
 
 def order_for(call: Call, arch: int) -> Order:
-    """On compute capability ``arch``, times ten."""
+    """Returns the order for ``call`` on a GPU of compute capability ``arch`` (times ten)."""
     if arch == 90 and call.op == "attention" and call.features.isdisjoint(CHANGES_SCORES | {"paged"}):
         return _order_of_plain_attention_on_hopper(call)
     return _USUAL
 
 
-# What the same kind of prediction as below says for it, CUDA C++ against Triton. Clocks of both passes of attention on
-# sm_80, 64 dims: 3095, 3660; 128 dims: 5364, 7327. On sm_90 with ALiBi Triton takes 8584 and 12632, CUDA's backward
-# pass alone 1450 and 2224, and its forward pass less than that. TFLOP/s of the int8 matmul of 4096 tokens on sm_90:
-# 433, 438; with scales for groups of 128: 316, 338; of its gradient: 385, 307. Nothing is predicted of decoding, which
-# waits for memory, and of other GPUs.
+# The same kind of prediction as below, CUDA C++ against Triton, supports this order. Clocks of both passes of attention
+# on sm_80: 3095 and 3660 for 64 dims, 5364 and 7327 for 128. On sm_90 with ALiBi, Triton takes 8584 clocks for 64 dims
+# and 12632 for 128; CUDA's backward pass takes 1450 and 2224, and its forward pass less than that. TFLOP/s of the int8
+# matmul of 4096 tokens on sm_90: 433 and 438; 316 and 338 with scales for groups of 128; 385 and 307 for its gradient.
+# Nothing is predicted for decoding, which waits for memory, or for other GPUs.
 _USUAL = Order(
     ("cuda", "triton"), "no measurement, and no prediction to be trusted, says that a Triton kernel is faster"
 )
 
 
 class _Clocks(NamedTuple):
-    """Of an SM for 64 x 64 scores that are only scaled and masked by a window, forward and backward."""
+    """The clocks that an SM takes for 64 x 64 scores that are only scaled and masked by a window, in both passes."""
 
     cuda: int
     cuda_backward: int
-    cuda_without_sm90a: int  # both for sm_80, where the library has no others
+    cuda_without_sm90a: int  # this and the next: kernels for sm_80, if the library has none for sm_90a
     cuda_backward_without_sm90a: int
     triton: int
     triton_backward: int
 
 
-# Predicted from the machine code for an H100, bf16, nothing measured. By the widest head dim that costs as much, for
-# kernels pad narrower ones; Triton's have no width between powers of two.
+# Predicted from the machine code for an H100 in bf16; nothing is measured. The keys are the widest head dims of equal
+# cost, as kernels pad narrower ones; Triton's have only powers of two as widths.
 _CLOCKS_ON_HOPPER = {
     32: _Clocks(412, 1080, 432, 1031, triton=415, triton_backward=1118),
     63: _Clocks(412, 1080, 732, 1745, triton=631, triton_backward=1515),
@@ -57,11 +57,11 @@ _CLOCKS_ON_HOPPER = {
     255: _Clocks(1194, 5014, 2665, 11476, triton=2333, triton_backward=10900),
     256: _Clocks(1194, 5014, 2665, 11476, triton=2074, triton_backward=11048),
 }
-_TRUSTED = 0.08  # predicted clocks that differ by a smaller share of the larger say nothing
+_TRUSTED = 0.08  # predicted clocks that differ by less than this share of the larger decide nothing
 
 
 def _order_of_plain_attention_on_hopper(call: Call) -> Order:
-    """A backward pass runs where its forward pass has run, so that the two count together."""
+    """Returns the order by predicted clocks. A backward pass runs on its forward's backend, so both count together."""
     clocks = None
     for head_dim, row in _CLOCKS_ON_HOPPER.items():
         if call.head_dim <= head_dim and call.value_dim <= head_dim:

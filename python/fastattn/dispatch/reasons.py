@@ -1,8 +1,8 @@
-"""Why a backend does not serve a call: each reason is a sentence that a user can act on.
+"""The reasons why a backend does not serve a call: each is a sentence that a user can act on.
 
-``explain`` shows them, a forced backend's error quotes them, and the warning about a call that runs in PyTorch does.
-What the kernels take stands in support.py. The functions that know more about their own arguments word such reasons
-themselves (``Call.only_torch``); why a tensor is copied first stands in layout.py.
+``explain`` shows them; the error of a forced backend and the warning about a call that runs in PyTorch quote them.
+support.py lists what the kernels take. Functions that know more about their own arguments word such reasons themselves
+(``Call.only_torch``); layout.py says why a tensor is copied first.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from fastattn.dispatch.call import Call
 from fastattn.dispatch.device import DeviceFacts
 from fastattn.dispatch.support import FEATURES, SUPPORT, Support
 
-# Against every kernel, whatever the call is.
+# Reasons against every kernel, whatever the call is.
 SDPA_KERNEL = "a backend of torch's own attention is selected (torch.nn.attention.sdpa_kernel)."
 FORWARD_MODE = (
     "forward-mode differentiation is under way (torch.func.jvp, forward_ad), and the kernels have gradients for "
     "backward mode only; PyTorch's math backend has both (torch.nn.attention.sdpa_kernel(SDPBackend.MATH))."
 )
 
-# Against PyTorch, where a kernel was chosen.
+# The reason against PyTorch where a kernel was chosen.
 A_KERNEL_RUNS = "a kernel of fastattn runs this call."
 
 _NAMES = {"cuda": "CUDA C++", "triton": "Triton"}
@@ -32,17 +32,17 @@ _TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 def another_is_forced(forced: str) -> str:
-    """Against every backend but ``forced``."""
+    """Returns the reason against every backend but ``forced``."""
     return f'use_backend("{forced}") is in force.'
 
 
 def another_comes_first(chosen: str, backend: str, reason: str) -> str:
-    """Against ``backend``, which could run the call, as ``chosen`` can; ``reason`` is that of the order."""
+    """Returns the reason against ``backend``, which could run the call as ``chosen`` can; ``reason`` is the order's."""
     return f'"{chosen}" comes first: {reason}. use_backend("{backend}") selects this one.'
 
 
 def reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) -> str | None:
-    """Why ``backend`` cannot run ``call``: a sentence that a user can act on, or None."""
+    """Returns why ``backend`` cannot run ``call``, as a sentence that a user can act on, or None."""
     if call.only_torch is not None:
         return call.only_torch
     if device_facts is None:
@@ -55,8 +55,8 @@ def reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) -
 
 
 def lacking_for_cuda(call: Call, device_facts: DeviceFacts) -> str | None:
-    """Returns what this build or the driver lacks to run ``call`` on this GPU by a CUDA C++ kernel that takes it, or
-    None."""
+    """Returns what this build or the driver lacks to run ``call`` on this GPU by a CUDA C++ kernel, or None if nothing
+    is lacking or no such kernel takes the call."""
     support = SUPPORT[call.op].get("cuda")
     if support is None or (call.device.type == "cpu" and not native.TAKES_CPU_TENSORS):
         return None
@@ -128,7 +128,7 @@ def _unavailable(backend: str, device: torch.device, device_facts: DeviceFacts) 
     return None
 
 
-# Of the CUDA C++ kernels that multiply int8 numbers by int8 numbers, csrc/int8_matmul/gemm_s8_sm80.cuh and _sm90.cuh.
+# Limits of the CUDA C++ kernels that multiply int8 by int8, csrc/int8_matmul/gemm_s8_sm80.cuh and gemm_s8_sm90.cuh.
 _INT8_ACTIVATIONS_GO_WITH = frozenset({"gradients", "group scales", "bias", "activation", "residual"})
 _MAX_INT8_SUM_DEPTH = 2**17
 _MAX_INT8_LAUNCH_COUNT = 2**24
@@ -136,7 +136,7 @@ _MAX_INT32 = 2**31 - 1
 
 
 def _reason_against_int8_activations(call: Call, device_facts: DeviceFacts) -> str | None:
-    """What that kernel does not take, and the one for 16-bit activations may."""
+    """Returns why the kernel for int8 activations cannot run a call that the one for 16-bit ones might, or None."""
     tokens, rows, columns, _ = call.sizes
     others = call.features - _INT8_ACTIVATIONS_GO_WITH - {"int8 activations"}
     if others:
@@ -149,11 +149,11 @@ def _reason_against_int8_activations(call: Call, device_facts: DeviceFacts) -> s
         )
     if columns > _MAX_INT8_SUM_DEPTH:
         return f"K is {columns}, and int32 holds sums of products of int8 numbers up to {_MAX_INT8_SUM_DEPTH}."
-    if not torch.compiler.is_compiling():  # else sizes may be symbols, and the kernel's own check has to do
+    if not torch.compiler.is_compiling():  # else sizes may be symbols, and the kernel's own check must suffice
         gpu, sizes = ("int8_matmul_s8", device_facts.arch, device_facts.num_sms), (tokens, rows, columns)
         has_groups = "group scales" in call.features
         kernel = native.int8_matmul_kernel(*gpu, call.dtype, has_groups, False, *sizes)
-        if kernel is not None and "_sm90" in kernel:  # its tokens are int8 numbers before it starts
+        if kernel is not None and "_sm90" in kernel:  # tokens are rounded before its launch, so it counts none of them
             return None
         ctas = native.dealt_int8_matmul(*gpu, has_groups, *sizes).ctas
         if tokens + 2 * ctas >= _MAX_INT8_LAUNCH_COUNT:
@@ -164,12 +164,12 @@ def _reason_against_int8_activations(call: Call, device_facts: DeviceFacts) -> s
     return None
 
 
-# What torch's own tracers hand to the functions they trace; the ops have shape functions for them.
+# The tensor types that torch's tracers pass to the functions they trace; the ops have shape functions for them.
 _TRACING_TENSORS = frozenset({"FakeTensor", "FunctionalTensor", "Buffer"})
 
 
 def only_torch_handles(*tensors: Tensor | None) -> str | None:
-    """Why a tensor among these is for PyTorch alone (nested tensors, DTensor, other subclasses), or None."""
+    """Returns why only PyTorch can take one of these tensors (nested ones, DTensor, other subclasses), or None."""
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             continue

@@ -1,4 +1,4 @@
-"""Which kernels ran: ``fastattn.record()``."""
+"""``fastattn.record()``, which tells which kernels ran."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class RecordedCall(NamedTuple):
-    """One entry of ``fastattn.record()``."""
+    """One entry in the list of ``fastattn.record()``."""
 
     op: str
     backend: str
@@ -22,7 +22,7 @@ _recorders: list[list[RecordedCall]] = []
 
 @contextlib.contextmanager
 def record() -> Iterator[list[RecordedCall]]:
-    """Collect ``(op, backend, kernel)`` of every fastattn call in the block, backward passes included, from all
+    """Collects ``(op, backend, kernel)`` of every fastattn call in the block, including backward passes, from all
     threads (autograd runs backward in threads of its own).
 
     An entry appears when the call has succeeded. A backward pass that runs several kernels names all of them,
@@ -33,17 +33,17 @@ def record() -> Iterator[list[RecordedCall]]:
     try:
         yield calls
     finally:
-        # By identity: two recordings that hold equal lists are still two.
+        # Compare by identity: two recordings with equal lists are still two.
         _recorders[:] = [recorder for recorder in _recorders if recorder is not calls]
 
 
 def is_recording() -> bool:
-    """Whether a ``record()`` wants to know what runs. Never while torch.compile traces: nothing runs then."""
+    """Returns whether a ``record()`` is active; False while torch.compile traces, as nothing runs then."""
     return not torch.compiler.is_compiling() and bool(_recorders)
 
 
 def note(op: str, backend: str, kernel: str) -> None:
-    """Tell every ``record()`` what has run: to be called after it did."""
+    """Tells every ``record()`` what has run; call it after the kernel has run."""
     if not torch.compiler.is_compiling():
         for recorder in _recorders:
             recorder.append(RecordedCall(op, backend, kernel))

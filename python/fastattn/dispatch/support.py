@@ -1,4 +1,4 @@
-"""What each backend's kernels take: the lists that the dispatcher asks and that the README's table is made from."""
+"""Lists of what each backend's kernels take. The dispatcher asks them, and the README's table is made from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 BACKENDS = ("cuda", "triton", "torch")
 KERNEL_BACKENDS = ("cuda", "triton")
 
-# Every option that a call can use and a kernel can lack. The words stand in the table and in the reasons.
+# Every option that a call can use and a kernel can lack. The words appear in the table and in the reasons.
 FEATURES: dict[str, dict[str, str]] = {
     "attention": {
         "gradients": "gradients (the backward pass)",
@@ -68,10 +68,10 @@ FEATURES: dict[str, dict[str, str]] = {
 # Options of attention that do more to scores than scaling them and hiding some by position.
 CHANGES_SCORES = frozenset({"softcap", "alibi", "mask", "bias", "dropout"})
 
-# How a call uses a cache of 8 bits, by the cache's dtype.
+# The feature of a call that uses an 8-bit cache, by the cache's dtype.
 FEATURE_OF_CACHE = {torch.int8: "int8 cache", torch.float8_e4m3fn: "fp8 cache"}
 
-# What the table's rows call the operations.
+# The names of the operations in the table's rows.
 FUNCTIONS = {
     "attention": "`scaled_dot_product_attention`, `attention`, `attention_varlen`",
     "decode": "`attention_with_kv_cache`",
@@ -83,10 +83,11 @@ FUNCTIONS = {
 
 @dataclass(frozen=True)
 class Support:
-    """What the kernels of one backend take for one operation. Head dims are None where the operation has none.
+    """The features, head dims and dtypes that the kernels of one backend take for one operation.
 
-    ``pads``: other head dims, down to 1, are padded with zeros to the next that the kernels take.
-    ``most_dims_with_gradients``: the largest head dim of which there are gradients, if not all.
+    ``head_dims`` is None where the operation has none. ``pads`` says that other head dims, down to 1, are padded with
+    zeros to the next that the kernels take. ``most_dims_with_gradients`` is the largest head dim with gradients, or
+    None if all have them.
     """
 
     features: frozenset[str]
@@ -97,8 +98,10 @@ class Support:
     min_arch: int = 80
 
     def kernel_head_dim(self, dim: int) -> int | None:
-        """The head dim that a kernel gets for ``dim``; None: there is none. In comparisons that torch.compile can
-        guard on."""
+        """Returns the head dim that a kernel gets for ``dim``, or None if no kernel takes it.
+
+        It only uses comparisons on which torch.compile can guard.
+        """
         if self.head_dims is None:
             return dim
         first, step = self.head_dims.start, self.head_dims.step
@@ -115,7 +118,7 @@ class Support:
         return self.most_dims_with_gradients or self.head_dims[-1]
 
     def head_dims_text(self) -> str:
-        """``multiples of 8 from 16 to 256``, or ``up to 256, padded to multiples of 8 from 16``."""
+        """Returns ``multiples of 8 from 16 to 256``, or ``up to 256, padded to multiples of 8 from 16``."""
         if self.head_dims is None:
             return "any"
         first, step, last = self.head_dims[0], self.head_dims.step, str(self.head_dims[-1])
@@ -164,7 +167,7 @@ SUPPORT: dict[str, dict[str, Support]] = {
 
 
 def support_table() -> str:
-    """The support table of the README, in Markdown: of each operation everything there is, and who lacks what of it."""
+    """Returns the README's support table in Markdown: all features of each operation, and which backend lacks which."""
     lines = ["| | CUDA C++ | Triton | PyTorch |", "|---|---|---|---|"]
     for op in FEATURES:
         cells = [_support_cell(op, SUPPORT[op].get(backend)) for backend in KERNEL_BACKENDS]

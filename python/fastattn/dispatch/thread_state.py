@@ -1,4 +1,4 @@
-"""What the current thread has asked of the dispatcher: a backend, or an explanation instead of a result."""
+"""The requests of the current thread to the dispatcher: a certain backend, or an explanation instead of a result."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from fastattn.dispatch.support import BACKENDS
 
 
 class Explained(BaseException):
-    """Carries the choice out of a call that only was to be explained."""
+    """Carries the choice out of a call that is only explained, not run."""
 
     def __init__(self, choice: Choice) -> None:
         self.choice = choice
 
 
 class NoKernel(Exception):
-    """No kernel takes a call that came from an operator of torch's own: torch is to run what it ran before."""
+    """No kernel takes a call that came from an operator of torch's own, so torch must run its own code."""
 
 
 class Asked(NamedTuple):
-    """The user asks for this where a call is made: a backend, and PyTorch by ``torch.nn.attention.sdpa_kernel``."""
+    """The user's requests where a call is made: a forced backend, and PyTorch by ``torch.nn.attention.sdpa_kernel``."""
 
     forced: str | None
     sdpa: bool
 
 
 class _ThreadState(threading.local):
-    def __init__(self) -> None:  # of each thread; torch 2.11's dynamo reads an attribute of the class before a thread's
+    def __init__(self) -> None:  # not class attributes, which torch 2.11's dynamo reads before those of the thread
         self.forced: str | None = None
-        self.sdpa: bool | None = None  # None: as torch's switches stand
+        self.sdpa: bool | None = None  # None: torch's own switches say it
         self.explaining = False
         self.serving_torch = False
 
@@ -45,11 +45,11 @@ thread = _ThreadState()
 
 @contextlib.contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """Force ``"cuda"``, ``"triton"`` or ``"torch"`` for the calls of this thread inside the block.
+    """Forces ``"cuda"``, ``"triton"`` or ``"torch"`` for the calls of this thread inside the block.
 
-    A call which that backend cannot run raises ``InputError`` with the reason. A backward pass uses what its forward
-    chose, wherever it runs. A checkpoint calls the forward again, on a GPU from autograd's own thread: its
-    ``context_fn=lambda: (use_backend(backend), use_backend(backend))`` forces the backend there, too.
+    A call that the backend cannot run raises ``InputError`` with the reason. A backward pass uses the backend of its
+    forward pass, wherever it runs. A checkpoint calls the forward again, on a GPU from autograd's own thread: pass it
+    ``context_fn=lambda: (use_backend(backend), use_backend(backend))`` to force the backend there, too.
     """
     check_choice("backend", backend, BACKENDS)
     before = thread.forced
@@ -61,9 +61,9 @@ def use_backend(backend: str) -> Iterator[None]:
 
 
 def asked() -> Asked:
-    """Returns what is asked for here and now.
+    """Returns what this thread asks for now.
 
-    Backward passes that choose again need it, in another thread or behind the block.
+    Backward passes that choose again need it, as they run in another thread or after the block.
     """
     c = torch._C
     sdpa = not (c._get_flash_sdp_enabled() and c._get_mem_efficient_sdp_enabled() and c._get_math_sdp_enabled())
@@ -72,7 +72,7 @@ def asked() -> Asked:
 
 @contextlib.contextmanager
 def as_asked(before: Asked) -> Iterator[None]:
-    """Inside, calls of this thread choose as one did where that was asked for."""
+    """Makes the calls of this thread inside the block follow ``before``, which was asked for elsewhere."""
     own = thread.forced, thread.sdpa
     thread.forced, thread.sdpa = before
     try:
@@ -83,7 +83,7 @@ def as_asked(before: Asked) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explaining() -> Iterator[None]:
-    """Inside, ``choose`` raises ``Explained`` instead of returning."""
+    """Makes ``choose`` raise ``Explained`` inside the block instead of returning."""
     before = thread.explaining
     thread.explaining = True
     try:
@@ -94,10 +94,10 @@ def explaining() -> Iterator[None]:
 
 @contextlib.contextmanager
 def serving_torch() -> Iterator[None]:
-    """Inside, calls come from an operator of torch's own, which must not come back to itself.
+    """Marks the calls inside the block as those of an operator of torch's own, which must not be called again.
 
-    ``choose`` raises ``NoKernel`` where it would choose PyTorch. What ``torch.nn.attention.sdpa_kernel`` selects does
-    not count: torch has looked at it already.
+    ``choose`` then raises ``NoKernel`` where it would choose PyTorch, and ignores ``torch.nn.attention.sdpa_kernel``,
+    which torch has already followed.
     """
     before = thread.serving_torch
     thread.serving_torch = True
@@ -108,5 +108,5 @@ def serving_torch() -> Iterator[None]:
 
 
 def is_explaining() -> bool:
-    """Whether this call will raise ``Explained`` where it chooses: then nothing may be changed on the way there."""
+    """Returns whether this call will raise ``Explained`` where it chooses: nothing may be changed before that."""
     return thread.explaining

@@ -1,5 +1,5 @@
-"""Whether all ranks of a group make the same call: asked with ``FASTATTN_CHECK=1``. A mistake on one of them is then an
-error on every rank, where it would make the others wait."""
+"""Checks with ``FASTATTN_CHECK=1`` that all ranks of a group make the same call. A mistake on one rank is then an error
+on every rank; without the check the others would wait for it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from fastattn.errors import InputError
 
 
 def checked_on_all_ranks(groups: Sequence[dist.ProcessGroup], check: Callable[[], dict[str, Any]]) -> None:
-    """Runs ``check``, which raises, or returns what has to be the same on all ranks, by name. ``groups``: those of one
-    mesh, a dimension after the other, where there is more than one."""
+    """Runs ``check``, which either raises or returns by name the values that all ranks must share.
+
+    ``groups`` is one process group, or the groups of a mesh in the order of its dimensions.
+    """
     if not device_checks_are_on():
         check()
         return

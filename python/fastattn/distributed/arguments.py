@@ -1,4 +1,4 @@
-"""What a call of context parallel attention is given: checked on all ranks before anything is sent, and made ready."""
+"""The arguments of context parallel attention: they are checked on all ranks and prepared before anything is sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STRATEGIES = ("ring", "allgather", "ulysses")
 
 
 class Arguments(NamedTuple):
-    """Of both calls; tensors ``[B, H, S, D]``."""
+    """The arguments of the dense and of the packed call; query, key and value are ``[B, H, S, D]``."""
 
     query: Tensor
     key: Tensor
@@ -39,15 +39,15 @@ class Arguments(NamedTuple):
     def prepared(
         self, groups: Sequence[dist.ProcessGroup], check: Callable[[], dict[str, Any]]
     ) -> tuple[Tensor, Tensor, Tensor, BlockOptions]:
-        """Query, key and value in the dtype of autocast, and the options of all blocks, without slopes.
+        """Returns query, key and value in the dtype of autocast, and the options of all blocks, without slopes.
 
-        ``check`` is about what the calls do not have in common. It raises, or returns what has to be the same on all
-        ranks.
+        ``check`` covers what differs between the two calls. It either raises or returns by name the values that all
+        ranks must share.
         """
         checked_on_all_ranks(groups, lambda: {**check(), **self._facts()})
         tensors = self.query, self.key, self.value
         cast = autocast_dtype(self.query.device.type)
-        if cast is not None:  # before anything is sent
+        if cast is not None:  # before anything is sent: 16-bit messages are smaller
             tensors = tuple(autocast_to(cast, tensor) for tensor in tensors)  # type: ignore[assignment]
         left, right = self.window
         seed = self._common_seed(groups) if self.dropout_p > 0 else None
@@ -56,7 +56,7 @@ class Arguments(NamedTuple):
 
     def _facts(self) -> dict[str, Any]:
         slopes = self.alibi_slopes
-        of_batch = slopes if slopes is None or slopes.dim() == 1 else None  # those of documents are no batch's
+        of_batch = slopes if slopes is None or slopes.dim() == 1 else None  # a row of slopes may be a document's
         check_call(
             (self.query, self.key, self.value, None, of_batch, self.sinks, None, None, None),
             Options(0, 0, self.causal, self.window, self.softcap, self.dropout_p, self.scale),
@@ -79,7 +79,7 @@ class Arguments(NamedTuple):
         }
 
     def _common_seed(self, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-        """Where none is given, that of the first rank."""
+        """Returns the given seed, or else one that the first rank draws and broadcasts."""
         if self.dropout_seed is not None:
             return seed_tensor(self.dropout_seed, self.query.device)
         drawn = draw_seed(self.query.device)
@@ -91,7 +91,10 @@ class Arguments(NamedTuple):
 def split_groups(
     groups: Sequence[dist.ProcessGroup], strategy: str
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """The group whose ranks exchange sequence for heads, and the one whose ranks have different keys."""
+    """Returns the group whose ranks exchange sequence for heads, and the group whose ranks hold different keys.
+
+    Either may be None.
+    """
     check_choice("strategy", strategy, STRATEGIES)
     expect(len(groups) < 3, "group", "a mesh of one or two dimensions", len(groups))
     if strategy == "ulysses":
@@ -101,7 +104,7 @@ def split_groups(
 
 
 def check_heads(query: Tensor, key: Tensor, by_heads: dist.ProcessGroup | None) -> None:
-    """Of ``[B, H, S, D]``: ranks that exchange sequence for heads have as many each."""
+    """Checks that the ranks that exchange sequence for heads divide the heads of query and key, ``[B, H, S, D]``."""
     num_ranks = 1 if by_heads is None else dist.get_world_size(by_heads)
     for name, tensor in (("query", query), ("key", key)):
         heads = tensor.shape[1]

@@ -1,4 +1,4 @@
-"""Which rows of a rank see which keys of another: blocks of attention, by their places in the whole sequence."""
+"""Blocks of attention say which rows of one rank see which keys of another, by their places in the whole sequence."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from torch import Tensor
 from fastattn.distributed.sequence import in_order_of_parts, in_order_of_ranks, parts_of_rank, parts_per_rank
 
 Found = TypeVar("Found")
-Window = tuple[int, int]  # keys that a row sees before and after its place; -1: all
+Window = tuple[int, int]  # how many keys a row sees before and after its place; -1: all
 _ALL, _ALL_KEYS, _CAUSAL = slice(None), (-1, -1), (-1, 0)
-KEYS_OF_A_DRAW = 4  # dropout draws for so many keys at a time: blocks begin at a multiple of this
+KEYS_OF_A_DRAW = 4  # dropout draws for 4 keys at a time, so blocks begin at a multiple of it
 
 
 class Part(NamedTuple):
-    """Rows that lie side by side on a rank, the place of the first, and of packed sequences the document."""
+    """Rows that lie side by side on a rank.
+
+    ``first`` is the place of the first row in the sequence; packed sequences also have the number of the document.
+    """
 
     rows: slice
     first: int
@@ -30,13 +33,13 @@ class Part(NamedTuple):
         return self.rows.stop - self.rows.start
 
     def moved(self, rows: int) -> Part:
-        """The same so many rows further on."""
+        """Returns the same part, ``rows`` rows further on."""
         return self._replace(rows=slice(self.rows.start + rows, self.rows.stop + rows))
 
 
 class Block(NamedTuple):
-    """Rows and keys of tensors, the places of the first of each, the window that applies to these places, and of packed
-    sequences the one in which they count."""
+    """A block of scores: rows and keys as slices of tensors, the places of the first of each in the sequence, and the
+    window, which applies to places. In packed sequences, places count within ``document``."""
 
     rows: slice
     keys: slice
@@ -47,15 +50,17 @@ class Block(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a rank reads of another's keys: these, one after the other; and its blocks over what it has read."""
+    """The slices of another rank's keys that a rank reads, and its blocks over these keys, slice after slice."""
 
     keys: tuple[slice, ...]
     blocks: tuple[Block, ...]
 
 
 class Spread(NamedTuple):
-    """A sequence of which each rank has ``length`` rows and keys. ``goes_by_places``: with ALiBi or dropout, what is
-    computed of a row and a key depends on their places too."""
+    """A sequence of which each rank has ``length`` rows and keys.
+
+    ``goes_by_places`` is true with ALiBi or dropout: a score then depends on the places of its row and key.
+    """
 
     layout: str
     world_size: int
@@ -64,45 +69,46 @@ class Spread(NamedTuple):
     goes_by_places: bool
 
     def reading(self, rank: int, source: int) -> Reading:
-        """Of the keys of ``source``, what ``rank`` reads; nothing where its rows see none."""
+        """Returns which keys of rank ``source`` rank ``rank`` reads: none where its rows see none."""
         if not self.goes_by_places and self.window in (_ALL_KEYS, _CAUSAL):
             return self._reading_of_whole_parts(rank, source)
         return _reading_of_parts(self.parts_of(rank), self.parts_of(source), self.window)
 
     def kept(self, find: Callable[..., Found], *args: Any) -> Found:
-        """``find(self, *args)``, once: every layer asks for the same."""
+        """Returns ``find(self, *args)``, computed once, as every layer asks for the same."""
         return cast(Found, _found_for(find, self, *args))
 
     def blocks_over_all_keys(self, rank: int) -> list[Block]:
-        """Of the rows of ``rank`` over all keys in the order of their places."""
+        """Returns the blocks of the rows of ``rank`` over all keys, which lie in the order of their places."""
         total = self.world_size * self.length
         if not self.goes_by_places and self.window == _ALL_KEYS:
             return [Block(_ALL, slice(0, total), 0, 0, _ALL_KEYS)]
         return [_block_over_sequence(part, 0, total, self.window) for part in self.parts_of(rank)]
 
     def in_order(self, x: Tensor) -> Tensor:
-        """``[W * length, …]``, what one rank after the other has, by places."""
+        """Returns ``x``, ``[W * length, …]`` with one rank's rows after the other's, in the order of places."""
         return in_order_of_parts(x, 0, self.layout, self.world_size)
 
     def by_rank(self, x: Tensor) -> Tensor:
-        """The inverse."""
+        """The inverse of ``in_order``."""
         return in_order_of_ranks(x, 0, self.layout, self.world_size)
 
     def parts_of(self, rank: int) -> list[Part]:
-        """Its rows, which are the places of its keys too."""
+        """Returns the parts of ``rank``; its keys lie at the same places as its rows."""
         length = self.length // parts_per_rank(self.layout)
         parts = parts_of_rank(self.layout, rank, self.world_size)
         return [Part(slice(i * length, (i + 1) * length), part * length) for i, part in enumerate(parts)]
 
     def length_of(self, document: int | None) -> int:
-        """How many places there are in what parts are of."""
+        """Returns the length of the sequence, or of ``document``, that parts belong to."""
         return self.world_size * self.length
 
     def _reading_of_whole_parts(self, rank: int, source: int) -> Reading:
-        """Without a mask, or with a causal one alone: one block, of whole parts, or with the rank's own keys causal.
+        """Returns the reading where there is no mask, or a causal one alone: it has at most one block.
 
-        In zigzag order a rank's second part lies behind the first parts of all others, and in front of the second parts
-        of those before it.
+        The block is causal over the rank's own keys. Over those of others it has no mask and consists of whole parts:
+        in zigzag order a rank's second part lies behind the first parts of all ranks, and in front of the second parts
+        of the ranks before it.
         """
         is_causal, half = self.window == _CAUSAL, self.length // 2
         rows = keys = slice(0, self.length)
@@ -118,10 +124,10 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PackedSpread:
-    """Packed sequences, here documents, in parts on the ranks. Every layer asks for the same: it is found once.
+    """Packed sequences, here called documents, whose parts lie on the ranks.
 
-    ``parts``: of each rank, in the order of its rows, of which all ranks have ``length``: the last may belong to no
-    document. ``lengths``: of each document.
+    ``parts`` lists the parts of each rank in the order of its rows. All ranks have ``length`` rows; the last ones may
+    belong to no document. ``lengths`` has the length of each document. Results are kept: every layer asks for the same.
     """
 
     parts: tuple[tuple[Part, ...], ...]
@@ -135,11 +141,11 @@ class PackedSpread:
         return len(self.parts)
 
     def reading(self, rank: int, source: int) -> Reading:
-        """As that of ``Spread``."""
+        """Like ``Spread.reading``."""
         return self.kept(_reading_of_packed, rank, source)
 
     def kept(self, find: Callable[..., Found], *args: Any) -> Found:
-        """As that of ``Spread``; it lives as long as this."""
+        """Like ``Spread.kept``, but kept in this object."""
         call = (find, *args)
         if call not in self._kept:
             self._kept[call] = find(self, *args)
@@ -147,15 +153,15 @@ class PackedSpread:
         return found
 
     def parts_of(self, rank: int) -> tuple[Part, ...]:
-        """As that of ``Spread``."""
+        """Like ``Spread.parts_of``."""
         return self.parts[rank]
 
     def length_of(self, document: int | None) -> int:
-        """As that of ``Spread``."""
+        """Like ``Spread.length_of``."""
         return self.lengths[document or 0]
 
     def blocks_over_all_keys(self, rank: int) -> list[Block]:
-        """Of the rows of ``rank`` over the keys of all ranks, one document after the other."""
+        """Returns the blocks of the rows of ``rank`` over the keys of all ranks, one document after the other."""
         first_of: dict[int | None, int] = {}
         num_keys = 0
         for part in self._in_order:
@@ -167,11 +173,11 @@ class PackedSpread:
         ]
 
     def in_order(self, x: Tensor) -> Tensor:
-        """``[W * length, …]``, what one rank after the other has, by documents and places."""
+        """Returns ``x``, ``[W * length, …]`` with one rank's rows after the other's, by documents and places."""
         return x.index_select(0, self._rows_in_order(x.device))
 
     def by_rank(self, x: Tensor) -> Tensor:
-        """The inverse; rows of no document are 0."""
+        """The inverse of ``in_order``; rows that belong to no document are 0."""
         result = x.new_zeros(self.world_size * self.length, *x.shape[1:])
         return result.index_copy_(0, self._rows_in_order(x.device), x)
 
@@ -194,18 +200,18 @@ def _found_for(find: Callable[..., Any], spread: Spread, *args: Any) -> Any:
 
 
 def in_order_of_documents(parts: Sequence[Sequence[Part]], length: int) -> list[Part]:
-    """The parts of all ranks, with rows as they lie where one rank's ``length`` rows come after the other's."""
+    """Returns the parts of all ranks by documents and places. Their rows count through all ranks, ``length`` each."""
     moved = (part.moved(rank * length) for rank, of_rank in enumerate(parts) for part in of_rank)
     return sorted(moved, key=place_of)
 
 
 def place_of(part: Part) -> tuple[int, int]:
-    """Document and place of its first row: parts in this order are the documents, one after the other."""
+    """Returns the document and the place of the part's first row, a sort key that puts document after document."""
     return part.document or 0, part.first
 
 
 class Rows:
-    """Numbers of rows, as int64 on a device, where they are kept."""
+    """Row numbers, as an int64 tensor on each device that has asked for them."""
 
     def __init__(self, slices: Iterable[slice]) -> None:
         ranges = (torch.arange(of.start, of.stop) for of in slices)
@@ -222,7 +228,8 @@ class Rows:
 
 
 def seen_pieces(own: Sequence[Part], of_source: Sequence[Part], window: Window) -> list[Part]:
-    """Of the source's keys those that some of the own parts see: what one sees of a part is in one piece."""
+    """Returns the source's keys that at least one of the own parts sees. The keys that one part sees of another are
+    consecutive."""
     pieces = []
     for source in of_source:
         of_one = (keys_seen(part, source, window) for part in own if part.document == source.document)
@@ -233,7 +240,7 @@ def seen_pieces(own: Sequence[Part], of_source: Sequence[Part], window: Window) 
 
 
 def _merged(ranges: Iterable[range]) -> list[range]:
-    """What is in any of them, in order."""
+    """Returns the union of the ranges, in order and without overlaps."""
     merged: list[range] = []
     for each in sorted(ranges, key=lambda each: each.start):
         if merged and each.start <= merged[-1].stop:
@@ -244,7 +251,7 @@ def _merged(ranges: Iterable[range]) -> list[range]:
 
 
 def keys_seen(part: Part, keys: Part, window: Window) -> range:
-    """Of the keys of a part of the same sequence, those that some of the rows of ``part`` see."""
+    """Returns which keys of the part ``keys`` at least one row of ``part`` sees; both belong to one sequence."""
     return _seen(part, keys.first, keys.length, window)
 
 
@@ -262,14 +269,17 @@ def _reading_of_parts(own: Sequence[Part], of_source: Sequence[Part], window: Wi
 
 
 def _block_over_sequence(part: Part, first_key: int, length: int, window: Window) -> Block:
-    """Over the keys of the whole sequence, which lie from ``first_key`` on."""
+    """Returns the block of ``part`` over the keys of its whole sequence, which lie from ``first_key`` on."""
     seen = _seen(part, 0, length, window)
     keys = slice(first_key + seen.start, first_key + seen.stop)
     return Block(part.rows, keys, part.first, seen.start, window, part.document)
 
 
 def _seen(part: Part, first_key: int, num_keys: int, window: Window) -> range:
-    """Of keys from place ``first_key`` on, those that some of the rows see, from a multiple of four on."""
+    """Returns which of ``num_keys`` keys from place ``first_key`` on at least one row of ``part`` sees.
+
+    The range begins at a multiple of ``KEYS_OF_A_DRAW``.
+    """
     left, right = window
     ahead = part.first - first_key
     begin = 0 if left < 0 else max(0, ahead - left)

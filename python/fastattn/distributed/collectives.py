@@ -1,6 +1,6 @@
-"""torch's collectives: under way while kernels run, or waited for at once, with their gradients.
+"""torch's collectives, either under way while kernels run, or waited for at once and differentiable.
 
-A rank's loss is a part of the whole: gradients of what ranks gave each other add up.
+Each rank's loss is a part of the whole loss, so the gradients that several ranks have for one tensor are added up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastattn.errors import InputError
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
-# Their names until torch 2.12 come second.
+# The second names are those until torch 2.12.
 _all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -29,7 +29,7 @@ _GATHER, _ULYSSES = "gather_sequence", "context_parallel_attention with strategy
 
 
 def process_groups(group: Group) -> list[dist.ProcessGroup]:
-    """The groups that an argument names: None is the default one, and a mesh has one for each of its dimensions."""
+    """Returns the process groups that an argument names: the default one for None, one per dimension for a mesh."""
     if isinstance(group, DeviceMesh):
         return [group.get_group(dim) for dim in range(group.ndim)]
     if not dist.is_available() or not dist.is_initialized():
@@ -48,16 +48,16 @@ def process_groups(group: Group) -> list[dist.ProcessGroup]:
 
 
 class Started:
-    """A collective that is under way. It keeps what it sends until it is waited for.
+    """A collective that is under way. It keeps alive what it sends until it is waited for.
 
-    These are torch's plain collectives: two functional gathers at a time crash on gloo (seen with torch 2.13).
+    It uses torch's plain collectives, because two functional gathers at a time crash on gloo (seen with torch 2.13).
     """
 
     def __init__(self, result: Tensor, given: Tensor, work: dist.Work | None) -> None:
         self._result, self._given, self._work = result, given, work
 
     def wait(self, call: str) -> Tensor:
-        """What has come; ``call`` is what an error names."""
+        """Waits and returns what has arrived; an error names ``call``."""
         if self._work is not None:
             with naming(call):
                 self._work.wait()
@@ -65,19 +65,19 @@ class Started:
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Started:
-    """``[n, …]`` of each rank to ``[W * n, …]`` on all."""
+    """Starts to gather each rank's ``[n, …]`` as ``[W * n, …]`` on all ranks."""
     gathered = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
     return Started(gathered, x, _all_gather_into(gathered, x, group=group, async_op=True))
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Started:
-    """``[W * n, …]`` of each rank to ``[n, …]``, its part of the sums."""
+    """Starts to add up every rank's ``[W * n, …]``; each rank gets ``[n, …]``, its part of the sums."""
     scattered = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
     return Started(scattered, x, _reduce_scatter_into(scattered, x, group=group, async_op=True))
 
 
 def start_all_to_all(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Started:
-    """So many entries of ``[n, …]`` to and from each rank."""
+    """Starts to send ``sent[r]`` entries of ``x [n, …]`` to each rank r, and to receive ``received[r]`` from it."""
     exchanged = x.new_empty(sum(received), *x.shape[1:])
     return Started(exchanged, x, dist.all_to_all_single(exchanged, x, received, sent, group=group, async_op=True))
 
@@ -108,7 +108,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def waited(tensor: Tensor, call: str) -> Tensor:
-    """A plain tensor: what eager collectives return waits where it is used first."""
+    """Waits and returns a plain tensor. The result of an eager collective would wait only where it is first used."""
     if torch.compiler.is_compiling():
         return functional.wait_tensor(tensor)
     with naming(call):
@@ -117,7 +117,7 @@ def waited(tensor: Tensor, call: str) -> Tensor:
 
 @contextlib.contextmanager
 def naming(call: str) -> Iterator[None]:
-    """Where other ranks are waited for: torch's own error, of a time-out or a lost rank, says in which call."""
+    """Adds the name of the call to torch's error about a time-out or a lost rank; used wherever a rank waits."""
     try:
         yield
     except RuntimeError as error:
@@ -127,12 +127,12 @@ def naming(call: str) -> Iterator[None]:
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[n, …]`` of each rank to ``[W * n, …]`` on all, by rank. The gradients that all ranks have for x are added."""
+    """Returns each rank's ``[n, …]`` as ``[W * n, …]``, by rank. The gradients that all ranks have for x are added."""
     gathered: Tensor = _AllGather.apply(x, group)
     return gathered
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[W, …]``: entry r goes to rank r, and comes from there."""
+    """Returns ``[W, …]``, whose entry r is from rank r; entry r of ``x`` goes to rank r."""
     exchanged: Tensor = _AllToAll.apply(x, group)
     return exchanged

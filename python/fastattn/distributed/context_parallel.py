@@ -94,27 +94,28 @@ def context_parallel_attention(
 
     Args:
         query: ``[B, Hq, S / W, D]``; key: ``[B, Hkv, S / W, D]``; value: ``[B, Hkv, S / W, Dv]``, on W ranks.
-        group: a process group, a mesh of one dimension, or None: the default group. A mesh of two: ranks of the second
-            exchange sequence for heads, as with ``"ulysses"``, and those of the first do what ``strategy`` says.
-        strategy: ``"ring"``: keys and values of one rank after the other come in while those before are attended to
-            (Liu et al., "Ring attention", 2023).
+        group: a process group, a mesh of one dimension, or None for the default group. In a mesh of two dimensions,
+            ranks along the second exchange sequence for heads, as with ``"ulysses"``, and ranks along the first follow
+            ``strategy``.
+        strategy: ``"ring"``: the keys and values of one rank after the other arrive while a rank attends to those of
+            the rank before (Liu et al., "Ring attention", 2023).
             ``"allgather"``: each rank gathers all keys and values, some heads at a time, and attends to them with its
-            own queries. With a window that leaves few to see, it gathers those alone.
+            own queries. Where a window leaves few keys to see, it gathers those alone.
             ``"ulysses"``: ranks exchange sequence for heads, so that each attends over the whole sequence with some
-            heads, and back (Jacobs et al., "DeepSpeed Ulysses", 2023): W divides Hq and Hkv.
+            heads, and exchange the results back (Jacobs et al., "DeepSpeed Ulysses", 2023). W divides Hq and Hkv.
         layout: ``"contiguous"`` or ``"zigzag"``: see ``shard_sequence``.
         causal, window, softcap, alibi_slopes, sinks, dropout_p, scale, return_lse, deterministic: as in
             ``fastattn.attention``, by positions in the whole sequence.
-        dropout_seed: the same on all ranks; None: drawn on the first of them. What is dropped does not depend on the
+        dropout_seed: the same on all ranks, or None: the first rank draws one. What is dropped does not depend on the
             number of ranks.
 
     Returns:
         ``[B, Hq, S / W, Dv]``, and with ``return_lse`` the lse, ``[B, Hq, S / W]``.
 
     Raises:
-        InputError, TypeError: as ``fastattn.attention``; a group that is not initialised, a length that the layout does
-            not divide, heads that W does not divide. With ``FASTATTN_CHECK=1`` on every rank, also where only one is
-            wrong, or where ranks differ in shapes or options; else the other ranks would wait for it.
+        InputError, TypeError: as ``fastattn.attention``; also for a group that is not initialised, a length that the
+            layout does not divide, and heads that W does not divide. With ``FASTATTN_CHECK=1`` all ranks raise where
+            one rank is wrong, or where ranks differ in shapes or options; without it the others would wait.
     """
     groups = process_groups(group)
     arguments = Arguments(
@@ -153,7 +154,7 @@ def context_parallel_attention(
 
 
 class _Inputs(NamedTuple):
-    """What a rank attends with. ``attention`` has no slopes."""
+    """The tensors and options with which a rank attends. ``attention`` has no slopes."""
 
     query: Tensor
     key: Tensor
@@ -177,7 +178,7 @@ def _check_parts(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None
 
 
 def _with_whole_sequence(inputs: _Inputs, group: dist.ProcessGroup, layout: str) -> _Inputs:
-    """Some of the heads, over what all ranks of the group have of the sequence."""
+    """Returns the inputs of some of the heads, over the parts of the sequence that all ranks of the group have."""
     heads = inputs.query.shape[1] // dist.get_world_size(group)
     own = slice(dist.get_rank(group) * heads, (dist.get_rank(group) + 1) * heads)
     slopes, sinks = inputs.slopes, inputs.sinks
@@ -193,7 +194,10 @@ def _with_whole_sequence(inputs: _Inputs, group: dist.ProcessGroup, layout: str)
 
 
 def _attend(inputs: _Inputs) -> tuple[Tensor, Tensor]:
-    """Over the whole sequence. Dropout counts heads over batch entries: with it, one entry at a time."""
+    """Attends over the whole sequence.
+
+    Dropout numbers the heads through all batch entries. A rank has some heads of each, so it takes one entry at a time.
+    """
     options, first_head, all_heads, _ = inputs.attention
 
     def of(entries: slice) -> tuple[Tensor, ...]:
@@ -221,12 +225,12 @@ def _attend(inputs: _Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _to_whole_sequence(x: Tensor, group: dist.ProcessGroup, layout: str) -> Tensor:
-    """``[B, H, S / W, D]`` of each rank to ``[B, H / W, S, D]``, the parts of the sequence in order."""
+    """Turns each rank's ``[B, H, S / W, D]`` into ``[B, H / W, S, D]``, with the parts of the sequence in order."""
     by_rank = all_to_all(x.unflatten(1, (dist.get_world_size(group), -1)).movedim(1, 0), group)
     return in_order_of_parts(by_rank.movedim(0, 2).flatten(2, 3), 2, layout, dist.get_world_size(group))
 
 
 def _to_all_heads(x: Tensor, group: dist.ProcessGroup, layout: str) -> Tensor:
-    """The inverse: ``[B, H / W, S, D]`` to ``[B, H, S / W, D]``."""
+    """The inverse: turns ``[B, H / W, S, D]`` into ``[B, H, S / W, D]``."""
     by_rank = in_order_of_ranks(x, 2, layout, dist.get_world_size(group)).unflatten(2, (dist.get_world_size(group), -1))
     return all_to_all(by_rank.movedim(2, 0), group).movedim(0, 1).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""Attention over packed sequences, here documents, of which each rank has parts."""
+"""Attention over packed sequences, here called documents, of which each rank has parts."""
 
 from __future__ import annotations
 
@@ -85,24 +85,25 @@ def context_parallel_attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``fastattn.attention_varlen`` over packed sequences that are spread over ranks: this rank's part of the result.
 
-    Sequences that a rank has whole are attended to there, and ``strategy`` is about the others alone. What
-    ``context_parallel_attention`` says of gradients holds here.
+    A rank attends to its whole sequences by itself; ``strategy`` is about the others alone. Gradients are as in
+    ``context_parallel_attention``.
 
     Args:
         query: ``[num_rows, Hq, D]``; key: ``[num_rows, Hkv, D]``; value: ``[num_rows, Hkv, Dv]``: this rank's rows, as
-            ``shards.shard`` gives them. What stands in padding has no influence.
-        shards: how the sequences lie on the ranks of which group: ``shard_varlen``.
+            ``shards.shard`` gives them. The contents of padding have no influence.
+        shards: how the sequences lie on the ranks of a group, from ``shard_varlen``.
         strategy: as for ``context_parallel_attention``.
         alibi_slopes: ``[Hq]``, or ``[B, Hq]`` for all B sequences. The other options are those of
             ``fastattn.attention_varlen``.
-        dropout_seed: the same on all ranks; None: drawn on the first of them. What is dropped does not depend on how
+        dropout_seed: the same on all ranks, or None: the first rank draws one. What is dropped does not depend on how
             sequences are spread.
 
     Returns:
-        ``[num_rows, Hq, Dv]``, and with ``return_lse`` the lse, ``[Hq, num_rows]``. Of padding: 0 and -inf.
+        ``[num_rows, Hq, Dv]``, and with ``return_lse`` the lse, ``[Hq, num_rows]``. Padding has 0 and -inf.
 
     Raises:
-        InputError, TypeError: as ``context_parallel_attention``; another number of rows than ``shards`` has.
+        InputError, TypeError: as ``context_parallel_attention``; also for a number of rows other than that of
+            ``shards``.
     """
     expect(isinstance(shards, PackedShards), "shards", "what shard_varlen returns", type(shards).__name__)
     groups = process_groups(shards.group)
@@ -133,7 +134,7 @@ def context_parallel_attention_varlen(
 
 
 class _Rows(NamedTuple):
-    """What a rank attends with: some heads, ``[1, H, rows, D]``, and what all ranks with these heads have."""
+    """The inputs of a rank: rows of some heads, ``[1, H, rows, D]``, and the layout of all ranks with these heads."""
 
     query: Tensor
     key: Tensor
@@ -148,11 +149,11 @@ class _Rows(NamedTuple):
 def _attend(
     rows: _Rows, by_heads: dist.ProcessGroup | None, by_keys: dist.ProcessGroup | None, over_keys: Any
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse of all rows. Ranks of ``by_heads`` exchange rows for heads, those of ``by_keys`` keys."""
+    """Returns output and lse of all rows. Ranks of ``by_heads`` exchange rows for heads, those of ``by_keys`` keys."""
     layout = rows.layout
     found = []
     num_cut = max((part.rows.stop for part in layout.cut_parts[rows.rank]), default=0)
-    if layout.cut_rows > 0:  # on one rank: all take part
+    if layout.cut_rows > 0:  # where one rank has rows of cut documents, all ranks take part
         query, key, value = (_first_rows(tensor, num_cut, layout.cut_rows) for tensor in rows[:3])
         cut = rows._replace(query=query, key=key, value=value)
         if by_heads is not None:
@@ -173,11 +174,12 @@ def _first_rows(x: Tensor, num_rows: int, length: int) -> Tensor:
 
 
 def _padding(rows: _Rows, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Its results. They depend on all tensors: a rank with nothing else has gradients, too, for which DDP waits."""
+    """Returns the output and lse of padding rows. They depend on all tensors, so that a rank with nothing but padding
+    has gradients too: DDP waits for them."""
     shape = (*rows.query.shape[:2], num_rows, rows.value.shape[3])
     lse_dtype = torch.float64 if rows.query.dtype == torch.float64 else torch.float32
     tensors = [tensor for tensor in (*rows[:3], rows.slopes, rows.sinks) if tensor is not None]
-    nothing = torch.stack([tensor[..., :0].sum().to(lse_dtype) for tensor in tensors]).sum()  # of views: no copies
+    nothing = torch.stack([tensor[..., :0].sum().to(lse_dtype) for tensor in tensors]).sum()  # empty views: no copies
     out = rows.query.new_zeros(shape) + nothing.to(rows.query.dtype)
     return out, rows.query.new_full(shape[:3], -torch.inf, dtype=lse_dtype) + nothing
 
@@ -186,7 +188,11 @@ def _padding(rows: _Rows, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _attend_whole(rows: _Rows, documents: list[Part]) -> tuple[Tensor, Tensor]:
-    """In one call. Dropout counts heads over documents: with it, one for each of those that follow each other."""
+    """Attends to whole documents in one call.
+
+    Dropout numbers the heads through all documents, so with it each call takes only consecutive documents, or a single
+    one where the rank has some of the heads.
+    """
     options, first_head, all_heads, _ = rows.attention
     has_all_heads = rows.query.shape[1] == all_heads
     calls: list[list[Part]] = []
@@ -227,7 +233,7 @@ def _attend_whole(rows: _Rows, documents: list[Part]) -> tuple[Tensor, Tensor]:
 def _with_other_heads(
     rows: _Rows, by_heads: dist.ProcessGroup, by_keys: dist.ProcessGroup | None, over_keys: Any
 ) -> tuple[Tensor, Tensor]:
-    """All ranks of a group give each other their rows for some of the heads, attend with these, and back."""
+    """Exchanges rows for heads among the ranks of ``by_heads``, attends with these heads, and exchanges back."""
     num_ranks, rank_of_heads = dist.get_world_size(by_heads), dist.get_rank(by_heads)
     layout, rows_of_groups = rows.layout.exchanged(num_ranks)
     group = rows.rank // num_ranks

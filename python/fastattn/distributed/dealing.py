@@ -1,11 +1,12 @@
-"""How packed sequences, here documents, are dealt to the ranks of a group: whole, or cut into parts.
+"""Deals packed sequences, here called documents, to the ranks of a group, whole or cut into parts.
 
-``"balanced"``: all ranks have about as many rows and as much attention to compute. Documents stay whole where they fit,
-the longest first, each on the rank that has least to do so far (Graham, "Bounds on multiprocessing timing anomalies",
-1969). The others are cut: large ones into 2 W parts in zigzag order, small ones to fill ranks up with rows.
-``"contiguous"`` and ``"zigzag"`` cut what is packed as if it were one sequence, and documents where that happens.
+``"balanced"``: all ranks have about as many rows and as much attention to compute. The longest document is dealt first.
+Each stays whole if it fits on a rank, and goes to the rank with the least work so far (Graham, "Bounds on
+multiprocessing timing anomalies", 1969). The others are cut: large ones into 2 W parts in zigzag order, small ones to
+fill ranks up with rows. ``"contiguous"`` and ``"zigzag"`` cut the packed rows as if they were one sequence, wherever
+the cuts fall in documents.
 
-Parts begin at a multiple of four places, for dropout, which draws for four keys at a time.
+Parts begin at a multiple of four places, because dropout draws for four keys at a time.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from fastattn.profiler.work import visible_pairs
 
 LAYOUTS = ("balanced", "contiguous", "zigzag")
 
-# A document is large if it has so many rows for each of 2 W parts. Only then is it cut to even out work.
+# A document is large if each of 2 W parts would have at least this many rows. Only then is it cut to even out work.
 _ROWS_OF_A_PART = 16
-# What a rank may have to do with one more whole document, if it is large, as a multiple of what all have on average.
+# The most work that a rank may have after it takes a large document whole, as a multiple of the ranks' average.
 _MOST_WORK = 1.1
 
 
 def deal(lengths: Sequence[int], world_size: int, layout: str, window: Window) -> list[list[Part]]:
-    """For each rank its parts, with rows as they are packed, in no particular order."""
+    """Returns the parts of each rank, in no particular order. Their rows are those of the packed tensor."""
     if layout == "balanced":
         return _balanced(lengths, world_size, window)
     begins = [0, *accumulate(lengths)]
@@ -45,14 +46,15 @@ def deal(lengths: Sequence[int], world_size: int, layout: str, window: Window) -
 
 
 def _cut_in_document(begins: Sequence[int], row: int) -> int:
-    """The last row up to this one where a part may begin."""
+    """Returns the last row up to ``row`` where a part may begin."""
     begin = max(begin for begin in begins if begin <= row)
     return begin + (row - begin) // KEYS_OF_A_DRAW * KEYS_OF_A_DRAW
 
 
 def _balanced(lengths: Sequence[int], world_size: int, window: Window) -> list[list[Part]]:
     begins = [0, *accumulate(lengths)]
-    # While rows are left, some rank has room for four more, or for all that are left.
+    # Each rank gets three rows of room more than its share: so some rank always has room for four more rows, or for all
+    # that are left.
     room = [-(-begins[-1] // world_size) + KEYS_OF_A_DRAW - 1] * world_size
     work = [0] * world_size
     works = [visible_pairs(length, length, *window, offset=0) for length in lengths]

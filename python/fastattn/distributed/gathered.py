@@ -1,8 +1,8 @@
-"""Attention of this rank's rows over the keys of all, or of those that it reads, gathered some heads at a time.
+"""Attention of this rank's rows over the keys of all ranks, or over those that it reads, gathered some heads at a time.
 
-While the heads before are attended to, the next ones come in. The backward pass gathers again, so that between the two
-a rank holds its own keys alone. It adds the gradients of keys up in float32, and each rank gets the sum of its own
-(Grattafiori et al., "The Llama 3 herd of models", 2024, section 3.3.2).
+The keys of the next heads arrive while the rank attends with the heads before. The backward pass gathers again, so that
+between the two passes a rank holds its own keys alone. It adds up the gradients of keys in float32, and each rank gets
+the sums for its own keys (Grattafiori et al., "The Llama 3 herd of models", 2024, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from fastattn.functional.attention_block import BackwardTensors
 
 _CALL = "context_parallel_attention with strategy 'allgather'"
 
-MOST_GROUPS_OF_HEADS = 4  # more are more messages and launches, and hide little more of the first group's
+MOST_GROUPS_OF_HEADS = 4  # more groups mean more messages and launches, and hide little more of the communication
 
 
-@torch.compiler.disable  # as the ring's
+@torch.compiler.disable  # for the same reason as ring_attention
 def gathered_attention(
     query: Tensor,
     key: Tensor,
@@ -45,7 +45,7 @@ def gathered_attention(
     local: LocalAttention,
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse of this rank's rows, differentiable in all tensors; ``local`` has no slopes."""
+    """Returns output and lse of this rank's rows, differentiable in all tensors; ``local`` has no slopes."""
     out, lse = _GatheredAttention.apply(query, key, value, slopes, sinks, spread, local, group)
     return out, lse
 
@@ -88,7 +88,7 @@ class _GatheredAttention(torch.autograd.Function):
         of_query = zeros_of_sums(query, lse.dtype)
         of_slopes = torch.zeros_like(slopes, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
         grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
-        sent_back = None  # one group of heads, whose sums take memory while the next one computes
+        sent_back = None  # at most one group of heads at a time, as its sums take memory while the next one computes
         for heads, kv_heads, keys, values in _gathered(query, key, value, gathering, ctx.spread.world_size):
             tensors = BackwardTensors(grad_out, grad_lse, query, keys, values, out, lse)
             of_keys, of_values = attention.gradients(tensors, heads, gathering.blocks, of_query, of_slopes)
@@ -106,7 +106,7 @@ class _GatheredAttention(torch.autograd.Function):
 def _gathered(
     query: Tensor, key: Tensor, value: Tensor, gathering: Gathering, world_size: int
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """For some heads after the others: query heads, KV heads, and what is gathered of the keys and values of these."""
+    """Yields the query heads, KV heads, gathered keys and gathered values of each group of heads."""
     kv_heads = key.shape[1]
     num_groups = min(kv_heads, MOST_GROUPS_OF_HEADS) if world_size > 1 else 1
     bounds = [kv_heads * i // num_groups for i in range(num_groups + 1)] if num_groups else [0]

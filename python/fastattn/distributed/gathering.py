@@ -1,7 +1,7 @@
-"""How keys of all ranks come to each, and gradients of them go back: all keys, or those that a rank reads.
+"""Gathers keys from all ranks on each, and sends their gradients back: of all keys, or of those that a rank reads.
 
-With a window, and where packed sequences lie on a few ranks each, a rank reads a small part of all keys. Then each rank
-sends to every other what that one reads.
+With a window, or where each packed sequence lies on a few ranks, a rank reads a small part of all keys. Then each rank
+sends to every other rank only the keys that this one reads.
 """
 
 from __future__ import annotations
@@ -28,28 +28,29 @@ from fastattn.distributed.blocks import (
 )
 from fastattn.distributed.collectives import Started, start_all_gather, start_all_to_all, start_reduce_scatter
 
-# Gathered one by one are keys of which no rank reads more than this share, its own apart. Below one because NCCL's
-# gathering brings a key into a node once, and messages to each rank bring it to each GPU of the node that reads it.
+# If no rank reads more than this share of the other ranks' keys, each rank gets only what it reads. The share is well
+# below one because an NCCL gather brings a key into a node once, and messages bring it once for each GPU that reads it.
 MOST_READ = 0.25
 
 
 class Gathering(Protocol):
-    """Tensors have keys in their first dimension: those of a rank, or those that are gathered, by their places."""
+    """A way to gather keys. The first dimension of its tensors is the keys: a rank's own, or the gathered ones in the
+    order of their places."""
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """Of this rank's rows over what is gathered."""
+        """The blocks of this rank's rows over the gathered keys."""
 
     def start(self, own: Tensor) -> Started: ...
 
     def by_places(self, arrived: Tensor) -> Tensor:
-        """What is gathered."""
+        """Returns the gathered keys in the order of their places, from what has arrived."""
 
     def start_back(self, sums: Tensor) -> Started:
-        """Sends sums over what is gathered to the ranks whose keys these are."""
+        """Starts to send sums (gradients of the gathered keys) to the ranks that own these keys."""
 
     def own_sums(self, arrived: Tensor) -> Tensor:
-        """Those of this rank's keys, of all ranks."""
+        """Returns the sums of this rank's keys over all ranks, from what has arrived."""
 
 
 def gathering_of(spread: Spread | PackedSpread, group: dist.ProcessGroup) -> Gathering:
@@ -113,10 +114,11 @@ class KeysThatAreRead:
 
 
 def reads_little(spread: Spread | PackedSpread) -> bool:
-    """Whether every rank reads little of other ranks' keys."""
+    """Returns whether every rank reads at most ``MOST_READ`` of the other ranks' keys."""
 
     def most_read(parts: Sequence[Part]) -> int:
-        """What each part sees, or all there is of a sequence."""
+        """Returns at most how many keys of other ranks these parts read: the sum of what each part sees, and never more
+        than all keys of a sequence."""
         seen: dict[int | None, int] = {}
         for part in parts:
             whole = Part(slice(0, spread.length_of(part.document)), 0, part.document)
@@ -125,7 +127,7 @@ def reads_little(spread: Spread | PackedSpread) -> bool:
         return sum(seen.values()) - sum(part.length for part in parts)
 
     ranks = [spread.parts_of(rank) for rank in range(spread.world_size)]
-    # With dropout, pieces begin where a draw does; parts of packed sequences do anyway.
+    # With dropout, pieces must begin where a draw does; the parts of packed sequences always do.
     may_draw = isinstance(spread, Spread) and spread.goes_by_places
     begin_with_draws = all(part.first % KEYS_OF_A_DRAW == 0 for parts in ranks for part in parts)
     if len(ranks) < 2 or (may_draw and not begin_with_draws):
@@ -134,7 +136,7 @@ def reads_little(spread: Spread | PackedSpread) -> bool:
 
 
 class Pieces(NamedTuple):
-    """Keys as they are sent: those of one rank, or for one, after the other's."""
+    """Pieces of keys in the order in which they are sent or received, and the number of keys from or for each rank."""
 
     all: tuple[Part, ...]
     by_rank: list[int]
@@ -150,8 +152,8 @@ class Pieces(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a rank reads of each rank, and gives to each; the order of places of what it has read, and its blocks over
-    that."""
+    """The pieces of keys that a rank reads from each rank and gives to each, the order that sorts the read pieces by
+    their places, and the blocks of its rows over these pieces."""
 
     read: Pieces
     given: Pieces
@@ -164,7 +166,7 @@ class Plan(NamedTuple):
 
     @property
     def pieces(self) -> list[Part]:
-        """What it has read, by places."""
+        """The pieces that the rank reads, in the order of their places."""
         return [self.read.all[i] for i in self.order]
 
 
@@ -178,7 +180,10 @@ def plan_of(spread: Spread | PackedSpread, rank: int) -> Plan:
 
 
 def _blocks_over(pieces: Sequence[Part], own: Sequence[Part], window: Window) -> list[Block]:
-    """Of own parts over what they see of ``pieces``, by places: of those that a part sees, none between is missing."""
+    """Returns the blocks of the own parts over the keys that they see in ``pieces``, which are sorted by places.
+
+    One block per part is enough: between two pieces that a part sees, no keys are missing.
+    """
     begins = list(accumulate((piece.length for piece in pieces), initial=0))
     blocks = []
     for part in own:

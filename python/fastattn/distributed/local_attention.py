@@ -1,4 +1,4 @@
-"""What a rank computes by itself: blocks of attention over some of all heads, and what a sink adds."""
+"""The attention that a rank computes by itself: blocks for some of all heads, and the effect of a sink."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from fastattn.functional.attention_block import (
 
 
 class LocalAttention(NamedTuple):
-    """Options that all blocks share but for the window. Of ``all_heads``, these are heads from ``first_head`` on.
+    """Attention with options that all blocks share, except for the window, for heads from ``first_head`` on of
+    ``all_heads``.
 
-    ``asked``: what the call's thread asked for. Gradients follow it too, in autograd's thread.
+    ``asked`` is what the thread of the call has asked of the dispatcher. Gradients follow it too, in autograd's thread.
     """
 
     options: BlockOptions
@@ -35,13 +36,13 @@ class LocalAttention(NamedTuple):
         return self._replace(options=self.options._replace(alibi_slopes=slopes))
 
     def of_heads(self, heads: slice) -> LocalAttention:
-        """Of some of these heads."""
+        """Returns this attention for some of its heads."""
         slopes = self.options.alibi_slopes
         options = self.options._replace(alibi_slopes=None if slopes is None else slopes[..., heads])
         return self._replace(options=options, first_head=self.first_head + heads.start)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """Output and lse of rows and keys that are the block's."""
+        """Returns output and lse of ``query`` over ``key`` and ``value``, which are the rows and keys of ``block``."""
         found = [
             attention_block(query[entries], key[entries], value[entries], self._options(block, entries), place)
             for entries, place in self._calls(query, block)
@@ -57,9 +58,10 @@ class LocalAttention(NamedTuple):
         of_query: Tensor,
         of_slopes: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Those of the keys and values of ``heads``; those of query and slopes are added to sums of all heads.
+        """Returns the gradients of the keys and values of ``heads``.
 
-        ``tensors``: rows of all heads, and keys and values of ``heads`` alone.
+        The gradients of query and slopes are added to ``of_query`` and ``of_slopes``, which have all heads. ``tensors``
+        has rows of all heads, and keys and values of ``heads`` alone.
         """
         of_keys, of_values = (zeros_of_sums(t, tensors.lse.dtype) for t in (tensors.key, tensors.value))
         grad_out, grad_lse, query, key, value, out, lse = tensors
@@ -80,7 +82,7 @@ class LocalAttention(NamedTuple):
         tensors: BackwardTensors,
         block: Block,
     ) -> None:
-        """Adds those of query, key and value, of rows and keys that are the block's, to ``sums``."""
+        """Adds the gradients of query, key and value to ``sums``; all tensors have the rows and keys of ``block``."""
         for entries, place in self._calls(tensors.query, block):
             of_query, of_key, of_value = (total[entries] for total in sums)
             of_slopes = _slopes_of(slopes_sum, block, entries)
@@ -91,8 +93,11 @@ class LocalAttention(NamedTuple):
                 )
 
     def _calls(self, query: Tensor, block: Block) -> list[tuple[slice, Place]]:
-        """Batch entries and where they stand. Dropout counts heads over batch entries, or documents: a rank with some
-        of all heads takes one at a time."""
+        """Returns the batch entries of each call, and where they stand in the whole.
+
+        Dropout numbers the heads through all batch entries, or documents, so a rank with some of the heads takes one
+        entry at a time.
+        """
         batch, heads = query.shape[:2]
         row, key = block.first_row, block.first_key
         if block.document is not None:
@@ -107,25 +112,28 @@ class LocalAttention(NamedTuple):
 
 
 def _slopes_of(slopes: Tensor | None, block: Block, entries: slice) -> Tensor | None:
-    """Of ``[Hq]``, or ``[B, Hq]`` for batch entries or documents, those of a block, and their sums' place alike."""
+    """Returns the slopes of a block, or the view of their gradients' sums that belongs to it.
+
+    ``slopes`` is ``[Hq]``, or ``[B, Hq]`` with a row for each batch entry or document.
+    """
     if slopes is None or slopes.dim() == 1:
         return slopes
     return slopes[entries] if block.document is None else slopes[block.document]
 
 
 def query_heads(kv_heads: slice, query: Tensor, key: Tensor) -> slice:
-    """Those that attend to some of the key's heads."""
+    """Returns the query heads that attend to ``kv_heads``."""
     per_kv_head = query.shape[1] // max(1, key.shape[1])
     return slice(kv_heads.start * per_kv_head, kv_heads.stop * per_kv_head)
 
 
 def zeros_of_sums(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """To which gradients of ``[B, H, S, D]`` are added: contiguous, as the kernels want it."""
+    """Returns zeros to which gradients of ``[B, H, S, D]`` can be added: contiguous, as the kernels want it."""
     return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output and lse where each row also sees its head's sink: a logit without a value."""
+    """Returns output and lse where each row also sees its head's sink, a logit without a value."""
     if sinks is None:
         return out, lse
     with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
@@ -136,7 +144,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
 def gradient_of_sinks(
     sinks: Tensor | None, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor
 ) -> Tensor | None:
-    """This rank's share, from the results with sinks."""
+    """Returns this rank's share of the sinks' gradient; ``out`` and ``lse`` are the results with sinks."""
     if sinks is None:
         return None
     share = (sinks.to(lse.dtype)[None, :, None] - lse).exp().masked_fill(lse == -math.inf, 0.0)

@@ -1,4 +1,4 @@
-"""Attention over two sets of keys, from the results of each (Liu et al., "Ring attention", 2023, section 3)."""
+"""Merges the results of attention over two sets of keys (Liu et al., "Ring attention", 2023, section 3)."""
 
 from __future__ import annotations
 
@@ -31,22 +31,23 @@ from fastattn.ops.merge import merge_attention_into as merge_by_kernel_into
 
 
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """What attention over the keys of both gives: output and lse.
+    """Merges two results of attention, over keys a and over keys b, into output and lse over the keys of both.
 
-    The output stays in float32, however often results are merged: rounded once, at the end, it is as exact as that of
-    one call. Differentiable in all four. A row that sees no key of one set (lse -inf) takes the other's result,
-    whatever stands in its own, and one that sees none of both stays 0 and -inf. On a GPU one Triton kernel does it, and
-    one more its gradients: each reads its arguments once, in any layout.
+    The output stays in float32, however often results are merged. If it is rounded once, at the end, it is as exact as
+    that of one call. It is differentiable in all four arguments. A row that sees no key of one set (lse -inf) takes the
+    other set's result and ignores its own output; a row that sees no key of either set stays 0 and -inf. On a GPU one
+    Triton kernel merges and another computes gradients; each reads its arguments once, in any layout.
 
     Args:
         out_a, out_b: ``[B, Hq, Sq, Dv]``, or packed ``[total, Hq, Dv]``.
-        lse_a, lse_b: ``[B, Hq, Sq]``, or packed ``[Hq, total]``: as ``return_lse`` gives them. A sink belongs into one.
+        lse_a, lse_b: ``[B, Hq, Sq]``, or packed ``[Hq, total]``, as ``return_lse`` gives them. Only one of them may
+            include a sink.
 
     Returns:
         Output and lse of the same shapes, float32, or float64 where an argument is.
 
     Raises:
-        InputError, TypeError: shapes that differ, or are none of the above; devices that differ.
+        InputError, TypeError: shapes that differ or are none of the above, or devices that differ.
     """
     tensors = MergeArguments(out_a, lse_a, out_b, lse_b)
     call = _checked_calls.get(tensors, ())
@@ -65,8 +66,8 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 def merge_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merges a block's results with ``out`` and ``lse``, in place and without gradients.
 
-    This is a step of a larger call, whose backend a user may have forced: where that is another than Triton's, or no
-    kernel takes the tensors, PyTorch does it, and nothing is refused.
+    This is a step of a larger call, whose backend a user may have forced. Where that backend is not Triton, or no
+    kernel takes the tensors, PyTorch merges; nothing is refused.
     """
     call = _checked_calls.get((out, lse, block_out, block_lse), ())
     with torch.no_grad():

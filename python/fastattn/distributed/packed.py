@@ -1,4 +1,4 @@
-"""Packed sequences on the ranks of a group: what each rank has of them, and how it gets there and back."""
+"""Packed sequences on the ranks of a group: which rows each rank has, and how they get there and back."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fastattn.functional.attention_checks import UNBOUNDED, check_window
 
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
-    """Parts of packed sequences, here documents, on the ranks that share some heads.
+    """The parts of packed sequences, here called documents, on the ranks that share some heads.
 
-    ``parts``: of each rank, in the order of its rows: first those of documents that are cut, then whole documents.
+    ``parts`` lists the parts of each rank in the order of its rows: first parts of cut documents, then whole documents.
     """
 
     lengths: tuple[int, ...]  # of each document
     parts: tuple[tuple[Part, ...], ...]
-    _kept: dict[Any, Any] = field(default_factory=dict)  # what every layer asks for
+    _kept: dict[Any, Any] = field(default_factory=dict)  # results, as every layer asks for the same
 
     def is_whole(self, part: Part) -> bool:
         return part.length == self.lengths[part.document or 0]
@@ -40,16 +40,18 @@ class PackedLayout:
 
     @functools.cached_property
     def cut_rows(self) -> int:
-        """Of the rank that has most of documents that are cut."""
+        """The largest number of rows of cut documents that a rank has."""
         return max((part.rows.stop for parts in self.cut_parts for part in parts), default=0)
 
     def spread(self, window: Window) -> PackedSpread:
-        """Of the documents that are cut."""
+        """Returns the cut documents as they are spread over the ranks."""
         return self._keep(window, lambda: PackedSpread(self.cut_parts, self.cut_rows, self.lengths, window))
 
     def exchanged(self, num_ranks: int) -> tuple[PackedLayout, list[Rows]]:
-        """What groups of ``num_ranks`` have together of the cut documents, and for each group, which these are of its
-        ranks' first ``cut_rows`` rows."""
+        """Returns the layout of the cut documents where each ``num_ranks`` consecutive ranks pool their rows.
+
+        For each such group it also returns which of its ranks' ``cut_rows`` rows, one rank after the other, these are.
+        """
 
         def arranged() -> tuple[PackedLayout, list[Rows]]:
             groups = [self.cut_parts[first : first + num_ranks] for first in range(0, len(self.parts), num_ranks)]
@@ -59,7 +61,7 @@ class PackedLayout:
         return self._keep(num_ranks, arranged)
 
     def offsets(self, documents: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-        """``cu_seqlens`` of these documents, int32, and their numbers, int64."""
+        """Returns the ``cu_seqlens`` of these documents, int32, and their numbers, int64."""
 
         def made() -> tuple[Tensor, Tensor]:
             with torch.inference_mode(False):
@@ -76,10 +78,10 @@ class PackedLayout:
 
 @dataclass(frozen=True, eq=False)
 class PackedShards:
-    """Which rows of packed sequences, ``[total, …]``, are on which rank: what ``shard_varlen`` returns.
+    """The assignment of the rows of packed sequences, ``[total, …]``, to ranks, which ``shard_varlen`` returns.
 
-    A rank has ``num_rows`` rows, as all others: of sequences that are cut, one after the other by their places, then of
-    whole ones, then padding. Attention is not computed for padding.
+    Every rank has ``num_rows`` rows: first those of cut sequences, one sequence after the other by their places, then
+    whole sequences, then padding. Attention is not computed for padding.
     """
 
     group: Group
@@ -88,21 +90,22 @@ class PackedShards:
 
     @functools.cached_property
     def rank(self) -> int:
-        """This one's, in the order of the group's dimensions."""
+        """The number of this rank, in the order of the group's dimensions."""
         return rank_in(process_groups(self.group))
 
     @functools.cached_property
     def num_rows(self) -> int:
-        """Of each rank, with its padding."""
+        """The number of rows of each rank, including padding."""
         return max(parts[-1].rows.stop if parts else 0 for parts in self.layout.parts)
 
     def shard(self, x: Tensor, dim: int = 0, padding: float = 0) -> Tensor:
-        """This rank's rows of what all ranks hold, with ``num_rows`` in ``dim``; those of no sequence are ``padding``.
+        """Returns this rank's rows of ``x``, which all ranks hold whole: ``num_rows`` in ``dim``, filled up with
+        ``padding``.
 
-        Differentiable, as ``shard_sequence``.
+        It is differentiable, like ``shard_sequence``.
 
         Raises:
-            InputError, TypeError: a tensor that has not as many rows in ``dim`` as there are in all sequences.
+            InputError, TypeError: the number of rows in ``dim`` is not that of all sequences together.
         """
         check_tensor("x", x)
         dim, total = checked_dim(x, dim), sum(self.layout.lengths)
@@ -112,12 +115,12 @@ class PackedShards:
         return torch.cat([own, x.new_full(missing, padding)], dim)
 
     def gather(self, x: Tensor, dim: int = 0) -> Tensor:
-        """The packed sequences on all ranks, of which each has its rows: the inverse of ``shard``.
+        """Returns the packed sequences on all ranks, of which each gives its rows: the inverse of ``shard``.
 
-        Differentiable, as ``gather_sequence``.
+        It is differentiable, like ``gather_sequence``.
 
         Raises:
-            InputError, TypeError: a tensor that has not ``num_rows`` rows in ``dim``.
+            InputError, TypeError: a tensor without ``num_rows`` rows in ``dim``.
         """
         check_tensor("x", x)
         dim = checked_dim(x, dim)
@@ -132,12 +135,13 @@ class PackedShards:
         return Rows(part.rows for part in in_order_of_documents(self.layout.parts, self.num_rows))
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
-        """int64 ``[num_rows]``: where each of this rank's rows stands in its sequence, as RoPE wants it; padding: 0."""
+        """Returns the place of each of this rank's rows in its sequence, as RoPE needs it: int64 ``[num_rows]``, 0 for
+        padding."""
         places = (torch.arange(part.first, part.first + part.length) for part in self.layout.parts[self.rank])
         return self._padded(places, 0).to(device)
 
     def sequences(self, device: torch.device | str | None = None) -> Tensor:
-        """int64 ``[num_rows]``: to which sequence each of this rank's rows belongs; padding: -1."""
+        """Returns the sequence to which each of this rank's rows belongs: int64 ``[num_rows]``, -1 for padding."""
         numbers = (torch.full((part.length,), part.document or 0) for part in self.layout.parts[self.rank])
         return self._padded(numbers, -1).to(device)
 
@@ -154,20 +158,20 @@ def shard_varlen(
     causal: bool = False,
     window: Window = (UNBOUNDED, UNBOUNDED),
 ) -> PackedShards:
-    """How packed sequences lie on the ranks of a group, for ``context_parallel_attention_varlen``.
+    """Decides how packed sequences lie on the ranks of a group, for ``context_parallel_attention_varlen``.
 
     Sequences that stay whole on a rank cost no communication. The others are cut, and their rows spread.
 
     Args:
-        cu_seqlens: ``[B + 1]``: sequence ``b`` is the rows from ``cu_seqlens[b]`` up to ``cu_seqlens[b + 1]``. The host
-            reads it: a tensor on a GPU makes it wait, once. The same on all ranks.
-        group: a process group, a mesh of one or two dimensions, or None: the default group.
+        cu_seqlens: ``[B + 1]``, the same on all ranks: sequence ``b`` is the rows from ``cu_seqlens[b]`` up to
+            ``cu_seqlens[b + 1]``. The host reads it, so a tensor on a GPU makes the host wait, once.
+        group: a process group, a mesh of one or two dimensions, or None for the default group.
         layout: ``"balanced"``: ranks get about as many rows, and about as much attention to compute. ``"contiguous"``:
             rows in their order, in W parts. ``"zigzag"``: rows in 2 W parts, rank r has parts r and 2 W - 1 - r.
-        causal, window: as attention will have them: which work is to be balanced.
+        causal, window: the mask that attention will have, which decides how much work there is to balance.
 
     Raises:
-        InputError, TypeError: offsets that do not begin with 0 or that fall; a group that is not initialised.
+        InputError, TypeError: offsets that do not begin with 0 or that fall, or a group that is not initialised.
     """
     groups = process_groups(group)
     check_choice("layout", layout, LAYOUTS)
@@ -184,7 +188,7 @@ def shard_varlen(
 
 
 def rank_in(groups: Sequence[dist.ProcessGroup]) -> int:
-    """This rank's place in a mesh: the last of its dimensions counts fastest."""
+    """Returns this rank's number in a mesh, whose last dimension counts fastest."""
     rank = 0
     for group in groups:
         rank = rank * dist.get_world_size(group) + dist.get_rank(group)
@@ -205,10 +209,10 @@ def _checked_offsets(cu_seqlens: Any) -> list[int]:
 
 
 def arrange(parts: Iterable[Part], lengths: Sequence[int]) -> tuple[tuple[Part, ...], tuple[slice, ...]]:
-    """The parts of one rank as it has them, and which rows these are of those of the given ones.
+    """Returns the parts of one rank in the order in which it holds them, and the rows of the given parts in that order.
 
-    First those of documents that are cut, then whole documents, each by their places. What lies side by side in a
-    document is one part.
+    First come parts of cut documents, then whole documents, both sorted by places. Parts that adjoin in a document
+    become one.
     """
     merged: list[tuple[int, int, int, list[slice]]] = []  # document, first, length; rows
     for part in sorted(parts, key=place_of):
@@ -218,7 +222,7 @@ def arrange(parts: Iterable[Part], lengths: Sequence[int]) -> tuple[tuple[Part, 
             merged[-1] = (document, first_of_all, length + part.length, [*rows, part.rows])
         else:
             merged.append((document, first, part.length, [part.rows]))
-    merged.sort(key=lambda each: each[2] == lengths[each[0]])  # stable: by places within both
+    merged.sort(key=lambda each: each[2] == lengths[each[0]])  # stable: cut and whole parts each stay sorted by places
     ends = list(accumulate(length for _, _, length, _ in merged))
     arranged = (
         Part(slice(end - length, end), first, document)

@@ -1,10 +1,10 @@
-"""Attention block by block: the keys and values of one rank after the other (Liu et al., "Ring attention", 2023).
+"""Attention over the keys and values of one rank after the other (Liu et al., "Ring attention", 2023).
 
-In step s a rank attends to the keys of the rank s places before it, while those of the next step come in. What it
-finds is merged in float32. In the backward pass it goes through the same blocks, with the output and the lse of all
-keys, and sends the gradients of a block's keys to the rank that has them, in float32. Half of the heads of its own
-block are left to the end, while the last gradients come in. Keys come from that rank itself, not from hand to hand: as
-many bytes, and no rank waits for another's work. What a mask hides is not sent nor computed.
+In step s a rank attends to the keys of the rank s places before it, while the keys of the next step arrive. Results are
+merged in float32. The backward pass goes through the same blocks, with the output and the lse over all keys, and sends
+the gradients of a block's keys in float32 to the rank that owns them. Half of the heads of a rank's own block are left
+to the end, while the last gradients arrive. Keys come directly from their owner, not from hand to hand: that takes as
+many bytes, and no rank waits for another's work. What a mask hides is neither sent nor computed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def ring_attention(
     local: LocalAttention,
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse of this rank's rows, differentiable in all tensors; ``local`` has no slopes."""
+    """Returns output and lse of this rank's rows, differentiable in all tensors; ``local`` has no slopes."""
     if query.device.type not in _connected.setdefault(group, set()):
         _connect(group, query.device)
     out, lse = _RingAttention.apply(query, key, value, slopes, sinks, spread, local, group)
@@ -108,19 +108,22 @@ class _RingAttention(torch.autograd.Function):
 
 
 def heads_of_own_block(kv_heads: int, world_size: int) -> tuple[slice, slice]:
-    """KV heads whose gradients a rank computes while the first keys come in, and those while the last gradients do."""
+    """Returns the KV heads whose gradients of its own block a rank computes while the first keys arrive, and those that
+    it computes while the last gradients arrive."""
     num_first = (kv_heads + 1) // 2 if world_size > 1 else kv_heads
     return slice(0, num_first), slice(num_first, kv_heads)
 
 
-# For which types of device a group is: it may have a backend for each.
+# The types of device for which a group is connected: it may have a backend for each.
 _connected: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Once, with all ranks: NCCL wants that of a group's first call, and some may have no message to send.
+    """Makes one call with all ranks of a group: NCCL needs all of them in a group's first call, and some ranks may have
+    no message to send.
 
-    Which backend there is for a device the group's name does not tell ("undefined", "cpu:gloo,cuda:nccl").
+    It does so on every device but the CPU, as the group's name does not tell whether the backend is NCCL ("undefined",
+    "cpu:gloo,cuda:nccl").
     """
     if device.type != "cpu":
         dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -131,7 +134,7 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 class _Transfer:
-    """Messages between ranks that are under way: ``(peer, tensors)`` to send, and to receive into."""
+    """Messages under way between ranks: ``(peer, tensors)`` to send, and ``(peer, tensors)`` to receive into."""
 
     def __init__(
         self,
@@ -160,13 +163,13 @@ class _Transfer:
 
 
 _CALL = "context_parallel_attention with strategy 'ring'"
-_KEYS_TAG, _GRADIENTS_TAG = 0, 2  # of keys, then of values
+_KEYS_TAG, _GRADIENTS_TAG = 0, 2  # each is the tag for keys; the next number is the tag for values
 
 
 def _readings(
     key: Tensor, value: Tensor, spread: Spread | PackedSpread, group: dist.ProcessGroup
 ) -> Iterator[tuple[int, Reading, Tensor, Tensor]]:
-    """For each step: what is read, and the keys and values that it is."""
+    """Yields each step with its reading, and the keys and values that are read."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def start(step: int) -> tuple[Reading, _Transfer]:
@@ -192,7 +195,7 @@ def _readings(
 
 
 def _read(tensor: Tensor, reading: Reading) -> Tensor:
-    """The keys, or values, of ``[B, H, S, D]`` that are read."""
+    """Returns the keys, or values, of ``[B, H, S, D]`` that are read."""
     if len(reading.keys) == 1:
         return tensor[:, :, reading.keys[0]]
     return torch.cat([tensor[:, :, keys] for keys in (slice(0, 0), *reading.keys)], dim=2)
@@ -205,7 +208,7 @@ def _room(like: Tensor, reading: Reading, dtype: torch.dtype) -> Tensor:
 
 
 class _GradientsOfKeys:
-    """Sums of the gradients of this rank's keys and values, to which every rank that has read them adds."""
+    """The sums of the gradients of this rank's keys and values, from every rank that has read them."""
 
     def __init__(self, sums: tuple[Tensor, Tensor], spread: Spread | PackedSpread, group: dist.ProcessGroup) -> None:
         self._sums, self._spread, self._group = sums, spread, group
@@ -213,7 +216,8 @@ class _GradientsOfKeys:
         self._under_way: tuple[Reading, _Transfer] | None = None
 
     def exchange(self, step: int, reading: Reading, found: tuple[Tensor, ...]) -> None:
-        """Sends what this rank has found for what it has read, and receives what its own keys get in that step."""
+        """Sends the gradients of the keys that this rank has read to their owner, and starts to receive those of its
+        own keys from the rank that has read them in this step."""
         owner, reader = (self._rank - step) % self._world_size, (self._rank + step) % self._world_size
         wanted = self._spread.reading(reader, self._rank)
         received = (reader, [_room(total, wanted, total.dtype) for total in self._sums]) if wanted.keys else None
@@ -222,14 +226,14 @@ class _GradientsOfKeys:
         self._under_way = wanted, _Transfer(sent, received, _GRADIENTS_TAG, self._group)
 
     def finish(self) -> None:
-        """Adds what the last step has brought."""
+        """Waits for the gradients of the last exchange and adds them."""
         if self._under_way is not None:
             reading, transfer = self._under_way
             self.add(reading, transfer.wait())
             self._under_way = None
 
     def add(self, reading: Reading, gradients: Sequence[Tensor], heads: slice = slice(None)) -> None:
-        """Those of what is read of these keys, of some heads."""
+        """Adds gradients of the keys and values of ``reading``, for some KV heads."""
         for total, gradient in zip(self._sums, gradients, strict=False):
             parts = gradient.split([keys.stop - keys.start for keys in reading.keys], dim=2)
             for keys, part in zip(reading.keys, parts, strict=True):

@@ -1,7 +1,7 @@
-"""How a sequence lies on the ranks of a group.
+"""Layouts of a sequence on the ranks of a group.
 
-``"contiguous"``: in W parts of equal length, rank r has part r. ``"zigzag"``: in 2 W parts, rank r has parts r and
-2 W - 1 - r, one after the other, so that all ranks have as much to do under a causal mask (Llama 3, section 3.3.2).
+``"contiguous"`` cuts it into W parts of equal length, and rank r has part r. ``"zigzag"`` cuts it into 2 W parts, and
+rank r has parts r and 2 W - 1 - r, so that all ranks have equal work under a causal mask (Llama 3, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ def parts_per_rank(layout: str) -> int:
 
 
 def parts_of_rank(layout: str, rank: int, world_size: int) -> tuple[int, ...]:
-    """Which parts of the sequence a rank has, in its order."""
+    """Returns the parts of the sequence that a rank has, in the order of its rows."""
     return (rank,) if parts_per_rank(layout) == 1 else (rank, 2 * world_size - 1 - rank)
 
 
 def in_order_of_parts(x: Tensor, dim: int, layout: str, world_size: int) -> Tensor:
-    """What the ranks have, one after the other, as the sequence: part after part."""
+    """Returns ``x``, which has one rank's rows after the other's, in the order of the sequence."""
     return _reordered(
         x, dim, layout, [_by_rank(layout, world_size).index(p) for p in range(_count(layout, world_size))]
     )
 
 
 def in_order_of_ranks(x: Tensor, dim: int, layout: str, world_size: int) -> Tensor:
-    """The inverse."""
+    """The inverse of ``in_order_of_parts``."""
     return _reordered(x, dim, layout, _by_rank(layout, world_size))
 
 
@@ -45,7 +45,7 @@ def _count(layout: str, world_size: int) -> int:
 
 
 def _by_rank(layout: str, world_size: int) -> list[int]:
-    """The parts of all ranks, by rank."""
+    """Returns the parts of all ranks, one rank after the other."""
     return [part for rank in range(world_size) for part in parts_of_rank(layout, rank, world_size)]
 
 
@@ -57,18 +57,18 @@ def _reordered(x: Tensor, dim: int, layout: str, order: list[int]) -> Tensor:
 
 
 def shard_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "contiguous") -> Tensor:
-    """This rank's parts of what all ranks hold.
+    """Returns this rank's parts of ``x``, which all ranks hold whole.
 
-    Differentiable: the gradient is zero in the parts of others. So the gradients of all ranks, added as DDP adds them,
-    are that of the whole.
+    It is differentiable: the gradient is zero in the parts of other ranks. So the gradients of all ranks, added as DDP
+    adds them, are that of the whole.
 
     Args:
         x: any tensor, whose ``dim`` is the sequence.
-        group: a process group, None: the default group, or a mesh, whose ranks count in the order of its dimensions.
+        group: a process group, None for the default group, or a mesh, whose ranks count in the order of its dimensions.
         layout: ``"contiguous"`` or ``"zigzag"``.
 
     Raises:
-        InputError, TypeError: a length that W (zigzag: 2 W) does not divide; a group that is not initialised.
+        InputError, TypeError: a length that W (zigzag: 2 W) does not divide, or a group that is not initialised.
     """
     check_tensor("x", x)
     dim, groups = checked_dim(x, dim), process_groups(group)
@@ -86,10 +86,10 @@ def _shard(x: Tensor, dim: int, group: dist.ProcessGroup, layout: str) -> Tensor
 
 
 def gather_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "contiguous") -> Tensor:
-    """The whole sequence on all ranks, of which each has its parts: the inverse of ``shard_sequence``.
+    """Returns the whole sequence on all ranks, of which each gives its parts: the inverse of ``shard_sequence``.
 
-    Differentiable: x gets the sum of the gradients that all ranks have for its parts, where the loss is the sum of
-    theirs. Arguments and errors are those of ``shard_sequence``.
+    It is differentiable: the loss is the sum of all ranks' losses, and ``x`` gets the sum of the gradients that all
+    ranks have for it. Arguments and errors are those of ``shard_sequence``.
     """
     check_tensor("x", x)
     dim, groups = checked_dim(x, dim), process_groups(group)

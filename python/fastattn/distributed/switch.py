@@ -1,4 +1,4 @@
-"""Attention of whole models over a spread sequence, by a ``with`` block and no change to their code."""
+"""A ``with`` block in which whole models attend over a spread sequence, without a change to their code."""
 
 from __future__ import annotations
 
@@ -21,28 +21,30 @@ from fastattn.patch import patch_sdpa
 
 @contextlib.contextmanager
 def context_parallel(group: Group = None, *, strategy: str = "allgather", layout: str = "contiguous") -> Iterator[None]:
-    """Within, attention is over a sequence of which each rank has its part: ``context_parallel_attention``.
+    """Makes attention inside the block run over a sequence of which each rank has its part, by
+    ``context_parallel_attention``.
 
-    That goes for every ``F.scaled_dot_product_attention``, and for models of transformers with
+    This holds for every ``F.scaled_dot_product_attention``, and for models of transformers with
     ``attn_implementation="fastattn"``. Give the model this rank's parts of tokens and of positions
-    (``shard_sequence``), and stay in the block until ``backward()`` is over: there activation checkpointing calls
-    attention again. It is one switch for the process: other threads see it too. Blocks nest, the innermost is in force.
+    (``shard_sequence``), and stay in the block until ``backward()`` is over: activation checkpointing calls attention
+    again there. The switch is one for the whole process: other threads see it too. Blocks nest; the innermost is in
+    force.
 
-    ``nn.MultiheadAttention`` comes here with ``need_weights=False`` alone. Packed sequences are recognised where
-    positions begin anew within one of a rank's parts, and not where they begin with a part:
-    ``context_parallel_attention_varlen`` is for them.
+    ``nn.MultiheadAttention`` is covered with ``need_weights=False`` alone. Packed sequences are refused where positions
+    begin anew within one of a rank's parts; where they begin with a part, they go unnoticed. Call
+    ``context_parallel_attention_varlen`` for them.
 
     Args:
         group, strategy, layout: as for ``context_parallel_attention``.
 
     Raises:
-        InputError: a group that is not initialised; within, what a rank cannot do with its part: a mask or a bias,
-            padding, a cache that holds tokens already, packed sequences. With ``FASTATTN_CHECK=1`` on every rank, also
-            where only one is wrong; else the other ranks would wait for it.
+        InputError: a group that is not initialised. Inside the block also calls that a rank cannot compute from its
+            part: with a mask or a bias, padding, a cache that holds tokens already, or packed sequences. With
+            ``FASTATTN_CHECK=1`` all ranks raise where one rank is wrong; without it the others would wait.
     """
     split_groups(process_groups(group), strategy)
     attention = _Attention(group, strategy, layout)
-    with patch_sdpa():  # what comes to fastattn's function in place of torch's, goes on to the innermost block's
+    with patch_sdpa():  # fastattn's function, in place of torch's, passes calls on to the innermost block
         spread_attention.enter(attention)
         try:
             yield
@@ -95,7 +97,7 @@ class _Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """``F.scaled_dot_product_attention``. ``[..., H, L, E]``: all dimensions before the heads are batches."""
+        """``F.scaled_dot_product_attention`` for ``[..., H, L, E]``: all dimensions before the heads are batches."""
         try:
             expect(attn_mask is None, "attn_mask", "None inside of context_parallel", "a mask")
             expect(

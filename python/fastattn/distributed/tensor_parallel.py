@@ -1,4 +1,4 @@
-"""Tensor parallelism of linear layers that are several in one: each rank needs a part of every one."""
+"""Tensor parallelism of linear layers that are several layers in one: each rank needs a part of every layer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fastattn.checks import check_int, expect
 
 
 class ColwiseParallel(parallel.ColwiseParallel):
-    """``torch.distributed.tensor.parallel.ColwiseParallel``, also for a linear layer that is several in one.
+    """``torch.distributed.tensor.parallel.ColwiseParallel`` that also takes a linear layer that is several in one.
 
-    Such a weight ``[fused * N, K]`` has the rows of one layer below those of another: gate and up of SwiGLU, as
-    ``int8_linear(..., activation="swiglu")`` and ``gate_up_proj`` of Hugging Face's models have them. Torch's class
-    gives gates to the first ranks and ups to the last. Here each of W ranks has N / W rows of every layer, and no more
-    of the weight and its scales: of its result, ``chunk(2, -1)`` are its gates and ups, and what is made of them is
-    sharded as torch's ``RowwiseParallel`` expects it.
+    Such a weight ``[fused * N, K]`` has the rows of one layer below those of another: gate and up of SwiGLU, as in
+    ``int8_linear(..., activation="swiglu")`` and ``gate_up_proj`` of Hugging Face's models. Torch's class gives gates
+    to the first ranks and ups to the last. Here each of W ranks holds N / W rows of every layer and their scales.
+    ``chunk(2, -1)`` of its result are then its gates and ups, and what is computed from them is sharded as torch's
+    ``RowwiseParallel`` expects.
 
     Parameters are DTensor that know the order: ``full_tensor()``, and state dicts with ``full_state_dict=True``
     (``torch.distributed.checkpoint.state_dict``), have the rows as the whole layer does. Sharded checkpoints
@@ -25,8 +25,8 @@ class ColwiseParallel(parallel.ColwiseParallel):
 
     Args:
         fused: how many layers of the same size are one: 2 for gate and up. With 1 this is torch's class.
-        input_layouts, output_layouts, use_local_output: as of torch's class; a result of fused layers that stays a
-            DTensor and has no ``output_layouts`` knows the order too.
+        input_layouts, output_layouts, use_local_output: as for torch's class. Without ``output_layouts``, a result of
+            fused layers that stays a DTensor knows the order of its columns too.
 
     Raises:
         InputError: (``parallelize_module``) the ranks do not divide the rows of each fused layer.

@@ -1,1 +1,1 @@
-"""The public functions: each checks its arguments, asks the dispatcher, and has the call carried out."""
+"""The public functions: each checks its arguments, asks the dispatcher for a backend, and runs the call there."""

@@ -1,4 +1,4 @@
-"""Tokens into the slots of a paged cache that the caller names."""
+"""Writes tokens into the slots of a paged cache that the caller names."""
 
 from __future__ import annotations
 
@@ -30,28 +30,29 @@ def append_to_cache(
     """Writes tokens into a paged cache in place, each into the slot that ``slot_mapping`` names for it.
 
     Slot ``s`` is row ``s % page_size`` of page ``s // page_size``. A server that assigns slots itself calls this before
-    ``attention_varlen`` or ``attention_with_kv_cache`` over the pages, tokens of all sequences at once. Keys are stored
-    as they come: rotate them first. The slots stay on the device and are not read back, so that the call works in CUDA
-    graphs. Inference only.
+    ``attention_varlen`` or ``attention_with_kv_cache`` over the pages, for the tokens of all sequences at once. Keys
+    are stored as they are: rotate them before the call. The slots stay on the device and are not read back, so the call
+    works in CUDA graphs. It is for inference only.
 
     Args:
         k_new, v_new: ``[tokens, Hkv, D]`` and ``[tokens, Hkv, Dv]``.
-        k_cache, v_cache: pages, ``[num_pages, Hkv, page_size, D]`` and ``[num_pages, Hkv, page_size, Dv]``: of the
-            dtype of ``k_new``, or int8 or fp8 (``torch.float8_e4m3fn``) with scales. Written in place, hence never
-            copied: on a GPU the last dim must be contiguous, and the base and the strides multiples of 16 bytes. They
-            may be views of one tensor.
+        k_cache, v_cache: pages, ``[num_pages, Hkv, page_size, D]`` and ``[num_pages, Hkv, page_size, Dv]``, in the
+            dtype of ``k_new``, or int8 or fp8 (``torch.float8_e4m3fn``) with scales. They are written in place, hence
+            never copied: on a GPU the last dim must be contiguous, and the base and the strides multiples of 16 bytes.
+            They may be views of one tensor.
         slot_mapping: int64 or int32 ``[tokens]``. A token whose slot is negative is skipped (padding), and so is one
-            whose slot does not exist. Where two tokens have one slot, what it then holds is not defined.
-        k_scale, v_scale: float32, the caches' shape without the last dim. A token's head is stored as
-            ``round(x / scale)``, to nearest even, with ``scale = max|x| / 127``, or 1 for zeros: as
-            ``attention_with_kv_cache`` stores what it appends. Of fp8 it is ``x / scale``, to nearest even, with
-            ``scale = max|x| / 448``; a head that is not finite has the scale NaN. Beside fp8 caches also ``[Hkv]``,
-            ``[1]`` or ``[]``, float32, scales of all tokens, which are read, not written, or None, which is 1: then
-            what is larger than 448 after the division, infinity too, becomes 448, and NaN stays NaN.
+            whose slot does not exist. Where two tokens have the same slot, its contents are undefined.
+        k_scale, v_scale: float32, the caches' shape without the last dim; the call writes them. An int8 cache stores
+            each token's head as ``round(x / scale)``, to nearest even, with ``scale = max|x| / 127``, or 1 for zeros,
+            as ``attention_with_kv_cache`` does when it appends. An fp8 cache stores ``x / scale``, to nearest even,
+            with ``scale = max|x| / 448``; the scale of a head that is not finite is NaN. An fp8 cache also takes given
+            scales for all tokens, float32 ``[Hkv]``, ``[1]`` or ``[]``, which are read, not written, or None, which
+            means 1. With given scales, magnitudes above 448 after the division, infinity too, become 448, and NaN stays
+            NaN.
 
     Raises:
         InputError, TypeError: an argument that the host can see is wrong; with ``FASTATTN_CHECK=1`` also slots that are
-            too large, or given twice. The cache is then as it was.
+            too large, or given twice. The cache is then unchanged.
     """
     check_tensor("k_new", k_new)
     check_tensor("v_new", v_new)

@@ -1,4 +1,4 @@
-"""One call of ``attention`` or ``attention_varlen``: checked, given to a backend, and run there."""
+"""Carries out one call of ``attention`` or ``attention_varlen``: checks it, chooses a backend, and runs it there."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def attend(
     return_lse: bool,
     batch_invariant: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """As the public functions return it, whose arguments these are; packed where there are offsets."""
+    """Returns what the public functions return for these arguments of theirs, packed where there are offsets."""
     query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
@@ -45,9 +45,9 @@ def attend(
     cast = autocast_dtype(query.device.type)
     if cast is not None:
         query = autocast_to(cast, query)
-        if block_table is None:  # pages are what they are
+        if block_table is None:  # pages keep their dtype, as they are never copied
             key, value = autocast_to(cast, key), autocast_to(cast, value)
-        if isinstance(bias, Tensor) and bias.dtype != torch.float32:  # float32 goes with every query: it stays exact
+        if isinstance(bias, Tensor) and bias.dtype != torch.float32:  # every query takes a float32 bias: it stays exact
             bias = autocast_to(cast, bias)
         tensors = (query, key, value, bias, *tensors[4:])
 
@@ -68,7 +68,7 @@ def attend(
         seed = seed_tensor(dropout_seed, query.device)
 
     choice = choose(checked.call)
-    if checked.dropout_p > 0 and seed is None:  # after the choice: explain must leave the generator alone
+    if checked.dropout_p > 0 and seed is None:  # after the choice, as explain must not draw from the generator
         seed = draw_seed(query.device)
     if choice.backend == "torch":
         with without_autocast(query.device.type):
@@ -118,8 +118,10 @@ def _in_pytorch(
     return_lse: bool,
     deterministic: bool | None,
 ) -> tuple[Tensor, ...]:
-    """Through PyTorch's own attention where that can express the call, else its operators, else the reference: output
-    and lse, which may be empty where it is not wanted, and where they are wanted the largest scores."""
+    """Returns output, lse and, where they are wanted, the largest scores; an lse that is not wanted may be empty.
+
+    PyTorch's own attention runs where it can express the call, else PyTorch's operators, else the reference.
+    """
     query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
     max_seqlens = checked.max_seqlens
     if checked.torch_can and not return_lse and torch_sdpa.can_express_now(checked.call, deterministic):

@@ -15,12 +15,12 @@ from fastattn.functional.attend import attend
 from fastattn.functional.attention_checks import UNBOUNDED, Options, Tensors
 from fastattn.functional.distributed_tensors import attend_over_distributed
 
-_MOST_HEADS = 256  # of a model: 128 are the most so far
+_MOST_HEADS = 256  # that a model may have; the most so far are 128
 _has_warned_of_layout = False
 
 
 class _Options(TypedDict, total=False):
-    """Those that do not change what is returned."""
+    """The options that do not change the type of the result."""
 
     causal: bool
     window: tuple[int, int]
@@ -132,14 +132,15 @@ def attention(
         alibi_slopes: ``[Hq]`` or ``[B, Hq]``: ``-slope * |position - key|`` is added (Press et al., "Train short, test
             long", 2022). Differentiable.
         sinks: ``[Hq]``: one more logit in every row's denominator, without a value. Differentiable.
-        dropout_p: the probability with which dropout zeroes an attention weight; dropout_seed: an int or an int64
-            tensor of one element on the device, by default drawn from torch's generator.
+        dropout_p: the probability with which dropout zeroes an attention weight.
+        dropout_seed: an int or an int64 tensor of one element on the device; by default it is drawn from torch's
+            generator.
         scale: by default ``1 / sqrt(D)``.
         return_lse: also return the natural log of each row's softmax denominator, differentiable.
-        return_max_logit: also return the largest score of each head that a row of the batch sees, after scale, softcap,
-            bias and mask, without sinks: what QK-clip watches (Kimi K2, 2025, section 2.1). NaN counts as nothing.
-            Another kernel, or other tiles, may run the call then.
-        deterministic: whether gradients have the same bits every time; by default what
+        return_max_logit: also return the largest score of each head over all rows of the batch, after scale, softcap,
+            bias and mask, without sinks, as QK-clip needs it (Kimi K2, 2025, section 2.1). NaN is ignored. The call may
+            then run on another kernel, or with other tiles.
+        deterministic: whether gradients have the same bits every time; by default as
             ``torch.use_deterministic_algorithms`` says.
 
     Returns:
@@ -265,8 +266,8 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, ...]:
     """``attention`` over sequences of different lengths, packed one after the other without padding.
 
-    With a ``block_table`` the keys and values lie in the pages of a cache: prompts are taken in chunk by chunk, ragged,
-    while every chunk attends to all that its sequence has in the cache (``PagedKVCache`` has an example).
+    With a ``block_table`` the keys and values lie in the pages of a cache. Prompts can then be processed in chunks of
+    any length, where every chunk attends to all tokens of its sequence in the cache (``PagedKVCache`` has an example).
 
     Args:
         query: ``[total_q, Hq, D]``; key: ``[total_k, Hkv, D]``; value: ``[total_k, Hkv, Dv]``. With a ``block_table``
@@ -274,16 +275,16 @@ def attention_varlen(
             are never copied: on a GPU the last dim must be contiguous, and the base and the strides multiples of 16
             bytes.
         cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]`` on the device: sequence ``b`` is the rows from ``cu_seqlens[b]``
-            up to ``cu_seqlens[b + 1]``. On a GPU they are not read back; where they are wrong, rows count as
-            absent, and ``FASTATTN_CHECK=1`` reads them and raises. On a CPU wrong ones always raise. Of keys in pages,
-            ``cu_seqlens_k`` gives the number alone.
-        max_seqlen_q, max_seqlen_k: the longest lengths; what a sequence has beyond them is absent.
+            up to ``cu_seqlens[b + 1]``. On a GPU they are not read back: rows behind wrong offsets count as absent, and
+            only ``FASTATTN_CHECK=1`` reads the offsets and raises. On a CPU wrong offsets always raise. For keys in
+            pages, ``cu_seqlens_k`` only gives the number of keys of each sequence.
+        max_seqlen_q, max_seqlen_k: the longest lengths; rows of a sequence beyond them count as absent.
         block_table: int32 ``[B, max_pages]``: the pages of each sequence, in order; key ``j`` is row ``j % page_size``
-            of page ``block_table[b, j // page_size]``. Where an entry names no page, its keys are absent. Gradients
-            over pages are PyTorch's, through a copy of all that the table names.
+            of page ``block_table[b, j // page_size]``. Where an entry names no page, its keys are absent. PyTorch
+            computes gradients over pages, through a copy of all pages that the table names.
         alibi_slopes: ``[Hq]`` or ``[B, Hq]``. The other options are those of ``attention``.
-        batch_invariant: a sequence's results have the same bits whatever else is in the batch. By default a GPU that a
-            batch does not fill shares out the keys of long sequences, as all lengths together have it.
+        batch_invariant: a sequence's results have the same bits whatever else is in the batch. By default, if a batch
+            does not fill the GPU, the keys of long sequences are shared out, which depends on all lengths together.
 
     Returns:
         ``[total_q, Hq, Dv]``, then with ``return_lse`` the lse, ``[Hq, total_q]``, and with ``return_max_logit`` the
@@ -308,10 +309,11 @@ def attention_varlen(
 
 
 def _warn_where_heads_seem_to_be_queries(query: Tensor, key: Tensor) -> None:
-    """Warns once of ``[B, S, Hq, D]`` and ``[B, S, Hkv, D]``, whose heads a causal mask cuts as if they were tokens.
+    """Warns once where the tensors look like ``[B, S, Hq, D]`` and ``[B, S, Hkv, D]``, whose heads a causal mask would
+    cut as if they were tokens.
 
-    Such tensors have as many "heads" on both sides, and the "queries" of a group for each "key". One that was
-    transposed on purpose, as the doors for flash-attn do, lies in memory the other way round.
+    Such tensors have as many "heads" on both sides, and a whole number of "queries" for each "key". A tensor that was
+    transposed on purpose, as by the flash-attn integration, has the strides of these dims the other way round.
     """
     global _has_warned_of_layout
     (_, query_heads, queries, _), (_, key_heads, keys, _) = query.shape, key.shape
@@ -333,7 +335,7 @@ def _attend_over_wrapped(
     deterministic: bool | None,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, ...]:
-    """A query that may be nested, or a DTensor."""
+    """Attends with a query that may be nested, a DTensor, or another subclass of Tensor."""
     query, key, value, bias, alibi_slopes, sinks, *_ = tensors
     check_tensor("query", query)
     if is_distributed(query):

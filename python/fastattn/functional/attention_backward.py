@@ -1,7 +1,7 @@
 """The gradients of a block of attention whose softmax runs over more keys than the block has.
 
-Sequences that are spread over GPUs are attended to block by block: the results of the blocks are merged by their lse,
-and each block's gradients then need the output and the lse of the whole (Liu et al., "Ring attention", 2023).
+Attention over a sequence that is spread over GPUs runs block by block. The results of the blocks are merged by their
+lse, and each block's gradients then need the output and the lse of the whole (Liu et al., "Ring attention", 2023).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastattn.ops.attention import AttentionBackwardArguments
 
 
 class Packed(NamedTuple):
-    """Of packed sequences, as ``attention_varlen`` takes them."""
+    """The offsets and longest lengths of packed sequences, as ``attention_varlen`` takes them."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -51,9 +51,9 @@ def attention_backward(
     scale: float | None = None,
     deterministic: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, where ``out``, ``lse`` and their gradients are those of all blocks.
+    """Returns the gradients of query, key and value; ``out``, ``lse`` and their gradients are those of all blocks.
 
-    Layouts and options are those of ``fastattn.attention``, with ``packed`` those of ``attention_varlen``.
+    Layouts and options are those of ``fastattn.attention``, or of ``attention_varlen`` with ``packed``.
     """
     max_seqlens = (0, 0) if packed is None else (packed.max_seqlen_q, packed.max_seqlen_k)
     cu_seqlens_q, cu_seqlens_k = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
@@ -125,12 +125,12 @@ def through_the_block(
     block_out: Tensor,
     block_lse: Tensor,
 ) -> tuple[Tensor, ...]:
-    """The gradients of ``inputs`` by autograd, from the block's own output and lse.
+    """Returns the gradients of ``inputs`` by autograd through the block's own output and lse.
 
-    A row of the block has the share ``w = exp(block_lse - lse)`` in the whole, whose scores have the gradient
-    ``w P (dP - rowsum(dO * O) + dlse)``, with the block's own P. The gradient ``g`` of the block's output gives
-    ``P (g V^T - rowsum(g * block_out))`` and that of its lse, ``h``, gives ``P h``: together they are that, for
-    ``g = w dO`` and ``h = w (rowsum(dO * block_out) - rowsum(dO * O) + dlse)``.
+    A row of the block has the share ``w = exp(block_lse - lse)`` in the whole. So the gradient of the block's scores is
+    ``w P (dP - rowsum(dO * O) + dlse)``, with the block's own P. Autograd gives ``P (g V^T - rowsum(g * block_out))``
+    for a gradient ``g`` of the block's output, and ``P h`` for a gradient ``h`` of its lse. Their sum is the gradient
+    above for ``g = w dO`` and ``h = w (rowsum(dO * block_out) - rowsum(dO * O) + dlse)``.
     """
     is_packed = grad_out.dim() == 3
 

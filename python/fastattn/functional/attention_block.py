@@ -1,8 +1,8 @@
-"""A block of attention: some rows over some keys of a larger call, which is the merge of its blocks.
+"""A block of attention: some rows over some keys of a larger call, whose result is the merge of its blocks.
 
-Nothing is rounded to 16 bits before the merge: output and gradients are float32 (of float64 inputs float64). None of it
-is differentiable by autograd: whoever merges blocks has the gradients of all, with the output and the lse of the whole
-(Liu et al., "Ring attention", 2023, section 3).
+Nothing is rounded to 16 bits before the merge: output and gradients are float32 (float64 for float64 inputs). Autograd
+does not differentiate a block: whoever merges blocks also computes their gradients, with the output and the lse of the
+whole (Liu et al., "Ring attention", 2023, section 3).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastattn.ops.attention import AttentionArguments, AttentionBackwardArgument
 
 
 class Place(NamedTuple):
-    """Where the first row, key and head of a block stand in the whole; with dropout ``key`` is a multiple of 4."""
+    """The place of a block's first row, key and head in the whole; with dropout ``key`` is a multiple of 4."""
 
     row: int
     key: int
@@ -33,8 +33,8 @@ class Place(NamedTuple):
 
 
 class BackwardTensors(NamedTuple):
-    """What the gradients of a block follow from: query, key and value of the block; output and lse of its rows over all
-    keys, and their gradients."""
+    """The inputs for the gradients of a block: its query, key and value, the output and lse of its rows over all keys,
+    and the gradients of these two."""
 
     grad_out: Tensor
     grad_lse: Tensor
@@ -45,7 +45,7 @@ class BackwardTensors(NamedTuple):
     lse: Tensor
 
     def of(self, rows: slice, keys: slice) -> BackwardTensors:
-        """Those of a smaller block."""
+        """Returns the tensors of a smaller block."""
         grad_out, grad_lse, query, out, lse = (
             tensor[:, :, rows] for tensor in (self.grad_out, self.grad_lse, self.query, self.out, self.lse)
         )
@@ -53,7 +53,7 @@ class BackwardTensors(NamedTuple):
 
 
 class BlockOptions(NamedTuple):
-    """As ``fastattn.attention`` takes them, by places in the whole; ``causal`` is in the window."""
+    """The options of ``fastattn.attention``, by places in the whole; a causal mask is part of the window."""
 
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
@@ -73,7 +73,7 @@ class BlockOptions(NamedTuple):
 def attention_block(
     query: Tensor, key: Tensor, value: Tensor, options: BlockOptions, place: Place
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[B, Hq, Sq, Dv]`` and lse ``[B, Hq, Sq]``, to be merged with those of other keys."""
+    """Returns output ``[B, Hq, Sq, Dv]`` and lse ``[B, Hq, Sq]``, to be merged with the results over other keys."""
     with torch.no_grad(), without_autocast(query.device.type):
         checked, choice = _chosen([query, key, value], options)
         if choice.backend == "torch":
@@ -107,10 +107,11 @@ def add_gradients_of_block(
     options: BlockOptions,
     place: Place,
 ) -> None:
-    """Adds the gradients of query, key and value to ``sums``, and that of the slopes to ``slopes_sum``, if it is there.
+    """Adds the gradients of query, key and value to ``sums``, and that of the slopes to ``slopes_sum`` unless it is
+    None.
 
-    ``out`` and its gradient have the query's dtype; sums that of the lse, and rows that are contiguous; ``slopes_sum``
-    has the slopes' shape.
+    ``out`` and its gradient have the query's dtype. ``sums`` have the dtype of the lse and contiguous rows.
+    ``slopes_sum`` has the slopes' shape.
     """
     grad_out, grad_lse, query, key, value, out, lse = tensors
     slopes = None if slopes_sum is None else options.alibi_slopes
@@ -118,7 +119,7 @@ def add_gradients_of_block(
     with torch.enable_grad(), without_autocast(query.device.type):
         checked, choice = _chosen(inputs, options if slopes is None else options._replace(alibi_slopes=inputs[3]))
         if choice.backend == "torch":
-            exact = tuple(t.detach().to(lse.dtype).requires_grad_() for t in inputs)  # so that gradients are
+            exact = tuple(t.detach().to(lse.dtype).requires_grad_() for t in inputs)  # for gradients in that dtype
             if slopes is not None:
                 options = options._replace(alibi_slopes=exact[3])
             found = reference.attention(*exact[:3], **options.of_reference(place))

@@ -1,4 +1,4 @@
-"""What the host knows about the arguments of ``attention`` and ``attention_varlen``: the checks, and what follows."""
+"""Checks of the arguments of ``attention`` and ``attention_varlen``, and what the host can conclude from them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Tensors: TypeAlias = tuple[Any, Any, Any, Any, Any, Any, Any, Any, Any]
 
 
 class Options(NamedTuple):
-    """As the user gave them."""
+    """The options as the user gave them."""
 
     max_seqlen_q: int
     max_seqlen_k: int
@@ -49,11 +49,11 @@ class Options(NamedTuple):
     dropout_p: float
     scale: float | None
     return_max_logit: bool = False
-    first_head: int = 0  # in a larger call, by which dropout draws; not the user's
+    first_head: int = 0  # the number of the first head in a larger call, by which dropout draws; not the user's
 
 
 class CheckedCall(NamedTuple):
-    """What one signature of arguments comes to: found once, then kept."""
+    """The result of checking one signature of arguments, which is kept for later calls."""
 
     call: Call
     max_seqlens: tuple[int, int]
@@ -66,7 +66,7 @@ class CheckedCall(NamedTuple):
 
 
 def check_call(tensors: Tensors, options: Options) -> CheckedCall:
-    """Raises where the host can see that an argument is wrong."""
+    """Checks the arguments, and raises where the host can see that one is wrong."""
     names = ("query", "key", "value", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "block_table")
     query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
     max_seqlen_q, max_seqlen_k, causal, window, softcap, dropout_p, scale, return_max_logit, _ = options
@@ -125,7 +125,7 @@ def check_call(tensors: Tensors, options: Options) -> CheckedCall:
     causal = check_bool("causal", causal)
     if causal:
         right = 0
-    if right == 0:  # a window says the same
+    if right == 0:  # by ``causal``, or by a window that means the same
         features.add("causal")
     if left >= 0 or right > 0:
         features.add("window")
@@ -190,7 +190,7 @@ def default_scale(head_dim: int) -> float:
 
 
 def check_window(window: Any) -> tuple[int, int]:
-    """``(left, right)``, each at least -1."""
+    """Checks and returns ``(left, right)``, each at least -1."""
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise InputError(f"window: expected (left, right), got {window!r}")
     left, right = (check_int("window", side, minimum=UNBOUNDED) for side in window)
@@ -198,7 +198,7 @@ def check_window(window: Any) -> tuple[int, int]:
 
 
 def check_bias(bias: Any, query: Tensor, full: tuple[int, ...]) -> None:
-    """Bool or floating ``[B or 1, Hq or 1, Sq or 1, Sk or 1]`` beside the query."""
+    """Checks that ``bias`` is ``[B or 1, Hq or 1, Sq or 1, Sk or 1]``, and bool, float32 or of the query's dtype."""
     check_tensor("bias", bias, optional=True)
     check_rank("bias", bias, "[B or 1, Hq or 1, Sq or 1, Sk or 1]")
     check_same_device("bias", bias, query.device)
@@ -208,7 +208,7 @@ def check_bias(bias: Any, query: Tensor, full: tuple[int, ...]) -> None:
 
 
 def check_slopes(slopes: Any, device: torch.device, batch: int, heads: int) -> None:
-    """Floating ``[Hq]`` or ``[B, Hq]``."""
+    """Checks that ``slopes`` are floating ``[Hq]`` or ``[B, Hq]``."""
     check_tensor("alibi_slopes", slopes, optional=True)
     check_same_device("alibi_slopes", slopes, device)
     check_dtype("alibi_slopes", slopes, FLOATING)
@@ -217,7 +217,7 @@ def check_slopes(slopes: Any, device: torch.device, batch: int, heads: int) -> N
 
 
 def check_sinks(sinks: Any, device: torch.device, heads: int) -> None:
-    """Floating ``[Hq]``."""
+    """Checks that ``sinks`` are floating ``[Hq]``."""
     check_tensor("sinks", sinks, optional=True)
     check_same_device("sinks", sinks, device)
     check_dtype("sinks", sinks, FLOATING)
@@ -225,9 +225,9 @@ def check_sinks(sinks: Any, device: torch.device, heads: int) -> None:
 
 
 def check_uncopied(name: str, cache: Tensor, why: str) -> None:
-    """Raises where a kernel cannot read a cache where it lies; ``why`` it is not copied then."""
+    """Raises where a kernel cannot read a cache without a copy; ``why`` says in the error why it is not copied."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return  # such a tensor has no address
+        return  # a traced or wrapped tensor has no address
     reason = reason_to_copy(cache)
     if reason is not None:
         wanted = f"a contiguous last dimension, and base and strides that are multiples of {ALIGNMENT_BYTES} bytes"
@@ -235,7 +235,7 @@ def check_uncopied(name: str, cache: Tensor, why: str) -> None:
 
 
 def check_pages(block_table: Tensor, lengths: Tensor, num_pages: int, page_size: int) -> None:
-    """Reads the pages of tokens back: only where `places_are_checked`."""
+    """Checks that the pages of all tokens exist. It reads the table back, so call it only if `places_are_checked`."""
     first_token = torch.arange(block_table.shape[1], device=block_table.device) * page_size
     is_used = first_token < lengths[:, None]
     wrong = is_used & ((block_table < 0) | (block_table >= num_pages))
@@ -246,9 +246,10 @@ def check_pages(block_table: Tensor, lengths: Tensor, num_pages: int, page_size:
 
 
 def check_offsets(name: str, offsets: Tensor, total: int | None, max_seqlen: int) -> None:
-    """Reads the offsets back: only where `places_are_checked`. ``total``: of packed rows; None: of no tensor's.
+    """Checks offsets against ``total`` packed rows (None: there is no packed tensor) and the longest length.
 
-    Rows in no sequence, as a padded buffer has them at its end, are refused only where FASTATTN_CHECK asks.
+    It reads the offsets back, so call it only if `places_are_checked`. Rows that belong to no sequence, such as the end
+    of a padded buffer, are refused only with ``FASTATTN_CHECK=1``.
     """
     values = offsets.tolist()
     lengths = [end - begin for begin, end in pairwise(values)]

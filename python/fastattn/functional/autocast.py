@@ -7,8 +7,8 @@ import contextlib
 import torch
 from torch import Tensor
 
-# The kinds of device that have autocast; of others ("meta") `torch.is_autocast_enabled` raises. Asked here, once:
-# torch.compile cannot trace the question before torch 2.12.
+# The kinds of device that have autocast; for others ("meta") `torch.is_autocast_enabled` raises. They are found once,
+# here, because torch.compile cannot trace `is_autocast_available` before torch 2.12.
 _WITH_AUTOCAST = frozenset(
     kind
     for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "ipu", "xla", "mtia", "maia")
@@ -17,16 +17,16 @@ _WITH_AUTOCAST = frozenset(
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Returns the dtype that autocast is in force with on this kind of device, or None."""
+    """Returns the dtype of the autocast in force on this kind of device, or None."""
     if device_type not in _WITH_AUTOCAST or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
 
 def autocast_to(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """``tensor`` in ``dtype``; float64 and what is not floating stays as it is, as under torch's autocast.
+    """Returns ``tensor`` in ``dtype``; float64 and tensors that are not floating stay as they are, as in torch.
 
-    So does what is no tensor: the checks say what is wrong with it.
+    Arguments that are no tensors stay too: the checks say what is wrong with them.
     """
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
@@ -34,7 +34,7 @@ def autocast_to(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Inside, PyTorch's operators keep their inputs' dtype: what we compute in float32 stays in float32."""
+    """Returns a context in which PyTorch's operators keep their inputs' dtype, so that float32 stays float32."""
     if autocast_dtype(device_type) is None:
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)

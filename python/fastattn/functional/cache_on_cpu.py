@@ -1,8 +1,8 @@
-"""``attention_with_kv_cache`` and ``append_to_cache`` over CPU tensors, at the price of the tokens that are there.
+"""``attention_with_kv_cache`` and ``append_to_cache`` over CPU tensors, at the cost of the cached tokens alone.
 
-The reference, which reads no lengths, writes and reads caches as long as they can be. On a CPU the lengths are at hand:
-new tokens alone are written, and attention runs over slices of the caches. A sequence's slice ends with its last token
-and begins with the first that its window shows to a query, so that a single query needs no mask.
+The reference reads no lengths, so it processes the whole capacity of the caches. On a CPU the lengths are at hand: only
+new tokens are written, and attention runs over slices of the caches. A sequence's slice ends with its last token and
+begins with the first token that its window shows to a query, so that a single query needs no mask.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def attention_with_kv_cache(
     return_lse: bool,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor] | None:
-    """Returns output and lse, which holds nothing unless it is wanted, or None where the host may not read lengths.
+    """Returns output and lse, or None where the host may not read lengths or a tensor is empty.
 
-    ``window`` says what is causal, too.
+    The lse is empty unless it is wanted. A causal mask is part of ``window``.
     """
     if not is_readable(*t) or 0 in (*t.query.shape, *t.k_cache.shape, *t.v_cache.shape):
         return None
@@ -69,7 +69,7 @@ def attention_with_kv_cache(
 
 
 def append_to_cache(t: AppendTensors) -> bool:
-    """Writes the tokens that have a slot; False where the host may not read the slots."""
+    """Writes the tokens that have a slot and returns True; returns False where the host may not read the slots."""
     if not is_readable(*t) or 0 in t.k_cache.shape[:3]:
         return False
     num_slots = t.k_cache.shape[0] * t.k_cache.shape[2]
@@ -82,7 +82,7 @@ def append_to_cache(t: AppendTensors) -> bool:
 
 
 def _rotated(t: Tensors, x: Tensor, first: list[int], interleaved: bool) -> Tensor:
-    """``x [B, H, S, D]`` rotated by the positions from ``first`` on, which are those of each sequence."""
+    """Returns ``x [B, H, S, D]``, rotated by each sequence's positions from ``first`` on."""
     assert t.rotary_cos is not None and t.rotary_sin is not None
     position = torch.tensor(first, device=x.device)[:, None] + torch.arange(x.shape[2], device=x.device)
     position = position.clamp(0, t.rotary_cos.shape[0] - 1)
@@ -90,7 +90,7 @@ def _rotated(t: Tensors, x: Tensor, first: list[int], interleaved: bool) -> Tens
 
 
 def _append(t: Tensors, before: list[int], capacity: int) -> None:
-    """Writes the new tokens behind those of before; a token that has no place, or no page, is dropped."""
+    """Writes the new tokens behind the cached ones; a token beyond the capacity or without a page is dropped."""
     assert t.k_new is not None and t.v_new is not None
     block_rows = t.k_cache.shape[2]
     device = t.k_cache.device
@@ -109,7 +109,7 @@ def _append(t: Tensors, before: list[int], capacity: int) -> None:
 
 
 def _write(cache: Tensor, scales: Tensor | None, new: Tensor, page: Tensor, row: Tensor) -> None:
-    """Writes ``new [tokens, Hkv, D]`` to rows of pages in the format of the cache, with the scales that it computes."""
+    """Writes ``new [tokens, Hkv, D]`` to rows of pages in the format of the cache, with scales computed or given."""
     if cache.dtype == FP8 and are_given(scales):
         new = to_fp8(new, None if scales is None else scales.reshape(-1, 1))
     elif scales is not None:
@@ -119,7 +119,7 @@ def _write(cache: Tensor, scales: Tensor | None, new: Tensor, page: Tensor, row:
 
 
 def _runs(totals: list[int], each_alone: bool) -> Iterator[slice]:
-    """Sequences side by side that have equally many tokens: together they are one view of the cache."""
+    """Yields runs of neighbouring sequences with equally many tokens, each of which is one view of the cache."""
     begin = 0
     for _, run in groupby(enumerate(totals), key=lambda item: item if each_alone else item[1]):
         end = begin + len(list(run))
@@ -137,13 +137,15 @@ def _attend(
     scale: float,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Returns output and lse of a run of sequences, of which no query sees tokens outside of these; the lse may be
-    anything unless it is wanted."""
+    """Returns output and lse of a run of sequences whose queries see no tokens but ``tokens``.
+
+    The lse is meaningless unless it is wanted.
+    """
     num_queries = query.shape[2]
     key = _read(t, t.k_cache, t.k_scale, run, tokens)
     value = _read(t, t.v_cache, t.v_scale, run, tokens)
     left, right = window
-    if tokens.stop - 1 - left <= tokens.start:  # it hides nothing from the last query, hence from none
+    if tokens.stop - 1 - left <= tokens.start:  # the window hides nothing from the last query, hence from none
         left = -1
     if right >= num_queries - 1:
         right = -1
@@ -152,10 +154,10 @@ def _attend(
     if slopes is not None and slopes.dim() == 2 and len(slopes) == len(t.query):
         slopes = slopes[run]
 
-    dtype = torch.promote_types(query.dtype, key.dtype)  # keys of 8 bits are float32 by now
+    dtype = torch.promote_types(query.dtype, key.dtype)  # 8-bit keys are float32 by now
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     is_plain = not return_lse and softcap == 0 and slopes is None and t.sinks is None and scale > 0
-    if is_plain and value.shape[-1] == key.shape[-1]:  # of other values PyTorch has a composite, which expands KV heads
+    if is_plain and value.shape[-1] == key.shape[-1]:  # for other values PyTorch's composite would expand KV heads
         if mask is not None or (left, right) != (-1, -1):
             is_grouped = query.shape[1] != key.shape[1]
             return torch_sdpa.attend(query, key, value, mask, (left, right), scale, is_grouped), query
@@ -163,7 +165,7 @@ def _attend(
         spoiled = None if torch_sdpa.is_known_finite(key) else ~key.isfinite().all(-1, keepdim=True)
         if spoiled is not None:
             key = key.masked_fill(spoiled, 0.0)
-        # Query heads of one KV head become rows of one product, so that its keys are loaded once for all of them.
+        # The query heads of a KV head become rows of one product, which loads the keys once.
         out = torch_sdpa.torch_sdpa(query.unflatten(1, (key.shape[1], -1)).flatten(2, 3), key, value, scale=scale)
         if spoiled is not None:
             out = out.masked_fill(spoiled.any(2, keepdim=True), torch.nan)
@@ -184,7 +186,7 @@ def _attend(
 
 
 def _mask(t: Tensors, run: slice, tokens: slice, num_queries: int) -> Tensor | None:
-    """Returns what hides tokens beside the window, bool ``[B, 1, Sq or 1, tokens]``: pages that are absent, a tree."""
+    """Returns the mask for absent pages and a tree, bool ``[B, 1, Sq or 1, tokens]``, or None; the window is apart."""
     mask = None
     if t.block_table is not None:
         table = t.block_table[run, _pages(t, tokens)]
@@ -200,7 +202,7 @@ def _mask(t: Tensors, run: slice, tokens: slice, num_queries: int) -> Tensor | N
 
 
 def _read(t: Tensors, cache: Tensor, scales: Tensor | None, run: slice, tokens: slice) -> Tensor:
-    """Returns the keys or values of tokens, ``[B, Hkv, tokens, D]``: a view, unless they are of pages or of 8 bits."""
+    """Returns the keys or values of tokens, ``[B, Hkv, tokens, D]``: a view, unless they are paged or 8-bit."""
 
     def rows(of_cache: Tensor) -> Tensor:
         if t.block_table is None:
@@ -218,11 +220,11 @@ def _read(t: Tensors, cache: Tensor, scales: Tensor | None, run: slice, tokens: 
 
 
 def _from_fp8(x: Tensor) -> Tensor:
-    """Returns the same numbers in float32, ten times as fast as PyTorch converts them one by one.
+    """Returns fp8 numbers as float32, ten times as fast as PyTorch's own conversion.
 
-    Behind its sign a number has seven bits, four of the exponent first. So has a number of float16, after another bit
-    of the exponent: there they mean a number that is smaller by 2 ** 8. The code of NaN would mean 480, which is no
-    number of fp8.
+    Behind its sign, fp8 has four bits of the exponent and three of the mantissa. Shifted behind the first bit of a
+    float16 exponent, the same seven bits mean a number that is smaller by 2 ** 8. The code of NaN becomes 480, which no
+    fp8 number is.
     """
     bits = (x.view(torch.int8).to(torch.int16) << 7).bitwise_and_(~(1 << 14))
     numbers = bits.view(torch.float16).to(torch.float32).mul_(2**8)
@@ -233,7 +235,7 @@ def _from_fp8(x: Tensor) -> Tensor:
 
 
 def _pages(t: Tensors, tokens: slice) -> slice:
-    """Returns which pages of a sequence hold these tokens."""
+    """Returns the range of a sequence's pages that hold these tokens."""
     page_size = t.k_cache.shape[2]
     return slice(tokens.start // page_size, -(-tokens.stop // page_size))
 

@@ -1,4 +1,4 @@
-"""Checking a call's arguments and deciding about them once per signature, not once per call."""
+"""Checks a call's arguments once per signature, not once per call, and keeps the result."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fastattn.checks import mapped_size, needs_gradient
 
 Checked = TypeVar("Checked")
 
-_MOST_KEPT = 4096  # a server that sees ever new lengths must not grow for ever
+_MOST_KEPT = 4096  # results; a server that sees ever new lengths must not grow for ever
 
 
 class CheckedOnce(Generic[Checked]):
-    """Keeps what ``check(tensors, options)`` returned, by everything of the arguments that the host knows.
+    """Keeps the results of ``check(tensors, options)``, by everything that the host knows about the arguments.
 
-    ``check`` raises where the arguments are wrong; an error is not kept. Under ``torch.compile`` it is
-    traced each time: there the compiled graph is what keeps the result.
+    ``check`` raises where the arguments are wrong; errors are not kept. Under ``torch.compile`` it is traced each time,
+    and the compiled graph keeps the result.
     """
 
     def __init__(self, check: Callable[[Any, Any], Checked]) -> None:
@@ -27,12 +27,12 @@ class CheckedOnce(Generic[Checked]):
         self._kept: dict[Any, Checked] = {}
 
     def get(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Checked:
-        """What ``check`` says of these arguments."""
+        """Returns the result of ``check`` for these arguments."""
         if torch.compiler.is_compiling():
             return self._check(tensors, options)
-        # The options' types too: 0 equals False, and is not one.
+        # The options' types count too: 0 equals False but is not a bool.
         signature: tuple[Any, ...] = (*map(_signature, tensors), options, *map(type, options), torch.is_grad_enabled())
-        if torch._C._are_functorch_transforms_active():  # tensors do not tell of themselves then
+        if torch._C._are_functorch_transforms_active():  # `requires_grad` and `shape` do not tell all then
             signature += tuple(isinstance(tensor, Tensor) and needs_gradient(tensor) for tensor in tensors)
             signature += tuple(mapped_size(tensor) for tensor in tensors)
         try:
@@ -48,7 +48,7 @@ class CheckedOnce(Generic[Checked]):
 
 
 def _signature(tensor: Any) -> Any:
-    """What a check looks at; the type too, since subclasses go to PyTorch. Of what is no tensor, the type alone."""
+    """Returns what a check looks at: of a tensor also the type, since subclasses go to PyTorch, else only the type."""
     if tensor is None:
         return None
     if not isinstance(tensor, Tensor):

@@ -1,7 +1,7 @@
 """Attention from PyTorch's operators on a CPU, with what PyTorch's own attention lacks: softcap, ALiBi, sinks, the lse.
 
-It is the reference's mathematics without what few calls need: it expands no KV heads, makes one softmax, and repairs
-NaN where there is NaN.
+It is the reference's mathematics without the work that few calls need: it expands no KV heads, computes one softmax,
+and handles NaN only where there is NaN.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ def attend(
     sinks: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor] | None:
-    """Returns output and lse, ``([B, Hq, Sq, Dv], [B, Hq, Sq])``, or None where the host may not look at values.
+    """Returns output and lse, ``([B, Hq, Sq, Dv], [B, Hq, Sq])``, or None where the host may not look at values or a
+    tensor is empty.
 
-    The arguments are those of ``attention``; ``window`` says what is causal, too. Everything is differentiable.
+    The arguments are those of ``attention``; a causal mask is part of ``window``. Everything is differentiable.
     """
     batch, heads, num_queries, _ = query.shape
     kv_heads, num_keys = key.shape[1:3]
@@ -40,7 +41,7 @@ def attend(
     visible = band(num_queries, num_keys, *window, query.device)
     spoiled_keys = spoiled_values = None
     if (visible is not None or bias is not None) and not is_known_finite(key, value):
-        # A NaN that is hidden must stay away from products with zeros. One that is seen comes back behind them.
+        # A hidden NaN must not get into products with zeros, which would be NaN. A visible NaN is put back after them.
         spoiled_keys, spoiled_values = ~key.isfinite().all(-1, keepdim=True), ~value.isfinite()
         key, value = key.masked_fill(spoiled_keys, 0.0), value.masked_fill(spoiled_values, 0.0)
 
@@ -48,10 +49,10 @@ def attend(
     by_kv_head = (kv_heads, heads // kv_heads)
 
     def of_scores(tensor: Tensor) -> Tensor:
-        """``[B or 1, Hq or 1, …]`` beside the scores ``[B, Hkv, group, …]``."""
+        """Returns ``[B or 1, Hq or 1, …]`` in a shape that broadcasts to the scores ``[B, Hkv, group, …]``."""
         return tensor.unsqueeze(2) if tensor.shape[1] == 1 else tensor.unflatten(1, by_kv_head)
 
-    # Query heads of one KV head are rows of one product. What the product makes is nobody else's: it changes in place.
+    # The query heads of a KV head are rows of one product. Nothing else holds its result, so it may change in place.
     rows = (query.to(dtype) * (scale / softcap if softcap > 0 else scale)).reshape(batch, kv_heads, -1, key.shape[-1])
     scores = (rows @ key.to(dtype).transpose(-2, -1)).unflatten(2, (-1, num_queries))
     if softcap > 0:
@@ -65,7 +66,7 @@ def attend(
         scores = scores + torch.where(spoiled_keys.transpose(-2, -1), math.nan, 0.0).to(dtype)[:, :, None]
     if bias is not None and bias.dtype != torch.bool:
         scores = scores + of_scores(bias.to(dtype))
-        if spoiled_keys is not None:  # what the bias hides is NaN still
+        if spoiled_keys is not None:  # NaN + -inf is NaN, so the bias has not hidden such a score yet
             scores = scores.masked_fill(of_scores(bias == -math.inf), -math.inf)
     elif bias is not None:
         scores = scores.masked_fill(~of_scores(bias), -math.inf)
@@ -76,7 +77,7 @@ def attend(
     if spoiled_values is not None:
         seen = (scores != -math.inf).to(dtype).flatten(2, 3) @ spoiled_values.to(dtype) > 0
 
-    # Probabilities relative to the largest score, on which neither result depends: no gradient goes through it.
+    # Weights are relative to the largest score. Neither result depends on it, so no gradient needs to go through it.
     level = scores.detach().amax(-1, keepdim=True)
     sink = None if sinks is None else sinks.to(dtype).view(1, *by_kv_head, 1, 1)
     if sink is not None:
@@ -89,7 +90,7 @@ def attend(
     sees_nothing = total == 0
     total = total.masked_fill(sees_nothing, 1.0)
     sums = weights.flatten(2, 3) @ value.to(dtype)
-    if seen is not None:  # by the weights, so that the NaN reaches their gradients too
+    if seen is not None:  # times the weights, so that the NaN reaches their gradients too
         sums = sums + torch.where(seen, math.nan, 0.0).to(dtype) * weights.sum(-1).flatten(2, 3)[..., None]
     sums = sums.unflatten(2, (-1, num_queries))
     out = (sums / total).flatten(1, 2).to(query.dtype)

@@ -1,5 +1,4 @@
-"""DTensor as the functions of attention take it: batch entries and heads do not know of each other, so each rank
-attends over its own."""
+"""Attention over DTensor: batch entries and heads do not depend on each other, so each rank attends over its own."""
 
 from __future__ import annotations
 
@@ -18,9 +17,10 @@ if TYPE_CHECKING:
 
 
 class Dims(NamedTuple):
-    """Where a tensor has its batch and its query heads (KV heads, of keys and values); None: it has none of these.
+    """The dimensions of a tensor that are its batch and its heads (KV heads for keys and values), or None without them.
 
-    ``over_batch``: of a result without a batch, how it follows from the ranks', each of its own batch entries.
+    ``over_batch`` is the reduction that makes a result without a batch from the results of ranks with different batch
+    entries.
     """
 
     batch: int | None
@@ -42,8 +42,8 @@ def attend_over_distributed(
     return_lse: bool,
     attend: Callable[[tuple[Any, ...]], _Results],
 ) -> _Results:
-    """``attend`` over what each rank has of query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k
-    and block_table; the first is a DTensor."""
+    """Runs ``attend`` over each rank's parts of query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q,
+    cu_seqlens_k and block_table; the query is a DTensor."""
     if options.dropout_p and dropout_seed is None:
         raise InputError(
             "dropout_seed: expected a seed beside DTensors, which has to be the same on each rank, got None"
@@ -63,14 +63,14 @@ def attend_over_distributed(
 
 
 def _check_sizes(tensors: tuple[Any, ...], dims: tuple[Dims, ...]) -> None:
-    """Of the whole tensors: what does not fit together as a whole may fit as the parts that a rank has."""
+    """Checks batch sizes and heads of the whole tensors, as the parts of one rank may fit where the wholes do not."""
     names = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
     query, of_query = tensors[0], dims[0]
-    if query.dim() < 3:  # as below
+    if query.dim() < 3:  # the checks of each rank's part say what is wrong with it
         return
     for name, tensor, of in zip(names, tensors, dims, strict=False):
         if not isinstance(tensor, Tensor) or (tensor.dim() != query.dim() and name in ("key", "value")):
-            continue  # the checks of each rank's part say what is wrong with it
+            continue  # those checks say so here, too
         for what, dim, place in (("batch size", of.batch, of_query.batch), ("heads", of.heads, of_query.heads)):
             is_grouped = what == "heads" and name in ("key", "value")
             if dim is None or place is None or is_grouped or tensor.shape[dim] == query.shape[place]:
@@ -79,14 +79,14 @@ def _check_sizes(tensors: tuple[Any, ...], dims: tuple[Dims, ...]) -> None:
 
 
 def dims_of_options(shape: Sequence[int]) -> Dims:
-    """``[Hq]``, or ``[1 or B, Hq]``."""
+    """Returns the dims of an option ``[Hq]`` or ``[1 or B, Hq]``."""
     if len(shape) == 2:
         return Dims(0 if shape[0] > 1 else None, 1)
     return PER_HEAD if len(shape) == 1 else NEITHER
 
 
 def dims_of_mask(shape: Sequence[int]) -> Dims:
-    """That broadcasts to ``[B, Hq, Sq, Sk]``: a dimension of size 1 is none."""
+    """Returns the dims of a mask that broadcasts to ``[B, Hq, Sq, Sk]``: a dimension of size 1 counts as absent."""
 
     def dim(place: int) -> int | None:
         own = place + len(shape) - 4
@@ -96,7 +96,7 @@ def dims_of_mask(shape: Sequence[int]) -> Dims:
 
 
 def _shape(tensor: Any) -> Sequence[int]:
-    """The checks say what is wrong with what is no tensor."""
+    """Returns the shape, or () for what is no tensor: the checks say what is wrong with it."""
     return tensor.shape if isinstance(tensor, Tensor) else ()
 
 
@@ -107,15 +107,16 @@ def attend_locally(
     may_shard: bool,
     attend: Callable[[tuple[Any, ...]], _Results],
 ) -> _Results:
-    """``attend`` over what each rank has; the result, a tensor or several, is laid out over the ranks as the query is.
+    """Runs ``attend`` over each rank's parts. The results, one tensor or several, are placed like the query.
 
     Args:
-        tensors: query, key and value, DTensor all, then what else the call has: plain tensors, the same on each rank,
-            or DTensor. Each rank gets what belongs to its batch entries and heads; gradients of plain tensors are those
-            of all ranks together.
-        dims: of each tensor. dims_of_results: of the results.
-        may_shard: False gives each rank all batch entries and heads, since the call has options that count them. So
-            does a query that is split otherwise, or unevenly.
+        tensors: query, key and value, which must be DTensor, then the other arguments of the call: DTensor, or plain
+            tensors that are the same on each rank. Each rank gets the part for its batch entries and heads; gradients
+            of plain tensors are those of all ranks together.
+        dims: the dims of each tensor.
+        dims_of_results: the dims of each result.
+        may_shard: False gives each rank all batch entries and heads, for options that number them. The same happens to
+            a query that is split along other dims, or unevenly.
 
     Raises:
         InputError: one of the first three is no DTensor, or they are on several meshes.
@@ -144,8 +145,8 @@ def attend_locally(
 
 
 def are_split_alike(query: Any, key: Any, value: Any, mask_sizes: Sequence[int], enable_gqa: bool) -> bool:
-    """Whether query, key and value ``[B, H, S, D]`` are DTensor that fit together, with a mask of these sizes, and all
-    are split evenly over batch or heads alone."""
+    """Returns whether query, key and value ``[B, H, S, D]`` are DTensor that fit together and fit a mask of these
+    sizes, and are all split evenly, over batch or heads alone."""
     tensors = (query, key, value)
     if not all(is_distributed(tensor) and tensor.dim() == 4 for tensor in tensors):
         return False
@@ -163,7 +164,7 @@ def are_split_alike(query: Any, key: Any, value: Any, mask_sizes: Sequence[int],
 
 
 def _kinds(tensors: tuple[DTensor, ...], dims: Dims, may_shard: bool) -> list[str | None]:
-    """``"batch"`` or ``"heads"`` for each mesh dimension that splits those of the query, evenly; else None."""
+    """Returns for each mesh dimension ``"batch"`` or ``"heads"`` if it splits these evenly, else None."""
     from torch.distributed.tensor import Shard
 
     query = tensors[0]
@@ -185,7 +186,7 @@ def _placements(kinds: list[str | None], dims: Dims) -> list[Placement]:
 
 
 def placement(kind: str | None, dims: Dims) -> Placement:
-    """Of a tensor on a mesh dimension that splits the ``kind``."""
+    """Returns the placement of a tensor on a mesh dimension that splits ``kind``: batch, heads or nothing."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     dim = {None: None, "batch": dims.batch, "heads": dims.heads}[kind]
@@ -195,8 +196,8 @@ def placement(kind: str | None, dims: Dims) -> Placement:
 
 
 def _local(tensor: Any, mesh: Any, kinds: list[str | None], dims: Dims) -> Any:
-    """What belongs to this rank. Where each rank has all of a tensor beside a part of the query, it has a part of its
-    gradient, too."""
+    """Returns this rank's part of a tensor. If every rank has the whole tensor beside a part of the query, the tensor's
+    gradient is the sum over these ranks."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     if not isinstance(tensor, Tensor):
@@ -214,8 +215,8 @@ def _local(tensor: Any, mesh: Any, kinds: list[str | None], dims: Dims) -> Any:
 
 
 def redistributed_local(tensor: DTensor, placements: Sequence[Placement], of_grad: Sequence[Placement]) -> Tensor:
-    """This rank's part of ``tensor`` in ``placements``, whose gradient is the rank's part of one in ``of_grad``."""
+    """Returns this rank's part of ``tensor`` in ``placements``; its gradient has the placements ``of_grad``."""
     local: Tensor = tensor.redistribute(placements=placements).to_local(grad_placements=of_grad)
-    if type(local).__name__ == "AsyncCollectiveTensor":  # it is on its way still
+    if type(local).__name__ == "AsyncCollectiveTensor":  # it is still on its way
         return torch.ops._c10d_functional.wait_tensor(local)
     return local

@@ -1,4 +1,4 @@
-"""Seeds of dropout, as the kernels take them: on the device."""
+"""Dropout seeds as the kernels take them, on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastattn.checks import check_dtype, check_int, check_same_device, expect
 
 
 def seed_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
-    """A dropout seed as an int64 tensor of one element on the device, without a synchronisation."""
+    """Returns a dropout seed as an int64 tensor of one element on the device, without a synchronisation."""
     if isinstance(seed, Tensor):
         check_dtype("dropout_seed", seed, (torch.int64,))
         check_same_device("dropout_seed", seed, device)
@@ -21,8 +21,8 @@ def seed_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A seed from torch's generator of the device, so that ``torch.manual_seed`` and CUDA graphs govern it."""
-    # Inductor writes the bounds into a Triton kernel as numbers of its index type, int32, and the kernel subtracts
-    # them: both and their difference must fit. Philox turns neighbouring seeds into unrelated patterns, so that 31 bits
-    # are enough.
+    """Draws a seed from torch's generator of the device, so that ``torch.manual_seed`` and CUDA graphs govern it."""
+    # Inductor writes the bounds into a Triton kernel as int32, its index type, and the kernel subtracts them: the
+    # bounds and their difference must fit. Philox turns neighbouring seeds into unrelated patterns, so 31 bits are
+    # enough.
     return torch.randint(0, 2**31 - 1, (), dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""int8 weights in the collectives of DDP, FSDP2 and tensor parallel: data and scales go one after the other."""
+"""int8 weights in the collectives of DDP, FSDP2 and tensor parallelism: first the data are sent, then the scales."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _c10d, _functional = torch.ops.c10d, torch.ops._c10d_functional
 
 
 class FlatTensors(Tensor):
-    """Tensors of one dimension, int8 weights among them, that DDP has concatenated to broadcast them at once.
+    """Flat tensors, int8 weights among them, that DDP has concatenated to broadcast them at once.
 
-    It holds the tensors themselves, so that the broadcast writes into them, and slices give them back.
+    This holds the tensors themselves, so that the broadcast writes into them, and slices give them back.
     """
 
     parts: list[Tensor]
@@ -54,7 +54,7 @@ class FlatTensors(Tensor):
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that ``tensor`` consists of."""
+    """Returns the plain tensors that ``tensor`` consists of."""
     if isinstance(tensor, FlatTensors):
         return [part for each in tensor.parts for part in _parts(each)]
     return [tensor.int8_data, tensor.int8_scale] if isinstance(tensor, Int8Tensor) else [tensor]
@@ -90,7 +90,7 @@ def _scatter_(op: Any, outputs: list[Tensor], inputs: list[list[Tensor]], *argum
 
 @replaces_operator(_functional.all_gather_into_tensor.default)
 def _all_gather(op: Any, weight: Int8Tensor, group_size: int, group_name: Any) -> Int8Tensor:
-    """The ranks' rows below each other, waited for."""
+    """Gathers the rows of all ranks, waits for them, and returns them below each other."""
 
     def gather(part: Tensor) -> Tensor:
         whole: Tensor = _functional.wait_tensor(op(part.contiguous(), group_size, group_name))
@@ -109,17 +109,17 @@ for _name in ("wait_tensor", "_wrap_tensor_autograd"):  # torch 2.10 does not ha
         replaces_operator(getattr(_functional, _name).default)(_already_waited)
 
 
-# --- FSDP2: the whole weight out of the rows that each rank keeps ----------------------------------------------------
+# --- FSDP2: the whole weight from the rows that each rank keeps -------------------------------------------------------
 
 
 def tensors_to_gather(
     shard: Int8Tensor, ranks: int, whole: torch.Size
 ) -> tuple[tuple[Tensor, ...], tuple[torch.Size, Int8Tensor]]:
-    """What the ranks send, and what they remember: the whole weight's shape, and their shard for all else.
+    """Returns the tensors that a rank sends, and what it remembers: the whole weight's shape and its own shard.
 
-    Data goes with the room behind its rows, so that the whole weight's rows are aligned too. Where ``ranks`` do not
-    divide the rows, FSDP2 takes tensors of one shape only, that of the largest shard: the scales then travel as bytes
-    in one that is as large as the data.
+    Data is sent with the room behind its rows, so that the whole weight's rows are aligned too. Where ``ranks`` do not
+    divide the rows, FSDP2 needs tensors of one shape, that of the largest shard. The scales are then sent as bytes in a
+    tensor of the same shape as the data.
     """
     data, scale = shard.int8_data, shard.int8_scale
     rows, columns = whole
@@ -139,7 +139,10 @@ def tensors_to_gather(
 def weight_from_gathered(
     gathered: tuple[Tensor, ...], metadata: tuple[torch.Size, Int8Tensor], dtype: torch.dtype, out: Tensor | None
 ) -> tuple[Int8Tensor, tuple[Tensor, ...]] | None:
-    """The whole weight over what came, and the tensors that it owns besides; into ``out`` from the second time on."""
+    """Returns the whole weight over the gathered memory, and the tensors that it owns besides.
+
+    From the second time on, it updates ``out`` and returns None.
+    """
     (rows, columns), shard = metadata
     data, scale, own = gathered[0][:rows, :columns], shard.int8_scale, []
     if len(gathered) == 2 and gathered[1].dtype == torch.float32:
@@ -154,5 +157,5 @@ def weight_from_gathered(
     parameter = getattr(out, "_local_tensor", out)
     assert isinstance(parameter, Int8Tensor)
     if own or not scales_have_rows(shard):
-        parameter.int8_scale.data.copy_(scale)  # as FSDP2 fills its memory: autograd, which keeps it, need not know
+        parameter.int8_scale.data.copy_(scale)  # by .data, so that autograd, which saved it, sees no new version
     return None

@@ -48,19 +48,19 @@ def int8_linear(
     residual: Tensor | None = None,
     input_precision: str = "16bit",
 ) -> Tensor:
-    """``activation(x @ weight^T + bias) + residual``, the int8 weight being dequantised on the fly.
+    """Returns ``activation(x @ weight^T + bias) + residual``; the int8 weight is dequantised on the fly.
 
     Everything is computed in at least float32 and rounded to the dtype of ``x`` once, at the end (with gradients, once
-    more before the activation and the residual). A product alone, of many tokens, may be cuBLAS's where that is
-    predicted to be faster (``fastattn.explain`` tells): then the weight is rounded first, as by ``weight.dequantize``,
-    and partial sums are where PyTorch lets cuBLAS round them (docs/concepts.md).
-    Autocast is honoured as by ``F.linear``.
+    more before the activation and the residual). A plain product of many tokens may be computed by cuBLAS where that is
+    predicted to be faster (``fastattn.explain`` tells). Then the weight is first rounded, as by ``weight.dequantize``,
+    and so are partial sums where PyTorch lets cuBLAS round them (docs/concepts.md). Autocast is honoured as by
+    ``F.linear``.
 
     Args:
         x: floating ``[..., K]``.
-        weight: from ``quantize_int8``, ``[N, K]``, or the ``weight`` of an ``fastattn.nn.Int8Linear``. Of one whose
-            rows are sharded (``ColwiseParallel``; with ``"swiglu"`` that of ``fastattn.distributed``, ``fused=2``) each
-            rank takes its own; then ``x`` is a DTensor too, as ``PrepareModuleInput`` makes it, and so is the result.
+        weight: from ``quantize_int8``, ``[N, K]``, or the ``weight`` of an ``fastattn.nn.Int8Linear``. If its rows are
+            sharded (by ``ColwiseParallel``; with ``"swiglu"`` by that of ``fastattn.distributed``, ``fused=2``), each
+            rank takes its own rows. Then ``x`` is a DTensor, as ``PrepareModuleInput`` makes it, and so is the result.
         bias: ``[N]`` in the dtype of ``x``.
         activation: None, ``"relu"``, ``"gelu"`` (exact), ``"gelu_tanh"``, ``"silu"`` or ``"swiglu"``. The last is gated
             and takes a fused weight, whose first N / 2 rows are the gate's and the others the up projection's (as
@@ -97,7 +97,7 @@ def linear_over(
     residual: Tensor | None = None,
     input_precision: str = "16bit",
 ) -> Tensor:
-    """``int8_linear`` over the parts of a weight that is known to be sound."""
+    """Like ``int8_linear``, over the data and scales of a weight that is known to be sound."""
     check_tensor("x", x)
     check_tensor("bias", bias, optional=True)
     check_tensor("residual", residual, optional=True)
@@ -139,7 +139,7 @@ def linear_over(
 
 @replaces_function(F.linear)
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` over an ``Int8Tensor``."""
+    """Replaces ``F.linear`` over an ``Int8Tensor``."""
     if not isinstance(weight, Int8Tensor):
         raise InputError("F.linear: expected an int8 weight as weight only, got one as input or bias")
     return int8_linear(input, weight, bias)
@@ -152,7 +152,7 @@ def _linear_operator(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None
 
 @replaces_operator(torch.ops.aten.mm.default)
 def _mm(op: Any, x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.t()``, as DTensor spells a linear layer, and ``grad @ weight`` in its backward pass."""
+    """Computes ``x @ weight.t()``, as DTensor spells a linear layer, and ``grad @ weight`` in its backward pass."""
     return _addmm(op, None, x, weight)
 
 
@@ -167,7 +167,7 @@ def _addmm(op: Any, bias: Tensor | None, x: Tensor, weight: Tensor, *, beta: flo
 
 
 def _grad_input(grad_out: Tensor, data: Tensor, scale: Tensor) -> Tensor:
-    """``grad_out [M, N] @ dequantize(weight [N, K])``."""
+    """Returns ``grad_out [M, N] @ dequantize(weight [N, K])``."""
     (rows, columns), groups = data.shape, scale.shape[1]
     features = frozenset({"gradients", "group scales"} if groups > 1 else {"gradients"})
     sizes = (grad_out.shape[0], rows, columns, columns // groups if groups > 1 else 0)
@@ -188,7 +188,7 @@ def _nested_linear(
     residual: Tensor | None,
     input_precision: str,
 ) -> Tensor:
-    """Nested tensors have neither shapes nor most operators: PyTorch's linear layer takes them, and judges them."""
+    """Runs nested tensors through PyTorch's linear layer, which checks them: they lack shapes and most operators."""
     check_dtype("x", x, FLOATING)
     check_choice("activation", activation, ACTIVATION_CHOICES)
     expect(input_precision == "16bit", "input_precision", "'16bit' for a nested x", repr(input_precision))
@@ -203,7 +203,7 @@ def _nested_linear(
 
 
 def _check_gated(activation: str | None, rows: int) -> None:
-    """A gated activation takes a weight of two halves."""
+    """Checks that the weight of a gated activation has two equal halves."""
     if activation in GATED:
         halves = "the gate's rows, then as many of the up projection"
         expect(rows % 2 == 0, "weight", f"an even N for {activation!r}, {halves}", f"N = {rows}")

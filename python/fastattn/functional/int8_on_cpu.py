@@ -1,8 +1,8 @@
-"""``x @ dequantize(weight)^T`` on a CPU, block by block: the weight is never there in floating point as a whole.
+"""``x @ dequantize(weight)^T`` on a CPU, block by block: the whole weight never exists in floating point.
 
-A block of rows is converted into one buffer and multiplied while it is still in the cache of the core. That takes about
-as long as PyTorch's product over a floating weight, which comes from memory at four times the bytes. No second copy of
-a weight stays behind, and autograd keeps the int8 one: its gradient converts the blocks again.
+A block of rows is converted into one buffer and multiplied while it is still in the core's cache. That takes about as
+long as PyTorch's product over a float32 weight, which reads four times the bytes from memory. No floating copy of the
+weight remains, and autograd saves the int8 weight: the backward pass converts the blocks again.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from torch.autograd import forward_ad
 
 from fastattn.checks import is_readable
 
-# 1 MB in float32 for each thread, half of the second-level cache of a core that has 2 MB. Measured on 4096 x 4096:
-# 256 KB and 4 MB take up to three times as long with few tokens, and as long with many.
+# 1 MB in float32 for each thread, half of the second-level cache of a core that has 2 MB. Measured on 4096 x 4096,
+# 256 KB and 4 MB take up to three times as long with few tokens, and equally long with many.
 _BLOCK_ELEMENTS = 2**18
 
 
 def can_multiply(scale: Tensor, *tensors: Tensor | None) -> bool:
-    """Whether `product` takes a call of these tensors: on a CPU, not traced, and without forward-mode derivatives.
-
-    It has no gradient for the scale.
-    """
+    """Returns whether `product` takes these tensors: on a CPU, not traced, without forward-mode derivatives, and
+    without a gradient of the scale."""
     return is_readable(scale, *tensors) and not scale.requires_grad and forward_ad._current_level < 0
 
 
@@ -35,7 +33,7 @@ def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """``x [M, K] @ W^T``, or with ``is_gradient`` ``x [M, N] @ W``: each is the other's gradient."""
+    """Computes ``x [M, K] @ W^T``, or with ``is_gradient`` ``x [M, N] @ W``: each is the other's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, is_gradient: bool) -> Tensor:

@@ -23,9 +23,9 @@ def linear_over_sharded(
     residual: Tensor | None,
     input_precision: str,
 ) -> DTensor:
-    """``int8_linear`` of DTensor; ``bias`` and ``residual`` may be plain ones, which are the same on each rank."""
+    """Runs ``int8_linear`` over DTensor; ``bias`` and ``residual`` may be plain tensors, the same on each rank."""
     if not isinstance(x, DTensor):
-        # A weight that FSDP shards is one too: its ranks have other x, and have to gather it first.
+        # A weight that FSDP shards is a DTensor too, but its ranks have different x and must gather the weight first.
         raise TypeError(f"x: expected a DTensor, as the weight is one, got {type_name(x)}")
     expect(x.device_mesh == weight.device_mesh, "x", f"a DTensor on {weight.device_mesh}", x.device_mesh)
     own = weight.to_local()
@@ -48,7 +48,7 @@ def linear_over_sharded(
 
 
 def _along(placement: Placement, dim: int) -> Placement:
-    """The same shards of another dimension."""
+    """Returns the same placement along dimension ``dim``."""
     return _StridedShard(dim, split_factor=placement.split_factor) if type(placement) is _StridedShard else Shard(dim)
 
 

@@ -1,4 +1,4 @@
-"""The int8 weight as a parameter: a tensor subclass that carries its scales."""
+"""A tensor subclass that carries an int8 weight with its scales, so that it can be a parameter."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fastattn.namespace import PACKAGE
 
 Operator = Callable[..., Any]
 
-# What replaces a torch function (F.linear), and an ATen operator, where an Int8Tensor is among the arguments.
+# The replacements of torch functions (F.linear) and of ATen operators where an Int8Tensor is among the arguments.
 _FUNCTIONS: dict[Any, Operator] = {}
 _OPERATORS: dict[Any, Operator] = {}
 
 
 def replaces_function(*functions: Any) -> Callable[[Operator], Operator]:
-    """The decorated function runs in place of these torch functions where an ``Int8Tensor`` is among the arguments."""
+    """Makes the decorated function replace these torch functions where an ``Int8Tensor`` is among the arguments."""
 
     def register(replacement: Operator) -> Operator:
         _FUNCTIONS.update(dict.fromkeys(functions, replacement))
@@ -32,7 +32,7 @@ def replaces_function(*functions: Any) -> Callable[[Operator], Operator]:
 
 
 def replaces_operator(*operators: Any) -> Callable[[Operator], Operator]:
-    """The decorated function runs in place of these operators where an ``Int8Tensor`` is among the arguments.
+    """Makes the decorated function replace these operators where an ``Int8Tensor`` is among the arguments.
 
     It takes the operator itself, then the operator's own arguments.
     """
@@ -48,17 +48,17 @@ class Int8Tensor(Tensor):
     """An ``Int8Weight`` in the shape of a floating tensor, so that it can be a module's parameter.
 
     Its ``shape`` and ``dtype`` are those of the floating weight ``[N, K]`` that it stands for; ``.to(dtype)`` changes
-    only that word. It never requires a gradient; as a parameter it refuses ``requires_grad_(True)``. What moves,
-    copies, shards and loads parameters works; ``F.linear`` runs ``int8_linear``; ``copy_`` from a floating tensor
-    quantises, and a floating tensor's ``copy_`` from it dequantises. Other operators raise ``InputError``: they want
-    ``dequantize()``.
+    nothing but its ``dtype``. It never requires a gradient; as a parameter it refuses ``requires_grad_(True)``.
+    Operators that move, copy, shard and load parameters work. ``F.linear`` runs ``int8_linear``. ``copy_`` from a
+    floating tensor quantises, and ``copy_`` into a floating tensor dequantises. Other operators raise ``InputError``:
+    call ``dequantize()`` for them.
 
     Attributes:
         int8_data: int8 ``[N, K]``, as ``Int8Weight.data``.
         int8_scale: float32, as ``Int8Weight.scale``.
         granularity: as ``Int8Weight.granularity``.
         form: ``"matrix"``; ``"transposed"``, of shape ``[K, N]``; or ``"flat"``, of shape ``[N * K]``. The attributes
-            above are the same in each.
+            above do not depend on it.
         is_being_placed: whether ``data_ptr`` answers, which it does while transformers spreads a model over devices.
     """
 
@@ -78,9 +78,9 @@ class Int8Tensor(Tensor):
         form: str = "matrix",
         row_stride: int | None = None,
     ) -> Int8Tensor:
-        """Over ``data`` and ``scale`` themselves, which are not checked: ``from_weight`` takes what has been.
+        """Makes a tensor over ``data`` and ``scale`` themselves, unchecked; ``from_weight`` takes a checked weight.
 
-        ``row_stride`` says that the tensor is columns of a matrix that wide.
+        ``row_stride`` is the width of the matrix of which the tensor is some columns.
         """
         rows, columns = data.shape
         stride = columns if row_stride is None else row_stride
@@ -94,7 +94,7 @@ class Int8Tensor(Tensor):
 
     @classmethod
     def from_weight(cls, weight: Int8Weight, dtype: torch.dtype = torch.float32) -> Int8Tensor:
-        """Over the memory of ``weight``, which stands for a weight of ``dtype``."""
+        """Makes a tensor over the memory of ``weight`` that stands for a weight of ``dtype``."""
         check_choice("dtype", dtype, FLOATING)
         return cls(weight.data, weight.scale, weight.granularity, dtype)
 
@@ -106,22 +106,22 @@ class Int8Tensor(Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """What the int8 data and the scales take, in bytes, without room behind rows."""
+        """The bytes that the int8 data and the scales take, without the room behind rows."""
         return self.int8_data.nbytes + self.int8_scale.nbytes
 
     def element_size(self) -> int:
-        """1, by which transformers counts a model's memory."""
+        """Returns 1; transformers computes a model's memory from it."""
         return self.int8_data.element_size()
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """A plain tensor of the same shape, in ``dtype`` or else in that of this one."""
+        """Returns a plain tensor of the same shape, in ``dtype`` or else in the dtype of this one."""
         weight = Int8Weight(self.int8_data, self.int8_scale, self.granularity).dequantize(dtype or self.dtype)
         return {"matrix": weight, "transposed": weight.t(), "flat": weight.flatten()}[self.form]
 
     def requires_grad_(self, requires_grad: bool = True) -> Int8Tensor:
         """Raises ``InputError`` for True where this is a parameter: an int8 weight is not trained.
 
-        What is no parameter is left as it is, since ``nn.Parameter(weight)`` asks for a gradient on its own account.
+        A tensor that is no parameter is left as it is, since ``nn.Parameter(weight)`` asks for a gradient by itself.
         """
         is_parameter = getattr(self, "_is_param", False)
         expect(
@@ -181,7 +181,7 @@ class Int8Tensor(Tensor):
             )
         return replacement(func, *args, **(kwargs or {}))
 
-    # What FSDP2 calls on the shard of each rank, for the collective that makes the whole weight: see int8_collectives.
+    # FSDP2 calls these two on each rank's shard, before and after the collective that makes the whole weight.
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
@@ -203,12 +203,12 @@ torch.serialization.add_safe_globals([Int8Tensor])  # torch.load takes saved wei
 
 
 def like(weight: Int8Tensor, data: Tensor, scale: Tensor, row_stride: int | None = None) -> Int8Tensor:
-    """``data`` and ``scale`` in the granularity, dtype and form of ``weight``."""
+    """Returns ``data`` and ``scale`` as a tensor with the granularity, dtype and form of ``weight``."""
     return Int8Tensor(data, scale, weight.granularity, weight.dtype, weight.form, row_stride)
 
 
 def scales_have_rows(weight: Int8Tensor) -> bool:
-    """Whether a row of the weight has scales of its own."""
+    """Returns whether each row of the weight has scales of its own."""
     return weight.granularity != "tensor"
 
 
@@ -228,7 +228,7 @@ _aten = torch.ops.aten
 
 @replaces_operator(_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
 def _same(op: Any, weight: Int8Tensor) -> Int8Tensor:
-    """Over the very tensors, not views of them, by which layers that share a weight know each other."""
+    """Returns a tensor over the same data and scale tensors, not views: these identify layers that share a weight."""
     return like(weight, weight.int8_data, weight.int8_scale, _row_stride(weight))
 
 
@@ -286,7 +286,7 @@ def _transpose(op: Any, weight: Int8Tensor, first: int, second: int) -> Int8Tens
 
 @replaces_operator(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
 def _view(op: Any, weight: Int8Tensor, shape: Any) -> Int8Tensor:
-    """To one dimension and back, which is how collectives and FSDP2 look at parameters."""
+    """Changes the shape to one dimension and back, as collectives and FSDP2 do with parameters."""
     rows, columns = weight.int8_data.shape
     shape = tuple(shape)
     if shape == tuple(weight.shape):
@@ -311,7 +311,7 @@ def _as_strided(op: Any, weight: Int8Tensor, size: Any, stride: Any, storage_off
 def new_weight(
     rows: int, columns: int, granularity: str | int, dtype: torch.dtype, device: torch.device | str | None
 ) -> Int8Tensor:
-    """Zeros ``[rows, columns]`` with scales of 1."""
+    """Returns zeros ``[rows, columns]`` with scales of 1."""
     shape = torch.Size((rows, columns))
     data = with_aligned_rows(torch.zeros(shape, dtype=torch.int8, device=device))
     scale = torch.ones(scale_shape(shape, granularity), dtype=torch.float32, device=device)
@@ -326,7 +326,7 @@ def _new_like(op: Any, weight: Int8Tensor, *, dtype: Any = None, device: Any = N
 
 @replaces_operator(_aten.new_zeros.default, _aten.new_empty.default)
 def _new(op: Any, weight: Int8Tensor, size: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
-    """An int8 weight where one of that size is possible, else a plain tensor."""
+    """Returns an int8 weight of zeros where one of that size is possible, else a plain tensor of zeros."""
     dtype, device, group = dtype or weight.dtype, device or weight.device, weight.granularity
     if len(size) != 2 or (isinstance(group, int) and size[1] % group):
         return torch.zeros(size, dtype=dtype, device=device)
@@ -372,7 +372,7 @@ def _split_with_sizes(op: Any, weight: Int8Tensor, sizes: Any, dim: int = 0) -> 
 
 @replaces_operator(_aten.index_select.default)
 def _index_select(op: Any, weight: Int8Tensor, dim: int, index: Tensor) -> Int8Tensor:
-    """Rows in another order, which makes a whole of shards that are not consecutive rows."""
+    """Selects rows, which puts shards whose rows are not consecutive together in order."""
     weight = _as_matrix(weight, op)
     expect(dim % 2 == 0, "index_select", "rows of an int8 weight", "columns")
     data, scale = with_aligned_rows(op(weight.int8_data, 0, index)), weight.int8_scale
@@ -381,7 +381,7 @@ def _index_select(op: Any, weight: Int8Tensor, dim: int, index: Tensor) -> Int8T
 
 @replaces_operator(_aten.constant_pad_nd.default)
 def _pad(op: Any, weight: Int8Tensor, padding: Any, value: float = 0) -> Int8Tensor:
-    """Rows of zeros below, which evens out the shards of a weight."""
+    """Adds rows of zeros below, so that the shards of a weight are equally large."""
     weight, (left, right, above, below) = _as_matrix(weight, op), (*padding, 0, 0)[:4]
     expect(left == right == above == value == 0, "pad", "rows of zeros below an int8 weight", list(padding))
     data = with_aligned_rows(op(weight.int8_data.contiguous(), [0, 0, 0, below]))
@@ -438,8 +438,9 @@ def _zero_(op: Any, weight: Int8Tensor) -> Int8Tensor:
 
 @replaces_function(Tensor.data_ptr, Tensor.storage)
 def _data_ptr(tensor: Int8Tensor) -> Any:
-    """What reads raw memory (safetensors, and so ``save_pretrained``) would lose the scales, or read past the end."""
-    if vars(tensor).get("is_being_placed"):  # accelerate looks the address up among those of tied weights
+    """Refuses the address: readers of raw memory (safetensors, and so ``save_pretrained``) would lose the scales, or
+    read past the end."""
+    if vars(tensor).get("is_being_placed"):  # accelerate compares the address with those of tied weights
         return tensor.int8_data.data_ptr()
     raise InputError(
         "int8 weights: expected a reader that knows them, got one of raw memory, as safetensors and save_pretrained "

@@ -1,4 +1,4 @@
-"""int8 weights: values, their scales, and how they are made."""
+"""int8 weights: their values and scales, and the quantisation that makes them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Int8Weight:
     """A weight ``[N, K]`` as int8 and scales: element ``(n, k)`` is ``data[n, k] * scale[n or 0, k // group or 0]``.
 
     Args:
-        data: int8 ``[N, K]``, rows contiguous, from -127 to 127. Those of ``quantize_int8`` start at multiples of 16
-            bytes, with room behind each; other data is copied so at each call of a CUDA C++ kernel.
+        data: int8 ``[N, K]``, rows contiguous, from -127 to 127. Rows from ``quantize_int8`` start at multiples of 16
+            bytes, with room behind each; other data is copied to such rows at each call of a CUDA C++ kernel.
         scale: float32: ``[1, 1]`` for granularity ``"tensor"``, ``[N, 1]`` for ``"channel"``, ``[N, K / group]`` for a
             group.
         granularity: ``"tensor"``, ``"channel"`` or the size of a group along K: 32, 64 or 128.
@@ -61,7 +61,7 @@ class Int8Weight:
 
     @property
     def shape(self) -> torch.Size:
-        """``[N, K]``, as ``nn.Linear.weight.shape``."""
+        """The shape ``[N, K]``, like that of ``nn.Linear.weight``."""
         return self.data.shape
 
     @property
@@ -70,18 +70,18 @@ class Int8Weight:
 
     @property
     def nbytes(self) -> int:
-        """What the int8 data and the scales take, in bytes, without room behind rows."""
+        """The bytes that the int8 data and the scales take, without the room behind rows."""
         return self.data.nbytes + self.scale.nbytes
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight ``[N, K]`` in ``dtype``."""
+        """Returns the weight ``[N, K]`` in ``dtype``."""
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype: expected a torch.dtype, got {type(dtype).__name__}")
         check_choice("dtype", dtype, FLOATING)
         return quantization.dequantize_int8(self.data, self.scale, dtype)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Int8Weight:
-        """The same weight on ``device``. The dtypes stay: int8 and float32 scales are what the kernels read."""
+        """Returns the same weight on ``device``. The dtypes stay, as the kernels read int8 data and float32 scales."""
         if isinstance(device, (torch.dtype, Tensor)):
             raise TypeError(f"device: expected a device, got {device!r}; dequantize(dtype) gives a floating weight")
         data, scale = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.data, self.scale))
@@ -92,19 +92,20 @@ class Int8Weight:
 
 
 def laid_out_like(old: Tensor, new: Tensor) -> Tensor:
-    """``new``, a copy of ``old``, with aligned rows if ``old`` has them: torch leaves no room behind rows of a copy."""
+    """Returns ``new``, a copy of ``old``, with aligned rows if ``old`` has them: a copy by torch has no room behind
+    rows."""
     return with_aligned_rows(new) if has_aligned_rows(old) else new
 
 
 def _unflatten(leaves: Any, granularity: Any) -> Int8Weight:
-    """Without the checks: the leaves of a tree may be anything for a while."""
+    """Makes a weight without checks, as the leaves of a tree may be anything for a while."""
     weight = object.__new__(Int8Weight)
     for name, leaf in zip(("data", "scale", "granularity"), (*leaves, granularity), strict=True):
         object.__setattr__(weight, name, leaf)
     return weight
 
 
-# torch.compile, torch.export and torch.func see through a weight that is an argument.
+# As a pytree node, a weight can be an argument under torch.compile, torch.export and torch.func.
 pytree.register_pytree_node(
     Int8Weight,
     lambda weight: ([weight.data, weight.scale], weight.granularity),
@@ -122,7 +123,7 @@ torch.serialization.add_safe_globals([Int8Weight])  # torch.load takes saved wei
 
 
 def check_granularity(granularity: Any, columns: int | torch.SymInt) -> None:
-    """``"tensor"``, ``"channel"`` or a group that divides ``columns``."""
+    """Checks that ``granularity`` is ``"tensor"``, ``"channel"`` or a group size that divides ``columns``."""
     known = isinstance(granularity, (str, int)) and not isinstance(granularity, bool) and granularity in GRANULARITIES
     choices = ", ".join(map(repr, GRANULARITIES))
     expect(known, "granularity", f"one of {choices}", repr(granularity))
@@ -131,7 +132,7 @@ def check_granularity(granularity: Any, columns: int | torch.SymInt) -> None:
 
 
 def scale_shape(shape: torch.Size, granularity: str | int) -> tuple[int, int]:
-    """The shape of the scales of a weight of ``shape [N, K]``."""
+    """Returns the shape of the scales of a weight of ``shape [N, K]``."""
     rows, columns = shape
     if isinstance(granularity, str):
         return (1, 1) if granularity == "tensor" else (rows, 1)
@@ -139,12 +140,12 @@ def scale_shape(shape: torch.Size, granularity: str | int) -> tuple[int, int]:
 
 
 def quantize_int8(weight: Tensor, granularity: str | int = "channel") -> Int8Weight:
-    """Symmetric int8: ``round(weight / scale)`` with ``scale = absmax / 127``, to nearest, ties to even.
+    """Quantises to symmetric int8: ``round(weight / scale)`` with ``scale = absmax / 127``, to nearest, ties to even.
 
     Args:
         weight: floating ``[N, K]``, as ``nn.Linear.weight``. Gradients do not flow through.
-        granularity: what shares one scale: the whole ``"tensor"``, each row (``"channel"``), or each group of 32, 64 or
-            128 along K. What is all zeros has scale 1.
+        granularity: which values share one scale: the whole ``"tensor"``, each row (``"channel"``), or each group of
+            32, 64 or 128 along K. Values that are all zero have scale 1.
 
     Raises:
         InputError, TypeError: an argument that the host can see is wrong; with ``FASTATTN_CHECK=1`` also a weight that

@@ -1,4 +1,4 @@
-"""Flash-decoding: attention over a key-value cache, which it first appends to."""
+"""Flash-decoding: attention over a key-value cache, after new tokens are appended to it."""
 
 from __future__ import annotations
 
@@ -142,48 +142,49 @@ def attention_with_kv_cache(
     """Appends ``k_new`` and ``v_new`` to a cache in place, then attends over it: one step of generation.
 
     Each sequence's cache is split among many CTAs, whose results are merged (Dao et al., "Flash-Decoding for
-    long-context inference", 2023). A prompt, of more than 64 queries, is attended to by the kernel of
-    ``attention_varlen`` behind an append, unless ``num_splits`` or ``tree_mask`` is given; over an 8-bit cache where
-    there are more than 256 rows (queries times query heads of a KV head), for which keys and values are rounded to the
-    query's dtype, in a copy of 256 MB or of one head's tokens at most. Inference only. Lengths and tables stay on the
-    device and are not read back, so that the call works in CUDA graphs; ``cache_seqlens`` is not advanced.
+    long-context inference", 2023). A prompt of more than 64 queries is appended first, then the kernel of
+    ``attention_varlen`` attends over it, unless ``num_splits`` or ``tree_mask`` is given. Over an 8-bit cache it must
+    also have more than 256 rows (queries times query heads of a KV head). Keys and values are then rounded to the
+    query's dtype, in a copy of at most 256 MB, or of one head's tokens if these take more. The call is for inference
+    only. Lengths and tables stay on the device and are not read back, so it works in CUDA graphs; ``cache_seqlens`` is
+    not advanced.
 
     Args:
         query: ``[B, Hq, Sq, D]``. Query ``i`` stands at position ``total - Sq + i``, where total counts the append.
         k_cache, v_cache: ``[B, Hkv, capacity, D]`` and ``[B, Hkv, capacity, Dv]``, or with a ``block_table`` pages,
-            ``[num_pages, Hkv, page_size, D]``. Of the query's dtype, or int8 or fp8
-            (``torch.float8_e4m3fn``) with scales. Written in place, hence never
-            copied: on a GPU the last dim must be contiguous, and the base and the strides multiples of 16 bytes.
+            ``[num_pages, Hkv, page_size, D]`` and ``[num_pages, Hkv, page_size, Dv]``. They have the query's dtype, or
+            int8 or fp8 (``torch.float8_e4m3fn``) with scales. They are written in place, hence never copied: on a GPU
+            the last dim must be contiguous, and the base and the strides multiples of 16 bytes.
         cache_seqlens: int32 ``[B]``, the tokens of each sequence before this call.
         k_new, v_new: ``[B, Hkv, S_new, D]`` and ``[B, Hkv, S_new, Dv]``: token ``j`` goes to ``cache_seqlens + j``.
             Tokens beyond the capacity are dropped.
-        rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]``: rotates the query and ``k_new`` (RoPE) by their
-            positions; what is already in the cache was rotated when it came.
+        rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]``: rotate the query and ``k_new`` (RoPE) by their
+            positions. Keys in the cache have been rotated when they were appended.
         rotary_interleaved: RoPE pairs dims ``(2i, 2i + 1)`` instead of ``(i, i + rotary_dim / 2)``.
         block_table: int32 ``[B, max_pages]``: the pages of each sequence, in order. Where an entry names no page, its
             tokens are absent.
-        k_scale, v_scale: float32, the caches' shape without the last dim: a token's head is what the cache holds times
-            its scale, which the append computes. Beside an fp8 cache also ``[Hkv]``, ``[1]`` or ``[]``, one for all
-            tokens, which the append divides by; None is 1. ``append_to_cache`` says how both round.
+        k_scale, v_scale: float32, the caches' shape without the last dim: a token's head is the cached numbers times
+            its scale, which the append computes. An fp8 cache also takes given scales for all tokens, ``[Hkv]``,
+            ``[1]`` or ``[]``, by which the append divides; None means 1. ``append_to_cache`` says how both round.
         causal, window, softcap, alibi_slopes, sinks, scale: as in ``fastattn.attention``.
         return_lse: also return the natural log of each row's softmax denominator.
-        num_splits: into how many parts a sequence is split; 0 chooses by the shapes and the size of the GPU.
+        num_splits: the number of parts into which a sequence is split; 0 chooses by the shapes and the GPU's size.
         batch_invariant: a sequence's result has the same bits whatever else is in the batch.
-        tree_mask: bool ``[B, Sq, Sq]``, or ``[1, Sq, Sq]`` or ``[Sq, Sq]`` for all sequences alike: of the last Sq
-            tokens, which speculative decoding proposes as a tree, query ``i`` sees token ``j`` where
+        tree_mask: bool ``[B, Sq, Sq]``, or ``[1, Sq, Sq]`` or ``[Sq, Sq]`` for all sequences alike. The last Sq tokens
+            are a tree that speculative decoding proposes: query ``i`` sees token ``j`` of them where
             ``tree_mask[b, i, j]``, and all tokens before them. It takes the place of ``causal``. A token's position is
             then its depth in the tree, not its place in the cache: rotate ``query`` and ``k_new`` before the call.
             ``window`` and ``alibi_slopes`` are refused for the same reason.
-        out: ``[B, Hq, Sq, Dv]`` of the query's dtype, where the result is to go: apart in memory from all other
-            arguments, its last dim contiguous, on a GPU base and strides multiples of 16 bytes. Decoding writes there;
-            what the kernel of ``attention_varlen`` or PyTorch computes is copied there.
+        out: ``[B, Hq, Sq, Dv]`` in the query's dtype, which receives the result. It shares no memory with the other
+            arguments, and its last dim is contiguous; on a GPU its base and strides are multiples of 16 bytes. Decoding
+            writes into it; results of the kernel of ``attention_varlen`` or of PyTorch are copied into it.
 
     Returns:
         ``[B, Hq, Sq, Dv]``, which is ``out`` where that is given, and with ``return_lse`` the lse, ``[B, Hq, Sq]``.
 
     Raises:
-        InputError, TypeError: an argument that the host can see is wrong, on a CPU also lengths and tables; with
-            ``FASTATTN_CHECK=1`` they are seen on a GPU, too, and scales. The cache is then as it was.
+        InputError, TypeError: an argument that the host can see is wrong. Lengths and tables are checked on a CPU, and
+            with ``FASTATTN_CHECK=1`` also on a GPU, and then scales too. The cache is then unchanged.
     """
     tensors = Tensors(
         query,
@@ -225,7 +226,7 @@ def attention_with_kv_cache(
         with without_autocast(query.device.type):
             common: dict[str, Any] = {
                 "rotary_interleaved": options.rotary_interleaved,
-                "window": checked.window,  # it says what is causal, too
+                "window": checked.window,  # it includes the causal mask
                 "softcap": options.softcap,
                 "scale": checked.scale,
             }

@@ -1,4 +1,4 @@
-"""What the host knows about the arguments of ``attention_with_kv_cache``: the checks, and what follows from them."""
+"""Checks of the arguments of ``attention_with_kv_cache`` and ``append_to_cache``, and what the host concludes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Tensors(NamedTuple):
 
 
 class AppendTensors(NamedTuple):
-    """Of ``append_to_cache``."""
+    """The tensors that ``append_to_cache`` takes."""
 
     k_new: Tensor
     v_new: Tensor
@@ -69,7 +69,7 @@ class AppendTensors(NamedTuple):
 
 
 class Options(NamedTuple):
-    """As the user gave them, or in a `CheckedCall` in Python's own types."""
+    """The options as the user gave them; in a `CheckedCall` they have Python's own types."""
 
     rotary_interleaved: bool
     causal: bool
@@ -82,7 +82,7 @@ class Options(NamedTuple):
 
 
 class CheckedCall(NamedTuple):
-    """What one signature of arguments comes to: found once, then kept."""
+    """The result of checking one signature of arguments, which is kept for later calls."""
 
     call: Call
     options: Options
@@ -94,7 +94,7 @@ _NEEDED = ("query", "k_cache", "v_cache", "cache_seqlens")
 
 
 def check_tensors(tensors: Tensors | AppendTensors, needed: tuple[str, ...]) -> None:
-    """What holds of every tensor: it is a plain one, on the device of the first, and needs no gradient."""
+    """Checks that every argument is a plain tensor that needs no gradient, or None where it is not ``needed``."""
     named = dict(zip(tensors._fields, tensors, strict=True))
     for name, tensor in named.items():
         check_tensor(name, tensor, optional=name not in needed)
@@ -207,7 +207,7 @@ def _check_caches(t: Tensors) -> set[str]:
 
 
 def _check_storage(t: Tensors | AppendTensors, dtype: torch.dtype) -> set[str]:
-    """Dtypes of caches beside tensors of ``dtype``, and the scales that belong to them."""
+    """Checks the dtypes of caches beside tensors of ``dtype``, and the scales that belong to them."""
     check_dtype("k_cache", t.k_cache, (dtype, torch.int8, FP8))
     check_dtype("v_cache", t.v_cache, (t.k_cache.dtype,))
     for name, scale, cache in (("k_scale", t.k_scale, t.k_cache), ("v_scale", t.v_scale, t.v_cache)):
@@ -266,7 +266,7 @@ def _check_rotary(t: Tensors) -> set[str]:
 
 
 def _check_tree(t: Tensors, options: Options) -> None:
-    """What hides tokens by their place in the cache cannot be beside a tree, where a token's position is its depth."""
+    """Checks the tree mask, and refuses options that go by a token's place in the cache: its position is its depth."""
     assert t.tree_mask is not None
     batch, _, num_queries, _ = t.query.shape
     check_dtype("tree_mask", t.tree_mask, (torch.bool,))
@@ -280,7 +280,7 @@ def _check_tree(t: Tensors, options: Options) -> None:
 
 
 def check_append(t: AppendTensors, options: tuple[()]) -> Call:
-    """What the host knows about the arguments of ``append_to_cache``; it has no options."""
+    """Checks the arguments of ``append_to_cache``, which has no options."""
     check_tensors(t, AppendTensors._fields[:5])
     check_dtype("k_new", t.k_new, FLOATING)
     for name, tensor in zip(t._fields, t, strict=True):
@@ -314,7 +314,7 @@ def check_append(t: AppendTensors, options: tuple[()]) -> Call:
 
 
 def check_slots(t: AppendTensors) -> None:
-    """Reads the slots back: only with ``FASTATTN_CHECK=1``."""
+    """Checks that slots exist and differ. It reads them back, so call it only with ``FASTATTN_CHECK=1``."""
     num_slots = t.k_cache.shape[0] * t.k_cache.shape[2]
     token_of: dict[int, int] = {}
     for token, slot in enumerate(t.slot_mapping.tolist()):
@@ -325,13 +325,13 @@ def check_slots(t: AppendTensors) -> None:
 
 
 def check_out_memory(t: Tensors) -> None:
-    """Where ``out`` lies: of every call, since a signature of arguments says nothing about addresses."""
+    """Checks where ``out`` lies, in every call, since a signature of arguments says nothing about addresses."""
     out = t.out
     if out is None:
         return
     contiguous = out.shape[-1] <= 1 or out.stride(-1) == 1
     expect(contiguous, "out", "a contiguous last dimension", f"strides {out.stride()}")
-    extent = 1  # of what lies within the strides so far
+    extent = 1  # the elements that the dimensions so far span
     for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
         if size > 1 and out.numel() > 0:
             expect(stride >= extent, "out", "a place of its own for each element", f"strides {out.stride()}")
@@ -348,14 +348,14 @@ def check_out_memory(t: Tensors) -> None:
 
 
 def _addresses(tensor: Tensor) -> tuple[int, int]:
-    """Of the first byte of a tensor, and behind its last."""
+    """Returns the address of a tensor's first byte, and the address behind its last byte."""
     last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     begin = tensor.data_ptr()
     return begin, begin + (last + 1) * tensor.element_size()
 
 
 def check_places(t: Tensors) -> None:
-    """Reads lengths and table back: only where `places_are_checked`."""
+    """Checks lengths and block table. It reads them back, so call it only if `places_are_checked`."""
     num_new = 0 if t.k_new is None else t.k_new.shape[2]
     block_rows = t.k_cache.shape[2]
     capacity = block_rows if t.block_table is None else block_rows * t.block_table.shape[1]
@@ -372,7 +372,8 @@ def check_places(t: Tensors) -> None:
 
 
 def check_scales(t: Tensors) -> None:
-    """Reads scales back: only with ``FASTATTN_CHECK=1``, since there are as many as tokens."""
+    """Checks that the scales of cached tokens are finite. It reads as many scales as there are tokens, so call it only
+    with ``FASTATTN_CHECK=1``."""
     capacity = t.k_cache.shape[2] * (1 if t.block_table is None else t.block_table.shape[1])
     is_old = (torch.arange(capacity, device=t.query.device) < t.cache_seqlens[:, None])[:, None]
     for name, scale in (("k_scale", t.k_scale), ("v_scale", t.v_scale)):

@@ -1,4 +1,4 @@
-"""Nested tensors as ``attention`` takes them: jagged ones are packed sequences, strided ones are PyTorch's."""
+"""Nested tensors as ``attention`` takes them: jagged ones become packed sequences, strided ones go to PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _JAGGED = "a jagged tensor [B, H, j, D] (torch.nested, layout=torch.jagged: [B, 
 
 
 class Packed(NamedTuple):
-    """Query, key and value ``[total, H, D]``, and what packs the result like the query."""
+    """Query, key and value ``[total, H, D]``, and the offsets and bounds that make the result jagged like the query."""
 
     query: Tensor
     key: Tensor
@@ -31,12 +31,15 @@ class Packed(NamedTuple):
     seqlen_bounds: dict[str, Any]
 
     def like_query(self, rows: Tensor) -> Tensor:
-        """``rows [total_q, H, …]`` as a jagged ``[B, H, j, …]`` whose ``j`` is the query's."""
+        """Returns ``rows [total_q, H, …]`` as a jagged ``[B, H, j, …]`` whose ``j`` is the query's."""
         return torch.nested.nested_tensor_from_jagged(rows, self.offsets, **self.seqlen_bounds).transpose(1, 2)
 
 
 def unpack(query: Any, key: Any, value: Any, bias: Tensor | None) -> Packed:
-    """The sequences of jagged tensors ``[B, H, j, D]``, without a copy. Raises ``InputError`` where they are none."""
+    """Returns the sequences of jagged tensors ``[B, H, j, D]``, without a copy.
+
+    Raises ``InputError`` for other tensors.
+    """
     tensors: dict[str, Any] = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         if not (isinstance(tensor, Tensor) and tensor.layout == torch.jagged):
@@ -76,7 +79,7 @@ def unpack(query: Any, key: Any, value: Any, bias: Tensor | None) -> Packed:
 
 
 def attend_strided(query: Tensor, key: Any, value: Any, only_scale_is_given: bool, scale: float | None) -> Tensor:
-    """Strided nested ``[B, H, S, D]`` through PyTorch's function, which can do what has no option but the scale."""
+    """Attends over strided nested ``[B, H, S, D]`` by PyTorch's function, which takes no option but the scale."""
     for name, tensor in (("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or not tensor.is_nested or tensor.layout == torch.jagged:
             raise InputError(f"{name}: expected a strided nested tensor like the query, got {_kind(tensor)}")
@@ -96,7 +99,7 @@ def attend_strided(query: Tensor, key: Any, value: Any, only_scale_is_given: boo
 
 
 def _longest(tensor: Any, rows: Tensor) -> int:
-    """The longest sequence, or a bound where only device memory knows it."""
+    """Returns the longest length, or an upper bound where only device memory has the lengths."""
     known: int | None = tensor._maybe_max_seqlen
     if known is not None:
         return known

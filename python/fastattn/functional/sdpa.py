@@ -1,9 +1,9 @@
 """The drop-in for ``torch.nn.functional.scaled_dot_product_attention``.
 
-Where torch's own devices or versions differ, this is what happens on a GPU kernel of ours:
+Where torch's own devices or versions differ from each other, our GPU kernels do this:
 
 - ``attn_mask`` together with ``is_causal=True``: both apply.
-- values with fewer or more rows than keys: goes to PyTorch, whatever that does.
+- values with fewer or more rows than keys: the call goes to PyTorch, whatever that does.
 - a row that sees no key: output and gradients are 0.
 - keys and values that are masked out have no influence even if they are NaN.
 - dropout: the pattern is ours (``fastattn.attention`` says how it is drawn); the seed comes from torch's generator.
@@ -37,7 +37,8 @@ from fastattn.ops.attention import AttentionArguments
 
 
 class _CheckedCall(NamedTuple):
-    """How the arguments become ``[B, H, S, D]``: ``batch`` are the leading dimensions before the heads, broadcast."""
+    """The checked call, with the sizes to make ``[B, H, S, D]`` of its arguments; ``batch`` is the broadcast shape of
+    the dimensions before the heads."""
 
     call: Call
     batch: tuple[int, ...]
@@ -58,7 +59,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``torch.nn.functional.scaled_dot_product_attention``: same signature, results, gradients and errors.
+    """``torch.nn.functional.scaled_dot_product_attention`` with the same signature, results, gradients and errors.
 
     Args:
         query: ``[..., Hq, L, E]``; key: ``[..., H, S, E]``; value: ``[..., H, S, Ev]``. Leading dimensions broadcast;
@@ -73,9 +74,9 @@ def scaled_dot_product_attention(
         ``[..., Hq, L, Ev]`` in the query's dtype.
 
     Raises:
-        RuntimeError: what torch rejects, with torch's message.
+        RuntimeError: torch rejects the arguments; the message is torch's.
     """
-    if not isinstance(query, Tensor):  # torch.fx traces it, or torch says what is wrong with it
+    if not isinstance(query, Tensor):  # torch.fx traces it, or else torch says what is wrong with it
         return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if (spread := in_force()) is not None:
         return spread.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -127,9 +128,11 @@ _Options: TypeAlias = tuple[float, bool, float | None, bool]  # dropout_p, is_ca
 
 
 def _over_distributed(tensors: _Tensors, options: _Options) -> Tensor | None:
-    """Each rank by itself, over DTensor that are split by batch entries and heads; None: torch knows what to do.
+    """Attends on each rank by itself, over DTensor that are split by batch entries and heads; returns None for calls
+    that torch must handle.
 
-    It does with dropout, for which its DTensor has a generator of its own, and what its context parallel has split.
+    These are calls with dropout, as DTensor has a generator of its own, and with tensors that torch's context parallel
+    has split.
     """
     query, key, value, attn_mask = tensors
     dropout_p, is_causal, scale, enable_gqa = options
@@ -146,12 +149,12 @@ def _over_distributed(tensors: _Tensors, options: _Options) -> Tensor | None:
 
 
 def _over_jagged(tensors: _Tensors, options: _Options) -> Tensor | None:
-    """Packed sequences, of jagged ``[B, H, j, D]``; None: torch knows what to do."""
+    """Attends over jagged ``[B, H, j, D]`` as packed sequences; returns None for calls that torch must handle."""
     query, key, value, attn_mask = tensors
     dropout_p, is_causal, scale, enable_gqa = options
     if query.layout != torch.jagged or attn_mask is not None:
         return None
-    if torch.compiler.is_compiling():  # the operators' lengths are numbers, those of a traced jagged tensor are not
+    if torch.compiler.is_compiling():  # our operators need lengths as numbers, which a traced jagged tensor lacks
         return None
     cast = autocast_dtype(query.device.type)
     try:
@@ -166,7 +169,7 @@ def _over_jagged(tensors: _Tensors, options: _Options) -> Tensor | None:
         return None
     if q.shape[1] != k.shape[1] and not enable_gqa:
         return None
-    if is_causal and offsets[0] is not offsets[1]:  # torch counts from the top left, kernels over packed sequences not
+    if is_causal and offsets[0] is not offsets[1]:  # torch aligns to the top left, kernels over packed sequences do not
         return None
     choice = choose(checked.call)
     if choice.backend == "torch":
@@ -223,7 +226,7 @@ def _check_call(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _CheckedC
         value.shape[-1],
         features,
         sizes,
-        may_decode=not is_causal,  # top-left: few queries see few keys
+        may_decode=not is_causal,  # aligned to the top left, few queries see few keys
     )
     resolved_scale = default_scale(query.shape[-1]) if scale is None else float(scale)
     return _CheckedCall(call, batch, heads, kv_heads, resolved_scale, needs_grad)
@@ -243,7 +246,7 @@ def _reason_for_torch(
     scale: float | None,
     enable_gqa: bool,
 ) -> str | None:
-    """Why only torch's function can say what these arguments mean (or what is wrong with them), or None."""
+    """Returns why only torch's function can say what these arguments mean (or what is wrong with them), or None."""
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     numbers = (dropout_p,) if scale is None else (dropout_p, scale)
     if not (
@@ -280,12 +283,12 @@ def _reason_for_torch(
 
 
 def _leading_dims(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[tuple[int, ...], int, int]:
-    """The broadcast batch dimensions (at least one), the query heads, and the KV heads the kernel is to see."""
+    """Returns the broadcast batch dimensions (at least one), the query heads, and the KV heads that the kernel sees."""
     batch = torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value)))
     query_heads, key_heads, value_heads = (t.shape[-3] if t.dim() > 2 else 1 for t in (query, key, value))
     if not enable_gqa:
         (heads,) = torch.broadcast_shapes((query_heads,), (key_heads,), (value_heads,))
-        # One key and value head under many query heads needs no copy: that is grouped-query attention too.
+        # One KV head that broadcasts to many query heads needs no copy: it is a case of grouped-query attention.
         kv_heads = key_heads if key_heads == value_heads and key_heads in (1, heads) and heads else heads
     else:
         heads = query_heads
@@ -297,7 +300,7 @@ def _leading_dims(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
 
 
 def _to_heads(tensor: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
-    """``[..., h, S, D]`` to ``[B, heads, S, D]``: a view wherever one exists."""
+    """Returns ``[..., h, S, D]`` as ``[B, heads, S, D]``: a view wherever one exists."""
     if tensor.dim() == 4 and tensor.shape[0] == batch[0] and len(batch) == 1 and tensor.shape[1] == heads:
         return tensor
     tensor = tensor if tensor.dim() > 2 else tensor.unsqueeze(0)
@@ -307,7 +310,7 @@ def _to_heads(tensor: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
 
 
 def _mask_to_heads(mask: Tensor, batch: tuple[int, ...]) -> Tensor:
-    """``[..., L, S]`` to ``[B or 1, Hq or 1, L or 1, S or 1]``."""
+    """Returns ``[..., L, S]`` as ``[B or 1, Hq or 1, L or 1, S or 1]``."""
     mask = mask.reshape((1,) * (len(batch) + 3 - mask.dim()) + tuple(mask.shape))
     if len(batch) == 1:
         return mask

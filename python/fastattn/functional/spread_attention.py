@@ -1,4 +1,4 @@
-"""What ``fastattn.distributed.context_parallel`` puts in the place of models' own attention while it is in force."""
+"""The attention that ``fastattn.distributed.context_parallel`` puts in the place of models' own while in force."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fastattn.errors import InputError
 
 
 class SpreadAttention(Protocol):
-    """Attention over a sequence of which each rank has a part, in which it is layer for layer the same."""
+    """Attention over a sequence of which each rank has a part, the same part in every layer."""
 
-    num_parts: int  # of the sequence, that a rank has side by side
+    num_parts: int  # the parts of the sequence that a rank has side by side
 
     def __call__(
         self,
@@ -40,17 +40,17 @@ class SpreadAttention(Protocol):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """``F.scaled_dot_product_attention``."""
+        """Stands in for ``F.scaled_dot_product_attention``."""
 
     def refuse(self, error: InputError) -> NoReturn:
-        """Raises it in place of a call; with ``FASTATTN_CHECK=1`` the other ranks, which call, raise too."""
+        """Raises ``error`` in place of a call; with ``FASTATTN_CHECK=1`` the other ranks, which make it, raise too."""
 
 
 _in_force: list[SpreadAttention] = []
 
 
 def in_force() -> SpreadAttention | None:
-    """The innermost one; None outside of all blocks."""
+    """Returns the innermost attention that is in force, or None outside of all blocks."""
     return _in_force[-1] if _in_force else None
 
 
@@ -59,5 +59,5 @@ def enter(attention: SpreadAttention) -> None:
 
 
 def leave(attention: SpreadAttention) -> None:
-    """Also where it is not the innermost: other threads may have entered others since."""
+    """Removes ``attention``, which may not be the innermost: other threads may have entered blocks since."""
     del _in_force[max(i for i, entered in enumerate(_in_force) if entered is attention)]

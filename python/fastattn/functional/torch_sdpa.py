@@ -2,31 +2,32 @@
 
 ``F.scaled_dot_product_attention`` needs no memory for the scores and is many times faster than ``reference``. Here it
 gets every mask that it can express: causal, windows, bool masks and additive biases, in each sequence of a packed
-batch. Three things it would do otherwise are put right around it:
+batch. Three differences from ours are corrected around it:
 
-- In a row without a key, one function of PyTorch returns 0, another NaN. It attends to all keys, and becomes 0 then.
-- A NaN in a masked key or value spreads through the product with a probability of 0. What is not finite becomes 0, and
-  the rows that see it become NaN then.
-- ``is_causal`` counts from the top left, ours from the bottom right: where the two differ, a mask says it.
+- For a row that sees no key, one kernel of PyTorch returns 0, another NaN. Here such a row attends to all keys, and its
+  result is then set to 0.
+- A NaN in a masked key or value spreads through the product with a probability of 0. Here values that are not finite
+  are set to 0, and the rows that see them are then set to NaN.
+- ``is_causal`` counts from the top left, ours from the bottom right. Where the two differ, a mask is passed instead.
 
-Other calls go to composite.py on a CPU, unless it lacks something too, else to the reference, since PyTorch's function
-does not do what `attention` promises, for
+Other calls go to composite.py on a CPU if it can compute them, else to the reference, since PyTorch's function does not
+do what `attention` promises, for
 
-- ``return_lse``: it returns none;
-- softcap, ALiBi slopes, sinks and pages (``block_table``): it has none;
+- ``return_lse``: it returns no lse;
+- softcap, ALiBi slopes, sinks and pages (``block_table``): it does not have them;
 - dropout: its pattern is not ours;
 - no keys at all: not every version of it takes that;
-- a mask beside a scale that is not positive: its CPU kernel makes NaN of that;
+- a mask with a scale that is not positive: its CPU kernel returns NaN;
 - a bias of another dtype than the query's: it may be rounded to that dtype;
 - a bias with gradients: beside scores of ``finfo.min`` the lse loses the number of keys, and with it the gradients;
-- a bias on a GPU: its memory-efficient kernel multiplies scores by log2(e), which makes -inf of ``finfo.min``;
+- a bias on a GPU: its memory-efficient kernel multiplies scores by log2(e), which turns ``finfo.min`` into -inf;
 - packed sequences on a GPU: their lengths are not read back;
-- ``deterministic=True`` on a GPU where ``torch.use_deterministic_algorithms`` does not say so: it has no such argument;
-- masks under ``torch.func``, and all calls under forward-mode differentiation: its kernels have first derivatives only,
-  backward;
-- masks over other tensor subclasses than PyTorch's own: they may lack the operators that put things right.
+- ``deterministic=True`` on a GPU without ``torch.use_deterministic_algorithms``: it has no such argument;
+- masks under ``torch.func``, and all calls under forward-mode differentiation: its kernels have only first derivatives,
+  in backward mode;
+- masks over tensor subclasses that are not PyTorch's own: they may lack the operators for the corrections.
 
-Second derivatives by ``create_graph=True`` cannot be seen coming: they need
+A call with ``create_graph=True`` for second derivatives cannot be recognised: it needs
 ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``.
 """
 
@@ -44,7 +45,7 @@ from fastattn.checks import is_readable
 from fastattn.dispatch.call import Call
 from fastattn.dispatch.device import is_emulated
 
-# The original of what patch_sdpa() replaces.
+# The original function that patch_sdpa() replaces.
 torch_sdpa = torch._C._nn.scaled_dot_product_attention
 
 _MASKING = frozenset({"causal", "window", "mask", "bias", "varlen"})
@@ -52,7 +53,7 @@ _NOT_IN_TORCH = frozenset({"softcap", "alibi", "sinks", "dropout", "paged", "max
 
 
 def can_express(call: Call, num_keys: int, scale: float, bias: Tensor | None) -> bool:
-    """Whether PyTorch's function computes the call, from what every call of its signature has in common."""
+    """Returns whether PyTorch's function can compute the call, from what all calls of its signature have in common."""
     if call.features & _NOT_IN_TORCH or num_keys == 0:
         return False
     if not call.features & _MASKING:
@@ -67,7 +68,7 @@ def can_express(call: Call, num_keys: int, scale: float, bias: Tensor | None) ->
 
 
 def can_express_now(call: Call, deterministic: bool | None) -> bool:
-    """The same from the state that PyTorch is in."""
+    """Returns whether PyTorch's state (forward-mode AD, torch.func, determinism) lets its function compute the call."""
     if forward_ad._current_level >= 0:
         return False
     is_unordered = "gradients" in call.features and call.device.type != "cpu"
@@ -85,7 +86,10 @@ def attend(
     scale: float,
     is_grouped: bool,
 ) -> Tensor:
-    """``[B, Hq, Sq, Dv]``, as ``attention``. ``window`` says what is causal, too; ``is_grouped``: fewer KV heads."""
+    """Returns ``[B, Hq, Sq, Dv]``, as ``attention`` does.
+
+    A causal mask is part of ``window``. ``is_grouped`` says that there are fewer KV heads than query heads.
+    """
     num_queries, num_keys = query.shape[2], key.shape[2]
     left, right = window
     sees_all_before = left < 0
@@ -102,7 +106,7 @@ def attend(
             out = _spoil(out, spoiled.repeat_interleave(_group(query, key), dim=1))
         return out
 
-    # [B or 1, Hq or 1, Sq or 1, Sk or 1] all
+    # All masks below are [B or 1, Hq or 1, Sq or 1, Sk or 1].
     in_window = band(num_queries, num_keys, left, right, query.device)
     visible = None if bias is None else bias if bias.dtype == torch.bool else bias != -math.inf
     visible = in_window if visible is None else visible if in_window is None else visible & in_window
@@ -129,9 +133,10 @@ def attend_packed(
     cu_seqlens_k: Tensor,
     attend_to: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor | None:
-    """``[total_q, Hq, Dv]``, as ``attention_varlen``; None where the host cannot see the offsets.
+    """Returns ``[total_q, Hq, Dv]``, as ``attention_varlen`` does, or None where the host cannot see the offsets or no
+    sequence has both queries and keys.
 
-    Elsewhere they have been checked, and it reads them. ``attend_to`` attends over dense sequences: those of the same
+    It reads the offsets, which have been checked. ``attend_to`` attends over dense sequences; sequences of the same
     lengths go together.
     """
     if is_emulated() or not is_readable(query, key, value, cu_seqlens_q, cu_seqlens_k):
@@ -147,7 +152,7 @@ def attend_packed(
     rows_q = [_rows(starts_q, sequences, length) for (length, _), sequences in groups.items()]
     rows_k = [_rows(starts_k, sequences, length) for (_, length), sequences in groups.items()]
     pieces = []
-    # All at once: the gradient of a slice for each sequence would be as long as all of them.
+    # Split all groups at once: the gradient of a slice for each would be as long as the whole packed tensor.
     for (length_q, length_k), *parts in zip(
         groups, _split(query, rows_q), _split(key, rows_k), _split(value, rows_k), strict=True
     ):
@@ -161,7 +166,7 @@ def attend_packed(
 
 
 def band(num_queries: int, num_keys: int, left: int, right: int, device: torch.device) -> Tensor | None:
-    """What a window lets each query see, bool ``[1, 1, Sq, Sk]``; None: every key."""
+    """Returns which keys a window lets each query see, bool ``[1, 1, Sq, Sk]``, or None if it hides no key."""
     if left < 0 and right < 0:
         return None
     position = torch.arange(num_queries, device=device)[:, None] + (num_keys - num_queries)
@@ -173,7 +178,7 @@ def band(num_queries: int, num_keys: int, left: int, right: int, device: torch.d
 
 
 def _spoil(out: Tensor, sees_spoiled: Tensor) -> Tensor:
-    """Multiplied, so that the NaN reaches the gradients too."""
+    """Makes rows that see a spoiled key NaN, by a product, so that the NaN reaches the gradients too."""
     return out * torch.where(sees_spoiled, math.nan, 1.0).to(out.dtype)
 
 
@@ -182,9 +187,10 @@ def _group(query: Tensor, key: Tensor) -> int:
 
 
 def is_known_finite(*tensors: Tensor) -> bool:
-    """Whether all of them are finite, by their sums, which read them once; one that overflows leaves it unknown.
+    """Returns whether all elements are known to be finite, by their sums, which read them once.
 
-    PyTorch sums rows of 16-bit numbers ten times as fast as all of them at once.
+    A sum that overflows leaves it unknown. PyTorch sums the last two dims of 16-bit tensors ten times as fast as whole
+    tensors.
     """
     if not is_readable(*tensors):
         return False

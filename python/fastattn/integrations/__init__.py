@@ -1,4 +1,4 @@
-"""The doors for code that was written against other packages. Each imports its package only when it is used."""
+"""Integrations for code that was written against other packages. Each imports its package only when it is used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Imports a door when it is used first. Raises ImportError where what it needs is not installed."""
+        """Imports an integration when it is first used. Raises ImportError if the package that it needs is missing."""
         if name in ("dtensor", "flash_attn", "torch_flash", "transformers"):
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,8 @@
 """Sharding rules of fastattn's operators for DTensor.
 
 ``fastattn.attention``, ``attention_varlen`` and ``scaled_dot_product_attention`` take DTensor without them: each rank
-attends over its own batch entries and heads. The rules are for what holds the operators themselves
-(``torch.ops.fastattn.attention_forward`` and ``attention_backward``, and the same of ``fastattn_triton``): graphs that
+attends over its own batch entries and heads. The rules are for code that calls the operators themselves
+(``torch.ops.fastattn.attention_forward`` and ``attention_backward``, and those of ``fastattn_triton``): graphs that
 were exported or traced, and autograd functions of your own.
 """
 
@@ -33,15 +33,17 @@ from fastattn.ops.registration import NAMESPACES
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
-    # Of the results, of the arguments; None for what is no tensor.
+    # The placements of the results and of the arguments; None for an argument that is no tensor.
     _Sharding: TypeAlias = tuple[list[Placement | None], list[Placement | None]]
 
 _LIKE_QUERY = ("query", "key", "value", "out", "grad_out")
 
 
 def register_sharding() -> None:
-    """Tell DTensor how the operators of attention may be split: over batch entries, and over heads where the KV heads
-    divide evenly; packed sequences over heads alone, and with dropout not at all. Twice is fine.
+    """Tells DTensor how the operators of attention may be split: over batch entries, and over heads where the KV heads
+    divide evenly.
+
+    Packed sequences are split over heads alone, and calls with dropout not at all. It may be called again.
     """
     from torch.distributed.tensor.experimental import register_sharding as register
 
@@ -63,7 +65,7 @@ def _forward_shardings(*args: Any) -> list[_Sharding]:
 
 
 def _split_keys_shardings(*args: Any) -> list[_Sharding]:
-    """Those of the same call of ``attention_forward``."""
+    """Returns the shardings of the same call of ``attention_forward``."""
     given = SplitKeysArguments(*args)
     as_forward = AttentionArguments(**given._asdict())
     shardings = []
@@ -88,14 +90,14 @@ def _backward_shardings(*args: Any) -> list[_Sharding]:
             (slopes, NEITHER if slopes is None else _dims("alibi_slopes", given)),
         )
         for option, dims in options:
-            # Of an option that all ranks have in common, each has a part of the gradient.
+            # If all ranks have the same option, each computes a part of the sum that is its gradient.
             grads.append(_placement(None, NEITHER) if option is None else _placement(kind, dims, is_sum=True))
         shardings.append((grads, arguments))
     return shardings
 
 
 def _kinds(given: AttentionArguments | AttentionBackwardArguments) -> list[str | None]:
-    """What may be split: ``"batch"``, ``"heads"``; None is nothing."""
+    """Returns what may be split: ``"batch"``, ``"heads"``, and None, which means nothing."""
     kinds: list[str | None] = [None]
     if given.dropout_p > 0:  # the pattern counts batch entries and heads
         return kinds
@@ -108,7 +110,10 @@ def _kinds(given: AttentionArguments | AttentionBackwardArguments) -> list[str |
 
 
 def _divides_evenly(kv_heads: int, mesh_shape: tuple[int, ...]) -> bool:
-    """Over any of the mesh's dimensions that DTensor may choose: it does not split into more parts than there are."""
+    """Returns whether the KV heads divide evenly over any mesh dimensions that DTensor may choose.
+
+    DTensor never makes more parts than there are heads.
+    """
     subsets = itertools.chain.from_iterable(
         itertools.combinations(mesh_shape, length + 1) for length in range(len(mesh_shape))
     )
@@ -116,7 +121,7 @@ def _divides_evenly(kv_heads: int, mesh_shape: tuple[int, ...]) -> bool:
 
 
 def _of_arguments(kind: str | None, given: Any, count: int) -> list[Placement | None]:
-    """Of the first ``count`` arguments: DTensor leaves out those at the end that have their default."""
+    """Returns the placements of the first ``count`` arguments: DTensor leaves out trailing arguments with defaults."""
     arguments = list(zip(given._fields, given, strict=True))[:count]
     return [
         _placement(kind, _dims(name, given)) if hasattr(argument, "placements") else None
@@ -138,7 +143,7 @@ def _dims(name: str, given: Any) -> Dims:
 
 
 def _placement(kind: str | None, dims: Dims, is_sum: bool = False) -> Placement:
-    """``is_sum``: what is not split is the sum of what the ranks have."""
+    """Returns the placement of a tensor; with ``is_sum``, a tensor that is not split is the sum over the ranks."""
     from torch.distributed.tensor.placement_types import Partial
 
     placed = placement(kind, dims)

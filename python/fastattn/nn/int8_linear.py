@@ -16,29 +16,29 @@ from fastattn.functional.int8_tensor import Int8Tensor, new_weight
 from fastattn.functional.int8_weight import Int8Weight, check_granularity, quantize_int8
 from fastattn.layout import SharedCopies, with_aligned_rows
 
-# Of weights on their way to plain state dicts and back: layers that share one weight share its copy.
+# The copies of weights for plain state dicts and from them: layers that share a weight share its copy.
 _contiguous_copies = SharedCopies(Tensor.contiguous)
 _aligned_copies = SharedCopies(with_aligned_rows)
 
 
 class Int8Linear(nn.Linear):
-    """``nn.Linear`` with an int8 weight: ``y = x @ weight^T + bias``, the weight being dequantised on the fly.
+    """``nn.Linear`` with an int8 weight: ``y = x @ weight^T + bias``, where the weight is dequantised on the fly.
 
     The weight is a parameter that is not trained; gradients flow to the input and the bias. It stays int8 with float32
-    scales whatever ``.half()`` or ``.to(dtype)`` do to the module. Loading a state dict whose ``weight`` is floating,
-    as that of an ``nn.Linear`` is, quantises it. The other way round, an ``nn.Linear`` that loads the state dict of
-    this layer has the dequantised weight (with ``assign=True``: the int8 weight).
+    scales whatever ``.half()`` or ``.to(dtype)`` do to the module. Loading a state dict with a floating ``weight``,
+    like that of an ``nn.Linear``, quantises it. The other way round, an ``nn.Linear`` that loads the state dict of this
+    layer gets the dequantised weight (with ``assign=True`` the int8 weight).
 
     Args:
-        in_features, out_features, bias, device, dtype: as of ``nn.Linear``; ``dtype`` is that of the bias, and the one
-            that the weight stands for.
-        granularity: what shares one scale, as in ``quantize_int8``.
+        in_features, out_features, bias, device, dtype: as for ``nn.Linear``; ``dtype`` is that of the bias, and of the
+            floating weight that the int8 weight stands for.
+        granularity: which values share one scale, as in ``quantize_int8``.
         input_precision: ``"16bit"`` or ``"int8"``, as in ``int8_linear``.
 
     Attributes:
-        weight: ``Int8Tensor [out_features, in_features]``, a parameter; zeros until something is loaded. Where
-            ``in_features`` is not a multiple of 16 its int8 rows have room behind them. ``torch.export.save`` loses
-            that room on a GPU: such a model has to be exported on the CPU.
+        weight: ``Int8Tensor [out_features, in_features]``, a parameter; zeros until a weight is loaded. Where
+            ``in_features`` is not a multiple of 16, its int8 rows have room behind them. ``torch.export.save`` loses
+            that room on a GPU, so such a model must be exported on the CPU.
         bias: ``[out_features]``, a parameter, or None.
     """
 
@@ -53,7 +53,7 @@ class Int8Linear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        nn.Module.__init__(self)  # that of nn.Linear would make a floating weight, and draw it
+        nn.Module.__init__(self)  # nn.Linear's would allocate a floating weight and draw its values
         check_int("in_features", in_features, minimum=0)
         check_int("out_features", out_features, minimum=0)
         check_bool("bias", bias)
@@ -85,9 +85,9 @@ class Int8Linear(nn.Linear):
         input_precision: str = "16bit",
         training: bool = True,
     ) -> Int8Linear:
-        """A layer over ``weight`` and ``bias`` themselves.
+        """Makes a layer over ``weight`` and ``bias`` themselves.
 
-        Layers made from one ``Int8Weight`` share its memory; those made from the ``weight`` of a layer share the
+        Layers made from one ``Int8Weight`` share its memory; layers made from the ``weight`` of another layer share the
         parameter too, and so stay together when the model moves.
         """
         if isinstance(weight, Int8Weight):
@@ -102,7 +102,7 @@ class Int8Linear(nn.Linear):
 
     @property
     def weight_scale(self) -> Tensor:
-        """float32 ``[1, 1]``, ``[out_features, 1]`` or ``[out_features, in_features / group]``."""
+        """The scales, float32 ``[1, 1]``, ``[out_features, 1]`` or ``[out_features, in_features / group]``."""
         return self._int8_tensor().int8_scale
 
     @property
@@ -118,21 +118,21 @@ class Int8Linear(nn.Linear):
         return self.weight
 
     def reset_parameters(self) -> None:
-        """Zeros, which is what there is until something is loaded."""
+        """Sets weight and bias to zeros, which they are until values are loaded."""
         with torch.no_grad():
             self.weight.zero_()
             if self.bias is not None:
                 self.bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``."""
+        """Returns ``[..., out_features]`` for ``x [..., in_features]``."""
         weight = self.weight
         if isinstance(weight, Int8Tensor):
             return linear_over(x, weight.int8_data, weight.int8_scale, self.bias, input_precision=self.input_precision)
         if self.input_precision != "16bit":
             came = f"{self.input_precision!r} over a {type(weight).__name__}"
             raise InputError(f"input_precision: expected '16bit' for a weight that is sharded, got {came}")
-        return F.linear(x, weight, self.bias)  # a DTensor, which calls the operators of Int8Tensor on its parts
+        return F.linear(x, weight, self.bias)  # a DTensor calls the operators of Int8Tensor on its parts
 
     def extra_repr(self) -> str:
         return (
@@ -141,7 +141,8 @@ class Int8Linear(nn.Linear):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
-        """As of any module, but for the weight after ``torch.compile``, where torch cannot swap tensor subclasses."""
+        """Applies ``fn`` as in any module, except to the weight: torch cannot swap a tensor subclass after
+        ``torch.compile``."""
         weight = self._parameters.get("weight")
         if not isinstance(weight, Int8Tensor):
             return super()._apply(fn, recurse)
@@ -168,7 +169,7 @@ class Int8Linear(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _as_own_weight(self, found: Tensor, scale: Tensor | None) -> Tensor:
-        """The weight of a state dict as an ``Int8Tensor``: quantised, or put together, or as it is."""
+        """Returns the weight of a state dict as an ``Int8Tensor``: quantised, assembled, or as it is."""
         if isinstance(found, Int8Tensor):
             expect(
                 found.granularity == self.granularity, "granularity", repr(self.granularity), repr(found.granularity)
@@ -182,12 +183,12 @@ class Int8Linear(nn.Linear):
             return Int8Tensor.from_weight(weight, self.weight.dtype)
         check_dtype("weight", found, FLOATING)
         if found.shape != self.weight.shape:
-            return found  # nn.Module says that
+            return found  # nn.Module reports the wrong shape
         return Int8Tensor.from_weight(quantize_int8(found, self.granularity), found.dtype)
 
 
 def _changed_in_place(parameter: Any, changed: Tensor) -> Any:
-    """``parameter``, become ``changed``: the same object, so that layers which share it stay together."""
+    """Makes ``parameter`` become ``changed`` and returns the same object, so that layers that share it still do."""
     if changed is parameter:
         return parameter
     is_alike = (changed.dtype, changed.device) == (parameter.dtype, parameter.device)
@@ -203,10 +204,10 @@ def _changed_in_place(parameter: Any, changed: Tensor) -> Any:
 
 
 def plain_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """``state_dict`` without tensor subclasses, for what saves plain tensors only, as safetensors does.
+    """Returns ``state_dict`` without tensor subclasses, for formats that save plain tensors only, like safetensors.
 
-    Each int8 ``weight [N, K]`` becomes an int8 ``weight [1, N, K]`` and a ``weight_scale``; what shared memory still
-    does. ``Int8Linear`` loads either. Nothing else loads it by mistake, since the shape is another.
+    Each int8 ``weight [N, K]`` becomes an int8 ``weight [1, N, K]`` and a ``weight_scale``; tensors that shared memory
+    still do. ``Int8Linear`` loads either form. Other layers cannot load it by mistake, since the shape differs.
     """
     plain: dict[str, Any] = {}
     for name, value in state_dict.items():

@@ -20,7 +20,7 @@ from fastattn.nn.int8_linear import Int8Linear
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """What became of one layer; bytes are the weight's.
+    """The outcome for one layer; bytes are the weight's.
 
     ``relative_error`` is ``|W - dequantised W| / |W|`` in the Frobenius norm, NaN on the meta device.
     """
@@ -35,13 +35,13 @@ class QuantizedLayer:
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """What ``quantize_model`` did. ``print`` it for a table.
+    """A report about what ``quantize_model`` did. ``print`` it for a table.
 
     Attributes:
-        layers: the replaced layers, in the model's order. Of those that share a weight only the first counts its bytes.
-        skipped: name → why, for what stays as it is: linear layers, and modules that look like one (``Conv1D`` of
-            transformers). Not what a filter left out.
-        bytes_before, bytes_after: the whole model, parameters and buffers, each tensor counted once.
+        layers: the replaced layers, in the model's order. If several share a weight, only the first counts its bytes.
+        skipped: name → reason, for linear layers that stay as they are, and for modules that look like one (``Conv1D``
+            of transformers), but not for layers that a filter left out.
+        bytes_before, bytes_after: the bytes of the whole model, parameters and buffers, each tensor counted once.
     """
 
     layers: list[QuantizedLayer] = field(default_factory=list)
@@ -83,21 +83,23 @@ def quantize_model(
     """Replaces the ``nn.Linear`` layers inside ``model`` by ``Int8Linear``, in place.
 
     - A layer that the model uses in several places stays one layer; layers that share one weight share one int8 weight.
-    - A layer whose weight is also something else's (an embedding's, say) stays as it is, and the report says so;
-      ``include_tied=True`` quantises it all the same, and the other keeps its floating weight.
+    - A layer that shares its weight with another module (an embedding, say) stays as it is, and the report says so.
+      ``include_tied=True`` quantises it nevertheless, and the other module keeps its floating weight.
     - Other subclasses of ``nn.Linear`` stay, since their owners use them in their own ways (``nn.MultiheadAttention``
       reads the weight of its ``out_proj``). So do layers with hooks, which a new module would not have.
-    - What looks like a linear layer without being an ``nn.Linear`` (GPT-2's ``Conv1D``) stays, and the report says so.
-    - A warning says when nothing was replaced.
+    - A module that looks like a linear layer but is no ``nn.Linear`` (GPT-2's ``Conv1D``) stays, and the report says
+      so.
+    - If nothing was replaced, a warning says so.
 
     Args:
-        model: what holds the layers. If it is itself an ``nn.Linear``, use ``Int8Linear.from_linear``.
-        granularity: as in ``quantize_int8``; must suit every layer that is replaced.
-        filter: called with the name and the module of each ``nn.Linear``; those with False stay as they are.
+        model: the module that holds the layers. If it is itself an ``nn.Linear``, use ``Int8Linear.from_linear``.
+        granularity: as in ``quantize_int8``; it must suit every layer that is replaced.
+        filter: called with the name and the module of each ``nn.Linear``; if it returns False, the layer stays.
         input_precision: ``"16bit"`` or ``"int8"``, as in ``int8_linear``.
+        include_tied: whether to quantise layers that share their weight with another module.
 
     Raises:
-        InputError, TypeError: an argument is wrong, or a group does not divide a layer's K; the model is as it was.
+        InputError, TypeError: an argument is wrong, or a group does not divide a layer's K; the model is unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
@@ -132,7 +134,7 @@ def quantize_model(
 def choose_layers(
     model: nn.Module, filter: Callable[[str, nn.Module], bool] | None = None
 ) -> tuple[dict[nn.Linear, str], dict[str, str]]:
-    """The layers inside ``model`` that can become ``Int8Linear``, with their names; and why others stay, by name."""
+    """Returns the layers inside ``model`` that can become ``Int8Linear``, with their names, and why others stay."""
     chosen: dict[nn.Linear, str] = {}
     skipped: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -152,7 +154,7 @@ def choose_layers(
 
 
 def check_granularity_of_layer(granularity: str | int, name: str, layer: nn.Linear, way_out: str) -> None:
-    """``check_granularity``, saying which layer it is, and what can leave it out."""
+    """Does ``check_granularity``; the error names the layer, and what can leave it out."""
     try:
         check_granularity(granularity, layer.in_features)
     except InputError as error:
@@ -168,7 +170,7 @@ def replace_modules(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> 
 
 
 def _reason_if_like_linear(module: nn.Module) -> str | None:
-    """Of a module that is no ``nn.Linear``: why it stays, if somebody may expect that it is replaced."""
+    """Returns why a module that is no ``nn.Linear`` stays, if somebody may expect that it is replaced, or None."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2 or not weight.is_floating_point():
         return None
@@ -194,7 +196,7 @@ def _reason_to_stay(linear: nn.Linear) -> str | None:
 
 
 def tied_to_others(model: nn.Module, chosen: dict[nn.Linear, str]) -> dict[nn.Linear, str]:
-    """The chosen layers whose weight is also a parameter elsewhere, and that parameter's name."""
+    """Returns the chosen layers whose weight is also a parameter elsewhere, with that parameter's name."""
     elsewhere: dict[int, str] = {}
     for module_name, module in model.named_modules():
         for name, parameter in module._parameters.items():

@@ -10,7 +10,7 @@ from fastattn.ops.registration import call, register
 
 
 class AppendArguments(NamedTuple):
-    """The arguments of ``append_to_cache``, as those of the public function."""
+    """The arguments of ``append_to_cache``, which are those of the public function."""
 
     k_new: Tensor
     v_new: Tensor
@@ -22,12 +22,12 @@ class AppendArguments(NamedTuple):
 
 
 def append_to_cache(backend: str, arguments: AppendArguments) -> None:
-    """Writes to the caches and their scales in place. Not differentiable."""
+    """Writes tokens to the caches and their scales in place. It is not differentiable."""
     call(backend, "append_to_cache", arguments)
 
 
 def _fake(*args: Any) -> None:
-    """Nothing is returned."""
+    """Returns nothing, like the operator."""
 
 
 def _flops(*args: Any, **kwargs: Any) -> int:

@@ -28,14 +28,17 @@ _Options: TypeAlias = tuple[int, int, float, int, int, int | None, int, int, flo
 
 
 class AttentionArguments(NamedTuple):
-    """The arguments of ``attention_forward``: ``query [B, Hq, Sq, D]`` and its like, or packed, or over pages.
+    """The arguments of ``attention_forward``, dense (``query [B, Hq, Sq, D]``), packed, or over pages.
 
-    ``alibi_slopes`` and ``sinks`` are float32, the slopes ``[1 or B, Hq]``; -1 is an unbounded window; ``first_row``,
-    ``first_key`` and ``first_head``: where the first of each stand in a larger call, of which this is a block: windows
-    and ALiBi go by these places, and so does what dropout draws (``first_key`` is then a multiple of 4). None: the last
-    row stands at the last key, and dropout counts rows from 0. ``batch_invariant``: a sequence's results have the same
-    bits whatever else is in the batch; ``return_max_logit``: whether the third result is the largest score of each
-    head, ``[Hq]``, instead of empty; ``exact_out``: the output is float32, as a merge of blocks wants it.
+    Attributes:
+        alibi_slopes, sinks: float32, ``[1 or B, Hq]`` and ``[Hq]``.
+        window_left, window_right: -1 is unbounded.
+        first_row, first_key, first_head: the place of the first row, key and head in a larger call, of which this is a
+            block. Windows, ALiBi and dropout go by these places; with dropout ``first_key`` is a multiple of 4. If
+            ``first_row`` is None, the last row stands at the last key, and dropout counts rows from 0.
+        batch_invariant: whether a sequence's results have the same bits whatever else is in the batch.
+        return_max_logit: whether the third result is the largest score of each head, ``[Hq]``, instead of empty.
+        exact_out: whether the output is float32, as a merge of blocks needs it.
     """
 
     query: Tensor
@@ -63,7 +66,7 @@ class AttentionArguments(NamedTuple):
     exact_out: bool = False
 
     def options(self) -> _Options:
-        """What both operators take in a row, between the tensors and what each has of its own."""
+        """Returns the options that both operators take in the same order."""
         return (
             self.max_seqlen_q,
             self.max_seqlen_k,
@@ -80,7 +83,8 @@ class AttentionArguments(NamedTuple):
 
 class AttentionBackwardArguments(NamedTuple):
     """The arguments of ``attention_backward``: the gradients of the results, and the arguments and results of the
-    forward pass; ``bias_grad``, ``slopes_grad``: whether the gradients of the bias and of the slopes are wanted."""
+    forward pass. ``bias_grad`` and ``slopes_grad`` say whether the gradients of the bias and of the slopes are wanted.
+    """
 
     grad_out: Tensor
     grad_lse: Tensor | None
@@ -152,19 +156,20 @@ Results: TypeAlias = tuple[Tensor, Tensor, Tensor]  # output, lse, largest score
 
 
 def attention_forward(backend: str, arguments: AttentionArguments) -> Results:
-    """Output, lse and largest scores, not differentiable."""
+    """Returns output, lse and largest scores, not differentiable."""
     results: Results = call(backend, "attention_forward", arguments)
     return results
 
 
 def differentiable_attention(backend: str, arguments: AttentionArguments, deterministic: bool) -> Results:
-    """The same, output and lse differentiable in query, key, value, bias, slopes and sinks."""
+    """Returns output, lse and largest scores; the first two are differentiable in query, key, value, bias, slopes and
+    sinks."""
     out, lse, max_logit = apply(_Attention, backend, deterministic, *arguments)
     return out, lse, max_logit.detach()  # under vmap it would need gradients
 
 
 def attention_backward_of_block(backend: str, arguments: AttentionBackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, not differentiable; of no bias, slopes or sinks."""
+    """Returns the gradients of query, key and value, but of no bias, slopes or sinks. It is not differentiable."""
     with torch.no_grad():
         grad_query, grad_key, grad_value, *_ = call(backend, "attention_backward", arguments)
     if is_recording():
@@ -173,7 +178,7 @@ def attention_backward_of_block(backend: str, arguments: AttentionBackwardArgume
 
 
 def add_attention_gradients(backend: str, sums: tuple[Tensor, ...], arguments: AttentionBackwardArguments) -> Tensor:
-    """Adds the gradients of query, key and value to ``sums``; returns that of the slopes, or ``[0]``."""
+    """Adds the gradients of query, key and value to ``sums``; returns that of the slopes, or an empty tensor."""
     fields = AttentionBackwardAddArguments._fields[len(sums) :]
     with torch.no_grad():
         grad_slopes: Tensor = call(
@@ -185,7 +190,7 @@ def add_attention_gradients(backend: str, sums: tuple[Tensor, ...], arguments: A
 
 
 class _Attention(torch.autograd.Function):
-    generate_vmap_rule = True  # forward and backward are one op each, and the ops have vmap rules
+    generate_vmap_rule = True  # forward and backward are one op each, which has a vmap rule
 
     @staticmethod
     def forward(backend: str, deterministic: bool, *arguments: Any) -> Results:
@@ -260,12 +265,12 @@ class _Attention(torch.autograd.Function):
 
 
 def _needs_grad(backend: bool, deterministic: bool, *needs_grad: bool) -> AttentionArguments:
-    """Autograd's answer for every input of ``_Attention``, by name."""
+    """Returns by name whether autograd needs the gradient of each input of ``_Attention``."""
     return AttentionArguments._make(needs_grad)
 
 
 def backward_kernels(backend: str, arguments: AttentionBackwardArguments) -> str:
-    """The kernels that ``attention_backward`` launches, in their order. Their names hold commas."""
+    """Returns the kernels that ``attention_backward`` launches, in order, joined by " + ": their names have commas."""
     if backend == "triton":
         asked_for = [("bias", arguments.bias_grad), ("slopes", arguments.slopes_grad)]
         launched = ["rows", "query", "key_value", *(name for name, wanted in asked_for if wanted)]
@@ -322,7 +327,7 @@ def _fake_backward_add(*args: Any) -> Tensor:
     return given.query.new_empty(shape, dtype=torch.float32)
 
 
-# --- FLOPs: every pair of query and key, masked or not, as torch counts its own attention ---------------------------
+# --- FLOPs: every pair of query and key counts, masked or not, as for torch's own attention -------------------------
 
 
 def _pairs(given: AttentionArguments | AttentionBackwardArguments | AttentionBackwardAddArguments) -> int:
@@ -347,11 +352,11 @@ def _backward_add_flops(*args: Any, **kwargs: Any) -> int:
 
 
 # --- vmap: the mapped dimension joins the heads ---------------------------------------------------------------------
-# Every kernel treats heads alike (``v * Hq + h`` reads KV head ``v * Hkv + h // group``): a mapped call is one launch.
+# Kernels treat all heads alike (``v * Hq + h`` reads KV head ``v * Hkv + h // group``), so a mapped call is one launch.
 
 
 def _fold_bias(bias: Tensor | None, mapped: int | None, size: int, heads: int) -> Tensor | None:
-    """A bias that is one for all heads has to be repeated for them, or the mapped dimension would not fit."""
+    """Joins the mapped dimension of a bias with its heads; a bias shared by all heads must first be repeated."""
     if bias is None or (mapped is None and bias.shape[1] == 1):
         return bias
     folded = fold_into_heads(bias, mapped, size, heads_dim=1)
@@ -360,11 +365,11 @@ def _fold_bias(bias: Tensor | None, mapped: int | None, size: int, heads: int) -
 
 
 def _shape_of_one(tensor: Tensor, mapped: int | None) -> torch.Size:
-    """Of one sample."""
+    """Returns the shape of one sample."""
     return tensor.shape if mapped is None else tensor.movedim(mapped, 0).shape[1:]
 
 
-# Name → where the heads are in a sample. Of the lse, that of a dense call.
+# Name → the dimension of the heads in a sample; for the lse, in a dense call.
 HEADS_DIM = {"sinks": 0} | dict.fromkeys(
     ("query", "key", "value", "out", "grad_out", "lse", "grad_lse", "alibi_slopes"), 1
 )
@@ -373,7 +378,7 @@ _ONE_FOR_ALL_SAMPLES = ("dropout_seed", "cu_seqlens_q", "cu_seqlens_k")
 
 
 def _folded(given: Any, dims: Any, size: int) -> dict[str, Tensor | None]:
-    """The arguments that have heads, the mapped dimension joined with them."""
+    """Returns the arguments that have heads, with the mapped dimension joined to the heads."""
     packed = given.cu_seqlens_q is not None
     folded = {}
     for name, heads_dim in HEADS_DIM.items():

@@ -1,6 +1,6 @@
-"""Flash-decoding: the operators ``attention_decode``, which appends to a key-value cache in place and attends over it,
-``attention_decode_out``, which also writes its output to a tensor that is there, and ``attention_split_keys``, which
-writes nothing."""
+"""The operators of flash-decoding: ``attention_decode`` appends to a key-value cache in place and attends over it,
+``attention_decode_out`` does the same and writes its output to a given tensor, and ``attention_split_keys`` attends
+over given keys and values and writes nothing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fastattn.ops.registration import call, fold_into_heads, register, unfold_he
 
 
 class DecodeArguments(NamedTuple):
-    """The arguments of ``attention_decode``, as those of ``attention_with_kv_cache``.
+    """The arguments of ``attention_decode``, which are like those of ``attention_with_kv_cache``.
 
-    ``alibi_slopes`` and ``sinks`` are float32, the slopes ``[1 or B, Hq]``; -1 is an unbounded window. ``tree_mask`` is
-    ``[B, Sq, Sq]``.
+    ``alibi_slopes`` and ``sinks`` are float32, the slopes ``[1 or B, Hq]``. A window of -1 is unbounded. ``tree_mask``
+    is ``[B, Sq, Sq]``.
     """
 
     query: Tensor
@@ -47,12 +47,12 @@ class DecodeArguments(NamedTuple):
     tree_mask: Tensor | None = None
 
 
-# The arguments of ``attention_decode_out``: those, and where the output goes.
+# The arguments of ``attention_decode_out`` are the same, followed by the tensor for the output.
 DecodeOutArguments = namedtuple("DecodeOutArguments", (*DecodeArguments._fields, "out"))  # type: ignore[misc]
 
 
 class SplitKeysArguments(NamedTuple):
-    """The arguments of ``attention_split_keys``: query ``[B, Hq, Sq, D]``, all keys ``[B, Hkv, Sk, D]`` and values."""
+    """The arguments of ``attention_split_keys``: ``query [B, Hq, Sq, D]``, ``key [B, Hkv, Sk, D]``, values, options."""
 
     query: Tensor
     key: Tensor
@@ -66,19 +66,19 @@ class SplitKeysArguments(NamedTuple):
 
 
 def attention_split_keys(backend: str, arguments: SplitKeysArguments) -> tuple[Tensor, Tensor]:
-    """Output and lse. Not differentiable."""
+    """Returns output and lse, not differentiable."""
     results: tuple[Tensor, Tensor] = call(backend, "attention_split_keys", arguments)
     return results
 
 
 def attention_decode(backend: str, arguments: DecodeArguments) -> tuple[Tensor, Tensor]:
-    """Output and lse; appends to the caches in place. Not differentiable."""
+    """Appends to the caches in place; returns output and lse, not differentiable."""
     results: tuple[Tensor, Tensor] = call(backend, "attention_decode", arguments)
     return results
 
 
 def attention_decode_out(backend: str, arguments: DecodeArguments, out: Tensor) -> Tensor:
-    """The same with the output in ``out``; returns the lse."""
+    """Appends to the caches in place, writes the output to ``out``, and returns the lse."""
     lse: Tensor = call(backend, "attention_decode_out", (*arguments, out))
     return lse
 
@@ -90,7 +90,7 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _flops(*args: Any, **kwargs: Any) -> int:
-    """As if every sequence filled its cache: the lengths are on the device."""
+    """Counts as if every sequence filled its cache, as the lengths are on the device."""
     given: Any = DecodeArguments(*args, **kwargs)
     batch, heads, num_queries, head_dim = given.query
     blocks_per_sequence = 1 if given.block_table is None else given.block_table[1]
@@ -128,7 +128,7 @@ register(
 
 
 def _vmap_split_keys(overload: torch._ops.OpOverload) -> Callable[..., Any]:
-    """The mapped dimension joins the heads, as that of ``attention_forward`` does."""
+    """Makes a rule by which the mapped dimension joins the heads, as in ``attention_forward``."""
 
     def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
         given, size = SplitKeysArguments(*args), info.batch_size

@@ -1,4 +1,4 @@
-"""The operator ``dequantize_cache``, which makes 16-bit floats of an 8-bit cache."""
+"""The operator ``dequantize_cache``, which converts an 8-bit cache to 16-bit floats."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class DequantizeArguments(NamedTuple):
     """The arguments of ``dequantize_cache``.
 
     Caches, scales, ``seqlens`` (int32 ``[B]``, on the device) and ``block_table`` are those of
-    ``attention_with_kv_cache``. ``k_out`` and ``v_out``: ``[B * max_pages, Hkv, rows, D]``, fp16 or bf16, contiguous;
-    page ``p`` of sequence ``b`` goes to block ``b * max_pages + p``, and of a contiguous cache ``max_pages`` is 1. What
-    is no token of a sequence stays as it was.
+    ``attention_with_kv_cache``. ``k_out`` and ``v_out`` are ``[B * max_pages, Hkv, rows, D]``, fp16 or bf16,
+    contiguous. Page ``p`` of sequence ``b`` goes to block ``b * max_pages + p``; ``max_pages`` is 1 for a contiguous
+    cache. Rows that hold no token of a sequence stay as they were.
     """
 
     k_cache: Tensor
@@ -29,12 +29,12 @@ class DequantizeArguments(NamedTuple):
 
 
 def dequantize_cache(backend: str, arguments: DequantizeArguments) -> None:
-    """Writes to ``k_out`` and ``v_out`` in place. Not differentiable."""
+    """Writes to ``k_out`` and ``v_out`` in place. It is not differentiable."""
     call(backend, "dequantize_cache", arguments)
 
 
 def _fake(*args: Any) -> None:
-    """Nothing is returned."""
+    """Returns nothing, like the operator."""
 
 
 def _flops(*args: Any, **kwargs: Any) -> int:

@@ -22,8 +22,8 @@ from fastattn.ops.registration import apply, call, call_in_backward, refuse_mapp
 class Int8MatmulArguments(NamedTuple):
     """The arguments of ``int8_matmul``: ``activation(x @ dequantize(weight)^T + bias) + residual``.
 
-    ``x [..., K]``, ``weight [N, K]``; ``scale``: ``[1, 1]``, ``[N, 1]`` or ``[N, K / group]``; ``int8_activations``:
-    rows of x are rounded to int8 first.
+    ``x`` is ``[..., K]``, ``weight [N, K]`` and ``scale`` ``[1, 1]``, ``[N, 1]`` or ``[N, K / group]``. With
+    ``int8_activations``, rows of ``x`` are first rounded to int8.
     """
 
     x: Tensor
@@ -36,7 +36,7 @@ class Int8MatmulArguments(NamedTuple):
 
 
 class GradInputArguments(NamedTuple):
-    """The arguments of ``int8_matmul_grad_input``; ``bias_grad``: whether the bias's gradient is wanted too."""
+    """The arguments of ``int8_matmul_grad_input``; ``bias_grad`` says whether the bias's gradient is wanted too."""
 
     grad_out: Tensor
     weight: Tensor
@@ -45,13 +45,13 @@ class GradInputArguments(NamedTuple):
 
 
 def int8_matmul(backend: str, arguments: Int8MatmulArguments) -> Tensor:
-    """``[..., N]``, or half as many columns with a gated activation; not differentiable."""
+    """Returns ``[..., N]``, or half as many columns with a gated activation; not differentiable."""
     y: Tensor = call(backend, "int8_matmul", arguments)
     return y
 
 
 def int8_matmul_grad_input(backend: str, arguments: GradInputArguments) -> tuple[Tensor, Tensor]:
-    """The gradients of ``x`` and of the bias, ``[0]`` unless that is wanted; not differentiable."""
+    """Returns the gradients of ``x`` and of the bias, which is empty unless it is wanted; not differentiable."""
     gradients: tuple[Tensor, Tensor] = call(backend, "int8_matmul_grad_input", arguments)
     if is_recording():
         note("int8_matmul backward", backend, backward_kernel(backend, arguments))
@@ -59,7 +59,7 @@ def int8_matmul_grad_input(backend: str, arguments: GradInputArguments) -> tuple
 
 
 def differentiable_int8_product(backend: str, arguments: Int8MatmulArguments) -> Tensor:
-    """``x @ dequantize(weight)^T + bias``, without activation and residual, differentiable in x and bias.
+    """Returns ``x @ dequantize(weight)^T + bias``, without activation and residual, differentiable in x and bias.
 
     The gradient passes straight through the rounding of ``int8_activations``.
     """
@@ -98,7 +98,7 @@ class _Int8Product(torch.autograd.Function):
 
 
 def backward_kernel(backend: str, arguments: GradInputArguments) -> str:
-    """The kernel that ``int8_matmul_grad_input`` launches."""
+    """Returns the name of the kernel that ``int8_matmul_grad_input`` launches."""
     if backend == "triton":
         return "int8_matmul.grad_input_kernel"
     grad_out, (outputs, depth), gpu = arguments.grad_out, arguments.weight.shape, kernel_facts(arguments.weight.device)
@@ -121,7 +121,7 @@ def _fake_grad_input(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _flops(x: Sequence[int], weight: Sequence[int], *args: Any, **kwargs: Any) -> int:
-    """Of both: ``x`` is what is multiplied by the weight, the gradient of the result too."""
+    """Counts for both operators: ``x`` is the factor beside the weight, which may be the gradient of the result."""
     return matmul_flops(math.prod(x[:-1]), *weight)
 
 
@@ -129,7 +129,7 @@ def _flops(x: Sequence[int], weight: Sequence[int], *args: Any, **kwargs: Any) -
 
 
 def _in_front(tensor: Tensor, mapped: int | None, size: int) -> Tensor:
-    """The mapped dimension first; a tensor without one is repeated."""
+    """Returns the tensor with the mapped dimension first; a tensor without one is repeated."""
     return tensor.unsqueeze(0).expand(size, *tensor.shape) if mapped is None else tensor.movedim(mapped, 0)
 
 
@@ -146,7 +146,7 @@ def _vmap_matmul(overload: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def _vmap_grad_input(overload: torch._ops.OpOverload) -> Callable[..., Any]:
-    """A bias has a gradient for each sample, which the operator would add up."""
+    """Makes a rule that sums the bias's gradient itself, as the operator would add up those of all samples."""
 
     def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
         given = GradInputArguments(*args)

@@ -1,6 +1,6 @@
 """The operators ``merge_attention``, ``merge_attention_backward`` and, in place, ``merge_attention_into``.
 
-Triton alone has kernels of them, so that their schemas stand here.
+Only Triton has kernels for them, so their schemas are in this file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastattn.ops.registration import apply, call, call_in_backward, fold_into_h
 
 
 class MergeArguments(NamedTuple):
-    """The arguments of ``merge_attention``, as those of ``fastattn.distributed.merge_attention``."""
+    """The arguments of ``merge_attention``, which are those of ``fastattn.distributed.merge_attention``."""
 
     out_a: Tensor
     lse_a: Tensor
@@ -25,7 +25,7 @@ class MergeArguments(NamedTuple):
 
 
 class MergeBackwardArguments(NamedTuple):
-    """The arguments of ``merge_attention_backward``: the gradients of the results, and what was merged."""
+    """The arguments of ``merge_attention_backward``: the gradients of the results, and the merged tensors."""
 
     grad_out: Tensor
     grad_lse: Tensor
@@ -36,7 +36,7 @@ class MergeBackwardArguments(NamedTuple):
 
 
 class MergeIntoArguments(NamedTuple):
-    """The arguments of ``merge_attention_into``: what is merged with a block's results, in place."""
+    """The arguments of ``merge_attention_into``: the totals, which change in place, and the results of a block."""
 
     out: Tensor
     lse: Tensor
@@ -45,19 +45,19 @@ class MergeIntoArguments(NamedTuple):
 
 
 def merge_attention(backend: str, arguments: MergeArguments) -> tuple[Tensor, Tensor]:
-    """Output and lse in float32. Not differentiable."""
+    """Returns output and lse in float32, not differentiable."""
     results: tuple[Tensor, Tensor] = call(backend, "merge_attention", arguments)
     return results
 
 
 def differentiable_merge(backend: str, arguments: MergeArguments) -> tuple[Tensor, Tensor]:
-    """The same, differentiable in all arguments."""
+    """Returns output and lse in float32, differentiable in all arguments."""
     out, lse = apply(_Merge, backend, *arguments)
     return out, lse
 
 
 def merge_attention_into(backend: str, arguments: MergeIntoArguments) -> None:
-    """Writes to ``out`` and ``lse`` in place. Not differentiable."""
+    """Merges the block into ``out`` and ``lse`` in place. It is not differentiable."""
     call(backend, "merge_attention_into", arguments)
 
 
@@ -93,7 +93,7 @@ def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_into(*args: Any) -> None:
-    """Nothing is returned."""
+    """Returns nothing, like the operator."""
 
 
 def _flops(*args: Any, **kwargs: Any) -> int:
@@ -104,7 +104,10 @@ def _flops(*args: Any, **kwargs: Any) -> int:
 
 
 def _vmap(arguments: type[Any], results: Sequence[str]) -> Callable[[torch._ops.OpOverload], Callable[..., Any]]:
-    """``results``: for each an argument whose dimensions it has."""
+    """Makes a rule by which the mapped dimension joins the heads.
+
+    ``results`` names for each result an argument that has the same dimensions.
+    """
 
     def of_overload(overload: torch._ops.OpOverload) -> Callable[..., Any]:
         def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:

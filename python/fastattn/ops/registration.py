@@ -1,8 +1,8 @@
-"""Makes PyTorch's operators of kernels: two namespaces, their shape functions, vmap rules and FLOP counts.
+"""Registers kernels as operators of PyTorch in two namespaces, with shape functions, vmap rules and FLOP counts.
 
-The schemas are C++ (``csrc/bindings.cpp``); those of the Triton kernels are the same. An operator without a native
-kernel has its schema here, in the namespace of Triton's alone. Each operator has a file here, which registers it and
-holds the functions that differentiate it.
+The schemas come from C++ (``csrc/bindings.cpp``), and the Triton kernels have the same ones. An operator without a
+native kernel has its schema in this package, and is in Triton's namespace alone. Each operator has a file in this
+package, which registers it and holds the functions that differentiate it.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def register(
     vmap: Callable[[torch._ops.OpOverload], Callable[..., Any]] | None = None,
     schema: str | None = None,
 ) -> None:
-    """Register the operator ``name`` of both namespaces, or of Triton's alone.
+    """Registers the operator ``name`` in both namespaces, or in Triton's alone.
 
     Args:
         arguments: the named tuple of its arguments, in the order of its schema.
         triton_module: the module of ``triton_kernels`` whose function ``name`` launches it.
-        fake: from its arguments to empty results of the right shapes.
-        flops: from its arguments, shapes instead of tensors, to the FLOPs that torch's counter shows.
-        vmap: from an overload to what ``torch.library.register_vmap`` wants; None: ``torch.vmap`` raises.
-        schema: arguments and results of an operator that Triton alone has; None: those of the native library's.
+        fake: a function from its arguments to empty results of the right shapes.
+        flops: a function from its arguments, with shapes in place of tensors, to the FLOPs that torch's counter shows.
+        vmap: a function from an overload to a rule for ``torch.library.register_vmap``; None: ``torch.vmap`` raises.
+        schema: the arguments and results of an operator that only Triton has; None takes the native library's schema.
     """
     namespaces = NAMESPACES if schema is None else {"triton": NAMESPACES["triton"]}
     if schema is None:
@@ -68,7 +68,7 @@ def register(
 
 
 def _count_flops(packet: torch._ops.OpOverloadPacket, flops: Callable[..., int]) -> None:
-    """Importing torch's counter imports Triton: only a program that counts FLOPs is to do so."""
+    """Registers a FLOP formula when the program imports torch's counter, as that import also imports Triton."""
 
     def register_formula() -> None:
         from torch.utils.flop_counter import register_flop_formula
@@ -79,7 +79,10 @@ def _count_flops(packet: torch._ops.OpOverloadPacket, flops: Callable[..., int])
 
 
 def _triton_launcher(module: str, name: str) -> Callable[..., Any]:
-    """Imports Triton at the first call only. Triton launches on the current device: that has to be the tensors'."""
+    """Returns a launcher that imports Triton at its first call.
+
+    Triton launches on the current device, so the launcher makes that the device of the tensors.
+    """
 
     def launch(*args: Any) -> Any:
         launcher = getattr(importlib.import_module(f"..triton_kernels.{module}", __package__), name)
@@ -97,7 +100,7 @@ _on_cpu: list[torch.library.Library] = []
 
 @when_emulation_changes
 def _register_on_cpu() -> None:
-    """The Triton ops take CPU tensors while those are declared to be on an emulated GPU, and only then."""
+    """Makes the Triton ops take CPU tensors while these are declared to be on an emulated GPU, and only then."""
     while _on_cpu:
         _on_cpu.pop()._destroy()
     if is_emulated():
@@ -111,7 +114,7 @@ def _register_on_cpu() -> None:
 
 
 def _refuse_gradients(overload: torch._ops.OpOverload) -> Callable[..., Any]:
-    """A raw op called on tensors that need gradients raises: only the functions of this package differentiate."""
+    """Returns a kernel that makes a raw op raise on tensors that need gradients: only our functions differentiate."""
 
     def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = itertools.chain(args, kwargs.values())
@@ -127,7 +130,7 @@ def _refuse_gradients(overload: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def call(backend: str, name: str, arguments: Iterable[Any]) -> Any:
-    """The operator itself, without gradients."""
+    """Calls the operator itself, without gradients."""
     overload = _overloads[backend, name]
     if torch.compiler.is_compiling():
         return overload(*arguments)
@@ -136,9 +139,9 @@ def call(backend: str, name: str, arguments: Iterable[Any]) -> Any:
 
 
 class _Once(torch.autograd.Function):
-    """An op inside a backward pass that itself is being recorded (``create_graph=True``, ``torch.func.grad``).
+    """An op in a backward pass that is itself recorded (``create_graph=True``, ``torch.func.grad``).
 
-    Recording it is allowed; differentiating it raises.
+    It may be recorded, but differentiating it raises.
     """
 
     generate_vmap_rule = True
@@ -153,20 +156,20 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        # use_backend("torch") may still end in a kernel of torch's for attention, which has none either.
+        # use_backend("torch") may still run a kernel of torch's for attention, which has no second derivatives either.
         has_them = "sdpa_kernel(SDPBackend.MATH)" if ctx.name == "attention_backward" else 'use_backend("torch")'
         raise RuntimeError(f"{ctx.name}: second derivatives are not implemented; `with {has_them}:` has them")
 
 
 def call_in_backward(backend: str, name: str, arguments: Iterable[Any]) -> Any:
-    """The operator itself, in a backward pass."""
+    """Calls the operator itself in a backward pass."""
     if torch.is_grad_enabled():
         return apply(_Once, backend, name, *arguments)
     return call(backend, name, arguments)
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)``, without the ``inspect.signature`` at every call (10 µs) that only functorch needs."""
+    """Calls ``function.apply(*args)`` without its ``inspect.signature`` (10 µs a call), which only functorch needs."""
     if torch.compiler.is_compiling():
         return function.apply(*_distinct(args))
     if torch._C._are_functorch_transforms_active():
@@ -175,7 +178,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def _distinct(arguments: Iterable[Any]) -> list[Any]:
-    """One tensor in two places becomes two: torch.compile takes no autograd.Function with the same input twice."""
+    """Makes two tensors of one that is given twice: torch.compile takes no autograd.Function with equal inputs."""
     result: list[Any] = []
     for argument in arguments:
         if isinstance(argument, Tensor) and any(argument is earlier for earlier in result):
@@ -188,8 +191,7 @@ def _distinct(arguments: Iterable[Any]) -> list[Any]:
 
 
 def refuse_mapped(dims: Any, *names: str) -> None:
-    """Raise where an argument of those ``names`` is mapped; ``dims``: an operator's arguments, their mapped dimensions
-    in their place."""
+    """Raises where one of the named arguments is mapped; ``dims`` has an operator's mapped dimensions by argument."""
     for name in names:
         if getattr(dims, name) is not None:
             raise NotImplementedError(
@@ -198,7 +200,7 @@ def refuse_mapped(dims: Any, *names: str) -> None:
 
 
 def fold_into_heads(tensor: Tensor | None, mapped: int | None, size: int, heads_dim: int) -> Tensor | None:
-    """Join the mapped dimension with dimension ``heads_dim`` (counted without it); repeat a tensor that has none."""
+    """Joins the mapped dimension with dimension ``heads_dim`` (counted without it); repeats a tensor that has none."""
     if tensor is None:
         return None
     tensor = tensor.unsqueeze(0).expand(size, *tensor.shape) if mapped is None else tensor.movedim(mapped, 0)
@@ -206,5 +208,5 @@ def fold_into_heads(tensor: Tensor | None, mapped: int | None, size: int, heads_
 
 
 def unfold_heads(tensor: Tensor, size: int, heads_dim: int) -> Tensor:
-    """Undo ``fold_into_heads``: the mapped dimension comes first."""
+    """Undoes ``fold_into_heads``: the mapped dimension comes first."""
     return tensor.unflatten(heads_dim, (size, -1)).movedim(heads_dim, 0)

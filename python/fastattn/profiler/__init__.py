@@ -1,1 +1,1 @@
-"""What kernels cost, and how near to the machine's limits they came."""
+"""A profiler that says what each kernel cost, and how near it came to the machine's limits."""

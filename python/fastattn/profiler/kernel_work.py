@@ -1,7 +1,7 @@
 """The work of each fastattn kernel, from the arguments of the operator that launched it.
 
-An operator launches one kernel or several. What a kernel computes again (the backward kernels recompute the scores)
-counts as its work, so that it is held against what it really executes.
+An operator launches one kernel or several. Recomputation (the backward kernels recompute the scores) counts as work, so
+that a kernel is judged by what it really executes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fastattn.profiler.work import Work
 
 
 def _pairs(call: OperatorCall) -> tuple[int, bool]:
-    """Pairs of a query and a key over all batches and query heads, and whether that is only an upper bound."""
+    """Returns the pairs of a query and a key over all batches and query heads, and whether it is an upper bound."""
     query, key = call["query"].shape, call["key"].shape
     window = call.number("window_left"), call.number("window_right")
     offset = None if call["first_row"].text in ("", "None") else call.number("first_row") - call.number("first_key")
-    if call["cu_seqlens_q"].is_tensor:  # the lengths are on the device: as if all were the longest
+    if call["cu_seqlens_q"].is_tensor:  # the lengths are on the device: count them all as the longest
         longest_q, longest_k = call.number("max_seqlen_q"), call.number("max_seqlen_k")
         pairs = work.visible_pairs(longest_q, longest_k, *window, offset=offset)
         return query[1] * query[0] * pairs // max(longest_q, 1), True
@@ -34,7 +34,7 @@ def _shapes(call: OperatorCall) -> tuple[tuple[int, ...], tuple[int, ...], tuple
 def _forward(call: OperatorCall) -> Work:
     pairs, is_upper_bound = _pairs(call)
     query, key, value, itemsize = _shapes(call)
-    if call["block_table"].is_tensor:  # of all pages, those that a sequence may have
+    if call["block_table"].is_tensor:  # count only the pages that the sequences may have, not the whole pool
         batch, max_pages = call["block_table"].shape
         tokens = batch * min(max_pages * key[2], call.number("max_seqlen_k"))
         key, value = (tokens, key[1], key[3]), (tokens, value[1], value[3])
@@ -43,7 +43,8 @@ def _forward(call: OperatorCall) -> Work:
 
 
 def _backward_part(query_products: int, value_products: int, written: Sequence[str]) -> Callable[[OperatorCall], Work]:
-    """A kernel of the backward pass: how many of its products have the query's head dim, how many the value's."""
+    """Returns the work of a kernel of the backward pass, from how many of its products have the query's head dim, and
+    how many the value's."""
 
     def part(call: OperatorCall) -> Work:
         pairs, is_upper_bound = _pairs(call)
@@ -62,46 +63,46 @@ def _backward_part(query_products: int, value_products: int, written: Sequence[s
 
 
 def _gradient_bytes(call: OperatorCall, name: str) -> int:
-    """A gradient is written in the dtype of what it is of, or added to float32 sums that are arguments, too."""
+    """Returns the bytes of a gradient, which is written in its tensor's dtype, or read and written as float32 sums."""
     sums = f"grad_{name}"
     return 2 * call[sums].nbytes if sums in call.arguments else call[name].nbytes
 
 
 def _sums_bytes(call: OperatorCall) -> int:
-    """The query's gradient as its parts are added up, in fp32."""
+    """Returns the bytes of the query's gradient in float32, in which its parts are added up."""
     return 4 * math.prod(call["query"].shape)
 
 
 def _native_key_value(call: OperatorCall) -> Work:
-    """All five products; the sums are read and written once at the least."""
+    """Counts all five products; the sums are read and written at least once."""
     products = _backward_part(3, 2, ("key", "value"))(call)
     return products._replace(bytes=products.bytes + 2 * _sums_bytes(call))
 
 
 def _native_query(call: OperatorCall) -> Work:
-    """Rounds the sums, or adds them to others."""
+    """Counts the kernel that rounds the sums, or adds them to others."""
     return Work(0, _sums_bytes(call) + _gradient_bytes(call, "query"))
 
 
 def _native_rows(call: OperatorCall) -> Work:
-    """rowsum(dO O). The scores once more where they are near finfo.min: the host does not know of it."""
+    """Counts rowsum(dO O). The kernel also recomputes scores near finfo.min, of which the host does not know."""
     rows, value_dim = math.prod(call["query"].shape[:-1]), call["value"].shape[-1]
     read = sum(call[name].nbytes for name in ("grad_out", "out", "lse", "grad_lse"))
     return Work(2 * rows * value_dim, read + 2 * rows * work.LSE_BYTES)
 
 
 def _native_sinks(call: OperatorCall) -> Work:
-    """Reads the lse and rowsum(dO O)."""
+    """Counts the reads of the lse and rowsum(dO O)."""
     return Work(0, 2 * call["lse"].nbytes)
 
 
 def _native_slope_sums(call: OperatorCall) -> Work:
-    """Adds up a number for each 64 rows of a head."""
+    """Counts the sum of one number for each 64 rows of a head."""
     return Work(0, call["lse"].nbytes // 64 + call["alibi_slopes"].nbytes)
 
 
 def _backward_rows(call: OperatorCall) -> Work:
-    """Scores once more for an lse in two halves, and rowsum(dO O)."""
+    """Counts the scores, which are recomputed for an lse in two halves, and rowsum(dO O)."""
     pairs, is_upper_bound = _pairs(call)
     rows, value_dim = math.prod(call["query"].shape[:-1]), call["value"].shape[-1]
     read = sum(call[name].nbytes for name in ("grad_out", "out", "query", "key", "lse", "grad_lse", "bias"))
@@ -111,7 +112,7 @@ def _backward_rows(call: OperatorCall) -> Work:
 
 
 def _decode(call: OperatorCall) -> Work:
-    """As if every sequence filled its cache: the lengths are on the device."""
+    """Counts as if every sequence filled its cache, as the lengths are on the device."""
     query, cache = call["query"].shape, call["k_cache"].shape
     table = call["block_table"]
     tokens = math.prod(table.shape) * cache[2] if table.is_tensor else cache[0] * cache[2]
@@ -141,20 +142,20 @@ def _append(call: OperatorCall) -> Work:
 
 
 def _dequantise(call: OperatorCall) -> Work:
-    """As if every sequence filled its cache: the lengths are on the device."""
+    """Counts as if every sequence filled its cache, as the lengths are on the device."""
     outs = [call["k_out"], call["v_out"]]
     read = sum(math.prod(out.shape) * call["k_cache"].itemsize for out in outs)
     return Work(0, sum(out.nbytes for out in outs) + read, is_upper_bound=True)
 
 
 def _decode_with_append(call: OperatorCall) -> Work:
-    """Of the kernel that does both: what it stores is what it attends to."""
+    """Counts the kernel that does both: it attends over tokens that it has just stored, too."""
     decode, append = _decode(call), _append(call)
     return decode._replace(bytes=decode.bytes + append.bytes)
 
 
 def _int8(call: OperatorCall) -> Work:
-    """The profiler keeps no texts: that the activation is SwiGLU, only a residual of half as many columns tells."""
+    """Counts the matmul. The profiler keeps no strings, so SwiGLU is only known by a residual with half the columns."""
     x = call["x"] if "x" in call.arguments else call["grad_out"]
     n, k = call["weight"].shape
     extra = {name: call[name].shape for name in ("bias", "residual") if name in call.arguments and call[name].is_tensor}
@@ -165,17 +166,17 @@ def _int8(call: OperatorCall) -> Work:
 
 
 def _merge(call: OperatorCall) -> Work:
-    """Reads what is merged; writes the output and its lse in float32."""
+    """Counts reads of the merged tensors, and writes of output and lse in float32."""
     return Work(0, _bytes_of_all(call) + 4 * math.prod(call["out_a"].shape) + 4 * math.prod(call["lse_a"].shape))
 
 
 def _merge_into(call: OperatorCall) -> Work:
-    """Writes what it has read of the output and its lse."""
+    """Counts reads of all tensors, and writes of output and lse."""
     return Work(0, _bytes_of_all(call) + call["out"].nbytes + call["lse"].nbytes)
 
 
 def _merge_backward(call: OperatorCall) -> Work:
-    """Writes a gradient for each tensor that was merged."""
+    """Counts reads of all tensors, and a written gradient for each merged one."""
     written = sum(call[name].nbytes for name in ("out_a", "lse_a", "out_b", "lse_b"))
     return Work(0, _bytes_of_all(call) + written)
 
@@ -185,7 +186,7 @@ def _bytes_of_all(call: OperatorCall) -> int:
 
 
 def _unknown(call: OperatorCall) -> None:
-    """Merges the parts of a split, whose number the launcher chose: not to be told from the operator's arguments."""
+    """Returns None: the work (of merging splits, say) depends on numbers that the operator's arguments do not tell."""
 
 
 _DECODING: dict[str, Callable[[OperatorCall], Work | None]] = {
@@ -207,7 +208,7 @@ _BACKWARD: dict[str, Callable[[OperatorCall], Work | None]] = {
     "attention_backward_slope_sums": _native_slope_sums,
     "attention_backward_slopes": _backward_part(1, 1, ("alibi_slopes",)),
 }
-# Operator → what the names of its kernels contain → their work. The first that fits counts.
+# Operator → a part of a kernel's name → the function that computes its work. The first match counts.
 _WORK: dict[str, dict[str, Callable[[OperatorCall], Work | None]]] = {
     "attention_forward": {"attention_forward": _forward},
     "attention_backward": _BACKWARD,
@@ -220,14 +221,14 @@ _WORK: dict[str, dict[str, Callable[[OperatorCall], Work | None]]] = {
     "merge_attention": {"merge": _merge},
     "merge_attention_into": {"merge": _merge_into},
     "merge_attention_backward": {"merge": _merge_backward},
-    # Of what cuBLAS computes, our kernel only dequantises the weights. Another quantises tokens.
+    # Where cuBLAS computes the product, our kernel only dequantises the weights. Another kernel quantises tokens.
     "int8_matmul": {"quantize": _unknown, "merge": _unknown, "forward": _int8, "int8_matmul": _int8},
     "int8_matmul_grad_input": {"dequantize": _unknown, "merge": _unknown, "grad_input": _int8},
 }
 
 
 def kernel_work(kernel: str, call: OperatorCall) -> Work | None:
-    """The work of the kernel of that name when ``call`` launched it; None where that cannot be told."""
+    """Returns the work of the kernel of that name that ``call`` launched, or None where it cannot be told."""
     if not call.arguments:
         return None
     for part, work_of in _WORK[call.name].items():

@@ -1,4 +1,4 @@
-"""What each kernel of a profile cost, and how near to the machine's limits it came."""
+"""The cost of each kernel of a profile, and how near it came to the machine's limits."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from fastattn.profiler.trace import KernelLaunch
 
 @dataclass(frozen=True)
 class KernelProfile:
-    """All launches of one kernel by one operator.
+    """The figures of one kernel, summed over all its launches by one operator.
 
     Args:
         name: the kernel, with its template arguments.
         operator: ``torch.ops.fastattn``'s operator that launched it; ``""`` for a kernel of fastattn in the replay of a
             CUDA graph, None for kernels that are not fastattn's.
-        launches: how many there were; seconds: the time they took on the GPU; share: of the time of all kernels.
-        flops, bytes: what they had to do, see ``fastattn.profiler.work``; None where that cannot be told.
-        is_upper_bound: lengths that only the device knows were taken at their largest.
-        fraction: the least time that the machine's limits allow, over the time taken.
-        resource: which limit that is: ``"compute"``, ``"memory"`` or ``"launch overhead"``.
+        launches: the number of launches.
+        seconds: the time that they took on the GPU.
+        share: their share of the time of all kernels.
+        flops, bytes: their work, see ``fastattn.profiler.work``; None where it cannot be told.
+        is_upper_bound: whether lengths that only the device knows were counted at their largest.
+        fraction: the least time that the machine's limits allow, divided by the time taken.
+        resource: the limit that binds: ``"compute"``, ``"memory"`` or ``"launch overhead"``.
     """
 
     name: str
@@ -39,7 +41,7 @@ class KernelProfile:
 
 
 def profile_kernels(launches: Sequence[KernelLaunch], limits: Limits | None) -> list[KernelProfile]:
-    """One entry for each kernel and operator, longest first."""
+    """Returns one entry for each kernel and operator, longest first."""
     groups: dict[tuple[str, str | None], list[KernelLaunch]] = {}
     for launch in launches:
         operator = launch.call.name if launch.call else "" if is_fastattn_kernel(launch.name) else None
@@ -61,7 +63,7 @@ def _kernel_profile(
     fraction = resource = None
     dtypes = [launch.call.dtype for launch in launches if launch.call is not None]
     if limits is not None and all(dtype in limits.flops_per_s for dtype in dtypes):
-        # The kernel's own time has no launch in it: what is short is held against the least that a kernel takes.
+        # The kernel's own time has no launch in it, so a short kernel is compared with the least time of any kernel.
         bounds = [bound(work, limits, dtype, limits.graph_launch_s) for work, dtype in zip(known, dtypes, strict=True)]
         fraction = sum(each.least_s for each in bounds) / seconds if seconds else None
         resource = max(bounds, key=lambda each: each.least_s).resource

@@ -1,4 +1,4 @@
-"""Measures what a GPU can do: the limits that every figure stands beside."""
+"""Measures the limits of a GPU, with which every figure is compared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _known: dict[tuple[torch.device, frozenset[torch.dtype]], Limits] = {}
 
 
 def median_seconds(call: Callable[[], object], samples: int = 20, warm_up: int = 5) -> float:
-    """The median time between CUDA events before and after ``call`` on the current stream."""
+    """Returns the median time between CUDA events before and after ``call`` on the current stream."""
     for _ in range(warm_up):
         call()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(samples)]
@@ -31,11 +31,12 @@ def median_seconds(call: Callable[[], object], samples: int = 20, warm_up: int =
 
 
 def measure_limits(device: torch.device, dtypes: Iterable[torch.dtype]) -> Limits:
-    """Copy bandwidth, matmul throughput in each of ``dtypes`` and launch times of a CUDA device; takes about a second.
+    """Measures copy bandwidth, matmul throughput in each of ``dtypes`` and launch times of a CUDA device, in about a
+    second.
 
-    The copy moves 1 GiB (less where memory is short) and counts what it reads and what it writes; the matmul is
-    8192 x 8192 x 8192 on random numbers, as a GPU slows down under load that zeros do not give. Raises ``InputError``
-    for a device that is not CUDA.
+    The copy moves 1 GiB (less where memory is short) and counts reads and writes. The matmul is 8192 x 8192 x 8192 on
+    random numbers, as a GPU slows down under load that zeros do not cause. Raises ``InputError`` for a device that is
+    not CUDA.
     """
     if device.type != "cuda":
         raise InputError(f"device: expected a CUDA device, whose limits can be measured, got {device}")
@@ -51,7 +52,7 @@ def measure_limits(device: torch.device, dtypes: Iterable[torch.dtype]) -> Limit
 
 
 def known_limits(device: torch.device, dtypes: Iterable[torch.dtype]) -> Limits:
-    """``measure_limits``, once per device and set of dtypes."""
+    """Returns ``measure_limits``, measured once per device and set of dtypes."""
     key = (device, frozenset(dtypes))
     if key not in _known:
         _known[key] = measure_limits(*key)
@@ -69,7 +70,7 @@ def _matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _launch_seconds(device: torch.device) -> tuple[float, float]:
-    """The least kernel there is, alone and in a graph."""
+    """Returns the time of a minimal kernel, launched alone and in a graph."""
     counter = torch.zeros(1, device=device)
     eager_s = median_seconds(lambda: counter.add_(1), samples=100)
     graph = torch.cuda.CUDAGraph()

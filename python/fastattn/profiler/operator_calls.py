@@ -1,4 +1,4 @@
-"""The calls of fastattn's operators as PyTorch's profiler tells them."""
+"""The calls of fastattn's operators, as PyTorch's profiler records them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from fastattn.ops.registration import NAMESPACES
 
-# The profiler's word for a dtype → torch's name and the bytes of an element.
+# The profiler's name of a dtype → torch's name and the bytes of an element.
 _DTYPES = {
     "c10::BFloat16": ("bfloat16", 2),
     "c10::Half": ("float16", 2),
@@ -23,7 +23,7 @@ _DTYPES = {
 
 
 class Argument(NamedTuple):
-    """One argument of an operator as the profiler saw it: a tensor's shape and dtype, or a scalar's text."""
+    """An operator's argument as the profiler recorded it: a tensor's shape and dtype, or a scalar's text."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -57,7 +57,7 @@ class OperatorCall:
 
     @property
     def dtype(self) -> str:
-        """In which the products are taken."""
+        """The dtype in which the products are computed."""
         if "int8_activations" in self.arguments and self["int8_activations"].text == "True":
             return "int8"
         for name in ("query", "x", "grad_out", "k_new"):
@@ -69,7 +69,7 @@ class OperatorCall:
 def operator_call(
     qualified_name: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[str], texts: Sequence[str]
 ) -> OperatorCall | None:
-    """The call from the lists that the profiler keeps, one entry an argument; None if it is no operator of fastattn."""
+    """Returns the call from the profiler's lists, which have an entry per argument; None for other operators."""
     namespace, _, name = qualified_name.partition("::")
     if namespace not in NAMESPACES.values():
         return None

@@ -1,4 +1,4 @@
-"""``fastattn.profile()``: which kernels ran, what each cost, how near to the machine's limits it came, and memory."""
+"""``fastattn.profile()`` says which kernels ran, their cost, how near they came to the machine's limits, and memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "int8": t
 
 
 def profile(trace: str | Path | None = None, *, limits: Limits | None = None) -> Profile:
-    """Profile the ``with`` block: kernels, their share of the roofline, and memory.
+    """Profiles the ``with`` block: kernels, their share of the roofline, and memory.
 
     ::
 
@@ -43,8 +43,8 @@ def profile(trace: str | Path | None = None, *, limits: Limits | None = None) ->
 
     Args:
         trace: where to write the Chrome trace (for chrome://tracing or https://ui.perfetto.dev); by default nowhere.
-        limits: what the GPU can do, a ``fastattn.profiler.roofline.Limits``. By default measured once, after the block,
-            which takes about a second.
+        limits: the GPU's limits, a ``fastattn.profiler.roofline.Limits``. By default they are measured once, after the
+            block, which takes about a second.
 
     Returns:
         A ``Profile``. After the block ``str()`` of it is a table; ``kernels``, ``operators``, ``regions`` and
@@ -53,20 +53,20 @@ def profile(trace: str | Path | None = None, *, limits: Limits | None = None) ->
     Raises:
         InputError, TypeError: an argument is wrong.
 
-    FLOPs and bytes come from the shapes that the operators were called with. Kernels in the replay of a CUDA graph are
-    named and timed, but no operator tells their shapes. Without a GPU the block's operators are timed on the CPU.
+    FLOPs and bytes follow from the shapes of the operators' arguments. Kernels in the replay of a CUDA graph are named
+    and timed, but no operator tells their shapes. Without a GPU the block's operators are timed on the CPU.
     """
     return Profile(trace, limits)
 
 
 class Profile:
-    """What ``profile()`` saw. Times in seconds, memory in bytes.
+    """The figures that ``profile()`` has gathered, with times in seconds and memory in bytes.
 
-    ``kernels``    of a GPU, longest first
-    ``operators``  on the CPU, by their own time, longest first
+    ``kernels``    the kernels of a GPU, longest first
+    ``operators``  the operators on the CPU, by their own time, longest first
     ``regions``    the memory of each region, on each device
-    ``memory``     what was allocated, after every allocation and release
-    ``limits``     what ``fraction`` refers to; None where no kernel of known work ran
+    ``memory``     the allocated bytes after every allocation and release
+    ``limits``     the limits to which ``fraction`` refers, or None if no kernel of known work ran
     """
 
     def __init__(self, trace: str | Path | None, limits: Limits | None) -> None:
@@ -101,7 +101,7 @@ class Profile:
 
     @contextlib.contextmanager
     def region(self, name: str) -> Iterator[None]:
-        """Name a part of the block, whose memory is told by itself. Regions may be nested and repeated."""
+        """Names a part of the block, whose memory is reported separately. Regions may be nested and repeated."""
         with torch.profiler.record_function(_REGION + name):
             yield
 

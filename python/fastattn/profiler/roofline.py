@@ -1,6 +1,7 @@
-"""What bounds a kernel: its work against what the machine can do (Williams, Waterman and Patterson, "Roofline", 2009).
+"""The roofline, which bounds a kernel's time by its work and the machine's limits (Williams, Waterman and Patterson,
+"Roofline", 2009).
 
-Times are in seconds, work in bytes and FLOPs, rates in bytes and FLOPs per second.
+Times are in seconds, work is in bytes and FLOPs, rates are in bytes and FLOPs per second.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ COMPUTE, MEMORY, LAUNCH = "compute", "memory", "launch overhead"
 
 @dataclass(frozen=True)
 class Limits:
-    """What one machine was seen to do.
+    """The measured limits of one machine.
 
     Args:
         bytes_per_s: reads plus writes of a large copy within device memory.
-        flops_per_s: dtype (``"bfloat16"``) → a large cuBLAS matmul of random numbers in it.
-        eager_launch_s, graph_launch_s: the least time that a kernel takes which does nothing, launched by itself and as
-            one node of a CUDA graph.
+        flops_per_s: dtype (``"bfloat16"``) → the throughput of a large cuBLAS matmul of random numbers in it.
+        eager_launch_s, graph_launch_s: the time of a kernel that does nothing, launched by itself, and as one node of a
+            CUDA graph.
     """
 
     bytes_per_s: float
@@ -31,26 +32,27 @@ class Limits:
     graph_launch_s: float
 
     def balance(self, dtype: str) -> float:
-        """The arithmetic intensity, in FLOPs per byte, from which on ``dtype`` is bound by compute."""
+        """Returns the arithmetic intensity, in FLOPs per byte, from which on ``dtype`` is bound by compute."""
         return self.flops_per_s[dtype] / self.bytes_per_s
 
 
 class Bound(NamedTuple):
-    """The resource that binds a kernel, and the time below which it cannot come."""
+    """The resource that binds a kernel, and the least time that it can take."""
 
     resource: str
     least_s: float
 
     def fraction(self, seconds: float) -> float:
-        """How near to its limit a kernel came that took ``seconds``: 1 is the limit itself."""
+        """Returns how near a kernel that took ``seconds`` came to its limit: 1 is the limit itself."""
         return self.least_s / seconds
 
 
 def bound(work: Work, limits: Limits, dtype: str, launch_s: float) -> Bound:
-    """Which resource binds ``work`` in ``dtype``.
+    """Returns the resource that binds ``work`` in ``dtype``, and the least time.
 
-    Compute or memory by the arithmetic intensity against the machine's balance; launch overhead where either would be
-    done before a kernel that does nothing. Raises ``KeyError`` for a dtype without a measured limit.
+    Compute or memory binds, depending on the arithmetic intensity and the machine's balance. Launch overhead binds
+    where both would take less time than a kernel that does nothing. Raises ``KeyError`` for a dtype without a measured
+    limit.
     """
     compute_s = work.flops / limits.flops_per_s[dtype]
     memory_s = work.bytes / limits.bytes_per_s

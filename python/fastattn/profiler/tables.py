@@ -1,4 +1,4 @@
-"""A profile as text."""
+"""Formats a profile as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ROWS_SHOWN = 20
 
 
 def kernel_table(kernels: Sequence[KernelProfile]) -> str:
-    """The kernels as text; ``≤`` marks work that is an upper bound, ``–`` what cannot be told."""
+    """Returns the kernels as text; ``≤`` marks an upper bound, ``–`` a figure that cannot be told."""
     rows = [("kernel", "operator", "launches", "ms", "share", "GFLOP", "MB", "TFLOP/s", "GB/s", "of limit", "bound by")]
     for each in kernels[:_ROWS_SHOWN]:
         rows.append(
@@ -37,7 +37,7 @@ def kernel_table(kernels: Sequence[KernelProfile]) -> str:
 
 
 def operator_table(operators: Sequence[CpuOperator]) -> str:
-    """Operators on the CPU as text."""
+    """Returns the operators on the CPU as text."""
     total = sum(each.self_seconds for each in operators) or 1.0
     rows = [("operator", "calls", "own CPU ms", "share")]
     for each in operators[:_ROWS_SHOWN]:
@@ -47,7 +47,7 @@ def operator_table(operators: Sequence[CpuOperator]) -> str:
 
 
 def region_table(regions: Sequence[Region]) -> str:
-    """The regions' memory as text, in MB (10^6 bytes)."""
+    """Returns the regions' memory as text, in MB (10^6 bytes)."""
     rows = [("region", "device", "allocated MB", "peak MB", "delta MB")]
     for each in regions:
         numbers = (f"{each.allocated / 1e6:.3f}", f"{each.peak / 1e6:.3f}", f"{each.delta / 1e6:+.3f}")
@@ -69,7 +69,7 @@ _TEXT_COLUMNS = ("kernel", "operator", "region", "device", "bound by")
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Text to the left, numbers to the right; the first row is the header."""
+    """Aligns text to the left and numbers to the right; the first row is the header."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""Reads a Chrome trace that ``torch.profiler`` wrote: kernels with the operators that launched them, CPU time, memory.
+"""Reads kernels, the operators that launched them, CPU times and memory from a Chrome trace of ``torch.profiler``.
 
 The format is that of ``profile.export_chrome_trace`` with ``record_shapes`` and ``profile_memory``: complete events
 (``"ph": "X"``) of the categories ``cpu_op``, ``user_annotation``, ``cuda_runtime``, ``cuda_driver`` and ``kernel``,
@@ -21,7 +21,7 @@ _DEVICES = {0: "cpu", 1: "cuda"}
 
 
 class KernelLaunch(NamedTuple):
-    """One kernel that ran: ``call`` is fastattn's operator that launched it, None if another did or a CUDA graph."""
+    """One kernel that ran; ``call`` is fastattn's operator that launched it, or None (others, a CUDA graph)."""
 
     name: str
     seconds: float
@@ -29,7 +29,7 @@ class KernelLaunch(NamedTuple):
 
 
 class CpuOperator(NamedTuple):
-    """The calls of one operator on the CPU; ``self_seconds`` without what it called."""
+    """The calls of one operator on the CPU; ``self_seconds`` leaves out the operators that it called."""
 
     name: str
     calls: int
@@ -37,9 +37,9 @@ class CpuOperator(NamedTuple):
 
 
 class MemoryPoint(NamedTuple):
-    """The bytes that are allocated on ``device`` from ``time_s`` on, and by how many they had just changed.
+    """The bytes that are allocated on ``device`` from ``time_s`` on, and the change of them at that time.
 
-    Of a GPU, all that torch holds; of the CPU, what was allocated since the profile began.
+    For a GPU they are all bytes that torch holds, for the CPU those allocated since the profile began.
     """
 
     time_s: float
@@ -50,7 +50,7 @@ class MemoryPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class Region:
-    """Memory of one device over a region, in bytes: at its start, at its highest, and end minus start."""
+    """The memory of one device over a region, in bytes: at the start, at the peak, and end minus start."""
 
     name: str
     device: str
@@ -60,7 +60,7 @@ class Region:
 
 
 def kernel_launches(events: Sequence[dict[str, Any]]) -> list[KernelLaunch]:
-    """Every kernel, copy and fill of the trace, in its order."""
+    """Returns every kernel, copy and fill of the trace, in its order."""
     calls = _OperatorCalls(events)
     launched = {e["args"]["correlation"]: e for e in events if e.get("cat") in _LAUNCHES and "correlation" in e["args"]}
     by_external_id = {e["args"]["External id"]: e for e in _complete(events, "cpu_op") if "External id" in e["args"]}
@@ -69,7 +69,7 @@ def kernel_launches(events: Sequence[dict[str, Any]]) -> list[KernelLaunch]:
         if event.get("cat") not in _DEVICE_WORK or event.get("ph") != "X":
             continue
         ids = event["args"]
-        # The launch says it best; where it is missing from the trace, the innermost operator that the profiler noted.
+        # Prefer the launch; where it is missing from the trace, take the innermost operator that the profiler noted.
         causes = (launched.get(ids.get("correlation")), by_external_id.get(ids.get("External id")))
         call = next((found for cause in causes if cause and (found := calls.around(cause))), None)
         result.append(KernelLaunch(event["name"], event["dur"] * 1e-6, call))
@@ -77,7 +77,7 @@ def kernel_launches(events: Sequence[dict[str, Any]]) -> list[KernelLaunch]:
 
 
 class _OperatorCalls:
-    """Finds the operator of fastattn within which something happened on the same thread."""
+    """An index that finds the operator of fastattn within which an event happened on the same thread."""
 
     def __init__(self, events: Iterable[dict[str, Any]]) -> None:
         self._by_thread: dict[Any, list[tuple[float, float, OperatorCall]]] = defaultdict(list)
@@ -98,14 +98,14 @@ class _OperatorCalls:
 
 
 def cpu_operators(events: Sequence[dict[str, Any]]) -> list[CpuOperator]:
-    """The operators that ran on the CPU, by the time that each spent itself, longest first."""
+    """Returns the operators that ran on the CPU, by their own time, longest first."""
     calls: dict[str, int] = defaultdict(int)
     seconds: dict[str, float] = defaultdict(float)
     by_thread = defaultdict(list)
     for event in _complete(events, "cpu_op"):
         by_thread[event["tid"]].append(event)
     for of_thread in by_thread.values():
-        inside: list[dict[str, Any]] = []  # the operators that the current one is nested in
+        inside: list[dict[str, Any]] = []  # the operators around the current one
         for event in sorted(of_thread, key=lambda e: (e["ts"], -e["dur"])):
             while inside and event["ts"] >= inside[-1]["ts"] + inside[-1]["dur"]:
                 inside.pop()
@@ -119,7 +119,7 @@ def cpu_operators(events: Sequence[dict[str, Any]]) -> list[CpuOperator]:
 
 
 def memory_timeline(events: Sequence[dict[str, Any]]) -> list[MemoryPoint]:
-    """What was allocated on each device after each allocation and each release, in the order of time."""
+    """Returns the allocated bytes of each device after each allocation and release, in the order of time."""
     points = [
         MemoryPoint(e["ts"] * 1e-6, _DEVICES[args["Device Type"]], args["Total Allocated"], args["Bytes"])
         for e in events
@@ -129,7 +129,7 @@ def memory_timeline(events: Sequence[dict[str, Any]]) -> list[MemoryPoint]:
 
 
 def memory_regions(events: Sequence[dict[str, Any]], prefix: str) -> list[Region]:
-    """The regions, marked by ``record_function(prefix + name)``, each on every device that allocated anything."""
+    """Returns the regions that ``record_function(prefix + name)`` marks, for every device that allocated anything."""
     by_device: dict[str, list[MemoryPoint]] = defaultdict(list)
     for point in memory_timeline(events):
         by_device[point.device].append(point)

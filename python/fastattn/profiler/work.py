@@ -1,8 +1,8 @@
-"""FLOPs and bytes of each operation from its shapes: what it has to compute and to move at the least.
+"""The FLOPs and bytes that each operation needs at least, from its shapes.
 
-FLOPs count multiplications and additions of the matrix products. A mask leaves its pairs out; a causal mask over as
-many queries as keys counts one half, the convention of the FlashAttention papers. Bytes count every input once and
-every output once, as if each stayed in the L2 between its uses.
+FLOPs count multiplications and additions of the matrix products. Masked pairs do not count; a causal mask over as many
+queries as keys counts one half, the convention of the FlashAttention papers. Bytes count every input and every output
+once, as if each stayed in the L2 between its uses.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ LSE_BYTES = 4  # float32
 
 
 class Work(NamedTuple):
-    """What a kernel has to do at the least: floating-point operations, and bytes to and from device memory.
+    """The least work of a kernel: floating-point operations, and bytes to and from device memory.
 
-    ``is_upper_bound``: lengths that only the device knows were taken at their largest.
+    ``is_upper_bound`` says that lengths that only the device knows were counted at their largest.
     """
 
     flops: int
@@ -28,16 +28,16 @@ class Work(NamedTuple):
 
     @property
     def intensity(self) -> float:
-        """FLOPs per byte."""
+        """The FLOPs per byte."""
         return self.flops / self.bytes if self.bytes else float("inf") if self.flops else 0.0
 
 
 def visible_pairs(
     seqlen_q: int, seqlen_k: int, window_left: int = -1, window_right: int = -1, offset: int | None = None
 ) -> int:
-    """How many pairs of a query and a key attend to each other; -1 is unbounded.
+    """Returns the number of pairs of a query and a key that it sees; a window of -1 is unbounded.
 
-    Query ``i`` stands at key ``i + offset``; None: the last query stands at the last key.
+    Query ``i`` stands at key ``i + offset``; if that is None, the last query stands at the last key.
     """
     if window_left < 0 and window_right < 0:
         return seqlen_q * seqlen_k
@@ -54,7 +54,7 @@ def visible_pairs(
 
 
 def _keys_before(seqlen_q: int, seqlen_k: int, first: int) -> int:
-    """The sum over queries ``i`` of the keys before key ``first + i``."""
+    """Returns the sum over queries ``i`` of the number of keys before key ``first + i``."""
     growing_from = min(max(-first, 0), seqlen_q)
     full_from = min(max(seqlen_k - first, 0), seqlen_q)
     growing = full_from - growing_from
@@ -64,7 +64,10 @@ def _keys_before(seqlen_q: int, seqlen_k: int, first: int) -> int:
 def attention_forward(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], itemsize: int, pairs: int, bias_bytes: int = 0
 ) -> Work:
-    """``query [.., Hq, .., D]``, ``key`` and ``value`` dense or packed; ``pairs`` over all batches and query heads."""
+    """Returns the work of the forward pass over dense or packed shapes.
+
+    ``pairs`` is the number of pairs of a query and a key that it sees, over all batches and query heads.
+    """
     out = math.prod(query[:-1])
     return Work(
         attention_flops(pairs, key[-1], value[-1]),
@@ -75,7 +78,7 @@ def attention_forward(
 def attention_backward(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], itemsize: int, pairs: int, bias_bytes: int = 0
 ) -> Work:
-    """The five products of the gradients; reads the forward's inputs, output, its gradient and the lse."""
+    """Returns the work of the gradients' five products, which read the forward's inputs and results, and grad_out."""
     rows = math.prod(query[:-1])
     read_and_written = 2 * _elements(query, key, value) + 2 * rows * value[-1]
     return Work(
@@ -93,8 +96,10 @@ def attention_decode(
     cache_itemsize: int,
     scales: bool = False,
 ) -> Work:
-    """``query [B, Hq, Sq, D]`` over ``total_tokens`` cached ones of all sequences; ``scales``: each token of a
-    head has its own."""
+    """Returns the work of ``query [B, Hq, Sq, D]`` over ``total_tokens`` cached tokens of all sequences.
+
+    With ``scales`` each token of a head has its own scales.
+    """
     batch, heads, num_queries, head_dim = query
     rows = batch * heads * num_queries
     token_bytes = kv_heads * ((head_dim + value_dim) * cache_itemsize + (8 if scales else 0))
@@ -107,9 +112,10 @@ def attention_decode(
 def int8_matmul(
     m: int, n: int, k: int, itemsize: int, num_scales: int, extra_elements: int = 0, columns: int | None = None
 ) -> Work:
-    """``[m, k] x [n, k]^T`` with int8 weights, forward or input gradient; extra: of a bias and a residual.
+    """Returns the work of ``[m, k] x [n, k]^T`` with int8 weights, forward or input gradient.
 
-    ``columns``: of the result, where they are not ``n`` (or ``k``) but half of them, as with SwiGLU.
+    ``extra_elements`` are those of a bias and a residual. ``columns`` is the number of columns of the result, if it is
+    not ``n`` but half of it, as with SwiGLU.
     """
     elements = m * (k + (n if columns is None else columns)) + extra_elements
     return Work(matmul_flops(m, n, k), elements * itemsize + n * k + 4 * num_scales)

@@ -1,7 +1,7 @@
 """The mathematics of every operation, in plain PyTorch.
 
-This is the oracle of the tests (in float64) and what runs where no kernel does. It materialises the scores, so it needs
-O(Sq * Sk) memory. Shapes and meanings are those of the public functions of the same names; every function takes any
+It is the oracle of the tests (in float64), and runs where no kernel does. It materialises the scores, so it needs
+O(Sq * Sk) memory. Shapes and meanings are those of the public functions of the same names. Every function takes any
 floating dtype up to float64 and computes in at least float32 unless ``compute_dtype`` says otherwise.
 """
 

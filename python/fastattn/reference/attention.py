@@ -33,12 +33,13 @@ def attention(
     return_max_logit: bool = False,
     exact_out: bool = False,
 ) -> tuple[Tensor, ...]:
-    """``softmax(scale * Q K^T + bias) V`` and its log-sum-exp, ``([B, Hq, Sq, Dv], [B, Hq, Sq])``; with
+    """Returns ``softmax(scale * Q K^T + bias) V`` and its log-sum-exp, ``([B, Hq, Sq, Dv], [B, Hq, Sq])``; with
     ``return_max_logit`` also the largest score of each head that a row sees, ``[Hq]``.
 
-    ``first_row``, ``first_key``, ``first_head``: where the first of each stand in a larger call, of which this is a
-    block; None: the last row stands at the last key. ``compute_dtype`` is the dtype of every intermediate: the tests
-    set it to a 16-bit dtype to see what a composite in that dtype loses. ``exact_out``: the output keeps that dtype.
+    ``first_row``, ``first_key`` and ``first_head`` are the places of the first row, key and head in a larger call, of
+    which this is a block. If ``first_row`` is None, the last row stands at the last key. ``compute_dtype`` is the dtype
+    of every intermediate: the tests set it to a 16-bit dtype to see what a composite in that dtype loses. With
+    ``exact_out`` the output keeps that dtype.
     """
     offset = key.shape[2] - query.shape[2] if first_row is None else first_row - first_key
     return attend(
@@ -63,7 +64,8 @@ def attention(
 
 
 def _packed_rows(cu_seqlens: Tensor, total: int, max_seqlen: int) -> tuple[Tensor, Tensor]:
-    """Where row ``i`` of sequence ``b`` lies in the packed tensor, ``[B, max_seqlen]``; ``total`` if nowhere."""
+    """Returns the packed row of row ``i`` of sequence ``b``, ``[B, max_seqlen]``, or ``total`` where there is none, and
+    the lengths ``[B]``."""
     cu_seqlens = cu_seqlens.to(torch.int64)
     begin = cu_seqlens[:-1].clamp(0, total)
     length = (torch.maximum(cu_seqlens[1:].clamp(max=total), begin) - begin).clamp(max=max_seqlen)
@@ -72,7 +74,7 @@ def _packed_rows(cu_seqlens: Tensor, total: int, max_seqlen: int) -> tuple[Tenso
 
 
 def _pad(packed: Tensor, rows: Tensor) -> Tensor:
-    """``[total, H, D]`` to ``[B, H, max_seqlen, D]``, with zeros where a sequence has no row."""
+    """Unpacks ``[total, H, D]`` to ``[B, H, max_seqlen, D]``, with zeros where a sequence has no row."""
     return F.pad(packed, (0, 0, 0, 0, 0, 1))[rows].transpose(1, 2)
 
 
@@ -101,8 +103,8 @@ def attention_varlen(
     return_max_logit: bool = False,
     exact_out: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Packed sequences: pads them, attends, packs the result again. ``([total_q, Hq, Dv], [Hq, total_q])``, and with
-    ``return_max_logit`` as above. Places are those of each sequence."""
+    """Pads packed sequences, attends, and packs the results again: ``([total_q, Hq, Dv], [Hq, total_q])``, and with
+    ``return_max_logit`` the largest scores, ``[Hq]``. Places count within each sequence."""
     rows_q, length_q = _packed_rows(cu_seqlens_q, query.shape[0], min(max_seqlen_q, query.shape[0]))
     if block_table is None:
         rows_k, length_k = _packed_rows(cu_seqlens_k, key.shape[0], min(max_seqlen_k, key.shape[0]))

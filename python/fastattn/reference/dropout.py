@@ -1,4 +1,4 @@
-"""Which attention weights dropout keeps: random numbers that depend on their place alone."""
+"""The attention weights that dropout keeps, by random numbers that depend on the seed and the place alone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ MASK32 = 0xFFFFFFFF
 
 
 def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox 4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3).
+    """Returns four random words by Philox 4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1,
+    2, 3", SC 2011, section 3.3).
 
-    All tensors hold 32-bit words in int64 and broadcast; the four words of the result do too.
+    All tensors, also the results, hold 32-bit words in int64; the arguments broadcast.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -33,12 +34,12 @@ def dropout_keep(
     device: torch.device,
     origin: tuple[int, int, int] = (0, 0, 0),
 ) -> Tensor:
-    """Which probabilities dropout keeps: bool ``[batch, heads, rows, columns]``.
+    """Returns which probabilities dropout keeps, bool ``[batch, heads, rows, columns]``.
 
-    ``origin``: where the first row, column and head stand in a larger call, of which this is a block.
+    ``origin`` is the place of the first row, column and head in a larger call, of which this is a block.
     """
     first_row, first_column, first_head = origin
-    beside = first_column % 4  # words of the first counter that belong to columns before
+    beside = first_column % 4  # words of the first counter that belong to the columns before
     seed = torch.as_tensor(seed, dtype=torch.int64, device=device).reshape(())
     head = first_head + torch.arange(batch * heads, device=device).view(batch, heads, 1, 1)
     row = first_row + torch.arange(rows, device=device).view(1, 1, rows, 1)

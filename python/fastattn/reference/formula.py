@@ -1,4 +1,4 @@
-"""The formula of attention, over dense tensors and with every option."""
+"""The formula of attention over dense tensors, with every option."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def attend(
     return_max_logit: bool = False,
     exact_out: bool = False,
 ) -> tuple[Tensor, ...]:
-    """The formula: output and lse, and with ``return_max_logit`` the largest score of each head.
+    """Returns output and lse, and with ``return_max_logit`` the largest score of each head.
 
-    ``position``: where each query stands among the keys, int64 ``[B or 1, Sq]``; ``row_is_present``: bool ``[B, Sq]``,
-    which of them count for the largest score.
+    ``position`` is the place of each query among the keys, int64 ``[B or 1, Sq]``. ``row_is_present``, bool ``[B,
+    Sq]``, says which queries count for the largest score.
     """
     dtype = compute_dtype or torch.promote_types(query.dtype, torch.float32)
     lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -45,7 +45,7 @@ def attend(
     scale = scale if scale is not None else (1 / math.sqrt(head_dim) if head_dim else 1.0)
     column = torch.arange(num_keys, device=query.device)
 
-    # Which keys each query sees: bool, [B or 1, Hq or 1, Sq, Sk]; None if all see all.
+    # ``visible`` says which keys each query sees, bool [B or 1, Hq or 1, Sq, Sk], or is None if all see all.
     masks = []
     if window[0] is not None:
         masks.append(column >= (position - window[0])[:, None, :, None])
@@ -62,7 +62,7 @@ def attend(
     k = key.to(dtype).repeat_interleave(group, dim=1)
     v = value.to(dtype).repeat_interleave(group, dim=1)
     spoiled_keys = spoiled_values = None
-    if visible is not None:  # keep NaN away from products with the zero probabilities of masked keys
+    if visible is not None:  # a masked NaN must not be multiplied by its probability of 0
         spoiled_keys = ~k.detach().isfinite().all(-1)
         spoiled_values = ~v.detach().isfinite()
         k = k.masked_fill(spoiled_keys[..., None], 0.0)
@@ -86,11 +86,11 @@ def attend(
 
     sees_nothing = (scores == -math.inf).all(-1, keepdim=True)
     finite_scores = scores.masked_fill(sees_nothing, 0.0)
-    # Not exp(scores - lse): beside scores of finfo.min, the log of their number is lost in the lse.
+    # exp(scores - lse) would be wrong: if all scores are finfo.min, the log of their number is lost in the lse.
     probabilities = finite_scores.softmax(-1)[..., :num_keys].masked_fill(sees_nothing, 0.0)
     if visible is not None:
         probabilities = probabilities.masked_fill(~visible, 0.0)
-    # Relative to it, for the same reason: the gradient of logsumexp is exp(scores - lse).
+    # The lse is computed relative to ``level`` for the same reason: the gradient of logsumexp is exp(scores - lse).
     level = finite_scores.detach().logsumexp(-1, keepdim=True)
     level = level.masked_fill(~level.isfinite(), 0.0)
     lse = (level + (finite_scores - level).logsumexp(-1, keepdim=True)).masked_fill(sees_nothing, -math.inf)
@@ -108,7 +108,7 @@ def attend(
 
 
 def _largest_of_heads(scores: Tensor, row_is_present: Tensor | None) -> Tensor:
-    """Of ``[B, Hq, Sq, Sk]``, ``[Hq]``: -inf where there is none, and NaN is none."""
+    """Returns the largest of ``scores [B, Hq, Sq, Sk]`` for each head, ``[Hq]``: NaN is ignored, -inf means none."""
     if scores.shape[-1] == 0:
         return scores.new_full((scores.shape[1],), -math.inf)
     of_rows = scores.masked_fill(scores.isnan(), -math.inf).amax(-1)
@@ -118,6 +118,6 @@ def _largest_of_heads(scores: Tensor, row_is_present: Tensor | None) -> Tensor:
 
 
 def bounds(causal: bool, window: tuple[int, int]) -> tuple[int | None, int | None]:
-    """How many keys before and after its position a query sees; None is unbounded."""
+    """Returns how many keys before and after its position a query sees; None is unbounded."""
     left, right = (None if side < 0 else side for side in window)
     return left, 0 if causal else right

@@ -22,11 +22,11 @@ def int8_linear(
     compute_dtype: torch.dtype | None = None,
     product: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """``act(x @ dequantize(weight)^T + bias) + residual``: ``x [..., K]`` to ``[..., N]``, or ``[..., N / 2]``
-    with ``"swiglu"``.
+    """Returns ``activation(x @ dequantize(weight)^T + bias) + residual``: ``[..., N]`` for ``x [..., K]``, or with
+    ``"swiglu"`` ``[..., N / 2]``.
 
     ``activations="int8"`` first rounds each row of ``x`` to symmetric int8 (its gradient passes straight through).
-    ``product`` computes the product of ``x``, ``weight`` and ``scale`` another way.
+    ``product``, if given, computes the product of ``x``, ``weight`` and ``scale``.
     """
     dtype = compute_dtype or torch.promote_types(x.dtype, torch.float32)
     inputs = x.to(dtype)

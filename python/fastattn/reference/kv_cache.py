@@ -1,4 +1,4 @@
-"""Attention over a key-value cache, which it first appends to."""
+"""Attention over a key-value cache, after new tokens are appended to it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fastattn.rotary import rotary
 
 
 def _append(cache: Tensor, new: Tensor, rows: Tensor, block_rows: int) -> None:
-    """Write ``new [B, Hkv, S_new, …]`` into ``cache [X, Hkv, block_rows, …]`` at the flat ``rows [B, S_new]``.
+    """Writes ``new [B, Hkv, S_new, …]`` into ``cache [X, Hkv, block_rows, …]`` at the flat ``rows [B, S_new]``.
 
-    A row past the end drops its token.
+    A token whose row is past the end is dropped.
     """
     num_rows = cache.shape[0] * block_rows
     token = torch.arange(rows.numel(), device=cache.device)
@@ -26,7 +26,7 @@ def _append(cache: Tensor, new: Tensor, rows: Tensor, block_rows: int) -> None:
 
 
 def _store(cache: Tensor, scales: Tensor | None, new: Tensor, rows: Tensor, block_rows: int) -> None:
-    """`_append` in the format of the cache, with the scales that it computes."""
+    """Appends in the format of the cache, and computes and writes scales unless they are given."""
     if cache.dtype == FP8 and are_given(scales):
         new = to_fp8(new, scales if scales is None else _of_heads(scales))
     elif scales is not None:
@@ -36,7 +36,7 @@ def _store(cache: Tensor, scales: Tensor | None, new: Tensor, rows: Tensor, bloc
 
 
 def _read(cache: Tensor, scales: Tensor | None, table: Tensor) -> Tensor:
-    """The keys or values of the pages in ``table``."""
+    """Returns the dequantised keys or values of the pages in ``table``."""
     tokens = gather_pages(as_numbers(cache), table).view(cache.dtype)
     if cache.dtype == FP8:
         tokens = tokens.to(torch.float32)
@@ -47,7 +47,7 @@ def _read(cache: Tensor, scales: Tensor | None, table: Tensor) -> Tensor:
 
 
 def _of_heads(scales: Tensor) -> Tensor:
-    """Scales ``[Hkv]``, ``[1]`` or ``[]`` beside ``[B, Hkv, …, D]``."""
+    """Returns scales ``[Hkv]``, ``[1]`` or ``[]`` in a shape that broadcasts to ``[B, Hkv, …, D]``."""
     return scales.reshape(-1, 1, 1)
 
 
@@ -95,7 +95,7 @@ def attention_with_kv_cache(
     tree_mask: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Appends to the cache in place, then attends over it. ``([B, Hq, Sq, Dv], [B, Hq, Sq])``."""
+    """Appends to the cache in place, attends over it, and returns ``([B, Hq, Sq, Dv], [B, Hq, Sq])``."""
     batch, _, num_queries, _ = query.shape
     block_rows = k_cache.shape[2]
     device = query.device
@@ -150,9 +150,9 @@ def attention_with_kv_cache(
 
 
 def tree_of_keys(tree_mask: Tensor, token: Tensor) -> Tensor:
-    """``tree_mask [1 or B, Sq, Sq]`` or ``[Sq, Sq]`` as bool ``[B, 1, Sq, Sk]``.
+    """Returns ``tree_mask [1 or B, Sq, Sq]`` or ``[Sq, Sq]`` as a mask over all keys, bool ``[B, 1, Sq, Sk]``.
 
-    ``token [B, Sk]``: which of the last ``Sq`` tokens a key is, below 0 where it comes before them.
+    ``token [B, Sk]`` says which of the last ``Sq`` tokens a key is; it is below 0 for keys before them.
     """
     num_queries = tree_mask.shape[-1]
     is_before = (token < 0)[:, None, :]

@@ -1,4 +1,4 @@
-"""Carries a choice out: pads, and makes calls of one operation those of another where its kernel is the better one."""
+"""Carries a choice out: pads head dims, and turns a call into that of another operation with a better kernel."""
 
 from fastattn.run.attention import attention, attention_backward, attention_backward_add
 from fastattn.run.int8_linear import int8_grad_input, int8_linear

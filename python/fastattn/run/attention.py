@@ -1,4 +1,4 @@
-"""Attention as the choice says: by its own kernel, over padded head dims, or by the decoding kernel."""
+"""Runs attention as the choice says: by its own kernel, over padded head dims, or by the decoding kernel."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fastattn.ops.decode import SplitKeysArguments, attention_split_keys
 
 
 def attention(choice: Choice, arguments: AttentionArguments, needs_grad: bool, deterministic: bool) -> Results:
-    """Output, lse and largest scores; the first two with ``needs_grad`` differentiable in query, key, value, bias and
-    sinks.
+    """Returns output, lse and largest scores.
 
-    ``deterministic``: whether the gradients are to have the same bits every time.
+    With ``needs_grad`` the first two are differentiable in query, key, value, bias, slopes and sinks.
+    ``deterministic`` says whether the gradients must have the same bits every time.
     """
     value_dim = arguments.value.shape[-1]
     if choice.padded is not None:
@@ -39,7 +39,7 @@ def attention(choice: Choice, arguments: AttentionArguments, needs_grad: bool, d
 
 
 def attention_backward(choice: Choice, arguments: AttentionBackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, from results that may be those of more keys; not differentiable."""
+    """Returns the gradients of query, key and value, not differentiable; ``out`` and ``lse`` may be over more keys."""
     if choice.padded is None:
         return attention_backward_of_block(choice.backend, arguments)
     grads = attention_backward_of_block(choice.backend, _padded_backward(arguments, *choice.padded))
@@ -53,7 +53,7 @@ def attention_backward(choice: Choice, arguments: AttentionBackwardArguments) ->
 def attention_backward_add(
     choice: Choice, sums: tuple[Tensor, Tensor, Tensor], arguments: AttentionBackwardArguments
 ) -> Tensor:
-    """Adds these gradients to float32 ``sums``; returns that of the slopes, or ``[0]``."""
+    """Adds the gradients of query, key and value to float32 ``sums``; returns that of the slopes, or an empty one."""
     if choice.padded is None:
         return add_attention_gradients(choice.backend, sums, arguments)
     padded = _padded_backward(arguments, *choice.padded)
@@ -85,7 +85,7 @@ def _padded(arguments: AttentionArguments, head_dim: int, value_dim: int) -> Att
 
 
 def _pad(tensor: Tensor, head_dim: int) -> Tensor:
-    """``[B, H, S, D]`` or ``[total, H, D]`` with zeros behind its last dimension, in the same order in memory."""
+    """Pads the last dimension of ``[B, H, S, D]`` or ``[total, H, D]`` with zeros and keeps the order in memory."""
     padding = (0, head_dim - tensor.shape[-1])
     if padding[1] == 0:
         return tensor

@@ -1,4 +1,4 @@
-"""The int8 linear layer as the choice says: in one kernel, or where gradients are wanted, partly by PyTorch."""
+"""Runs the int8 linear layer as the choice says: in one kernel, or with gradients partly in PyTorch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from fastattn.ops.int8_matmul import (
 
 
 def int8_linear(choice: Choice, arguments: Int8MatmulArguments, needs_grad: bool) -> Tensor:
-    """``act(x @ dequantize(weight)^T + bias) + residual``; with ``needs_grad`` differentiable in x, bias and residual.
+    """Returns ``activation(x @ dequantize(weight)^T + bias) + residual``.
 
-    Then the activation and the residual are PyTorch's, over the kernel's product.
+    With ``needs_grad`` it is differentiable in x, bias and residual: PyTorch then applies the activation and the
+    residual to the kernel's product.
     """
     if not needs_grad:
         return int8_matmul(choice.backend, arguments)
@@ -27,6 +28,6 @@ def int8_linear(choice: Choice, arguments: Int8MatmulArguments, needs_grad: bool
 
 
 def int8_grad_input(choice: Choice, arguments: GradInputArguments) -> Tensor:
-    """``grad_out @ dequantize(weight)``, where somebody else differentiates: a tensor subclass, a DTensor."""
+    """Returns ``grad_out @ dequantize(weight)`` for a caller that differentiates: a tensor subclass, a DTensor."""
     grad_input, _ = int8_matmul_grad_input(choice.backend, arguments)
     return grad_input

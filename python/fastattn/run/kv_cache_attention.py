@@ -1,4 +1,4 @@
-"""Attention over a cache as the choice says: by the decoding kernel, or a prompt by the attention kernel over pages."""
+"""Runs attention over a cache as the choice says: by the decoding kernel, or for a prompt by the attention kernel."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fastattn.rotary import rotary
 
 
 def kv_cache_attention(choice: Choice, arguments: DecodeArguments, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Appends to the caches in place, then attends over them: output and lse. Not differentiable.
+    """Appends to the caches in place, attends over them, and returns output and lse, not differentiable.
 
-    ``out``: the output is to be there.
+    If ``out`` is given, the output is written to it.
     """
     if choice.prefills:
         result, lse = _prefill(choice.backend, arguments)
@@ -30,15 +30,15 @@ def kv_cache_attention(choice: Choice, arguments: DecodeArguments, out: Tensor |
     return attention_decode(choice.backend, arguments)
 
 
-# The 16-bit copy of 8-bit caches has at most so many bytes at a time, or what one KV head of a sequence needs.
+# The 16-bit copy of 8-bit caches has at most this many bytes at a time, or what one KV head of a sequence needs.
 _DEQUANTISED_BYTES = 256 << 20
 
 
 def _prefill(backend: str, arguments: DecodeArguments) -> tuple[Tensor, Tensor]:
-    """For many queries, a prompt: the append is a launch of its own, and the attention kernel follows.
+    """Attends with the many queries of a prompt: one launch appends, then the attention kernel runs.
 
-    The decoding kernel would read all keys once for every 16 or 32 rows of queries; the attention kernel does for every
-    128. It reads 16-bit floats, which another kernel makes of 8-bit caches, once for all rows.
+    The decoding kernel would read all keys once for every 16 or 32 rows of queries; the attention kernel reads them
+    once for every 128. It needs 16-bit floats: another kernel converts 8-bit caches, once for all rows.
     """
     query, cos, sin = arguments.query, arguments.rotary_cos, arguments.rotary_sin
     if arguments.k_new is not None:
@@ -64,13 +64,14 @@ def _prefill(backend: str, arguments: DecodeArguments) -> tuple[Tensor, Tensor]:
 
 
 def _capacity(arguments: DecodeArguments) -> int:
-    """Of tokens of a sequence."""
+    """Returns how many tokens of a sequence fit into the cache."""
     table, rows = arguments.block_table, arguments.k_cache.shape[2]
     return rows if table is None else table.shape[1] * rows
 
 
 def _attend(backend: str, arguments: DecodeArguments) -> tuple[Tensor, Tensor]:
-    """By the attention kernel over ``cache_seqlens`` tokens in pages, of which a contiguous cache is one a sequence."""
+    """Attends by the attention kernel over ``cache_seqlens`` tokens in pages; a sequence's part of a contiguous cache
+    is one page."""
     query, table = arguments.query, arguments.block_table
     (batch, heads, num_queries, head_dim), device = query.shape, query.device
     if table is None:
@@ -100,7 +101,7 @@ def _attend(backend: str, arguments: DecodeArguments) -> tuple[Tensor, Tensor]:
 
 
 def _dequantised(backend: str, arguments: DecodeArguments) -> DecodeArguments:
-    """The same call over a 16-bit copy of its 8-bit caches, with a page of its own for each entry of the table."""
+    """Returns the same call over a 16-bit copy of its 8-bit caches, with a page for each entry of the table."""
     k_cache, v_cache, table, query = arguments.k_cache, arguments.v_cache, arguments.block_table, arguments.query
     blocks = query.shape[0] * (1 if table is None else table.shape[1])
     k_out, v_out = (query.new_empty(blocks, *cache.shape[1:]) for cache in (k_cache, v_cache))
@@ -117,7 +118,7 @@ def _dequantised(backend: str, arguments: DecodeArguments) -> DecodeArguments:
 
 
 def _parts(arguments: DecodeArguments) -> Iterator[tuple[slice, slice, DecodeArguments]]:
-    """Some sequences and query heads at a time, whose caches take few bytes when they are dequantised."""
+    """Yields parts of the call, each with so few sequences and heads that its 16-bit copy stays within the limit."""
     query, k_cache, v_cache, slopes = arguments.query, arguments.k_cache, arguments.v_cache, arguments.alibi_slopes
     k_scale, v_scale = arguments.k_scale, arguments.v_scale
     batch, kv_heads = query.shape[0], k_cache.shape[1]
@@ -128,7 +129,7 @@ def _parts(arguments: DecodeArguments) -> Iterator[tuple[slice, slice, DecodeArg
     is_paged = arguments.block_table is not None
 
     def of_cache(tensor: Tensor, sequences: slice, heads: slice) -> Tensor:
-        """Of a cache, or of its scales, which may be some of all tokens: [Hkv], [1] or []."""
+        """Returns a part of a cache or of its scales, which may be given ones, [Hkv], [1] or []."""
         if tensor.dim() < 3:
             return tensor if tensor.numel() == 1 else tensor[heads]
         return tensor[:, heads] if is_paged else tensor[sequences, heads]

@@ -8,28 +8,28 @@ from torch import Tensor
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """Rows ``indices`` of ``input [rows, ...]``."""
+    """Returns rows ``indices`` of ``input [rows, ...]``."""
     return input.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """``values`` as the rows ``indices`` of zeros ``[first_axis_dim, ...]``."""
+    """Returns zeros ``[first_axis_dim, ...]`` with ``values`` as rows ``indices``."""
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows ``indices`` of ``input``, and ``input`` itself."""
+    """Returns rows ``indices`` of ``input``, and ``input`` itself."""
     return input.index_select(0, indices), input.view_as(input)
 
 
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Packs what ``attention_mask [B, S]`` marks, and what ``unused_mask`` does (room for later tokens).
+    """Packs the rows that ``attention_mask [B, S]`` or ``unused_mask`` (room for later tokens) marks.
 
     Returns:
-        ``(packed [total, ...], indices [total], cu_seqlens int32 [B + 1], max_seqlen, seqused int32 [B])``; the indices
-        are those of the flattened batch, ``seqused`` counts ``attention_mask`` alone.
+        ``(packed [total, ...], indices [total], cu_seqlens int32 [B + 1], max_seqlen, seqused int32 [B])``. The indices
+        are into the flattened batch; ``seqused`` counts ``attention_mask`` alone.
     """
     taken = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = taken.sum(dim=-1, dtype=torch.int32)
@@ -46,10 +46,10 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The same where each row holds several sequences, whose lengths begin ``attention_mask_in_length [B, S]``.
+    """Packs rows that each hold several sequences; their lengths come first in ``attention_mask_in_length [B, S]``.
 
     Returns:
-        ``(packed, indices, cu_seqlens, max_seqlen)``, of all sequences of all rows.
+        ``(packed, indices, cu_seqlens, max_seqlen)`` for all sequences of all rows.
     """
     row_lengths = attention_mask_in_length.sum(dim=-1, keepdim=True)
     is_token = torch.arange(attention_mask_in_length.shape[-1], device=row_lengths.device) < row_lengths

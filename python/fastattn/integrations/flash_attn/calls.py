@@ -1,4 +1,4 @@
-"""One call of flash-attn's as one of fastattn's: what the public functions and the private pairs have in common."""
+"""Makes a call of fastattn from a call of flash-attn, for the public functions and the private pairs alike."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fastattn.integrations.flash_attn.conventions import (
 
 
 class Options(NamedTuple):
-    """fastattn's words for flash-attn's options."""
+    """flash-attn's options in fastattn's terms."""
 
     window: tuple[int, int]
     softcap: float
@@ -63,7 +63,7 @@ class Options(NamedTuple):
 
 
 class Results(NamedTuple):
-    """As flash-attn's private forward functions return them. What was not asked for is empty."""
+    """The results of flash-attn's private forward functions. A result that was not asked for is empty."""
 
     out: Tensor
     softmax_lse: Tensor
@@ -74,7 +74,7 @@ class Results(NamedTuple):
 def forward_dense(
     q: Tensor, k: Tensor, v: Tensor, options: Options, *, return_lse: bool, return_softmax: bool
 ) -> Results:
-    """``q [B, Sq, H, D]`` and its like."""
+    """Attends over dense tensors, ``q [B, Sq, H, D]`` and alike."""
     query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
     seed = _seed(options, q.device)
     if return_lse:
@@ -99,9 +99,10 @@ def forward_packed(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
 ) -> Results:
-    """``q [total_q, H, D]`` and its like; with a ``block_table`` k and v are pages ``[num_pages, page_size, H, D]``.
+    """Attends over packed sequences, ``q [total_q, H, D]`` and alike.
 
-    ``seqused_q``, ``seqused_k``: int32 ``[B]``, how many rows of each sequence there are, the first ones.
+    With a ``block_table`` k and v are pages ``[num_pages, page_size, H, D]``. ``seqused_q`` and ``seqused_k``, int32
+    ``[B]``, say how many rows at the beginning of each sequence are used.
     """
     order = is_used = None
     if block_table is not None:
@@ -148,9 +149,9 @@ def backward(
     rng_state: Tensor | None,
     packed: Packed | None,
 ) -> Tensor:
-    """Writes the gradients of q, k and v into ``grads``, and returns ``rowsum(dout * out)`` of every row.
+    """Writes the gradients of q, k and v into ``grads``, and returns ``rowsum(dout * out)`` for every row.
 
-    ``out`` and ``softmax_lse`` may be those of more keys than k has.
+    ``out`` and ``softmax_lse`` may be over more keys than k has.
     """
     if options.dropout_p > 0 and rng_state is None:
         raise InputError("rng_state: expected the one of the forward pass, since there was dropout, got None")
@@ -180,7 +181,7 @@ def _seed(options: Options, device: torch.device) -> Tensor | None:
 
 
 def _rng_state(seed: Tensor | None, device: torch.device) -> Tensor:
-    """int64 ``[2]``: seed and offset, as flash-attn's; fastattn needs no offset."""
+    """Returns int64 ``[2]``, seed and offset like flash-attn's; fastattn needs no offset, which is 0."""
     state = torch.zeros(2, dtype=torch.int64, device=device)
     if seed is not None:
         state[0] = seed

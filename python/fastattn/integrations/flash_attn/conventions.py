@@ -1,4 +1,4 @@
-"""flash-attn's conventions as fastattn's, and back: windows, the lse, rows that are not used, S_dmask."""
+"""Translation of flash-attn's conventions to fastattn's and back: windows, the lse, unused rows, S_dmask."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROUNDED_TO = 128
 
 
 def bounds(window_size: Any, causal: bool) -> tuple[int, int]:
-    """``(left, right)`` from any two integers, a tensor's too; FlashAttention-4 writes None for -1."""
+    """Returns ``(left, right)`` from any two integers, even those of a tensor; FlashAttention-4 has None for -1."""
     try:
         left, right = (_bound(side) for side in window_size)
     except (TypeError, ValueError):
@@ -37,26 +37,26 @@ def _bound(side: Any) -> int:
 
 
 def without_idle_bounds(window: tuple[int, int], most_keys: int) -> tuple[int, int]:
-    """-1 for a side that hides no key, as flash-attn has it."""
+    """Returns the window with -1 for a side that hides no key, as in flash-attn."""
     left, right = (-1 if side >= most_keys else side for side in window)
     return left, right
 
 
 class Alibi(NamedTuple):
-    """What flash-attn leaves out of the scores under a causal mask, and hence of its lse: ``-slope * position``."""
+    """The term ``-slope * position``, which flash-attn leaves out of scores under a causal mask, and so of the lse."""
 
     slopes: Tensor
     position: Tensor
 
     def left_out(self) -> Tensor:
-        """``[B or 1, H, Sq]``, or ``[H, total_q]``."""
+        """Returns the term, ``[B or 1, H, Sq]`` or ``[H, total_q]``."""
         return -self.slopes * self.position
 
 
 def alibi_of_dense(
     slopes: Tensor | None, window: tuple[int, int], num_queries: int, num_keys: int | Tensor, most_keys: int
 ) -> Alibi | None:
-    """``num_keys``: an int, or ``[B]``."""
+    """Returns what a dense call leaves out, or None for nothing; ``num_keys`` is an int or ``[B]``."""
     if slopes is None or not _adds_columns(window, most_keys):
         return None
     row = torch.arange(num_queries, device=slopes.device)
@@ -76,7 +76,7 @@ def alibi_of_packed(slopes: Tensor | None, window: tuple[int, int], total_q: int
 
 
 def _adds_columns(window: tuple[int, int], most_keys: int) -> bool:
-    """Whether flash-attn adds ``slope * column`` instead of ``-slope * distance``: under a causal mask alone."""
+    """Returns whether flash-attn adds ``slope * column``, not ``-slope * distance``: only under a causal mask alone."""
     return most_keys > 0 and without_idle_bounds(window, most_keys) == (-1, 0)
 
 
@@ -95,7 +95,7 @@ def from_flash_lse(lse: Tensor, alibi: Alibi | None) -> Tensor:
 
 
 def rows_of(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """The sequence of each packed row, and the row's place in it; rows of none count on in the last."""
+    """Returns the sequence of each packed row and its place there; rows beyond all sequences continue the last one."""
     row = torch.arange(total, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True).clamp(max=cu_seqlens.shape[0] - 2)
     return sequence, row - cu_seqlens[sequence]
@@ -105,8 +105,8 @@ def used_first(cu_seqlens: Tensor, used: Tensor, total: int) -> tuple[Tensor, Te
     """Packs the first ``used [B]`` rows of each sequence.
 
     Returns:
-        the order in which the rows are to be taken, their new offsets, and which of the rows are used. The order ends
-        with the rows that are not used; but where offsets are checked, and have to end where the rows do, without them.
+        the order in which to take the rows, their new offsets, and which rows are used. The order ends with the unused
+        rows. Where offsets are checked it leaves them out, as offsets must then end where the rows do.
     """
     sequence, row = rows_of(cu_seqlens, total)
     lengths = torch.minimum(cu_seqlens.diff(), used.to(torch.int32)).clamp(min=0)
@@ -128,11 +128,11 @@ def signed_exponentials(
     packed: Packed | None,
     **options: Any,
 ) -> Tensor:
-    """``S_dmask``: ``exp(score - largest score of the row)``, with a minus sign where dropout hit.
+    """Returns ``S_dmask``: ``exp(score - largest score of the row)``, with a minus sign where dropout hit.
 
-    flash-attn's kernel leaves the largest score so far there, which is the row's where one block holds the row. Dense
-    over all pairs: for tests. ``query``, ``key``: as ``fastattn.attention`` and ``attention_varlen`` take them.
-    ``options``: theirs, but for sinks, which are no scores.
+    flash-attn's kernel subtracts the largest score so far, which is that of the whole row if one block holds the row.
+    The result is dense over all pairs, and meant for tests. ``query``, ``key`` and ``options`` are as for
+    ``fastattn.attention`` and ``attention_varlen``, without sinks, which are no scores.
     """
     dropout_p = options.pop("dropout_p")
     with torch.no_grad():
@@ -148,7 +148,7 @@ def signed_exponentials(
             sequence, row = rows_of(packed.cu_seqlens_q, query.shape[0])
             batch = packed.cu_seqlens_q.shape[0] - 1
             longest = packed.max_seqlen_q
-            padded = of_rows.new_zeros(batch, longest + 1, *of_rows.shape[1:])  # the last row is that of no sequence
+            padded = of_rows.new_zeros(batch, longest + 1, *of_rows.shape[1:])  # the last row takes rows of no sequence
             padded = padded.index_put((sequence, row.clamp(max=longest)), of_rows)
             probabilities = padded[:, :longest].transpose(1, 2)
         batch, heads, num_queries, num_keys = probabilities.shape

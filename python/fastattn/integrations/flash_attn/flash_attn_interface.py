@@ -2,11 +2,11 @@
 
 In all of them ``dropout_p`` is the probability with which an attention weight becomes 0, ``softmax_scale`` is
 ``1 / sqrt(D)`` by default, ``window_size`` counts the keys before and after a query, ``softcap`` bounds the scores if
-positive, ``alibi_slopes`` are float32 ``[H]`` or ``[B, H]``, ``deterministic`` asks for gradients that have the same
-bits every time, and ``s_aux [H]`` are attention sinks: transformers passes them to functions alone that have a
-parameter of this name. They return the output, and with ``return_attn_probs`` also the lse, fp32 ``[B, H, Sq]`` or
-``[H, total_q]``, and S_dmask. What is wrong raises ``fastattn.InputError``, a keyword that flash-attn does not have a
-``TypeError``.
+positive, ``alibi_slopes`` are float32 ``[H]`` or ``[B, H]``, and ``deterministic`` asks for gradients that have the
+same bits every time. ``s_aux [H]`` are attention sinks, which transformers only passes to a function with a parameter
+of this name. The functions return the output, and with ``return_attn_probs`` also the lse, float32 ``[B, H, Sq]`` or
+``[H, total_q]``, and S_dmask. A wrong argument raises ``fastattn.InputError``, and a keyword that flash-attn does not
+have raises ``TypeError``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _LONGEST_ROW = 2**31 - 1
 
 
 def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
-    """How many keys a block has, which those ask who read S_dmask: here each row is one block, whatever its length."""
+    """Returns the number of keys in a block, for readers of S_dmask: here each row is one block, of any length."""
     return _LONGEST_ROW
 
 
@@ -75,7 +75,7 @@ def flash_attn_func(
     s_aux: Tensor | None = None,
     **newer: Any,
 ) -> Returned:
-    """``q [B, Sq, H, D]``, ``k [B, Sk, Hk, D]``, ``v [B, Sk, Hk, Dv]`` to ``[B, Sq, H, Dv]``."""
+    """Attends with ``q [B, Sq, H, D]``, ``k [B, Sk, Hk, D]``, ``v [B, Sk, Hk, Dv]``; returns ``[B, Sq, H, Dv]``."""
     sinks = read_keywords("flash_attn_func", {"s_aux": s_aux, **newer}, served=("sinks",)).sinks
     options = Options.of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, sinks)
     results = forward_dense(q, k, v, options, return_lse=return_attn_probs, return_softmax=return_attn_probs)
@@ -94,7 +94,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Returned:
-    """As `flash_attn_func`, with ``kv [B, Sk, 2, Hk, D]``."""
+    """Like `flash_attn_func`, with ``kv [B, Sk, 2, Hk, D]``."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     k, v = kv.unbind(dim=2)
     return flash_attn_func(q, k, v, *options)
@@ -111,7 +111,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Returned:
-    """As `flash_attn_func`, with ``qkv [B, S, 3, H, D]``."""
+    """Like `flash_attn_func`, with ``qkv [B, S, 3, H, D]``."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     q, k, v = qkv.unbind(dim=2)
     return flash_attn_func(q, k, v, *options)
@@ -138,10 +138,11 @@ def flash_attn_varlen_func(
     s_aux: Tensor | None = None,
     **newer: Any,
 ) -> Returned:
-    """Packed sequences: ``q [total_q, H, D]``, ``k [total_k, Hk, D]``, ``v [total_k, Hk, Dv]`` to ``[total_q, H, Dv]``.
+    """Attends over packed sequences: ``q [total_q, H, D]``, ``k [total_k, Hk, D]``, ``v [total_k, Hk, Dv]``; returns
+    ``[total_q, H, Dv]``.
 
     With a ``block_table``, int32 ``[B, max_pages]``, k and v are pages ``[num_pages, page_size, Hk, D]``. ``seqused_q``
-    and ``seqused_k``, int32 ``[B]``: how many rows of each sequence there are; the others give 0.
+    and ``seqused_k``, int32 ``[B]``, say how many rows of each sequence are used; unused query rows have output 0.
     """
     served = ("sinks", "seqused_q", "seqused_k", "block_table")
     keywords = read_keywords("flash_attn_varlen_func", {"s_aux": s_aux, **newer}, served=served)
@@ -176,7 +177,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Returned:
-    """As `flash_attn_varlen_func`, with ``kv [total_k, 2, Hk, D]``."""
+    """Like `flash_attn_varlen_func`, with ``kv [total_k, 2, Hk, D]``."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     k, v = kv.unbind(dim=1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
@@ -195,7 +196,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Returned:
-    """As `flash_attn_varlen_func`, with ``qkv [total, 3, H, D]``."""
+    """Like `flash_attn_varlen_func`, with ``qkv [total, 3, H, D]``."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     q, k, v = qkv.unbind(dim=1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options)

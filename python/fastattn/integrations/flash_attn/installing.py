@@ -1,4 +1,4 @@
-"""Puts this package where ``import flash_attn`` finds it, for code that cannot be edited."""
+"""Makes ``import flash_attn`` find this package, for code that cannot be edited."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _displaced: dict[str, ModuleType] | None = None
 def install_as_flash_attn() -> None:
     """Makes ``import flash_attn`` and ``from flash_attn.flash_attn_interface import …`` give this package.
 
-    To be called before the code that imports it: what was imported by name earlier stays what it was. An installed
-    flash-attn is out of reach until `uninstall_as_flash_attn`. Installing twice is fine. Programs that look for the
-    distribution ``flash-attn`` (its metadata, by ``importlib.metadata``) instead of the module do not find one.
+    Call it before the code that imports it: names that were imported earlier do not change. An installed flash-attn is
+    out of reach until `uninstall_as_flash_attn`. A second call does nothing. Programs that look for the distribution
+    ``flash-attn`` (by ``importlib.metadata``) instead of the module do not find one.
     """
     global _displaced
     if _displaced is not None:
@@ -28,7 +28,7 @@ def install_as_flash_attn() -> None:
 
 
 def uninstall_as_flash_attn() -> None:
-    """Undoes `install_as_flash_attn`: ``flash_attn`` is what it was before. Not installed: does nothing."""
+    """Undoes `install_as_flash_attn`: ``flash_attn`` is what it was before. Without an install it does nothing."""
     global _displaced
     if _displaced is None:
         return
@@ -38,6 +38,6 @@ def uninstall_as_flash_attn() -> None:
 
 
 def _take_out() -> dict[str, ModuleType]:
-    """Every module of the name, which is then to be imported anew."""
+    """Removes every module of the name from ``sys.modules``, so that it is imported anew, and returns them."""
     names = [name for name in sys.modules if name == _NAME or name.startswith(f"{_NAME}.")]
     return {name: sys.modules.pop(name) for name in names}

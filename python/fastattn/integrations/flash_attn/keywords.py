@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastattn.errors import InputError
 
-# They steer how flash-attn's kernels are launched, and change no result.
+# Keywords that steer how flash-attn's kernels are launched, and change no result.
 _MEANINGLESS = ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "zero_tensors")
 
 _REFUSED = {
@@ -45,10 +45,11 @@ _MEANINGS = {
 
 
 def read_keywords(function: str, given: dict[str, Any], *, served: tuple[str, ...]) -> Keywords:
-    """What ``given`` asks for; ``served``: the fields of `Keywords` that ``function`` has.
+    """Returns the meaning of the keywords ``given``; ``served`` lists the fields of `Keywords` that ``function`` has.
 
     Raises:
-        InputError: a keyword asks for what fastattn does not have; TypeError: flash-attn has no such keyword.
+        InputError: a keyword asks for something that fastattn does not have.
+        TypeError: flash-attn has no such keyword.
     """
     found: dict[str, Tensor] = {}
     for name, value in given.items():

@@ -39,18 +39,20 @@ def flash_attn_with_kvcache(
     s_aux: Tensor | None = None,
     **newer: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Appends ``k`` and ``v`` to a cache in place, then attends over it. Not differentiable.
+    """Appends ``k`` and ``v`` to a cache in place, then attends over it. It is not differentiable.
 
     Args:
-        q: ``[B, Sq, H, D]``. k_cache, v_cache: ``[B, capacity, Hk, D]``, or with a ``block_table`` pages
-            ``[num_pages, page_size, Hk, D]``, of any size.
-        k, v: ``[B, S_new, Hk, D]``: new tokens. rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]``: rotate new
-            keys, token ``j`` by position ``cache_seqlens + j``, and the query.
+        q: ``[B, Sq, H, D]``.
+        k_cache, v_cache: ``[B, capacity, Hk, D]``, or with a ``block_table`` pages ``[num_pages, page_size, Hk, D]`` of
+            any size.
+        k, v: new tokens, ``[B, S_new, Hk, D]``.
+        rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]``: they rotate the query and the new keys, token ``j`` by
+            position ``cache_seqlens + j``.
         cache_seqlens: an int, or int32 ``[B]``: the tokens before this call; by default the cache is full.
         cache_batch_idx: int32 ``[B]``: the row of the cache that belongs to each sequence.
-        cache_leftpad: int32 ``[B]``: where in its row a sequence begins. Windows and ALiBi count from there, rotary
-            positions from the row's first place.
-        s_aux: ``[H]``: attention sinks.
+        cache_leftpad: int32 ``[B]``: the place in its row where each sequence begins. Windows and ALiBi count from
+            there, rotary positions from the beginning of the row.
+        s_aux: attention sinks, ``[H]``.
 
     Returns:
         ``[B, Sq, H, Dv]``, and with ``return_softmax_lse`` the lse, fp32 ``[B, H, Sq]``.
@@ -80,12 +82,12 @@ def flash_attn_with_kvcache(
 
     if places_are_checked(cache_seqlens, cache_batch_idx, cache_leftpad):
         _check_rows(k_cache, cache_seqlens, num_new, cache_batch_idx, cache_leftpad)
-    new_place = cache_seqlens  # in the cache's rows, which flash-attn also rotates by
-    if cache_leftpad is not None:  # a page for each token
+    new_place = cache_seqlens  # the place of new tokens in the cache's rows, by which flash-attn also rotates
+    if cache_leftpad is not None:  # make each token a page
         key_pages, value_pages = (_pages_of_a_token("k_cache", k_cache), _pages_of_a_token("v_cache", v_cache))
         block_table = _tokens_from(cache_leftpad, cache_batch_idx, capacity)
         cache_seqlens = cache_seqlens - cache_leftpad
-    elif cache_batch_idx is not None:  # a page for each row of the cache
+    elif cache_batch_idx is not None:  # make each row of the cache a page
         block_table = cache_batch_idx.to(torch.int32)[:, None]
 
     window = bounds(window_size, causal)
@@ -130,7 +132,7 @@ def flash_attn_with_kvcache(
 def _check_rows(
     k_cache: Tensor, cache_seqlens: Tensor, num_new: int, batch_idx: Tensor | None, leftpad: Tensor | None
 ) -> None:
-    """Raises under the names that the user knows: a block table says both further down."""
+    """Checks the rows under the names that the user knows, before a block table takes the place of both arguments."""
     rows, capacity = k_cache.shape[:2]
     for sequence, row in enumerate([] if batch_idx is None else batch_idx.tolist()):
         expect(0 <= row < rows, "cache_batch_idx", f"rows from 0 to {rows - 1}", f"{row} for sequence {sequence}")
@@ -152,7 +154,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interleaved:
 
 
 def _pages_of_a_token(name: str, cache: Tensor) -> Tensor:
-    """``[B, capacity, Hk, D]`` as pages ``[B * capacity, Hk, 1, D]``, where it lies."""
+    """Returns ``[B, capacity, Hk, D]`` as pages of one token, ``[B * capacity, Hk, 1, D]``, without a copy."""
     if cache.stride(0) != cache.stride(1) * cache.shape[1]:
         raise InputError(
             f"{name}: expected rows one after the other beside cache_leftpad, got strides {cache.stride()}"
@@ -161,7 +163,7 @@ def _pages_of_a_token(name: str, cache: Tensor) -> Tensor:
 
 
 def _tokens_from(leftpad: Tensor, batch_idx: Tensor | None, capacity: int) -> Tensor:
-    """The pages of `_pages_of_a_token` that hold each sequence, int32 ``[B, capacity]``; -1 beyond its row."""
+    """Returns the pages of `_pages_of_a_token` that hold each sequence, int32 ``[B, capacity]``; -1 beyond its row."""
     row = torch.arange(leftpad.shape[0], device=leftpad.device) if batch_idx is None else batch_idx
     token = leftpad[:, None] + torch.arange(capacity, device=leftpad.device)
     return torch.where(token < capacity, row[:, None] * capacity + token, -1).to(torch.int32)

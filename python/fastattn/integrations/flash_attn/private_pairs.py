@@ -1,7 +1,7 @@
-"""flash-attn's private functions: forward and backward apart, as ring attention and diffusers call them.
+"""flash-attn's private functions, with forward and backward apart, as ring attention and diffusers call them.
 
-They record nothing for autograd. ``out`` and ``softmax_lse`` of a backward call may be those of more keys than it gets:
-a ring's blocks are merged by their lse.
+They record nothing for autograd. ``out`` and ``softmax_lse`` of a backward call may be over more keys than it gets, as
+a ring merges its blocks by their lse.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _flash_attn_forward(
     alibi_slopes: Tensor | None,
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(out [B, Sq, H, Dv], softmax_lse [B, H, Sq], S_dmask, rng_state)``."""
+    """Returns ``(out [B, Sq, H, Dv], softmax_lse [B, H, Sq], S_dmask, rng_state)``."""
     window = (window_size_left, window_size_right)
     options = Options.of(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, False)
     with torch.no_grad():
@@ -57,7 +57,7 @@ def _flash_attn_backward(
     deterministic: bool,
     rng_state: Tensor | None = None,
 ) -> Tensor:
-    """Writes ``dq``, ``dk`` and ``dv``; returns ``softmax_d``, fp32 ``[B, H, Sq rounded up to 128]``."""
+    """Writes ``dq``, ``dk`` and ``dv``; returns ``softmax_d``, float32 ``[B, H, Sq rounded up to 128]``."""
     window = (window_size_left, window_size_right)
     options = Options.of(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic)
     rows = backward(dout, q, k, v, out, softmax_lse, (dq, dk, dv), options, rng_state, None)
@@ -85,7 +85,7 @@ def _flash_attn_varlen_forward(
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(out [total_q, H, Dv], softmax_lse [H, total_q], S_dmask, rng_state)``."""
+    """Returns ``(out [total_q, H, Dv], softmax_lse [H, total_q], S_dmask, rng_state)``."""
     read_keywords("_flash_attn_varlen_forward", {"leftpad_k": leftpad_k}, served=())
     window = (window_size_left, window_size_right)
     options = Options.of(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, False)
@@ -129,9 +129,9 @@ def _flash_attn_varlen_backward(
     rng_state: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> Tensor:
-    """Writes ``dq``, ``dk`` and ``dv``; returns ``softmax_d``, fp32 ``[H, total_q + 128 B]``.
+    """Writes ``dq``, ``dk`` and ``dv``; returns ``softmax_d``, float32 ``[H, total_q + 128 B]``.
 
-    Sequence ``b`` stands in it from ``cu_seqlens_q[b] + 128 b`` on.
+    In it, sequence ``b`` begins at ``cu_seqlens_q[b] + 128 b``.
     """
     window = (window_size_left, window_size_right)
     options = Options.of(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic)
@@ -144,7 +144,7 @@ def _flash_attn_varlen_backward(
     return softmax_d.index_copy(1, place + _ROWS_OF_A_TILE * sequence, rows)
 
 
-# Under the names by which flash-attn calls them as operators of torch.
+# flash-attn also calls them as operators of torch, under these names.
 _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward

@@ -2,8 +2,9 @@
 
 It puts fastattn's kernels behind the CUDA implementations of ``aten::_scaled_dot_product_flash_attention`` and
 ``aten::_flash_attention_forward`` and their backward operators, through torch's registry
-(``torch.nn.attention.activate_flash_attention_impl("fastattn")`` does the same). So everything reaches them that torch
-sends there: functions imported by name, ``nn.MultiheadAttention``, ``varlen_attn``, nested tensors, context parallel.
+(``torch.nn.attention.activate_flash_attention_impl("fastattn")`` does the same). So they get every call that torch
+sends there: from functions imported by name, ``nn.MultiheadAttention``, ``varlen_attn``, nested tensors, context
+parallel.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """torch's flash attention operators over fastattn's functions.
 
-torch's conventions, read from its shape functions (``torch/_meta_registrations.py``) and from its own alternatives
-(``torch/nn/attention/_fa3.py``):
+They follow torch's conventions, read from its shape functions (``torch/_meta_registrations.py``) and its own
+alternative implementations (``torch/nn/attention/_fa3.py``):
 
 - ``_scaled_dot_product_flash_attention`` takes ``[B, H, S, D]``, ``_flash_attention_forward`` ``[B, S, H, D]`` or
-  packed ``[total, H, D]``. Fewer KV heads are grouped-query attention, causal masks and windows align to the bottom
+  packed ``[total, H, D]``. Fewer KV heads mean grouped-query attention; causal masks and windows align to the bottom
   right.
-- Results and gradients lie in memory as ``torch.empty_like`` of the query, key or value does.
-- The lse is fp32 ``[B, H, Sq]``, packed ``[H, total_q]``. ALiBi under a causal mask leaves out a constant of each row
-  (``fastattn.integrations.flash_attn``). In a row without keys it is -inf, as of the alternatives: +inf, as torch's own
-  kernels have it, is wrong in a merge.
-- ``rng_state`` is uint64 ``[2]``: here the dropout seed, and a mark that it is ours.
+- Results and gradients have the strides of ``torch.empty_like`` of the query, key or value.
+- The lse is float32 ``[B, H, Sq]``, packed ``[H, total_q]``. Under a causal mask, ALiBi leaves a constant of each row
+  out of it (``fastattn.integrations.flash_attn``). For a row without keys it is -inf, as in the alternatives; torch's
+  own kernels have +inf, which is wrong in a merge.
+- ``rng_state`` is uint64 ``[2]``: here the dropout seed, and a mark that says that it is ours.
 - The backward operators get neither ALiBi slopes nor ``seqused_k`` nor a ``block_table``.
 """
 
@@ -41,22 +41,22 @@ from fastattn.integrations.flash_attn.conventions import (
 )
 
 _OUR_RNG_STATE = 0x66617374_6174746E  # "fastattn"; torch's own offset is a small number
-# Where the arguments of both backward operators have them.
+# The places of these in the arguments of both backward operators.
 _LSE, _DROPOUT_P, _RNG_STATE, _UNUSED = 5, 10, 12, 13
 
-# Of results that are not ours, torch's unused tensor lies so many elements behind the beginning of its memory: the host
-# sees there that their backward pass is not ours either.
+# If results are not ours, torch's unused tensor gets this storage offset in elements, by which the host sees that the
+# backward pass is not ours either.
 _NOT_OURS_OFFSET = 2
-# Of results that are ours, by the backend that was forced, which the backward pass uses too. At even offsets of 8 bytes
-# each it stays aligned: Inductor copies what is not.
+# If results are ours, its offset tells the backend that was forced, which the backward pass uses too. At even offsets
+# of 8-byte elements it stays aligned: Inductor copies tensors that are not.
 _FORCED_OFFSETS = {None: 0, "cuda": 4, "triton": 6}
 
-# Forward operators are not told whether a backward pass follows, and no kernel has one of more dims.
+# Forward operators are not told whether a backward pass follows, and no kernel has gradients for more dims.
 _MOST_DIMS_WITH_GRADIENTS = max(support.largest_head_dim_with_gradients() for support in SUPPORT["attention"].values())
 
 
 class Override:
-    """One operator: through our function, or where no kernel takes the call, through what was there before."""
+    """An operator that runs our function, or the implementation before it where no kernel of ours takes the call."""
 
     def __init__(self, name: str, function: Callable[..., Any], dispatch_key: str) -> None:
         self._name, self._function = name, function
@@ -91,7 +91,10 @@ def _asked_of_forward(unused: Tensor) -> Asked:
 
 
 def _marked(results: Any) -> tuple[Any, ...]:
-    """The results of another implementation's forward pass; the last but one is unused by torch's kernels for CUDA."""
+    """Returns results of another implementation's forward pass, marked as not ours.
+
+    The mark is the offset of the last but one, which torch's kernels for CUDA do not use.
+    """
     *others, unused, debug_mask = results
     if isinstance(unused, Tensor) and unused.dim() == 0:
         unused = unused.new_empty(_NOT_OURS_OFFSET + 1)[_NOT_OURS_OFFSET].copy_(unused)
@@ -99,7 +102,7 @@ def _marked(results: Any) -> tuple[Any, ...]:
 
 
 def _for_torch(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A backward operator's arguments for torch's own kernel: the lse of a row without keys is +inf there."""
+    """Returns a backward operator's arguments for torch's own kernel, where the lse of a row without keys is +inf."""
     lse, dropout_p, rng_state = (arguments[place] for place in (_LSE, _DROPOUT_P, _RNG_STATE))
     if dropout_p > 0 and rng_state.numel() == 2:
         _check_whose(rng_state.view(torch.int64), is_ours=False)
@@ -152,7 +155,7 @@ def _sdpa_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """``max_q`` and ``max_k`` say nothing: context parallel passes those of the whole beside blocks."""
+    """Computes the gradients. It ignores ``max_q`` and ``max_k``, as context parallel passes those of the whole."""
     grads = attention_backward(
         grad_out,
         query,
@@ -315,9 +318,10 @@ def packed_keys(
     seqused_k: Tensor | None,
     block_table: Tensor | None,
 ) -> tuple[Tensor, Tensor, Packed]:
-    """Keys, values and offsets as ``attention_varlen`` takes them; pages come as ``[num_pages, page_size, H, D]``.
+    """Returns keys, values and offsets as ``attention_varlen`` takes them, from pages ``[num_pages, page_size, H, D]``
+    or packed rows.
 
-    ``seqused_k``: int32 ``[B]``, how many keys of each sequence there are, the first ones.
+    ``seqused_k``, int32 ``[B]``, says how many keys at the beginning of each sequence are used.
     """
     row = "[total_k, Hkv, D]" if block_table is None else "[num_pages, page_size, Hkv, D]"
     for name, tensor, layout in (
@@ -351,7 +355,7 @@ def _given(name: str, offsets: Tensor | None) -> Tensor:
 
 
 def _check(query: Tensor, value: Tensor, return_debug_mask: bool) -> None:
-    """What fastattn's functions would take, or do not have."""
+    """Refuses calls that fastattn's functions would take but torch's operators may not, and a debug mask."""
     head_dim, value_dim = query.shape[-1], value.shape[-1]
     if head_dim > _MOST_DIMS_WITH_GRADIENTS:
         raise NoKernel
@@ -360,7 +364,7 @@ def _check(query: Tensor, value: Tensor, return_debug_mask: bool) -> None:
 
 
 def _lying_like(like: Tensor, result: Tensor) -> Tensor:
-    """``result`` as ``torch.empty_like(like)`` would lie in memory: compiled graphs rely on it."""
+    """Returns ``result`` with the strides of ``torch.empty_like(like)``, on which compiled graphs rely."""
     if result.stride() == like.stride():
         return result
     wanted = torch.empty_like(like)
@@ -371,7 +375,7 @@ def _lying_like(like: Tensor, result: Tensor) -> Tensor:
 
 
 def _auxiliary(query: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """``rng_state``, torch's unused tensor and the debug mask, which is empty."""
+    """Returns ``rng_state``, torch's unused tensor and the debug mask, which is empty."""
     state = torch.zeros(2, dtype=torch.int64, device=query.device)
     if seed is not None:
         state[0], state[1] = seed, _OUR_RNG_STATE
@@ -389,7 +393,7 @@ def _seed_of(rng_state: Tensor, dropout_p: float) -> Tensor | None:
 
 
 def _check_whose(rng_state: Tensor, is_ours: bool) -> None:
-    """Without reading it back: a wrong one stops the device."""
+    """Checks whose ``rng_state`` it is, without reading it back: a wrong one raises an assertion on the device."""
     torch._assert_async(
         (rng_state[1] == _OUR_RNG_STATE) == is_ours,
         "rng_state: the forward pass with dropout ran in another implementation of flash attention than its backward "

@@ -11,7 +11,7 @@ import torch
 from fastattn.integrations.torch_flash.operators import OPERATORS, Override
 from fastattn.namespace import NAMESPACE
 
-_NAME = NAMESPACE  # of this copy of the package
+_NAME = NAMESPACE  # differs for each copy of the package
 _OLDEST_TORCH = (2, 13)
 
 _lock = threading.Lock()
@@ -19,10 +19,10 @@ _active_before: str | None = None
 
 
 def enable() -> None:
-    """Put fastattn's kernels behind torch's flash attention on CUDA, for the whole process; twice is fine.
+    """Puts fastattn's kernels behind torch's flash attention on CUDA, for the whole process; it may be called again.
 
-    What no kernel takes goes on to torch's own kernels. Switch between training steps: a backward pass with dropout
-    must find what its forward pass found.
+    Calls that no kernel takes go on to torch's own kernels. Switch between training steps: a backward pass with dropout
+    must run in the same implementation as its forward pass.
 
     Raises:
         RuntimeError: torch is older than 2.13.
@@ -37,7 +37,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Restore what ``enable()`` replaced. Without one, or where another was activated since, nothing happens."""
+    """Restores what ``enable()`` replaced. It does nothing without one, or if another was activated since."""
     global _active_before
     registry = _registry()
     with _lock:
@@ -49,12 +49,12 @@ def disable() -> None:
 
 
 class Overrides:
-    """Our implementations under one dispatch key, until ``remove()``: what torch's registry calls a handle."""
+    """Our implementations under one dispatch key, until ``remove()``; torch's registry calls this a handle."""
 
     def __init__(self, dispatch_key: str = "CUDA") -> None:
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL", dispatch_key)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Warning only once for all operators")  # that we override is no news
+            warnings.filterwarnings("ignore", "Warning only once for all operators")  # we override them on purpose
             for name, operator in OPERATORS.items():
                 override = Override(name, operator, dispatch_key)
                 self._library.impl(name, override, dispatch_key, with_keyset=True)
@@ -66,7 +66,7 @@ class Overrides:
 
 
 def _registry() -> Any:
-    """``torch.nn.attention``, which knows of us from then on."""
+    """Returns ``torch.nn.attention``, after registering this implementation there."""
     if not is_available():
         oldest = ".".join(map(str, _OLDEST_TORCH))
         raise RuntimeError(
@@ -80,7 +80,7 @@ def _registry() -> Any:
 
 
 def is_available() -> bool:
-    """Whether this torch has what ``enable()`` needs."""
+    """Returns whether this torch has the registry that ``enable()`` needs."""
     return _version(torch.__version__) >= _OLDEST_TORCH
 
 

@@ -1,4 +1,5 @@
-"""``torch.nn.attention.varlen.varlen_attn`` by its signature, in every version of torch, with fastattn's autograd."""
+"""A function with the signature of ``torch.nn.attention.varlen.varlen_attn``, in every version of torch, with
+fastattn's autograd."""
 
 from __future__ import annotations
 
@@ -32,18 +33,19 @@ def varlen_attn(
     """Attention over packed sequences; a causal mask is ``window_size=(-1, 0)``.
 
     Args:
-        query: ``[total_q, Hq, D]``; key and value: ``[total_k, Hkv, D]``, or with a ``block_table`` pages ``[num_pages,
-            page_size, Hkv, D]`` of any size. cu_seq_q, cu_seq_k: int32 ``[B + 1]``; the latter may be None beside
-            ``seqused_k`` and a ``block_table``.
+        query: ``[total_q, Hq, D]``.
+        key, value: ``[total_k, Hkv, D]``, or with a ``block_table`` pages ``[num_pages, page_size, Hkv, D]`` of any
+            size.
+        cu_seq_q, cu_seq_k: int32 ``[B + 1]``; the latter may be None beside ``seqused_k`` and a ``block_table``.
         return_aux: ``torch.nn.attention.varlen.AuxRequest``: with ``lse=True`` the lse is returned, too.
         enable_gqa: whether Hkv may be less than Hq.
-        seqused_k: int32 ``[B]``: how many keys of each sequence there are, the first ones. Without pages it copies
-            the keys, and has gradients.
+        seqused_k: int32 ``[B]``: how many keys at the beginning of each sequence are used. Without pages the call
+            copies the keys, and has gradients.
         block_table: int32 ``[B, max_pages]``: the pages of each sequence.
-        num_splits: 1 gives a sequence the same bits whatever else is in the batch; other numbers say nothing.
+        num_splits: 1 gives a sequence the same bits whatever else is in the batch; other numbers have no effect.
 
     Returns:
-        ``[total_q, Hq, D]``, and with ``return_aux`` the lse, fp32 ``[Hq, total_q]``, as torch's operator has it.
+        ``[total_q, Hq, D]``, and with ``return_aux`` the lse, float32 ``[Hq, total_q]``, as torch's operator has it.
 
     Raises:
         InputError, TypeError: an argument that the host can see is wrong.

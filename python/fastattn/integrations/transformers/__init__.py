@@ -5,14 +5,14 @@
     fastattn.integrations.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="fastattn")
 
-attention.py is the function that models call, masks.py decides what a model's mask becomes, patterns.py reads what mask
-transformers means, and marks.py says it in a few numbers instead of a mask ``[B, 1, Sq, Sk]``. model_code.py knows what
-transformers does not say of a model, and model_setup.py refuses models by it. cache.py has a cache for ``generate``,
-also of 8 bits, and eight_bit_cache.py attends over it.
+attention.py has the function that models call, and masks.py decides what a model's mask becomes: patterns.py finds out
+which mask transformers means, and marks.py puts it into a few numbers instead of a mask ``[B, 1, Sq, Sk]``.
+model_code.py reads from a model's code what transformers does not say, and model_setup.py refuses models by it.
+cache.py has a cache for ``generate``, also an 8-bit one, and eight_bit_cache.py attends over that.
 
-int8_config.py is what makes a model's linear layers int8 while it is loaded; int8_layers.py chooses the layers,
-int8_loading.py makes their weights, and int8_quantizer.py is what transformers calls. Importing this package makes them
-known to transformers, so that int8 checkpoints load.
+int8_config.py has the config that makes a model's linear layers int8 while it is loaded: int8_layers.py chooses the
+layers, int8_loading.py makes their weights, and int8_quantizer.py has the class that transformers calls. Importing this
+package makes them known to transformers, so that int8 checkpoints load.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ register_int8()
 def register(name: str = "fastattn") -> None:
     """Makes ``attn_implementation=name`` and ``model.set_attn_implementation(name)`` run attention in fastattn.
 
-    Decoders, encoders and encoder-decoders; causal masks, sliding windows, softcap, sinks (``s_aux``), position biases
-    with their gradient, grouped queries (keys and values keep their few heads), dropout, padding on either side, packed
-    sequences, masks of the user's own, and generation over any ``Cache``. Padding and causality alone never become a
-    mask ``[B, 1, Sq, Sk]``. Registering again is fine.
+    It serves decoders, encoders and encoder-decoders, with causal masks, sliding windows, softcap, sinks (``s_aux``),
+    position biases with their gradient, grouped queries (keys and values keep their few heads), dropout, padding on
+    either side, packed sequences, masks of the user's own, and generation over any ``Cache``. Padding and causality
+    alone never become a mask ``[B, 1, Sq, Sk]``. It may be called again.
 
-    Not served, and an ``InputError`` that says so: attention weights (``output_attentions=True``), continuous batching
-    (``generate_batch``), what a model passes to its attention that fastattn does not know, and models whose layers do
-    not use transformers' ``AttentionInterface`` (BLOOM): these when they are made or set to ``name``.
+    An ``InputError`` refuses attention weights (``output_attentions=True``), continuous batching (``generate_batch``),
+    and arguments of a model's attention that fastattn does not know. Models whose layers do not use transformers'
+    ``AttentionInterface`` (BLOOM) are refused when they are made or set to ``name``.
 
     Raises:
         InputError: ``name`` means something else to transformers.

@@ -1,4 +1,4 @@
-"""The attention function: what a model of transformers passes, as calls of fastattn."""
+"""The attention function, which turns what a model of transformers passes into calls of fastattn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REFUSED = {
 
 
 class _Options(NamedTuple):
-    """What is the same for every way through fastattn."""
+    """The options that every function of fastattn takes alike."""
 
     softcap: float
     sinks: Tensor | None
@@ -55,17 +55,18 @@ def attend(
     deterministic: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Registered as an ``AttentionInterface``.
+    """Attends for a layer of a model; it is registered as an ``AttentionInterface``.
 
     Args:
-        query: ``[B, Hq, Sq, D]``; key, value: ``[B, Hkv, Sk, D]`` with their own few heads.
-        attention_mask: a mark (marks.py), a bool or additive mask ``[B or 1, Hq or 1, Sq or 1, Sk]`` that says all
-            there is to say, or None: then the layer itself knows whether it is causal, and ends with its last key.
-        sliding_window: a causal query sees so many keys, itself included.
+        query: ``[B, Hq, Sq, D]``.
+        key, value: ``[B, Hkv, Sk, D]`` with their own few heads.
+        attention_mask: a mark (marks.py), or a complete bool or additive mask ``[B or 1, Hq or 1, Sq or 1, Sk]``, or
+            None: then the layer itself knows whether it is causal, and the last query stands at the last key.
+        sliding_window: how many keys a causal query sees, itself included.
         s_aux: ``[Hq]``: a logit in each row's denominator.
         position_bias: ``[B or 1, Hq or 1, Sq, Sk]``: added to the scores. Differentiable.
-        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: of sequences packed one after the other. They come
-            before ``attention_mask``.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: the offsets and longest lengths of packed sequences.
+            They take precedence over ``attention_mask``.
 
     Returns:
         ``[B, Sq, Hq, Dv]``, and None for the attention weights.
@@ -148,7 +149,10 @@ def _spread_window(
     sees_all: bool,
     others: tuple[Tensor | None, ...],
 ) -> tuple[int, int]:
-    """The window over the whole sequence, of which a rank has a part. Raises where it takes more than a window."""
+    """Returns the window over the whole sequence, of which a rank has a part.
+
+    Raises where a window does not describe the mask.
+    """
     mark = None if attention_mask is None else read(attention_mask)
     # Positions that jump from one of a rank's parts to the next look like packed sequences of the parts' length.
     is_one_sequence = (
@@ -180,7 +184,7 @@ def _refuse(module: nn.Module, others: dict[str, Any]) -> None:
 
 
 def _options_of_cache(position_bias: Tensor | None, options: _Options) -> dict[str, Any]:
-    """Raises where attention over a cache lacks one."""
+    """Returns the options for attention over a cache; raises for an option that it lacks."""
     if position_bias is not None:
         raise InputError(
             "position_bias: expected None over an 8-bit cache, got a tensor; use a cache of the model's dtype"
@@ -199,7 +203,7 @@ def _attend_packed(
     options: _Options,
     deterministic: bool | None,
 ) -> Tensor:
-    """``[B, Sq, Hq, Dv]``. The rows of the batch are one after the other, too."""
+    """Attends over packed sequences, where rows of the batch follow each other, too; returns ``[B, Sq, Hq, Dv]``."""
     (cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k) = offsets
     out = attention_varlen(
         query.transpose(1, 2).flatten(0, 1),
@@ -227,7 +231,7 @@ def _offsets(
     max_length_q: int | Tensor | None,
     max_length_k: int | Tensor | None,
 ) -> tuple[Offsets, Offsets] | None:
-    """Of the queries and of the keys, where the user passed them to the model."""
+    """Returns the offsets of queries and keys, or None where the user did not pass them to the model."""
     if cu_seq_lens_q is None or cu_seq_lens_k is None:
         return None
     return (
@@ -237,7 +241,7 @@ def _offsets(
 
 
 def _longest(longest: int | Tensor | None, tensor: Tensor) -> int:
-    """Of the packed sequences; where the host cannot know it, all of ``tensor``, ``[B, H, S, D]``."""
+    """Returns the longest length, or the number of all rows of ``tensor [B, H, S, D]`` if the host cannot know it."""
     if longest is None or (isinstance(longest, Tensor) and torch.compiler.is_compiling()):
         return tensor.shape[0] * tensor.shape[2]
     return int(longest)
@@ -246,7 +250,7 @@ def _longest(longest: int | Tensor | None, tensor: Tensor) -> int:
 def _kernel_reads_cache(
     query: Tensor, key: Tensor, value: Tensor, position_bias: Tensor | None, options: _Options
 ) -> bool:
-    """Whether the decoding kernel can run: it has no gradients, no bias, no dropout and no padding of head dims."""
+    """Returns whether the decoding kernel can run: it has no gradients, bias, dropout or padding of head dims."""
     tensors = (query, key, value, options.sinks)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     return (
@@ -259,7 +263,7 @@ def _kernel_reads_cache(
 
 
 def _cached(lengths: Tensor, num_keys: int, left: int) -> Tensor:
-    """The keys of a static cache that the last of ``lengths`` sees: bool ``[B, 1, 1, Sk]``."""
+    """Returns the keys of a static cache that the last of ``lengths`` tokens sees, bool ``[B, 1, 1, Sk]``."""
     column = torch.arange(num_keys, device=lengths.device)
     is_there = column < lengths[:, None]
     if left >= 0:
@@ -268,7 +272,7 @@ def _cached(lengths: Tensor, num_keys: int, left: int) -> Tensor:
 
 
 def _bias(mask: Tensor | None, position_bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """One bias of both, no longer than the keys, in a dtype that goes with the query."""
+    """Returns one bias for mask and position bias, no longer than the keys, in a dtype that goes with the query."""
     mask, position_bias = (None if part is None else part[..., : key.shape[2]] for part in (mask, position_bias))
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
         raise InputError(f"attention_mask: expected a bool or floating mask [B, 1, Sq, Sk], got {mask.dtype}")

@@ -1,4 +1,4 @@
-"""A cache for ``generate``: static memory, of the model's dtype or of 8 bits that the kernel reads as they are."""
+"""A static cache for ``generate``, in the model's dtype or in 8 bits, which the kernel reads directly."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Cache(transformers.Cache):
     >>> model.generate(**inputs, cache=cache, max_new_tokens=100)  # before 5.24: past_key_values=cache
 
     With ``dtype="int8"`` or ``"fp8"`` every token's head has a scale, and attention reads 8 bits: nothing is
-    dequantised in memory.
-    The prompt that fills an empty cache is attended to in the model's own dtype. Only models whose
-    ``attn_implementation`` is fastattn's can read such a cache. Beam search takes ``batch_size * num_beams``.
+    dequantised in memory. Attention over the prompt that fills an empty cache runs in the model's own dtype. Only
+    models whose ``attn_implementation`` is fastattn's can read such a cache. Beam search needs a ``batch_size`` of
+    batch times beams.
 
-    The memory is taken at the first token and lies where it is until the end. Layers with a sliding window keep all
-    tokens, too. Encoder-decoders take ``EncoderDecoderCache(Cache(…), DynamicCache())``.
+    The memory is allocated at the first token and never moves. Layers with a sliding window keep all tokens, too. For
+    encoder-decoders pass ``EncoderDecoderCache(Cache(…), DynamicCache())``.
 
     Raises:
         InputError, TypeError: an argument is wrong, or the model has layers of a kind that is not served.
@@ -51,7 +51,7 @@ class Cache(transformers.Cache):
 
 
 def scale_of(cache: Tensor) -> Tensor:
-    """The scales of an 8-bit cache ``[B, Hkv, capacity, D]``, float32 ``[B, Hkv, capacity]``."""
+    """Returns the scales of an 8-bit cache ``[B, Hkv, capacity, D]``, float32 ``[B, Hkv, capacity]``."""
     scale = getattr(cache, "fastattn_scale", None)
     if scale is None:
         raise InputError(
@@ -62,9 +62,10 @@ def scale_of(cache: Tensor) -> Tensor:
 
 
 class _Layer(CacheLayerMixin):
-    """``keys`` and ``values``: ``[B, Hkv, capacity, D]``, in memory ``[B, capacity, Hkv, D]``; of 8 bits with scales.
+    """The cache of one layer: ``keys`` and ``values`` are ``[B, Hkv, capacity, D]``, with scales if they are 8-bit.
 
-    A token's heads lie together, so that each token can be a page (attention.py).
+    In memory they are ``[B, capacity, Hkv, D]``: a token's heads lie together, so that each token can be a page
+    (eight_bit_cache.py).
     """
 
     is_compileable = True
@@ -79,7 +80,7 @@ class _Layer(CacheLayerMixin):
         self.eight_bit = None if eight_bit is None else _EIGHT_BIT[eight_bit]
         self.is_empty = True
         self.cumulative_length = torch.tensor(0, dtype=torch.int64)
-        # What the host knows of it: without the tokens of compiled steps, whose graph it would be a guard of.
+        # The tokens that the host has counted. Compiled steps are not counted, as their graphs would guard on this.
         self.tokens_seen = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -93,17 +94,17 @@ class _Layer(CacheLayerMixin):
         self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
         self.cumulative_length = self.cumulative_length.to(self.device)
         if not torch.compiler.is_compiling():
-            for tensor in (*self._tensors(), self.cumulative_length):  # CUDA graphs need addresses that stay
+            for tensor in (*self._tensors(), self.cumulative_length):  # CUDA graphs need fixed addresses
                 torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True
 
     def _allocate(self, like: Tensor) -> Tensor:
-        """Every row on the boundary that the kernels' vector loads need."""
+        """Allocates zeros, with every row on the boundary that the kernels' vector loads need, and scales of 1."""
         dtype = self.eight_bit or like.dtype
         _, heads, _, dim = like.shape
         unit = ALIGNMENT_BYTES // dtype.itemsize
         shape = (self.batch_size, self.max_cache_len, heads)
-        with torch.inference_mode(False):  # memory from inside could not be written outside of it
+        with torch.inference_mode(False):  # memory allocated inside of it could not be written outside
             rows = torch.zeros(*shape, -(-dim // unit) * unit, dtype=dtype, device=like.device)[..., :dim]
             cache = rows.transpose(1, 2)
             if self.eight_bit is not None:
@@ -112,12 +113,12 @@ class _Layer(CacheLayerMixin):
         return cache
 
     def _tensors(self) -> list[Tensor]:
-        """All that have a row for each sequence."""
+        """Returns all tensors that have a row for each sequence."""
         caches = [self.keys, self.values]
         return caches if self.eight_bit is None else caches + [scale_of(cache) for cache in caches]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Appends, and returns what attention reads: the new states alone if the cache was empty, else all of it."""
+        """Appends and returns the keys and values for attention: the new ones if the cache was empty, else all."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         num_new = key_states.shape[2]
@@ -141,7 +142,7 @@ class _Layer(CacheLayerMixin):
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The number of keys that `update` will return, and the position of the first."""
+        """Returns the number of keys that `update` will return, and the position of the first."""
         return (query_length if self.is_empty else self.max_cache_len), 0
 
     def get_seq_length(self) -> int | Tensor:
@@ -151,7 +152,7 @@ class _Layer(CacheLayerMixin):
         return self.max_cache_len
 
     def reset(self) -> None:
-        """Forgets all tokens. The memory stays."""
+        """Forgets all tokens; the memory stays."""
         self.cumulative_length.zero_()
         self.tokens_seen = 0
         self.is_empty = True
@@ -165,7 +166,7 @@ class _Layer(CacheLayerMixin):
             self.tokens_seen = max(self.tokens_seen + tokens_to_remove, 0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """In place: the memory of a compiled step stays where it is."""
+        """Reorders in place, so that the memory of a compiled step does not move."""
         if not self.is_empty:
             for tensor in self._tensors():
                 numbers = as_numbers(tensor)
@@ -178,7 +179,7 @@ class _Layer(CacheLayerMixin):
         self._select(indices)
 
     def _select(self, indices: Tensor) -> None:
-        """The batch has another size from here on, and other memory."""
+        """Selects sequences; the batch gets another size, and new memory."""
         before, scales = (self.keys, self.values), self._tensors()[2:]
         self.batch_size = indices.numel() if indices.dtype != torch.bool else int(indices.sum())
         if not self.is_initialized:

@@ -1,4 +1,4 @@
-"""Attention over the 8-bit cache of cache.py, whose kernel takes lengths and pages, and no masks."""
+"""Attention over the 8-bit cache of cache.py, by a kernel that takes lengths and pages but no masks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def attend_8bit(
     causal_window: tuple[int, int],
     **options: Any,
 ) -> Tensor:
-    """``[B, Hq, Sq, Dv]``. ``key``, ``value``: int8 or fp8 ``[B, Hkv, capacity, D]``, with their scales.
+    """Returns ``[B, Hq, Sq, Dv]`` for ``key`` and ``value`` int8 or fp8 ``[B, Hkv, capacity, D]``, with scales.
 
-    Where keys are masked out, each token is a page, and the table names those that are left, in their order: what
-    is left is as far from the queries as before wherever the gaps are padding on the left.
+    Where keys are masked out, each token becomes a page, and the table names the remaining tokens in order. If the gaps
+    are padding on the left, the distances between these and the queries do not change.
     """
     batch, _, capacity, _ = key.shape
     mark = None if attention_mask is None else read(attention_mask)
@@ -52,11 +52,11 @@ def attend_8bit(
 
 
 def _pages_of(mask: Tensor, is_there: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """The tokens that ``is_there [B, keys]`` leaves, int32 ``[B, keys]``, and how many there are, int32 ``[B]``.
+    """Returns the tokens that ``is_there [B, keys]`` leaves, int32 ``[B, keys]``, and their numbers, int32 ``[B]``.
 
-    Every layer gets the same mask: what the first one found goes with it, until somebody writes to it.
+    Every layer gets the same mask, so the first layer's result is kept with the mask until somebody writes to it.
     """
-    may_keep = not torch.compiler.is_compiling() and not mask.is_inference()  # that has no version
+    may_keep = not torch.compiler.is_compiling() and not mask.is_inference()  # inference tensors have no version
     if may_keep:
         version, *found = getattr(mask, "fastattn_pages", (None,))
         if version == mask._version:

@@ -1,4 +1,4 @@
-"""``Int8Config``: what ``from_pretrained(quantization_config=…)`` takes, and what ``config.json`` keeps."""
+"""``Int8Config``, which ``from_pretrained(quantization_config=…)`` takes and ``config.json`` keeps."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ QUANT_METHOD = "fastattn_int8"
 
 
 class Int8Config(QuantizationConfigMixin):
-    """int8 weights for the linear layers of a model of transformers::
+    """A config that gives the linear layers of a model of transformers int8 weights::
 
         model = AutoModelForCausalLM.from_pretrained(path, quantization_config=Int8Config())
         model.save_pretrained(path_of_int8)
         model = AutoModelForCausalLM.from_pretrained(path_of_int8)  # the same bits
 
-    Each ``nn.Linear`` becomes a ``fastattn.nn.Int8Linear`` as its weight comes from the checkpoint, on the device that
-    it comes to. What stays as it is: the head (what is outside ``model.base_model``, the output embedding), layers that
-    share a weight with others or that the model keeps in float32, and what is no ``nn.Linear`` (GPT-2's ``Conv1D``,
-    experts whose weights are one 3-D parameter). ``model.hf_quantizer.stays`` has each with its reason.
+    Each ``nn.Linear`` becomes a ``fastattn.nn.Int8Linear`` when its weight is loaded from the checkpoint, on the
+    weight's device. These layers stay as they are: the head (everything outside ``model.base_model``, the output
+    embedding), layers that share a weight with others or that the model keeps in float32, and layers that are no
+    ``nn.Linear`` (GPT-2's ``Conv1D``, experts whose weights are one 3-D parameter). ``model.hf_quantizer.stays`` lists
+    each with its reason.
 
     Args:
-        granularity: what shares one scale, as in ``fastattn.quantize_int8``.
+        granularity: which values share one scale, as in ``fastattn.quantize_int8``.
         input_precision: ``"16bit"`` or ``"int8"``, as in ``fastattn.int8_linear``.
         modules_to_not_convert: names of further modules that stay, with everything inside them: whole names
             (``"model.layers.0.mlp"``) or parts of them (``"q_proj"``, ``"layers.0"``); ``*`` stands for anything but a
             dot.
-        modules_to_convert: names of layers that would stay and become int8 all the same, ``"lm_head"`` for example. A
-            layer that both name stays.
+        modules_to_convert: names of layers that would stay by default but become int8, ``"lm_head"`` for example. A
+            layer that both arguments name stays.
 
     Raises:
-        InputError, TypeError: an option is wrong. What a model cannot have is refused when it is loaded.
+        InputError, TypeError: an option is wrong. Options that do not suit a model are refused when it is loaded.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Int8Config(QuantizationConfigMixin):
 
 
 def _names(argument: str, names: Iterable[str] | None) -> list[str] | None:
-    """A list, which JSON keeps."""
+    """Checks names and returns them as a list, which JSON keeps."""
     if names is None:
         return None
     listed = [names] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)

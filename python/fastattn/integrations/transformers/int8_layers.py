@@ -1,4 +1,4 @@
-"""Which layers of a model of transformers become int8, and why others stay."""
+"""Decides which layers of a model of transformers become int8, and says why others stay."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fastattn.nn.quantize_model import check_granularity_of_layer, choose_layers
 def layers_to_convert(
     model: Any, config: Int8Config, names_must_exist: bool
 ) -> tuple[dict[nn.Linear, str], dict[str, str]]:
-    """The layers of ``model`` that ``config`` makes int8, with their names; and by name why others stay.
+    """Returns the layers of ``model`` that ``config`` makes int8, with their names, and by name why others stay.
 
     Raises:
-        InputError: ``config`` names what cannot be int8, or (if ``names_must_exist``) what the model does not have; a
-            group does not divide a layer's K; or no layer is left.
+        InputError: ``config`` names a module that cannot be int8, or (if ``names_must_exist``) one that the model does
+            not have; a group does not divide a layer's K; or no layer is left.
     """
     possible, stays = choose_layers(model)
     stays.update(_experts(model))
@@ -54,7 +54,7 @@ def layers_to_convert(
 
 
 def by_reason(stays: dict[str, str]) -> list[str]:
-    """A phrase for each reason why layers stay as they are."""
+    """Returns a phrase for each reason why layers stay as they are."""
     names: dict[str, list[str]] = {}
     for name, reason in stays.items():
         names.setdefault(reason, []).append(name)
@@ -65,7 +65,7 @@ def by_reason(stays: dict[str, str]) -> list[str]:
 
 
 def _experts(model: nn.Module) -> dict[str, str]:
-    """Modules that hold the weights of many experts in one parameter."""
+    """Returns the modules that hold the weights of many experts in one parameter, with the reason to leave them."""
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         if "expert" in type(module).__name__.lower() or hasattr(module, "num_experts"):
@@ -78,7 +78,7 @@ def _experts(model: nn.Module) -> dict[str, str]:
 
 
 def _tied(model: Any, layers: dict[nn.Linear, str]) -> dict[nn.Linear, str]:
-    """The layers whose weight is also another parameter, and which: by identity, or by what the model declares."""
+    """Returns the layers whose weight is also another parameter, with its name: the same object, or declared so."""
     declared: dict[str, str] = {}
     for target, source in model.all_tied_weights_keys.items():
         declared[target] = source
@@ -108,14 +108,14 @@ def _stay_by_default(model: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    """Of a name or a part of one: whole words between dots, ``*`` standing for anything but a dot."""
+    """Returns a pattern for a name or a part of one: whole words between dots, with ``*`` for anything but a dot."""
     return re.compile(rf"(?:^|\.){re.escape(name).replace(re.escape('*'), '[^.]*')}(?:\.|$)")
 
 
 def _named(model: Any, names: Iterable[str] | None) -> dict[str, set[str]]:
-    """The modules of ``model`` that each of ``names`` names, or that are inside such ones.
+    """Returns for each of ``names`` the modules of ``model`` that it names, and the modules inside them.
 
-    A base model is taken for part of a model with a head, whose names begin with one word more.
+    In a base model, names may also begin with the prefix that they have in a model with a head.
     """
     own = [name for name, _ in model.named_modules()]
     whole = {name: f"{model.base_model_prefix}.{name}" if model.base_model is model else name for name in own}

@@ -1,4 +1,4 @@
-"""What transformers does with a weight between the checkpoint and an int8 layer: quantise it, or put it together."""
+"""The operations by which transformers makes an int8 layer's weight from a checkpoint: quantise it, or assemble it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from fastattn.functional.int8_weight import Int8Weight, quantize_int8
 from fastattn.layout import with_aligned_rows
 from fastattn.nn import Int8Linear
 
-# What a file has for an int8 layer, as plain_state_dict of fastattn.nn writes it: int8 [1, N, K] and float32 scales.
+# The names of an int8 layer's tensors in a file: int8 [1, N, K] and float32 scales, as fastattn.nn.plain_state_dict
+# writes them.
 WEIGHT, SCALE = "weight", "weight_scale"
 
 
 def int8_layer(model: nn.Module, parameter: str) -> Int8Linear | None:
-    """The ``Int8Linear`` of whose weight ``parameter`` is the name."""
+    """Returns the ``Int8Linear`` whose weight is named ``parameter``, or None."""
     module_name, _, name = parameter.rpartition(".")
     if name != WEIGHT:
         return None
@@ -42,10 +43,10 @@ def end_of_placing(model: nn.Module) -> None:
 
 
 class Quantize(ConversionOps):
-    """A floating weight to an int8 one.
+    """The conversion of a floating weight to an int8 one.
 
     Attributes:
-        mismatched: collects the names of weights of another shape, which go on as they are: transformers reports them.
+        mismatched: collects the names of weights with a wrong shape. They are passed on, and transformers reports them.
     """
 
     def __init__(self, mismatched: set[str]) -> None:
@@ -68,12 +69,12 @@ class Quantize(ConversionOps):
 
 
 class Assemble(ConversionOps):
-    """int8 values and their scales to an int8 weight. Every other ``weight`` of the checkpoint passes through.
+    """The conversion of int8 values and their scales to an int8 weight. Every other ``weight`` passes through.
 
     Attributes:
-        problems: collects what is wrong with the checkpoint. Such a parameter is left out, and the quantizer reports
-            all of them in the end: an exception would only reach transformers' log.
-        dtype: what floating weights become, and what the int8 weight stands for.
+        problems: collects what is wrong with the checkpoint. A wrong parameter is left out, and the quantizer reports
+            all of them at the end: an exception would only reach transformers' log.
+        dtype: the dtype that floating weights get, and for which the int8 weight stands.
     """
 
     def __init__(self, problems: list[str]) -> None:
@@ -81,7 +82,7 @@ class Assemble(ConversionOps):
         self.dtype: torch.dtype | None = None
 
     def __deepcopy__(self, memo: Any) -> Assemble:
-        """transformers gives each parameter a copy."""
+        """Copies it for transformers, which gives each parameter a copy; all copies share ``problems``."""
         return Assemble(self.problems)
 
     def convert(
@@ -111,9 +112,9 @@ class Assemble(ConversionOps):
 
 
 def check_is_floating(checkpoint_files: list[str] | None) -> None:
-    """Raises ``InputError`` if a checkpoint that says nothing about quantisation is quantised all the same.
+    """Raises ``InputError`` if a checkpoint is quantised although its config does not say so.
 
-    transformers would cast its weights, and forget their scales.
+    transformers would cast its weights, and drop their scales.
     """
     for file in checkpoint_files or ():
         for name, dtype in _dtypes_in(file).items():
@@ -128,7 +129,7 @@ _SHORT = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", to
 
 
 def _dtypes_in(file: str) -> dict[str, str]:
-    """Of the tensors in a checkpoint's file, as safetensors names them; their data stay where they are."""
+    """Returns the dtypes of the tensors in a checkpoint's file, in safetensors' terms, without reading their data."""
     if file.endswith(".safetensors"):
         with safe_open(file, framework="pt") as tensors:
             return {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118  # it is no dict
@@ -141,8 +142,11 @@ def assembling_converter(problems: list[str]) -> Any:
 
 
 def concerns(converter: Any, model: nn.Module) -> bool:
-    """Whether ``converter``, one of the model's own (one file weight for q, k and v, say), makes the weight of an int8
-    layer. It cannot be undone on int8 weights: files have these under the model's own names."""
+    """Returns whether ``converter``, one of the model's own, makes the weight of an int8 layer.
+
+    It may split one weight of a file into q, k and v, say. That cannot be undone for int8 weights, so files have these
+    under the model's own names.
+    """
     if not isinstance(converter, WeightConverter):
         return False
     backwards = converter.copy(

@@ -1,4 +1,4 @@
-"""What transformers calls while it loads, saves and dequantises a model whose config is an ``Int8Config``."""
+"""The quantizer that transformers calls to load, save and dequantise a model whose config is an ``Int8Config``."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from fastattn.nn.quantize_model import replace_modules
 
 
 class Int8Quantizer(HfQuantizer):
-    """Puts an ``Int8Linear`` in the place of each chosen layer before the checkpoint is read.
+    """A quantizer that puts an ``Int8Linear`` in the place of each chosen layer before the checkpoint is read.
 
-    Until its weight comes, such a layer has the model's own floating parameter on the meta device, so that transformers
-    plans memory, reports and initialises as for any model.
+    Until its weight is loaded, such a layer has the model's own floating parameter on the meta device, so that
+    transformers plans memory, reports and initialises as for any model.
 
     Attributes:
         stays: the layers that stay as they are, by name, and why.
@@ -47,10 +47,10 @@ class Int8Quantizer(HfQuantizer):
         self._problems: list[str] = []
         self._left_out_conversions: list[Any] = []
 
-    # --- before the weights come -------------------------------------------------------------------------------------
+    # --- before the weights are loaded -------------------------------------------------------------------------------
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """transformers calls this with the ``device_map`` that came, and again with what ``"auto"`` became."""
+        """Refuses offloading. transformers passes the given ``device_map``, then the one that ``"auto"`` became."""
         devices = set(device_map.values()) if isinstance(device_map, dict) else set()
         kinds = {"gpu" if isinstance(device, int) else str(device).partition(":")[0] for device in devices}
         if "disk" in kinds or ("cpu" in kinds and len(kinds) > 1):
@@ -96,14 +96,14 @@ class Int8Quantizer(HfQuantizer):
         return [*others, int8_loading.assembling_converter(self._problems)]
 
     def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
-        """Bytes of an element, by which transformers plans a ``device_map``."""
+        """Returns the bytes of an element, including scales, by which transformers plans a ``device_map``."""
         layer = int8_loading.int8_layer(model, param_name)
         if layer is None or not param.numel():
             return param.element_size()
         rows, columns = scale_shape(param.shape, layer.granularity)
         return 1 + 4 * rows * columns / param.numel()
 
-    # --- while they come ---------------------------------------------------------------------------------------------
+    # --- while they are loaded ---------------------------------------------------------------------------------------
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         if self.pre_quantized or param_name in self._mismatched:
@@ -114,14 +114,14 @@ class Int8Quantizer(HfQuantizer):
         return int8_loading.Quantize(self._mismatched)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """What to cast a tensor of an int8 checkpoint to; None where the converter does that, but for scales."""
+        """Returns the dtype to which to cast a tensor; None where `Assemble` does that, as scales must stay float32."""
         for operation in getattr(converter, "operations", ()):
             if isinstance(operation, int8_loading.Assemble):
                 operation.dtype = dtype
                 return None
         return super().get_new_dtype(converter, param, dtype)
 
-    # --- when they are there -----------------------------------------------------------------------------------------
+    # --- after they are loaded ---------------------------------------------------------------------------------------
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         conversions = getattr(model, "_weight_conversions", None) or []
@@ -143,7 +143,7 @@ class Int8Quantizer(HfQuantizer):
         return model
 
     def _check_checkpoint(self, model: Any, absent: dict[str, Int8Linear]) -> None:
-        """Raises ``InputError`` unless the checkpoint is whole; ``absent``: the layers of which it had nothing."""
+        """Raises ``InputError`` unless the checkpoint is complete; ``absent`` are the layers that it lacks."""
         if self._problems:
             listed = "".join(f"\n  {problem}" for problem in self._problems[:8])
             more = f"\n  and {len(self._problems) - 8} more" if len(self._problems) > 8 else ""
@@ -151,7 +151,7 @@ class Int8Quantizer(HfQuantizer):
                 "checkpoint: expected what save_pretrained wrote for this model and its quantization_config, got"
                 f"{listed}{more}"
             )
-        # Another class may have layers of its own, a pooler for example, which are new then.
+        # A checkpoint of another class may lack layers of this one, a pooler for example: these are new.
         own_class = self.pre_quantized and type(model).__name__ in (model.config.architectures or ())
         if absent and (own_class or len(absent) == len(_int8_layers(model))):
             raise InputError(
@@ -160,7 +160,7 @@ class Int8Quantizer(HfQuantizer):
             )
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
-        """What ``save_pretrained`` writes: plain tensors, in ``safetensors``."""
+        """Returns the plain tensors that ``save_pretrained`` writes with ``safetensors``."""
         return plain_state_dict(model.state_dict()), {}
 
     def is_serializable(self) -> bool:
@@ -168,7 +168,7 @@ class Int8Quantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Adapters and biases are."""
+        """True, since adapters and biases can be trained."""
         return True
 
     @property
@@ -176,7 +176,7 @@ class Int8Quantizer(HfQuantizer):
         return True
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        """An ``nn.Linear`` for every int8 layer, those inside adapters too; trained if all else in the model is."""
+        """Makes every int8 layer an ``nn.Linear``, also inside adapters; it is trained if all else in the model is."""
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         layers = _int8_layers(model).values()
         is_trained = all(each.requires_grad for each in model.parameters() if not isinstance(each, Int8Tensor))
@@ -192,7 +192,7 @@ class Int8Quantizer(HfQuantizer):
 
 
 def _warn_about_others(model: nn.Module, stays: dict[str, str]) -> None:
-    """Says what stays although somebody may expect that it is quantised: what is no plain ``nn.Linear``."""
+    """Warns about layers that are no plain ``nn.Linear`` and stay, although somebody may expect int8 ones."""
     for phrase in by_reason({name: reason for name, reason in stays.items() if reason.startswith("it is a ")}):
         warn_at_users_line(f"Int8Config, {type(model).__name__}: {phrase}", UserWarning, transformers)
 
@@ -216,7 +216,7 @@ def _linear_like(layer: Int8Linear, weight: Any) -> nn.Linear:
 
 
 def _replace(model: nn.Module, replacements: dict[Int8Linear, nn.Linear]) -> None:
-    """With the hooks by which accelerate moves a layer's input to its GPU."""
+    """Replaces layers and keeps the hooks by which accelerate moves a layer's input to its GPU."""
     replace_modules(model, replacements)
     for layer, linear in replacements.items():
         hook = getattr(layer, "_hf_hook", None)
@@ -227,7 +227,7 @@ def _replace(model: nn.Module, replacements: dict[Int8Linear, nn.Linear]) -> Non
 
 
 def register_int8() -> None:
-    """Makes ``quant_method: "fastattn_int8"`` known to transformers. Again is fine, after a reload too."""
+    """Makes ``quant_method: "fastattn_int8"`` known to transformers. It may be called again, after a reload too."""
     for mapping, register, ours in (
         (AUTO_QUANTIZATION_CONFIG_MAPPING, register_quantization_config, Int8Config),
         (AUTO_QUANTIZER_MAPPING, register_quantizer, Int8Quantizer),

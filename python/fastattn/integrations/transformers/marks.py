@@ -1,21 +1,21 @@
-"""Marks: what the mask function tells the attention function where it needs no mask ``[B, 1, Sq, Sk]``.
+"""Marks, by which the mask function describes a mask to the attention function without a mask ``[B, 1, Sq, Sk]``.
 
-transformers carries what a mask function returns to the attention function, as it is, if it is None or has four
+transformers passes the result of a mask function on to the attention function, unchanged, if it is None or has four
 dimensions; `generate` makes it contiguous where the cache is static. A mask of the user's own comes the same way, bool
-or floating. So a mark is a tensor of four dimensions and an integer dtype. What the host has to know stands in the
-shape: values would have to be waited for on a GPU.
+or floating. So a mark is a tensor of four dimensions and an integer dtype. Facts that the host needs are in its shape,
+as it would have to wait for values on a GPU.
 
 ======  =====================  =======================================================================================
 dtype   shape                  meaning
 ======  =====================  =======================================================================================
-int8    ``[B or 0, R, 1, N]``  of the first N keys, those take part that are not 0 (``B = 0``: all). ``R = 1``: the
+int8    ``[B or 0, R, 1, N]``  the first N keys take part where the mark is not 0 (``B = 0``: all do). ``R = 1``: the
                                queries are the last of them, and causal. Otherwise a query sees ``R - 2`` keys on
-                               either side; all, where that is N or more
-int32   ``[B, 1, 1, 1]``       the one query of each sequence comes last of this many keys: of a static cache
-int32   ``[1, 1, N + 1, M]``   sequences packed one after the other, of at most M tokens: N + 1 offsets, M times each
+                               either side, or all keys where that is N or more
+int32   ``[B, 1, 1, 1]``       the only query of each sequence is the last of this many keys of a static cache
+int32   ``[1, 1, N + 1, M]``   N packed sequences of at most M tokens: N + 1 offsets, each repeated M times
 ======  =====================  =======================================================================================
 
-Repeated values are expanded, and take no memory.
+Repeated values are expanded views, which take no memory.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _CAUSAL = 1
 
 
 class Keys(NamedTuple):
-    """Which keys take part: of the first ``num_keys`` those that are ``present``, bool ``[B, 1, 1, num_keys]`` or None.
+    """The keys that take part: those of the first ``num_keys`` that are ``present``, bool ``[B, 1, 1, num_keys]``.
 
-    ``reach``: how many keys a query sees on either side, -1 for all; None: it sees those up to its own.
+    All are if ``present`` is None. ``reach`` is the number of keys that a query sees on either side, -1 for all, or
+    None if it sees the keys up to its own.
     """
 
     num_keys: int
@@ -40,20 +41,20 @@ class Keys(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """``[B]`` int32: how many of a static cache's keys there are. The one query is the last of them."""
+    """The numbers of keys in a static cache, int32 ``[B]``. The only query of a sequence is the last of them."""
 
     lengths: Tensor
 
 
 class Offsets(NamedTuple):
-    """Packed sequences, as ``fastattn.attention_varlen`` takes them."""
+    """The offsets and longest length of packed sequences, as ``fastattn.attention_varlen`` takes them."""
 
     cu_seqlens: Tensor
     max_seqlen: int
 
 
 def mark_keys(present: Tensor | None, count: int, reach: int | None, device: torch.device | str) -> Tensor:
-    """``present``: bool ``[B, count]``."""
+    """Returns the mark for ``Keys``; ``present`` is bool ``[B, count]`` or None."""
     if present is None:
         rows = torch.empty(0, 1, 1, count, dtype=torch.int8, device=device)
     else:
@@ -70,7 +71,10 @@ def mark_lengths(length: int | Tensor, batch: int, device: torch.device | str) -
 
 
 def mark_offsets(sequence_ids: Tensor) -> Tensor:
-    """``sequence_ids``: ``[B, S]``, one number for all tokens of a sequence. Waits for the GPU."""
+    """Returns the mark for ``Offsets``; ``sequence_ids [B, S]`` has one number for all tokens of a sequence.
+
+    It waits for the GPU.
+    """
     begins = torch.ones_like(sequence_ids, dtype=torch.bool)
     begins[:, 1:] = sequence_ids[:, 1:] != sequence_ids[:, :-1]
     offsets = torch.nn.functional.pad(begins.flatten().nonzero().flatten(), (0, 1), value=begins.numel())
@@ -79,7 +83,7 @@ def mark_offsets(sequence_ids: Tensor) -> Tensor:
 
 
 def read(mark: Tensor) -> Keys | Lengths | Offsets | None:
-    """What a mark says; None: it is a mask."""
+    """Returns the meaning of a mark, or None for a mask."""
     if mark.dtype == torch.int8:
         rows, reach, _, count = mark.shape
         present = mark[:, :1].view(torch.bool) if rows else None

@@ -1,7 +1,7 @@
-"""The mask function: what is left of a mask where kernels see to causality, windows, lengths and packed sequences.
+"""The mask function, which returns a mark instead of a mask where kernels handle causality, windows, lengths and packed
+sequences themselves.
 
-It never leaves causality to the layers' own ``is_causal``: not every model has it right, since eager code reads masks
-alone.
+It never relies on the layers' own ``is_causal``, which is wrong in some models, as eager code only reads masks.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ def make_mask(
     config: Any = None,
     **ignored: Any,
 ) -> Tensor | None:
-    """A mark where a few numbers say it all (marks.py), else a mask ``[B, 1, Sq, Sk]``; None: one query sees every key.
+    """Returns a mark where a few numbers describe the mask (marks.py), else a mask ``[B, 1, Sq, Sk]``, or None if a
+    single query sees every key.
 
-    Registered as an ``AttentionMaskInterface``: the arguments are those that transformers passes. Query ``i`` stands at
-    ``q_offset + i``, key ``j`` at ``kv_offset + j``; ``attention_mask`` is the padding, ``[B, positions]``.
+    It is registered as an ``AttentionMaskInterface``: the arguments are those that transformers passes. Query ``i``
+    stands at ``q_offset + i``, key ``j`` at ``kv_offset + j``; ``attention_mask`` is the padding, ``[B, positions]``.
 
     Raises:
         InputError: the model's layers do not call the attention function.
@@ -83,7 +84,7 @@ def make_mask(
         )
         spread.refuse(error)
 
-    if pattern.sequence_ids is not None:  # transformers finds packed sequences without padding and without a cache
+    if pattern.sequence_ids is not None:  # transformers only recognises packed sequences without padding or a cache
         if attention_mask is not None or wants_whole_masks(config) or not _window_is_known(pattern, kv_length, config):
             return whole_mask()
         return mark_offsets(pattern.sequence_ids.expand(batch_size, -1))
@@ -124,10 +125,10 @@ def make_mask(
 
 
 def _window_is_known(pattern: Pattern, kv_length: int, config: Any) -> bool:
-    """Whether the attention function will know the window, or it hides no key."""
+    """Returns whether the attention function will know the window, or the window hides no key."""
     return _hides_nothing(pattern, kv_length) or tells_its_window(config)
 
 
 def _hides_nothing(pattern: Pattern, kv_length: int) -> bool:
-    """The window of a causal pattern."""
+    """Returns whether the window of a causal pattern hides no key."""
     return pattern.window is None or pattern.window >= kv_length

@@ -1,7 +1,7 @@
-"""What a model's own code does with masks and attention: transformers says it nowhere else.
+"""Reads from a model's source what its layers do with masks and attention, as transformers says it nowhere else.
 
-transformers reads the code for the same purpose (``PreTrainedModel._can_set_attn_implementation``). It is found beside
-the config's, as ``modeling_…`` beside ``configuration_…``.
+transformers reads the source for the same purpose (``PreTrainedModel._can_set_attn_implementation``). It is in a module
+beside that of the config: ``modeling_…`` beside ``configuration_…``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastattn.errors import InputError
 
 
 def check_uses_interface(config: Any) -> None:
-    """Raises where the layers would take a mask of ours for one of their own, and attend to what they must not see."""
+    """Raises where the layers would take a mark for a mask of their own, and attend to keys that they must not see."""
     if _ignores_interface((_beside(type(config).__module__),)):
         raise _refusal(config.model_type, config._attn_implementation, 'Set attn_implementation="eager"')
 
@@ -27,8 +27,8 @@ def check_uses_interface(config: Any) -> None:
 def check_model(model: PreTrainedModel, implementation: str) -> None:
     """Raises where no layer of the model would call ``implementation``, which is ours.
 
-    One call anywhere is enough: in the code of its class, of a class that it inherits from, or of its config's model.
-    Code that cannot be read proves nothing.
+    One call is enough, in the code of its class, of a class that it inherits from, or of its config's model. A model
+    whose code cannot be read is accepted.
     """
     bases = [base for base in type(model).__mro__ if issubclass(base, PreTrainedModel) and base is not PreTrainedModel]
     modules = dict.fromkeys([*(base.__module__ for base in bases), _beside(type(model.config).__module__)])
@@ -49,26 +49,26 @@ def _refusal(name: str, implementation: str, instead: str) -> InputError:
 
 
 def has_attention_of_its_own(config: Any) -> bool:
-    """Whether some layers use the interface and others do not: these add their mask to their scores."""
+    """Returns whether some layers do not use the interface: these add their mask to their scores."""
     return _has_own_softmax(type(config).__module__)
 
 
 def tells_its_window(config: Any) -> bool:
-    """Whether the layers pass their ``sliding_window`` to the attention function.
+    """Returns whether the layers pass their ``sliding_window`` to the attention function.
 
-    Some put it into the mask alone. Then there has to be a mask.
+    Some only put it into the mask. Then there has to be a mask.
     """
     return _contains(type(config).__module__, "sliding_window=")
 
 
 def wants_whole_masks(config: Any) -> bool:
-    """Whether the model works on its masks itself, and asks for whole ones by ``allow_is_causal_skip=False``."""
+    """Returns whether the model works on its masks, and asks for whole ones by ``allow_is_causal_skip=False``."""
     module = type(config).__module__
     is_indexed = "indexed_attention" in (getattr(config, "layer_types", None) or ())
     return is_indexed or not _contains(module, "") or _contains(module, "allow_is_causal_skip")
 
 
-# The tracer of torch.compile would go into the cached function otherwise.
+# Without this, torch.compile would trace the cached function.
 @torch.compiler.assume_constant_result
 def _contains(config_module: str, words: str) -> bool:
     code = _model_code(config_module)
@@ -77,7 +77,7 @@ def _contains(config_module: str, words: str) -> bool:
 
 @torch.compiler.assume_constant_result
 def _ignores_interface(modules: tuple[str, ...]) -> bool:
-    """Whether there are layers of attention in the code, and none that calls what is registered."""
+    """Returns whether the code has attention layers, none of which calls a registered function."""
     codes = [code for code in map(_code, modules) if code is not None]
     has_layers = any(re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE) for code in codes)
     return has_layers and not any(re.search(r"\bALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)", code) for code in codes)

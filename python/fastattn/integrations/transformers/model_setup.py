@@ -1,7 +1,7 @@
-"""Models whose layers would never call the attention function are refused when they are made, or are set to it later.
+"""Refuses models whose layers would never call the attention function, when they are made or later set to it.
 
-transformers refuses "sdpa" and "flex_attention" there by flags that each model has, but asks nothing about names that
-others registered. So two of its methods are wrapped; other names pass through them as before.
+transformers refuses "sdpa" and "flex_attention" there by flags of each model, but does not check names that others
+registered. So two of its methods are wrapped here; other names pass through them as before.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from fastattn.integrations.transformers.model_code import check_model
 
 @cache
 def check_models_at_setup() -> None:
-    """For the rest of the process. Calling it again changes nothing."""
+    """Wraps the two methods for the rest of the process. A second call changes nothing."""
     choose, set_later = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.set_attn_implementation
 
-    # Called by every model while it is made, and by the parts of a model that is set to another implementation.
+    # Every model calls it while it is made, and so do the parts of a model that is set to another implementation.
     @wraps(choose)
     def get_correct_attn_implementation(self: PreTrainedModel, *arguments: Any, **options: Any) -> str:
         implementation: str = choose(self, *arguments, **options)
         _check(self, implementation)
         return implementation
 
-    # transformers' own warns about a model that cannot be set, leaves it as it is, and never comes to the above.
+    # transformers' own method warns about a model that cannot be set, leaves it as it is, and never calls the above.
     @wraps(set_later)
     def set_attn_implementation(
         self: PreTrainedModel, attn_implementation: Any, *arguments: Any, **options: Any

@@ -1,7 +1,7 @@
-"""Reads which mask transformers means: it comes as a function of indices, nested from a few that are known.
+"""Recognises the mask that transformers means, which comes as a function of indices, nested from a few known ones.
 
-Functions that ``def`` made anew share their code, and what they were made for stands in their closures. What is not
-recognised is no pattern: it becomes a whole mask.
+Functions made by the same ``def`` share their code, and their closures hold their parameters. A function that is not
+recognised becomes a whole mask.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from transformers import masking_utils
 
 
 class Pattern(NamedTuple):
-    """``window``: a causal query sees so many keys, itself included; one that is not sees so many on either side.
+    """A recognised mask.
 
-    ``sequence_ids``: ``[B, S]``, where sequences are packed: a query sees keys of its own sequence.
+    ``window`` is the number of keys that a causal query sees, itself included, or that another query sees on either
+    side. ``sequence_ids [B, S]`` is given for packed sequences: a query sees keys of its own sequence alone.
     """
 
     causal: bool
@@ -42,7 +43,10 @@ _AND, _WINDOW, _WINDOW_BOTH_SIDES, _CHUNK, _PACKED, _REMAPPED = (
 
 
 def recognise(mask_function: Callable[..., Any], last_position: int) -> Pattern | None:
-    """The pattern of ``mask_function``, or None. ``last_position``: of the keys. Not for a function that is traced."""
+    """Returns the pattern of ``mask_function``, or None; ``last_position`` is that of the keys.
+
+    It cannot read the function while a graph is traced: `recognise_traced` is for that.
+    """
     if mask_function is _CAUSAL:
         return Pattern(causal=True)
     if mask_function is _BIDIRECTIONAL:
@@ -65,16 +69,16 @@ def recognise(mask_function: Callable[..., Any], last_position: int) -> Pattern 
     if overlay.__code__ is _WINDOW_BOTH_SIDES and inner is _BIDIRECTIONAL:
         return Pattern(causal=False, window=_closure(overlay)["sliding_window"])
     if overlay.__code__ is _CHUNK and inner is _CAUSAL and last_position < _closure(overlay)["chunk_size"]:
-        return Pattern(causal=True)  # all of it is in the first chunk
+        return Pattern(causal=True)  # all keys are in the first chunk
     return None
 
 
 def recognise_traced(
     mask_function: Callable[..., Any], config: Any, local_size: int | None, is_plain: bool
 ) -> Pattern | None:
-    """The same while a graph is traced: closures cannot be read there.
+    """Returns the pattern while a graph is traced, where closures cannot be read, or None.
 
-    ``is_plain``: transformers says that nothing is in the mask but causality and ``local_size``.
+    ``is_plain`` says that, according to transformers, the mask has nothing but causality and ``local_size``.
     """
     if mask_function is _CAUSAL:
         return Pattern(causal=True)
