@@ -1,4 +1,4 @@
-"""Attention backward: the gradients of all inputs, without atomics: the same inputs, the same bits.
+"""Attention backward: the gradients of all inputs, without atomics, so that the same inputs give the same bits.
 
     P  = exp(S - lse)             recomputed tile by tile, nothing of O(Sq * Sk) is stored
     dV = dropout(P)^T dO
@@ -6,8 +6,8 @@
     dS = P (dP - delta),          delta = rowsum(dO * O) - dlse, once per row
     dQ = scale * dS K,  dK = scale * dS^T Q,  dbias = dS,  dslope = sum of -dS * distance
 
-One kernel each, in this order: delta (`attention_backward_rows`), dK and dV (`attention_backward_key_value`), dQ
-(`attention_backward_query`), the bias's gradient (`attention_backward_bias`), that of ALiBi slopes
+There is one kernel for each of these: delta (`attention_backward_rows`), dQ (`attention_backward_query`), dK and dV
+(`attention_backward_key_value`), the bias's gradient (`attention_backward_bias`), and that of ALiBi slopes
 (`attention_backward_slopes`). Computing P twice costs two of seven products; in return dQ needs no atomics and no fp32
 workspace.
 Source: Dao, "FlashAttention-2", 2023, algorithm 2, split so that every sum has one owner and one order.
@@ -68,12 +68,12 @@ def attention_backward(
     bias_grad: bool,
     slopes_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the kernels of the op ``attention_backward`` of csrc/bindings.cpp, arguments already checked.
+    """Launches the kernels of the op ``attention_backward`` of csrc/bindings.cpp; the caller has checked the arguments.
 
     Shapes are those of `attention_forward`; grad_out is like out, grad_lse like lse. Returns (grad_query, grad_key,
-    grad_value, in dtype and order of dims of their tensors; grad_bias fp32 in the bias's shape, or ``[0]`` unless
+    grad_value, in the dtype and order of dims of their tensors; grad_bias fp32 in the bias's shape, or ``[0]`` unless
     ``bias_grad``; grad_sinks fp32 ``[Hq]``, or ``[0]``; grad_slopes fp32 in the slopes' shape, or ``[0]`` unless
-    ``slopes_grad``). Every kernel is deterministic, asked or not.
+    ``slopes_grad``). Every kernel is always deterministic.
     """
     if cu_seqlens_q is not None:
         grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)]
@@ -117,8 +117,8 @@ def attention_backward_add(
     deterministic: bool,
     slopes_grad: bool,
 ) -> Tensor:
-    """The same for the op ``attention_backward_add``: the gradients of query, key and value are added to those given,
-    in fp32. Returns grad_slopes, or ``[0]`` unless ``slopes_grad``."""
+    """Launches the kernels of the op ``attention_backward_add``, which adds the gradients of query, key and value to
+    the given fp32 ones. Returns grad_slopes, or ``[0]`` unless ``slopes_grad``."""
     _, _, grad_slopes = _gradients(
         (grad_query, grad_key, grad_value), True, grad_out, grad_lse, query, key, value, out, lse, None, alibi_slopes,
         None, dropout_seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right,
@@ -156,7 +156,8 @@ def _gradients(
     bias_grad: bool,
     slopes_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Writes those of query, key and value into ``grads``, or adds them; returns those of bias, sinks and slopes."""
+    """Writes the gradients of query, key and value into ``grads``, or adds them; returns those of bias, sinks and
+    slopes."""
     num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
     if cu_seqlens_q is not None:
         batch = cu_seqlens_q.numel() - 1
@@ -217,7 +218,7 @@ def _gradients(
         num_programs = ceil_div(max_seqlen_q, complete["BLOCK_M"]) * batch * num_heads
         launch(attention_backward_rows_kernel, num_programs, complete)
         launch(attention_backward_query_kernel, num_programs, complete)
-    if num_heads == 0:  # keys and values may have heads all the same
+    if num_heads == 0:  # keys and values may still have heads
         if not adds:
             grad_key.zero_()
             grad_value.zero_()

@@ -1,8 +1,8 @@
-"""The gradient of attention's bias: dbias = sum of dS over all that reads one element of the bias.
+"""The gradient of attention's bias: dbias = sum of dS over all scores that read one element of the bias.
 
 One CTA owns BLOCK_M x BLOCK_N elements of the bias (fewer where a dimension of the bias is 1) and recomputes dS for
-every batch, head, query tile and key tile that reads them, in one order: no atomics, and of dS no copy larger than the
-bias.
+every batch, head, query tile and key tile that reads them, in a fixed order. So it needs no atomics, and no copy of dS
+that is larger than the bias.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ def attention_backward_bias_kernel(
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     SUM_BATCHES: tl.constexpr, SUM_HEADS: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (key tiles * query tiles * heads * batches of the bias), each 1 where it is summed over. Dense only."""
+    """Computes grad_bias of dense tensors. Grid: (key tiles * query tiles * heads * batches of the bias), where each
+    factor is 1 if the sum is over it."""
     tl.static_assert(BIAS == ADDITIVE_BIAS)
     num_m_tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
     num_n_tiles = tl.cdiv(max_seqlen_k, BLOCK_N)
-    # What this CTA owns, and how many it sums over, of: key tiles, query tiles, heads, batches.
+    # For key tiles, query tiles, heads and batches: the first one of this CTA, and the number that it sums over.
     owned = tl.program_id(0)
     own_n, sum_n = (0, num_n_tiles) if SUM_COLUMNS else (owned % num_n_tiles, 1)
     owned = owned if SUM_COLUMNS else owned // num_n_tiles

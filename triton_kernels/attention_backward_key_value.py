@@ -37,10 +37,10 @@ def _key_value_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add what the rows ``first_row`` … ``first_row + BLOCK_M - 1`` of one head give to dK and dV.
+    """Adds the contribution of the rows ``first_row`` … ``first_row + BLOCK_M - 1`` of one head to dK and dV.
 
-    Everything is transposed, ``[BLOCK_N, BLOCK_M]``, so that P^T and dS^T are left operands. Keys past the end give
-    garbage in their own rows of dK and dV, which nobody stores; rows past the end have P = 0.
+    Everything is transposed, ``[BLOCK_N, BLOCK_M]``, so that P^T and dS^T are left operands. Keys past the end leave
+    garbage in their own rows of dK and dV, which are never stored; rows past the end have P = 0.
     """
     if MASKED:
         q = load_rows(q_base, first_row, seqlen_q, stride_qm, BLOCK_M, HEAD_DIM, WIDTH_QK)
@@ -99,7 +99,8 @@ def attention_backward_key_value_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLACED: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of BLOCK_N keys. Grid: (key tiles * B * Hkv); under a causal mask the first tiles take longest."""
+    """Computes dK and dV of BLOCK_N keys. Grid: (key tiles * B * Hkv); causal masks make the first tiles take
+    longest."""
     num_n_tiles = tl.cdiv(max_seqlen_k, BLOCK_N)
     num_kv_heads = num_heads // group_size
     first_key = (tl.program_id(0) % num_n_tiles) * BLOCK_N
@@ -123,7 +124,7 @@ def attention_backward_key_value_kernel(
     if DROPOUT:
         seed = tl.load(dropout_seed)
 
-    # Which rows see these keys: the same condition with the sides swapped.
+    # The rows that see these keys follow from the same condition with the sides swapped.
     begin, full_begin, full_end, end = tile_range(
         first_key, last_key, -offset, window_right, window_left, seqlen_q, BLOCK_M, RIGHT, LEFT
     )
@@ -156,7 +157,7 @@ def attention_backward_key_value_kernel(
                     HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
                     BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=False,
                 )  # fmt: skip
-        for step in range(full_begin - begin + end - full_end):  # on either side of the full ones
+        for step in range(full_begin - begin + end - full_end):  # tiles on either side of the full ones
             tile = begin + step + tl.where(begin + step < full_begin, 0, full_end - full_begin)
             dk, dv = _key_value_tile(
                 dk, dv, k, v, q_base, g_base, shift_base, log2_sum_base, delta_base, stride_qm, stride_gm,

@@ -34,7 +34,7 @@ def _query_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys ``first_key`` … ``first_key + BLOCK_N - 1`` give to dQ."""
+    """Adds the contribution of the keys ``first_key`` … ``first_key + BLOCK_N - 1`` to dQ."""
     if MASKED:
         k = load_rows(k_base, first_key, seqlen_k, stride_kn, BLOCK_N, HEAD_DIM, WIDTH_QK)
         v = load_rows(v_base, first_key, seqlen_k, stride_vn, BLOCK_N, VALUE_DIM, WIDTH_V)
@@ -57,7 +57,7 @@ def _query_tile(
         offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap, dropout_factor,
         LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED,
     )  # fmt: skip
-    if MASKED:  # 0 * NaN is NaN; a row that sees a NaN has one in dS
+    if MASKED:  # 0 * NaN is NaN, and a row that sees a NaN already has one in dS
         k = tl.where(is_finite(k), k, 0.0)
     return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
 
@@ -81,7 +81,7 @@ def attention_backward_query_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLACED: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """dQ of BLOCK_M rows. Grid: (query tiles * B * Hq), the last rows first, as in the forward kernel."""
+    """Computes dQ of BLOCK_M rows. Grid: (query tiles * B * Hq), the last rows first, as in the forward kernel."""
     num_m_tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
     first_row = (num_m_tiles - 1 - tl.program_id(0) % num_m_tiles) * BLOCK_M
     batch_head = tl.program_id(0) // num_m_tiles
@@ -137,7 +137,7 @@ def attention_backward_query_kernel(
                 HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
                 BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=False,
             )  # fmt: skip
-    for step in range(full_begin - begin + end - full_end):  # on either side of the full ones
+    for step in range(full_begin - begin + end - full_end):  # tiles on either side of the full ones
         tile = begin + step + tl.where(begin + step < full_begin, 0, full_end - full_begin)
         dq = _query_tile(
             dq, q, grad, shift, log2_sum, delta_tile, k_base, v_base, stride_kn, stride_vn, first_row,

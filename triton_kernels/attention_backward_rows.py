@@ -1,9 +1,8 @@
-"""What attention's backward needs once per query row: delta = rowsum(dO * O) - dlse, and what normalises P.
+"""The numbers of each query row for attention's backward: delta = rowsum(dO * O) - dlse, and the normaliser of P.
 
 P = exp(S - lse) loses its normalisation where lse is huge: with every visible key at finfo.min, finfo.min + log(n)
-rounds to finfo.min, and P would be 1 instead of 1 / n. Only an additive bias makes such scores. Then these rows get
-their maximum and the logarithm of their sum separately, from one more pass over their keys; other rows never pay
-for it.
+rounds to finfo.min, and P would be 1 instead of 1 / n. Only an additive bias makes such scores. Such rows get their
+maximum and the logarithm of their sum separately, from one more pass over their keys; other rows do not pay for it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def _renormalise(
     HEAD_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Maximum of the rows' scores and log2 of their sum of exponentials, as the forward pass finds them."""
+    """Returns the maximum of the rows' scores and log2 of the sum of their exponentials, as the forward pass does."""
     q = load_rows(q_base, first_row, seqlen_q, stride_qm, BLOCK_M, HEAD_DIM, WIDTH_QK)
     row = first_row + tl.arange(0, BLOCK_M)[:, None]
     row_max = tl.zeros([BLOCK_M], tl.float32) + sink
@@ -73,7 +72,7 @@ def attention_backward_rows_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLACED: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (query tiles * B * Hq)."""
+    """Computes delta, row_shift and, with an additive bias, row_log2_sum. Grid: (query tiles * B * Hq)."""
     num_m_tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
     first_row = (tl.program_id(0) % num_m_tiles) * BLOCK_M
     batch_head = tl.program_id(0) // num_m_tiles
@@ -91,7 +90,7 @@ def attention_backward_rows_kernel(
 
     row = first_row + tl.arange(0, BLOCK_M)
     inside = row < seqlen_q
-    position = batch * stride_lb + head * stride_lh + begin_row + row  # in everything that is laid out like lse
+    position = batch * stride_lb + head * stride_lh + begin_row + row  # in all tensors that are laid out like lse
     if GRAD_LSE:
         delta_tile -= tl.load(grad_lse + position, mask=inside, other=0.0)
     tl.store(delta + position, delta_tile, mask=inside)

@@ -1,7 +1,7 @@
 """The gradient of ALiBi slopes: dslope = sum of -dS * |i + Sk - Sq - j| over rows i and keys j.
 
-A CTA recomputes dS for every num_splits-th tile of a head's query rows, in one order, and leaves one sum: no atomics.
-The launcher adds the splits up.
+A CTA recomputes dS for every num_splits-th tile of a head's query rows, in a fixed order, and stores one sum, so that
+no atomics are needed. The launcher adds up the splits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fastattn.triton_kernels.attention_common import (
 )
 from fastattn.triton_kernels.tiles import ceil_div
 
-# CTAs enough for any GPU; and where sequences and heads are as many, the longest sequence may still be much longer than
-# the others. Both bound the workspace: it has a number for each CTA.
+# ENOUGH_CTAS fill any GPU. LEAST_SPLITS apply where sequences and heads are as many already, because the longest
+# sequence may be much longer than the others. Both bound the workspace, which has one number per CTA.
 ENOUGH_CTAS = 2048
 LEAST_SPLITS = 16
 
 
 def slopes_splits(num_heads: int, num_m_tiles: int) -> int:
-    """Into how many parts the tiles of rows are split; ``num_heads`` counts those of all sequences."""
+    """Returns the number of splits of the tiles of rows; ``num_heads`` counts the heads of all sequences."""
     return min(num_m_tiles, max(LEAST_SPLITS, ceil_div(ENOUGH_CTAS, num_heads)))
 
 
@@ -52,7 +52,7 @@ def attention_backward_slopes_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLACED: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """slope_sums ``[B, Hq, num_splits]``. Grid: one CTA for each of them."""
+    """Computes slope_sums ``[B, Hq, num_splits]``. Grid: one CTA for each sum."""
     tl.static_assert(ALIBI)
     split = tl.program_id(0) % num_splits
     batch_head = tl.program_id(0) // num_splits

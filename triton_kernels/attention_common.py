@@ -1,11 +1,12 @@
-"""What the attention kernels share: which keys a row sees, what a score is, which probabilities dropout keeps.
+"""The functions that the attention kernels share: the keys that a row sees, the scores, the probabilities that dropout
+keeps.
 
 Index tensors come already shaped: ``row`` and ``column`` broadcast against each other to the tile, so that the same
 function serves S = Q K^T ``[BLOCK_M, BLOCK_N]`` and its transpose.
 
 Scores have one of two units, chosen by the constexpr ``BIAS``: base-2 logarithms (the scale absorbs log2(e)), or
-natural ones where an additive bias comes in, because finfo.min * log2(e) would overflow to -inf and turn a number into
-a mask.
+natural logarithms with an additive bias, because finfo.min * log2(e) would overflow to -inf and turn a number into a
+mask.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NO_BIAS, BOOL_BIAS, ADDITIVE_BIAS = tl.constexpr(0), tl.constexpr(1), tl.constex
 
 @triton.jit
 def sequence_range(cu_seqlens, batch, total, max_seqlen):
-    """First row and length of sequence ``batch``; what lies out of range in ``cu_seqlens`` is clamped, never read."""
+    """Returns the first row and the length of sequence ``batch``, clamped so that no row out of range is ever read."""
     if cu_seqlens is None:
         begin = 0
         length = max_seqlen
@@ -38,7 +39,8 @@ def sequence_range(cu_seqlens, batch, total, max_seqlen):
 
 @triton.jit
 def load_rows(base, first_row, num_rows, stride, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows ``first_row`` … ``first_row + BLOCK - 1``, ``[BLOCK, WIDTH]``; zero from ``num_rows`` rows and ``DIM`` on.
+    """Loads rows ``first_row`` … ``first_row + BLOCK - 1``, ``[BLOCK, WIDTH]``; zeros from row ``num_rows`` and dim
+    ``DIM`` on.
 
     The launchers guarantee 16-byte aligned rows; without the hints, a row length like 72 would mean 2-byte loads.
     """
@@ -55,7 +57,7 @@ def load_rows(base, first_row, num_rows, stride, BLOCK: tl.constexpr, DIM: tl.co
 
 @triton.jit
 def load_full_rows(base, first_row, stride, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """`load_rows` where all rows exist."""
+    """Does `load_rows` where all rows exist."""
     VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
     row = tl.arange(0, BLOCK)
     column = tl.arange(0, WIDTH)
@@ -69,7 +71,7 @@ def load_full_rows(base, first_row, stride, BLOCK: tl.constexpr, DIM: tl.constex
 
 @triton.jit
 def store_rows(base, values, first_row, num_rows, stride, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Inverse of `load_rows`, rounding to the dtype of ``base``."""
+    """Stores rows, the inverse of `load_rows`, and rounds to the dtype of ``base``."""
     VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
     row = tl.arange(0, BLOCK)
     column = tl.arange(0, WIDTH)
@@ -84,7 +86,7 @@ def finish_rows(
     base, values, first_row, num_rows, stride, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     ADDS: tl.constexpr,
 ):  # fmt: skip
-    """`store_rows`, or with ``ADDS`` adds to the float32 that is there."""
+    """Does `store_rows`, or with ``ADDS`` adds to the fp32 numbers that are there."""
     if ADDS:
         values += load_rows(base, first_row, num_rows, stride, BLOCK, DIM, WIDTH)
     store_rows(base, values, first_row, num_rows, stride, BLOCK, DIM, WIDTH)
@@ -92,7 +94,7 @@ def finish_rows(
 
 @triton.jit
 def spoil_rows(base, spoiled, first_row, num_rows, stride, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Overwrite with NaN those elements that `store_rows` has stored of which ``spoiled`` is true."""
+    """Overwrites with NaN the elements that `store_rows` has stored and for which ``spoiled`` is true."""
     VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
     row = tl.arange(0, BLOCK)
     column = tl.arange(0, WIDTH)
@@ -106,11 +108,12 @@ def spoil_rows(base, spoiled, first_row, num_rows, stride, BLOCK: tl.constexpr, 
 def tile_range(
     first, last, shift, window_left, window_right, length, BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
 ):
-    """Which tiles of ``BLOCK`` columns the rows ``first`` … ``last`` see: ``begin <= full_begin <= full_end <= end``.
+    """Returns which tiles of ``BLOCK`` columns the rows ``first`` … ``last`` see: ``begin``, ``full_begin``,
+    ``full_end``, ``end``.
 
-    Row i sees column j if i + shift - window_left <= j <= i + shift + window_right, and 0 <= j < length. Tiles from
-    ``begin`` to ``end`` are seen by some row, those from ``full_begin`` to ``full_end`` wholly by every row. The same
-    condition read backwards (shift negated, sides swapped) says which rows see a column.
+    Row i sees column j if i + shift - window_left <= j <= i + shift + window_right, and 0 <= j < length. Some row sees
+    the tiles from ``begin`` to ``end``, and every row sees all of the tiles from ``full_begin`` to ``full_end``. The
+    same condition read backwards (shift negated, sides swapped) says which rows see a column.
     """
     seen_begin = 0
     seen_end = length
@@ -131,7 +134,7 @@ def tile_range(
 
 @triton.jit
 def visible_keys(row, column, offset, seqlen_k, window_left, window_right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """True where the query row, standing at ``row + offset``, sees the key column."""
+    """Returns where the query row, which stands at ``row + offset``, sees the key column."""
     visible = column < seqlen_k
     if LEFT:
         visible = visible & (column >= row + offset - window_left)
@@ -144,7 +147,7 @@ def visible_keys(row, column, offset, seqlen_k, window_left, window_right, LEFT:
 def apply_bias(
     scores, visible, row, column, bias_base, stride_bias_m, stride_bias_n, seqlen_q, seqlen_k, BIAS: tl.constexpr
 ):  # fmt: skip
-    """Scores plus the additive bias, and visible without what the mask or a bias of -inf hides."""
+    """Returns the scores plus an additive bias, and ``visible`` without keys that a mask or a bias of -inf hides."""
     inside = (row < seqlen_q) & (column < seqlen_k)
     pointers = bias_base + (row.to(tl.int64) * stride_bias_m + column.to(tl.int64) * stride_bias_n)
     bias = tl.load(pointers, mask=inside, other=0)
@@ -162,10 +165,10 @@ def attention_scores(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one tile of q.k, and what else the gradient needs.
+    """Returns the scores of one tile of q.k, and the other factors that the gradient needs.
 
-    scale → softcap → bias or ALiBi → mask. Returns (scores in the unit of BIAS, -inf where masked; which are visible,
-    all true unless MASKED; d score / d (scale * q.k), 1 unless SOFTCAP). A bias needs MASKED.
+    It applies scale → softcap → bias or ALiBi → mask, and returns (scores in the unit of BIAS, -inf where masked; which
+    are visible, all true unless MASKED; d score / d (scale * q.k), 1 unless SOFTCAP). A bias needs MASKED.
     """
     UNIT: tl.constexpr = LOG2_E if BIAS != ADDITIVE_BIAS else 1.0  # one nat in the unit of the scores
     if SOFTCAP:
@@ -196,10 +199,10 @@ def score_gradients(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the backward pass, from q.k and dO.v, either way round.
+    """Computes one tile of the backward pass from q.k and dO.v, or from their transposes.
 
     ``shift``, ``log2_sum``, ``delta`` are per row, shaped like ``row`` (`attention_backward_rows`). Returns (P after
-    dropout but for its factor; dS, which is the bias's gradient; d loss / d (scale * q.k)).
+    dropout without its factor; dS, which is the bias's gradient; d loss / d (scale * q.k)).
     """
     scores, visible, slope_of_cap = attention_scores(
         products, row, column, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
@@ -214,7 +217,7 @@ def score_gradients(
         grad_products = tl.where(keep, grad_products * dropout_factor, 0.0)
         dropped = tl.where(keep, p, 0.0)
     grad_scores = p * (grad_products - delta)
-    if MASKED:  # a NaN in a masked key or value came through the products, to rows past the end too
+    if MASKED:  # a NaN in a masked key or value has come through the products, even to rows past the end
         visible = visible & (row < seqlen_q)
         dropped = tl.where(visible, dropped, 0.0)
         grad_scores = tl.where(visible, grad_scores, 0.0)
@@ -226,22 +229,22 @@ def dropout_keep(
     seed, threshold, batch_head, first_row, first_column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Which probabilities of the tile dropout keeps, ``[BLOCK_M, BLOCK_N]`` bool; ``first_column % 4 == 0``.
+    """Returns which probabilities of the tile dropout keeps, ``[BLOCK_M, BLOCK_N]`` bool; ``first_column % 4 == 0``.
 
-    Philox 4x32-10 (Salmon et al., SC 2011): key = seed, counter = (column // 4, row, batch * Hq + head, 0), word =
-    column % 4; dropped below ``threshold``. One call gives the words of four columns.
+    Philox 4x32-10 (Salmon et al., SC 2011) draws the words: key = seed, counter = (column // 4, row, batch * Hq + head,
+    0), word = column % 4. A word below ``threshold`` drops. One call gives the words of four columns.
     """
     row = first_row + tl.arange(0, BLOCK_M)[:, None]
     column_block = first_column // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
     zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
     w0, w1, w2, w3 = tl.philox(seed, zero + column_block, zero + row, zero + batch_head, zero)
     limit = threshold.to(tl.uint32, bitcast=True)
-    # As bytes, not as words: the change of layout goes through shared memory.
+    # Bytes are smaller than words: the change of layout goes through shared memory.
     b0, b1 = (w0 >= limit).to(tl.int8), (w1 >= limit).to(tl.int8)
     b2, b3 = (w2 >= limit).to(tl.int8), (w3 >= limit).to(tl.int8)
     if BIAS == BOOL_BIAS:
-        # tl.interleave behind a load of bytes has Triton (3.6 for one) give each thread of an mma.sync eight numbers
-        # next to each other: a product over 16 keys or rows then counts half of them twice, and the others never.
+        # tl.interleave after a load of bytes makes Triton (3.6, for one) give each thread of an mma.sync eight adjacent
+        # numbers: a product over 16 keys or rows then counts half of them twice, and the others never.
         word = tl.arange(0, 4)[None, None, :]
         kept = tl.where(word < 2, b0[:, :, None], b2[:, :, None])
         kept = tl.where(word % 2 == 0, kept, tl.where(word < 2, b1[:, :, None], b3[:, :, None]))
@@ -252,5 +255,5 @@ def dropout_keep(
 
 @triton.jit
 def is_finite(x):
-    """NaN compares false."""
+    """Returns where x is finite; NaN compares false."""
     return tl.abs(x.to(tl.float32)) < INF

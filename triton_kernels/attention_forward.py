@@ -9,7 +9,7 @@ One CTA owns BLOCK_M query rows of one head and walks over the key tiles that th
     O = O exp(m - m') + dropout(P) V
     O / l, lse = m + log(l)
 
-Key tiles that no row sees are skipped; those that every row sees wholly go through a loop without masks.
+Key tiles that no row sees are skipped; tiles of which every row sees all keys go through a loop without masks.
 Source: Dao, "FlashAttention-2", 2023, algorithm 1.
 """
 
@@ -65,7 +65,7 @@ def _attend_tile(
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGE_SIZE: tl.constexpr,
     MAX_LOGIT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax over the keys ``first_key`` … ``first_key + BLOCK_N - 1``."""
+    """Takes one step of the online softmax, over the keys ``first_key`` … ``first_key + BLOCK_N - 1``."""
     UNIT: tl.constexpr = LOG2_E if BIAS != ADDITIVE_BIAS else 1.0
     EXP2_FACTOR: tl.constexpr = 1.0 if BIAS != ADDITIVE_BIAS else LOG2_E
     if PAGE_SIZE > 0:
@@ -91,10 +91,10 @@ def _attend_tile(
         shift = tl.where(new_max == -INF, 0.0, new_max)  # a row that has seen nothing yet: exp(-inf - 0), not exp(NaN)
         p = tl.exp2((scores - shift[:, None]) * EXP2_FACTOR)
     else:
-        # scale >= 0 here, so that the maximum commutes with it, and scale and shift are one FMA.
+        # scale >= 0 here, so the maximum may be taken before scaling, and scale and shift are one FMA.
         new_max = tl.maximum(row_max, tl.max(products, 1) * (scale * UNIT))
         shift = new_max
-        if MAX_LOGIT:  # no sink keeps it from being -inf
+        if MAX_LOGIT:  # without the sink in it, the maximum may be -inf
             shift = tl.where(new_max == -INF, 0.0, new_max)
         p = tl.exp2(products * (scale * UNIT) - shift[:, None])
 
@@ -113,7 +113,7 @@ def _attend_tile(
             v = load_paged_rows(v_base, page, page_row, exists, stride_vb, stride_vn, VALUE_DIM, WIDTH_V)
         else:
             v = load_rows(v_base, first_key, seqlen_k, stride_vn, BLOCK_N, VALUE_DIM, WIDTH_V)
-        # 0 * NaN is NaN: what a row does not see must not reach it through a probability of zero.
+        # 0 * NaN is NaN: a value that a row does not see must not reach it through a probability of zero.
         finite = is_finite(v)
         spoiled = tl.maximum(spoiled, tl.max(1 - finite.to(tl.int32), 1))
         v = tl.where(finite, v, 0.0)
@@ -123,7 +123,7 @@ def _attend_tile(
     return out, new_max, row_sum, spoiled
 
 
-# Keys that `_spoiled_values` looks at: few, as a matrix instruction takes them, so that it needs few registers.
+# The keys that `_spoiled_values` looks at: as few as a matrix instruction takes, so that it needs few registers.
 SPOILED_KEYS = tl.constexpr(16)
 
 
@@ -134,8 +134,8 @@ def _spoiled_values(
     window_left, window_right, VALUE_DIM: tl.constexpr, WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Add to ``count [BLOCK_M, WIDTH_V]``: of the keys from ``first_key`` on, those that a row sees with a value there
-    that is not finite."""
+    """Adds to ``count [BLOCK_M, WIDTH_V]``, for each row and dim, the keys from ``first_key`` on that the row sees and
+    whose value there is not finite."""
     if PAGE_SIZE > 0:
         page, page_row, exists = locate_keys(
             first_key, seqlen_k, block_table, max_pages, num_pages, batch, SPOILED_KEYS, PAGE_SIZE
@@ -174,11 +174,12 @@ def attention_forward_kernel(
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
     PAGE_SIZE: tl.constexpr, NEGATE: tl.constexpr, MAX_LOGIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (query tiles * B * Hq), the tiles of one head side by side so that they share its keys in L2."""
+    """Attends with BLOCK_M rows. Grid: (query tiles * B * Hq), where the tiles of one head are neighbours, so that they
+    share its keys in L2."""
     UNIT: tl.constexpr = LOG2_E if BIAS != ADDITIVE_BIAS else 1.0
     NATURAL: tl.constexpr = LN_2 if BIAS != ADDITIVE_BIAS else 1.0  # one unit of a score in nats
 
-    # Which rows of which head of which sequence; the last rows first, because under a causal mask they take longest.
+    # The sequence, head and rows of this CTA. The last rows come first, because under a causal mask they take longest.
     num_m_tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
     first_row = (num_m_tiles - 1 - tl.program_id(0) % num_m_tiles) * BLOCK_M
     batch_head = tl.program_id(0) // num_m_tiles
@@ -203,8 +204,8 @@ def attention_forward_kernel(
         v_base += batch * stride_vb + tl.cast(begin_k, tl.int64) * stride_vn
     q_base = query + batch * stride_qb + head * stride_qh + tl.cast(begin_q, tl.int64) * stride_qm
     q = load_rows(q_base, first_row, seqlen_q, stride_qm, BLOCK_M, HEAD_DIM, WIDTH_QK)
-    if NEGATE:  # a scale that is not negative lets the loop take the maximum before scaling
-        q = -q  # by the host's choice: after a choice made here, wgmma would read Q from registers at every step
+    if NEGATE:  # with a scale that is not negative, the loop may take the maximum before scaling
+        q = -q  # the host decides it: after a branch in the kernel, wgmma would read Q from registers at every step
         scale = -scale
 
     bias_base = bias
@@ -218,7 +219,7 @@ def attention_forward_kernel(
         seed = tl.load(dropout_seed)
     row_max = tl.full([BLOCK_M], -INF, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if SINKS and not MAX_LOGIT:  # a key that every row has seen already, and that has no value
+    if SINKS and not MAX_LOGIT:  # a sink is like a key without a value that every row has seen already
         sink = tl.load(sinks + head) * UNIT
         row_max = tl.zeros([BLOCK_M], tl.float32) + sink
         row_sum += tl.where(sink == -INF, 0.0, 1.0)
@@ -242,7 +243,7 @@ def attention_forward_kernel(
                 BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, PAGE_SIZE,
                 MAX_LOGIT, MASKED=False,
             )  # fmt: skip
-    num_masked = full_begin - begin + end - full_end  # on either side of the full ones
+    num_masked = full_begin - begin + end - full_end  # tiles on either side of the full ones
     for step in range(num_masked):
         tile = begin + step + tl.where(begin + step < full_begin, 0, full_end - full_begin)
         out, row_max, row_sum, spoiled = _attend_tile(
@@ -257,7 +258,7 @@ def attention_forward_kernel(
     if MAX_LOGIT:
         in_sequence = first_row + tl.arange(0, BLOCK_M) < seqlen_q
         tl.atomic_max(max_logits + head, tl.max(tl.where(in_sequence, row_max * NATURAL, -INF), 0), sem="relaxed")
-        if SINKS:  # not before: it is no score
+        if SINKS:  # only now, as a sink is no score
             sink = tl.load(sinks + head) * UNIT
             new_max = tl.maximum(row_max, sink)
             shift = tl.where(new_max == -INF, 0.0, new_max)
@@ -276,8 +277,8 @@ def attention_forward_kernel(
     lse_base = lse + batch * stride_lb + head * stride_lh + begin_q
     tl.store(lse_base + row, row_max * NATURAL + tl.log(row_sum), mask=row < seqlen_q)
 
-    # Put back what masked tiles have left out: NaN where a row sees a value that is not finite. After the output has
-    # been stored, so that its registers are free.
+    # Put back the NaN that masked tiles have left out, where a row sees a value that is not finite. This comes after
+    # the output has been stored, so that its registers are free.
     if tl.max(spoiled, 0) > 0:
         count = tl.zeros([BLOCK_M, WIDTH_V], tl.float32)
         PARTS: tl.constexpr = BLOCK_N // SPOILED_KEYS
@@ -289,7 +290,7 @@ def attention_forward_kernel(
                 offset, seqlen_q, seqlen_k, window_left, window_right,
                 VALUE_DIM, WIDTH_V, BLOCK_M, LEFT, RIGHT, BIAS, PAGE_SIZE,
             )  # fmt: skip
-        tl.debug_barrier()  # orders both stores, should the compiler give an element to another thread this time
+        tl.debug_barrier()  # orders both stores, as the compiler may give an element to another thread this time
         spoil_rows(o_base, count > 0, first_row, seqlen_q, stride_om, BLOCK_M, VALUE_DIM, WIDTH_V)
 
 
@@ -318,15 +319,16 @@ def attention_forward(
     return_max_logit: bool = False,
     exact_out: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch `attention_forward_kernel`: the op ``attention_forward`` of csrc/bindings.cpp, arguments already checked.
+    """Launches `attention_forward_kernel` for the op ``attention_forward`` of csrc/bindings.cpp; the caller has checked
+    the arguments.
 
-    Dense: query ``[B, Hq, Sq, D]``, key ``[B, Hkv, Sk, D]``, value ``[B, Hkv, Sk, Dv]``; packed: ``[total, H, D]`` with
-    int32 ``cu_seqlens [B + 1]``; with int32 ``block_table [B, max_pages]`` key and value are pages, ``[num_pages, Hkv,
-    page_size, D]``. bias ``[B|1, Hq|1, Sq|1, Sk|1]`` bool or floating; alibi_slopes fp32 ``[B|1, Hq]``;
-    sinks fp32 ``[Hq]``; a negative window is unbounded. Returns (out in query's dtype, fp32 with ``exact_out``, in its
-    order of dims; lse fp32 in nats ``[B, Hq, Sq]`` or ``[Hq, total_q]``; the largest scores fp32 ``[Hq]``, or ``[0]``
-    where they are not wanted).
-    Programs never share the keys of a row, so that results are ``batch_invariant`` always.
+    Dense tensors are query ``[B, Hq, Sq, D]``, key ``[B, Hkv, Sk, D]``, value ``[B, Hkv, Sk, Dv]``; packed ones are
+    ``[total, H, D]`` with int32 ``cu_seqlens [B + 1]``. With int32 ``block_table [B, max_pages]`` key and value are
+    pages, ``[num_pages, Hkv, page_size, D]``. bias is ``[B|1, Hq|1, Sq|1, Sk|1]`` bool or floating, alibi_slopes fp32
+    ``[B|1, Hq]``, sinks fp32 ``[Hq]``; a negative window is unbounded. Returns (out in query's dtype, or fp32 with
+    ``exact_out``, in query's order of dims; lse fp32 in nats ``[B, Hq, Sq]`` or ``[Hq, total_q]``; the largest scores
+    fp32 ``[Hq]``, or ``[0]`` where they are not wanted). Programs never share the keys of a row, so results are always
+    ``batch_invariant``.
     """
     num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
     out_dtype = torch.float32 if exact_out else query.dtype

@@ -1,4 +1,4 @@
-"""The host side that attention's launchers share: from the arguments of the op to those of the kernels."""
+"""The host side that attention's launchers share: it turns the arguments of the op into those of the kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def attention_constexprs(
     sinks: bool = False,
     dropout: bool = False,
 ) -> Arguments:
-    """Constexprs of every attention kernel, and the launch options."""
+    """Returns the constexprs of every attention kernel, and the launch options."""
     return {
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,
@@ -45,14 +45,14 @@ def attention_constexprs(
         "DROPOUT": dropout,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
-        "enable_fp_fusion": True,  # what Triton up to 3.9 does by itself; P = exp2(s * scale - max) is one FMA
+        "enable_fp_fusion": True,  # the default of Triton up to 3.9; P = exp2(s * scale - max) is one FMA
     }
 
 
 def packed_lengths(
     query: Tensor, key: Tensor, block_table: Tensor | None, max_seqlen_q: int, max_seqlen_k: int
 ) -> tuple[int, int]:
-    """The bounds of a packed call: none larger than its tensor, so that neither grids nor window sums overflow."""
+    """Returns a packed call's longest lengths, bounded by its tensors, so that no grid or window sum overflows."""
     num_keys = key.shape[0] if block_table is None else block_table.shape[1] * key.shape[2]
     return min(max_seqlen_q, query.shape[0]), min(max_seqlen_k, num_keys)
 
@@ -61,12 +61,12 @@ LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
 def arguments_of(kernel: Any, arguments: Arguments) -> Arguments:
-    """Those of ``arguments`` that ``kernel`` names, and the launch options."""
+    """Returns the ``arguments`` that ``kernel`` names, and the launch options."""
     return {name: arguments[name] for name in (*kernel.arg_names, *LAUNCH_OPTIONS)}
 
 
 def launch(kernel: Any, num_programs: int, arguments: Arguments) -> None:
-    """Run ``num_programs`` CTAs of ``kernel`` with those of ``arguments`` that it names."""
+    """Runs ``num_programs`` CTAs of ``kernel`` with the ``arguments`` that it names."""
     if num_programs > 0:
         kernel[(num_programs,)](**arguments_of(kernel, arguments))
 
@@ -92,7 +92,7 @@ def score_arguments(
     softcap: float,
     dropout_p: float,
 ) -> Arguments:
-    """What decides the scores and which of them count: the arguments that all attention kernels have in common."""
+    """Returns the arguments that all attention kernels share: those that decide the scores and which of them count."""
     packed = cu_seqlens_q is not None
     offset = _query_offset(first_row, first_key)
     left, right, _, _ = window_arguments(window_left, window_right, max_seqlen_q, max_seqlen_k, offset)
@@ -148,7 +148,7 @@ def score_options(
     softcap: float,
     dropout_p: float,
 ) -> Arguments:
-    """The keyword arguments of `attention_constexprs` for a call."""
+    """Returns the keyword arguments of `attention_constexprs` for a call."""
     offset = _query_offset(first_row, first_key)
     _, _, left, right = window_arguments(window_left, window_right, max_seqlen_q, max_seqlen_k, offset)
     return {
@@ -164,20 +164,21 @@ def score_options(
 
 
 def is_crowded(options: Arguments) -> bool:
-    """What the choosers of tiles in tiles.py need to know of `score_options`."""
+    """Returns whether the options need registers for every score, by which tiles.py chooses a tile."""
     crowded: bool = options["bias"] != NO_BIAS.value or options["dropout"] or options["alibi"] or options["softcap"]
     return crowded
 
 
 def bias_kind(bias: Tensor | None) -> int:
-    """The constexpr BIAS."""
+    """Returns the constexpr BIAS for a bias."""
     if bias is None:
         return NO_BIAS.value
     return BOOL_BIAS.value if bias.dtype == torch.bool else ADDITIVE_BIAS.value
 
 
 def strides(letter: str, tensor: Tensor) -> dict[str, int]:
-    """Batch, head and row stride (``…m``; of keys and values ``…n``) of ``[B, H, S, D]``, packed ``[total, H, D]``."""
+    """Returns the batch, head and row stride (``…m``; ``…n`` for keys and values) of ``[B, H, S, D]`` or packed
+    ``[total, H, D]``."""
     row = "n" if letter.endswith(("k", "v")) else "m"
     batch = 0 if tensor.dim() == 3 else tensor.stride(0)
     return {
@@ -188,28 +189,29 @@ def strides(letter: str, tensor: Tensor) -> dict[str, int]:
 
 
 def lse_strides(lse: Tensor) -> dict[str, int]:
-    """Batch and head strides of lse ``[B, H, S]``, or packed ``[H, total]``."""
+    """Returns the batch and head strides of lse ``[B, H, S]``, or packed ``[H, total]``."""
     batch, head = (0, lse.stride(0)) if lse.dim() == 2 else lse.stride()[:2]
     return {"stride_lb": batch, "stride_lh": head}
 
 
 def broadcast_strides(tensor: Tensor | None) -> tuple[int, ...]:
-    """Strides of a 4-D bias, 0 where its size is 1 so that every index reads the one element."""
+    """Returns the strides of a 4-D bias, 0 where its size is 1, so that every index reads the one element."""
     if tensor is None:
         return 0, 0, 0, 0
     return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _query_offset(first_row: int | None, first_key: int) -> int | None:
-    """Row i stands at key i + this; None: the last row stands at the last key."""
+    """Returns the offset by which row i stands at key i + offset, or None if the last row stands at the last key."""
     return None if first_row is None else first_row - first_key
 
 
 def window_arguments(
     window_left: int, window_right: int, max_seqlen_q: int, max_seqlen_k: int, offset: int | None
 ) -> tuple[int, int, bool, bool]:
-    """(left, right, LEFT, RIGHT): a side that reaches past every key is unbounded; sums of positions fit 32 bits."""
-    behind = before = max_seqlen_q + max_seqlen_k  # that rows may stand behind the first key, and before the last
+    """Returns (left, right, LEFT, RIGHT). A side that reaches past every key is unbounded, so sums of positions fit
+    into 32 bits."""
+    behind = before = max_seqlen_q + max_seqlen_k  # the most that a row stands behind the first key, before the last
     if offset is not None:
         behind, before = max_seqlen_q - 1 + offset, max_seqlen_k - 1 - offset
     left, right = 0 <= window_left < behind, 0 <= window_right < before
@@ -217,7 +219,10 @@ def window_arguments(
 
 
 def dropout_arguments(dropout_p: float) -> tuple[int, float]:
-    """(threshold as the signed number with the same 32 bits, factor of the kept): p = 1 keeps nothing, by factor 0."""
+    """Returns (the threshold as the signed number with the same 32 bits, the factor of kept weights).
+
+    With p = 1 the factor is 0, so nothing is kept.
+    """
     threshold = min(int(dropout_p * 2**32), 2**32 - 1)
     signed = threshold - 2**32 if threshold >= 2**31 else threshold
     return signed, 1.0 / (1.0 - dropout_p) if dropout_p < 1 else 0.0

@@ -1,4 +1,4 @@
-"""Keys and values in pages ``[num_pages, Hkv, page_size, D]``: what the attention kernel needs to read them.
+"""Functions by which the attention kernel reads keys and values in pages ``[num_pages, Hkv, page_size, D]``.
 
 A key whose page does not exist is absent: zeros take its place, and it is masked.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def paged_length(cu_seqlens, batch, max_seqlen):
-    """How many keys sequence ``batch`` has: 0 to ``max_seqlen``, whatever the offsets say."""
+    """Returns the number of keys of sequence ``batch``, from 0 to ``max_seqlen``, whatever the offsets say."""
     length = tl.load(cu_seqlens + batch + 1).to(tl.int64) - tl.load(cu_seqlens + batch)
     return tl.minimum(tl.maximum(length, 0), max_seqlen).to(tl.int32)
 
@@ -20,7 +20,8 @@ def paged_length(cu_seqlens, batch, max_seqlen):
 def locate_keys(
     first_key, num_keys, block_table, max_pages, num_pages, batch, BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr
 ):  # fmt: skip
-    """Page and row there of the keys ``first_key`` … ``first_key + BLOCK - 1``, int64, and which exist."""
+    """Returns the pages of the keys ``first_key`` … ``first_key + BLOCK - 1`` and their rows there, int64, and which
+    keys exist."""
     key = first_key + tl.arange(0, BLOCK)
     wanted = key < num_keys
     page = tl.load(block_table + batch * max_pages + key // PAGE_SIZE, mask=wanted, other=-1)
@@ -29,7 +30,7 @@ def locate_keys(
 
 @triton.jit
 def load_paged_rows(base, page, row, exists, stride_page, stride_row, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows of pages, ``[BLOCK, WIDTH]``; zero where they do not exist, and from ``DIM`` on."""
+    """Loads rows of pages, ``[BLOCK, WIDTH]``, with zeros where they do not exist, and from ``DIM`` on."""
     VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
     column = tl.arange(0, WIDTH)
     offset = tl.multiple_of(page * stride_page + row * stride_row, VECTOR)

@@ -4,15 +4,16 @@ Dao et al., "Flash-Decoding for long-context inference" (2023).
 
     S = mask(ALiBi(softcap(scale * rotate(Q) K^T)))     P = exp(S - lse)     out = P V
 
-Three kernels, launched in this order:
+Three kernels run in this order:
   append   (decode_append.py, if there are new tokens) writes them into the cache.
-  split    one CTA per (sequence, KV head, row tile, split). The rows of a tile are all query heads of the KV head times
-           the queries, so that each key is loaded once for all of them:  row = query_idx * group + head_in_group.
-           A split walks over its share of the sequence's key blocks with an online softmax, and leaves its own
+  split    has one CTA per (sequence, KV head, row tile, split). The rows of a tile are all query heads of the KV head
+           times the queries, so that each key is loaded once for all of them:  row = query_idx * group + head_in_group.
+           A split walks over its share of the sequence's key blocks with an online softmax, and stores its own
            normalised output (fp32) and log-sum-exp. With a single split it writes the result itself.
-  combine  (decode_combine.py) one CTA per row: the splits' outputs weighted by exp(lse_split - lse); adds the sink.
-The grid follows from shapes alone. Lengths are read on the device, where each split works out its own key range.
-Preconditions: the last dims contiguous, rows 16-byte aligned, capacity below 2^30 tokens.
+  combine  (decode_combine.py) has one CTA per row, which weights the splits' outputs by exp(lse_split - lse) and adds
+           the sink.
+The grid follows from shapes alone. Lengths are read on the device, where each split computes its own key range.
+Preconditions: last dims are contiguous, rows are 16-byte aligned, and the capacity is below 2^30 tokens.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from .device_math import tanh
 from .fp8 import decode_fp8
 from .tiles import ceil_div, decode_key_blocks, decode_plan, decode_tile, padded_head_dim
 
-# Further than any key can be from any query: a window side that masks nothing.
+# A window side that masks nothing: no key is as far from a query.
 UNBOUNDED = 1 << 30
 
 
-# What changes from call to call of a server would be compiled for again where it is 1 or a multiple of 16. Rows are
-# aligned whatever the numbers: see `tl.multiple_of` below.
+# Without this, Triton would compile again where a number that changes from call to call of a server is 1 or a multiple
+# of 16. Rows are aligned whatever the numbers are: see `tl.multiple_of` below.
 @triton.jit(
     do_not_specialize=[
         "table_stride", "page_stride", "num_pages", "rotary_stride", "num_positions", "alibi_batch_stride",
@@ -56,7 +57,7 @@ def split_kernel(
     k_strides,
     v_cache,  # [blocks, Hkv, rows, Dv]
     v_strides,
-    k_scale,  # [blocks, Hkv, rows] fp32, or None: beside fp8, 1
+    k_scale,  # [blocks, Hkv, rows] fp32, or None, which is 1 for fp8
     k_scale_strides,
     v_scale,
     v_scale_strides,
@@ -106,7 +107,7 @@ def split_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # Which sequence, KV head, split and rows. Row tiles run fastest: they read the same keys, from L2.
+    # The sequence, KV head, split and rows of this CTA. Row tiles run fastest, as they read the same keys, from L2.
     num_m_blocks = tl.cdiv(num_queries * GROUP, BLOCK_M)
     pid = tl.program_id(0)
     m_block = pid % num_m_blocks
@@ -118,7 +119,7 @@ def split_kernel(
     query_idx = tl.minimum(row // GROUP, num_queries - 1)
     head_idx = kv_head_idx * GROUP + row % GROUP
 
-    # The keys that some row sees, [first_key, last_key), and the blocks of them that fall to this split.
+    # The keys that some row sees, [first_key, last_key), and this split's share of their blocks.
     total = tl.minimum(tokens_before(cache_seqlens, batch_idx, capacity) + num_new, capacity)
     row_position = total - num_queries + query_idx
     first_position = total - num_queries + m_block * BLOCK_M // GROUP
@@ -143,7 +144,7 @@ def split_kernel(
             tl.store(lse_ptrs, float("-inf") + tl.zeros([BLOCK_M], tl.float32), mask=is_row)
             return
 
-    # Blocks [full_begin, full_end) are those that every row sees whole.
+    # Every row sees all keys of the blocks [full_begin, full_end).
     full_begin = tl.cdiv(tl.maximum(last_position - window_left, 0), BLOCK_N)
     full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
     full_end = tl.minimum(first_position + window_right + 1, total)
@@ -166,8 +167,8 @@ def split_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
-    # First the blocks without a mask, then those at the edges. If all rows see the same keys, then not loading the
-    # others is mask enough, and one loop does it.
+    # The blocks without a mask come first, then those at the edges. If all rows see the same keys, it is enough not to
+    # load the others, and one loop does it.
     for AT_EDGE in tl.static_range(0 if ROWS_DIFFER else 1, 2):
         if not ROWS_DIFFER:
             num_steps = end - begin
@@ -201,7 +202,7 @@ def split_kernel(
             if IS_FP8:
                 k, v = decode_fp8(k), decode_fp8(v)
 
-            # Scores. In natural units, not base 2: of large ones the constant would cost another rounding.
+            # Scores are in natural units, not base 2: the constant would cost large scores another rounding.
             s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
             if QUANTISED and k_scale is not None:
                 scale_offset = block * k_scale_strides[0] + kv_head_idx * k_scale_strides[1] + slot * k_scale_strides[2]
@@ -235,7 +236,7 @@ def split_kernel(
 
             # Values.
             if ROWS_DIFFER and AT_EDGE and (IS_FP8 or not QUANTISED):
-                # Zero probability times NaN is NaN: only rows that see a non-finite value may get it.
+                # A probability of zero times NaN is NaN, but only rows that see a non-finite value may become NaN.
                 is_finite = tl.abs(v.to(tl.float32)) < float("inf")
                 is_spoiled = tl.where(is_finite, 0.0, 1.0).to(q.dtype)
                 v = tl.where(is_finite, v, 0.0)
@@ -252,7 +253,7 @@ def split_kernel(
             else:
                 acc += tl.dot(p.to(q.dtype), v.to(q.dtype), input_precision="ieee")
 
-    # Leave the split's own result, or the final one.
+    # Store the split's own result, or the final one.
     if SPLIT:
         out_tile, row_lse = finish_row(acc, row_max, row_sum, row_max, HAS_SINK=False)
         tl.store(lse_ptrs, row_lse, mask=is_row)
@@ -293,12 +294,12 @@ def attention_decode_out(
     tree_mask: Tensor | None,
     out: Tensor,
 ) -> Tensor:
-    """Append ``k_new``, ``v_new`` to the caches, then attend: writes ``out [B, Hq, Sq, Dv]``, whose rows are 16-byte
-    aligned, and returns ``lse [B, Hq, Sq]`` fp32.
+    """Appends ``k_new``, ``v_new`` to the caches, attends over them, writes ``out [B, Hq, Sq, Dv]``, whose rows are
+    16-byte aligned, and returns ``lse [B, Hq, Sq]`` fp32.
 
-    Shapes and meanings as in ``fastattn.attention_with_kv_cache``; the caller has checked them. A negative window side
-    is unbounded, ``causal`` is ``window_right = 0``. ``num_splits`` > 0 is honoured up to the number of key blocks that
-    a query can see; 0 lets `tiles.decode_plan` choose. Raises ValueError if the capacity is 2^30 tokens or more.
+    Shapes and meanings are as in ``fastattn.attention_with_kv_cache``; the caller has checked them. A negative window
+    side is unbounded; ``causal`` is ``window_right = 0``. ``num_splits`` > 0 is honoured up to the number of key blocks
+    that a query can see; 0 lets `tiles.decode_plan` choose. Raises ValueError if the capacity is 2^30 tokens or more.
     """
     batch, num_heads, num_queries, head_dim = query.shape
     kv_heads, block_rows, value_dim = v_cache.shape[1:]
@@ -432,7 +433,7 @@ def attention_decode_out(
 def attention_decode(
     query: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Any, **named: Any
 ) -> tuple[Tensor, Tensor]:
-    """`attention_decode_out` with an output of its own, which lies as the query does."""
+    """Does `attention_decode_out` with a new output, which has the query's order of dims in memory."""
     out = empty_like_heads(query, v_cache.shape[3])
     named["out"] = out
     return out, attention_decode_out(query, k_cache, v_cache, *others, **named)
@@ -449,8 +450,8 @@ def attention_split_keys(
     window_right: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """`attention_decode` over keys ``[B, Hkv, Sk, D]`` and values ``[B, Hkv, Sk, Dv]`` that are all there, copied where
-    a kernel cannot read them."""
+    """Does `attention_decode` over all of the keys ``[B, Hkv, Sk, D]`` and values ``[B, Hkv, Sk, Dv]``, which it copies
+    where a kernel cannot read them."""
     key, value = readable(key), readable(value)
     lengths = torch.full((key.shape[0],), key.shape[2], dtype=torch.int32, device=key.device)
     nothing = (None,) * 4

@@ -1,17 +1,17 @@
-"""Appends new keys and values to a KV cache: RoPE on the keys, quantisation if the cache is int8 or fp8.
+"""Appends new keys and values to a KV cache, with RoPE on the keys, and quantises them if the cache is int8 or fp8.
 
     k_cache[:, len + j] = quantise(rotate(k_new[:, j], position = len + j))         j = 0 … S_new - 1
     v_cache[:, len + j] = quantise(v_new[:, j])
 
-One program writes BLOCK_T tokens of one KV head of one sequence, keys then values. A second kernel serves those who
-name the slots themselves, one for each token, and have rotated the keys:
+One program writes BLOCK_T tokens of one KV head of one sequence, keys then values. A second kernel serves callers that
+name a slot for each token themselves, and have rotated the keys:
 
     k_cache[slot // page_size, :, slot % page_size] = quantise(k_new[i])            slot = slot_mapping[i]
 
 Quantisation is symmetric with one fp32 scale per token and head: scale = max|x| / 127 (1 for a row of zeros),
-x = round-to-nearest-even(x / scale). fp8 has 448 in place of 127, or scales that are given. Tokens that do not fit into
-the capacity, or whose page or slot does not exist, are dropped. The launchers turn the contraction to fused
-multiply-adds off, so that the cache gets the same bits as from ``fastattn.reference``.
+x = round-to-nearest-even(x / scale). fp8 has 448 in place of 127, or given scales. Tokens that do not fit into the
+capacity, or whose page or slot does not exist, are dropped. The launchers switch contraction to fused multiply-adds
+off, so that the cache gets the same bits as from ``fastattn.reference``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .tiles import ceil_div, padded_head_dim
 # Adding and subtracting 1.5 * 2^23 rounds an fp32 of magnitude below 2^22 to the nearest integer, ties to even.
 ROUND_TO_INTEGER = tl.constexpr(12582912.0)
 
-# Tokens of one program. Decoding appends one or a few; a prompt's thousands still make enough programs.
+# The tokens of one program. Decoding appends one or a few; a prompt's thousands still make enough programs.
 BLOCK_T = 16
 
 
@@ -52,7 +52,7 @@ def store_tokens(
     IS_FP8: tl.constexpr,
     GIVEN: tl.constexpr,
 ):
-    """Write rows ``x`` to their places, quantised if the cache is int8 or fp8. GIVEN: by a scale of all tokens."""
+    """Writes rows ``x`` to their places, quantised if the cache is int8 or fp8; GIVEN: with a given scale."""
     if GIVEN:
         x = x.to(tl.float32)
         if scales is not None:
@@ -63,7 +63,7 @@ def store_tokens(
         LARGEST: tl.constexpr = 448.0 if IS_FP8 else 127.0
         absmax = tl.max(tl.abs(x), axis=1)
         scale = tl.where(absmax == 0.0, 1.0, tl.div_rn(absmax, LARGEST))
-        # A maximum ignores NaN. Zero times a non-finite value is NaN: such a row gets the scale NaN, and stays visible.
+        # A maximum ignores NaN. Zero times a non-finite value is NaN, so such a row gets the scale NaN and can be seen.
         scale += tl.sum(x * 0.0, axis=1)
         ratio = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
         ratio = tl.where(scale[:, None] == scale[:, None], ratio, 0.0)
@@ -134,7 +134,7 @@ def append_kernel(
     kv_head_idx = (pid // num_t_blocks % num_kv_heads).to(tl.int64)
     batch_idx = (pid // (num_t_blocks * num_kv_heads)).to(tl.int64)
 
-    # Where the new tokens go.
+    # The places of the new tokens.
     token = t_block * BLOCK_T + tl.arange(0, BLOCK_T)
     position = tokens_before(cache_seqlens, batch_idx, capacity) + token
     fits = (token < num_new) & (position < capacity)
@@ -201,7 +201,7 @@ def append_to_slots_kernel(
     kv_head_idx = (pid % num_kv_heads).to(tl.int64)
     token = (pid // num_kv_heads).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
 
-    # Where the tokens go: slots may hold anything.
+    # The places of the tokens; slots may hold any number.
     slot = tl.load(slot_mapping + token * slot_stride, mask=token < num_tokens, other=-1).to(tl.int64)
     is_stored = (slot >= 0) & (slot < num_slots)
     page, row = slot // PAGE_SIZE, slot % PAGE_SIZE
@@ -234,7 +234,7 @@ def append_to_cache(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """Write token ``i`` to slot ``slot_mapping[i]`` of the caches, in place, as ``fastattn.append_to_cache`` says; the
+    """Writes token ``i`` to slot ``slot_mapping[i]`` of the caches, in place, as ``fastattn.append_to_cache`` does; the
     caller has checked the arguments."""
     tokens, kv_heads, head_dim = k_new.shape
     num_pages, _, page_size, value_dim = v_cache.shape
@@ -282,7 +282,7 @@ def launch_append(
     v_scale: Tensor | None,
     capacity: int,
 ) -> None:
-    """Write ``k_new [B, Hkv, S_new, D]`` and ``v_new [B, Hkv, S_new, Dv]`` into the caches, in place."""
+    """Writes ``k_new [B, Hkv, S_new, D]`` and ``v_new [B, Hkv, S_new, Dv]`` into the caches, in place."""
     batch, kv_heads, num_new, head_dim = k_new.shape
     value_dim = v_new.shape[3]
     grid = (batch * kv_heads * ceil_div(num_new, BLOCK_T),)

@@ -1,8 +1,8 @@
-"""What the append and the split kernel of flash-decoding share: the caches, and where the tokens of a sequence lie.
+"""The functions that the append and the split kernel of flash-decoding share: they locate and load a sequence's tokens.
 
-A cache is ``[blocks, Hkv, block_rows, D]``. Contiguous, a sequence is one block and ``block_rows`` its capacity. Paged,
-a sequence's row of the block table names its pages. Lengths and tables lie in device memory and may hold anything:
-lengths are clamped, and tokens whose page does not exist are absent, neither read nor written.
+A cache is ``[blocks, Hkv, block_rows, D]``. In a contiguous cache, a sequence is one block, and ``block_rows`` its
+capacity. In a paged cache, a sequence's row of the block table names its pages. Lengths and tables are in device memory
+and may hold any number: lengths are clamped, and tokens whose page does not exist are neither read nor written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fastattn.quantization import are_given, as_numbers
 
 @triton.jit
 def tokens_before(cache_seqlens, batch_idx, capacity):
-    """How many tokens a sequence had before this call's append, 0 to ``capacity``."""
+    """Returns the number of tokens of a sequence before this call's append, from 0 to ``capacity``."""
     return tl.minimum(tl.maximum(tl.load(cache_seqlens + batch_idx), 0), capacity)
 
 
@@ -34,7 +34,7 @@ def locate_tokens(
     PAGE_SIZE: tl.constexpr,  # 0: contiguous cache
     SAME_PAGE: tl.constexpr,  # all positions lie in one page: one look-up instead of a gather
 ):
-    """The tokens' block (int64, scalar or [R]), their row in it (int64 [R]), and which exist (bool [R])."""
+    """Returns the tokens' block (int64, scalar or [R]), their row in it (int64 [R]), and which exist (bool [R])."""
     if PAGE_SIZE == 0:
         return batch_idx, position.to(tl.int64), wanted
     else:
@@ -65,11 +65,11 @@ def load_rotated(
     ROTARY_DIM: tl.constexpr,  # 0: no RoPE
     INTERLEAVED: tl.constexpr,
 ):
-    """Rows with RoPE applied to their first ROTARY_DIM dims, ``[R, D_PAD]``.
+    """Loads rows and applies RoPE to their first ROTARY_DIM dims, ``[R, D_PAD]``.
 
-    Computed in fp32, rounded to the rows' dtype. Su et al., "RoFormer" (2021), section 3.4.2: a pair (a, b) becomes
-    (a cos - b sin, a sin + b cos). Pairs are (2i, 2i + 1) if interleaved, else (i, i + ROTARY_DIM / 2); each element
-    reads its partner a second time, from the cache. Positions outside the table are clamped to it.
+    It computes in fp32 and rounds to the rows' dtype. Su et al., "RoFormer" (2021), section 3.4.2: a pair (a, b)
+    becomes (a cos - b sin, a sin + b cos). Pairs are (2i, 2i + 1) if interleaved, else (i, i + ROTARY_DIM / 2). Each
+    element's partner is loaded a second time, from L1 or L2. Positions outside the table are clamped to it.
     """
     row_ptrs = tl.multiple_of(row_ptrs, 16)
     x = tl.load(row_ptrs[:, None] + dim[None, :], mask=row_mask[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
@@ -102,7 +102,7 @@ def load_rotated(
 def cache_arguments(
     k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> tuple[Any, ...]:
-    """The caches and their scales, each with its strides, as the kernels take them: fp8 as bytes."""
+    """Returns the caches and their scales, each with its strides, as the kernels take them: fp8 as bytes."""
     k_cache, v_cache = as_numbers(k_cache), as_numbers(v_cache)
     return (
         k_cache,
@@ -117,7 +117,8 @@ def cache_arguments(
 
 
 def _scale_strides(scales: Tensor | None) -> tuple[int, ...]:
-    """Of ``[blocks, Hkv, rows]``; what is one for all tokens of a head is seen as such."""
+    """Returns the strides of scales ``[blocks, Hkv, rows]``; given ones, ``[Hkv]`` or a single one, have stride 0 over
+    blocks and rows."""
     if scales is None:
         return 0, 0, 0
     if are_given(scales):

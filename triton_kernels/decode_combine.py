@@ -3,7 +3,7 @@
     lse = log(exp(sink) + sum over splits of exp(lse_split))
     out = sum over splits of exp(lse_split - lse) out_split
 
-One CTA per row of the output. Splits without keys have lse -inf, and their output is not read.
+There is one CTA per row of the output. Splits without keys have lse -inf, and their output is not read.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Partial results that the combine kernel reads at a time: [16, 128] fp32 are 16 vector loads per thread of one warp.
+# The partial results that the combine kernel reads at a time: [16, 128] fp32 are 16 vector loads per thread of a warp.
 COMBINE_SPLITS = 16
 
 
 @triton.jit
 def finish_row(acc, row_max, row_sum, sink, HAS_SINK: tl.constexpr):
-    """Normalised output and log-sum-exp of rows; a sink adds to the denominator alone.
+    """Returns the normalised output and log-sum-exp of rows; a sink adds to the denominator alone.
 
-    ``acc`` has one dim more than ``row_max``, ``row_sum`` and ``sink``. A row without keys: 0 and -inf (or the sink).
+    ``acc`` has one dim more than ``row_max``, ``row_sum`` and ``sink``. A row without keys gets 0 and -inf (or the
+    sink).
     """
     if HAS_SINK:
         peak = tl.maximum(row_max, sink)
@@ -63,8 +64,8 @@ def combine_kernel(
         row_max = tl.maximum(row_max, tl.max(split_lse, axis=0))
     max_safe = tl.where(row_max == float("-inf"), 0.0, row_max)
 
-    # Splits in order, in groups of constant size: the sum's order, and so its bits, do not depend on num_splits as long
-    # as the further splits are empty.
+    # Splits are added in order, in groups of constant size. So the order of the sum, and its bits, do not depend on
+    # num_splits as long as the further splits are empty.
     row_sum = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, DV_PAD], tl.float32)
     for first_split in range(0, num_splits, COMBINE_SPLITS):

@@ -1,10 +1,10 @@
-"""The tokens of int8 and fp8 caches as 16-bit floats: the attention kernel reads a prompt's keys many times over.
+"""Converts tokens of int8 and fp8 caches to 16-bit floats, as the attention kernel reads a prompt's keys many times.
 
     k_out[b * max_pages + p] = k_scale[page] * k_cache[page]          page = block_table[b, p]
     v_out[b * max_pages + p] = v_scale[page] * v_cache[page]
 
-One program has BLOCK_T tokens of one KV head of one sequence, keys then values. Products are in fp32, rounded once.
-What lies beyond a sequence's length, or in no page, is not written.
+One program converts BLOCK_T tokens of one KV head of one sequence, keys then values. Products are in fp32, rounded
+once. Tokens beyond a sequence's length, or without a page, are not written.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def dequantize_kernel(
     batch_idx = (pid // (num_t_blocks * num_kv_heads)).to(tl.int64)
     position = pid % num_t_blocks * BLOCK_T + tl.arange(0, BLOCK_T)
 
-    # Where the tokens lie, and where they go.
+    # The places of the tokens in the cache and in the output.
     wanted = position < tokens_before(seqlens, batch_idx, capacity)
     block, row, exists = locate_tokens(
         position, wanted, block_table, table_stride, page_stride, num_pages, batch_idx, PAGE_SIZE, SAME_PAGE=False
@@ -112,7 +112,7 @@ def dequantize_cache(
     k_out: Tensor,
     v_out: Tensor,
 ) -> None:
-    """Write the first ``seqlens[b]`` tokens of 8-bit caches to ``k_out`` and ``v_out``, as `DequantizeArguments` says;
+    """Writes the first ``seqlens[b]`` tokens of 8-bit caches to ``k_out`` and ``v_out``, as `DequantizeArguments` says;
     the caller has checked the arguments."""
     batch, max_pages = (seqlens.shape[0], 1) if block_table is None else block_table.shape
     num_pages, kv_heads, page_size, head_dim = k_cache.shape

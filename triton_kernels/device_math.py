@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def tanh(x):
-    """Accurate to a few ulp: a Taylor polynomial near 0, where the exponential form would cancel."""
+    """Returns tanh(x), accurate to a few ulp: a Taylor polynomial near 0, where the exponential form would cancel."""
     square = x * x
     series = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
     decay = tl.exp(-2.0 * tl.abs(x))

@@ -1,4 +1,7 @@
-"""fp8 (e4m3 without infinities) by its bits, on GPUs that have no instructions for it too: caches come as bytes."""
+"""Conversion of fp8 (e4m3 without infinities) by its bits, even on GPUs without instructions for it.
+
+Caches come as bytes.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ BIASES = tl.constexpr((127 - 7) << 3)
 
 @triton.jit
 def decode_fp8(code):
-    """uint8 to the fp32 numbers that they are, exactly. Magnitude 0x7f is NaN.
+    """Returns the fp32 numbers that the uint8 codes stand for, exactly. Magnitude 0x7f is NaN.
 
-    Exponent and mantissa where fp32 has the lowest and the highest bits of its own are the number times 2^(7 - 127).
+    With the exponent in the lowest bits of fp32's exponent and the mantissa in the highest bits of fp32's mantissa, the
+    bits mean the number times 2^(7 - 127).
     """
     code = code.to(tl.int32)
     bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
@@ -25,7 +29,8 @@ def decode_fp8(code):
 
 @triton.jit
 def encode_fp8(x):
-    """fp32 to uint8, rounded to nearest even. What is larger than 448 becomes 448, infinity too; NaN stays NaN."""
+    """Returns fp32 numbers as uint8 codes, rounded to nearest even; magnitudes above 448, infinity too, become 448, and
+    NaN stays NaN."""
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
     magnitude = tl.minimum(tl.abs(x), LARGEST)
     subnormal = (magnitude + UNIT_IS_LEAST_SUBNORMAL).to(tl.int32, bitcast=True) & 0xF

@@ -6,10 +6,11 @@
 
 One CTA computes a tile of the result over its share of the reduction: int8 weights come through shared memory, become
 16-bit numbers in registers (all of -127 … 127 are exact in fp16 and bf16) and go into an MMA with an fp32 accumulator.
-Scales: per tensor and per output channel they multiply the finished sum; per group along K, a step of the loop lies in
-one group and its partial sum is multiplied. In grad_input the scales lie along the reduction: see `grad_input_kernel`.
-If the result has too few tiles to fill the GPU, split_k CTAs share one and leave fp32 partial sums; `merge_kernel` adds
-them in a fixed order, so that bits repeat, and does the epilogue. All is fp32 up to one rounding at the end.
+Scales per tensor and per output channel multiply the finished sum. With scales per group along K, a step of the loop
+lies in one group, and its partial sum is multiplied. In grad_input the scales lie along the reduction: see
+`grad_input_kernel`. If the result has too few tiles to fill the GPU, split_k CTAs share a tile and store fp32 partial
+sums; `merge_kernel` adds them in a fixed order, so that bits repeat, and does the epilogue. Everything is fp32 up to
+one rounding at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .tiles import Int8MatmulTile, ceil_div, int8_matmul_tile
 SQRT_HALF = tl.constexpr(math.sqrt(0.5))
 SQRT_2_OVER_PI = tl.constexpr(math.sqrt(2 / math.pi))
 
-# Weight blocks that neighbouring CTAs share: 8 x 128 rows of weights stay in L2 while all tokens pass over them.
+# The weight blocks that neighbouring CTAs share: 8 x 128 rows of weights stay in L2 while all tokens pass over them.
 SUPERGROUP = tl.constexpr(8)
 
 MERGE_BLOCK = 1024
@@ -40,21 +41,22 @@ MERGE_BLOCK = 1024
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """The epilogue's activation of fp32 values; NaN stays NaN."""
+    """Applies the epilogue's activation to fp32 values; NaN stays NaN."""
     if ACTIVATION == "relu":
         x = tl.where(x < 0.0, 0.0, x)
     elif ACTIVATION == "gelu":
         x = 0.5 * x * (1.0 + tl.erf(x * SQRT_HALF))
     elif ACTIVATION == "gelu_tanh":
         x = 0.5 * x * (1.0 + tanh((x + 0.044715 * x * x * x) * SQRT_2_OVER_PI))
-    elif ACTIVATION == "silu" or ACTIVATION == "swiglu":  # of the gates
+    elif ACTIVATION == "silu" or ACTIVATION == "swiglu":  # with SwiGLU, x are the gates
         x = x / (1.0 + tl.exp(-x))
     return x
 
 
 @triton.jit
 def tile_of_program(pid, num_m_blocks, num_n_blocks):
-    """(m_block, n_block) of a program: all token blocks pass over SUPERGROUP weight blocks, then over the next ones."""
+    """Returns a program's (m_block, n_block): all token blocks pass over SUPERGROUP weight blocks, then over the
+    next."""
     group_size = SUPERGROUP * num_m_blocks
     first_n_block = pid // group_size * SUPERGROUP
     width = tl.minimum(num_n_blocks - first_n_block, SUPERGROUP)
@@ -63,13 +65,13 @@ def tile_of_program(pid, num_m_blocks, num_n_blocks):
 
 @triton.jit
 def split_range(split_idx, num_splits, num_steps):
-    """The steps of the reduction that fall to a split: begin, end."""
+    """Returns the begin and end of a split's steps of the reduction."""
     return split_idx * num_steps // num_splits, (split_idx + 1) * num_steps // num_splits
 
 
 @triton.jit
 def scale_and_add_bias(acc, row, mask, scale, scale_stride, bias, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """The finished product with ``row`` of the weight."""
+    """Returns the sums ``acc`` of weight rows ``row``, scaled and with the bias added."""
     if HAS_SCALE:
         acc *= tl.load(scale + row * scale_stride, mask=mask, other=0.0)
     if HAS_BIAS:
@@ -79,14 +81,14 @@ def scale_and_add_bias(acc, row, mask, scale, scale_stride, bias, HAS_SCALE: tl.
 
 @triton.jit
 def finish(
-    acc,  # fp32, finished but for scale, bias, activation and residual; of SwiGLU the gates
-    up,  # as acc; only of SwiGLU
+    acc,  # fp32 sums before scale, bias, activation and residual; with SwiGLU those of the gates
+    up,  # like acc, those of the ups; used with SwiGLU only
     m,  # int64, indices that broadcast to the shape of acc
     n,
     mask,
-    scale,  # fp32, one a row of the weight, or [1]
+    scale,  # fp32, one for each row of the weight, or [1]
     scale_stride,  # 0 if per tensor
-    bias,  # one a row of the weight, or None
+    bias,  # one for each row of the weight, or None
     residual,  # [M, N], or None
     residual_stride,
     out,  # [M, N] contiguous
@@ -96,7 +98,7 @@ def finish(
     HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Epilogue: scale → bias → activation → residual, and the one rounding."""
+    """Does the epilogue: scale → bias → activation → residual, and the one rounding."""
     acc = scale_and_add_bias(acc, n, n < N, scale, scale_stride, bias, HAS_SCALE, HAS_BIAS)
     acc = activate(acc, ACTIVATION)
     if ACTIVATION == "swiglu":
@@ -106,8 +108,8 @@ def finish(
     tl.store(out + m * N + n, acc.to(out.dtype.element_ty), mask=mask)
 
 
-# The number of tokens changes from call to call. N and K belong to a layer, and what they mask is loaded 16 bytes at a
-# time where they are multiples of 16.
+# The number of tokens changes from call to call, so it is not specialised. N and K belong to a layer; where they are
+# multiples of 16, loads that they mask take 16 bytes at a time.
 @triton.jit(do_not_specialize=["M", "num_splits"])
 def forward_kernel(
     x,  # [M, K]
@@ -135,8 +137,8 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    # Of SwiGLU a tile takes the gate and the up of each of its outputs, one after the other.
-    SUMS: tl.constexpr = 2 if ACTIVATION == "swiglu" else 1  # of an output
+    # With SwiGLU, a tile takes the gate and the up of each of its outputs, one after the other.
+    SUMS: tl.constexpr = 2 if ACTIVATION == "swiglu" else 1  # for each output
     OUTPUTS: tl.constexpr = BLOCK_N // SUMS
     num_m_blocks, num_n_blocks = tl.cdiv(M, BLOCK_M), tl.cdiv(N, OUTPUTS)
     pid = tl.program_id(0)
@@ -146,11 +148,12 @@ def forward_kernel(
 
     m = m_block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = n_block.to(tl.int64) * OUTPUTS + tl.arange(0, BLOCK_N) // SUMS
-    row = n + tl.arange(0, BLOCK_N) % SUMS * N  # of the weight
+    row = n + tl.arange(0, BLOCK_N) % SUMS * N  # the row of the weight
     x_rows = x + m[:, None] * x_stride
     w_rows = weight + row[:, None] * weight_stride
 
-    # The tile is computed transposed, W X^T: weights are the MMA's first operand, which may come from registers.
+    # The tile is computed transposed, W X^T, so that the weights are the MMA's first operand, which may be in
+    # registers.
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in range(begin, end):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -199,11 +202,12 @@ def grad_input_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,  # depth of a step
 ):
-    """dX = dY W. A channel's or group's scale varies along the reduction, so it must go into an operand and be rounded.
+    """Computes dX = dY W. A channel's or group's scale varies along the reduction, so it must go into an operand, which
+    is rounded.
 
-    It goes into the weights, as it would in materialised ones. In dY it would cost one rounding too, but gradients
-    are small: times a scale of 1e-3 they fall below fp16's normal range. For the same reason the weights are scaled
-    relative to the largest scale, which multiplies the finished sum in fp32. Per tensor that leaves exact integers.
+    It goes into the weights, as in materialised ones. In dY it would cost one rounding too, but gradients are small:
+    times a scale of 1e-3 they fall below fp16's normal range. For the same reason the weights are scaled relative to
+    the largest scale, which multiplies the finished sum in fp32. With a scale per tensor, that leaves exact integers.
     """
     num_m_blocks, num_k_blocks = tl.cdiv(M, BLOCK_M), tl.cdiv(K, BLOCK_K)
     pid = tl.program_id(0)
@@ -222,7 +226,7 @@ def grad_input_kernel(
         w_mask = (n < N)[:, None] & (k < K)[None, :]
         w_tile = tl.load(weight + n.to(tl.int64)[:, None] * weight_stride + k[None, :], mask=w_mask, other=0)
         if GROUP:
-            # One column per group that the tile touches, then spread over the group's columns.
+            # Load one column for each group that the tile touches, then spread it over the group's columns.
             GROUPS: tl.constexpr = max(1, BLOCK_K // GROUP)
             group = k_block * BLOCK_K // GROUP + tl.arange(0, GROUPS)
             scale_mask = (n < N)[:, None] & (group * GROUP < K)[None, :]
@@ -257,7 +261,7 @@ def merge_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Adds the splits of BLOCK elements of one row of the result in order, then the epilogue."""
+    """Adds the splits of BLOCK elements of one row of the result in order, then does the epilogue."""
     num_n_blocks = tl.cdiv(N, BLOCK)
     m = (tl.program_id(0) // num_n_blocks).to(tl.int64)
     n = (tl.program_id(0) % num_n_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -276,7 +280,7 @@ def merge_kernel(
 
 
 def _rows(tensor: Tensor, width: int) -> Tensor:
-    """``[..., width]`` as ``[rows, width]`` whose rows are contiguous; a copy only where no view has that shape."""
+    """Returns ``[..., width]`` as ``[rows, width]`` with contiguous rows, and copies only where no such view exists."""
     rows = tensor.reshape(math.prod(tensor.shape[:-1]), width)
     return rows if rows.stride(1) == 1 or width <= 1 else rows.contiguous()
 
@@ -293,11 +297,12 @@ def _launch_options(tile: Int8MatmulTile) -> dict[str, Any]:
 def int8_matmul(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
 ) -> Tensor:
-    """``act(x @ dequantize(weight)^T + bias) + residual``: ``x [..., K]``, int8 ``weight [N, K]`` to ``[..., N]``.
+    """Returns ``act(x @ dequantize(weight)^T + bias) + residual``, ``[..., N]``, for ``x [..., K]`` and int8 ``weight
+    [N, K]``.
 
-    ``scale`` fp32 ``[1, 1]``, ``[N, 1]`` or ``[N, K / group]`` with a group of 32, 64 or 128; ``activation`` one of
-    none, relu, gelu, gelu_tanh, silu, swiglu (to ``[..., N / 2]``); ``bias [N]``, ``residual`` like the result, both in
-    x's dtype. The caller has checked all.
+    ``scale`` is fp32 ``[1, 1]``, ``[N, 1]`` or ``[N, K / group]`` with a group of 32, 64 or 128. ``activation`` is
+    none, relu, gelu, gelu_tanh, silu or swiglu (which returns ``[..., N / 2]``). ``bias [N]`` and ``residual``, like
+    the result, are in x's dtype. The caller has checked the arguments.
     """
     n, k = weight.shape
     columns = result_columns(activation, n)
@@ -357,7 +362,7 @@ def _merge(
     out: Tensor,
     activation: str,
 ) -> None:
-    """``act(scale * sum(partial) + bias) + residual`` into ``out [..., N]``, from ``partial [splits, M, N or 2 N]``."""
+    """Writes ``act(scale * sum(partial) + bias) + residual`` to ``out [..., N]``; ``partial [splits, M, N or 2 N]``."""
     (num_splits, m, _), n = partial.shape, out.shape[-1]
     merge_kernel[(m * ceil_div(n, MERGE_BLOCK),)](
         partial,
@@ -381,9 +386,9 @@ def _merge(
 
 
 def int8_matmul_grad_input(grad_out: Tensor, weight: Tensor, scale: Tensor, bias_grad: bool) -> tuple[Tensor, Tensor]:
-    """``grad_out @ dequantize(weight)``, ``[..., N]`` to ``[..., K]``, without a dequantised copy of the weight.
+    """Returns ``grad_out [..., N] @ dequantize(weight)``, ``[..., K]``, without a dequantised copy of the weight.
 
-    Second, with ``bias_grad``: ``grad_out`` summed to ``[N]``, by PyTorch; else ``[0]``.
+    The second result is ``grad_out`` summed to ``[N]`` by PyTorch with ``bias_grad``, else ``[0]``.
     """
     grad_bias = sum_over_tokens(grad_out) if bias_grad else grad_out.new_empty(0)
     return _grad_input(grad_out, weight, scale), grad_bias
@@ -408,7 +413,7 @@ def _grad_input(grad_out: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         weight.stride(0),
         scale,
         scale.shape[1],
-        scale.amax().clamp(min=torch.finfo(torch.float32).tiny),  # scales of zeros: 0 / tiny, not 0 / 0
+        scale.amax().clamp(min=torch.finfo(torch.float32).tiny),  # if all scales are 0: 0 / tiny, not 0 / 0
         out if partial is None else partial,
         m,
         n,

@@ -5,8 +5,8 @@
     lse = level + log(total)
     out = exp(lse_a - level) / total * out_a + exp(lse_b - level) / total * out_b
 
-One CTA has BLOCK_S rows of one head, BLOCK_D dims at a time, and computes in fp32. It reads and writes each number
-once. Rows without a share, in which anything may stand, it does not read.
+One CTA merges BLOCK_S rows of one head, BLOCK_D dims at a time, in fp32. It reads and writes each number once. It does
+not read the output of a side without a share, which may hold anything.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from torch import Tensor
 
 from .tiles import ceil_div, padded_head_dim
 
-# Of each side, a thread of four warps has 16 numbers of 2048: four loads of 16 bytes on their way, if they are fp32.
-# Wider heads are taken in pieces.
+# A thread of four warps loads 16 of the 2048 numbers of each side: four loads of 16 bytes in flight, if they are fp32.
+# Wider heads are merged in pieces.
 BLOCK_NUMBERS = 2048
 WIDEST_PIECE = 512
 
 
 @triton.jit
 def rows_of_cta(num_rows, num_heads, BLOCK_S: tl.constexpr):
-    """Batch entry, head and rows (int64 ``[BLOCK_S]``). CTAs side by side have the same rows of different heads, which
-    lie side by side where heads come after rows."""
+    """Returns the batch entry, head and rows (int64 ``[BLOCK_S]``) of this CTA.
+
+    Neighbouring CTAs have the same rows of different heads, which are neighbours in memory where heads come after rows.
+    """
     num_tiles = tl.cdiv(num_rows, BLOCK_S)
     pid = tl.program_id(0)
     row = (pid // num_heads % num_tiles).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -54,7 +56,10 @@ def load_lse(lse, strides, batch, head, row, num_rows):
 
 @triton.jit
 def shares_of(lse_a, lse_b):
-    """What each side counts for, and the lse of both. Two of -inf: 0, 0 and -inf. One that is NaN or +inf: NaN."""
+    """Returns the share of each side, and the lse of both.
+
+    If both sides are -inf, these are 0, 0 and -inf; if one is NaN or +inf, they are NaN.
+    """
     level = tl.maximum(lse_a, lse_b)
     level = tl.where(level == float("-inf"), 0.0, level)
     sum_a, sum_b = tl.exp(lse_a - level), tl.exp(lse_b - level)
@@ -90,7 +95,7 @@ def merge_attention_kernel(
         load_lse(lse_a, lse_a_strides, batch, head, row, num_rows),
         load_lse(lse_b, lse_b_strides, batch, head, row, num_rows),
     )
-    # Triton may have several warps hold one number, and store it. Here and below: none does before all have read it.
+    # In Triton several warps may hold one number and store it. Here and below, none may do so before all have read it.
     tl.debug_barrier()
     tl.store(lse_pointers(lse, lse_strides, batch, head, row), row_lse.to(lse.dtype.element_ty), mask=exists)
 
@@ -107,24 +112,24 @@ def merge_attention_kernel(
 
 
 def dense_strides(out: Tensor) -> tuple[int, ...]:
-    """Of ``[B, H, S, D]``; packed ``[total, H, D]`` is one batch entry."""
+    """Returns the strides of an output ``[B, H, S, D]``; packed ``[total, H, D]`` counts as one batch entry."""
     return out.stride() if out.dim() == 4 else (0, out.stride(1), out.stride(0), out.stride(2))
 
 
 def dense_lse_strides(lse: Tensor) -> tuple[int, ...]:
-    """Of ``[B, H, S]``; packed ``[H, total]`` is one batch entry."""
+    """Returns the strides of an lse ``[B, H, S]``; packed ``[H, total]`` counts as one batch entry."""
     return lse.stride() if lse.dim() == 3 else (0, *lse.stride())
 
 
 def merge_constexprs(value_dim: int) -> dict[str, Any]:
-    """Of both kernels, and the launch options."""
+    """Returns the constexprs of both merge kernels (forward and backward), and the launch options."""
     block_d = min(padded_head_dim(value_dim), WIDEST_PIECE)
     blocks = {"VALUE_DIM": value_dim, "BLOCK_S": BLOCK_NUMBERS // block_d, "BLOCK_D": block_d}
     return {**blocks, "num_warps": 4, "enable_fp_fusion": True}
 
 
 def launch(kernel: Any, *tensors: Tensor) -> None:
-    """Run ``kernel`` over all rows; ``tensors`` are its arguments, an output and an lse in turn."""
+    """Runs ``kernel`` over all rows; ``tensors`` are its arguments, alternately an output and an lse."""
     out, lse = tensors[:2]
     constexprs = merge_constexprs(out.shape[-1])
     num_heads, num_rows = lse.shape[-2:]
@@ -137,13 +142,13 @@ def launch(kernel: Any, *tensors: Tensor) -> None:
 
 
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and lse over the keys of both, fp32, in the dimension order of ``out_a`` and ``lse_a``; the caller has
-    checked the arguments."""
+    """Returns output and lse over the keys of both, fp32, in the dimension order of ``out_a`` and ``lse_a``; the caller
+    has checked the arguments."""
     out, lse = (torch.empty_like(tensor, dtype=torch.float32) for tensor in (out_a, lse_a))
     launch(merge_attention_kernel, out_a, lse_a, out_b, lse_b, out, lse)
     return out, lse
 
 
 def merge_attention_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """The same, in place of ``out`` and ``lse``."""
+    """Merges a block's results into ``out`` and ``lse``, in place."""
     launch(merge_attention_kernel, out, lse, block_out, block_lse, out, lse)

@@ -5,7 +5,7 @@
     delta = rowsum(dout (out_a - out_b))
     dlse_a = share_a (dlse + share_b delta)                  dlse_b = share_b (dlse - share_a delta)
 
-The CTAs and what they read are those of the forward kernel. A row without a share has gradient 0.
+The CTAs and the rows that they read are those of the forward kernel. A row without a share has gradient 0.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def merge_attention_backward_kernel(
 def merge_attention_backward(
     grad_out: Tensor, grad_lse: Tensor, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of ``out_a``, ``lse_a``, ``out_b`` and ``lse_b``, in the dtype and dimension order of each."""
+    """Returns the gradients of ``out_a``, ``lse_a``, ``out_b`` and ``lse_b``, each in its dtype and dimension order."""
     merged = out_a, lse_a, out_b, lse_b
     grad_out_a, grad_lse_a, grad_out_b, grad_lse_b = grads = tuple(map(torch.empty_like, merged))
     launch(merge_attention_backward_kernel, grad_out, grad_lse, *merged, *grads)

@@ -1,4 +1,4 @@
-"""Tile sizes and split counts of the Triton kernels: pure functions, importable without Triton.
+"""The tile sizes and split counts of the Triton kernels: pure functions, importable without Triton.
 
 Each number carries its reason. "AOT" means that it was checked on the machine code that Triton generates (registers,
 spills, shared memory: ``tests/machine_code/test_triton_compile.py``); "prediction" means that nobody has timed it on a
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Given = ParamSpec("Given")
 Tile = TypeVar("Tile", "AttentionTile", "Int8MatmulTile")
 
-# What one block may use of an SM's shared memory, by compute capability (CUDA programming guide, table of technical
+# The shared memory that one block may use on an SM, by compute capability (CUDA programming guide, table of technical
 # specifications): 227 KB on sm_90 and sm_100, 163 KB on sm_80 and sm_87, 99 KB on sm_86, sm_89 and sm_120.
 _LARGE_SHARED_MEMORY = 227 * 1024
 _A100_SHARED_MEMORY = 163 * 1024
@@ -30,7 +30,7 @@ _SMALL_SHARED_MEMORY = 99 * 1024
 
 
 def shared_memory_limit(arch: int) -> int:
-    """Bytes of shared memory that one block may use on compute capability ``arch`` (80, 89, 90, ...)."""
+    """Returns the bytes of shared memory that one block may use on compute capability ``arch`` (80, 89, 90, ...)."""
     if arch in (80, 87):
         return _A100_SHARED_MEMORY
     if 90 <= arch < 120:
@@ -39,7 +39,7 @@ def shared_memory_limit(arch: int) -> int:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """``head_dim`` rounded up to a power of two, which is the only width that a Triton tile can have."""
+    """Returns ``head_dim`` rounded up to a power of two, as a Triton tile can have no other width; 16 is the least."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
@@ -47,8 +47,8 @@ def padded_head_dim(head_dim: int) -> int:
 def _pipelines_are_sound() -> bool:
     """Returns whether Triton orders its pipelines as wgmma and tcgen05 need it.
 
-    Up to 3.7.0 it leaves out the fence.proxy.async between the copies of a pipeline and what reads them (its pull
-    requests 9610 and 10537). 3.7.1 writes registers of A while wgmma may still read them.
+    Up to 3.7.0 it leaves out the fence.proxy.async between a pipeline's copies and the instructions that read them (its
+    pull requests 9610 and 10537). 3.7.1 writes registers of A while wgmma may still read them.
     """
     for name in ("triton", "pytorch-triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -58,7 +58,7 @@ def _pipelines_are_sound() -> bool:
 
 
 def _with_sound_pipelines(tile_for: Callable[Concatenate[int, Given], Tile]) -> Callable[Concatenate[int, Given], Tile]:
-    """Has ``tile_for(arch, ...)`` give up its pipeline where Triton's is not sound: one stage is."""
+    """Makes ``tile_for(arch, ...)`` use a single stage, which is sound, where Triton's pipelines are not."""
 
     @functools.wraps(tile_for)
     def sound(arch: int, /, *args: Given.args, **kwargs: Given.kwargs) -> Tile:
@@ -75,7 +75,7 @@ def _with_sound_pipelines(tile_for: Callable[Concatenate[int, Given], Tile]) -> 
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """One CTA works on ``block_m`` query rows and ``block_n`` key rows at a time."""
+    """The tile of an attention kernel: one CTA works on ``block_m`` query rows and ``block_n`` key rows at a time."""
 
     block_m: int
     block_n: int
@@ -85,12 +85,13 @@ class AttentionTile:
 
 BackwardKernel = Literal["key_value", "query", "bias"]
 
-# Kernel, widest head dim, and where calls with a head dim that is narrower get a tile of their own, "padded".
+# A kernel, its widest head dim, and "padded" for a separate tile for calls with a narrower head dim.
 TileKey = tuple[str, int] | tuple[str, int, Literal["padded"]]
 
-# Kernels that are not crowded (below). The comments give clocks of an SM for 64 x 64 scores, full and causal:
-# predictions from the machine code for bf16 on an A100 and an H100, with as many CTAs on an SM as registers and shared
-# memory allow. Differences below 8 % say nothing. No tile spills in a main loop, padded head dims among them (AOT).
+# The tiles of kernels that are not crowded (below). The comments give an SM's clocks for 64 x 64 scores, full and
+# causal: predictions from the machine code for bf16 on an A100 and an H100, with as many CTAs on an SM as registers and
+# shared memory allow. Differences below 8 % mean nothing. No tile spills in a main loop, even with padded head dims
+# (AOT).
 
 # 99 KB of shared memory: sm_86, sm_89, sm_120.
 _SM86_TILES: dict[TileKey, AttentionTile] = {
@@ -115,9 +116,9 @@ _SM80_TILES: dict[TileKey, AttentionTile] = _SM86_TILES | {
     ("query", 128, "padded"): AttentionTile(128, 32, num_warps=8, num_stages=2),  # 128 x 64 spills
 }
 
-# Three stages: with two, warps wait for cp.async a third of the time. Products of fewer than 64 rows (block_m, but of
-# key_value block_n) would be mma.sync. Keys and values through descriptors (TMA) gain 8 % at most, and each descriptor
-# costs the host microseconds a launch.
+# Three stages: with two, warps wait for cp.async a third of the time. Products of fewer than 64 rows (block_m, or
+# block_n for key_value) would use mma.sync. Keys and values through descriptors (TMA) gain 8 % at most, and each
+# descriptor costs the host microseconds per launch.
 _SM90_TILES: dict[TileKey, AttentionTile] = {
     ("forward", 64): AttentionTile(128, 64, num_warps=4, num_stages=3),  # 525, 527; eight warps 712
     ("forward", 64, "padded"): AttentionTile(128, 32, num_warps=4, num_stages=3),  # 128 x 64 spills
@@ -134,7 +135,7 @@ _SM90_TILES: dict[TileKey, AttentionTile] = {
     ("key_value", 256): AttentionTile(32, 32, num_warps=8, num_stages=3),  # 7540, 7312; one stage 10318, 16 x 64 spills
 }
 
-# sm_100, sm_103, ...: what does not spill, nothing is predicted.
+# sm_100, sm_103, ...: tiles that do not spill; nothing is predicted.
 _SM100_TILES: dict[TileKey, AttentionTile] = {
     ("forward", 64): AttentionTile(128, 64, num_warps=8, num_stages=3),
     ("forward", 128): AttentionTile(128, 64, num_warps=8, num_stages=2),
@@ -151,7 +152,7 @@ _SM100_TILES: dict[TileKey, AttentionTile] = {
 
 
 def _plain_tile(arch: int, kernel: str, head_dim: int, value_dim: int) -> AttentionTile:
-    """From the tables above."""
+    """Returns the tile from the tables above."""
     if arch in (80, 87):
         tiles = _SM80_TILES
     elif 90 <= arch < 100:
@@ -167,10 +168,10 @@ def _plain_tile(arch: int, kernel: str, head_dim: int, value_dim: int) -> Attent
 
 @_with_sound_pipelines
 def attention_forward_tile(arch: int, head_dim: int, value_dim: int, crowded: bool = False) -> AttentionTile:
-    """Tile of `attention_forward_kernel`.
+    """Returns the tile of `attention_forward_kernel`.
 
-    ``crowded``: bias, ALiBi, softcap or dropout, which need registers for every score, or pages, which need them for
-    every key: one tile for all architectures, which fits 99 KB (AOT).
+    ``crowded`` calls have a bias, ALiBi, softcap or dropout, which need registers for every score, or pages, which need
+    them for every key. They have one tile for all architectures, which fits 99 KB (AOT).
     """
     width = max(padded_head_dim(head_dim), padded_head_dim(value_dim))
     if not crowded:
@@ -187,15 +188,16 @@ def attention_forward_tile(arch: int, head_dim: int, value_dim: int, crowded: bo
 def attention_backward_tile(
     arch: int, head_dim: int, value_dim: int, kernel: BackwardKernel, crowded: bool = False
 ) -> AttentionTile:
-    """Tile of one of the backward kernels: "key_value" (dK, dV), "query" (dQ, and delta) or "bias" (its gradient).
+    """Returns the tile of a backward kernel: "key_value" (dK, dV), "query" (dQ, delta and the slopes' gradient) or
+    "bias" (its gradient).
 
-    Parameters are those of `attention_forward_tile`.
+    The other parameters are those of `attention_forward_tile`.
     """
     width = max(padded_head_dim(head_dim), padded_head_dim(value_dim))
     if kernel == "bias":  # always crowded; its accumulator is the tile itself
         if width <= 64:
             return AttentionTile(32, 32, num_warps=4, num_stages=2)  # 64 x 32 spills on sm_100 (AOT)
-        # Eight warps: with four, 64 x 32 spills on sm_100 (AOT). One stage from 256 dims on: two exceed 99 KB.
+        # It needs eight warps: with four, 64 x 32 spills on sm_100 (AOT). From 256 dims on, two stages exceed 99 KB.
         return AttentionTile(64, 32, num_warps=8, num_stages=2 if width <= 128 else 1)
     if not crowded:
         return _plain_tile(arch, kernel, head_dim, value_dim)
@@ -212,7 +214,8 @@ def attention_backward_tile(
 def describe_attention(
     facts: DeviceFacts, head_dim: int, value_dim: int, features: frozenset[str]
 ) -> tuple[str, AttentionTile]:
-    """The forward kernel's name and tile, for ``fastattn.explain``; ``features`` as in fastattn.dispatch.support."""
+    """Returns the forward kernel's name and tile, for ``fastattn.explain``; ``features`` are those of
+    fastattn.dispatch.support."""
     crowded = bool(features & {"mask", "bias", "alibi", "softcap", "dropout", "paged"})
     return "attention_forward.attention_forward_kernel", attention_forward_tile(
         facts.arch, head_dim, value_dim, crowded
@@ -223,24 +226,25 @@ def describe_attention(
 # Splitting a reduction over CTAs (flash-decoding, int8 matmul)
 # ---------------------------------------------------------------------------------------------------------------------
 
-# In units of the time in which one CTA takes one step of its main loop. Estimated from latencies (a step is one DRAM
-# round trip spread over the stages in flight, about 0.4 us), not measured.
+# The unit is the time that one CTA takes for one step of its main loop. The numbers are estimated from latencies (a
+# step is one DRAM round trip spread over the stages in flight, about 0.4 us), not measured.
 SPLIT_SETUP_STEPS = 2.0  # launch, indices, first loads, epilogue: about 1 us
 SPLIT_MERGE_STEPS = 6.0  # the second kernel's launch and its first loads: 2 to 3 us
 SPLIT_MERGE_STEPS_PER_SPLIT = 1 / 16  # the merge reads 16 partial results per round trip
 
 
 def ceil_div(a: int, b: int) -> int:
-    """``a / b`` rounded up."""
+    """Returns ``a / b`` rounded up."""
     return -(-a // b)
 
 
 def split_cost(tiles: int, steps: int, slots: int, splits: int) -> float:
-    """Estimated time of ``tiles`` results of ``steps`` loop steps each, dealt to ``splits`` CTAs, ``slots`` at a time.
+    """Estimates the time of ``tiles`` results of ``steps`` loop steps each; ``splits`` CTAs share a result, and
+    ``slots`` CTAs run at a time.
 
         ceil(tiles * splits / slots) * (setup + ceil(steps / splits)) + (merge(splits) if splits > 1)
 
-    Unlike a threshold on the fill of the SMs, a sum of costs has no cliff between neighbouring sizes.
+    Unlike a threshold on how full the SMs are, a sum of costs has no cliff between neighbouring sizes.
     """
     waves = ceil_div(tiles * splits, max(1, slots))
     merge = SPLIT_MERGE_STEPS + splits * SPLIT_MERGE_STEPS_PER_SPLIT if splits > 1 else 0.0
@@ -251,18 +255,18 @@ def split_cost(tiles: int, steps: int, slots: int, splits: int) -> float:
 # Flash-decoding
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Bounds the fp32 partial results (num_splits times the output) and the combine kernel's loop. 256 splits fill the
-# 2 x 132 CTA slots of an H200 from a single KV head.
+# It bounds the fp32 partial results (num_splits times the output) and the combine kernel's loop. From a single KV head,
+# 256 splits fill the 2 x 132 CTA slots of an H200.
 DECODE_MAX_SPLITS = 256
 
 # A split of a batch-invariant plan always has this many keys, whatever else is in the batch. 1024 keys of 128 + 128
-# 16-bit dims are 512 KB of cache, against which the partial result of 16 rows, written and read (16 KB), is 3 %.
+# 16-bit dims are 512 KB of cache, of which the partial result of 16 rows, written and read (16 KB), is 3 %.
 DECODE_INVARIANT_SPLIT_KEYS = 1024
 
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Constexprs of `decode.split_kernel`: rows (query heads of one KV head times queries) and keys of one tile."""
+    """The constexprs of `decode.split_kernel`: rows (query heads of one KV head times queries) and keys of one tile."""
 
     block_m: int
     block_n: int
@@ -280,17 +284,18 @@ def decode_tile(
     shared_memory_bytes: int,
     page_size: int = 0,
 ) -> DecodeTile:
-    """The tile of `decode.split_kernel` for ``rows`` = Sq * Hq / Hkv packed query rows.
+    """Returns the tile of `decode.split_kernel` for ``rows`` = Sq * Hq / Hkv packed query rows.
 
-    It must not depend on the batch: a row's bits would (batch_invariant). ``cache_itemsize`` is the bytes of one cache
-    element (1 for int8), ``shared_memory_bytes`` what one CTA may use, ``page_size`` 0 for a contiguous cache.
+    It must not depend on the batch, or a row's bits would (batch_invariant). ``cache_itemsize`` is the bytes of a
+    cached element (1 for int8 and fp8), ``shared_memory_bytes`` the limit for one CTA; ``page_size`` is 0 for a
+    contiguous cache.
     """
     key_width, value_width = padded_head_dim(head_dim), padded_head_dim(value_dim)
     width = key_width + value_width
-    # 16 is the least that an MMA takes. 64 rows spill registers in the loop (AOT: on sm_80 at 64 + 64 dims, on sm_90 at
+    # An MMA takes at least 16 rows. 64 rows spill registers in the loop (AOT: on sm_80 at 64 + 64 dims, on sm_90 at
     # 128 + 128 with a paged cache); further row tiles read the same keys from L2.
     block_m = min(32, max(16, 1 << (rows - 1).bit_length()))
-    # Four warps until the accumulator, and RoPE on the whole query tile before the loop, spill (AOT).
+    # Four warps are enough until the accumulator, and RoPE on the whole query tile before the loop, spill (AOT).
     num_warps = 8 if block_m == 32 or width > 256 else 4
     # 64 keys of 128 + 128 16-bit dims are 32 KB, a good unit to keep in flight; wider heads take as many bytes. With
     # more than 256 dims, 32 keys spill beside 32 rows (AOT).
@@ -300,7 +305,7 @@ def decode_tile(
     fixed_bytes = 2 * (block_m * key_width + block_m * block_n) + (1024 if width > 512 else 0)
     block_bytes = block_n * width * cache_itemsize
     # Two CTAs on an SM hide each other's softmax and edges, if each has two blocks in flight. Bandwidth needs some
-    # 29 KB per SM (4.8 TB/s times 0.8 us over 132 SMs); more than three blocks only lengthen the start.
+    # 29 KB per SM in flight (4.8 TB/s times 0.8 us over 132 SMs); more than three blocks only lengthen the start.
     for ctas_per_sm in (2, 1):
         buffers = min(3, (shared_memory_bytes // ctas_per_sm - fixed_bytes) // block_bytes)
         if buffers >= 2:
@@ -312,23 +317,23 @@ def decode_tile(
 
 
 def decode_key_blocks(capacity: int, num_queries: int, window_left: int, block_n: int) -> int:
-    """The most blocks of ``block_n`` keys that a sequence's queries can see together (``window_left`` < 0: all)."""
+    """Returns the most blocks of ``block_n`` keys that a sequence's queries see together (``window_left`` < 0: all)."""
     num_blocks = ceil_div(capacity, block_n)
     if window_left < 0:
         return num_blocks
-    # The queries are the last num_queries positions, so that nothing is right of them, and they see window_left keys
-    # more on the left. That many keys touch one block more than they fill, when they begin in the middle of one.
+    # The queries have the last num_queries positions, so no key is right of them, and they see window_left more keys on
+    # the left. If these begin in the middle of a block, they touch one block more than they fill.
     return min(num_blocks, ceil_div(window_left + num_queries - 1, block_n) + 1)
 
 
 def decode_num_splits(
     batch: int, kv_heads: int, m_blocks: int, key_blocks: int, num_sms: int, ctas_per_sm: int = 2
 ) -> int:
-    """Into how many parts each sequence of up to ``key_blocks`` blocks of keys is split, so as to fill the GPU.
+    """Returns the number of splits of each sequence of up to ``key_blocks`` blocks of keys, so as to fill the GPU.
 
-    The least estimated time wins (`split_cost`). Many sequences or heads: 1, because more splits only add waves. One
-    sequence: as many as there are slots for CTAs. Few blocks: 1, because the merge costs more than it saves. The host
-    knows only the capacity: a shorter sequence has fewer keys in each of its splits, not fewer splits.
+    The least estimated time wins (`split_cost`). That gives 1 for many sequences or heads, where more splits only add
+    waves; as many as there are slots for CTAs for one sequence; and 1 for few blocks, where the merge costs more than
+    it saves. The host only knows the capacity, so a shorter sequence has shorter splits, not fewer.
     """
     tiles, slots = batch * kv_heads * m_blocks, num_sms * ctas_per_sm
     candidates = range(1, max(1, min(key_blocks, DECODE_MAX_SPLITS)) + 1)
@@ -337,7 +342,7 @@ def decode_num_splits(
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """How a sequence's key blocks are dealt to the splits: ``blocks_per_split`` each, or evenly if that is 0."""
+    """The deal of a sequence's key blocks to splits: ``blocks_per_split`` for each, or evenly if that is 0."""
 
     num_splits: int
     blocks_per_split: int
@@ -354,10 +359,10 @@ def decode_plan(
     requested_splits: int = 0,
     batch_invariant: bool = False,
 ) -> DecodePlan:
-    """``requested_splits`` > 0 is honoured, up to ``key_blocks`` (see `decode_key_blocks`).
+    """Returns the plan for a call; ``requested_splits`` > 0 is honoured, up to ``key_blocks`` (`decode_key_blocks`).
 
     With ``batch_invariant``, splits are `DECODE_INVARIANT_SPLIT_KEYS` long (longer where `DECODE_MAX_SPLITS` of them do
-    not hold ``key_blocks``), so that where a sequence is cut depends on that sequence alone.
+    not hold ``key_blocks``), so that the cuts of a sequence depend on that sequence alone.
     """
     if requested_splits > 0:
         return DecodePlan(max(1, min(requested_splits, key_blocks)), 0)
@@ -371,13 +376,13 @@ def decode_plan(
 # int8 matmul
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Bounds the fp32 partial results; past 16 the merge reads more than a split saves.
+# It bounds the fp32 partial results; beyond 16 splits, the merge reads more than a split saves.
 INT8_MAX_SPLITS = 16
 
 
 @dataclass(frozen=True)
 class Int8MatmulTile:
-    """Constexprs of `int8_matmul`'s kernels: ``block_m`` tokens, ``block_n`` outputs, steps of ``block_k``."""
+    """The constexprs of `int8_matmul`'s kernels: ``block_m`` tokens, ``block_n`` outputs, steps of ``block_k``."""
 
     block_m: int
     block_n: int
@@ -392,26 +397,27 @@ class Int8MatmulTile:
 def int8_matmul_tile(
     arch: int, m: int, n: int, k: int, group: int, shared_memory_bytes: int, num_sms: int
 ) -> Int8MatmulTile:
-    """The tile of ``[m, k] x [n, k] -> [m, n]``; ``group`` is the width of a scale's group along k, or 0.
+    """Returns the tile of ``[m, k] x [n, k] -> [m, n]``; ``group`` is the width of a scale's group along k, or 0.
 
     For the gradient of the input, n is that matmul's output width (the weight's K) and k its depth (the weight's N).
     """
-    # The weights are what costs at small m: every CTA takes all tokens, so that each weight is read once.
+    # At small m the weights are the cost: every CTA takes all tokens, so that each weight is read once.
     block_m = min(128, max(16, 1 << (max(m, 1) - 1).bit_length()))
     large = block_m == 128
-    # 128 x 128 is the least at which 16-bit operands from L2 do not bind the tensor cores; 64 weight rows make enough
-    # CTAs at small m (128 at n = 8192), and are what one wgmma takes.
+    # 128 x 128 is the smallest tile at which 16-bit operands from L2 do not bind the tensor cores; 64 weight rows make
+    # enough CTAs at small m (128 at n = 8192), and one wgmma takes as many.
     block_n = 128 if large else 64
-    # 128 bytes of a weight row are a whole cache line. A step lies inside one group, whose scale it applies.
+    # 128 bytes of a weight row are a whole cache line. A step lies within one group, whose scale it applies.
     block_k = min(64 if large else 128, group or 128)
-    # Eight warps where the accumulator (twice, with groups: the step's own and the total) and the converted weights
-    # would fill four's registers (AOT: the gradient spills at m = 64 on sm_80).
+    # Take eight warps where the accumulator (twice with groups: the step's own and the total) and the converted weights
+    # would fill the registers of four (AOT: the gradient spills at m = 64 on sm_80).
     num_warps = 8 if block_m >= 64 else 4
-    # Bandwidth needs bytes in flight: 32 KB on each of two CTAs per SM at small m, in more stages where a group makes
-    # them small. Large m only needs latency hidden.
+    # Bandwidth needs bytes in flight: at small m, 32 KB on each of two CTAs per SM, in more stages where a group makes
+    # the stages small. Large m only needs latency to be hidden.
     step_bytes = block_n * block_k + block_m * block_k * 2
     ctas_per_sm = 1 if large else 2
-    # Besides the pipeline: one step's weights as 16-bit numbers, which wgmma and tcgen05 may want in shared memory.
+    # Besides the pipeline, one step's weights as 16-bit numbers need room: wgmma and tcgen05 may want them in shared
+    # memory.
     converted_bytes = 2 * block_n * block_k if arch >= 90 else 0
     room = (shared_memory_bytes // ctas_per_sm - converted_bytes) // step_bytes
     num_stages = max(2, min(max(4, min(8, 32 * 1024 // step_bytes)), room))
