@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was compared with a bound."""
+    """The result of comparing one figure with a bound."""
 
     what: str
     figure: str
@@ -35,7 +35,7 @@ class CheckList:
         return [check for check in self.checks if not check.held]
 
     def finish(self, name: str) -> int:
-        """Print the table and the verdict. Returns the exit status: 0 if all checks held and there were any, else 1."""
+        """Prints all checks and the verdict. Returns the exit status: 0 if there were checks and all held, else 1."""
         what_width = max((len(check.what) for check in self.checks), default=0)
         figure_width = max((len(check.figure) for check in self.checks), default=0)
         bound_width = max((len(check.bound) for check in self.checks), default=0)

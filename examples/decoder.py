@@ -1,9 +1,9 @@
 """A small LLaMA-style decoder on top of fastattn: pre-norm RMSNorm, SwiGLU, rotary positions, grouped-query attention.
 
-The model sees tokens of several documents in one row, ``[total]``, without padding. What keeps the documents apart is
-the ``attend`` argument of :meth:`Decoder.forward`: the layers compute queries, keys and values and leave it to that
-object which of them meet. So the same weights train on packed batches (:class:`PackedAttention`), generate from a cache
-(:class:`CachedAttention`) and are compared with plain PyTorch (:class:`PaddedAttention`).
+The model sees the tokens of several documents in one row, ``[total]``, without padding. The ``attend`` argument of
+:meth:`Decoder.forward` keeps the documents apart: the layers compute queries, keys and values, and that object decides
+which queries attend to which keys. So the same weights train on packed batches (:class:`PackedAttention`), generate
+from a cache (:class:`CachedAttention`) and are compared with plain PyTorch (:class:`PaddedAttention`).
 
 Sources: Touvron et al., "LLaMA" (2023); Ainslie et al., "GQA" (2023); sharing one layer across the depth: Lan et al.,
 "ALBERT" (2020), section 3.1.
@@ -24,7 +24,7 @@ import fastattn
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes of a decoder. ``max_positions`` bounds the length of a document and of what is generated."""
+    """The sizes of a decoder. ``max_positions`` limits the length of a document, generated tokens included."""
 
     vocab_size: int
     dim: int = 128
@@ -50,41 +50,45 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines of the angles, ``[max_positions, head_dim / 2]``, and each token's position, ``[total]``."""
+    """The cosines and sines of the angles, ``[max_positions, head_dim / 2]``, and the tokens' positions ``[total]``."""
 
     cos: Tensor
     sin: Tensor
     positions: Tensor
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Turn ``x [total, H, D]`` by its tokens' positions (Su et al., "RoFormer", 2021; pairs ``(i, i + D / 2)``)."""
+        """Returns ``x [total, H, D]`` rotated by its tokens' positions, in pairs of elements ``(i, i + D / 2)``.
+
+        Source: Su et al., "RoFormer" (2021).
+        """
         cos, sin = self.cos[self.positions, None], self.sin[self.positions, None]
-        a, b = x.chunk(2, dim=-1)  # 16-bit halves times fp32 angles are fp32
+        a, b = x.chunk(2, dim=-1)  # 16-bit halves times fp32 cosines and sines give fp32
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
 
 
 class Attend(Protocol):
-    """Attention of one layer: ``query [total, Hq, D]``, ``key``, ``value [total, Hkv, D]`` to ``[total, Hq, D]``.
+    """One layer's attention: maps ``query [total, Hq, D]``, ``key``, ``value [total, Hkv, D]`` to ``[total, Hq, D]``.
 
-    Queries and keys come unrotated. ``depth`` counts the layers passed, also where they share their weights.
+    Queries and keys are not rotated yet. ``depth`` is the number of layers before this one, also where layers share
+    their weights.
     """
 
     def __call__(self, depth: int, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor: ...
 
 
 def by_sequence(x: Tensor, batch: int) -> Tensor:
-    """``[total, H, D]`` of sequences of one length to ``[B, H, length, D]``."""
+    """Returns ``x [total, H, D]``, which holds ``batch`` sequences of one length, as ``[B, H, length, D]``."""
     return x.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
 def by_token(x: Tensor) -> Tensor:
-    """The inverse."""
+    """Returns ``x [B, H, length, D]`` as ``[total, H, D]``: the inverse of ``by_sequence``."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 @dataclass(frozen=True)
 class PackedAttention:
-    """Each document attends to itself; document ``b`` is the tokens from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``."""
+    """Each document attends to itself; document ``b`` has the tokens ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``."""
 
     cu_seqlens: Tensor  # [B + 1] int32
     max_seqlen: int
@@ -100,13 +104,13 @@ class PackedAttention:
             self.max_seqlen,
             causal=True,
         )
-        assert isinstance(out, Tensor)  # with return_lse=True it would be a pair
+        assert isinstance(out, Tensor)  # it would be a pair with return_lse=True
         return out
 
 
 @dataclass(frozen=True)
 class PaddedAttention:
-    """Plain PyTorch, for comparison: ``batch`` documents, padded at the end to one length: total = batch * length."""
+    """Plain PyTorch's attention, for comparison. The ``batch`` documents are padded at the end to one length."""
 
     batch: int
 
@@ -114,7 +118,7 @@ class PaddedAttention:
         def dense(x: Tensor) -> Tensor:
             return by_sequence(x, self.batch)
 
-        # The padding stands behind the text, where a causal mask hides it.
+        # The padding follows the text, so the causal mask hides it.
         out = F.scaled_dot_product_attention(
             dense(rotary.rotate(query)), dense(rotary.rotate(key)), dense(value), is_causal=True, enable_gqa=True
         )
@@ -122,28 +126,28 @@ class PaddedAttention:
 
 
 class PagedBatch:
-    """A ``PagedKVCache`` of which each row of a batch has one sequence."""
+    """A ``PagedKVCache`` that holds one sequence for each row of a batch."""
 
     def __init__(self, cache: fastattn.PagedKVCache, batch: int) -> None:
         self.cache = cache
         self.sequences = [cache.add() for _ in range(batch)]
 
     def step(self, num_new: int) -> fastattn.StepCache:
-        """Pages for so many new tokens of every row."""
+        """Returns the cache of one step that adds ``num_new`` tokens to every row."""
         return self.cache.step(self.sequences, num_new)
 
     def truncate(self, lengths: Tensor) -> None:
-        """Forget what row ``b`` has beyond ``lengths[b]``: its pages are free again."""
+        """Drops the tokens of each row ``b`` beyond ``lengths[b]`` and frees their pages."""
         for sequence, length in zip(self.sequences, lengths.tolist(), strict=True):
             self.cache.truncate(sequence, length)
 
 
 @dataclass(frozen=True)
 class CachedAttention:
-    """``cache.batch`` rows go on: new tokens, as many for each, join the cache and attend to all that it holds.
+    """Each of ``cache.batch`` rows appends as many new tokens to the cache and attends to all its cached tokens.
 
-    The cache knows the positions, and the kernel rotates the new queries and keys by them. A ``KVCache`` serves for all
-    steps; of a ``PagedKVCache``, ``step`` and ``chunk`` make such a cache for one.
+    The cache knows the positions, and the kernel rotates the new queries and keys by them. A ``KVCache`` serves all
+    steps; the ``step`` and ``chunk`` methods of a ``PagedKVCache`` return a cache for one step.
     """
 
     cache: fastattn.StepCache
@@ -159,7 +163,7 @@ class CachedAttention:
 
 
 class Attention(nn.Module):
-    """Projections around ``attend``."""
+    """The projections of queries, keys, values and the output around a call of ``attend``."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -179,7 +183,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer, "GLU variants improve transformer", 2020)."""
+    """The SwiGLU feed-forward network (Shazeer, "GLU variants improve transformer", 2020)."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -193,7 +197,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each normalised before and added to what came in."""
+    """Attention and feed-forward: each normalises its input and adds its output to the residual stream."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -209,7 +213,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids ``[total]`` with their positions ``[total]`` to logits of the next token, ``[total, vocab_size]``.
+    """Maps token ids ``[total]`` and their positions ``[total]`` to logits of the next token, ``[total, vocab_size]``.
 
     With ``use_checkpoints`` set, training keeps only the input of each layer and computes the layer again in backward.
     """

@@ -2,9 +2,9 @@
 
     python examples/demo.py
 
-Runs sentence_embeddings.py, lora_int8.py, train_decoder.py, generate.py and own_kernels.py one after the other, the
-last of them on the tests' emulator where there is no GPU; that is built meanwhile, with the kernels that are needed.
-The last line is ``demo: ok`` if every check held; otherwise it names what failed, and the exit status is 1.
+Runs sentence_embeddings.py, lora_int8.py, train_decoder.py, generate.py and own_kernels.py one after the other. Without
+a GPU, own_kernels.py runs on the tests' emulator, which is built in the background with the kernels that it needs.
+The last line is ``demo: ok`` if every check held; otherwise it names the checks that failed, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-# Before torch is imported. By default its threads burn time while they wait, which they lose where cores are busy: on
-# two cores with six other processes a training took eight times as long.
+# Set this before torch is imported: by default its threads spin while they wait, and so take time from each other where
+# cores are busy. On two cores with six other processes, a training took eight times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -51,7 +51,7 @@ Next: fastattn.explain(fastattn.attention, q, k, v) says which kernel a call of 
 
 
 class Emulated:
-    """own_kernels.py in a process whose CPU tensors are on an emulated GPU, which is built in the background."""
+    """Runs own_kernels.py in a process whose CPU tensors are on an emulated GPU, which is built in the background."""
 
     def __init__(self, log: IO[bytes]) -> None:
         self.log = log
@@ -63,7 +63,7 @@ class Emulated:
         return subprocess.Popen([sys.executable, "-m", "emulator", *arguments], env=environment, **options)
 
     def run(self, model: Path, checks: CheckList) -> None:
-        """Waits for the build, and runs the kernels."""
+        """Waits for the build and runs own_kernels.py with the decoder in the file ``model``."""
         if self.build.poll() is None:
             print("The emulator is still being built ...", flush=True)
         if self.build.wait() != 0:
@@ -76,7 +76,7 @@ class Emulated:
 
 
 def lacks_for_emulator() -> list[str]:
-    """Returns what the emulator needs and this machine does not have."""
+    """Returns the names of the tools that the emulator needs and this machine lacks."""
     needed = {name: importlib.util.find_spec(name) is not None for name in ("pybind11", "ninja", "triton")}
     needed["a C++ compiler"] = bool(os.environ.get("CXX")) or any(map(shutil.which, ("g++", "c++", "clang++")))
     return [name for name, is_there in needed.items() if not is_there]

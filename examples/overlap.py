@@ -1,4 +1,4 @@
-"""What messages and compute do at the same time, from what ``torch.profiler`` has seen of a rank."""
+"""Finds how much of a rank's communication overlaps with its compute, from a ``torch.profiler`` profile."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-Interval = tuple[float, float]  # begin and end, in microseconds from the first event
+Interval = tuple[float, float]  # begin and end, in microseconds
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time in intervals that do not meet, in order."""
+    """Returns sorted disjoint intervals that cover the same time."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -24,16 +24,16 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def duration(intervals: Iterable[Interval]) -> float:
-    """Of intervals that do not meet."""
+    """Returns the total length of intervals that are disjoint."""
     return sum(end - begin for begin, end in intervals)
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """When a rank computes, and when its messages are under way.
+    """The disjoint intervals in which a rank computes, and those in which its messages are under way.
 
-    A message is under way from its start on: by NCCL until it has come, while it waits for the other side too; by gloo
-    until somebody waits for it, if that is later.
+    A message is under way from its start. With NCCL it ends when the message has arrived, and includes the wait for the
+    other side. With gloo it ends when the rank has waited for the message, if that is later than its arrival.
     """
 
     compute: list[Interval] = field(default_factory=list)
@@ -41,7 +41,10 @@ class Timeline:
 
     @classmethod
     def of(cls, events: Iterable[Any], device: torch.device) -> Timeline:
-        """From ``profile.events()``: on a GPU kernels, elsewhere operators that call no others, and gloo's messages."""
+        """Returns the timeline of ``profile.events()``, in microseconds from the first interval.
+
+        On a GPU it takes kernels, elsewhere gloo's messages and the operators that call no others.
+        """
         compute: list[Interval] = []
         communication: list[Interval] = []
         for event in events:
@@ -59,7 +62,7 @@ class Timeline:
 
     @property
     def hidden(self) -> float:
-        """Microseconds in which messages are under way while the rank computes."""
+        """The microseconds in which messages are under way while the rank computes."""
         either = duration(union(self.compute + self.communication))
         return duration(self.compute) + duration(self.communication) - either
 
@@ -73,7 +76,7 @@ def print_table(timelines: list[Timeline]) -> None:
 
 
 def plot(timelines: list[Timeline], title: str, path: Path) -> None:
-    """Two bars for each rank: compute above, messages below."""
+    """Draws two rows of bars for each rank into the file ``path``: compute above, messages below."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display needed

@@ -1,10 +1,10 @@
-"""fastattn's own kernels at work: two sentences embedded, a few tokens generated, each beside plain PyTorch.
+"""Runs fastattn's own kernels: embeds two sentences, generates a few tokens, and compares both with plain PyTorch.
 
     python examples/own_kernels.py                                        # on an NVIDIA GPU
     PYTHONPATH=tests python -m emulator run examples/own_kernels.py       # without one, on an emulated GPU
 
-The emulator executes the PTX of the very kernels that a GPU runs, instruction by instruction, in the host's memory: it
-shows that they compute the right thing, and nothing about speed. Exits with 1 if a check failed.
+The emulator executes the PTX of the same kernels that a GPU runs, instruction by instruction, in the host's memory: it
+shows that their results are right, but says nothing about speed. Exits with 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROMPTS = [b"The ", b"A class is"]
 
 
 def where(device: torch.device) -> str:
-    """On what the kernels run, in a sentence or two."""
+    """Returns a sentence or two that say what the kernels run on."""
     if device.type == "cuda":
         return f"The kernels run on this machine's {torch.cuda.get_device_name(device)}."
     return (
@@ -56,7 +56,7 @@ def kernels_listed(backend: str) -> Iterator[None]:
 
 
 def run_sentences(device: torch.device, backend: str, checks: CheckList) -> None:
-    """Two sentences that mean the same, through attention (and with CUDA C++ kernels int8 linear layers too)."""
+    """Embeds two sentences with the attention kernels of ``backend``; with "cuda", again with int8 linear layers."""
     tokenizer, model = load_model(device, torch.float16)
     inputs = dict(tokenizer(list(SENTENCES[:2]), padding=True, return_tensors="pt").to(device))
     expected = embed(model.float(), inputs)
@@ -78,7 +78,7 @@ def run_sentences(device: torch.device, backend: str, checks: CheckList) -> None
 
 
 def run_generation(device: torch.device, path: Path, num_tokens: int, checks: CheckList) -> None:
-    """The trained decoder, quantised, continues two prompts over a KV cache, in bfloat16."""
+    """Continues two prompts with the trained, quantised decoder over a KV cache, in bfloat16."""
     model, _ = generate.load(path, device)
     fastattn.nn.quantize_model(model.eval())
     options = Options(device=device, dtype=torch.bfloat16)
@@ -95,7 +95,7 @@ def run_generation(device: torch.device, path: Path, num_tokens: int, checks: Ch
 
 
 def run(device: torch.device, path: Path, num_tokens: int, checks: CheckList) -> None:
-    """Everything, with the kernels that were built."""
+    """Runs the sentences and the generation with the CUDA C++ kernels, if built, and the sentences with Triton's."""
     logging.disable_progress_bar()  # the weights load in an instant
     torch.manual_seed(0)
     print(where(device))

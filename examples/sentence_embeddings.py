@@ -1,4 +1,4 @@
-"""A sentence-embedding model from ``transformers``: plain, with fastattn's attention, and with int8 linear layers too.
+"""Runs a sentence-embedding model of ``transformers`` as it is, with fastattn's attention, and with int8 layers too.
 
     python examples/sentence_embeddings.py
 
@@ -13,7 +13,7 @@ import argparse
 import os
 import sys
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: it reads this once
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported, which reads it once
 
 from typing import Any
 
@@ -29,7 +29,7 @@ import fastattn.integrations.transformers
 import fastattn.nn
 from checks import CheckList
 
-# Each even one and the one after it say much the same.
+# The sentences 2i and 2i + 1 mean much the same.
 SENTENCES = (
     "A cat sleeps on the warm windowsill.",
     "The kitten is napping in the sun by the window.",
@@ -46,14 +46,14 @@ SENTENCES = (
 
 
 def load_model(device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The tokenizer and the model, whose attention is ``F.scaled_dot_product_attention``."""
+    """Returns the tokenizer and the model, whose attention is ``F.scaled_dot_product_attention``."""
     tokenizer = AutoTokenizer.from_pretrained(get_model_path())
     model = AutoModel.from_pretrained(get_model_path(), attn_implementation="sdpa", dtype=dtype)
     return tokenizer, model.to(device).eval()
 
 
 def embed(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """Unit vectors ``[sentences, 384]``: the mean over each sentence's own tokens, normalised."""
+    """Returns unit vectors ``[sentences, 384]``: the normalised mean over each sentence's tokens without padding."""
     with torch.no_grad():
         hidden = model(**inputs).last_hidden_state.float()
     is_token = inputs["attention_mask"][..., None].float()
@@ -61,7 +61,7 @@ def embed(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def nearest(embeddings: Tensor) -> list[int]:
-    """For each sentence the index of the one most like it."""
+    """Returns for each sentence the index of the other sentence with the highest cosine similarity."""
     similarity = embeddings @ embeddings.T
     return similarity.fill_diagonal_(-1.0).argmax(dim=1).tolist()
 
@@ -74,8 +74,8 @@ def print_similarities(embeddings: Tensor) -> None:
 
 
 def run(device: torch.device, checks: CheckList) -> None:
-    """Embed the sentences in the three ways, print what came out and check it."""
-    # On a GPU the kernels take 16-bit floats; elsewhere everything is PyTorch, which is at home in fp32.
+    """Embeds the sentences with all three variants of the model, and prints and checks the results."""
+    # The kernels on a GPU take 16-bit floats; elsewhere PyTorch computes everything, best in fp32.
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     logging.disable_progress_bar()  # the weights load in an instant
     tokenizer, model = load_model(device, dtype)
@@ -113,7 +113,7 @@ def run(device: torch.device, checks: CheckList) -> None:
     num_layers = model.config.num_hidden_layers
     checks.equal("sentences: calls that reach fastattn before it is set", len(calls_before), 0)
     checks.equal("sentences: attention layers that reach fastattn then", len(attention_calls), num_layers)
-    bound = 1e-5 if dtype == torch.float32 else 2e-3  # elements are around 0.05; fp16 rounds the last of them to 2^-11
+    bound = 1e-5 if dtype == torch.float32 else 2e-3  # elements are around 0.05; fp16 rounds by up to 2^-11 of each
     checks.at_most("sentences: fastattn moves an element by", (changed - plain).abs().max().item(), bound)
     cosine = (quantized * plain).sum(-1).min().item()
     checks.at_least("sentences: cosine of int8 against plain embedding, the worst", cosine, 0.99)
@@ -122,7 +122,7 @@ def run(device: torch.device, checks: CheckList) -> None:
         checks.equal(f"sentences: not nearest to the one that means the same, {name}", strangers, 0)
     num_int8_calls = sum(call.op == "int8_matmul" for call in int8_calls)
     checks.equal("sentences: linear layers that ran in int8", num_int8_calls, 6 * num_layers + 1)
-    # A byte instead of two or four, and a float32 scale for each row of at least hidden_size.
+    # Each weight takes one byte instead of two or four, and each row of at least hidden_size weights a float32 scale.
     bound = (1 + 4 / model.config.hidden_size) / dtype.itemsize
     checks.at_most("sentences: linear layers, int8 size / size before", linear_after / linear_before, bound)
 

@@ -1,4 +1,4 @@
-"""Text as packed batches of bytes: read, cut into passages, sort by length, pack to a token budget."""
+"""Turns text into packed batches of bytes: reads it, cuts it into passages and packs them up to a token budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IGNORED = -100  # a target that cross_entropy leaves out
 
 @dataclass(frozen=True)
 class Batch:
-    """Documents one after the other, each followed by its own next tokens.
+    """Packed documents, one after the other, with the next token of each of their tokens as its target.
 
     ``tokens``, ``targets`` and ``positions`` are int64 ``[total]``, ``cu_seqlens`` is int32 ``[documents + 1]``.
     """
@@ -44,7 +44,7 @@ class Batch:
         )
 
     def padded(self) -> Batch:
-        """The same documents, padded at the end to one length; targets in the padding are ``IGNORED``."""
+        """Returns the same documents, padded at the end to one length; targets in the padding are ``IGNORED``."""
         lengths = self.cu_seqlens.diff().tolist()
 
         def pad(packed: Tensor, value: int) -> Tensor:
@@ -56,7 +56,7 @@ class Batch:
 
 
 def read_documents(path: Path | None) -> list[str]:
-    """The text in the file, or the topics of the language reference that every Python carries."""
+    """Returns the file's text, or without a file the topics of the language reference that every Python carries."""
     if path is not None:
         return [path.read_text(encoding="utf-8", errors="replace")]
     from pydoc_data.topics import topics
@@ -65,7 +65,7 @@ def read_documents(path: Path | None) -> list[str]:
 
 
 def cut_into_passages(documents: list[str], max_length: int) -> list[bytes]:
-    """Passages of at most ``max_length`` bytes: as many whole paragraphs as fit; a longer paragraph is cut."""
+    """Returns passages of at most ``max_length`` bytes: as many whole paragraphs as fit, or a part of a longer one."""
     passages = []
     for document in documents:
         passage = b""
@@ -86,7 +86,7 @@ def cut_into_passages(documents: list[str], max_length: int) -> list[bytes]:
 
 
 def split(passages: list[bytes], held_out: float, seed: int) -> tuple[list[bytes], list[bytes]]:
-    """A random ``held_out`` share of the passages (at least one) is kept from training: ``(training, held-out)``."""
+    """Returns the passages to train on, and a random ``held_out`` share of the passages (at least one), held out."""
     shuffled = random.Random(seed).sample(passages, len(passages))
     num_held_out = max(1, round(held_out * len(passages)))
     if num_held_out >= len(passages):
@@ -95,7 +95,7 @@ def split(passages: list[bytes], held_out: float, seed: int) -> tuple[list[bytes
 
 
 def pack(passages: list[bytes]) -> Batch:
-    """One batch of all the passages. A passage of n bytes is n + 1 tokens, the first of which is ``BOUNDARY``."""
+    """Returns one batch of all passages. A passage of n bytes has n + 1 tokens, the first of which is ``BOUNDARY``."""
     inputs = [torch.tensor([BOUNDARY, *passage]) for passage in passages]
     targets = [torch.tensor([*passage, BOUNDARY]) for passage in passages]
     lengths = torch.tensor([len(document) for document in inputs])
@@ -109,9 +109,10 @@ def pack(passages: list[bytes]) -> Batch:
 
 
 def bucketed_batches(passages: list[bytes], token_budget: int, rng: random.Random) -> list[Batch]:
-    """An epoch: passages of like length share a batch of at most ``token_budget`` tokens; batches come in random order.
+    """Returns the batches of one epoch in random order, each of passages of similar length.
 
-    Like lengths waste no work where a batch has to be padded (the PyTorch path, and tiles of a kernel that hang over).
+    A batch has at most ``token_budget`` tokens, or a single passage. Similar lengths waste little work where a batch is
+    padded: by plain PyTorch, and in the last tiles of a kernel.
     """
     shuffled = rng.sample(passages, len(passages))
     batches: list[list[bytes]] = [[]]
@@ -127,13 +128,13 @@ def bucketed_batches(passages: list[bytes], token_budget: int, rng: random.Rando
 
 
 def entropies(passages: list[bytes]) -> tuple[float, float]:
-    """Nats per byte of the text: of its bytes alone, and of a byte if the one before is known.
+    """Returns two entropies of the text in nats per byte: of a byte, and of a byte given the byte before it.
 
-    The second is the best that any model can do on this text if each position sees itself alone, that is if attention
-    does not work: a loss below it proves that it does.
+    A model whose positions see only themselves, that is one whose attention does not work, cannot do better on this
+    text than the second: a loss below it proves that attention works.
     """
     text = np.concatenate([np.array([BOUNDARY, *passage, BOUNDARY]) for passage in passages])
-    # Not a pair: the boundary that closes a passage and the one that opens the next.
+    # The boundary that ends a passage and the one that begins the next are not a pair.
     pairs = np.stack([text[:-1], text[1:]])[:, ~((text[:-1] == BOUNDARY) & (text[1:] == BOUNDARY))]
 
     def entropy(symbols: np.ndarray) -> float:

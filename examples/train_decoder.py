@@ -1,4 +1,4 @@
-"""Train a small LLaMA-style decoder on text, on packed batches without padding.
+"""Trains a small LLaMA-style decoder on text, in packed batches without padding.
 
     python examples/train_decoder.py
     python examples/train_decoder.py --text book.txt --steps 1000 --dtype bfloat16 --checkpoint --share-layers
@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-# Before torch is imported. By default its threads burn time while they wait, which they lose where cores are busy: on
-# two cores with six other processes a training took eight times as long.
+# Set this before torch is imported: by default its threads spin while they wait, and so take time from each other where
+# cores are busy. On two cores with six other processes, a training took eight times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -49,7 +49,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; see ``--help``."""
+    """The options of the command line; ``--help`` describes them."""
 
     text: Path | None = None
     out: Path = Path("demo_output")
@@ -65,13 +65,13 @@ class Options:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of matmuls and attention; the kernels take 16-bit floats, a CPU is fastest with 32."""
+        """The dtype of matmuls and attention: GPU kernels take 16-bit floats, a CPU is fastest with 32-bit floats."""
         return self.dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
 
 
 @dataclass
 class History:
-    """Losses in nats per token: of each step's own batch, and of the held-out text every now and then."""
+    """Losses in nats per token: ``training`` of each step's batch, ``held_out`` of the held-out text, by step."""
 
     training: list[float] = field(default_factory=list)
     held_out: dict[int, float] = field(default_factory=dict)
@@ -87,13 +87,13 @@ class Trained:
 
 
 def packed_loss(model: Decoder, batch: Batch) -> Tensor:
-    """Mean cross entropy over the tokens of a packed batch, through ``fastattn.attention_varlen``."""
+    """Returns the mean cross entropy over the tokens of a packed batch, by ``fastattn.attention_varlen``."""
     logits = model(batch.tokens, batch.positions, PackedAttention(batch.cu_seqlens, batch.max_seqlen))
     return F.cross_entropy(logits.float(), batch.targets)
 
 
 def padded_loss(model: Decoder, padded: Batch) -> Tensor:
-    """The same over a batch that is ``padded()``, through PyTorch's own attention."""
+    """Returns the mean cross entropy over the tokens of a ``padded()`` batch, by PyTorch's own attention."""
     logits = model(padded.tokens, padded.positions, PaddedAttention(len(padded.cu_seqlens) - 1))
     return F.cross_entropy(logits.float(), padded.targets)
 
@@ -105,7 +105,7 @@ def autocast(options: Options) -> torch.autocast:
 
 @torch.no_grad()
 def evaluate(model: Decoder, batches: list[Batch]) -> float:
-    """Mean cross entropy over all tokens of the batches, nats per token."""
+    """Returns the mean cross entropy over all tokens of the batches, in nats per token."""
     total = sum(packed_loss(model, batch).item() * batch.num_tokens for batch in batches)
     return total / sum(batch.num_tokens for batch in batches)
 
@@ -118,13 +118,13 @@ def endless_batches(passages: list[bytes], options: Options) -> Iterator[Batch]:
 
 
 def warm_up_then_cosine(step: int, steps: int) -> float:
-    """Factor of the learning rate: up to 1 over a tenth of the steps, then half a cosine down to 0."""
+    """Returns the factor of the learning rate: it rises to 1 over a tenth of the steps and falls to 0 by a cosine."""
     warm_up = max(1, steps // 10)
     return (step + 1) / warm_up if step < warm_up else (1 + math.cos(math.pi * step / steps)) / 2
 
 
 def train(model: Decoder, passages: list[bytes], held_out: list[Batch], options: Options) -> History:
-    """AdamW. The weights stay fp32; ``options.compute_dtype`` is what matmuls and attention compute in."""
+    """Trains with AdamW. The weights stay fp32; matmuls and attention compute in ``options.compute_dtype``."""
     model.use_checkpoints = options.checkpoint
     # So short a training gets further with less momentum than the usual 0.9.
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.85, 0.95))
@@ -135,7 +135,7 @@ def train(model: Decoder, passages: list[bytes], held_out: list[Batch], options:
     evaluate_every = math.ceil(options.steps / 6)
 
     batches = endless_batches(passages, options)
-    # In a log file, where the bar cannot move, a line every ten seconds is enough.
+    # In a log file each update is a new line: one every ten seconds is enough.
     seconds_between = 0.1 if sys.stderr.isatty() else 10.0
     with tqdm(range(options.steps), desc="training", unit="step", mininterval=seconds_between) as progress:
         for step in progress:
@@ -160,7 +160,7 @@ def train(model: Decoder, passages: list[bytes], held_out: list[Batch], options:
 
 
 def gradients(model: Decoder, loss_of: LossOf, batch: Batch, options: Options) -> tuple[float, Tensor]:
-    """Loss, and all gradients of 1024 times the loss (in fp16 small ones vanish otherwise) in one row."""
+    """Returns the loss, and all gradients of 1024 times the loss, concatenated; unscaled, small ones vanish in fp16."""
     with autocast(options):
         loss = loss_of(model, batch)
     rows = torch.autograd.grad(1024 * loss, list(model.parameters()))
@@ -172,7 +172,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def check_attention(model: Decoder, batch: Batch, options: Options, checks: CheckList) -> None:
-    """Packed against padded plain PyTorch, with against without checkpointing, and that no token sees a later one."""
+    """Checks packed attention against plain PyTorch, training with against without checkpointing, and causality."""
     # fp32 sums thousands of tokens in another order; 16 bits round to 2^-8 (bf16) or 2^-11 (fp16) after every matmul.
     bound = 1e-4 if options.compute_dtype == torch.float32 else 0.03
     loss, packed = gradients(model, packed_loss, batch, options)
@@ -198,16 +198,16 @@ def check_attention(model: Decoder, batch: Batch, options: Options, checks: Chec
 
 
 def measure(model: Decoder, loss_of: LossOf, batches: list[Batch], options: Options) -> tuple[float, float]:
-    """Forward and backward: tokens per second, padding not counted, and on a GPU the peak memory in MiB (else NaN)."""
+    """Runs forward and backward. Returns tokens per second without padding, and on a GPU the peak MiB (else NaN)."""
     on_gpu = options.device.type == "cuda"
     num_tokens = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
 
     def step(batch: Batch) -> None:
         with autocast(options):
             loss = loss_of(model, batch)
-        torch.autograd.grad(loss, list(model.parameters()))  # the optimiser's step is the same for both
+        torch.autograd.grad(loss, list(model.parameters()))  # no optimiser: its step takes both candidates as long
 
-    for batch in batches:  # the first time round, kernels are compiled and memory is set aside
+    for batch in batches:  # warm up: the first steps compile kernels and allocate memory
         step(batch)
     if on_gpu:
         torch.cuda.synchronize()
@@ -223,9 +223,9 @@ def measure(model: Decoder, loss_of: LossOf, batches: list[Batch], options: Opti
 
 
 def compare_speed(model: Decoder, passages: list[bytes], options: Options) -> None:
-    """Print speed and memory of training, packed with fastattn and padded with plain PyTorch.
+    """Prints speed and memory of training, packed with fastattn and padded with plain PyTorch.
 
-    The batches are 16 times as large as those of the training, or launching kernels would be all that is measured.
+    The batches are 16 times as large as in the training; with small ones only kernel launches would be measured.
     """
     batches = bucketed_batches(passages, 16 * options.token_budget, random.Random(options.seed))
     batches = [batch.to(options.device) for batch in batches]
@@ -238,7 +238,7 @@ def compare_speed(model: Decoder, passages: list[bytes], options: Options) -> No
 
 
 def plot(history: History, unigram: float, bigram: float, path: Path) -> None:
-    """The loss curve, with the entropies that it has to beat."""
+    """Draws the loss curve, with the entropies that it has to beat, into the file ``path``."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display needed
@@ -256,12 +256,12 @@ def plot(history: History, unigram: float, bigram: float, path: Path) -> None:
 
 
 def save(model: Decoder, held_out: list[bytes], path: Path) -> None:
-    """Write the model and the passages that it was not trained on, for generate.py."""
+    """Writes the model and the passages that it was not trained on, for generate.py."""
     torch.save({"config": asdict(model.config), "weights": model.state_dict(), "held_out": held_out}, path)
 
 
 def run(options: Options, checks: CheckList) -> Trained:
-    """Train, check, and write weights and loss curve to ``options.out``."""
+    """Trains a decoder, writes its weights and the loss curve to ``options.out``, and checks it."""
     torch.manual_seed(options.seed)
     documents = read_documents(options.text)
     passages, held_out_passages = split(cut_into_passages(documents, options.max_length), 0.05, options.seed)
@@ -301,7 +301,7 @@ def run(options: Options, checks: CheckList) -> Trained:
 
 
 def existing_file(name: str) -> Path:
-    """For argparse."""
+    """Returns the path ``name``. Raises ArgumentTypeError, which argparse reports, where there is no such file."""
     path = Path(name)
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"there is no file {name}")
@@ -309,7 +309,7 @@ def existing_file(name: str) -> Path:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of a training; ``options_from`` reads them."""
+    """Adds the options of a training, which ``options_from`` reads."""
     default = Options()
     parser.add_argument("--text", type=existing_file, help="a text file (default: Python's language reference)")
     parser.add_argument("--out", type=Path, default=default.out, help="folder for results (default: %(default)s)")

@@ -1,12 +1,12 @@
-"""Train the decoder on sequences that are spread over processes, and on several of them at once.
+"""Trains the decoder on long sequences, each spread over several processes.
 
     torchrun --nproc-per-node 4 examples/train_long_context.py
     torchrun --nproc-per-node 4 examples/train_long_context.py --context 4 --length 8192 --batch 1 --profile
 
-The processes stand in a mesh, data x context: those of a row share the tokens of the same sequences, those of a column
-have other sequences. The last check is that loss and gradients are those of one process. With ``--profile``, one step
-is written as traces (trace_rank0.json, …, for chrome://tracing or Perfetto) and as a picture of what messages and
-compute do at the same time (overlap.png). On GPUs messages go by NCCL, elsewhere by gloo.
+The processes form a mesh, data x context: the processes of a row share the tokens of the same sequences, and every row
+has other sequences. The last check compares loss and gradients with those of one process. ``--profile`` writes traces
+of one step (trace_rank0.json, …, for chrome://tracing or Perfetto) and draws how messages and compute overlap in it
+(overlap.png). Messages go by NCCL on GPUs, elsewhere by gloo.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from overlap import Timeline, plot, print_table
 from text_data import BOUNDARY, VOCAB_SIZE, read_documents
 from train_decoder import DTYPES, existing_file, relative_error, warm_up_then_cosine
 
-LAYOUT = "zigzag"  # under a causal mask all ranks have as much to do
+LAYOUT = "zigzag"  # gives all ranks the same work under a causal mask
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; see ``--help``."""
+    """The options of the command line; ``--help`` describes them."""
 
     text: Path | None = None
     out: Path = Path("demo_output")
@@ -71,7 +71,7 @@ class Options:
         )
 
     def check(self, world_size: int) -> None:
-        """Raises ValueError where the ranks cannot share the work evenly."""
+        """Raises ValueError if the ranks cannot share the work evenly."""
         data, left = divmod(world_size, self.context)
         if left:
             raise ValueError(f"--context: expected a divisor of the {world_size} processes, got {self.context}")
@@ -83,7 +83,7 @@ class Options:
 
 @dataclass(frozen=True)
 class ShardedAttention:
-    """This rank's parts of ``batch`` sequences of one length attend to the parts of all ranks of ``group``."""
+    """Lets this rank's parts of ``batch`` sequences of one length attend to the parts of all ranks of ``group``."""
 
     batch: int
     group: DeviceMesh
@@ -107,7 +107,7 @@ class ShardedAttention:
 
 @dataclass(frozen=True)
 class Batch:
-    """Whole sequences and their next tokens, ``[B, length]``: every rank draws the same ones."""
+    """Whole sequences and their next tokens, ``[B, length]``; every rank draws the same ones."""
 
     tokens: Tensor
     targets: Tensor
@@ -120,12 +120,12 @@ class Batch:
 
     @property
     def positions(self) -> Tensor:
-        """``[B, length]``"""
+        """The position of each token in its sequence, ``[B, length]``."""
         return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
 
 
 class Trainer:
-    """A model of which every rank has a copy. ``mesh`` has the dimensions "data" and "context"."""
+    """Trains a model of which every rank has a copy. ``mesh`` has the dimensions "data" and "context"."""
 
     def __init__(self, options: Options, mesh: DeviceMesh) -> None:
         self.options, self.data, self.context = options, mesh["data"], mesh["context"]
@@ -133,8 +133,8 @@ class Trainer:
         torch.manual_seed(options.seed)
         self.model = Decoder(options.config).to(self.device)
         self.model.use_checkpoints = options.checkpoint
-        # Over all ranks, so both dimensions of the mesh: each rank's loss is the mean over as many tokens, and the mean
-        # of their gradients is that of the whole batch.
+        # It averages gradients over all ranks, that is over both dimensions of the mesh. As each rank's loss is the
+        # mean over as many tokens, the mean of the ranks' gradients is the gradient of the whole batch.
         self.parallel = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.learning_rate, betas=(0.85, 0.95))
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -142,7 +142,7 @@ class Trainer:
         )
 
     def own_loss(self, batch: Batch) -> Tensor:
-        """Mean cross entropy over the tokens of this rank: its part of its sequences."""
+        """Returns the mean cross entropy over this rank's tokens, its parts of its row's sequences."""
 
         def own(whole: Tensor) -> Tensor:
             of_row = whole.chunk(self.data.size())[self.data.get_local_rank()]
@@ -155,7 +155,7 @@ class Trainer:
         return F.cross_entropy(logits.float(), own(batch.targets).flatten())
 
     def loss_in_one_process(self, batch: Batch) -> Tensor:
-        """The same over all tokens, through PyTorch's own attention."""
+        """Returns the mean cross entropy over all tokens of the batch, by PyTorch's own attention."""
         attend = PaddedAttention(len(batch.tokens))
         with self.autocast():
             logits = self.model(batch.tokens.flatten(), batch.positions.flatten(), attend)
@@ -183,12 +183,12 @@ class Trainer:
 
 
 def as_tokens(documents: list[str], device: torch.device) -> Tensor:
-    """The whole text as one row of bytes, with a boundary before each document."""
+    """Returns the documents as one row of byte tokens, with ``BOUNDARY`` before each document."""
     return torch.cat([torch.tensor([BOUNDARY, *document.encode()]) for document in documents]).to(device)
 
 
 def profile_step(trainer: Trainer, batch: Batch, out: Path) -> None:
-    """Writes each rank's trace of one step, and prints and draws how much communication compute hides."""
+    """Writes each rank's trace of one step; prints and draws how much of the communication compute hides."""
     activities = [ProfilerActivity.CPU]
     if trainer.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -206,7 +206,7 @@ def profile_step(trainer: Trainer, batch: Batch, out: Path) -> None:
 
 
 def check_against_one_process(trainer: Trainer, batch: Batch, checks: CheckList) -> None:
-    """Loss and gradients of all ranks together against those that rank 0 finds alone."""
+    """Checks loss and gradients of all ranks together against those that rank 0 computes alone."""
     loss = trainer.backward(batch)
     if dist.get_rank() != 0:
         return
@@ -223,7 +223,7 @@ def check_against_one_process(trainer: Trainer, batch: Batch, checks: CheckList)
 
 
 def run(options: Options, mesh: DeviceMesh, checks: CheckList) -> None:
-    """Train, profile if asked to, and check. Rank 0 prints, and has the checks."""
+    """Trains, profiles if asked to, and checks. Only rank 0 prints and adds to ``checks``."""
     is_first = dist.get_rank() == 0
     trainer = Trainer(options, mesh)
     text = as_tokens(read_documents(options.text), trainer.device)
@@ -246,7 +246,7 @@ def run(options: Options, mesh: DeviceMesh, checks: CheckList) -> None:
 
     if is_first:
         checks.at_most("long context: loss of the last step, against the first", losses[-1], losses[0])
-    # One process has to hold it: long enough for parts that differ, whatever the length of the training.
+    # Use short sequences, as one process has to hold them; 256 tokens a rank are enough for parts that differ.
     length = min(options.length, 256 * options.context)
     check_against_one_process(trainer, Batch.draw(text, options.batch, length, generator), checks)
 
