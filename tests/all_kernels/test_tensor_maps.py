@@ -21,7 +21,7 @@ pytestmark = [*MARKS, NEEDS_HOPPER, only_emulated]
 
 
 def view(layout: str, heads: int) -> Tensor:
-    """[2, heads, 70, 64] in some layout."""
+    """Returns [2, heads, 70, 64] in some layout."""
     if layout == "heads before rows":
         return torch.randn(2, heads, 70, 64).half()
     if layout == "rows before heads":

@@ -24,7 +24,7 @@ ARCHS = [arch for arch in ("sm_80", "sm_90", "sm_90a") if any(arch in code for c
 
 @dataclass(frozen=True)
 class Bounds:
-    """__launch_bounds__ of a kernel, 0 where it does not say."""
+    """A kernel has these __launch_bounds__; 0 stands for what it does not say."""
 
     threads: int
     least_ctas: int
@@ -38,7 +38,7 @@ class Bounds:
 
 @functools.cache
 def bounds() -> dict[str, Bounds]:
-    """Of all kernels, by symbol, as their PTX has them."""
+    """Returns those of all kernels, by symbol, as their PTX has them."""
     library = native_library.build()
     assert library is not None
     found = {}

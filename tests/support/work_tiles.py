@@ -13,7 +13,7 @@ from emulator.launches import Launched
 
 
 def unfair_claims(launched: Launched, tile_of: Callable[[int], int | None]) -> list[str]:
-    """Each moment at which a CTA comes to hold two tiles while another has none.
+    """Lists each moment at which a CTA comes to hold two tiles while another has none.
 
     The launch ran with ``log_writes``, and all of its CTAs were resident. ``tile_of`` says of an address which tile's
     results it is part of. Each tile belongs to one claim, and a CTA works on its tiles in the order of its claims.

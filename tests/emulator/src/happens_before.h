@@ -90,7 +90,7 @@ struct Lanes {
     uint32_t in_step_since = UINT32_MAX;  // … since this time of the warp
 };
 
-// The records of a page of global memory.
+// A page has the records of that much global memory.
 struct Page {
     static constexpr uint64_t kBytes = 4096;
     Cell cells[kBytes / Cell::kBytes];
@@ -103,7 +103,7 @@ struct PastAccesses {
     bool are_last;  // false: where this launch let the next one begin, the one before it may not have ended
 };
 
-// The launch before, in the records of this one and as an agent.
+// This agent stands for the launch before, also in the records of this one.
 constexpr Agent kPredecessor{~uint32_t{0}, 0};
 
 // What all clusters of a launch share. Its members may be used by several threads of the host.
@@ -116,7 +116,7 @@ class LaunchHistory {
     // This launch begins without waiting for the one before, whose records it takes over.
     void follow(PastAccesses&& before);
     const std::string& predecessor() const { return predecessor_; }  // empty: there is none
-    // At the end of a launch; nullptr: there are more of them than are kept.
+    // Gives them away at the end of a launch; nullptr: there are more of them than are kept.
     std::shared_ptr<PastAccesses> take_accesses(const std::string& kernel);
 
     // The CTA indices of a cluster's CTAs, for messages; gives its number.

@@ -16,7 +16,7 @@
 namespace emulator {
 namespace {
 
-// Instructions of a cluster before the next one's turn, drawn for each: kLeastSlice to this times 2^kLogMostSlices.
+// A turn of a cluster lasts for kLeastSlice to kLeastSlice * 2^kLogMostSlices instructions, drawn anew each time.
 constexpr int64_t kLeastSlice = 64;
 constexpr int kLogMostSlices = 11;
 // One cluster of four begins late: after the others of its worker have executed so many instructions, at most.

@@ -18,7 +18,7 @@ constexpr uint64_t kParamWindow = uint64_t{0x3} << 56;
 // at (rank + 1) * kCtaBytes.
 constexpr uint64_t kCtaBytes = uint64_t{1} << 24;
 
-// Of each CTA, for the system: its variables come behind it.
+// The system keeps these of each CTA; variables come behind them.
 constexpr int64_t kReservedSharedBytes = 1 << 10;
 
 // Also for addresses of which the sum would overflow, as those just below 0 do.

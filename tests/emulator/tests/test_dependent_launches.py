@@ -38,7 +38,7 @@ def assert_race(kernel: str, *arguments: object, seed: int) -> None:
 @each_seed
 @pytest.mark.parametrize("when", [BEFORE, NEVER])
 def test_accesses_before_the_wait(when: int, seed: int) -> None:
-    """A load of what the kernel before writes, a store to that and to what it reads."""
+    """It is a race to load what the kernel before writes, and to store to that or to what it reads."""
     values, middle, out = tensors()
     for kernel, arguments in (
         ("reads", (middle, out, when)),
