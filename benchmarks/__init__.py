@@ -1,4 +1,4 @@
-"""Figures: `measure` takes them on a GPU, `predict` does without one, `evidence` gathers all that a GPU can show.
+"""Takes figures: `measure` measures on a GPU, `predict` needs no GPU, `evidence` gathers all that a GPU can show.
 
 ``python -m benchmarks`` lists the commands. Results are JSON below ``results/<gpu>``.
 """

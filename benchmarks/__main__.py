@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """``module.main(arguments)`` runs it; it is imported only then, since some commands need no torch."""
+    """A command: ``module.main(arguments)`` runs it. The module is imported only then: some commands need no torch."""
 
     module: str
     summary: str
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     if name not in COMMANDS:
         print(f"python -m benchmarks: there is no command {name!r}\n\n{usage()}", file=sys.stderr)
         return 2
-    sys.argv[0] = f"python -m benchmarks {name}"  # what argparse calls the program
+    sys.argv[0] = f"python -m benchmarks {name}"  # argparse shows it as the program's name
     return importlib.import_module(f"benchmarks.{COMMANDS[name].module}").main(rest) or 0
 
 

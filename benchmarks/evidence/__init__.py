@@ -1,1 +1,1 @@
-"""All evidence that a GPU can give. Importable without torch, and but for `pytest_record` without pytest."""
+"""Gathers all evidence that a GPU can give. It imports without torch; only `pytest_record` needs pytest."""

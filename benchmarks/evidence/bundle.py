@@ -1,4 +1,4 @@
-"""What leaves the machine: few files, each small enough. Long logs lose their middle, and say so."""
+"""Packs the evidence into a few files of limited size. Long logs lose their middle, and say so."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 MOST_FILES = 8
-MOST_BYTES = 15 * 2**20  # of one file; what carries them may count a megabyte as it likes
-LOG_BYTES = 2 * 2**20  # of one log within an archive
+MOST_BYTES = 15 * 2**20  # per file; stays below 16 MB whether a megabyte has 10**6 or 2**20 bytes
+LOG_BYTES = 2 * 2**20  # per log within an archive
 _TEXT = (".log", ".jsonl", ".txt")
 
 
 def without_middle(data: bytes, limit: int) -> bytes:
-    """``data`` in at most ``limit`` bytes: its beginning, a note, its end."""
+    """Returns ``data``, or where it exceeds ``limit`` bytes, its beginning, a note and its end within that limit."""
     if len(data) <= limit:
         return data
     note = f"\n\n[… {len(data)} bytes in all: the middle is left out …]\n\n".encode()
@@ -24,9 +24,9 @@ def without_middle(data: bytes, limit: int) -> bytes:
 
 
 def pack(members: Mapping[str, Path], archive: Path, limit: int = MOST_BYTES, log_bytes: int = LOG_BYTES) -> list[str]:
-    """Writes ``archive`` (tar.gz) of at most ``limit`` bytes and returns what is missing from it.
+    """Writes ``archive`` (tar.gz) of at most ``limit`` bytes and returns the names and sizes of the files left out.
 
-    Logs are cut further, then the largest of the other files left out, until it fits.
+    Until it fits, it first cuts the logs further, and then leaves out the largest of the other files.
     """
     contents = {name: path.read_bytes() for name, path in sorted(members.items())}
     left_out: list[str] = []
@@ -60,6 +60,6 @@ def _tar(contents: Mapping[str, bytes]) -> bytes:
 
 
 def files_below(folder: Path, prefix: str) -> dict[str, Path]:
-    """Name in an archive → file, for all files below ``folder``."""
+    """Returns all files below ``folder``, by their names in an archive: ``prefix`` and the path from ``folder``."""
     found = (path for path in folder.rglob("*") if path.is_file()) if folder.exists() else ()
     return {f"{prefix}/{path.relative_to(folder)}": path for path in found}

@@ -51,12 +51,12 @@ PLOTS = ("attention_forward.png", "decode.png", "int8_matmul.png")
 
 
 def run_summary(workplace: Workplace, deadline: float) -> Result:
-    """The page is written after every stage; this one says what there is to show."""
+    """Names the benchmarks that have figures. The page itself is written after every stage."""
     names = [document["benchmark"] for document in summary.documents(workplace.results)]
     return Result(PASSED, f"figures of {', '.join(names)}" if names else "no figures were taken")
 
 
-# In this order. The limits leave room for the start within 8 minutes.
+# The stages in the order in which they run. The limits leave room for the start within 8 minutes.
 STAGES = (
     Stage("library", 45, run_library, needs_gpu=False, needs_library=False),
     Stage("tests", 130, run_tests),
@@ -68,17 +68,17 @@ STAGES = (
 
 
 def chosen_stages(text: str | None) -> list[Stage]:
-    """The stages with these names, in their own order. Raises ValueError for a name that none has."""
+    """Returns the stages named in ``text``, in the order of ``STAGES``. Raises ValueError for an unknown name."""
     names = [stage.name for stage in STAGES] if text is None else [name for name in text.split(",") if name]
     unknown = set(names) - {stage.name for stage in STAGES}
     if unknown or not names:
         raise ValueError(f"--stages: expected some of {', '.join(s.name for s in STAGES)}, got {text!r}")
-    # Without the library nothing runs, so that nobody has to ask for it.
+    # The other stages need the library, so it is always included.
     return [stage for stage in STAGES if stage.name in {*names, "library", "summary"}]
 
 
 def chosen_limits(text: str | None) -> dict[str, float]:
-    """``name=seconds,…``. Raises ValueError for what is not that."""
+    """Returns the limits in ``text``, which reads ``name=seconds,…``. Raises ValueError for any other text."""
     limits = {}
     for part in text.split(",") if text else []:
         name, _, seconds = part.partition("=")
@@ -92,7 +92,7 @@ def chosen_limits(text: str | None) -> dict[str, float]:
 
 
 def make_environment(scratch: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """Of all commands: this tree's package, and every cache below ``scratch``."""
+    """Returns the environment of all commands: with this tree's package, and with every cache below ``scratch``."""
     package = scratch / "site" / "fastattn"
     shutil.rmtree(package, ignore_errors=True)
     package.mkdir(parents=True)
@@ -133,7 +133,7 @@ def _commit() -> str:
 
 
 def bring_out(out: Path, workplace: Workplace, results: Sequence[Result]) -> str:
-    """Writes what there is so far into ``out`` and returns the page."""
+    """Writes the evidence gathered so far into ``out`` and returns the page."""
     out.mkdir(parents=True, exist_ok=True)
     archives = {
         "logs.tar.gz": bundle.files_below(workplace.logs, "logs"),

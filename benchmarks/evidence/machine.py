@@ -1,4 +1,4 @@
-"""What is there to run on, found by a process of its own: an import that fails or hangs harms nobody else."""
+"""Finds out what Python, torch and GPU there are, in a separate process: an import there may fail or hang."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 10)
-# Packages that single stages need.
+# Each of these packages is needed by some of the stages only.
 OPTIONAL = (
     "pytest",
     "hypothesis",
@@ -31,7 +31,7 @@ Facts = dict[str, Any]
 
 
 def look(environment: Mapping[str, str]) -> Facts:
-    """The facts of this Python and its machine. Raises RuntimeError with what a look at them printed."""
+    """Returns the facts about this Python and its machine. Raises RuntimeError if the process fails or hangs."""
     command = [sys.executable, str(Path(__file__).resolve())]
     try:
         done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, timeout=60)
@@ -42,7 +42,7 @@ def look(environment: Mapping[str, str]) -> Facts:
 
 
 def obstacle(facts: Facts) -> str | None:
-    """Why nothing can run on a GPU here, in one line; None where something can."""
+    """Returns in one line why nothing can run on a GPU here, or None if something can."""
     if tuple(facts["python_version"]) < OLDEST_PYTHON:
         return f"Python {facts['python']} is too old: 3.10 or later is needed"
     if facts["torch"] is None:
@@ -57,13 +57,13 @@ def obstacle(facts: Facts) -> str | None:
 
 
 def missing(facts: Facts, *packages: str) -> str | None:
-    """Which of the packages are not installed, as a reason; None where all are."""
+    """Returns a reason that names the packages that are not installed, or None if all are."""
     absent = [package for package in packages if not facts["packages"].get(package)]
     return f"not installed: {', '.join(absent)}" if absent else None
 
 
 def find_facts() -> Facts:
-    """To be called in a process of its own."""
+    """Returns the facts about this Python and its machine. It imports torch, so call it in a separate process."""
     facts: Facts = {
         "executable": sys.executable,
         "python": platform.python_version(),
@@ -74,7 +74,7 @@ def find_facts() -> Facts:
     }
     try:
         import torch
-    except Exception as error:  # also a library that is missing below it
+    except Exception as error:  # not only ImportError: a shared library of torch may be missing
         facts["torch_error"] = _line(error)
         return facts
     facts["torch"], facts["cuda"] = torch.__version__, torch.version.cuda

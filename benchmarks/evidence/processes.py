@@ -1,4 +1,4 @@
-"""Runs commands until a deadline; nothing that they started outlives them."""
+"""Runs commands until a deadline, and kills all processes that they started."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-GRACE_S = 5.0  # between the request to end and the end
+GRACE_S = 5.0  # between SIGTERM and SIGKILL
 MOST_RESTARTS = 20
 _POLL_S = 0.02
 
 
 @dataclass(frozen=True)
 class Command:
-    """``log`` gets what it prints on either stream. ``restart_after``: which exit codes make it start again."""
+    """A command to run. ``log`` takes both output streams. It is restarted if ``restart_after(exit code)`` is true."""
 
     arguments: Sequence[str]
     log: Path
@@ -29,7 +29,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``returncode``: as in ``subprocess``; None where the time was up."""
+    """How a command ended: ``returncode`` is that of ``subprocess``, or None if the command ran out of time."""
 
     returncode: int | None
     seconds: float
@@ -62,11 +62,11 @@ class _Running:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a group of its own, which is ended as a whole
+                start_new_session=True,  # its own process group, so that it can be killed as a whole
             )
 
     def has_exited(self) -> bool:
-        """The process stays a zombie: until it is reaped no other process can get its id, nor its group's."""
+        """Returns whether the process has exited. It stays a zombie, so its id and its group's are not reused."""
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def reap(self) -> int:
@@ -86,7 +86,7 @@ class _Running:
         self.outcome = Outcome(code, time.monotonic() - self.started)
 
     def kill(self) -> None:
-        """With everything below it, also what made a session of its own."""
+        """Kills the process and all its descendants, also those that have started a new session."""
         below = descendants(self.process.pid)
         _kill_group(self.process.pid, signal.SIGKILL)
         for child in below:
@@ -96,7 +96,7 @@ class _Running:
 
 
 def run_together(commands: Sequence[Command], deadline: float) -> list[Outcome]:
-    """Runs all of them at once. Before ``deadline`` (of ``time.monotonic``) they get SIGTERM, at it SIGKILL."""
+    """Runs all commands at once. They get SIGTERM before ``deadline`` (of ``time.monotonic``), and SIGKILL at it."""
     grace = min(GRACE_S, (deadline - time.monotonic()) / 4)
     running = [_Running(command) for command in commands] if grace > 0 else []
     try:
@@ -107,7 +107,7 @@ def run_together(commands: Sequence[Command], deadline: float) -> list[Outcome]:
                 _kill_group(each.process.pid, signal.SIGTERM)
         asked = [each for each in running if each.outcome is None]
         _wait(asked, deadline)
-        for each in asked:  # who ends in time when asked has run out of time all the same
+        for each in asked:  # a command that ended after SIGTERM has run out of time too
             if each.outcome is not None:
                 each.outcome = Outcome(None, each.outcome.seconds)
     finally:
@@ -129,12 +129,12 @@ def _wait(running: Sequence[_Running], until: float) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """The ids of the processes below ``pid``, as /proc has them now."""
+    """Returns the ids of all descendants of process ``pid``, as /proc lists them now."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(stat.read_text().rpartition(")")[2].split()[1])  # "id (name) state parent …"
-        except (OSError, ValueError, IndexError):  # it has ended meanwhile
+        except (OSError, ValueError, IndexError):  # the process has ended meanwhile
             continue
         children.setdefault(parent, []).append(int(stat.parent.name))
     found, queue = [], [pid]

@@ -1,4 +1,4 @@
-"""What `pytest_record` writes, and how its processes end, for those who read it: importable without pytest."""
+"""Reads the records and the exit codes of processes that ran with `pytest_record`. It imports without pytest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-GPU_LOST = 99  # the exit code where the GPU is in an error
+GPU_LOST = 99  # the exit code of a process that ended because the GPU is in an error state
 # pytest's own exit codes: all passed, some failed, interrupted, internal error, usage error, nothing collected.
 ORDINARY = frozenset(range(6))
 
@@ -15,7 +15,11 @@ Line = dict[str, Any]
 
 
 def was_cut_off(code: int, record: Path) -> bool:
-    """Whether a process ended before its tests did. (faulthandler, at a test's limit, ends it with pytest's own 1.)"""
+    """Returns whether a process ended before its tests did: with an exit code that is not pytest's, or within a test.
+
+    The exit code alone does not tell: at a test's time limit, faulthandler ends the process with 1, as pytest itself
+    does when tests fail.
+    """
     lines = read(record)
     ended = {line["test"] for line in lines if "test" in line}
     last = [line["start"] for line in lines if "start" in line][-1:]
@@ -23,7 +27,7 @@ def was_cut_off(code: int, record: Path) -> bool:
 
 
 def read(path: Path) -> list[Line]:
-    """The lines of a record; a last one that is cut off does not count."""
+    """Returns the lines of a record, without a last line that is cut off."""
     lines = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:

@@ -1,8 +1,8 @@
-"""A pytest plugin: a share of the tests, each outcome written down at once, so that a process may end at any moment.
+"""A pytest plugin that runs a share of the tests and records each outcome at once, in case the process is killed.
 
-``--record FILE`` gets JSON lines: ``{"collected": n}``, ``{"start": test}``, ``{"test", "outcome", "seconds",
-"reason"}``. Started again with the same file, pytest goes on behind the test that was running. A test that takes longer
-than ``--seconds-per-test``, and one that leaves the GPU in an error, end the process: nothing after them would count.
+It writes JSON lines to ``--record FILE``: ``{"collected": n}``, ``{"start": test}``, ``{"test", "outcome", "seconds",
+"reason"}``. Started again with the same file, pytest skips all tests that were started before. A test that takes longer
+than ``--seconds-per-test``, or leaves the GPU in an error state, ends the process: no later outcome would be valid.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Recorder:
         self.path = config.getoption("--record")
         self.index, self.count = map(int, config.getoption("--share").split("/"))
         self.seconds_per_test = config.getoption("--seconds-per-test")
-        self.terminal = os.dup(2)  # pytest captures from here on
+        self.terminal = os.dup(2)  # keep stderr: pytest captures it from here on
         self.before = {line["start"] for line in read(self.path) if "start" in line}
         self.has_started_before = self.path.exists()
 
@@ -54,7 +54,7 @@ class _Recorder:
         items[:] = [item for item in mine if item.nodeid not in self.before]
 
     def pytest_collectreport(self, report: Any) -> None:
-        # Every share sees the same files.
+        # Every share collects the same files, so only the first reports their errors.
         if report.failed and self.index == 0 and not self.has_started_before:
             self.write(test=report.nodeid, outcome="error", seconds=0.0, reason=_reason(report))
 
@@ -70,7 +70,7 @@ class _Recorder:
             self.write(test=report.nodeid, outcome=outcome, seconds=round(report.duration, 3), reason=reason)
         if report.failed and _gpu_is_lost():
             os.write(self.terminal, f"\nthe GPU is in an error after {report.nodeid}:\n{report.longrepr}\n".encode())
-            os._exit(GPU_LOST)  # what would tidy up needs the GPU
+            os._exit(GPU_LOST)  # skip the clean-up, which needs the GPU
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self) -> None:
@@ -78,7 +78,7 @@ class _Recorder:
 
 
 def _reason(report: Any) -> str:
-    if isinstance(report.longrepr, tuple):  # of a skip: file, line, reason
+    if isinstance(report.longrepr, tuple):  # a skip: (file, line, reason)
         return str(report.longrepr[2])
     text = str(getattr(getattr(report.longrepr, "reprcrash", None), "message", None) or report.longrepr)
     return text[:_REASON_CHARACTERS]

@@ -1,7 +1,7 @@
-"""Every kernel of both backends, launched on small shapes: what compute-sanitizer watches in the GPU check.
+"""Launches every kernel of both backends on small shapes, for the GPU check to run under compute-sanitizer.
 
-Lengths are no multiples of the tiles, heads are grouped, and tensors are made on the CPU, so that few kernels run that
-are not fastattn's. Prints each case, or why a backend does not take it. ``--backend`` and ``--case`` choose.
+Lengths are no multiples of the tiles, heads are grouped, and tensors are made on the CPU, so that almost only
+fastattn's kernels run. Prints each case, or why a backend does not take it. ``--backend`` and ``--case`` choose.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Case = Callable[[torch.device], None]
 
 
 def random(device: torch.device, *shape: int, dtype: torch.dtype = DTYPE, seed: int = 0) -> Tensor:
-    """Normal numbers."""
+    """Returns normally distributed numbers, drawn on the CPU from ``seed``."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype).to(device)
 
 
 def query_key_value(device: torch.device, head_dim: int, dtype: torch.dtype = DTYPE) -> list[Tensor]:
-    """Grouped heads, 70 queries and 150 keys: more than one tile each, the last of them not full."""
+    """Returns grouped heads with 70 queries and 150 keys: more than one tile each, the last of which is not full."""
     shapes = (1, 2, 70, head_dim), (1, 1, 150, head_dim), (1, 1, 150, head_dim)
     return [random(device, *shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
 
@@ -48,15 +48,18 @@ def forward(device: torch.device, head_dim: int, causal: bool, dtype: torch.dtyp
 
 
 def shared_keys(device: torch.device) -> None:
-    """Two query heads to each key head, in as many tiles as there are SMs: the forward for Hopper runs in clusters of
-    two CTAs, which share the copies of keys. For other kernels this is one more shape."""
+    """Runs two query heads per KV head, with as many tiles as there are SMs.
+
+    The forward kernel for Hopper then runs in clusters of two CTAs, which share the copies of keys. For the other
+    kernels this is one more shape.
+    """
     batch = -(-kernel_facts(device).num_sms // 2)
     query, key, value = query_key_value(device, 128)
     fastattn.attention(*(tensor.repeat(batch, 1, 1, 1) for tensor in (query, key, value)))
 
 
 def keys_in_parts(device: torch.device) -> None:
-    """A tile of rows for a GPU: CTAs take parts of its keys, and the last one merges them."""
+    """Runs a single tile of query rows: the CTAs split its keys, and the last one merges their parts."""
     shapes = (1, 1, 30, 64), (1, 1, 4000, 64), (1, 1, 4000, 64)
     fastattn.attention(*(random(device, *shape, seed=seed) for seed, shape in enumerate(shapes)), causal=True)
 
@@ -69,7 +72,7 @@ def backward(device: torch.device, head_dim: int, causal: bool, deterministic: b
 
 
 def block(device: torch.device, head_dim: int, window: tuple[int, int]) -> None:
-    """Of a larger call: its result in float32, and gradients that are added to sums."""
+    """Runs a block of a larger call, with its result in float32 and with gradients that are added to sums."""
     query, key, value = query_key_value(device, head_dim)
     options, place = BlockOptions(window=window), Place(row=200, key=180)
     out, lse = attention_block(query, key, value, options, place)
@@ -80,7 +83,7 @@ def block(device: torch.device, head_dim: int, window: tuple[int, int]) -> None:
 
 
 def every_option(device: torch.device, gradients: bool) -> None:
-    """Everything that changes a score; backward too, with the gradient of the bias."""
+    """Runs all options that change a score at once; with ``gradients`` backward too, also to the bias and the sinks."""
     leaves = [tensor.requires_grad_(gradients) for tensor in query_key_value(device, 64)]
     bias = random(device, 1, 2, 70, 150).requires_grad_(gradients)
     sinks = random(device, 2).requires_grad_(gradients)
@@ -92,7 +95,7 @@ def every_option(device: torch.device, gradients: bool) -> None:
 
 
 def smallest_bias(device: torch.device) -> None:
-    """Every score at finfo.min: the backward pass finds the rows' maxima and sums again."""
+    """Sets every score to finfo.min by the bias: the backward pass finds the rows' maxima and sums again."""
     query, key, value = (tensor.requires_grad_() for tensor in query_key_value(device, 64))
     bias = torch.full((1, 1, 70, 150), torch.finfo(DTYPE).min, dtype=DTYPE).to(device)
     out = fastattn.attention(query, key, value, bias=bias)
@@ -101,7 +104,7 @@ def smallest_bias(device: torch.device) -> None:
 
 
 def packed(device: torch.device, gradients: bool) -> None:
-    """Three sequences, one of them empty, with ALiBi; backward too, with the gradient of the slopes."""
+    """Packs three sequences, one of them empty, with ALiBi; with ``gradients`` backward too, also to the slopes."""
     offsets = torch.tensor([0, 33, 33, 100], dtype=torch.int32).to(device)
     query, key, value = (random(device, 100, heads, 64, seed=heads).requires_grad_(gradients) for heads in (4, 2, 2))
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]).to(device).requires_grad_(gradients)
@@ -112,7 +115,7 @@ def packed(device: torch.device, gradients: bool) -> None:
 
 
 def decode(device: torch.device, num_splits: int) -> None:
-    """An append with RoPE to a contiguous cache, then attention over it in parts."""
+    """Appends to a contiguous cache with RoPE and attends to it in ``num_splits`` splits."""
     lengths = torch.tensor([190, 7], dtype=torch.int32).to(device)
     k_cache, v_cache = (random(device, 2, 2, 256, 64, seed=seed) for seed in (1, 2))
     new = [random(device, 2, 2, 1, 64, seed=seed) for seed in (3, 4)]
@@ -131,7 +134,7 @@ def decode(device: torch.device, num_splits: int) -> None:
 
 
 def decode_paged_int8(device: torch.device) -> None:
-    """int8 pages in no order, one entry of the table naming none."""
+    """Attends to int8 pages in arbitrary order; unused entries of the block table name no page."""
     table = torch.tensor([[5, 0, 3, 2], [1, 4, 2**30, -1]], dtype=torch.int32).to(device)
     lengths = torch.tensor([250, 100], dtype=torch.int32).to(device)
     generator = torch.Generator().manual_seed(0)
@@ -153,7 +156,7 @@ def decode_paged_int8(device: torch.device) -> None:
 
 
 def decode_tree(device: torch.device) -> None:
-    """A tree of five proposed tokens, for which a tile has 20 rows."""
+    """Attends with a tree of five proposed tokens, for which a tile has 20 rows."""
     tree = torch.eye(5, dtype=torch.bool)
     tree[:, 0] = True
     k_cache, v_cache = (random(device, 2, 2, 256, 64, seed=seed) for seed in (1, 2))
@@ -170,7 +173,7 @@ def decode_tree(device: torch.device) -> None:
 
 
 def decode_fp8(device: torch.device) -> None:
-    """fp8 with a scale for each head, and NaN in new values, of which the first query does not see all."""
+    """Attends to an fp8 cache with a scale for each head. New values are NaN; the first query sees only one of two."""
     k_cache, v_cache = (random(device, 2, 2, 256, 64, seed=seed).to(torch.float8_e4m3fn) for seed in (1, 2))
     fastattn.attention_with_kv_cache(
         random(device, 2, 8, 2, 64),
@@ -185,7 +188,7 @@ def decode_fp8(device: torch.device) -> None:
 
 
 def append(device: torch.device, dtype: torch.dtype) -> None:
-    """Tokens to slots in no order, beside padding and a slot that there is not."""
+    """Appends tokens to slots in arbitrary order, among them padding (-1) and a slot that does not exist."""
     slots = torch.tensor([40, -1, 3, 64, 17, 0, 2**40]).to(device)
     k_pages, v_pages = (torch.zeros(4, 2, 16, dim, dtype=dtype).to(device) for dim in (64, 80))
     scales = {name: torch.ones(4, 2, 16).to(device) for name in ("k_scale", "v_scale") if dtype != DTYPE}
@@ -194,8 +197,10 @@ def append(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def prompts_in_pages(device: torch.device, page_size: int) -> None:
-    """Two prompts, taken in part by part over the pages of one cache. The forward for Hopper copies parts of tiles from
-    pages of 16 rows, and gathers the rows of pages of 5."""
+    """Reads two prompts in two chunks each into the pages of one cache.
+
+    The forward kernel for Hopper copies parts of tiles from pages of 16 rows, and gathers the rows of pages of 5.
+    """
     cache = fastattn.PagedKVCache(1, 192 // page_size, 2, 64, page_size=page_size, dtype=DTYPE, device=device)
     sequences = [cache.add(), cache.add()]
     for lengths in ((70, 5), (20, 33)):
@@ -204,7 +209,7 @@ def prompts_in_pages(device: torch.device, page_size: int) -> None:
 
 
 def prompt_in_8_bits(device: torch.device, dtype: torch.dtype) -> None:
-    """Keys and values are appended, become 16-bit floats, and are attended to."""
+    """Appends keys and values to an 8-bit cache, from which attention over a prompt makes 16-bit floats."""
     cache = fastattn.KVCache(1, 2, 2, 64, capacity=128, dtype=DTYPE, device=device, quantized=dtype)
     for length in (5, 80):
         query, key, value = (random(device, 2, heads, length, 64, seed=heads) for heads in (8, 2, 2))
@@ -212,7 +217,7 @@ def prompt_in_8_bits(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def merge(device: torch.device) -> None:
-    """Of two blocks, one of float32, and their gradients; then in place."""
+    """Merges two blocks, one of them in float32, with their gradients, and then again in place."""
     out_a, out_b = random(device, 1, 2, 70, 72, dtype=torch.float32), random(device, 1, 2, 70, 72, seed=1)
     lse_a, lse_b = (random(device, 1, 2, 70, dtype=torch.float32, seed=seed) for seed in (2, 3))
     leaves = [tensor.requires_grad_() for tensor in (out_a, lse_a, out_b, lse_b)]
@@ -228,7 +233,7 @@ def int8(
     activation: str | None = None,
     input_precision: str = "16bit",
 ) -> None:
-    """One row splits along K, and is merged; gradients go to the input."""
+    """Runs int8_linear, with gradients to the input. With one row the kernel splits K and merges the parts."""
     weight = fastattn.quantize_int8(random(torch.device("cpu"), 96, 1024), granularity).to(device)
     x = random(device, rows, 1024).requires_grad_()
     columns = result_columns(activation, 96)
@@ -237,19 +242,19 @@ def int8(
         x, weight, bias, activation=activation, residual=residual, input_precision=input_precision
     )
     out.backward(random(device, rows, columns, seed=3))
-    with torch.no_grad():  # the activation is the kernel's
+    with torch.no_grad():  # without gradients the kernel itself computes the activation
         fastattn.int8_linear(x, weight, bias, activation=activation, residual=residual, input_precision=input_precision)
 
 
 def int8_dequantised(device: torch.device) -> None:
-    """By cuBLAS, where the backend is CUDA C++; 96 and 1000 are no multiples of what a CTA dequantises."""
+    """Dequantises for cuBLAS with the CUDA C++ backend; 96 and 1000 are no multiples of what a CTA dequantises."""
     weight = fastattn.quantize_int8(random(torch.device("cpu"), 96, 1000)).to(device)
     with native.forced_int8_tile(-1):
         fastattn.int8_linear(random(device, 5, 1000).requires_grad_(), weight).backward(random(device, 5, 96, seed=3))
 
 
 def int8_by_teams(device: torch.device, granularity: str | int, input_precision: str = "16bit") -> None:
-    """By the kernels that are Hopper's own, on such a GPU; a tile and a little more."""
+    """Runs Hopper's own kernels where the GPU is one, with one tile of rows and a little more."""
     with native.forced_int8_tile(90 if kernel_facts(device).arch == 90 else 0):
         int8(device, rows=130, granularity=granularity, activation="gelu", input_precision=input_precision)
 
@@ -301,7 +306,7 @@ CASES: dict[str, Case] = {
 
 
 def run(backend: str, name: str, device: torch.device) -> bool:
-    """Whether the backend takes the case."""
+    """Runs the case and returns whether the backend takes it."""
     try:
         with fastattn.use_backend(backend):
             CASES[name](device)

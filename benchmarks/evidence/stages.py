@@ -1,4 +1,4 @@
-"""What a stage is, and how stages run: one after the other, each with its limit, whatever became of the others."""
+"""Defines stages and runs them one after the other, each with a time limit, also when earlier ones have failed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PASSED, FAILED, TIMED_OUT, NOT_RUN = "passed", "failed", "timed out", "not run"
 
 @dataclass
 class Result:
-    """``headline``: what came out, in a line; ``details``: the first failures."""
+    """The result of a stage: ``headline`` sums it up in one line, ``details`` has the first failures."""
 
     status: str
     headline: str
@@ -29,13 +29,16 @@ class Result:
 
 @dataclass
 class Workplace:
-    """Where commands run and what they are given.
+    """The folders, the Python and the environment with which the stages run their commands.
 
     Args:
-        root: the repository. scratch: the folder under build/ that takes all that is written.
-        python: the Python of all commands. environment: of all commands.
-        facts: of the machine. jobs: how many processes may run at once.
-        library_problem: why there is no native library; None where there is one.
+        root: the repository.
+        scratch: the folder under build/ in which everything is written.
+        python: the Python that runs all commands.
+        environment: the environment variables of all commands.
+        facts: the facts about the machine.
+        jobs: how many processes may run at once.
+        library_problem: why there is no native library, or None if there is one.
     """
 
     root: Path
@@ -52,25 +55,25 @@ class Workplace:
 
     @property
     def results(self) -> Path:
-        """The JSON and the plots of the benchmarks."""
+        """The folder for the JSON and the plots of the benchmarks."""
         return self.scratch / "results"
 
     def command(self, log: str, *arguments: str, restart_after: Callable[[int], bool] = lambda code: False) -> Command:
-        """``arguments`` are those of Python."""
+        """Returns the command that runs Python with ``arguments`` and logs to ``log``."""
         return Command([self.python, *arguments], self.logs / f"{log}.log", self.environment, self.root, restart_after)
 
     def run(self, deadline: float, log: str, *arguments: str) -> Outcome:
         return run_together([self.command(log, *arguments)], deadline)[0]
 
     def tail(self, log: str, lines: int = 8) -> list[str]:
-        """The end of a log."""
+        """Returns the last ``lines`` lines of a log that are not blank."""
         text = (self.logs / f"{log}.log").read_text(errors="replace")
         return [line[:300] for line in text.splitlines() if line.strip()][-lines:]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """``run`` takes the workplace and the deadline, of ``time.monotonic``. ``limit_s``: by default."""
+    """A stage: ``run`` takes the workplace and the deadline (of ``time.monotonic``); ``limit_s`` is the default."""
 
     name: str
     limit_s: float
@@ -80,7 +83,7 @@ class Stage:
 
 
 def status_of(outcomes: Iterable[Outcome]) -> str:
-    """The worst: failed, then timed out."""
+    """Returns the worst status of the outcomes: failed, else timed out, else passed."""
     found = list(outcomes)
     if any(not outcome.passed and not outcome.timed_out for outcome in found):
         return FAILED
@@ -93,7 +96,7 @@ def run_stages(
     workplace: Workplace,
     after_each: Callable[[list[Result]], None],
 ) -> list[Result]:
-    """Runs every stage. ``after_each`` gets what there is so far: whoever ends this process ends no evidence."""
+    """Runs every stage. ``after_each`` gets the results so far, so that they survive if this process is killed."""
     results: list[Result] = []
     for stage in stages:
         limit_s = limits.get(stage.name, stage.limit_s)
@@ -114,12 +117,12 @@ def _run(stage: Stage, workplace: Workplace, deadline: float) -> Result:
         return Result(NOT_RUN, f"no native library: {workplace.library_problem}")
     try:
         return stage.run(workplace, deadline)
-    except Exception as error:  # a fault of one stage is its result
+    except Exception as error:  # an error in one stage must not stop the others
         return Result(FAILED, f"{type(error).__name__}: {error}", traceback.format_exc().splitlines()[-6:])
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """For the file that programs read."""
+    """Returns the result as it is written to gpu_check.json."""
     return {
         "stage": result.stage,
         "status": result.status,

@@ -1,4 +1,4 @@
-"""The stages around the kernels: the native library, compute-sanitizer, benchmarks."""
+"""The stages that load the native library, run compute-sanitizer and run the benchmarks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from benchmarks.evidence.stages import FAILED, NOT_RUN, PASSED, TIMED_OUT, Resul
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 SANITIZER_CODE = 86  # compute-sanitizer's exit code where it found something
-# Of the time of a benchmark's process: start, limits and the last case take what is not given to cases.
 BENCHMARKS = ("attention_forward", "decode", "int8_matmul", "attention_backward")
+# A benchmark may start new cases in this part of its process's time after the first _START_S seconds. The process needs
+# the remaining time to start, to measure the limits and to finish the last case.
 _START_S, _LAST_CASE_PART = 12.0, 0.75
 
 BUILD = """
@@ -26,7 +27,7 @@ print(setup.configure(version, os.environ).run())
 
 
 def run_library(workplace: Workplace, deadline: float) -> Result:
-    """The library that is there, or a new one, where that does not load or has no kernels, or there is none."""
+    """Loads the native library that exists. Builds a new one if none exists, loads or has CUDA C++ kernels."""
     environment = workplace.environment
     given = environment.get("FASTATTN_LIBRARY")
     usual = [workplace.root / folder / "libfastattn.so" for folder in ("python/fastattn", "build/native")]
@@ -64,14 +65,14 @@ def _shown(path: Path, workplace: Workplace) -> str:
 
 
 def find_sanitizer() -> str | None:
-    """compute-sanitizer on the path, or in the CUDA toolkit."""
+    """Returns the path of compute-sanitizer, from PATH or the CUDA toolkit, or None."""
     roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     folders = [folder for root in roots if root for folder in (f"{root}/bin", f"{root}/compute-sanitizer")]
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
 
 
 def run_sanitizer(workplace: Workplace, deadline: float) -> Result:
-    """Every kernel once, first as it is, which also compiles, then under the three tools at once."""
+    """Runs every kernel once without a tool, which also compiles it, and then under the three tools at once."""
     cases = ("-m", "benchmarks.evidence.sanitizer_cases")
     plain = workplace.run(deadline, "sanitizer_cases", *cases)
     if not plain.passed:
@@ -79,7 +80,7 @@ def run_sanitizer(workplace: Workplace, deadline: float) -> Result:
     sanitizer = find_sanitizer()
     if sanitizer is None:
         return Result(NOT_RUN, "compute-sanitizer is not installed; its cases ran without it")
-    # Allocations of torch's own allocator lie side by side, where memcheck sees no end of a tensor.
+    # torch's caching allocator places tensors side by side in one allocation: memcheck would miss a tensor's end.
     environment = {**workplace.environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     options = ["--error-exitcode", str(SANITIZER_CODE), "--target-processes", "application-only"]
     commands = [
@@ -105,20 +106,20 @@ def run_sanitizer(workplace: Workplace, deadline: float) -> Result:
 
 
 def sanitizer_verdict(text: str) -> str:
-    """The tool's last word on what it found."""
+    """Returns the tool's last summary of what it found."""
     summaries = re.findall(r"=+ \w+ SUMMARY: (.+)", text)
     return summaries[-1].strip() if summaries else "ended without a summary"
 
 
 def sanitizer_errors(text: str, most: int = 6) -> list[str]:
-    """The first lines that say something: without the tool's frames and empty lines."""
+    """Returns the tool's first ``most`` messages, without its banner, host frames and empty lines."""
     lines = [line.lstrip("= ").strip() for line in text.splitlines() if line.startswith("=========")]
     said = [line for line in lines if line and not line.startswith(("COMPUTE-SANITIZER", "Host Frame", "Saved host"))]
     return [line[:240] for line in said[:most]]
 
 
 def run_benchmarks(workplace: Workplace, deadline: float) -> Result:
-    """The quick grids with all peers, one after the other; each gets the same part of the time that is left."""
+    """Runs the quick grids of all benchmarks with all peers. Each gets an equal share of the remaining time."""
     absent = missing(workplace.facts, "tqdm", "matplotlib", "numpy", "tabulate")
     if absent:
         return Result(NOT_RUN, absent)

@@ -1,4 +1,4 @@
-"""The stages that run pytest: the kernel tests on the GPU, and the emulator beside the GPU."""
+"""The stages that run pytest: the kernel tests on the GPU, and the tests that compare the emulator with the GPU."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from benchmarks.evidence.machine import missing
 from benchmarks.evidence.processes import run_together
 from benchmarks.evidence.stages import FAILED, NOT_RUN, PASSED, TIMED_OUT, Result, Workplace
 
-# What marks a test module that runs on the GPU where there is one, as a whole or in part: support/kernel_device.py, a
-# fixture of tests/conftest.py, or a look of its own.
+# A test module runs on the GPU, as a whole or in part, if it uses support/kernel_device.py, a fixture of
+# tests/conftest.py or the mark "gpu", or looks for a GPU itself.
 _ON_GPU = re.compile(r"kernel_device|emulated_gpu|mark\.gpu|not torch\.cuda\.is_available")
 _SHOWN = 12
 
 
 def kernel_test_modules(tests: Path) -> list[str]:
-    """The test modules with kernels in them, as paths from ``tests``; what says most first: the kernels for Hopper,
-    which no GPU of another kind runs, then the other kernels."""
+    """Returns the test modules that run kernels, as paths from ``tests``, the most informative first.
+
+    Those for Hopper, whose kernels no other GPU runs, come first, then those for other kernels.
+    """
     modules = [path for path in sorted(tests.rglob("test_*.py")) if tests / "emulator" not in path.parents]
     chosen = [path for path in modules if _ON_GPU.search(path.read_text())]
     chosen.sort(
@@ -31,13 +33,13 @@ def kernel_test_modules(tests: Path) -> list[str]:
 
 
 def run_tests(workplace: Workplace, deadline: float) -> Result:
-    """The kernel tests, dealt to several processes: most of their time goes into compiling Triton kernels."""
+    """Runs the kernel tests in several processes, as most of their time is spent compiling Triton kernels."""
     modules = [f"tests/{name}" for name in kernel_test_modules(workplace.root / "tests")]
     return _pytest(workplace, deadline, "tests", modules, workplace.jobs)
 
 
 def run_emulator(workplace: Workplace, deadline: float) -> Result:
-    """The same PTX on the emulator and on the GPU. The first process builds the emulator."""
+    """Runs the same PTX on the emulator and on the GPU. The first process builds the emulator."""
     absent = missing(workplace.facts, "pybind11", "ninja", "setuptools")
     if absent:
         return Result(NOT_RUN, f"the emulator cannot be built, {absent}")
@@ -70,9 +72,10 @@ def _pytest(workplace: Workplace, deadline: float, name: str, arguments: list[st
 
 
 def judge(records: Sequence[Sequence[pytest_codes.Line]], timed_out: Sequence[bool]) -> Result:
-    """What the processes wrote down, and whether each was out of time.
+    """Returns the result of the processes with these records, each of which ran out of time or did not.
 
-    A test that was started and never ended crashed or hung, or was running when the time was up.
+    A test that was started and did not end was still running if it is the last one of a process that ran out of time;
+    otherwise it crashed or hung.
     """
     lines = [line for record in records for line in record]
     ended = {line["test"] for line in lines if "test" in line}
@@ -109,5 +112,5 @@ def judge(records: Sequence[Sequence[pytest_codes.Line]], timed_out: Sequence[bo
 
 def _first_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()] or ["no message"]
-    errors = [line[1:].strip() for line in lines if line.startswith("E  ")]  # of a module that cannot be imported
+    errors = [line[1:].strip() for line in lines if line.startswith("E  ")]  # where a module cannot be imported
     return (errors or lines)[0][:240]

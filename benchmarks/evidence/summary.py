@@ -1,4 +1,4 @@
-"""The page that says what ran and what came out, and the same for programs."""
+"""Makes the page of a GPU check, which says what ran with which results, and its JSON."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from benchmarks.evidence.stages import Result, as_json
 from benchmarks.measure.labels import label
 
 SCHEMA = 1
-_CASES = 6  # of each benchmark: what says most comes first
+_CASES = 6  # shown of each benchmark, which has the most informative cases first
 _MOST_DETAILS = 16
 
 
 def documents(folder: Path) -> list[dict[str, Any]]:
-    """The benchmarks' results in a folder, by name; see benchmarks/measure/results.py for what is in them."""
+    """Returns the benchmark results in a folder, sorted by file name; measure/results.py describes their format."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
 def as_document(
     results: Sequence[Result], facts: Facts, commit: str, date: str, bundled: Sequence[str]
 ) -> dict[str, Any]:
-    """The JSON beside the page."""
+    """Returns the content of gpu_check.json, the JSON beside the page."""
     return {
         "schema": SCHEMA,
         "date": date,
@@ -36,7 +36,7 @@ def as_document(
 
 
 def as_markdown(document: dict[str, Any], benchmarks: Sequence[dict[str, Any]]) -> str:
-    """One page: what ran where, each stage's result with its first failures, and the main figures."""
+    """Returns the page: what ran where, each stage's result with its first failures, and the main figures."""
     machine = document["machine"]
     gpu = machine["gpu"] or "none (dry run)"
     if machine["compute_capability"]:
@@ -66,7 +66,7 @@ def as_markdown(document: dict[str, Any], benchmarks: Sequence[dict[str, Any]]) 
 
 
 def _main_rows(benchmark: dict[str, Any]) -> list[str]:
-    """Of the first cases: fastattn's own rows and the best peer."""
+    """Returns a table of the first cases, with fastattn's rows and that of the best peer, and counts of all rows."""
     cases: dict[str, list[dict[str, Any]]] = {}
     for row in benchmark["rows"]:
         cases.setdefault(label(row["case"]), []).append(row)
@@ -102,7 +102,7 @@ def _figures(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _seconds(row: dict[str, Any]) -> float:
-    """Within a CUDA graph where that was measured, else eager: as in results.seconds_of, which needs torch."""
+    """Returns what results.seconds_of does, which needs torch: the time in a CUDA graph if measured, else eager."""
     return float((row["graph"] or row["eager"])["median_s"])
 
 

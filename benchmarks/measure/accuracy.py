@@ -1,4 +1,4 @@
-"""Whether a result may be timed: its error against float64."""
+"""Decides by its error against float64 whether a result is right, and so whether its implementation is timed."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# A peer may round more than we allow ourselves (activations to int8, probabilities to 16 bits): beyond this part of the
-# largest value its result is another function's.
+# A peer may round more than fastattn may (activations to int8, probabilities to 16 bits). If it errs by more than this
+# part of the largest value, it computes another function.
 LOOSE = 0.05
 
 
 class Expected(NamedTuple):
-    """The float64 results, and how far from each fastattn may be."""
+    """The float64 results, and the largest error that fastattn may have in each."""
 
     oracle: tuple[Tensor, ...]
     bounds: tuple[float, ...]
 
     @classmethod
     def from_composite(cls, oracle: Sequence[Tensor], composite: Sequence[Tensor], dtype: torch.dtype) -> Expected:
-        """Twice the worst error of PyTorch's own computation in ``dtype``, plus one rounding of the result."""
+        """Sets each bound to twice the worst error of PyTorch's computation in ``dtype``, plus one rounding."""
         bounds = (
             2 * worst_difference(inexact, exact) + torch.finfo(dtype).eps / 2 * exact.abs().max().item()
             for exact, inexact in zip(oracle, composite, strict=True)
@@ -31,14 +31,14 @@ class Expected(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """``error``: the worst difference, relative to the largest value of its tensor; ``reason``: None if it passes."""
+    """The verdict on a result: its worst error, relative to its tensor's largest value, and why it fails, or None."""
 
     error: float
     reason: str | None
 
 
 def worst_difference(actual: Tensor, oracle: Tensor) -> float:
-    """The largest absolute difference; infinite where anything is not finite or a shape is another."""
+    """Returns the largest absolute difference: infinity if a difference is not finite or the shapes differ."""
     if actual.shape != oracle.shape:
         return math.inf
     worst = (actual.double() - oracle).abs().max().item() if actual.numel() else 0.0
@@ -46,7 +46,7 @@ def worst_difference(actual: Tensor, oracle: Tensor) -> float:
 
 
 def judge(actual: Sequence[Tensor], expected: Expected, is_peer: bool) -> Verdict:
-    """Peers are held to a loose bound: their error is told beside their time."""
+    """Judges all outputs of a call. Peers only have to meet a loose bound, as their error is shown with their time."""
     largest_error, reason = 0.0, None
     for index, (result, oracle, strict) in enumerate(zip(actual, expected.oracle, expected.bounds, strict=True)):
         difference = worst_difference(result, oracle)

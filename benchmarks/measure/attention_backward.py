@@ -1,4 +1,4 @@
-"""The gradients of attention: fastattn's kernels against every peer that can be imported.
+"""Measures the gradients of attention: fastattn's kernels against every peer that can be imported.
 
 Only the backward pass is timed. TFLOP/s count its five matrix products, half of them under a causal mask (the
 FlashAttention papers' convention).
@@ -17,7 +17,7 @@ from benchmarks.measure.peers import attention as peers_attention
 
 
 def benchmark(options: argparse.Namespace) -> Benchmark:
-    """What the options ask for."""
+    """Returns the benchmark that the options ask for."""
     peers = harness.chosen_peers(peers_attention.backward_peers(), options.peer)
     own = own_implementations(case_attention.prepare_backward, options.backend or ("cuda", "triton"))
     return Benchmark(

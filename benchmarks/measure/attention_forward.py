@@ -1,7 +1,7 @@
-"""Attention over whole sequences: fastattn's kernels against every peer that can be imported.
+"""Measures attention over whole sequences: fastattn's kernels against every peer that can be imported.
 
-TFLOP/s count the two matrix products: half of them under a causal mask (the FlashAttention papers' convention), or what
-the mask leaves of them where there are fewer queries than keys.
+TFLOP/s count the two matrix products: half of them under a causal mask (the FlashAttention papers' convention), or the
+part that the mask leaves where there are fewer queries than keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.measure.peers import attention as peers_attention
 
 
 def benchmark(options: argparse.Namespace) -> Benchmark:
-    """What the options ask for."""
+    """Returns the benchmark that the options ask for."""
     peers = harness.chosen_peers(peers_attention.forward_peers(), options.peer)
     own = own_implementations(case_attention.prepare_forward, options.backend or ("cuda", "triton"))
     return Benchmark(

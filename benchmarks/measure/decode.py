@@ -1,7 +1,7 @@
-"""Decoding over a KV cache: fastattn's kernels against every peer that can be imported.
+"""Measures decoding over a KV cache: fastattn's kernels against every peer that can be imported.
 
-One new query per sequence. GB/s count the cached keys and values of the actual lengths, once for all query heads that
-share them, and the queries and results.
+Each sequence has one new query. GB/s count the cached keys and values of the actual lengths, once for all query heads
+that share them, and the queries and results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.measure.peers import decode as peers_decode
 
 
 def benchmark(options: argparse.Namespace) -> Benchmark:
-    """What the options ask for."""
+    """Returns the benchmark that the options ask for."""
     peers = harness.chosen_peers(peers_decode.peers(), options.peer)
     own = own_implementations(case_decode.prepare, options.backend or ("cuda", "triton"))
     return Benchmark(

@@ -1,6 +1,6 @@
-"""How fast the emulator of the tests is: a causal forward of one head, 512 x 512, d=128, bf16, with all checks on.
+"""Measures the speed of the tests' emulator on a causal forward of one head, 512 x 512, d=128, bf16, with all checks.
 
-The kernels are the native one and Triton's, as nvcc and Triton compile them for sm_80. Compiling is not timed. No GPU
+The kernels are the native one and Triton's, as nvcc and Triton compile them for sm_80. Compilation is not timed. No GPU
 is needed.
 
 Prints a table; ``--json FILE`` also writes the figures.
@@ -23,7 +23,7 @@ from benchmarks.measure import tables
 from benchmarks.measure.overhead import machine
 from emulator import Report, allocations, device, launches, options
 
-AIM_SECONDS = 3.0  # on one core
+AIM_SECONDS = 3.0  # for one run on one core
 ROWS, HEAD_DIM = 512, 128
 
 
@@ -41,14 +41,14 @@ def forward(backend: str, workers: int) -> torch.Tensor:
 
 
 def check(out: torch.Tensor) -> None:
-    """A figure of a wrong result would say nothing."""
+    """Asserts that the result is right: the time of a wrong result would mean nothing."""
     query, key, value = (t.double() for t in inputs())
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     assert (out.double() - expected).abs().max() < 0.02, "the kernel's result is wrong"
 
 
 def measure(backend: str, workers: int, repeats: int) -> tuple[float, Report]:
-    """The quickest of some runs, in seconds: what else the machine does only ever adds. And what was counted."""
+    """Returns the seconds of the fastest run, as other load can only add time, and the emulator's counts."""
     check(forward(backend, workers))  # also compiles
     seconds = []
     with launches.recorded() as found:

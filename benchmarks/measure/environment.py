@@ -1,4 +1,4 @@
-"""Where and on what figures are taken."""
+"""Describes the commit, the time, the GPU and the software with which figures are taken."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def _output(*command: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit that is checked out, with ``+changes`` where files differ from it.
+    """Returns the checked-out commit, followed by ``+changes`` if files differ from it.
 
-    Outside git: what FASTATTN_COMMIT says, or ``unknown``.
+    Outside git it returns the value of FASTATTN_COMMIT, or ``unknown``.
     """
     head = _output("git", "rev-parse", "HEAD")
     if head is None:
@@ -34,12 +34,12 @@ def commit() -> str:
 
 
 def now() -> str:
-    """The date and time in UTC, to the second."""
+    """Returns the date and time in UTC, to the second."""
     return datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0).isoformat()
 
 
 def driver_version() -> str:
-    """The version of the NVIDIA driver."""
+    """Returns the version of the NVIDIA driver, or ``unknown``."""
     listed = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     if listed:
         return listed.splitlines()[0]
@@ -48,7 +48,7 @@ def driver_version() -> str:
 
 
 def describe_gpu(device: torch.device) -> dict[str, Any]:
-    """The GPU, its driver, and the versions of what runs on it; see ``results.ENVIRONMENT``."""
+    """Returns the GPU, its driver and the versions of the software, with the fields of ``results.ENVIRONMENT``."""
     properties = torch.cuda.get_device_properties(device)
     return {
         "gpu": properties.name,

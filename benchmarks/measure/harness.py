@@ -29,25 +29,28 @@ from fastattn.profiler.limits import measure_limits
 from fastattn.profiler.roofline import Limits, bound
 from fastattn.profiler.work import Work
 
-# Where a call takes longer than this, what its launch costs can no longer be seen.
+# The launch cost of a longer call is too small a part of its time to matter.
 GRAPH_BELOW_S = 500e-6
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What is measured. A case is a frozen dataclass, whose fields are a row's ``case``.
+    """A benchmark: its cases, and how to run and check them.
+
+    A case is a frozen dataclass, whose fields become a row's ``case``.
 
     Args:
-        name: one of ``results.BENCHMARKS``; title: for people.
-        cases: the cases of a run, what says most first.
-        implementations: fastattn's first, then the peers.
-        make_inputs: random inputs of a case, from a seed.
-        input_bytes: what a call on one set of inputs reads.
-        work: the least work of a call.
-        expected: what is right on the checked part, from float64.
-        checked: that part of each output.
-        uses_graphs: whether short calls are timed within CUDA graphs too.
-        differentiates: whether gradients are recorded.
+        name: one of ``results.BENCHMARKS``.
+        title: the name that is shown to people.
+        cases: the cases of a run, the most informative first.
+        implementations: fastattn's implementations, then the peers.
+        make_inputs: makes random inputs of a case on a device, from a seed.
+        input_bytes: returns how many bytes a call on one set of inputs reads.
+        work: returns the least work of a call.
+        expected: returns the right results of the checked part, in float64.
+        checked: returns the part of an output that is checked.
+        uses_graphs: returns whether short calls are timed within CUDA graphs too.
+        differentiates: returns whether autograd records the calls.
     """
 
     name: str
@@ -64,11 +67,11 @@ class Benchmark:
 
 
 class DeviceLost(RuntimeError):
-    """A kernel left the device in a state in which nothing more runs there."""
+    """Raised when a kernel has left the device in a state in which nothing more runs on it."""
 
 
 class Asked(BaseException):
-    """Somebody wants the run to end (SIGTERM). No result of an implementation: those are Exceptions."""
+    """Raised when SIGTERM asks the run to end. It is no Exception, as those count as results of implementations."""
 
 
 @contextlib.contextmanager
@@ -86,7 +89,7 @@ def _ends_when_asked() -> Iterator[None]:
 def measure_case(
     benchmark: Benchmark, case: Any, device: torch.device, timer: Timer, limits: Limits, num_sets: int
 ) -> Iterator[Row]:
-    """One row for each implementation. Raises ``DeviceLost`` after the row of whoever lost it."""
+    """Yields one row for each implementation. Raises ``DeviceLost`` after the row of the one that lost the device."""
     sets = [benchmark.make_inputs(case, device, seed) for seed in range(num_sets)]
     expected = benchmark.expected(case, sets[0])
     for implementation in benchmark.implementations:
@@ -94,7 +97,7 @@ def measure_case(
         try:
             with torch.set_grad_enabled(benchmark.differentiates(case)), implementation.context():
                 row.update(_measure(benchmark, case, implementation, sets, expected, timer, limits))
-        except Exception as error:  # whatever an implementation raises is its result
+        except Exception as error:  # an exception that an implementation raises is its result
             is_missing = isinstance(error, (Unsupported, NotImplementedError, fastattn.InputError))
             row.update(status="unsupported" if is_missing else "failed", reason=_reason(error))
         yield row
@@ -124,7 +127,7 @@ def _measure(
     if benchmark.uses_graphs(case) and eager.median_s < GRAPH_BELOW_S:
         try:
             graph = timer.graph(calls)
-        except Exception as error:  # some implementations synchronise, and cannot be captured
+        except Exception as error:  # an implementation that synchronises cannot be captured
             reason = f"no CUDA graph: {_reason(error)}"
     return {
         "status": "ok",
@@ -165,12 +168,12 @@ def _reason(error: BaseException) -> str:
 
 
 def _finite(number: float) -> float | None:
-    """None for infinity, which JSON does not have."""
+    """Returns the number, or None for infinity, which JSON lacks."""
     return number if number < float("inf") else None
 
 
 def _release(device: torch.device) -> None:
-    """Frees what a failed call left behind. Raises ``DeviceLost``."""
+    """Frees the memory that a failed call left behind. Raises ``DeviceLost`` if the device no longer works."""
     gc.collect()
     if device.type != "cuda":
         return
@@ -182,7 +185,7 @@ def _release(device: torch.device) -> None:
 
 
 def run(benchmark: Benchmark, device: torch.device, minutes: float, seconds_per_figure: float) -> Document:
-    """Measures the limits and every case until the time is up."""
+    """Measures the limits, and then case after case until all are done or ``minutes`` are over."""
     deadline = time.monotonic() + 60 * minutes
     dtypes = dict.fromkeys(getattr(torch, case.dtype) for case in benchmark.cases)
     limits = measure_limits(device, dtypes)
@@ -230,7 +233,7 @@ def run(benchmark: Benchmark, device: torch.device, minutes: float, seconds_per_
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that all benchmarks share."""
+    """Adds the options that all benchmarks share."""
     parser.add_argument("--full", action="store_true", help="the whole grid instead of the quick one")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures to this file, or into this folder")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the figures into this folder")
@@ -248,14 +251,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_peers(peers: Sequence[Implementation], wanted: Sequence[str] | None) -> list[Implementation]:
-    """The peers whose names contain one of ``wanted``; all by default, none for ``none``."""
+    """Returns the peers whose names contain one of ``wanted``; all if it is None. "none" is in no peer's name."""
     if wanted is None:
         return list(peers)
     return [peer for peer in peers if any(text.lower() in peer.name.lower() for text in wanted)]
 
 
 def report(benchmark: Benchmark, options: argparse.Namespace) -> None:
-    """Runs the benchmark as the options say and shows what came out; without a GPU, what can be said without one."""
+    """Runs the benchmark with these options, and shows and writes its results.
+
+    Without a GPU it only prints the least work of each case.
+    """
     if not torch.cuda.is_available():
         print(
             f"{benchmark.title}: no NVIDIA GPU here, so nothing is measured or written. The least work of each case:\n"
@@ -286,7 +292,7 @@ def main(
     benchmark: Callable[[argparse.Namespace], Benchmark],
     arguments: Sequence[str] | None,
 ) -> None:
-    """The command line of a benchmark: the shared options and those of its cases."""
+    """Runs a benchmark from the command line, with the shared options and those of its cases."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     add_case_options(parser)

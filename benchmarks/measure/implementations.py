@@ -1,4 +1,4 @@
-"""What the harness measures: an implementation of an operation, fastattn's own or a peer's."""
+"""Defines an implementation of an operation, fastattn's own or a peer's, which the harness measures."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch import Tensor
 
 import fastattn
 
-# The peer that the speed-ups of int8 weights refer to.
+# Speed-ups of int8 weights are relative to this peer.
 CUBLAS = "cuBLAS, 16-bit weight"
 
 
 class Unsupported(Exception):
-    """An implementation does not offer what a case asks for; the message says what."""
+    """Raised when an implementation lacks what a case needs; the message says what."""
 
 
 class Prepared(NamedTuple):
-    """A call on one set of inputs. ``outputs`` brings its result into fastattn's layout; it is not timed."""
+    """A call on one set of inputs. ``outputs`` turns its result into fastattn's layout and is not timed."""
 
     call: Callable[[], Any]
     outputs: Callable[[Any], tuple[Tensor, ...]]
@@ -32,10 +32,10 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class Implementation:
-    """Somebody's code for an operation.
+    """A library's implementation of an operation.
 
-    ``prepare(case, inputs)`` does what a user does once (layouts, plans, quantisation) and returns what is timed; it
-    raises ``Unsupported`` where the case is beyond it. ``context`` is entered around everything.
+    ``prepare(case, inputs)`` does what a user does once (layouts, plans, quantisation) and returns the call to time. It
+    raises ``Unsupported`` if the implementation cannot run the case. Everything runs within ``context()``.
     """
 
     name: str
@@ -46,18 +46,18 @@ class Implementation:
 
 
 def require(condition: bool, missing: str) -> None:
-    """Raise ``Unsupported("no " + missing)`` unless ``condition``."""
+    """Raises ``Unsupported("no " + missing)`` unless ``condition``."""
     if not condition:
         raise Unsupported(f"no {missing}")
 
 
 def first(result: Any) -> Any:
-    """The output of a function that, depending on its version, also returns the lse."""
+    """Returns the output from the result of a function that, depending on its version, also returns the lse."""
     return result[0] if isinstance(result, tuple) else result
 
 
 def importable(module: str) -> bool:
-    """Whether a package can be imported: one that is installed but broken counts as absent, and is named."""
+    """Returns whether a package can be imported. Notes in ``broken`` why one that is installed cannot."""
     try:
         if importlib.util.find_spec(module) is None:
             return False
@@ -68,12 +68,12 @@ def importable(module: str) -> bool:
     return True
 
 
-# Module → why it could not be imported although it is installed.
+# Maps each module that is installed but cannot be imported to the reason.
 broken: dict[str, str] = {}
 
 
 def version_of(*distributions: str) -> str:
-    """The version of the first of these that is installed."""
+    """Returns the version of the first installed distribution of these, or "unknown"."""
     for distribution in distributions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)
@@ -81,7 +81,7 @@ def version_of(*distributions: str) -> str:
 
 
 def own_implementations(prepare: Callable[[Any, Any], Prepared], backends: Iterable[str]) -> list[Implementation]:
-    """fastattn with each of its kernel backends."""
+    """Returns an implementation of fastattn for each of these kernel backends."""
     version = fastattn.native.BUILD["version"]
 
     def using(backend: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
@@ -91,6 +91,6 @@ def own_implementations(prepare: Callable[[Any, Any], Prepared], backends: Itera
 
 
 def torch_version() -> str:
-    """torch's version, with cuDNN's where there is one."""
+    """Returns torch's version, and cuDNN's if it is available."""
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return f"{torch.__version__}, cuDNN {cudnn}" if cudnn else torch.__version__

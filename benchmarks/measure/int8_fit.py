@@ -1,11 +1,11 @@
-"""Fits the model by which the library chooses among the ways to an int8 matmul to the GPU at hand.
+"""Fits the time model by which the library chooses among the ways to compute an int8 matmul to the GPU at hand.
 
-Each kernel's time is a sum of terms (csrc/int8_matmul/work.h): a launch, the steps of the busiest CTA, its pieces of
-work, and where CTAs share tiles, collecting the parts. So is that of dequantising for cuBLAS (csrc/int8_matmul/ways.h):
-two launches for each block, three bytes a weight, and multiply-adds. Least squares of relative errors give the terms'
-coefficients, in seconds; beside each time stands what the library predicted, from data sheets. Clocks of the tables in
-work.h and ways.h are seconds times the clock of the SMs during the run. The figures go to
-benchmarks/results/<gpu>/int8_fit.json.
+The time of each kernel is a sum of terms (csrc/int8_matmul/work.h): a launch, the steps of the busiest CTA, its pieces
+of work, and where CTAs share tiles, collecting the parts. The time of dequantising for cuBLAS is one too
+(csrc/int8_matmul/ways.h): two launches for each block, three bytes a weight, and multiply-adds. Least squares of the
+relative errors give the terms' coefficients, in seconds; each measured time is written beside the library's prediction
+from data sheets. The clocks in the tables of work.h and ways.h are these seconds times the SMs' clock during the run.
+The figures go to benchmarks/results/<gpu>/int8_fit.json.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from benchmarks.measure import environment, results, timing
 from fastattn import native, quantize_int8
 
 SCHEMA = 1
-# The most weights of a block and what its outputs are a multiple of, csrc/int8_matmul/ways.h; and CTAs, or on Hopper
-# clusters, that an SM holds (MatmulTile).
+# A block has at most BLOCK_WEIGHTS weights, and its outputs are a multiple of BLOCK_MULTIPLE (csrc/int8_matmul/ways.h).
+# RESIDENT is how many CTAs, or on Hopper clusters, an SM holds (MatmulTile), by architecture.
 BLOCK_WEIGHTS, BLOCK_MULTIPLE = 1 << 25, 256
 RESIDENT = {80: 2.0, 90: 0.5}
 _CTAS_OF_A_TEAM = {80: 1, 90: 2}
@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """``tile``: what it computes in a step, as `native.KERNELS` has it."""
+    """A kernel of the library. ``tile`` is what it computes in a step, with the fields of `native.KERNELS`."""
 
     name: str
     arch: int
@@ -50,7 +50,7 @@ class Kernel(NamedTuple):
 
 
 class Dealt(Protocol):
-    """`native.Dealt`."""
+    """How a kernel deals a matmul to CTAs: the fields of `native.Dealt` that the fit uses."""
 
     ctas: int
     parts: int
@@ -58,7 +58,7 @@ class Dealt(Protocol):
 
 
 class Sample(NamedTuple):
-    """``predicted``: by the library, or None."""
+    """A measured case and how often each term counts in it. ``predicted`` is the library's prediction, or None."""
 
     case: Case
     terms: tuple[float, ...]
@@ -71,7 +71,7 @@ DEQUANTISED_TERMS = ("block", "weight_byte", "mac")
 
 
 def kernels(names: dict[str, Any], arch: int) -> list[Kernel]:
-    """Those of the matmul for 16-bit activations that run on a GPU of ``arch``, in bfloat16, one for each tile."""
+    """Returns the bfloat16 kernels of the matmul for 16-bit activations that a GPU of ``arch`` runs, one per tile."""
     found = []
     for name, tile in names.items():
         matched = re.fullmatch(r"int8_matmul_sm(\d+)<\d+, bfloat16>", name)
@@ -81,12 +81,12 @@ def kernels(names: dict[str, Any], arch: int) -> list[Kernel]:
 
 
 def _outputs_of_team(kernel: Kernel) -> int:
-    """Of the tile that the CTAs of a team compute together."""
+    """Returns the output columns of the tile that the CTAs of a team compute together."""
     return kernel.tile["block_n"] * _CTAS_OF_A_TEAM[kernel.arch]
 
 
 def kernel_cases(kernel: Kernel, num_sms: int) -> Iterator[Case]:
-    """One tile of tokens. Full waves of tiles of outputs, whose sums are whole; and fewer, whose sums are shared."""
+    """Yields cases of one tile of tokens: full waves of whole tiles, and fewer tiles, which CTAs share."""
     resident, outputs = int(RESIDENT[kernel.arch] * num_sms), _outputs_of_team(kernel)
     for k in (2048, 4096, 8192):
         for tiles in (resident, 2 * resident):
@@ -96,7 +96,7 @@ def kernel_cases(kernel: Kernel, num_sms: int) -> Iterator[Case]:
 
 
 def kernel_terms(kernel: Kernel, case: Case, dealt: Dealt, num_sms: int) -> tuple[float, ...] | None:
-    """How often each of ``KERNEL_TERMS`` counts, or None for a plan whose CTAs have parts of several tiles each."""
+    """Returns how often each of ``KERNEL_TERMS`` counts, or None for a plan whose CTAs have parts of several tiles."""
     tiles = math.ceil(case.m / kernel.tile["block_m"]) * math.ceil(case.n / _outputs_of_team(kernel))
     steps = dealt.steps_of_full_gpu
     if dealt.parts == 0:
@@ -108,23 +108,23 @@ def kernel_terms(kernel: Kernel, case: Case, dealt: Dealt, num_sms: int) -> tupl
 
 
 def dequantised_cases() -> Iterator[Case]:
-    """Many tokens, for which cuBLAS is bound by the tensor cores; and layers of one block, and of several."""
+    """Yields cases of many tokens, so that the tensor cores bind cuBLAS, for layers of one block and of several."""
     for n, k in ((2048, 4096), (4096, 4096), (8192, 4096), (14336, 4096), (8192, 8192), (16384, 8192)):
         for m in (2048, 4096, 8192):
             yield Case(m, n, k)
 
 
 def dequantised_terms(case: Case) -> tuple[float, ...]:
-    """How often each of ``DEQUANTISED_TERMS`` counts."""
+    """Returns how often each of ``DEQUANTISED_TERMS`` counts."""
     weights, fitting = case.n * case.k, BLOCK_WEIGHTS // case.k
     outputs = case.n if fitting >= case.n else fitting // BLOCK_MULTIPLE * BLOCK_MULTIPLE
     return math.ceil(case.n / outputs), 3 * weights, case.m * weights
 
 
 def fit(names: Sequence[str], samples: Sequence[Sample]) -> dict[str, Any]:
-    """Coefficients of the terms in seconds, None where the samples do not tell, and how far off these are at worst.
+    """Returns the terms' coefficients in seconds, None where the samples do not determine them, and the worst error.
 
-    ``measured_over_predicted``: the median.
+    ``measured_over_predicted`` is the median ratio of the measured time to the library's prediction.
     """
     terms = np.array([sample.terms for sample in samples], dtype=float).reshape(len(samples), len(names))
     seconds = np.array([sample.seconds for sample in samples])
@@ -150,26 +150,26 @@ def fit(names: Sequence[str], samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 class Gpu(Protocol):
-    """What the fit asks of a device and the library."""
+    """The interface to a device and the library that the fit needs."""
 
     arch: int
     num_sms: int
 
     def dealt(self, kernel: Kernel, case: Case) -> Dealt:
-        """How the kernel deals the case."""
+        """Returns how the kernel deals the case to CTAs."""
         ...
 
     def seconds(self, kernel: Kernel | None, case: Case) -> float:
-        """A call's time by that kernel, or by dequantising for cuBLAS."""
+        """Returns the seconds that a call takes with the kernel, or where it is None, by dequantising for cuBLAS."""
         ...
 
     def predicted(self, kernel: Kernel | None, case: Case) -> float | None:
-        """What the library predicts of it."""
+        """Returns the seconds that the library predicts for the same call, or None if it predicts none."""
         ...
 
 
 def fit_all(gpu: Gpu, names: dict[str, Any]) -> dict[str, Any]:
-    """A fit for each kernel of ``names`` that the GPU runs, and for `native.DEQUANTISED`."""
+    """Returns a fit for each kernel in ``names`` that the GPU runs, and one for `native.DEQUANTISED`."""
     found = {}
     for kernel in kernels(names, gpu.arch):
         samples = []
@@ -187,7 +187,7 @@ def fit_all(gpu: Gpu, names: dict[str, Any]) -> dict[str, Any]:
 
 
 class CudaGpu:
-    """A CUDA device, and the library that is installed."""
+    """A CUDA device with the installed library."""
 
     def __init__(self, facts: native.NativeDeviceFacts, timer: timing.Timer) -> None:
         self.timer = timer
@@ -212,7 +212,7 @@ class CudaGpu:
         return None if microseconds is None else microseconds * 1e-6
 
     def seconds(self, kernel: Kernel | None, case: Case) -> float:
-        """Within a CUDA graph, over weights that take turns beyond the L2."""
+        """Times the call within a CUDA graph, alternating between so many sets of inputs that the L2 holds none."""
         bytes_of_set = case.n * case.k + 2 * case.m * (case.k + case.n)
         free_bytes, _ = torch.cuda.mem_get_info()
         num_sets = timing.num_input_sets(bytes_of_set, self.l2_bytes, free_bytes)
@@ -228,13 +228,13 @@ class CudaGpu:
 
 
 def document_of(fits: dict[str, Any], place: dict[str, Any]) -> dict[str, Any]:
-    """What is written. ``place``: `environment.describe_gpu`."""
+    """Returns the document to write. ``place`` is the result of `environment.describe_gpu`."""
     when = {"date": environment.now(), "commit": environment.commit()}
     return {"schema": SCHEMA, "fit": "int8_matmul", **when, "environment": place, "ways": fits}
 
 
 def as_text(fits: dict[str, Any]) -> str:
-    """A line for each way: nanoseconds of its terms, its worst error, and how its times stand to the predictions."""
+    """Returns a line for each way: its terms in ns, its worst error, and the ratio of measured to predicted times."""
     lines = []
     for name, fitted in fits.items():
         terms = ", ".join(

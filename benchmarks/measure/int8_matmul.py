@@ -1,7 +1,7 @@
-"""Linear layers with int8 weights on the shapes of LLaMA models: fastattn's kernels against every importable peer.
+"""Measures linear layers with int8 weights on the shapes of LLaMA models: fastattn against every importable peer.
 
-GB/s count the int8 weight, its scales, the input and the output. The gradient of the input goes through autograd, as
-training takes it; only the backward pass is timed.
+GB/s count the int8 weight, its scales, the input and the output. The gradient of the input goes through autograd, as in
+training; only the backward pass is timed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.measure.peers import int8 as peers_int8
 
 
 def benchmark(options: argparse.Namespace) -> Benchmark:
-    """What the options ask for."""
+    """Returns the benchmark that the options ask for."""
     peers = harness.chosen_peers(peers_int8.peers(), options.peer)
     own = own_implementations(case_int8.prepare, options.backend or ("cuda", "triton"))
     return Benchmark(

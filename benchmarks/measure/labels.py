@@ -1,4 +1,4 @@
-"""Cases in words."""
+"""Describes cases in words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def label(case: Mapping[str, Any], without: Collection[str] = ()) -> str:
-    """A row's ``case`` in a few words; ``without`` names fields to leave out."""
+    """Returns a row's ``case`` in a few words. ``without`` names fields to leave out."""
     if "granularity" in case:
         parts = _int8_parts(case)
     elif "context" in case:
@@ -23,7 +23,7 @@ def label(case: Mapping[str, Any], without: Collection[str] = ()) -> str:
 def _attention_parts(case: Mapping[str, Any]) -> dict[str, str]:
     mask = "causal" if case["causal"] else "full"
     return {
-        "queries": f"{case['queries']} queries" if case.get("queries") else "",  # older results know none
+        "queries": f"{case['queries']} queries" if case.get("queries") else "",  # older results lack the field
         "seqlen": f"length {case['seqlen']}",
         "batch": f"batch {case['batch']}",
         "heads": f"{case['heads']}/{case['kv_heads']} heads",

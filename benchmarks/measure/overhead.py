@@ -1,9 +1,9 @@
-"""What fastattn adds to a call: the time from the public function to the operator, without the operator's own.
+"""Measures what fastattn adds to a call: the time from the public function to the operator, without the operator.
 
-A stand-in for the kernels that only hands out tensors made beforehand is registered for the CPU, and the dispatcher is
-told that the CPU is an H200. Measured is the public function minus the bare operator, so the stand-in's own cost
-cancels; with gradients also minus what torch's autograd engine takes for the least there is, a view. No GPU
-is needed.
+For the CPU, stand-ins for the kernels are registered that only return tensors made beforehand, and the dispatcher is
+told that the CPU is an H200. The figure is the time of the public function minus that of the bare operator, so the cost
+of the stand-in cancels. With gradients, the time that torch's autograd engine takes for a view, the least operation, is
+subtracted too. No GPU is needed.
 
 Prints a table; ``--json FILE`` also writes the figures.
 """
@@ -31,7 +31,7 @@ SHAPE = (1, 8, 16, 64)
 
 
 def install_stand_ins() -> None:
-    """Operators that do nothing, and a CPU that passes for a GPU."""
+    """Registers operators that compute nothing, and lets the CPU pass for a GPU."""
     device._known[torch.device("cpu")] = H200
     out = torch.zeros(SHAPE, dtype=torch.bfloat16)
     lse = torch.zeros(SHAPE[:3])
@@ -53,13 +53,13 @@ _kept: list[torch.library.Library] = []
 
 
 def microseconds(function: Callable[[], Any], repeats: int, calls: int) -> float:
-    """The least, over ``repeats``, of the mean over ``calls``: what else the machine does only ever adds."""
+    """Returns the least mean time of ``calls`` calls in ``repeats`` runs, as other load can only add time."""
     function()
     return min(timeit.repeat(function, number=calls, repeat=repeats)) / calls * 1e6
 
 
 def cases() -> dict[str, tuple[Callable[[], Any], Callable[[], Any], float]]:
-    """name → (public call, what it cannot do without, what we aim at)."""
+    """Returns by name the public call, the part of it that any implementation needs, and the aim in microseconds."""
     query, key, value = (torch.randn(SHAPE, dtype=torch.bfloat16) for _ in range(3))
     leaves = [t.clone().requires_grad_() for t in (query, key, value)]
     tail = (None,) * 6 + (0, 0, 0.125, -1, -1, None, 0, 0, 0.0, 0.0)
@@ -106,7 +106,7 @@ def cases() -> dict[str, tuple[Callable[[], Any], Callable[[], Any], float]]:
 
 
 def machine() -> dict[str, str]:
-    """Where and on what the figures were taken."""
+    """Returns the CPU, the versions, the date and the commit with which the figures were taken."""
     cpus = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":")[1].strip() for line in cpus if line.startswith("model name")]
     return {

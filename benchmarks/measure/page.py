@@ -1,4 +1,4 @@
-"""Writes docs/PERFORMANCE.md from the JSON under benchmarks/results. With ``--check``, only compares."""
+"""Writes docs/PERFORMANCE.md from the JSON under benchmarks/results, or with ``--check`` only compares the two."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ peer" the best peer's time over fastattn's (both in CUDA graphs, or both eager):
 
 
 def page(folder: Path, page_path: Path) -> str:
-    """The page for the results in ``folder``; links are relative to where the page lies."""
+    """Returns the page for the results in ``folder``, with links relative to the folder of ``page_path``."""
     documents = [(path, results.read(path)) for path in sorted(folder.glob("*/*.json")) if path.name in _FILES]
     gpus = list(dict.fromkeys(path.parent for path, _ in documents))
     parts = [_HEAD]

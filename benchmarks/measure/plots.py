@@ -1,4 +1,4 @@
-"""The plots, drawn from a document of results."""
+"""Draws the plots of a document of results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.measure.results import Document, Row, limits_of, seconds_of
 
 Figure = Any
 _MARKERS = "osD^vP*X<>ph"
-# The field of a case along which a line runs, and what then changes with it: the number of tokens stays.
+# The field of a case along the x axis, and the field that changes with it so that the number of tokens stays the same.
 _AXES = {
     "attention_forward": ("seqlen", "batch"),
     "attention_backward": ("seqlen", "batch"),
@@ -53,7 +53,7 @@ def _origin(document: Document) -> str:
 
 
 def draw_throughput(document: Document, rows: list[Row]) -> Figure:
-    """TFLOP/s by length, one panel for each head dim, mask, heads and dtype."""
+    """Draws TFLOP/s by length, with one panel for each head dim, mask, heads and dtype."""
     limits = limits_of(document)
 
     def rate(row: Row) -> float:
@@ -66,7 +66,7 @@ def draw_throughput(document: Document, rows: list[Row]) -> Figure:
 
 
 def draw_decode(document: Document, rows: list[Row]) -> Figure:
-    """GB/s by context, one panel for each batch, grouping and kind of cache."""
+    """Draws GB/s by context, with one panel for each batch, grouping and kind of cache."""
     limit_gb = limits_of(document).bytes_per_s / 1e9
 
     def rate(row: Row) -> float:
@@ -76,7 +76,7 @@ def draw_decode(document: Document, rows: list[Row]) -> Figure:
 
 
 def draw_int8(document: Document, rows: list[Row]) -> Figure:
-    """Speed over cuBLAS with 16-bit weights by M, one panel for each layer, granularity and direction."""
+    """Draws the speed-up over cuBLAS with 16-bit weights by M, a panel for each layer, granularity and direction."""
     baseline = {_key(row): seconds_of(row) for row in rows if row["implementation"] == CUBLAS}
     compared = [row for row in rows if _key(row) in baseline]
     return _panels(
@@ -91,7 +91,7 @@ def draw_int8(document: Document, rows: list[Row]) -> Figure:
 
 
 def draw_roofline(document: Document, rows: list[Row]) -> Figure:
-    """Each of fastattn's kernels as a point under the roofs that were measured in the same run."""
+    """Draws each case of fastattn's kernels as a point under the roofs that were measured in the same run."""
     limits = limits_of(document)
     figure, axes = plt.subplots(figsize=(8, 5.5), layout="constrained")
     own = [row for row in rows if not row["is_peer"]]
@@ -136,7 +136,7 @@ def _panels(
     limit: Callable[[Row], float],
     limit_name: str,
 ) -> Figure:
-    """``rate`` over the benchmark's axis: a panel for each setting of the other fields, a line for each
+    """Draws ``rate`` over the benchmark's axis, with a panel for each setting of the other fields and a line for each
     implementation."""
     running = _AXES[document["benchmark"]]
     axis = running[0]
@@ -169,7 +169,7 @@ def _panels(
 
 
 def _chosen(points: dict[str, int]) -> list[str]:
-    """Of the settings (with their numbers of points) those to draw: the longest lines first, evenly picked from all."""
+    """Returns which settings to draw: an even choice from ``points`` (setting → point count), longest lines first."""
     long = [setting for setting in points if points[setting] >= _FEWEST_POINTS] or list(points)
     long.sort(key=lambda setting: -points[setting])
     step = max(len(long) / _PANELS, 1.0)

@@ -1,4 +1,4 @@
-"""The JSON that a benchmark writes: its schema, and the only code that reads and writes it.
+"""Defines the schema of the JSON that a benchmark writes, and is the only code to read or write it.
 
 A document is one run of one benchmark::
 
@@ -100,11 +100,11 @@ _ROW: dict[str, Any] = {
 
 
 class BadResult(ValueError):
-    """A document is not what the schema says; the message names the place."""
+    """Raised when a document does not follow the schema; the message names the place."""
 
 
 def validate(document: Any) -> Document:
-    """The document, checked against the schema. Raises ``BadResult``."""
+    """Returns the document. Raises ``BadResult`` if it does not follow the schema."""
     _check(document, _TOP, "document")
     if document["schema"] != SCHEMA:
         raise BadResult(f"document.schema: expected {SCHEMA}, got {document['schema']}")
@@ -142,19 +142,19 @@ def _check(value: Any, fields: Mapping[str, Any], where: str) -> None:
 
 
 def limits_of(document: Document) -> Limits:
-    """The limits of a validated document."""
+    """Returns the limits in a validated document."""
     return Limits(**document["limits"])
 
 
 def seconds_of(row: Row) -> float:
-    """The time that stands for a row: within a CUDA graph where that was measured, else eager."""
+    """Returns the time that stands for a row: that within a CUDA graph if it was measured, else the eager time."""
     return float((row["graph"] or row["eager"])["median_s"])
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """The rows, each "ok" one with the best peer's time over its own, within its case.
+    """Returns the rows, each "ok" one with the best peer's time on the same case over its own time.
 
-    Like is compared with like: times within CUDA graphs where the row and a peer have them, else eager times.
+    It compares times within CUDA graphs if the row and a peer have them, else eager times.
     """
     return [{**row, "ratio_to_best_peer": _ratio(row, rows)} for row in rows]
 
@@ -178,12 +178,15 @@ def _ratio(row: Row, rows: Iterable[Row]) -> float | None:
 
 
 def folder_name(gpu: str) -> str:
-    """``nvidia-h200`` for ``NVIDIA H200``: the folder under ``benchmarks/results``."""
+    """Returns the name of a GPU's folder under ``benchmarks/results``: ``nvidia-h200`` for ``NVIDIA H200``."""
     return "-".join(gpu.lower().split())
 
 
 def write(document: Document, path: Path) -> Path:
-    """Writes the validated document to ``path``, or to ``<benchmark>.json`` in it where it is a folder."""
+    """Validates the document and writes it to ``path``, or if it is a folder, to ``<benchmark>.json`` in it.
+
+    Returns the path of the file.
+    """
     validate(document)
     if path.suffix != ".json":
         path.mkdir(parents=True, exist_ok=True)
@@ -193,7 +196,7 @@ def write(document: Document, path: Path) -> Path:
 
 
 def read(path: Path) -> Document:
-    """The validated document of a file. Raises ``BadResult``, which names the file."""
+    """Returns the validated document in a file. Raises ``BadResult``, which names the file."""
     try:
         return validate(json.loads(path.read_text()))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Tables of results, for the terminal and for the page."""
+"""Makes tables of results for the terminal and for the page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TEXT_COLUMNS = ("implementation", "bound by", "case", "kernel", "GPU", "backend
 
 
 def grouped_by_case(rows: Iterable[Row]) -> list[list[Row]]:
-    """The rows of each case, in order."""
+    """Returns the rows of each case, in the order of the rows."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(label(row["case"]), []).append(row)
@@ -41,7 +41,7 @@ def grouped_by_case(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def figures(row: Row) -> dict[str, str]:
-    """An "ok" row under ``COLUMNS``. Rates and the fraction are of the time in a CUDA graph where there is one."""
+    """Returns the cells of an "ok" row by ``COLUMNS``. Rates and the fraction use the time in a CUDA graph, if any."""
     seconds, eager, graph = seconds_of(row), row["eager"], row["graph"]
     return {
         "implementation": row["implementation"],
@@ -63,7 +63,7 @@ def _microseconds(timing: dict[str, Any] | None) -> str:
 
 
 def limits_line(document: Document) -> str:
-    """The limits that were measured in the same run."""
+    """Returns a line with the limits that were measured in the same run."""
     limits = document["limits"]
     matmuls = ", ".join(f"{dtype} matmul {rate / 1e12:.0f} TFLOP/s" for dtype, rate in limits["flops_per_s"].items())
     return (
@@ -73,9 +73,9 @@ def limits_line(document: Document) -> str:
 
 
 def as_text(document: Document, predicted: predictions.Predictions | None = None) -> str:
-    """The whole document for a terminal; who has no figures says why in their place.
+    """Returns the whole document as text for a terminal; rows without figures give their reason instead.
 
-    Times that were predicted for the same GPU and case stand in a column of their own.
+    A further column has the times that were predicted for the same GPU and case.
     """
     lines = [limits_line(document)]
     if predicted is not None:
@@ -103,7 +103,7 @@ def _predicted(document: Document, row: Row, predicted: predictions.Predictions)
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """One line for each case: the faster of fastattn's backends beside the best peer."""
+    """Returns a table with one line for each case: the faster of fastattn's backends beside the best peer."""
     titles = ("case", "fastattn", "µs", *SUMMARY_COLUMNS, "best peer", "its µs")
     lines = []
     for of_case in grouped_by_case(rows):
@@ -125,7 +125,7 @@ def _fastest(rows: Iterable[Row]) -> Row | None:
 
 
 def without_figures(rows: Sequence[Row]) -> str:
-    """Who could not run what, and why, as a Markdown list; empty where all could."""
+    """Returns a Markdown list of the rows without figures, with their reasons; empty if there are none."""
     counts = Counter(
         (row["implementation"], row["version"], row["status"], row["reason"]) for row in rows if row["status"] != "ok"
     )
@@ -136,7 +136,7 @@ def without_figures(rows: Sequence[Row]) -> str:
 
 
 def work_table(cases: Iterable[Any], work: Callable[[Any], Work]) -> str:
-    """What each case computes and moves at the least: all that is known without a GPU."""
+    """Returns a table of the least work of each case, which is known without a GPU: FLOPs, bytes and their ratio."""
     rows: list[Sequence[str]] = []
     for case in cases:
         least = work(case)
@@ -146,19 +146,19 @@ def work_table(cases: Iterable[Any], work: Callable[[Any], Work]) -> str:
 
 
 def overhead_table(rows: Iterable[Row], form: Callable[..., str]) -> str:
-    """What a call costs on the host; ``form``: `aligned` or `markdown`."""
+    """Returns a table of what each call costs on the host. ``form`` is `aligned` or `markdown`."""
     names = ("public_us", "floor_us", "added_us")
     cells = [(row["call"], *(f"{row[name]:.2f}" for name in names), f"{row['aim_us']:.0f}") for row in rows]
     return form(("call", "public µs", "floor µs", "added µs", "aim µs"), cells)
 
 
 def aligned(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table for a terminal: text to the left, numbers to the right."""
+    """Returns a table for a terminal, with text aligned to the left and numbers to the right."""
     return _table(header, rows, "simple")
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """The same table in Markdown."""
+    """Returns a table in Markdown, with text aligned to the left and numbers to the right."""
     return _table(header, rows, "pipe")
 
 

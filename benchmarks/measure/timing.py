@@ -1,4 +1,4 @@
-"""Timing of calls on a GPU: how often, over which inputs, and what the samples come to. In seconds and bytes."""
+"""Times calls on a GPU: chooses how often and over how many inputs, and sums up the samples, in seconds and bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Timing(NamedTuple):
 
 
 def summarize(seconds: Sequence[float]) -> Timing:
-    """Median and quartiles, interpolated. Raises ``ValueError`` where there is nothing or a time is not positive."""
+    """Returns the median and quartiles, interpolated. Raises ``ValueError`` without times or if one is not positive."""
     if not seconds or min(seconds) <= 0:
         raise ValueError(f"expected positive times, got {list(seconds)}")
     if len(seconds) == 1:
@@ -41,14 +41,15 @@ def summarize(seconds: Sequence[float]) -> Timing:
 
 
 def num_samples(estimate_s: float, budget_s: float) -> int:
-    """How many calls of about ``estimate_s`` to time in about ``budget_s``: 11 to 201."""
+    """Returns how many calls of about ``estimate_s`` to time in about ``budget_s``: 11 to 201."""
     return min(max(int(budget_s / estimate_s), FEWEST_SAMPLES), MOST_SAMPLES)
 
 
 def num_input_sets(set_bytes: int, l2_bytes: int, free_bytes: int) -> int:
-    """How many sets of inputs to take turns with, so that none is left in the L2 from its last turn.
+    """Returns how many sets of inputs to alternate between, so that none is still in the L2 from its last use.
 
-    Together at least twice the L2, but at most half of the free memory; at least 2 if they fit, at most 128.
+    Together they take at least twice the L2, but at most half of the free memory: at least 2 sets if they fit, and at
+    most 128.
     """
     wanted = max(math.ceil(2 * l2_bytes / max(set_bytes, 1)), 2)
     fitting = max(free_bytes // (2 * max(set_bytes, 1)), 1)
@@ -56,10 +57,10 @@ def num_input_sets(set_bytes: int, l2_bytes: int, free_bytes: int) -> int:
 
 
 class Timer(Protocol):
-    """What the harness asks of a device."""
+    """The interface for timing calls on a device, which the harness needs."""
 
     def eager(self, calls: Sequence[Call]) -> Timing:
-        """Times single calls, each with its launch; ``calls`` take turns."""
+        """Times single calls, each with its launch, alternating between ``calls``."""
         ...
 
     def graph(self, calls: Sequence[Call]) -> Timing:
@@ -67,12 +68,12 @@ class Timer(Protocol):
         ...
 
     def peak_bytes(self, call: Call) -> int:
-        """What a call allocates at its highest, its result included."""
+        """Returns the peak number of bytes that a call allocates, its result included."""
         ...
 
 
 class CudaTimer:
-    """Times on the current CUDA device; ``budget_s`` is what one figure may take."""
+    """Times calls on the current CUDA device; one figure may take about ``budget_s`` seconds."""
 
     def __init__(self, budget_s: float) -> None:
         self.budget_s = budget_s
@@ -83,7 +84,7 @@ class CudaTimer:
     def graph(self, calls: Sequence[Call]) -> Timing:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what allocates at its first call must have done so before the capture
+        with torch.cuda.stream(stream):  # a call that allocates the first time must do so before the capture
             for call in calls:
                 call()
         torch.cuda.current_stream().wait_stream(stream)
@@ -119,7 +120,7 @@ class CudaTimer:
         return summarize([start.elapsed_time(end) * 1e-3 for start, end in events])
 
     def _warm_up(self, calls: Sequence[Call]) -> float:
-        """Runs every call once, then all of them until clocks and caches have settled; returns the time of one."""
+        """Runs every call once, then all of them until clocks and caches have settled; returns one call's time."""
         for call in calls:
             call()
         torch.cuda.synchronize()

@@ -1,12 +1,13 @@
-"""How busy the backward pass for Hopper keeps the SMs: its tiles of keys, as csrc/attention/row_shares.h cuts them.
+"""Predicts how busy the backward pass for Hopper keeps the SMs with key tiles as csrc/attention/row_shares.h cuts them.
 
-What comes out is a PREDICTION, never a result. Time is counted in steps of the kernel for dK and dV, a tile of query
-rows each. CTAs claim shares of tiles in order, one as soon as they are done with another, as
-csrc/attention/backward_work_sm90.cuh says. Beside its steps a tile costs ``STEPS_PER_TILE``, and each share of one that
-CTAs share ``STEPS_PER_SHARE``: K and V have to come, and dK and dV to leave.
+The figures are a PREDICTION, never a result. Time is counted in steps of the kernel for dK and dV, each of which
+processes one tile of query rows. CTAs claim shares of key tiles in order, the next one as soon as they finish one, as
+csrc/attention/backward_work_sm90.cuh says. Beside its steps, a tile that one CTA computes costs ``STEPS_PER_TILE``, and
+each share of a tile that several CTAs share ``STEPS_PER_SHARE``: to load K and V, and to write dK and dV.
 
-In deterministic order one tile of keys after the other adds to a tile of dQ's sums: an addition of 16 KiB has to be
-complete in the L2 cache, its turn to be passed on and to be seen. A CTA computes meanwhile, until it has the next part.
+In deterministic order, key tiles add to the sums of a dQ tile one after the other: an addition of 16 KiB has to
+complete in the L2 cache before its CTA passes the turn on, and the next CTA has to see that. Meanwhile a CTA computes,
+until its next part is done.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from dataclasses import dataclass
 
 from fastattn import native
 
-# As in csrc/attention/row_shares.h and plan_row_shares.h.
+# The same values as in csrc/attention/row_shares.h and plan_row_shares.h.
 STEPS_PER_TILE, STEPS_PER_SHARE, LEAST_STEPS_OF_SHARE = 0.75, 1.5, 4
-# Assumptions, of the 3650 clocks that a step of 128 dims is predicted to take: 1000 until an addition is complete, 500
-# for a fence and an addition to the counter, and 500 until another CTA sees it. The place of a part in shared memory is
-# free as soon as it has been read.
+# A step of 128 dims is predicted to take 3650 clocks. Assumed are 1000 clocks until an addition is complete, 500 for a
+# fence and an addition to the counter, and 500 until another CTA sees it. A part's place in shared memory is free as
+# soon as the addition has read it, after 500.
 PASSED_ON = 1500 / 3650
 SEEN = 500 / 3650
 READ = 500 / 3650
@@ -30,8 +31,11 @@ READ = 500 / 3650
 
 @dataclass(frozen=True)
 class BackwardShape:
-    """Of ``lengths``, one for each sequence: its query rows and its keys. ``window``: keys that a row sees before and
-    after its own, which stands as far from the end; -1: all."""
+    """The shape of a backward pass. ``lengths`` has the query rows and the keys of each sequence.
+
+    ``window`` is how many keys a row sees before and after its own key, which is as far from the last key as the row is
+    from the last row; -1 means all.
+    """
 
     lengths: tuple[tuple[int, int], ...]
     heads: int
@@ -47,8 +51,11 @@ class BackwardShape:
 
 @dataclass(frozen=True)
 class Schedule:
-    """``busy``: the part of all SMs' time in which they have work, be it steps or what each share costs beside them.
-    ``useful``: the part in which they have steps. ``steps``: of the mean SM."""
+    """The result of a schedule.
+
+    ``busy`` is the fraction of all SMs' time in which they have work: steps, or the cost of a tile or share beside
+    them. ``useful`` is the fraction in which they have steps, and ``steps`` the mean number of steps of an SM.
+    """
 
     busy: float
     useful: float
@@ -56,7 +63,7 @@ class Schedule:
 
 
 def row_tiles(rows: int, keys: int, window: tuple[int, int], first_key: int, dealt: native.DealtBackward) -> range:
-    """Tiles of rows that see some of the keys from ``first_key`` on."""
+    """Returns the tiles of query rows that see some key of the key tile from ``first_key`` on."""
     left, right = window
     last_key, offset = min(first_key + dealt.block_n, keys) - 1, keys - rows
     begin = 0 if right < 0 else min(max(first_key - offset - right, 0), rows)
@@ -65,9 +72,9 @@ def row_tiles(rows: int, keys: int, window: tuple[int, int], first_key: int, dea
 
 
 def _tiles(shape: BackwardShape, dealt: native.DealtBackward) -> Iterator[tuple[int, int, int]]:
-    """Sequence, KV head and first key of each tile, in the order in which they are claimed; see tile_order.h."""
+    """Yields sequence, KV head and first key of each key tile, in the order in which CTAs claim them (tile_order.h)."""
     heads = [(index, head) for index in range(len(shape.lengths)) for head in range(shape.kv_heads)]
-    # Sequences that are packed come one after the other, as they may differ in length.
+    # Packed sequences may differ in length, so they come one after the other.
     of_sequences = [heads] if not shape.packed else [list(own) for _, own in itertools.groupby(heads, lambda at: at[0])]
     for own in of_sequences:
         for first in range(0, len(own), dealt.heads_per_group):
@@ -76,7 +83,7 @@ def _tiles(shape: BackwardShape, dealt: native.DealtBackward) -> Iterator[tuple[
 
 
 def _shares(heads: range, rows: range, dealt: native.DealtBackward, is_cut: bool) -> Iterator[tuple[range, range]]:
-    """Query heads and tiles of rows of each CTA that shares a tile of keys."""
+    """Yields the query heads and the row tiles of each CTA that computes a share of a key tile."""
     steps_of_heads = len(heads) // dealt.of_heads * len(rows)
     if not is_cut or steps_of_heads < LEAST_STEPS_OF_SHARE:
         yield heads, rows
@@ -92,8 +99,8 @@ def _shares(heads: range, rows: range, dealt: native.DealtBackward, is_cut: bool
 
 
 def schedule(shape: BackwardShape, dealt: native.DealtBackward, num_sms: int) -> Schedule:
-    free = [0.0] * num_sms  # when each CTA is
-    turns: dict[tuple[int, int, int], float] = {}  # of a query head's tile of rows, when the next may be added
+    free = [0.0] * num_sms  # when each CTA is free
+    turns: dict[tuple[int, int, int], float] = {}  # when the next part may be added to a query head's tile of rows
     steps, busy = 0, 0.0
     for number, (index, kv_head, first_key) in enumerate(_tiles(shape, dealt)):
         seen = row_tiles(*shape.lengths[index], shape.window, first_key, dealt)
@@ -113,7 +120,7 @@ def schedule(shape: BackwardShape, dealt: native.DealtBackward, num_sms: int) ->
 
 
 def _end_with_turns(walk: list[tuple[int, int, int]], begin: float, turns: dict[tuple[int, int, int], float]) -> float:
-    """When a CTA that begins to compute then has its last part added."""
+    """Returns when a CTA that begins to compute at ``begin`` has added its last part, and updates ``turns``."""
     computed = place_free = adder_free = begin
     for at in walk:
         computed = max(computed + 1, place_free)

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is spread over GPUs, predicted: when messages are hidden behind what ranks compute.
+"""Predicts from which length on attention over a sequence spread over GPUs hides messages behind compute.
 
 ``python -m benchmarks context-parallel`` prints the tables, and writes ``docs/context_parallel_speed.md`` and its plot.
 Nothing there is measured.
@@ -24,13 +24,13 @@ from fastattn.ops.flops import attention_backward_flops, attention_flops
 DOCS = Path(__file__).parents[2] / "docs"
 
 PER_NODE = 8
-ACHIEVED = 0.8  # of a link's rate: assumed
+ACHIEVED = 0.8  # the part of a link's rate that is achieved, an assumption
 # H200's data sheet: NVLink 900 GB/s, both ways together. DGX H200's: an InfiniBand adapter of 400 Gb/s for each GPU.
 # Latencies of a step of NCCL's rings: hwLat in its src/graph/tuning.cc, protocol Simple.
 LINKS = Links(PER_NODE, ACHIEVED * 450e9, 3.4e-6, ACHIEVED * 50e9, 14e-6)
 
-# cuDNN 9.19 on an H200, published with cudnn-frontend: TFLOP/s forward and backward, by the sequence's length. bf16,
-# heads of 128 dims, 64 query and 8 KV heads. Shorter blocks take the rate of 2k, longer ones that of 32k.
+# TFLOP/s of cuDNN 9.19 on an H200, as published with cudnn-frontend: forward and backward, by the sequence's length, in
+# bf16 with 64 query and 8 KV heads of 128 dims. Shorter blocks take the rate of 2k, longer ones that of 32k.
 LENGTHS_OF_RATES = (2048, 4096, 8192, 16384, 32768)
 RATES = {
     "causal": ((484, 591, 644, 673, 688), (370, 474, 541, 579, 581)),
@@ -43,11 +43,11 @@ GPUS = {8: "8 H200s, NVLink", 128: "16 nodes of 8", 1024: "128 nodes of 8"}
 LENGTHS = tuple(2**i for i in range(12, 21))
 MASKS: dict[str, Window] = {"full": (-1, -1), "causal": (-1, 0), "window of 4096": (4095, 0)}
 MOST_WAITING = 0.05
-FEWEST_ROWS = 512  # of a rank, in the plot
+FEWEST_ROWS = 512  # the fewest rows of a rank in the plot
 
 
 class Way(NamedTuple):
-    """``by_heads``: so many ranks exchange sequence for heads."""
+    """A way to spread attention over GPUs: ``by_heads`` ranks exchange parts of the sequence for heads."""
 
     name: str
     strategy: str
@@ -55,7 +55,7 @@ class Way(NamedTuple):
 
 
 def ways(num_gpus: int) -> list[Way]:
-    """With all GPUs in one dimension; or in a mesh whose second dimension is the GPUs of a node."""
+    """Returns the ways with all GPUs in one dimension, and those in a mesh whose second dimension is a node's GPUs."""
     plain = [Way("ring", "ring", 1), Way("allgather", "allgather", 1), Way("ulysses", "ulysses", num_gpus)]
     mesh = [Way(f"mesh, {way.name}", way.strategy, PER_NODE) for way in plain[:2]]
     return plain + (mesh if num_gpus > PER_NODE else [])
@@ -67,7 +67,7 @@ def is_possible(way: Way, heads: Heads) -> bool:
 
 @cache
 def seconds_per_head(shape: Shape, backward: bool) -> float:
-    """Of one query head of 128 dims."""
+    """Returns the predicted seconds of attention, or its backward pass, over a block for one query head of 128 dims."""
     rates = RATES["full" if shape.pairs == shape.rows * shape.keys else "causal"][backward]
     side = max(1.0, math.sqrt(shape.rows * shape.keys))
     rate = np.interp(math.log2(side), np.log2(LENGTHS_OF_RATES), rates)
@@ -76,7 +76,7 @@ def seconds_per_head(shape: Shape, backward: bool) -> float:
 
 @cache
 def predict(way: Way, num_gpus: int, heads: Heads, tokens: int, layout: str, mask: str, backward: bool) -> Result:
-    """One call over a sequence of so many tokens, or its backward pass."""
+    """Predicts one call over a sequence of ``tokens`` tokens, or its backward pass."""
     ranks = num_gpus // way.by_heads
     spread = Spread(layout, ranks, tokens // ranks, MASKS[mask], goes_by_places=False)
     operations = schedule(way.strategy, spread, heads, backward, way.by_heads)
@@ -86,14 +86,14 @@ def predict(way: Way, num_gpus: int, heads: Heads, tokens: int, layout: str, mas
 def waiting(
     way: Way, num_gpus: int, heads: Heads, tokens: int, layout: str = "zigzag", mask: str = "causal"
 ) -> list[float]:
-    """The share of a forward and a backward pass in which ranks wait: their mean, and the one that waits most."""
+    """Returns the share of a forward and a backward pass in which ranks wait: the mean and the largest of all ranks."""
     passes = [predict(way, num_gpus, heads, tokens, layout, mask, backward) for backward in (False, True)]
     idle = 1 - (passes[0].computing + passes[1].computing) / (passes[0].seconds + passes[1].seconds)
     return [float(idle.mean()), float(idle.max())]
 
 
 def hidden_from(way: Way, num_gpus: int, heads: Heads) -> int | None:
-    """The length from which on ranks wait for at most ``MOST_WAITING`` of the time; None: longer than all."""
+    """Returns the length from which on ranks wait for at most ``MOST_WAITING`` of the time; None if no length does."""
     found = None
     for tokens in reversed(LENGTHS):
         if waiting(way, num_gpus, heads, tokens)[0] > MOST_WAITING:
@@ -177,7 +177,7 @@ def in_words(tokens: int) -> str:
 
 
 def _table(cell: Callable[[Way, int, Heads], str]) -> str:
-    """A row for each cluster and numbers of heads, a column for each way."""
+    """Returns a table with a row for each cluster and numbers of heads, and a column for each way."""
     names = [way.name for way in ways(max(GPUS))]
     rows = []
     for num_gpus, name in GPUS.items():
@@ -209,7 +209,7 @@ def _table_of_idle() -> str:
 
 
 def page() -> str:
-    """The Markdown page."""
+    """Returns the Markdown page."""
     return "\n".join(
         [
             _HEADING,
@@ -221,11 +221,11 @@ def page() -> str:
 
 
 def draw(path: Path) -> None:
-    """The plot: a panel for each number of GPUs, a line for each way and numbers of heads."""
+    """Draws the plot: a panel for each number of GPUs, a line for each way and numbers of heads."""
     import matplotlib
 
     matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = "fastattn"  # the same picture has the same bytes
+    matplotlib.rcParams["svg.hashsalt"] = "fastattn"  # so that the same picture has the same bytes
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, len(GPUS), figsize=(12, 4.5), sharex=True, sharey=True, layout="constrained")
@@ -254,7 +254,7 @@ def draw(path: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints the tables, and writes the page and its plot."""
+    """Prints the tables and writes the page and its plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=DOCS, help="where to write (default: docs)")
     folder = parser.parse_args(arguments).folder

@@ -1,14 +1,14 @@
-"""A step of flash-decoding, predicted: what waits for what, from the launch to the result. Nothing here is measured.
+"""Predicts the time of a flash-decoding step from what waits for what in a launch. Nothing here is measured.
 
 ``python -m benchmarks decode-time`` prints the table. The model of a launch (csrc/decode/split_sm80.cuh):
 
     launch → lengths → page table → K of the first step → steps → part stored → arrival → parts loaded → result
              L2        L2           device memory                 L2            L2        L2
 
-Each of these trips waits for the one before; the last three come again for each merge. Between them lie instructions:
-those of the steps of the busiest SM, and those around them (the plan, queries, masks, what starts the first loads, the
-merge of warps and parts). They take clocks of a simulation of the machine code, which is right to 8 % at best. All
-bytes have to come from device memory at its data sheet's rate, which nobody reaches.
+Each of these trips waits for the one before; each merge repeats the last three. Instructions take time too: those of
+the steps of the busiest SM, and those around them (the plan, queries, masks, the start of the first loads, the merge of
+warps and parts). Their clocks come from a simulation of the machine code, which is right to 8 % at best. All bytes are
+loaded from device memory at its data sheet's rate, which no kernel reaches.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tabulate import tabulate
 from benchmarks.predict.machine_model import H200, RESERVED_SHARED_BYTES
 from fastattn import native
 
-# Clocks that a load waits where nothing else is on its way: Luo et al., arXiv 2402.13499 (H100).
+# Clocks that a load takes when no other load is in flight: Luo et al., arXiv 2402.13499 (H100).
 L2_CLOCKS, MEMORY_CLOCKS = 263, 479
-# Between two kernels of a CUDA graph: assumed.
+# The time between two kernels of a CUDA graph is an assumption.
 LAUNCH_MICROSECONDS = 1.5
-# Of a warp, one of a scheduler's that runs alone, for an instruction: simulated, 2.8 to 3.3 in the loops of steps.
+# Clocks per instruction of a warp that is alone on its scheduler: simulated, 2.8 to 3.3 in the loops of steps.
 CLOCKS_OF_INSTRUCTION = 3.3
 
 SIXTEEN, INT8, FP8 = native.CACHE_FORMATS
@@ -35,10 +35,10 @@ MERGED_AT_ONCE = 16
 
 
 class Steps(NamedTuple):
-    """Of 128 dims.
+    """The steps of a warp with a head dim of 128.
 
-    How many keys a warp takes at a time and its instructions for them, clocks of such a step on an SM with one CTA and
-    on a full one, and the bytes of a key in K and V.
+    A step processes ``keys`` keys with so many ``instructions``. It takes ``clocks_alone`` on an SM with one CTA, and
+    ``clocks_full`` on a full SM. A key has ``key_bytes`` bytes in K and V together.
     """
 
     keys: int
@@ -49,22 +49,27 @@ class Steps(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Keys that the four warps of a CTA take at a time."""
+        """The keys that the four warps of a CTA process in one step."""
         return 4 * self.keys
 
 
-# Clocks are simulated, for the machine code of sm_90 and an H200's memory.
+# The clocks are simulated, for the machine code of sm_90 and an H200's memory.
 STEPS = {
     SIXTEEN: Steps(16, 420, 1402, 3293, 512),
     INT8: Steps(32, 980, 2478, 3171, 264),
     FP8: Steps(32, 880, 2169, 3259, 264),
 }
-# What a warp executes around its steps, by the emulator's count for one sequence of 1024 tokens, the mean of all CTAs.
+# The instructions that a warp executes around its steps, as the emulator counted them for one sequence of 1024 tokens:
+# the mean of all CTAs.
 INSTRUCTIONS_AROUND = 1300
 
 
 class Prediction(NamedTuple):
-    """``issue``: of the issue slots that memory leaves for a step; ``of_memory``: of the data sheet's bandwidth."""
+    """A predicted decoding step.
+
+    ``issue`` is the share of the issue slots that instructions take while memory delivers a step's bytes, and
+    ``of_memory`` is the share of the data sheet's bandwidth that is reached.
+    """
 
     microseconds: float
     megabytes: float
@@ -73,14 +78,17 @@ class Prediction(NamedTuple):
 
 
 def trips(parts: int, paged: bool) -> float:
-    """Microseconds of all loads and stores that wait for each other."""
+    """Returns the microseconds of all loads and stores that wait for each other."""
     merges = math.ceil(math.log(parts, MERGED_AT_ONCE)) if parts > 1 else 0
     clocks = L2_CLOCKS * (2 + paged + 3 * merges) + MEMORY_CLOCKS
     return clocks / H200.clock_hz * 1e6
 
 
 def predict(tokens: int, batch: int, group: int, cache: str, kv_heads: int = 8, paged: bool = True) -> Prediction:
-    """One query of ``group * kv_heads`` heads for each of ``batch`` sequences of ``tokens`` tokens, on an H200."""
+    """Predicts a step with one query of ``group * kv_heads`` heads for each of ``batch`` sequences, on an H200.
+
+    Each sequence has ``tokens`` cached tokens.
+    """
     facts = native.NativeDeviceFacts(H200.arch, H200.num_sms, 0, H200.shared_bytes - RESERVED_SHARED_BYTES)
     dealt = native.dealt_decode(facts, HEAD_DIM, cache, batch, kv_heads, group, tokens)
     step = STEPS[cache]
@@ -98,7 +106,7 @@ def predict(tokens: int, batch: int, group: int, cache: str, kv_heads: int = 8, 
 
 
 def table() -> str:
-    """Microseconds (and the share of the data sheet's bandwidth) of 8 KV heads of 128 dims, in pages."""
+    """Returns a table of microseconds and shares of the data sheet's bandwidth, for 8 paged KV heads of 128 dims."""
     rows = []
     for cache in STEPS:
         for batch in (1, 8, 64):

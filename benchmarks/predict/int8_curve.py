@@ -1,4 +1,4 @@
-"""Linear layers with int8 weights, predicted: a page with tables and a plot, by the model that dispatches calls.
+"""Predicts the speed of linear layers with int8 weights, by the model that dispatches calls.
 
 ``python -m benchmarks int8-curve`` writes ``docs/int8_speed.md`` and its plot. Nothing there is measured.
 """
@@ -24,13 +24,13 @@ class Gpu(NamedTuple):
 
 
 GPUS = (Gpu("H200", 90, 132), Gpu("A100", 80, 108))
-LAYERS = ((4096, 4096), (14336, 4096), (1024, 8192), (8192, 8192))  # outputs, depth: those of LLaMA models
+LAYERS = ((4096, 4096), (14336, 4096), (1024, 8192), (8192, 8192))  # (outputs, depth) of layers of LLaMA models
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 FORMATS = {"int8 weights": "int8_matmul", "int8 weights and activations": "int8_matmul_s8"}
 
 
 class Prediction(NamedTuple):
-    """``speedup``: cuBLAS's time with 16-bit weights over ours; both predicted."""
+    """The prediction for a layer. ``speedup`` is cuBLAS's time with 16-bit weights over fastattn's, both predicted."""
 
     microseconds: float
     way: str
@@ -38,7 +38,7 @@ class Prediction(NamedTuple):
 
 
 def predict(gpu: Gpu, op: str, tokens: int, outputs: int, depth: int, has_groups: bool = False) -> Prediction:
-    """The fastest way of one layer over ``tokens`` rows, without bias or activation."""
+    """Predicts one layer over ``tokens`` rows by its fastest way, without bias or activation."""
     sizes = tokens, outputs, depth
     ways = native.int8_ways(op, gpu.arch, gpu.num_sms, torch.bfloat16, has_groups, False, *sizes)
     way = min(ways, key=lambda name: ways[name])
@@ -46,7 +46,7 @@ def predict(gpu: Gpu, op: str, tokens: int, outputs: int, depth: int, has_groups
 
 
 def dense_tokens() -> list[int]:
-    """Numbers of tokens for a curve: all that are few, then ever fewer of them, with what lies around tiles' edges."""
+    """Returns numbers of tokens for a curve: all up to 128, every eighth up to 1024, and those at the tiles' edges."""
     edges = {edge + by for edge in range(64, 8193, 64) for by in (-1, 0, 1)}
     return sorted(m for m in {*range(1, 129), *range(128, 1025, 8), *edges} if m <= 8192)
 
@@ -75,7 +75,7 @@ beside each other they tell what to expect, and not who is faster.
 
 
 def table(gpu: Gpu, op: str, has_groups: bool) -> str:
-    """Speed-ups of all layers, a row for each number of tokens."""
+    """Returns a table of microseconds and speed-ups of all layers, with a row for each number of tokens."""
     rows = []
     for tokens in TOKENS:
         row: list[str] = [str(tokens)]
@@ -91,7 +91,7 @@ def table(gpu: Gpu, op: str, has_groups: bool) -> str:
 
 
 def page() -> str:
-    """The Markdown page."""
+    """Returns the Markdown page."""
     parts = [_HEADING]
     for gpu in GPUS:
         for title, op in FORMATS.items():
@@ -104,11 +104,11 @@ def page() -> str:
 
 
 def draw(path: Path) -> None:
-    """The plot: a panel for each layer, a line for each GPU and format."""
+    """Draws the plot: a panel for each layer, a line for each GPU and format."""
     import matplotlib
 
     matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = "fastattn"  # the same picture has the same bytes
+    matplotlib.rcParams["svg.hashsalt"] = "fastattn"  # so that the same picture has the same bytes
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(2, 2, figsize=(10, 7), sharex=True, sharey=True, layout="constrained")

@@ -1,6 +1,6 @@
-"""What is known of a kernel without a GPU: its machine code, and what the emulator counts on a small shape.
+"""Profiles a kernel without a GPU, by its machine code and by what the emulator counts on a small shape.
 
-`load` makes of both what a CTA of any shape asks of its SM; see `machine_model` for what that is good for.
+From both, `load` computes the load that a CTA of any shape puts on its SM; `machine_model` predicts times from it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from benchmarks.predict.launch_geometry import Geometry, WarpSpecialised
 from benchmarks.predict.machine_model import Load, Machine, ctas_per_sm, largest
 from fastattn import native
 
-# Whether the CUDA C++ kernels are those of the emulator, and not of the library that is installed.
+# Whether the CUDA C++ kernels come from the emulator's build and not from the installed library.
 HAS_NATIVE = native.BUILD["version"] == "0+emulated"
-_SPECIAL_FUNCTIONS = {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh"}  # of PTX
+_SPECIAL_FUNCTIONS = {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh"}  # opcodes of PTX
 _HMMA_MACS = {"16816": 16 * 8 * 16, "1688": 16 * 8 * 8}
 SECTOR_BYTES, WAVEFRONT_BYTES = 32, 128
-SHARING_CTAS = 2  # of a cluster that shares the copies of keys
+SHARING_CTAS = 2  # the CTAs of a cluster that shares the copies of keys
 
 
 @dataclass(frozen=True)
 class Loop:
-    """One pass of one warp: instructions by class and as many in all, multiply-adds, special functions."""
+    """One pass of one warp through a loop: its instructions by class, and its multiply-adds by mma and by wgmma."""
 
     mix: dict[str, int]
     mma_macs: int
@@ -53,30 +53,30 @@ class Loop:
         return self.mma_macs + self.wgmma_macs
 
     def of_one(self, steps: int) -> Loop:
-        """Of one step where a pass has so many."""
+        """Returns the loop's share for one step, if a pass has ``steps`` steps."""
         mix = {kind: round(count / steps) for kind, count in self.mix.items()}
         return Loop(mix, self.mma_macs // steps, self.wgmma_macs // steps)
 
     @property
     def tensor_share(self) -> float:
-        """Of the instructions."""
+        """The share of tensor-core instructions among all instructions."""
         return self.mix.get("tensor core", 0) / self.instructions
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One kernel as compiled for one machine. ``facts`` is None where ptxas or the disassembler is missing."""
+    """One kernel, compiled for one machine. ``facts`` is None if ptxas or the disassembler is missing."""
 
     kernel: str
     threads: int
-    counts: Report  # of the small shape
-    counted: Geometry  # of the small shape
+    counts: Report  # the emulator's counts for the small shape
+    counted: Geometry  # the small shape's geometry
     facts: KernelFacts | None
-    longer: tuple[Report, Geometry] | None = None  # the same of a shape with more steps for each CTA
+    longer: tuple[Report, Geometry] | None = None  # counts and geometry of a shape with more steps for each CTA
 
     @property
     def redundancy(self) -> float:
-        """Multiply-adds that the kernel executes over those that its tiles need: above 1, warps do the same work."""
+        """The ratio of executed multiply-adds to those that the tiles need: above 1, warps repeat each other's work."""
         return macs_of(self.counts) / self.counted.macs if self.counted.macs else 1.0
 
 
@@ -85,7 +85,7 @@ def macs_of(counts: Report) -> int:
 
 
 def loop_of(opcodes: Iterable[str]) -> Loop:
-    """Of a loop's machine code, one opcode with its modifiers after the other."""
+    """Returns the loop with this machine code, a sequence of opcodes with their modifiers."""
     opcodes = list(opcodes)
     mma = wgmma = 0
     for opcode in opcodes:
@@ -98,12 +98,12 @@ def loop_of(opcodes: Iterable[str]) -> Loop:
 
 
 def loops(profile: Profile) -> list[Loop]:
-    """The main loops of the products that a step has: the one of unmasked steps, then that of masked ones where there
-    are two. Needs ``facts``.
+    """Returns the main loops with the products of a step: that of unmasked steps and, if there are two, that of masked
+    steps. Needs ``facts``.
 
-    Loops of an attention kernel with fewer products than others are its repair of values that are not finite, which
-    does not run; one of the int8 gradient with more products also adds up a bias's. Of those that are left the shortest
-    does not mask. In a warp-specialised kernel a pass may have several steps.
+    In an attention kernel, loops with fewer products than others repair values that are not finite, and do not run. A
+    loop of the int8 gradient with more products also adds up the bias's gradient. Of the other loops, the shortest does
+    not mask. In a warp-specialised kernel a pass may have several steps.
     """
     assert profile.facts is not None
     roles = profile.counted.roles
@@ -120,11 +120,11 @@ def loops(profile: Profile) -> list[Loop]:
 
 
 def load(profile: Profile, geometry: Geometry, steps: float, masked_steps: float) -> Load:
-    """Of a CTA with so many steps. Needs ``facts``, and a kernel with products.
+    """Returns the load of a CTA with so many unmasked and masked steps. Needs ``facts``, and a kernel with products.
 
-    Instructions of a loop count for each pass of each warp, others once; but no more of them than were counted, where
-    that is known: machine code for options that nobody asked for does not run. The rest: `traffic_of`, `by_difference`;
-    all of a warp-specialised kernel: `by_role`.
+    The instructions of a loop count for each pass of each warp, others once for each warp. They are limited to what the
+    emulator counted, where `by_difference` can tell: machine code for options that are not in use does not run. The
+    rest comes from `by_difference` or `traffic_of`, and all figures of a warp-specialised kernel from `by_role`.
     """
     if profile.counted.roles is not None:
         traffic = by_role(profile.counts, profile.counted, profile.counted.roles)
@@ -158,7 +158,7 @@ def load(profile: Profile, geometry: Geometry, steps: float, masked_steps: float
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of shared memory and the L2, by a CTA: in a step of either kind, and once."""
+    """The load that a CTA puts on shared memory and the L2: in an unmasked step, in a masked step, and once."""
 
     step: Load
     masked_step: Load
@@ -166,11 +166,11 @@ class Traffic:
 
 
 def traffic_of(counts: Report, geometry: Geometry, warps: int) -> Traffic:
-    """What the emulator counted on the shape of ``geometry``, dealt to steps.
+    """Divides what the emulator counted on the shape of ``geometry`` among the steps.
 
-    An instruction that all warps executed as often as there were steps of one kind belongs to these, one that they
-    executed once for each CTA stands outside of the loops. Asynchronous copies run ahead of the steps that they are
-    for: they, and what fits nothing, are spread over all steps.
+    An instruction that all warps executed as often as there were steps of one kind belongs to these steps. One that
+    they executed once for each CTA is outside the loops. Asynchronous copies run ahead of their steps: they, and all
+    other instructions, are spread over all steps.
     """
     steps, masked_steps = geometry.ctas * geometry.mean_steps, geometry.ctas * geometry.mean_masked_steps
     step = masked = once = Load()
@@ -189,12 +189,13 @@ def traffic_of(counts: Report, geometry: Geometry, warps: int) -> Traffic:
 
 
 def by_role(counts: Report, geometry: Geometry, roles: WarpSpecialised) -> Traffic:
-    """What the emulator counted on the shape of ``geometry`` in a warp-specialised kernel, instructions (those of the
-    PTX) and special functions too: its loops have branches that hardly ever run, which machine code does not tell.
+    """Divides what the emulator counted on the shape of ``geometry`` in a warp-specialised kernel among its steps.
 
-    An instruction that all consumers executed for every two unmasked steps belongs to these, one that they executed for
-    each masked step to those. What TMA copies is dealt to all steps; it also passes into shared memory, twice where a
-    CTA copies for the other one of its cluster too. The rest, like the first step, is once in a tile.
+    This includes the PTX's instructions and special functions: the loops have branches that hardly ever run, which the
+    machine code does not show. An instruction that all consumers executed once for every two unmasked steps belongs to
+    these, and one that they executed for each masked step to those. What TMA copies is divided among all steps. It is
+    also written to shared memory, twice if a CTA also copies for the other CTA of its cluster. The rest, like the first
+    step, counts once for each tile.
     """
     steps, masked_steps = geometry.ctas * geometry.mean_steps, geometry.ctas * geometry.mean_masked_steps
     step = masked = total = Load()
@@ -210,7 +211,7 @@ def by_role(counts: Report, geometry: Geometry, roles: WarpSpecialised) -> Traff
         elif row.warps == roles.consumers * masked_steps and masked_steps != geometry.ctas:
             masked += part * (1 / masked_steps)
         total += part
-    if not masked.instructions:  # none, or as many as tiles, which tells them from nothing that is once in a tile
+    if not masked.instructions:  # no masked steps, or one for each tile, which look like what is done once for a tile
         masked = step
     once = largest((total + step * -steps + masked * -masked_steps) * (1 / geometry.ctas), Load())
     key_bytes = (copied - roles.query_bytes) / (steps + masked_steps + geometry.ctas)
@@ -221,8 +222,10 @@ def by_role(counts: Report, geometry: Geometry, roles: WarpSpecialised) -> Traff
 
 
 def by_difference(profile: Profile) -> Traffic:
-    """What the longer of two shapes counted more, dealt to its additional steps: no guess at what is in the loop. Steps
-    are of one kind. Instructions are those of the PTX."""
+    """Divides what the emulator counted more on the longer of two shapes by its additional steps.
+
+    This needs no guess at what is in the loop. All steps count as of one kind, and instructions are those of the PTX.
+    """
     assert profile.longer is not None
     (fewer, few_steps), (more, more_steps) = (
         (_counted_load(counts), geometry.ctas * (geometry.mean_steps + geometry.mean_masked_steps))
@@ -247,20 +250,23 @@ def _counted_load(counts: Report) -> Load:
 
 
 def streaming_load(profile: Profile, machine: Machine, geometry: Geometry) -> Load:
-    """Of an SM in a kernel without products: for each byte what the emulator counted (instructions of the PTX)."""
+    """Returns the load of an SM in a kernel without products: the emulator's counts, scaled by the bytes moved.
+
+    Instructions are those of the PTX.
+    """
     part = geometry.hbm_bytes / max(profile.counts.global_bytes, 1) / machine.num_sms
     return _counted_load(profile.counts) * part
 
 
 def occupancy(profile: Profile, machine: Machine) -> int | None:
-    """CTAs on an SM; None where registers are not known."""
+    """Returns the number of CTAs that fit on an SM, or None if the registers are not known."""
     if profile.facts is None:
         return None
     return ctas_per_sm(machine, profile.threads, profile.facts.registers, profile.counts.shared_bytes)
 
 
 def run(machine: Machine, num_sms: int, call: Callable[[], Any]) -> list[Launched]:
-    """What ``call`` launches on an emulated ``machine`` with ``num_sms`` multiprocessors."""
+    """Returns the launches of ``call`` on an emulated ``machine`` with ``num_sms`` SMs."""
     with device.emulated(machine.arch, num_sms), options.launching(seed=0, races=False), launches.recorded() as found:
         call()
     return found
@@ -268,14 +274,16 @@ def run(machine: Machine, num_sms: int, call: Callable[[], Any]) -> list[Launche
 
 @dataclass(frozen=True)
 class Counted:
-    """What one call launched, and as what: by what the kernels' names contain."""
+    """The launches of one call, and the geometry of each kernel, by a part of the kernel's name."""
 
     launched: Sequence[Launched]
     geometries: Mapping[str, Geometry]
 
     def by_part(self) -> dict[str, tuple[Launched, Geometry]]:
-        """The first launch of each. Raises ``ValueError`` for one that is not of the size that its geometry says, or
-        that multiplies less."""
+        """Returns the first launch of each kernel with its geometry, by the part of its name.
+
+        Raises ``ValueError`` if a launch has another number of CTAs than its geometry says, or fewer multiply-adds.
+        """
         found: dict[str, tuple[Launched, Geometry]] = {}
         for part, geometry in self.geometries.items():
             one = next((one for one in self.launched if part in one.report.kernel), None)
@@ -291,7 +299,7 @@ class Counted:
 
 
 def profiles(counted: Counted, machine: Machine, longer: Counted | None) -> dict[str, Profile]:
-    """By what the kernels' names contain. Raises ``ValueError`` as `Counted.by_part`."""
+    """Returns the kernels' profiles, by the parts of their names. Raises ``ValueError`` like `Counted.by_part`."""
     found: dict[str, Profile] = {}
     of_longer = {} if longer is None else longer.by_part()
     for part, (one, geometry) in counted.by_part().items():
@@ -305,7 +313,10 @@ def profiles(counted: Counted, machine: Machine, longer: Counted | None) -> dict
 
 
 def _facts(ptx: str, machine: Machine) -> dict[str, KernelFacts]:
-    """As the GPU's driver or Triton compiles it: PTX for an earlier GPU is compiled for this one."""
+    """Returns the facts of the kernels in ``ptx``, by name. PTX for an earlier GPU is compiled for this one.
+
+    The GPU's driver and Triton compile it in the same way.
+    """
     if not static_facts.has_tools():
         return {}
     is_earlier = static_facts.target_of(ptx) != f"sm_{machine.arch}a"
@@ -313,7 +324,7 @@ def _facts(ptx: str, machine: Machine) -> dict[str, KernelFacts]:
 
 
 def sectors_per_request(counts: Report) -> tuple[float, float]:
-    """Of global memory, and the least for what lanes asked for."""
+    """Returns the sectors of global memory per request, and the fewest that the bytes of the lanes need."""
     requests = sum(row.warps for row in counts.rows if row.global_sectors)
     if not requests:
         return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""How many CTAs a launch has and how many steps of the main loop each takes, as the launchers would deal them."""
+"""Computes how many CTAs a launch has and how many main-loop steps each has, as the launchers divide the work."""
 
 from __future__ import annotations
 
@@ -19,43 +19,44 @@ ceil_div = tiles.ceil_div
 
 @dataclass(frozen=True)
 class WarpSpecialised:
-    """The warps of a kernel: ``consumers`` multiply, two unmasked steps in each pass of the loop; others copy.
+    """The warps of a warp-specialised kernel: ``consumers`` warps multiply, the others copy.
 
-    The first step of a tile stands before the loops.
+    A pass of the loop has two unmasked steps, and the first step of a tile precedes the loops.
     """
 
     consumers: int
-    query_bytes: int  # that are copied once and not in each step, of all tiles
+    query_bytes: int  # the bytes of all tiles that are copied once and not in each step
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Of one kernel's launch. A masked step is one that compares positions; ``step_macs`` are those of all its warps.
+    """The CTAs and steps of one kernel's launch.
 
-    A kernel without steps is described by its bytes alone. A persistent one launches ``persistent`` CTAs, which take
-    tiles in turn; then ``ctas`` are tiles, which go to the SMs as CTAs would. The steps of a warp-specialised kernel
-    are those in its loops.
+    A masked step is one that compares positions; ``step_macs`` are the multiply-adds of all warps of a CTA in a step. A
+    kernel without steps is described by its bytes alone. A persistent kernel launches ``persistent`` CTAs, which take
+    tiles in turn; ``ctas`` then counts the tiles, which the model deals to the SMs like CTAs. The steps of a
+    warp-specialised kernel are those in its loops.
     """
 
-    tile: str  # for people
+    tile: str  # a description for people
     ctas: int
     mean_steps: float
     mean_masked_steps: float
     longest_steps: int
     longest_masked_steps: int
     step_macs: int
-    hbm_bytes: int  # read and written at the least
+    hbm_bytes: int  # the least number of bytes that are read and written
     roles: WarpSpecialised | None = None
     persistent: int | None = None
 
     @property
     def launched(self) -> int:
-        """CTAs of the launch."""
+        """The number of CTAs that are launched."""
         return self.ctas if self.persistent is None else self.persistent
 
     @property
     def first_steps(self) -> int:
-        """Of each CTA, outside of its loops."""
+        """The steps of each CTA outside its loops."""
         return 0 if self.roles is None else 1
 
     @property
@@ -64,7 +65,7 @@ class Geometry:
 
 
 def streaming(hbm_bytes: int) -> Geometry:
-    """A kernel that only moves data."""
+    """Returns the geometry of a kernel that only moves data."""
     return Geometry("", 1, 0, 0, 0, 0, 0, hbm_bytes)
 
 
@@ -72,9 +73,9 @@ def streaming(hbm_bytes: int) -> Geometry:
 
 
 def steps_over_keys(seqlen: int, block_m: int, block_n: int, causal: bool, packed: int = 1) -> list[tuple[int, int]]:
-    """Unmasked and masked steps of each tile of queries that passes over its keys, as many keys as queries.
+    """Returns the unmasked and the masked steps of each tile of query rows that passes over its keys.
 
-    ``packed``: heads whose rows a tile has, for each query those of all of them.
+    There are ``seqlen`` queries and keys. A tile has the rows of ``packed`` heads, those of one query side by side.
     """
     found = []
     for first in range(0, seqlen * packed, block_m):
@@ -86,7 +87,7 @@ def steps_over_keys(seqlen: int, block_m: int, block_n: int, causal: bool, packe
 
 
 def steps_over_queries(seqlen: int, block_m: int, block_n: int, causal: bool) -> list[tuple[int, int]]:
-    """The same of each tile of keys that passes over the queries that see it."""
+    """Returns the unmasked and the masked steps of each tile of keys that passes over the queries that see it."""
     found = []
     for first in range(0, seqlen, block_n):
         last = min(first + block_n, seqlen) - 1
@@ -103,13 +104,13 @@ def _dealt(
     unmasked, masked = (sum(column) / len(steps) for column in zip(*steps, strict=True))
     longest = max(steps, key=sum)
     name = f"{tile.block_m}x{tile.block_n}, {tile.num_warps} warps"
-    if tile.num_stages:  # Triton's
+    if tile.num_stages:  # only Triton's tiles have stages
         name += f", {tile.num_stages} stages"
     return Geometry(name, len(steps) * heads, unmasked, masked, *longest, step_macs, nbytes)
 
 
 def attention_forward(case: AttentionCase, tile: tiles.AttentionTile, width: int) -> Geometry:
-    """One CTA for each tile of queries. ``width``: the head dim that the kernel computes with."""
+    """Returns the geometry with one CTA per tile of query rows. ``width`` is the head dim that the kernel computes."""
     steps = steps_over_keys(case.seqlen, tile.block_m, tile.block_n, case.causal)
     macs = 2 * tile.block_m * tile.block_n * width
     return _dealt(steps, case.batch * case.heads, tile, macs, case.forward_work().bytes)
@@ -120,7 +121,7 @@ def native_forward_kernel(case: AttentionCase, machine: Machine) -> str | None:
 
 
 def native_attention_forward(case: AttentionCase, machine: Machine) -> dict[str, Geometry]:
-    """The CUDA C++ kernel that the library chooses for the GPU, by its name."""
+    """Returns the geometry of the CUDA C++ kernel that the library chooses for the GPU, by the kernel's name."""
     name = native_forward_kernel(case, machine)
     assert name is not None
     kernel, tile, width = _native_tile(name)
@@ -129,7 +130,7 @@ def native_attention_forward(case: AttentionCase, machine: Machine) -> dict[str,
 
 
 def _native_tile(name: str) -> tuple[str, tiles.AttentionTile, int]:
-    """``attention_forward_sm80``, its tile and 64 of ``attention_forward_sm80<64, bfloat16>``."""
+    """Returns ``attention_forward_sm80``, its tile and 64 for ``attention_forward_sm80<64, bfloat16>``."""
     kernel, _, arguments = name.partition("<")
     known = native.KERNELS[name]
     tile = tiles.AttentionTile(known["block_m"], known["block_n"], known["num_warps"], num_stages=0)
@@ -137,10 +138,10 @@ def _native_tile(name: str) -> tuple[str, tiles.AttentionTile, int]:
 
 
 def steps_in_loops(full: int, masked: int) -> tuple[int, int]:
-    """Unmasked and masked steps in the loops of attention/forward_sm90.cuh for a tile of queries with so many.
+    """Returns the unmasked and the masked steps in the loops of attention/forward_sm90.cuh for a tile with so many.
 
-    The first one, masked where any is, stands before the loops; that of masked steps also takes one more where the
-    others are odd in number.
+    The first step, a masked one if there is any, precedes the loops. If the number of unmasked steps is odd, the loop
+    of masked steps also takes one of them.
     """
     if masked == 0:
         full -= 1
@@ -148,7 +149,7 @@ def steps_in_loops(full: int, masked: int) -> tuple[int, int]:
 
 
 def _with_roles(case: AttentionCase, machine: Machine, tile: tiles.AttentionTile, geometry: Geometry) -> Geometry:
-    """Of the kernel for sm_90a. A warpgroup of it owns 64 rows."""
+    """Returns the geometry with the roles and the steps of the kernel for sm_90a, whose warpgroups own 64 rows each."""
     packed = packed_heads(case, tile.block_m)
     every = steps_over_keys(case.seqlen, tile.block_m, tile.block_n, case.causal, packed)
     in_loops = [steps_in_loops(*steps) for steps in every]
@@ -159,7 +160,10 @@ def _with_roles(case: AttentionCase, machine: Machine, tile: tiles.AttentionTile
 
 
 def packed_heads(case: AttentionCase, block_m: int) -> int:
-    """As csrc/attention/forward_work_sm90.h decides: all heads that read a key head, where that takes fewer tiles."""
+    """Returns how many heads a tile packs, as in csrc/attention/forward_work_sm90.h.
+
+    It packs all heads that share a KV head if that needs fewer tiles, otherwise one head.
+    """
     group = case.heads // case.kv_heads
     can_pack = group <= 64 and group & (group - 1) == 0
     fewer = ceil_div(case.seqlen * group, block_m) < ceil_div(case.seqlen, block_m) * group
@@ -172,7 +176,7 @@ def triton_attention_forward(case: AttentionCase, machine: Machine) -> dict[str,
 
 
 def attention_backward(case: AttentionCase, machine: Machine) -> dict[str, Geometry]:
-    """Triton's backward kernels by their names. Scores are computed again in both kernels that have products."""
+    """Returns the geometries of Triton's backward kernels, by name. Both kernels with products recompute the scores."""
     width, itemsize = tiles.padded_head_dim(case.head_dim), case.torch_dtype.itemsize
     rows = case.batch * case.heads * case.seqlen
     query_bytes = rows * case.head_dim * itemsize
@@ -201,10 +205,11 @@ def attention_backward(case: AttentionCase, machine: Machine) -> dict[str, Geome
 
 
 def native_attention_backward(case: AttentionCase, machine: Machine) -> dict[str, Geometry]:
-    """The CUDA C++ kernels by their names: what precedes the scores, dK and dV with sums of dQ in fp32, and these.
+    """Returns the geometries of the CUDA C++ kernels, by name.
 
-    Hopper's kernel for dK and dV is persistent. Where its CTAs share the last tiles (csrc/attention/row_shares.h), the
-    prediction is that of whole ones: `backward_schedule` tells the difference.
+    The first kernel prepares the rows, the second computes dK, dV and the fp32 sums of dQ, and the third dQ from these
+    sums. Hopper's second kernel is persistent. Where its CTAs share the last tiles (csrc/attention/row_shares.h), the
+    prediction assumes whole tiles; `backward_schedule` predicts the difference.
     """
     shared_bytes = machine.shared_bytes - RESERVED_SHARED_BYTES
     names = native.attention_backward_kernels(
@@ -264,7 +269,7 @@ def decode_tile(case: DecodeCase, machine: Machine, shared_bytes: int) -> tiles.
 
 
 def decode(case: DecodeCase, machine: Machine, shared_bytes: int) -> dict[str, Geometry]:
-    """The split kernel and, where there are several splits, the one that combines them."""
+    """Returns the geometries of the split kernel and, if there are several splits, of the kernel that combines them."""
     tile = decode_tile(case, machine, shared_bytes)
     m_blocks = ceil_div(case.heads // case.kv_heads, tile.block_m)
     capacity = case.pages_per_sequence * case.page_size if case.page_size else case.context
@@ -292,7 +297,10 @@ def decode(case: DecodeCase, machine: Machine, shared_bytes: int) -> dict[str, G
 
 
 def native_decode(case: DecodeCase, machine: Machine) -> dict[str, Geometry]:
-    """The CUDA C++ kernel, which merges the parts of a tile itself. CTAs have as many blocks of keys, whoever's."""
+    """Returns the geometry of the CUDA C++ kernel, which merges the parts of a tile itself.
+
+    Its CTAs get equal numbers of key blocks, which may belong to several tiles.
+    """
     rows, shared_bytes = case.heads // case.kv_heads, machine.shared_bytes - RESERVED_SHARED_BYTES
     name = native.decode_kernel(machine.arch, shared_bytes, case.head_dim, case.torch_dtype, "16-bit", rows)
     assert name is not None
@@ -327,7 +335,7 @@ def int8_tile(case: Int8Case, machine: Machine, shared_bytes: int) -> tiles.Int8
 
 
 def int8_matmul(case: Int8Case, machine: Machine, shared_bytes: int) -> dict[str, Geometry]:
-    """The matmul or its input gradient and, where the reduction is split, the kernel that merges the parts."""
+    """Returns the geometries of the matmul or its input gradient and, if K is split, of the kernel that merges."""
     tile = int8_tile(case, machine, shared_bytes)
     n, k = (case.k, case.n) if case.gradient else (case.n, case.k)
     steps = ceil_div(k, tile.block_k)
@@ -352,14 +360,14 @@ def int8_matmul(case: Int8Case, machine: Machine, shared_bytes: int) -> dict[str
 
 
 def _native_int8_call(case: Int8Case) -> tuple[str, tuple[int, int, int]]:
-    """Its op, and tokens, outputs and depth of its sums."""
+    """Returns the case's op, and its tokens, its outputs and the depth of its sums."""
     if case.gradient:
         return "int8_matmul_grad_input", (case.m, case.k, case.n)
     return "int8_matmul", (case.m, case.n, case.k)
 
 
 def is_int8_matmul_for_sm80(case: Int8Case, machine: Machine) -> bool:
-    """Whether the library chooses one of these kernels: not Hopper's, and not cuBLAS."""
+    """Returns whether the library chooses a kernel for sm_80, and neither one of Hopper's nor cuBLAS."""
     op, sizes = _native_int8_call(case)
     has_groups = case.group is not None
     name = native.int8_matmul_kernel(op, machine.arch, machine.num_sms, case.torch_dtype, has_groups, False, *sizes)
@@ -367,15 +375,16 @@ def is_int8_matmul_for_sm80(case: Int8Case, machine: Machine) -> bool:
 
 
 def native_int8_matmul(case: Int8Case, machine: Machine) -> dict[str, Geometry]:
-    """The CUDA C++ matmul for sm_80 or its input gradient, which merge the parts of a tile themselves.
+    """Returns the geometry of the CUDA C++ matmul for sm_80 or its input gradient.
 
-    Steps with scales of groups are told as masked ones: the matmul has a loop of its own for them.
+    Both merge the parts of a tile themselves. Steps with group scales count as masked steps, as the matmul has a
+    separate loop for them.
     """
     op, sizes = _native_int8_call(case)
     of_outputs, of_depth = ("block_k", "block_n") if case.gradient else ("block_n", "block_k")
     _, outputs, depth = sizes
     gpu, has_groups = (machine.arch, machine.num_sms), case.group is not None
-    with native.forced_int8_tile(80):  # a small shape might get another kernel than the one that it stands for
+    with native.forced_int8_tile(80):  # the small shape must get the same kernel as the shape that it stands for
         name = native.int8_matmul_kernel(op, *gpu, case.torch_dtype, has_groups, True, *sizes)
         assert name is not None
         dealt = native.dealt_int8_matmul(op, *gpu, has_groups, *sizes)

@@ -1,16 +1,16 @@
-"""A model of how long a kernel takes on a GPU that is not there. What comes out is a PREDICTION, never a result.
+"""Models how long a kernel takes on a GPU that is not available. Its figures are a PREDICTION, never a result.
 
-The model. Every CTA has a load: warp instructions, multiply-adds on the tensor cores, special functions, wavefronts of
-shared memory and bytes from the L2. The busiest SM has ``max(longest CTA, ceil(CTAs / SMs) * mean CTA)`` of it, and
-the whole kernel has bytes from device memory. Each resource alone would need load / rate; the predicted time is the
-largest of these, and that resource binds:
+In the model, every CTA has a load: warp instructions, multiply-adds on the tensor cores, special functions, wavefronts
+of shared memory and bytes from the L2. The load of the busiest SM is ``max(longest CTA, ceil(CTAs / SMs) * mean CTA)``,
+and the whole kernel loads bytes from device memory. Each resource alone would need load / rate; the predicted time is
+the largest of these, and that resource binds:
 
     time = max(issue, tensor cores, special functions, shared memory, L2, device memory)
 
-What it leaves out, all of which makes a GPU slower than predicted: latencies and dependences (as if enough warps were
-resident to hide them: occupancy is printed, and does not enter), barriers, the single pipes for floats and integers,
-launches, the power limit that lowers clocks, operands that wgmma reads from shared memory, and caches: what several
-CTAs read comes once from device memory and each time from the L2, or once for the CTAs of a cluster that share a copy.
+The model leaves out what makes a real GPU slower: latencies and dependences (it assumes that enough warps are resident
+to hide them; occupancy is printed, but does not enter), barriers, the separate pipes for floats and integers, launches,
+the power limit that lowers clocks, and operands that wgmma reads from shared memory. It has no caches either: what
+several CTAs read is loaded once from device memory, and from the L2 once for each CTA or cluster that shares a copy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ISSUE, TENSOR, SPECIAL, SHARED, L2, HBM = (
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of one SM per clock, unless they say otherwise."""
+    """A GPU with the rates of one SM per clock, unless a comment says otherwise."""
 
     name: str
     arch: int
@@ -41,36 +41,36 @@ class Machine:
     clock_hz: float
     issue: float  # warp instructions
     mma_macs: float  # 16-bit multiply-adds of mma.sync
-    wgmma_macs: float  # the same of wgmma; 0 where there is none
+    wgmma_macs: float  # 16-bit multiply-adds of wgmma; 0 if the GPU has none
     special: float  # lanes of ex2, rcp, …
     wavefronts: float  # 128 bytes of shared memory
-    l2_bytes: float  # of the whole GPU per clock
-    hbm_bytes_per_s: float  # of the whole GPU
-    shared_bytes: int  # that all CTAs of an SM can have together
+    l2_bytes: float  # for the whole GPU per clock
+    hbm_bytes_per_s: float  # for the whole GPU
+    shared_bytes: int  # the shared memory of an SM for all its CTAs
     registers: int = 1 << 16
     warps: int = 64
     ctas: int = 32
 
 
-# Sources.
+# Sources of the figures:
 # SMs, clock, device memory: NVIDIA's data sheets of the H200 SXM and the A100 SXM 80 GB. The H200's clock is the one at
-#   which 132 SMs give the 989.4 TFLOP/s of the data sheet; with matmuls running it is lower (770 to 800 TFLOP/s seen).
-#   It rises to 1.98 GHz at most, the clock for which csrc/host/sm_rates.h gives the bytes of device memory in a clock.
+#   which 132 SMs reach the data sheet's 989.4 TFLOP/s; under matmuls it is lower (770 to 800 TFLOP/s seen). Its maximum
+#   is 1.98 GHz, the clock for which csrc/host/sm_rates.h gives the bytes of device memory per clock.
 # issue, special, warps, ctas, registers, shared memory: CUDA Programming Guide, "Arithmetic Instructions" (4
 #   schedulers, 16 results of special functions) and "Technical Specifications per Compute Capability".
-# mma_macs, wgmma_macs: the data sheets' dense bf16 rates. NVIDIA says nothing of mma.sync on Hopper: it counts 5/8 of
-#   wgmma's rate, as in csrc/host/sm_rates.h, where the source stands.
+# mma_macs, wgmma_macs: the data sheets' dense bf16 rates. NVIDIA gives no rate for mma.sync on Hopper: 5/8 of wgmma's
+#   rate is assumed, as in csrc/host/sm_rates.h, which names the source.
 # wavefronts: 32 banks of 4 bytes (Programming Guide, "Shared Memory").
-# l2_bytes: NVIDIA's A100 white paper (5120 bytes a clock). None is published for the H200: the same is assumed.
+# l2_bytes: NVIDIA's A100 white paper (5120 bytes per clock). None is published for the H200, so the same is assumed.
 H200 = Machine("H200", 90, 132, 1.83e9, 4, 1280, 2048, 16, 1, 5120, 4.8e12, 228 * KIB)
 A100 = Machine("A100", 80, 108, 1.41e9, 4, 1024, 0, 16, 1, 5120, 2.039e12, 164 * KIB)
 MACHINES = (H200, A100)
-RESERVED_SHARED_BYTES = KIB  # of each CTA, by the driver (Programming Guide, "Shared Memory" of 8.x and 9.0)
+RESERVED_SHARED_BYTES = KIB  # taken by the driver in each CTA (Programming Guide, "Shared Memory" of 8.x and 9.0)
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a CTA, or a part of it, asks of its SM."""
+    """The load that a CTA, or a part of it, puts on its SM."""
 
     instructions: float = 0.0  # of warps
     mma_macs: float = 0.0
@@ -91,12 +91,12 @@ class Load:
 
 
 def largest(first: Load, second: Load) -> Load:
-    """The larger of the two, resource by resource."""
+    """Returns the larger of the two loads for each resource."""
     return Load(*(max(a, b) for a, b in zip(astuple(first), astuple(second), strict=True)))
 
 
 class Prediction(NamedTuple):
-    """``seconds_by``: what each resource alone would need; the largest is the time."""
+    """A predicted time: ``seconds_by`` has what each resource alone would need, and the largest is the time."""
 
     seconds_by: Mapping[str, float]
 
@@ -110,7 +110,7 @@ class Prediction(NamedTuple):
 
 
 def ctas_per_sm(machine: Machine, threads: int, registers: int, shared_bytes: int) -> int:
-    """How many CTAs fit in an SM: by warps, by registers (given out to warps in units of 256) and by shared memory."""
+    """Returns how many CTAs fit in an SM by warps, registers (allocated per warp in units of 256) and shared memory."""
     warps = math.ceil(threads / 32)
     registers_of_warp = math.ceil(32 * max(registers, 1) / 256) * 256
     return min(
@@ -122,12 +122,12 @@ def ctas_per_sm(machine: Machine, threads: int, registers: int, shared_bytes: in
 
 
 def of_busiest_sm(machine: Machine, ctas: int, mean: Load, longest: Load) -> Load:
-    """Of ``ctas`` CTAs dealt to the SMs as evenly as whole CTAs can be."""
+    """Returns the load of the busiest SM if ``ctas`` CTAs are dealt to the SMs as evenly as whole CTAs can be."""
     return largest(longest, mean * math.ceil(ctas / machine.num_sms))
 
 
 def predict(machine: Machine, ctas: int, mean: Load, longest: Load, hbm_bytes: float) -> Prediction:
-    """One kernel of ``ctas`` CTAs. Raises ``ValueError`` for wgmma on a machine that has none."""
+    """Predicts the time of one kernel of ``ctas`` CTAs. Raises ``ValueError`` for wgmma on a machine without it."""
     load = of_busiest_sm(machine, ctas, mean, longest)
     if load.wgmma_macs and not machine.wgmma_macs:
         raise ValueError(f"{machine.name} has no wgmma")

@@ -1,10 +1,10 @@
-"""The JSON of predictions, which no run on a GPU has confirmed: its schema, and the only code that reads and writes it.
+"""Defines the schema of the JSON of predictions, which no GPU has confirmed, and is the only code to read or write it.
 
     {"schema": 1, "prediction": true, "date": …, "commit": …, "machines": [{…}], "kernels": [{…}],
      "cases": [{"prediction": true, "machine": "H200", "benchmark": "decode", "case": {…},
                 "implementation": "fastattn triton", "seconds": …, "resource": "device memory", "kernels": {…}}]}
 
-``case`` and ``implementation`` are those of a row of the results, so that one finds the other.
+``case`` and ``implementation`` equal those of a row of the results, so that the row's prediction can be found.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Predictions = dict[str, Any]
 
 
 def validate(document: Any) -> Predictions:
-    """The document, checked. Raises ``ValueError``; a document that does not call itself a prediction is none."""
+    """Returns the document. Raises ``ValueError`` if it breaks the schema or is not marked as a prediction."""
     if not isinstance(document, dict) or document.keys() != _TOP or document["schema"] != SCHEMA:
         raise ValueError(f"predictions: expected a document of schema {SCHEMA} with {sorted(_TOP)}")
     if document["prediction"] is not True:
@@ -33,7 +33,10 @@ def validate(document: Any) -> Predictions:
 
 
 def write(document: Predictions, path: Path) -> Path:
-    """Writes the checked document to ``path``, or to ``predictions.json`` in it where it is a folder."""
+    """Checks the document and writes it to ``path``, or if it is a folder, to ``predictions.json`` in it.
+
+    Returns the path of the file.
+    """
     validate(document)
     if path.suffix != ".json":
         path.mkdir(parents=True, exist_ok=True)
@@ -43,12 +46,12 @@ def write(document: Predictions, path: Path) -> Path:
 
 
 def read(path: Path) -> Predictions:
-    """The checked document of a file, or of ``predictions.json`` in a folder."""
+    """Returns the checked document in a file, or in the ``predictions.json`` of a folder."""
     return validate(json.loads((path if path.suffix == ".json" else path / "predictions.json").read_text()))
 
 
 def seconds_of(document: Predictions, gpu: str, benchmark: str, case: Any, implementation: str) -> float | None:
-    """What was predicted for a row of the results of ``gpu`` (``"NVIDIA H200"``), if it was."""
+    """Returns the seconds predicted for a row of the results of ``gpu`` (``"NVIDIA H200"``), or None."""
     for each in document["cases"]:
         is_same = each["benchmark"] == benchmark and each["implementation"] == implementation and each["case"] == case
         if is_same and each["machine"] in gpu.split():

@@ -1,9 +1,9 @@
-"""What can be said of the kernels without a GPU: machine code, the emulator's counts, and PREDICTIONS of their time.
+"""Profiles the kernels without a GPU: their machine code, the emulator's counts, and PREDICTIONS of their time.
 
-For each kernel in the tiles that the launchers choose on an H200 and an A100: registers, spills, shared memory, CTAs
-per SM and the instructions of the main loop, from ptxas and the disassembler; bank conflicts, sectors, bytes and
-multiply-adds against the least, from a small shape on the emulator; and from both a predicted time at points of the
-benchmarks' grids, by the model that `machine_model` states. No GPU takes part, and nothing here is a result.
+It profiles each kernel with the tiles that the launchers choose on an H200 and an A100. Registers, spills, shared
+memory, CTAs per SM and the instructions of the main loop come from ptxas and the disassembler; bank conflicts, sectors,
+bytes and multiply-adds, beside the least possible ones, from a small shape on the emulator. From both it predicts times
+at points of the benchmarks' grids, by the model in `machine_model`. No GPU takes part, and nothing here is a result.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CPU = torch.device("cpu")
 FORWARD, BACKWARD, DECODE, INT8 = "attention_forward", "attention_backward", "decode", "int8_matmul"
 CUDA, TRITON = "fastattn cuda", "fastattn triton"
 
-# The emulator's classes in groups that fit a table.
+# The emulator's classes of instructions, in groups that fit a table.
 CLASSES = {
     "MMA": ("tensor core",),
     "MUFU": ("special function",),
@@ -79,7 +79,7 @@ class Point:
     machine: Machine
 
     def geometries(self) -> dict[str, Geometry]:
-        """By what the kernels' names contain, in the order in which they run."""
+        """Returns the geometry of each kernel, by a part of its name, in the order in which the kernels run."""
         case, machine, is_native = self.case, self.machine, self.implementation == CUDA
         shared_bytes = USUAL[machine.arch][1]
         if self.benchmark == DECODE:
@@ -109,13 +109,13 @@ class Point:
         return found
 
     def small(self) -> Point:
-        """A shape that the emulator runs in a second and that gets the same code: tiles, masks, splits or none."""
+        """Returns a shape that the emulator runs in a second, with the same code: tiles, masks, and splits if any."""
         case, num_sms = self.case, 1
         if isinstance(case, AttentionCase):
             seqlen, heads = 1024 if self.benchmark == FORWARD else 256, 1
             if any(geometry.roles for geometry in self.geometries().values()):
-                # CTAs share keys as in the large shape, unless that does so for its many tiles alone: a causal mask and
-                # as many key heads as query heads. There, the L2 is predicted to deliver more than it has to.
+                # CTAs share keys as in the large shape, unless the large shape does so only because it has many tiles:
+                # with a causal mask and as many KV heads as query heads. There the predicted L2 traffic is too high.
                 num_sms, heads = 2, 2 - case.heads // case.kv_heads % 2
             case = replace(case, seqlen=seqlen, batch=1, heads=heads, kv_heads=1)
         elif isinstance(case, DecodeCase):
@@ -131,8 +131,10 @@ class Point:
         return replace(self, case=case, machine=replace(self.machine, num_sms=num_sms))
 
     def longer(self) -> Point | None:
-        """A small point with twice the steps for each CTA; None where steps are of two kinds, or more of them might get
-        another launch."""
+        """Returns the small point with twice the steps for each CTA.
+
+        None where there are steps of two kinds, or where twice the steps might be launched in another way.
+        """
         case = self.case
         if self.implementation != CUDA or isinstance(case, AttentionCase):
             return None
@@ -141,7 +143,7 @@ class Point:
         return replace(self, case=replace(case, n=2 * case.n) if case.gradient else replace(case, k=2 * case.k))
 
     def call(self) -> None:
-        """Through the public functions, on the emulated GPU."""
+        """Runs the case on the emulated GPU, through the public functions if there is one for it."""
         inputs: Any
         is_native = self.implementation == CUDA
         sm80 = native.forced_int8_tile(80) if is_native and self.benchmark == INT8 else contextlib.nullcontext()
@@ -165,7 +167,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Code:
-    """The kernels that points with the same small shape share; ``profiles`` by the keys of their geometries."""
+    """The kernels that all points with the same small shape share; ``profiles`` has the keys of their geometries."""
 
     small: Point
     profiles: dict[str, Profile]
@@ -175,12 +177,12 @@ class Code:
 
 
 def is_modelled(case: Any) -> bool:
-    """The model knows dense shapes without further options, and no CTAs that share the keys of a tile."""
+    """Returns whether the model covers the case: dense, without bias, window, or CTAs that share the keys of a tile."""
     return not isinstance(case, AttentionCase) or not (case.varlen or case.bias or case.window >= 0 or case.queries)
 
 
 def _is_quick(benchmark: str, case: Any) -> bool:
-    """Few enough kernels to compile in a minute."""
+    """Returns whether a quick run includes the case, so that all its kernels compile in a minute."""
     if isinstance(case, AttentionCase):
         is_plain = case.dtype == "bfloat16" and case.head_dim <= 128
         return is_plain and (benchmark == FORWARD or (case.head_dim == 128 and case.causal))
@@ -190,14 +192,17 @@ def _is_quick(benchmark: str, case: Any) -> bool:
 
 
 def has_native_kernel(case: Any, machine: Machine) -> bool:
-    """One that the model knows: of Hopper's int8 kernels and of cuBLAS, `int8_curve` has the predictions."""
+    """Returns whether a CUDA C++ kernel that the model covers runs the case.
+
+    For Hopper's int8 kernels and for cuBLAS, `int8_curve` has the predictions.
+    """
     if isinstance(case, AttentionCase):
         return launch_geometry.native_forward_kernel(case, machine) is not None
     return not isinstance(case, Int8Case) or launch_geometry.is_int8_matmul_for_sm80(case, machine)
 
 
 def points(full: bool) -> list[Point]:
-    """Of the benchmarks' quick grids, or of all of them."""
+    """Returns the points of the benchmarks' full grids, or of some cases of their quick ones."""
     attention = case_attention.full_cases() if full else case_attention.quick_cases()
     grids: tuple[tuple[str, Sequence[Any]], ...] = (
         (FORWARD, attention),
@@ -224,7 +229,7 @@ def counted(small: Point) -> Counted:
 
 
 def codes(chosen: Iterable[Point]) -> dict[Point, Code]:
-    """By small shape. While the emulator runs one, ptxas compiles the last one's kernels."""
+    """Returns the kernels' code by small point. While the emulator runs a shape, ptxas compiles the previous one's."""
     smalls = list(dict.fromkeys(point.small() for point in chosen))
     pending: dict[Point, Future[dict[str, Profile]]] = {}
     with ThreadPoolExecutor(1) as pool:
@@ -236,7 +241,7 @@ def codes(chosen: Iterable[Point]) -> dict[Point, Code]:
 
 
 def predict_kernel(profile: Profile, geometry: Geometry, machine: Machine) -> Prediction | None:
-    """None where the machine code is not known."""
+    """Predicts one kernel's time; None if the kernel has products and its machine code is not known."""
     counts = profile.counts
     overfetch = max(kernel_profiles.SECTOR_BYTES * counts.global_sectors / max(counts.global_bytes, 1), 1.0)
     hbm_bytes = geometry.hbm_bytes * overfetch
@@ -251,7 +256,7 @@ def predict_kernel(profile: Profile, geometry: Geometry, machine: Machine) -> Pr
 
 
 def predict_point(point: Point, code: Code) -> dict[str, Prediction] | None:
-    """By kernel; the kernels run one after the other. None where one of them cannot be predicted."""
+    """Predicts each kernel of a point; they run one after the other. None if one of them cannot be predicted."""
     found = {}
     for name, geometry in point.geometries().items():
         profile = code.profiles.get(name)
@@ -266,7 +271,7 @@ def predict_point(point: Point, code: Code) -> dict[str, Prediction] | None:
 
 
 def configuration(point: Point) -> str:
-    """``attention forward cuda, d 128, causal, bf16``: what the code depends on."""
+    """Returns what the code depends on, like ``attention forward cuda, d 128, causal, bf16``."""
     without = {"seqlen", "batch", "context", "layer"} | (set() if point.benchmark == DECODE else {"heads"})
     words = f"{point.benchmark.replace('_', ' ')} {point.implementation.split()[1]}"
     split = ", split" if point.benchmark in (DECODE, INT8) and len(point.geometries()) > 1 else ""
@@ -274,7 +279,7 @@ def configuration(point: Point) -> str:
 
 
 def rows_of(code: Code) -> list[dict[str, Any]]:
-    """Each kernel with what is known of it, as JSON has it."""
+    """Returns the facts and counts of each kernel as JSON objects."""
     small, found = code.small, []
     for name, geometry in small.geometries().items():
         if name not in code.profiles:
@@ -313,7 +318,10 @@ def _or_dash(value: Any) -> str:
 
 
 def static_table(rows: Iterable[dict[str, Any]]) -> str:
-    """Registers to CTAs per SM, then a warp's main-loop step by class; of masked steps only how many."""
+    """Returns a table of the machine code: resources, and the instructions of a warp in a main-loop step, by class.
+
+    Of a masked step it has only the total number of instructions.
+    """
     header = ("kernel", "GPU", "tile", "registers", "spilled", "shared KB", "CTAs/SM", "step", *CLASSES, "masked step")
     cells: list[Sequence[str]] = []
     for row in rows:
@@ -339,7 +347,7 @@ def static_table(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def counts_table(rows: Iterable[dict[str, Any]]) -> str:
-    """What the emulator counted on the small shape."""
+    """Returns a table of what the emulator counted on the small shape."""
     header = ("kernel", "GPU", "wavefronts", "bank conflicts", "sectors/request", "at best", "bytes", "to least")
     cells: list[Sequence[str]] = []
     for row in rows:
@@ -361,7 +369,7 @@ def counts_table(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def prediction_table(predicted: dict[Point, dict[str, Prediction]]) -> str:
-    """Time, rates and what binds; then how long each resource alone would take, in parts of the predicted time."""
+    """Returns a table of times, rates and binding resources, and each resource's own time as a share of the time."""
     header = ("case", "backend", "GPU", "predicted µs", "TFLOP/s", "GB/s", "bound by", *RESOURCES)
     cells: list[Sequence[str]] = []
     for point, kernels in predicted.items():
@@ -384,12 +392,12 @@ def prediction_table(predicted: dict[Point, dict[str, Prediction]]) -> str:
 
 
 def binding(kernels: dict[str, Prediction]) -> str:
-    """The resource of the kernel that takes longest."""
+    """Returns the resource that binds the kernel that takes longest."""
     return max(kernels.values(), key=lambda each: each.seconds).resource
 
 
 def document(rows: list[dict[str, Any]], predicted: dict[Point, dict[str, Prediction]]) -> predictions.Predictions:
-    """All of it as predictions.py writes it."""
+    """Returns the facts of the kernels and the predictions as a document that predictions.py writes."""
     return {
         "schema": predictions.SCHEMA,
         "prediction": True,

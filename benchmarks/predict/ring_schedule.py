@@ -1,10 +1,10 @@
-"""What ranks do in which order for attention over a spread sequence, and a simulation of how long they take.
+"""Lists in which order ranks compute and send for attention over a spread sequence, and simulates how long it takes.
 
-A schedule mirrors ``fastattn.distributed``: which rank reads and computes what comes from its ``Spread``, and a test
-compares the messages with those that it sends. Each rank has two queues, as NCCL makes them: one of kernels, and one of
-messages, which leave in the order in which they were started, and not before kernels started earlier are done. A
-message begins once both its ranks have come to it, messages to several ranks once all have. Links carry as much in both
-directions at once, and nothing else.
+A schedule mirrors ``fastattn.distributed``: its ``Spread`` says which rank reads and computes what, and a test compares
+the messages with those that are really sent. Each rank has two queues, as NCCL makes them: one of kernels and one of
+messages. Messages leave in the order in which they were started, and not before kernels that were started earlier are
+done. A message begins when both its ranks have reached it, messages to several ranks when all have. Links carry both
+directions at their full rate at once, and no other traffic.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Array = NDArray[np.float64]
 
 
 class Shape(NamedTuple):
-    """Of a block: its rows, its keys, and how far the first row stands behind the first key."""
+    """The shape of a block: its rows, its keys, its window, and its first row's position minus its first key's."""
 
     rows: int
     keys: int
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Rows and keys that the mask leaves."""
+        """The number of pairs of a row and a key that the mask leaves."""
         return visible_pairs(self.rows, self.keys, *self.window, offset=self.ahead)
 
 
@@ -48,7 +48,7 @@ class Heads(NamedTuple):
 
     @property
     def sum_bytes(self) -> int:
-        """Of a number that ranks add up: in float32, or float64."""
+        """The bytes of a number that ranks add up: that of float32, or of a larger dtype of the tensors."""
         return max(LSE_BYTES, self.item_bytes)
 
 
@@ -56,9 +56,9 @@ class Heads(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Messages of K and V, or of their gradients, to each rank from the one ``shift`` places before it.
+    """Messages of K and V, or of their gradients, to each rank from the rank ``shift`` places before it.
 
-    ``nbytes``: of both, by the rank that receives them. ``stride``: ranks of the group are so many places apart.
+    ``nbytes`` has the bytes of both tensors by receiving rank. The group's ranks are ``stride`` places apart.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Exchange(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """``nbytes``: of the tensor that each rank gives."""
+    """A collective operation. ``nbytes`` is the size of the tensor that each rank passes in."""
 
     name: str
     kind: str
@@ -78,12 +78,12 @@ class Collective(NamedTuple):
 
     @property
     def shard(self) -> float:
-        """Bytes that one rank sends to another, if each sends its own."""
+        """The bytes that one rank would send to another if each rank sent its own."""
         return self.nbytes / (1 if self.kind == "all_gather" else self.num_ranks)
 
 
 class Pieces(NamedTuple):
-    """What each rank gives to each: ``nbytes`` ``[reader, source]``, of its own keys too, which stay where they are."""
+    """Pieces from each rank to each: ``nbytes`` ``[reader, source]`` includes a rank's own keys, which are not sent."""
 
     name: str
     nbytes: Array
@@ -91,18 +91,18 @@ class Pieces(NamedTuple):
 
     @property
     def sent(self) -> Array:
-        """Those for other ranks."""
+        """The bytes ``[reader, source]`` that go to other ranks."""
         return self.nbytes * (1 - np.eye(len(self.nbytes)))
 
 
 class Wait(NamedTuple):
-    """Kernels started from here on wait until these messages have come."""
+    """Makes kernels that are started later wait until the messages of this name have arrived."""
 
     name: str
 
 
 class Compute(NamedTuple):
-    """Blocks of each rank, of so many query heads."""
+    """The blocks that each rank computes, with ``heads`` query heads."""
 
     blocks: list[tuple[Shape, ...]]
     heads: int
@@ -112,8 +112,11 @@ Operation = Exchange | Collective | Pieces | Wait | Compute
 
 
 def schedule(strategy: str, spread: Spread, heads: Heads, backward: bool, by_heads: int = 1) -> list[Operation]:
-    """One call. ``by_heads``: so many ranks exchange sequence for heads, and ``spread`` is over groups of them; that is
-    all that Ulysses does, whose ``spread`` has one rank."""
+    """Returns the operations of one call.
+
+    ``by_heads`` ranks exchange parts of the sequence for heads, and ``spread`` is over groups of such ranks. Ulysses
+    does only that exchange, and its ``spread`` has one rank.
+    """
 
     def exchanged(*tensors: tuple[str, int]) -> Iterator[Operation]:
         for name, row_bytes in tensors if by_heads > 1 else ():
@@ -126,7 +129,7 @@ def schedule(strategy: str, spread: Spread, heads: Heads, backward: bool, by_hea
     over_keys = _gather if strategy == "allgather" else _ring
     own_heads = heads._replace(query=heads.query // by_heads, kv=heads.kv // by_heads)
     between = over_keys(spread, own_heads, backward, by_heads)
-    if backward:  # autograd goes the other way
+    if backward:  # autograd reverses the order
         return [*exchanged(output), *between, *exchanged(value, key, query)]
     return [*exchanged(query, key, value), *between, *exchanged(output)]
 
@@ -196,7 +199,7 @@ def _gather(spread: Spread, heads: Heads, backward: bool, stride: int) -> Iterat
 
 @cache
 def _read_by_all(spread: Spread) -> tuple[Array | None, list[tuple[Shape, ...]]]:
-    """How many keys each rank reads of each, None where all read all; and the blocks of each rank."""
+    """Returns how many keys each rank reads of each, None if all ranks read all keys, and the blocks of each rank."""
     ranks = range(spread.world_size)
     if not reads_little(spread):
         return None, [_shapes(spread.blocks_over_all_keys(rank), spread) for rank in ranks]
@@ -212,13 +215,13 @@ class _Read(NamedTuple):
 
 @cache
 def _read_by_step(spread: Spread) -> list[list[_Read]]:
-    """For each step of a ring, what each rank reads and computes."""
+    """Returns for each step of a ring what each rank reads and computes."""
     ranks, found = range(spread.world_size), dict[_Read, _Read]()
 
     def read(rank: int, source: int) -> _Read:
         reading = spread.reading(rank, source)
         one = _Read(sum(keys.stop - keys.start for keys in reading.keys), _shapes(reading.blocks, spread))
-        return found.setdefault(one, one)  # a million, of which few differ
+        return found.setdefault(one, one)  # there may be a million reads, few of which differ
 
     return [[read(rank, (rank - step) % spread.world_size) for rank in ranks] for step in ranks]
 
@@ -239,8 +242,10 @@ def _shapes(blocks: tuple[Block, ...] | list[Block], spread: Spread) -> tuple[Sh
 
 
 class Links(NamedTuple):
-    """Of a GPU, each way: bytes per second and seconds of a message, within a node of ``per_node`` GPUs and between
-    nodes, where each GPU has an adapter."""
+    """The links of a GPU: bytes per second in each direction, and the latency of a message in seconds.
+
+    One link goes to the ``per_node`` GPUs of its node, the other, an adapter of each GPU, to other nodes.
+    """
 
     per_node: int
     node_rate: float
@@ -254,7 +259,7 @@ class Links(NamedTuple):
         return np.where(is_near, near, far)
 
     def pieces_seconds(self, pieces: Pieces) -> Array:
-        """Of each rank, until it has received its own, and has sent those of others, who have received them by then."""
+        """Returns the seconds for each rank until it has received its pieces and its readers have received theirs."""
         places = np.arange(len(pieces.nbytes)) * pieces.stride
         is_near = places[:, None] // self.per_node == places // self.per_node
 
@@ -269,8 +274,11 @@ class Links(NamedTuple):
         return np.maximum(received, np.maximum(sent, by_readers))
 
     def collective_seconds(self, collective: Collective) -> float:
-        """All-to-all: every rank to every other. Else NCCL's rings: each GPU passes on what the one before it has sent,
-        so that a shard comes into a node once, and all adapters of the node share that."""
+        """Returns the seconds of a collective operation.
+
+        In an all-to-all, every rank sends to every other. Otherwise NCCL's rings are used: each GPU passes on what the
+        GPU before it has sent, so that a shard enters a node once, and all adapters of the node share that load.
+        """
         ranks, shard = collective.num_ranks, collective.shard
         near = min(ranks, max(1, self.per_node // collective.stride))
         nodes = ranks // near
@@ -283,7 +291,7 @@ class Links(NamedTuple):
 
 
 class Result(NamedTuple):
-    """``seconds`` until the last rank is done; by rank, how long it computes, and bytes."""
+    """The seconds until the last rank is done; and by rank, the seconds in which it computes, and its bytes."""
 
     seconds: float
     computing: Array
@@ -292,14 +300,14 @@ class Result(NamedTuple):
 
     @property
     def idle(self) -> Array:
-        """Of each rank, the share of the time in which it waits."""
+        """The share of the time in which each rank waits."""
         return 1 - self.computing / self.seconds
 
 
 def simulate(
     operations: list[Operation], world_size: int, links: Links, seconds_per_head: Callable[[Shape], float]
 ) -> Result:
-    """The ranks of a group, which begin together."""
+    """Simulates the operations of a group's ranks, which begin together."""
     ranks = np.arange(world_size)
     now, last_message, computing, received, sent = np.zeros((5, world_size))
     arrived: dict[str, Array] = {}
@@ -327,7 +335,7 @@ def simulate(
             start = np.maximum(now, last_message)
             end = np.maximum(start, start[source]) + links.message_seconds(source * stride, ranks * stride, nbytes)
             end = np.where(nbytes > 0, end, 0.0)
-            arrived[operation.name] = np.maximum(end, end[reader])  # what a rank sends has left when it has come
+            arrived[operation.name] = np.maximum(end, end[reader])  # a rank's own message is sent when it has arrived
             last_message = np.maximum(last_message, arrived[operation.name])
             received += nbytes
             sent += nbytes[reader]

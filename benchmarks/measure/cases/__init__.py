@@ -1,1 +1,1 @@
-"""What is measured: sizes, inputs, expected results and the least work of each case."""
+"""Defines the cases that are measured: their sizes, inputs, expected results and least work."""

@@ -1,4 +1,4 @@
-"""Attention over whole sequences as the benchmarks see it: cases, inputs, work, and what is right in float64."""
+"""Defines the benchmarks' cases of attention over whole sequences, with inputs, work and the results in float64."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from fastattn import reference
 from fastattn.profiler import work
 from fastattn.profiler.work import Work
 
-TOKENS = 16 * 1024  # of a batch, all sequences together
-MAX_CHUNK_ELEMENTS = 1 << 25  # scores in float64 that the check holds at a time
+TOKENS = 16 * 1024  # the tokens of a batch, all sequences together
+MAX_CHUNK_ELEMENTS = 1 << 25  # the most float64 scores that the check holds at a time
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One shape with its options. ``window``: keys before a query's own that it sees, -1 all; implies causal.
+    """One shape with its options.
 
-    ``varlen``: ``batch`` packed sequences of random lengths of at most ``seqlen``. ``queries``: of each sequence, its
-    last tokens, over keys of all of it, as chunked prefill has them; 0: as many as keys.
+    ``window`` is how many keys before its own a query sees; -1 means all, any other value implies a causal mask. With
+    ``varlen``, ``batch`` sequences of random lengths of at most ``seqlen`` are packed. ``queries`` is the number of
+    queries of each sequence, its last tokens, as in chunked prefill; 0 means as many as keys.
     """
 
     head_dim: int
@@ -50,17 +51,17 @@ class AttentionCase:
 
     @property
     def longest_queries(self) -> int:
-        """Queries of the longest sequence."""
+        """The number of queries of the longest sequence."""
         return self.queries or self.seqlen
 
     @property
     def query_lengths(self) -> tuple[int, ...]:
-        """Queries of each sequence."""
+        """The number of queries of each sequence."""
         return tuple(min(self.longest_queries, length) for length in self.lengths)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Keys of each sequence: if packed, between an eighth and the whole of ``seqlen``; the first is the longest."""
+        """The number of keys of each sequence. Packed ones have ``seqlen`` / 8 to ``seqlen``, the first the most."""
         if not self.varlen:
             return (self.seqlen,) * self.batch
         draw = random.Random(f"{self.seqlen} {self.batch}")
@@ -69,7 +70,7 @@ class AttentionCase:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that attend, over all sequences and query heads."""
+        """The number of pairs of a query and a key that it sees, over all sequences and query heads."""
         right = 0 if self.causal or self.window >= 0 else -1
         lengths = zip(self.query_lengths, self.lengths, strict=True)
         return self.heads * sum(work.visible_pairs(*each, self.window, right) for each in lengths)
@@ -82,7 +83,7 @@ class AttentionCase:
 
     @property
     def key_shape(self) -> tuple[int, ...]:
-        """Of the values too."""
+        """The shape of the keys and of the values."""
         if self.varlen:
             return sum(self.lengths), self.kv_heads, self.head_dim
         return self.batch, self.kv_heads, self.seqlen, self.head_dim
@@ -106,9 +107,10 @@ class AttentionCase:
 
 
 class AttentionInputs(NamedTuple):
-    """``query``, ``grad_out`` ``[B, Hq, Sq, D]``; ``key``, ``value`` ``[B, Hkv, Sk, D]``; packed ``[total, H, D]``.
+    """The inputs of a call.
 
-    ``bias`` ``[1, Hq, Sq, Sk]``; ``cu_seqlens`` int32 ``[B + 1]``, None where the case is dense.
+    ``query`` and ``grad_out`` are ``[B, Hq, Sq, D]``, ``key`` and ``value`` ``[B, Hkv, Sk, D]``; packed, all are
+    ``[total, H, D]``. ``bias`` is ``[1, Hq, Sq, Sk]``. The ``cu_seqlens`` are int32 ``[B + 1]``, None in a dense case.
     """
 
     query: Tensor
@@ -121,7 +123,7 @@ class AttentionInputs(NamedTuple):
 
 
 def make_inputs(case: AttentionCase, device: torch.device, seed: int) -> AttentionInputs:
-    """Normal random numbers."""
+    """Returns inputs of normally distributed random numbers."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -136,17 +138,17 @@ def make_inputs(case: AttentionCase, device: torch.device, seed: int) -> Attenti
 
 
 def offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Where each of some packed sequences begins, and the last one ends: int32 ``[B + 1]``."""
+    """Returns the offset where each packed sequence begins and, at last, the total length: int32 ``[B + 1]``."""
     return torch.tensor((0, *lengths), device=device).cumsum(0).to(torch.int32)
 
 
 def input_bytes(case: AttentionCase) -> int:
-    """Of one set of inputs that is read."""
+    """Returns how many bytes a call on one set of inputs reads and writes."""
     return case.forward_work().bytes
 
 
 def attend(case: AttentionCase, inputs: AttentionInputs, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """fastattn's public function for the case."""
+    """Calls fastattn's public function for the case."""
     window = (case.window, 0 if case.window >= 0 else -1)
     if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None:
         out = fastattn.attention_varlen(
@@ -180,7 +182,7 @@ def prepare_backward(case: AttentionCase, inputs: AttentionInputs) -> Prepared:
 
 
 def checked_slice(case: AttentionCase, tensor: Tensor) -> Tensor:
-    """``[1, heads, rows, D]``: the last KV head of the last sequence, or the query heads that read it."""
+    """Returns the last KV head of the last sequence, or the query heads that read it: ``[1, heads, rows, D]``."""
     heads = tensor.shape[1]
     group = heads // case.kv_heads
     if case.varlen:
@@ -191,12 +193,12 @@ def checked_slice(case: AttentionCase, tensor: Tensor) -> Tensor:
 
 
 def expected_forward(case: AttentionCase, inputs: AttentionInputs) -> Expected:
-    """The output of the checked slice."""
+    """Returns the expected output of the checked slice."""
     return _expected(case, inputs, with_gradients=False)
 
 
 def expected_backward(case: AttentionCase, inputs: AttentionInputs) -> Expected:
-    """The gradients of query, key and value of the checked slice."""
+    """Returns the expected gradients of query, key and value in the checked slice."""
     return _expected(case, inputs, with_gradients=True)
 
 
@@ -209,7 +211,7 @@ def _expected(case: AttentionCase, inputs: AttentionInputs, with_gradients: bool
 def _by_chunks(
     case: AttentionCase, inputs: AttentionInputs, dtype: torch.dtype, sums: torch.dtype, with_gradients: bool
 ) -> tuple[Tensor, ...]:
-    """The formula on the checked slice, some rows of queries at a time; gradients are summed in ``sums``."""
+    """Computes the formula on the checked slice, some query rows at a time; gradients are summed in ``sums``."""
     query, key, value, grad_out = (checked_slice(case, t).to(sums) for t in inputs[:4])
     leaves = tuple(t.contiguous().requires_grad_(with_gradients) for t in (query, key, value))
     (group, num_queries), seqlen = query.shape[1:3], key.shape[2]
@@ -218,7 +220,7 @@ def _by_chunks(
     outs = []
     for first in range(0, num_queries, rows):
         last = min(first + rows, num_queries)
-        # Masks align to the bottom right: the keys end with the last query's own.
+        # Masks align to the bottom right, so the last query sees the keys up to its own.
         keys = seqlen - num_queries + last if is_causal else seqlen
         bias = None if inputs.bias is None else inputs.bias[:, -group:, first:last, :keys]
         with torch.set_grad_enabled(with_gradients):
@@ -243,24 +245,27 @@ def _by_chunks(
 
 
 def multi_head(head_dim: int, seqlen: int) -> AttentionCase:
-    """Hidden dimension 2048 and 16k tokens, as in the FlashAttention papers."""
+    """Returns a case with hidden dimension 2048 and 16k tokens, as in the FlashAttention papers."""
     heads = 2048 // head_dim
     return AttentionCase(head_dim, seqlen, max(TOKENS // seqlen, 1), heads, heads)
 
 
 def grouped(head_dim: int, seqlen: int) -> AttentionCase:
-    """Eight query heads to a KV head, hidden dimension 8192."""
+    """Returns a case with hidden dimension 8192 and eight query heads per KV head."""
     heads = 8192 // head_dim
     return AttentionCase(head_dim, seqlen, max(TOKENS // seqlen, 1), heads, heads // 8)
 
 
 def chunk(queries: int, seqlen: int, batch: int = 1) -> AttentionCase:
-    """Chunked prefill, in the shape of Llama-3-8B. Tiles of queries are few: CTAs have to share keys to fill a GPU."""
+    """Returns a case of chunked prefill in the shape of Llama-3-8B.
+
+    It has few tiles of query rows, so CTAs have to split the keys to fill a GPU.
+    """
     return AttentionCase(128, seqlen, batch, 32, 8, causal=True, queries=queries)
 
 
 def quick_cases() -> list[AttentionCase]:
-    """What says most first: a run with a time limit may not reach the end."""
+    """Returns the quick grid, the most informative cases first: a run with a time limit may not reach the end."""
     causal = [replace(multi_head(128, seqlen), causal=True) for seqlen in (4096, 16384, 1024)]
     other_dims = [replace(multi_head(dim, seqlen), causal=True) for dim in (64, 256) for seqlen in (4096, 16384, 1024)]
     plain = multi_head(128, 4096)
@@ -277,7 +282,7 @@ def quick_cases() -> list[AttentionCase]:
 
 
 def full_cases() -> list[AttentionCase]:
-    """Every head dim, length, mask, grouping and dtype; then packed sequences, bias and window."""
+    """Returns every head dim, length, mask, grouping and dtype; then packed sequences, bias and window."""
     dense = [
         replace(shape(head_dim, seqlen), causal=causal, dtype=dtype)
         for head_dim in (64, 128, 256)
@@ -300,12 +305,12 @@ def full_cases() -> list[AttentionCase]:
 
 
 def quick_chunks() -> list[AttentionCase]:
-    """Fewer queries than keys, of the forward pass alone."""
+    """Returns quick cases with fewer queries than keys, for the forward pass only."""
     return [chunk(512, 32768), replace(chunk(256, 8192, batch=8), varlen=True)]
 
 
 def full_chunks() -> list[AttentionCase]:
-    """Alone, and several sequences of unlike lengths."""
+    """Returns chunks of single sequences, and of several sequences with different lengths."""
     alone = [chunk(queries, seqlen) for seqlen in (8192, 32768) for queries in (64, 256, 512, 2048)]
     return alone + [
         replace(chunk(queries, seqlen, batch), varlen=True)
@@ -315,7 +320,7 @@ def full_chunks() -> list[AttentionCase]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options that keep only some cases of the grid."""
+    """Adds the options that keep only some cases of the grid."""
     parser.add_argument("--head-dim", type=int, nargs="+", help="only these")
     parser.add_argument("--seqlen", type=int, nargs="+", help="only these")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), help="only this one")
@@ -323,7 +328,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(options: argparse.Namespace, cases: Iterable[AttentionCase]) -> list[AttentionCase]:
-    """Those that the options keep."""
+    """Returns the cases that the options keep."""
 
     def is_kept(case: AttentionCase) -> bool:
         mask = "window" if case.window >= 0 else "causal" if case.causal else "full"
@@ -338,11 +343,11 @@ def chosen(options: argparse.Namespace, cases: Iterable[AttentionCase]) -> list[
 
 
 def forward_cases(options: argparse.Namespace) -> list[AttentionCase]:
-    """Of the quick or the full grid."""
+    """Returns the forward cases of the quick or the full grid that the options keep."""
     full, quick = full_cases() + full_chunks(), quick_cases() + quick_chunks()
     return chosen(options, full if options.full else quick)
 
 
 def backward_cases(options: argparse.Namespace) -> list[AttentionCase]:
-    """Of the quick or the full grid."""
+    """Returns the backward cases of the quick or the full grid that the options keep."""
     return chosen(options, full_cases() if options.full else quick_cases())

@@ -1,4 +1,4 @@
-"""Decoding over a KV cache as the benchmarks see it: cases, inputs, work, and what is right in float64."""
+"""Defines the benchmarks' cases of decoding over a KV cache, with inputs, work and the results in float64."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from fastattn.profiler import work
 from fastattn.profiler.work import Work
 
 KV_HEADS = 8
-MAX_TOKENS = 1 << 21  # of a cache, all sequences together: 8 GiB at 8 KV heads of 128
+MAX_TOKENS = 1 << 21  # of a cache, all sequences together: 8 GiB with 8 KV heads of 128 dims
 
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One new query per sequence. ``page_size`` 0: a contiguous cache; ``ragged``: lengths from an eighth of
-    ``context`` up to it."""
+    """A decoding step with one new query per sequence.
+
+    A ``page_size`` of 0 means a contiguous cache. With ``ragged``, lengths are between ``context`` / 8 and ``context``.
+    """
 
     batch: int
     context: int
@@ -42,7 +44,7 @@ class DecodeCase:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of each sequence, this step's token included; of ragged ones the first is the longest."""
+        """The length of each sequence, this step's token included. The first sequence is the longest."""
         if not self.ragged:
             return (self.context,) * self.batch
         draw = random.Random(f"{self.context} {self.batch}")
@@ -60,8 +62,10 @@ class DecodeCase:
 
 
 class DecodeInputs(NamedTuple):
-    """``query [B, Hq, 1, D]``; caches ``[B, Hkv, context, D]``, or pages ``[num_pages, Hkv, page_size, D]`` whose order
-    is random, with ``block_table`` int32 ``[B, pages]``; ``lengths`` int32 ``[B]``.
+    """The inputs of a step: ``query [B, Hq, 1, D]``, the caches, and ``lengths`` int32 ``[B]``.
+
+    A cache is ``[B, Hkv, context, D]``, or has pages ``[num_pages, Hkv, page_size, D]`` in random order and a
+    ``block_table`` int32 ``[B, pages]``.
     """
 
     query: Tensor
@@ -72,7 +76,7 @@ class DecodeInputs(NamedTuple):
 
 
 def make_inputs(case: DecodeCase, device: torch.device, seed: int) -> DecodeInputs:
-    """Normal random numbers; the pages of the sequences lie mixed up in memory."""
+    """Returns inputs of normally distributed random numbers; the sequences' pages are shuffled in memory."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -91,12 +95,12 @@ def make_inputs(case: DecodeCase, device: torch.device, seed: int) -> DecodeInpu
 
 
 def input_bytes(case: DecodeCase) -> int:
-    """Of one set of inputs that is read."""
+    """Returns how many bytes a call on one set of inputs reads and writes."""
     return case.work().bytes
 
 
 def prepare(case: DecodeCase, inputs: DecodeInputs) -> Prepared:
-    """fastattn's public function."""
+    """Prepares a call of fastattn's public function."""
 
     def call() -> Tensor:
         out = fastattn.attention_with_kv_cache(
@@ -109,7 +113,7 @@ def prepare(case: DecodeCase, inputs: DecodeInputs) -> Prepared:
 
 
 def cached(case: DecodeCase, inputs: DecodeInputs, cache: Tensor, sequence: int) -> Tensor:
-    """``[1, Hkv, length, D]``: what a cache holds of one sequence."""
+    """Returns what a cache holds of one sequence, ``[1, Hkv, length, D]``."""
     if inputs.block_table is None:
         rows = cache[sequence]
     else:
@@ -118,13 +122,13 @@ def cached(case: DecodeCase, inputs: DecodeInputs, cache: Tensor, sequence: int)
 
 
 def checked_slice(case: DecodeCase, out: Tensor) -> Tensor:
-    """The query heads of the last KV head, of the first and of the last sequence: ``[2 or 1, group, 1, D]``."""
+    """Returns the last KV head's query heads of the first and the last sequence: ``[2 or 1, group, 1, D]``."""
     group = case.heads // case.kv_heads
     return out[[0, -1] if case.batch > 1 else [0], -group:]
 
 
 def expected(case: DecodeCase, inputs: DecodeInputs) -> Expected:
-    """The output of the checked slice."""
+    """Returns the expected output of the checked slice."""
 
     def compute(dtype: torch.dtype) -> Tensor:
         group = case.heads // case.kv_heads
@@ -139,7 +143,7 @@ def expected(case: DecodeCase, inputs: DecodeInputs) -> Expected:
 
 
 def quick_cases() -> list[DecodeCase]:
-    """What says most first: a run with a time limit may not reach the end."""
+    """Returns the quick grid, the most informative cases first: a run with a time limit may not reach the end."""
     grouped = [
         DecodeCase(batch, context, heads=32) for batch, context in ((1, 4096), (1, 131072), (1, 16384), (1, 1024))
     ]
@@ -149,7 +153,7 @@ def quick_cases() -> list[DecodeCase]:
 
 
 def full_cases() -> list[DecodeCase]:
-    """Every batch, context, grouping and kind of cache that fits into ``MAX_TOKENS``."""
+    """Returns every batch, context, grouping and kind of cache that fits into ``MAX_TOKENS``."""
     cases = [
         DecodeCase(batch, context, heads=KV_HEADS * group)
         for batch in (1, 2, 4, 8, 16, 32, 64, 128)
@@ -166,14 +170,14 @@ def full_cases() -> list[DecodeCase]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options that keep only some cases of the grid."""
+    """Adds the options that keep only some cases of the grid."""
     parser.add_argument("--batch", type=int, nargs="+", help="only these")
     parser.add_argument("--context", type=int, nargs="+", help="only these")
     parser.add_argument("--cache", choices=("contiguous", "paged"), help="only this kind")
 
 
 def chosen(options: argparse.Namespace) -> list[DecodeCase]:
-    """The cases of the quick or the full grid that the options keep."""
+    """Returns the cases of the quick or the full grid that the options keep."""
 
     def is_kept(case: DecodeCase) -> bool:
         return (

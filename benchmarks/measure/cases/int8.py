@@ -1,4 +1,4 @@
-"""The int8 linear layer as the benchmarks see it: cases, inputs, work, and what is right in float64."""
+"""Defines the benchmarks' cases of the int8 linear layer, with inputs, work and the results in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastattn import Int8Weight, reference
 from fastattn.profiler import work
 from fastattn.profiler.work import Work
 
-# The linear layers of the LLaMA models, [N, K]: those that read the same input as one.
+# The linear layers of the LLaMA models, [N, K]. Layers that read the same input are merged into one.
 LAYERS: dict[str, tuple[int, int]] = {
     "7B qkv": (12288, 4096),
     "7B out": (4096, 4096),
@@ -36,9 +36,9 @@ CHECKED_ROWS = 128
 
 @dataclass(frozen=True)
 class Int8Case:
-    """``x [m, k]`` times a weight ``[n, k]``, or with ``gradient`` the gradient of ``x`` from one of the output.
+    """A product of ``x [m, k]`` and a weight ``[n, k]``, or with ``gradient`` the gradient of ``x`` from the output's.
 
-    ``granularity``: ``"channel"``, or the size of a group along K, as text.
+    ``granularity`` is ``"channel"``, or the size of a group along K, as text.
     """
 
     layer: str
@@ -56,7 +56,7 @@ class Int8Case:
 
     @property
     def group(self) -> int | None:
-        """The size of a group of the scales; None where a channel has one scale."""
+        """The number of weights along K that share a scale; None if a channel has one scale."""
         return None if self.granularity == "channel" else int(self.granularity)
 
     def work(self) -> Work:
@@ -65,7 +65,7 @@ class Int8Case:
 
 
 class Int8Inputs(NamedTuple):
-    """``x [m, k]``, ``grad_out [m, n]``, the weight ``[n, k]``."""
+    """The inputs of a layer: ``x [m, k]``, ``grad_out [m, n]`` and the weight ``[n, k]``."""
 
     x: Tensor
     grad_out: Tensor
@@ -73,7 +73,7 @@ class Int8Inputs(NamedTuple):
 
 
 def make_inputs(case: Int8Case, device: torch.device, seed: int) -> Int8Inputs:
-    """Normal random numbers, the weight's of the size that initialisation gives."""
+    """Returns normally distributed random numbers, the weight's scaled by ``k**-0.5`` like an initialised weight's."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -85,31 +85,31 @@ def make_inputs(case: Int8Case, device: torch.device, seed: int) -> Int8Inputs:
 
 
 def input_bytes(case: Int8Case) -> int:
-    """Of one set of inputs that is read."""
+    """Returns how many bytes a call on one set of inputs reads and writes."""
     return case.work().bytes
 
 
 def prepare(case: Int8Case, inputs: Int8Inputs) -> Prepared:
-    """fastattn's public function; the gradient through autograd, as training takes it."""
+    """Prepares a call of fastattn's public function, or of its gradient through autograd, as in training."""
     if not case.gradient:
         return Prepared(lambda: fastattn.int8_linear(inputs.x, inputs.weight), lambda y: (y,))
     return prepare_gradient(inputs, lambda x: fastattn.int8_linear(x, inputs.weight))
 
 
 def prepare_gradient(inputs: Int8Inputs, linear: Any) -> Prepared:
-    """The gradient of ``x`` through ``linear``, whose forward has run before."""
+    """Runs ``linear`` forward, and prepares the gradient of ``x`` through it."""
     x = inputs.x.detach().requires_grad_()
     y = linear(x)
     return Prepared(lambda: torch.autograd.grad(y, x, inputs.grad_out, retain_graph=True), tuple)
 
 
 def checked_slice(case: Int8Case, out: Tensor) -> Tensor:
-    """The last rows."""
+    """Returns the last ``CHECKED_ROWS`` rows."""
     return out[-CHECKED_ROWS:]
 
 
 def expected(case: Int8Case, inputs: Int8Inputs) -> Expected:
-    """The output of the checked rows, over the weight as int8 holds it."""
+    """Returns the expected output of the checked rows, computed with the dequantised int8 weight."""
 
     def compute(dtype: torch.dtype) -> Tensor:
         weight = reference.dequantize_int8(inputs.weight.data, inputs.weight.scale, dtype)
@@ -126,7 +126,7 @@ def _case(layer: str, m: int, granularity: str = "channel", gradient: bool = Fal
 
 
 def quick_cases() -> list[Int8Case]:
-    """What says most first: a run with a time limit may not reach the end."""
+    """Returns the quick grid, the most informative cases first: a run with a time limit may not reach the end."""
     square = [_case("70B out", m) for m in (1, 16, 64, 256, 2048, 8192)]
     grouped = [_case("70B out", m, "128") for m in (1, 16, 2048)]
     small = [_case(layer, 1) for layer in ("7B out", "7B gate and up", "7B down")]
@@ -134,7 +134,7 @@ def quick_cases() -> list[Int8Case]:
 
 
 def full_cases() -> list[Int8Case]:
-    """Every layer, M and granularity; gradients where training has them, from 512 rows on."""
+    """Returns every layer, M and granularity; gradients only from 512 rows on, as in training."""
     return [
         _case(layer, m, granularity, gradient)
         for layer in LAYERS
@@ -146,7 +146,7 @@ def full_cases() -> list[Int8Case]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options that keep only some cases of the grid."""
+    """Adds the options that keep only some cases of the grid."""
     parser.add_argument("--m", type=int, nargs="+", help="only these numbers of rows")
     parser.add_argument("--layer", metavar="TEXT", help="only layers whose name contains this, such as 70B")
     parser.add_argument("--granularity", choices=("channel", "128"), help="only this one")
@@ -154,7 +154,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(options: argparse.Namespace) -> list[Int8Case]:
-    """The cases of the quick or the full grid that the options keep."""
+    """Returns the cases of the quick or the full grid that the options keep."""
 
     def is_kept(case: Int8Case) -> bool:
         return (

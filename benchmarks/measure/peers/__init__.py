@@ -1,1 +1,1 @@
-"""Whom fastattn is measured against: implementations by name and version."""
+"""The peers against which fastattn is measured: implementations with names and versions."""

@@ -1,4 +1,4 @@
-"""Other people's attention over whole sequences, forward and backward."""
+"""Prepares other libraries' attention over whole sequences, forward and backward."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Built(NamedTuple):
-    """A peer's function for a case; ``bring`` and ``take_back`` go from fastattn's layout to the peer's and back."""
+    """A peer's function for a case. ``bring`` converts fastattn's layout to the peer's, ``take_back`` converts back."""
 
     attend: Attend
     bring: Callable[[Tensor], Tensor]
@@ -68,7 +68,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def _heads_last(tensor: Tensor) -> Tensor:
-    """``[B, H, S, D]`` to contiguous ``[B, S, H, D]`` and back; packed sequences are so already."""
+    """Converts ``[B, H, S, D]`` to contiguous ``[B, S, H, D]`` and back. Packed sequences have that order already."""
     return tensor.transpose(1, 2).contiguous() if tensor.dim() == 4 else tensor
 
 
@@ -81,7 +81,7 @@ def _sdpa(case: AttentionCase, inputs: AttentionInputs) -> Built:
     grouped = case.heads != case.kv_heads
     mask: Any = inputs.bias
     is_causal = case.causal
-    if is_causal and case.queries:  # `is_causal` means the top left there
+    if is_causal and case.queries:  # PyTorch's `is_causal` aligns the mask to the top left
         takes_it = torch.backends.cuda.flash_sdp_enabled() or (
             torch.backends.cuda.mem_efficient_sdp_enabled() and not grouped
         )
@@ -116,7 +116,7 @@ def _flex(case: AttentionCase, inputs: AttentionInputs) -> Built:
     return Built(attend, _as_it_is, _as_it_is)
 
 
-@functools.lru_cache(maxsize=1)  # the sets of inputs of one case share it
+@functools.lru_cache(maxsize=1)  # all sets of inputs of one case share the mask
 def _block_mask(case: AttentionCase, device: torch.device) -> Any:
     if not case.causal and case.window < 0:
         return None
@@ -132,10 +132,10 @@ def _block_mask(case: AttentionCase, device: torch.device) -> Any:
 
 @functools.cache
 def compiled_flex_attention() -> Callable[..., Any]:
-    """FlexAttention as its users run it. Every case is a shape of its own, and compiled anew."""
+    """Returns FlexAttention compiled, as its users run it. It is compiled again for the shape of every case."""
     torch._dynamo.config.recompile_limit = 10_000
     torch._dynamo.config.accumulated_recompile_limit = 10_000
-    # A donated buffer is gone after one backward; here the same graph is walked many times.
+    # A donated buffer is gone after one backward pass, and here the same graph runs backward many times.
     functorch_config.donated_buffer = False
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
     return compiled
@@ -163,7 +163,7 @@ def _flash_attn_4(case: AttentionCase, inputs: AttentionInputs) -> Built:
 
 
 def _flash(case: AttentionCase, inputs: AttentionInputs, dense: Any, varlen: Any, unbounded: int | None) -> Built:
-    """The three generations share names and meanings, but for what stands for no window."""
+    """Prepares one of flash-attn's three generations, which only differ in the value ``unbounded`` for no window."""
     require(not case.bias, "additive bias")
     window = (case.window, 0) if case.window >= 0 else (unbounded, unbounded)
     options = {"causal": case.causal, "window_size": window}
@@ -194,7 +194,7 @@ def _flash(case: AttentionCase, inputs: AttentionInputs, dense: Any, varlen: Any
 
 @functools.cache
 def flashinfer_workspace(device: torch.device) -> Tensor:
-    """The scratch memory that flashinfer's wrappers share: their calls run one after the other."""
+    """Returns the scratch memory that flashinfer's wrappers share, as their calls run one after the other."""
     return torch.empty(256 << 20, dtype=torch.uint8, device=device)
 
 
@@ -280,7 +280,7 @@ def _xformers(case: AttentionCase, inputs: AttentionInputs) -> Built:
 
 
 def sdpa_contexts() -> dict[str, Callable[[], contextlib.AbstractContextManager[Any]]]:
-    """torch's own attention with each of its backends forced."""
+    """Returns, by name, contexts that force torch's own attention to each of its backends."""
     backends = {
         "flash": SDPBackend.FLASH_ATTENTION,
         "cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -304,7 +304,7 @@ def _builders() -> list[tuple[str, str, Build]]:
 
 
 def forward_peers() -> list[Implementation]:
-    """Every peer that can be imported."""
+    """Returns every peer that can be imported."""
     version = torch_version()
     peers = [Implementation(name, version, _forward(_sdpa), context) for name, context in sdpa_contexts().items()]
     peers += [Implementation(name, version, _forward(build)) for name, version, build in _builders()]
@@ -316,7 +316,7 @@ def forward_peers() -> list[Implementation]:
 
 
 def backward_peers() -> list[Implementation]:
-    """Every peer that can be imported and has a backward pass."""
+    """Returns every peer that can be imported and has a backward pass."""
     version = torch_version()
     peers = [Implementation(name, version, _backward(_sdpa), context) for name, context in sdpa_contexts().items()]
     return peers + [Implementation(name, version, _backward(build)) for name, version, build in _builders()]

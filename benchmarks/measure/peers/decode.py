@@ -1,4 +1,4 @@
-"""Other people's attention over a KV cache, one new query per sequence."""
+"""Prepares other libraries' attention over a KV cache, with one new query per sequence."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _flex(case: DecodeCase, inputs: DecodeInputs) -> Prepared:
 
 
 def _token_first(inputs: DecodeInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Query and caches in flash-attn's layout, ``[B or pages, tokens, H, D]``."""
+    """Returns the query and the caches in flash-attn's layout, ``[B or pages, tokens, H, D]``."""
     query, k_cache, v_cache = (t.transpose(1, 2).contiguous() for t in inputs[:3])
     return query, k_cache, v_cache
 
@@ -78,7 +78,7 @@ def _flash_attn_4(case: DecodeCase, inputs: DecodeInputs) -> Prepared:
 
 
 def _flashinfer(case: DecodeCase, inputs: DecodeInputs) -> Prepared:
-    """Paged: the batch wrapper, whose plan is made once; a contiguous cache of one sequence: the single function."""
+    """Prepares the batch wrapper, planned once, for pages, or the function for one sequence with a contiguous cache."""
     import flashinfer
 
     query = inputs.query[:, :, 0]
@@ -116,7 +116,7 @@ def _flashinfer(case: DecodeCase, inputs: DecodeInputs) -> Prepared:
 
 
 def peers() -> list[Implementation]:
-    """Every peer that can be imported."""
+    """Returns every peer that can be imported."""
     version = torch_version()
     found = [Implementation(name, version, _sdpa, context) for name, context in sdpa_contexts().items()]
     found.append(Implementation("FlexAttention, compiled", version, _flex))

@@ -1,6 +1,6 @@
-"""Other people's linear layers with int8 weights, and what they are for: cuBLAS with 16-bit ones.
+"""Prepares other libraries' linear layers with int8 weights, and cuBLAS with 16-bit weights as their baseline.
 
-A peer that quantises by itself gets the weight as our int8 holds it: its numbers then are the same, up to rounding.
+A peer that quantises by itself gets fastattn's dequantised weight, so that its int8 values are the same up to rounding.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Linear = Callable[[Tensor], Tensor]
 def _through(
     make_linear: Callable[[Int8Case, Int8Inputs], Linear], differentiable: bool
 ) -> Callable[[Int8Case, Int8Inputs], Prepared]:
-    """A layer's forward or, where it has one, the gradient of its input."""
+    """Returns a function that prepares a layer's forward pass or, if it is differentiable, its input gradient."""
 
     def prepare(case: Int8Case, inputs: Int8Inputs) -> Prepared:
         require(differentiable or not case.gradient, "gradient of the input")
@@ -47,7 +47,7 @@ def _cublas(case: Int8Case, inputs: Int8Inputs) -> Linear:
 
 
 def _dequantize_then_matmul(case: Int8Case, inputs: Int8Inputs) -> Prepared:
-    """The weight in 16 bits is made at every call, forward or backward."""
+    """Prepares a call that dequantises the weight to 16 bits every time, forward or backward."""
     weight, dtype = inputs.weight, case.torch_dtype
     scale = weight.scale.to(dtype)
 
@@ -90,20 +90,20 @@ def _torchao(case: Int8Case, inputs: Int8Inputs) -> Linear:
 
 @functools.cache
 def _compiled_linear() -> Callable[[Tensor, Tensor], Tensor]:
-    """torchao is meant to be compiled; the weight is an argument, so that one graph serves all sets of inputs."""
+    """Returns a compiled linear layer, as torchao expects. One graph serves all inputs: the weight is an argument."""
     compiled: Callable[[Tensor, Tensor], Tensor] = torch.compile(F.linear, dynamic=False)
     return compiled
 
 
 def _bitsandbytes(case: Int8Case, inputs: Int8Inputs) -> Linear:
-    """LLM.int8() without outliers: the activations are rounded to int8 too."""
+    """Returns a layer of LLM.int8() without outliers, which rounds the activations to int8 too."""
     import bitsandbytes
 
     require(case.group is None, "scales per group")
     layer = bitsandbytes.nn.Linear8bitLt(case.k, case.n, bias=False, has_fp16_weights=False, threshold=0.0)
     weight = inputs.weight.dequantize(torch.float16).cpu()
     layer.weight = bitsandbytes.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
-    moved: Linear = layer.to(inputs.x.device)  # quantises on the way
+    moved: Linear = layer.to(inputs.x.device)  # moving it to the GPU quantises the weight
     return moved
 
 
@@ -122,7 +122,7 @@ def _gemlite(case: Int8Case, inputs: Int8Inputs) -> Linear:
 
 
 def peers() -> list[Implementation]:
-    """Every peer that can be imported."""
+    """Returns every peer that can be imported."""
     version = torch_version()
     found = [
         Implementation(CUBLAS, version, _through(_cublas, differentiable=True)),
