@@ -374,7 +374,10 @@ void HappensBefore::complete_into_mbarrier(AsyncId id, uint32_t rank, uint64_t o
 // --- Barriers.
 
 void HappensBefore::init_mbarrier(uint32_t rank, uint64_t offset) {
-    MbarrierAgent& agent = mbarrier(rank, offset);
+    reset(mbarrier(rank, offset));
+}
+
+void HappensBefore::reset(MbarrierAgent& agent) {
     agent = {};
     agent.component = num_components_++;
     agent.pending.by_cta.resize(shared_.size());

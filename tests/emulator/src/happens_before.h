@@ -297,7 +297,12 @@ class HappensBefore {
     bool are_morally_strong(const Record& a, const Record& b) const;
     Record record_of(const Lanes& by, const Touch& touch) const;
     Record record_of(AsyncId id, const Lanes& by, const Touch& touch);
-    MbarrierAgent& mbarrier(uint32_t rank, uint64_t offset) { return mbarriers_[uint64_t{rank} << 32 | offset]; }
+    MbarrierAgent& mbarrier(uint32_t rank, uint64_t offset) {
+        const auto [found, is_new] = mbarriers_.try_emplace(uint64_t{rank} << 32 | offset);
+        if (is_new) reset(found->second);
+        return found->second;
+    }
+    void reset(MbarrierAgent& agent);
     void add_completion(AsyncId id, uint32_t component, uint32_t time, uint32_t lanes, uint32_t waiters);
     template <typename Function>
     void at_location(bool is_shared, uint64_t address, bool creates, Function&& function);

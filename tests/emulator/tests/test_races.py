@@ -37,23 +37,23 @@ ARRIVE = "mbarrier.arrive.shared.b64 _, [%bar];"
 REMOTE = """@!%c0 bra WAIT; mapa.shared::cluster.u32 %r5, %mine, 1; st.shared::cluster.u32 [%r5], %tid;
     WAIT: $0 @%c0 bra DONE; ld.shared.u32 %r6, [%theirs];
     DONE:"""
-MEET = "barrier.cluster.arrive; barrier.cluster.wait;"
+CLUSTER_MEETS = "barrier.cluster.arrive; barrier.cluster.wait;"
 ARRIVE_REMOTE = "mbarrier.arrive.shared::cluster.b64 _, [%r5];"
 # Warp 0 of CTA 0 writes to CTA 1 and arrives there; all of CTA 1 wait and read.
-BETWEEN_CTAS = f"""@%t0 mbarrier.init.shared.b64 [%bar], 32; {MEET} @!%c0 bra READER; @!%w0 bra DONE;
+BETWEEN_CTAS = f"""@%t0 mbarrier.init.shared.b64 [%bar], 32; {CLUSTER_MEETS} @!%c0 bra READER; @!%w0 bra DONE;
     mapa.shared::cluster.u32 %r5, %mine, 1; st.shared::cluster.u32 [%r5], %tid;
     mapa.shared::cluster.u32 %r5, %bar, 1; $0 mbarrier.arrive.$1.shared::cluster.b64 _, [%r5]; bra DONE;
     READER: AGAIN: mbarrier.try_wait.parity.$2.shared.b64 %p3, [%bar], 0; @!%p3 bra AGAIN; $3
     @%w0 ld.shared.u32 %r6, [%mine]; bra END;
     DONE: $3
-    END: {MEET}"""
+    END: {CLUSTER_MEETS}"""
 # What warp 0 of CTA 0 has written to CTA 1, warp 1 tells that CTA of.
-PASSED_ON = f"""@%t0 mbarrier.init.shared.b64 [%bar], 32; {MEET} @!%c0 bra READER;
+PASSED_ON = f"""@%t0 mbarrier.init.shared.b64 [%bar], 32; {CLUSTER_MEETS} @!%c0 bra READER;
     mapa.shared::cluster.u32 %r5, %mine, 1; @%w0 st.shared::cluster.u32 [%r5], %tid; bar.sync 0;
     mapa.shared::cluster.u32 %r5, %bar, 1; @!%w0 mbarrier.arrive.$0.shared::cluster.b64 _, [%r5]; bra DONE;
     READER: AGAIN: mbarrier.try_wait.parity.$1.shared.b64 %p3, [%bar], 0; @!%p3 bra AGAIN;
     @%w0 ld.shared.u32 %r6, [%mine];
-    DONE: {MEET}"""
+    DONE: {CLUSTER_MEETS}"""
 
 # %p1: whether this is the first lane of the warp; %r2: the lane; %r3: a word of shared memory that is the warp's own.
 FIRST_LANE = """and.b32 %r2, %tid, 31; setp.eq.u32 %p1, %r2, 0; sub.u32 %r3, %tid, %r2; shl.b32 %r3, %r3, 2;
@@ -231,7 +231,7 @@ CASES = {
         right=(
             ("", "release.cluster", "acquire.cluster", ""),
             ("fence.acq_rel.cluster;", "relaxed.cluster", "relaxed.cluster", "fence.acq_rel.cluster;"),
-            ("fence.acq_rel.cluster;", "release.cta", "acquire.cta", MEET),
+            ("fence.acq_rel.cluster;", "release.cta", "acquire.cta", CLUSTER_MEETS),
         ),
         wrong=(
             ("", "relaxed.cluster", "acquire.cluster", ""),
@@ -256,10 +256,10 @@ CASES = {
         cluster=2,
     ),
     "what another CTA has read": Case(
-        f"""st.shared.u32 [%mine], 0; @%t0 mbarrier.init.shared.b64 [%bar], 64; {MEET} @%c0 bra WRITER;
+        f"""st.shared.u32 [%mine], 0; @%t0 mbarrier.init.shared.b64 [%bar], 64; {CLUSTER_MEETS} @%c0 bra WRITER;
         ld.shared.u32 %r6, [%theirs]; mapa.shared::cluster.u32 %r5, %bar, 0; $0 bra DONE;
         WRITER: $1 mapa.shared::cluster.u32 %r5, %mine, 1; st.shared::cluster.u32 [%r5], 1;
-        DONE: {MEET}""",
+        DONE: {CLUSTER_MEETS}""",
         right=((f"{ARRIVE_REMOTE}", TRY_WAIT),),
         wrong=((f"{ARRIVE_REMOTE.replace('.arrive', '.arrive.relaxed.cluster')}", TRY_WAIT), (ARRIVE_REMOTE, "")),
         narrow=((f"bar.sync 0; st.shared.u32 [%mine], 1; {ARRIVE_REMOTE}", TRY_WAIT),),
