@@ -44,8 +44,9 @@ struct LargestScores {
 
     // The whole warp: adds what it has found to what others have. factor: of a score, not negative.
     __device__ __forceinline__ void leave(float* gLargest, float factor) {
-        const float score = of_warp().score;
-        if (ptx::tid_x() % kWarpSize == 0 && score > -kInfinity) ptx::red_max_f32(score * factor, gLargest);
+        if (ptx::tid_x() % kWarpSize != 0) return;
+        const float score = of_warp().score;  // which this lane alone has written
+        if (score > -kInfinity) ptx::red_max_f32(score * factor, gLargest);
     }
 
   private:
