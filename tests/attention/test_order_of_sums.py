@@ -30,8 +30,8 @@ each_kernel = pytest.mark.parametrize(("arch", "head_dim"), EACH, ids=[f"sm{arch
 
 
 def case_of(head_dim: int, group: int = 1, window: tuple[int, int] = (-1, -1)) -> Case:
-    keys = 300 if head_dim <= 128 else 140
-    return Case(shape=(1, 2, group, 150, keys), head_dims=(head_dim, head_dim), window=window)
+    # CTAs that begin late may leave few tiles of keys to one: there are more than that would take.
+    return Case(shape=(1, 2, group, 150, 300), head_dims=(head_dim, head_dim), window=window)
 
 
 @contextlib.contextmanager
