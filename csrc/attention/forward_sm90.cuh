@@ -123,8 +123,8 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
                 is_outgrown = softmax.is_outgrown_by_sums(sums);
                 if (is_outgrown) factor = softmax.follow(maxima_of_lane(rS));
             };
-            // With a branch before the wait, all exponentials are beside P·V; ptxas else moves the wait up among them. Where
-            // masks leave no registers, those of the factor would serialise the products.
+            // A branch before the wait keeps all exponentials beside P·V: without it ptxas moves the wait up among
+            // them. Where masks leave no registers, those of the factor would serialise the products.
             if constexpr (!Config::kMasksInPlace) follow_sums();
             consumer.wait_pv(rO);
             if constexpr (Config::kMasksInPlace) follow_sums();

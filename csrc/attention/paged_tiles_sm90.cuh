@@ -28,8 +28,8 @@
 
 namespace fastattn {
 
-// The rows of a tile that a warp gathers, four or eight at a time: eight or four lanes copy the 128 or 64 bytes that a row has in
-// a block. Each lane looks up one of every 32 of the warp's rows, and the others have it from there.
+// Gathers the rows of a tile that a warp has, four or eight at a time: eight or four lanes copy the 128 or 64 bytes
+// that a row has in a block. Each lane looks up one of every 32 of the warp's rows, and the others have it from there.
 template <int kBlockN, int kLanesPerGatheredRow>
 struct GatheredRows {
     static constexpr int kRowsPerPass = kWarpSize / kLanesPerGatheredRow;

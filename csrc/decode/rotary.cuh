@@ -50,8 +50,8 @@ struct Angles {
     }
 };
 
-// Turns a chunk that begins at first_dim, four elements at a time, for registers' sake. Its angles are neighbours in tables
-// that begin at a multiple of 16 bytes: a load brings four.
+// Turns a chunk that begins at first_dim, four elements at a time, for registers' sake. Its angles are neighbours in
+// tables that begin at a multiple of 16 bytes: a load brings four.
 template <DataType kDataType>
 __device__ __forceinline__ uint4 turned_chunk(const RotaryParams& rotary, const uint16_t* gRow, uint4 chunk,
                                               int first_dim, const Angles& cos, const Angles& sin) {

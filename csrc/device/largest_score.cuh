@@ -11,8 +11,8 @@
 
 namespace fastattn {
 
-// Of the tile of rows that a CTA has, which are of one head, for each of its warps apart. It is in shared memory, and a
-// warp asks for its number whenever it comes here, because main loops have no registers for any of this.
+// Holds the largest score that each warp of a CTA has seen in its tile of rows, which are of one head. It is in shared
+// memory, and a warp asks for its number whenever it comes here, because main loops have no registers for any of this.
 template <int kNumWarps>
 struct LargestScores {
     struct OfWarp {

@@ -1,7 +1,7 @@
-// Tiles in shared memory as TMA leaves them and wgmma reads them: blocks of 64 or 32 columns of 16-bit elements, one after
-// the other, each [kRows][kBlockColumns] with a swizzle that is as wide as its rows: chunk c of row r stands where
-// c ^ (r % 8) would in rows of 128 bytes, and c ^ (r / 2 % 4) in rows of 64. A block begins where the pattern does, at a
-// multiple of 1024 or 512 bytes.
+// Tiles in shared memory as TMA leaves them and wgmma reads them: blocks of 64 or 32 columns of 16-bit elements, one
+// after the other, each [kRows][kBlockColumns] with a swizzle that is as wide as its rows: chunk c of row r stands
+// where c ^ (r % 8) would in rows of 128 bytes, and c ^ (r / 2 % 4) in rows of 64. A block begins where the pattern
+// does, at a multiple of 1024 or 512 bytes.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,9 @@
 
 namespace fastattn {
 
-// The widest blocks of which so many columns are a whole number. A product that reads columns as its N takes whole blocks:
-// PTX ISA, "Shared Memory Matrix Layout", has matrices made up of whole swizzle atoms, and an atom is as wide as a block.
+// Returns the columns of the widest block that divides so many columns. A product that reads columns as its N takes
+// whole blocks: matrices are made up of whole swizzle atoms (PTX ISA, "Shared Memory Matrix Layout"), each as wide as a
+// block.
 constexpr int widest_block_columns(int columns) {
     return columns % 64 == 0 ? 64 : 32;
 }

@@ -24,8 +24,8 @@ struct OperandDescriptor {
         return {shared >> 4 | block_bytes >> 4 << 16};
     }
 
-    // Of what lies so many bytes further on, in a block with so long rows. The address has bits to spare: adding to it carries
-    // into nothing else.
+    // Describes what lies so many bytes further on, in a block whose rows have kRowBytes. The address has bits to
+    // spare, so that adding to it carries into nothing else.
     template <int kRowBytes = 128>
     __device__ __forceinline__ uint64_t at(int bytes) const {
         static_assert(kRowBytes == 128 || kRowBytes == 64, "the swizzles that tiles have");

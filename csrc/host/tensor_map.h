@@ -13,8 +13,9 @@
 
 namespace fastattn {
 
-// Of a HeadsView as [batch, heads / group, rows, group, head_dim], in boxes of 64 or 32 columns, all heads of a group, and some
-// rows: the rows of heads that follow each other lie side by side in a box, each swizzled in its 128 or 64 bytes.
+// Maps a HeadsView as [batch, heads / group, rows, group, head_dim], in boxes of 64 or 32 columns, all heads of a
+// group, and some rows: the rows of heads that follow each other lie side by side in a box, each swizzled in its 128 or
+// 64 bytes.
 struct TensorMap {
     CUtensorMap encoded;  // aligned to 64 bytes
     // False where all groups of heads, or the whole batch, are the same memory: the coordinate is 0 then.

@@ -29,8 +29,8 @@ void collect_names(const ptx::Operand& operand, std::set<std::string>& names) {
     for (const ptx::Operand& element : operand.elements) collect_names(element, names);
 }
 
-// Static variables that the code names, the largest alignments first; the dynamic part comes after all of them. Addresses
-// begin behind what the system keeps for itself.
+// Static variables that the code names, the largest alignments first; the dynamic part comes after all of them.
+// Addresses begin behind what the system keeps for itself.
 void lay_out_shared(Program& program, const std::vector<const ptx::Function*>& functions, SharedLayout layout) {
     std::set<std::string> names;
     std::vector<const ptx::Variable*> variables;

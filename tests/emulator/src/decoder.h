@@ -124,8 +124,8 @@ struct Family {
 // All opcodes; nullptr if there is none of that name.
 const Family* find_family(std::string_view root);
 
-// Where shared variables lie. Least aligned: none at more than its alignment, as far as it says one, so that a kernel which
-// needs more is found out. From the base: one after the other, as ptxas does it.
+// Says where shared variables lie. Least aligned: each at an odd multiple of the alignment that it declares, so that a
+// kernel which needs more is found out. From the base: one after the other, as ptxas does it.
 enum class SharedLayout : uint8_t { kLeastAligned, kFromBase };
 
 // Decodes a kernel and all that it calls. The module must outlive the program.

@@ -1,10 +1,10 @@
 // Which access happens before which, and who touched each byte last: finds conflicting accesses that nothing orders.
 //
-// The agents are the lanes of warps, asynchronous operations and mbarriers. Each warp has a vector clock: of every other
-// agent, up to where it is known to have happened before. What lanes release carries this clock, and what acquires it
-// takes it over:
+// The agents are the lanes of warps, asynchronous operations and mbarriers. Each warp has a vector clock: of every
+// other agent, up to where it is known to have happened before. What lanes release carries this clock, and what
+// acquires it takes it over:
 //
-//   bar.warp.sync          the lanes that meet release and acquire; likewise wgmma.wait_group, which is more than PTX says
+//   bar.warp.sync          the lanes that meet release and acquire; likewise wgmma.wait_group: more than PTX says
 //   bar, barrier.cta       an arrival releases, a wait acquires; a warp's exit releases to barriers for all threads
 //   barrier.cluster        arrive.release (not .relaxed) and wait.acquire
 //   mbarrier               an arrival releases and a successful wait acquires, a relaxed one after or before a fence:
@@ -16,11 +16,11 @@
 //                          than PTX promises to, but what hardware does and programs rely on.
 //   griddepcontrol.wait    acquires all that the launch before has done, where this one began without waiting for it
 //
-// Lanes share one clock and one history as long as they know the same. What only some of a warp's lanes have acquired is
-// kept beside the warp's clock until they meet the others; and what only some of them release covers their own accesses,
-// but those of the other lanes only up to where they last met. Nothing else orders lanes: neither where paths meet again
-// nor shuffles and votes. Only of lanes that execute in step, as one path that has not parted, the accesses to each other's
-// data are let pass: they do not become known by that, to other warps or to asynchronous operations.
+// Lanes share one clock and one history as long as they know the same. What only some of a warp's lanes have acquired
+// is kept beside the warp's clock until they meet the others; and what only some of them release covers their own
+// accesses, but those of the other lanes only up to where they last met. Nothing else orders lanes: neither where paths
+// meet again nor shuffles and votes. Only of lanes that execute in step, as one path that has not parted, the accesses
+// to each other's data are let pass: they do not become known by that, to other warps or to asynchronous operations.
 //
 // An asynchronous operation begins with what its issuer knows, and is ordered with nobody else: neither with what its
 // issuer does next, nor with other operations. It is known to have happened by those who waited for it (`complete`).
@@ -188,9 +188,9 @@ class HappensBefore {
         touch_global(record_of(by, touch), by, address, bytes);
     }
 
-    // An asynchronous operation that starts now, then what it touches (it knows what any of the lanes that start it knows),
-    // and how others come to know of it. What an instruction does that completes in parts (the source is read, the
-    // destination is written) is several operations.
+    // An asynchronous operation that starts now, then what it touches (it knows what any of the lanes that start it
+    // knows), and how others come to know of it. What an instruction does that completes in parts (the source is read,
+    // the destination is written) is several operations.
     AsyncId start(Proxy proxy);
     void touch_shared(AsyncId id, const Lanes& by, const Touch& touch, uint32_t rank, uint64_t offset, uint64_t bytes) {
         touch_shared(record_of(id, by, touch), by, rank, offset, bytes);

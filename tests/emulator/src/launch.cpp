@@ -1,6 +1,7 @@
 // The grid: clusters in an order drawn from the seed, on as many threads as there are workers. Each worker has several
-// clusters at a time and turns from one to the next, so that CTAs can wait for others of the grid. Some of them begin late,
-// as on a GPU whose SMs are still busy with other work: a scheduler that counts on all to begin together is met here.
+// clusters at a time and turns from one to the next, so that CTAs can wait for others of the grid. Some of them begin
+// late, as on a GPU whose SMs are still busy with other work: a scheduler that counts on all to begin together is met
+// here.
 #include <exception>
 #include <mutex>
 #include <numeric>

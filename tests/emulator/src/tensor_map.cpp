@@ -60,7 +60,8 @@ std::string undocumented_stride(const TensorMap& map) {
 }
 
 // Which stride is not as the driver's documentation writes strides down: as long as all of the dimension before it, of
-// which it is a multiple. The driver is known to take others (rows of heads side by side, as FlashAttention-3 has them).
+// which it is a multiple. The driver is known to take others (rows of heads side by side, as FlashAttention-3 has
+// them).
 std::string unusual_stride(const TensorMap& map) {
     const uint64_t row = map.dims[0] * map.element_bytes();
     uint64_t inner = row, unit = 1;

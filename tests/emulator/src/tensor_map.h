@@ -63,8 +63,8 @@ static_assert(sizeof(TensorMap) == kTensorMapBytes);
 
 constexpr int kInvalidValue = 1, kNotSupported = 801;  // of CUresult
 
-// The driver's cuTensorMapEncodeTiled with its error codes, 0 if all is well; `reason` says in words what is wrong, or what
-// is unusual, if anything.
+// The driver's cuTensorMapEncodeTiled with its error codes, 0 if all is well; `reason` says in words what is wrong, or
+// what is unusual, if anything.
 int encode_tiled(void* map, int data_type, uint32_t rank, void* address, const uint64_t* dims, const uint64_t* strides,
                  const uint32_t* box, const uint32_t* element_strides, int interleave, int swizzle, int promotion,
                  int fill, std::string* reason = nullptr);

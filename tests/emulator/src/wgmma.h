@@ -64,8 +64,8 @@ class WgmmaUnit {
     void follow(AsyncId id);
     void fence() { ++num_fences_; }
     void commit();
-    // Multiplications are the warpgroup's: who has waited knows that all four warps' parts are over, unless launches have
-    // `wgmma_waits_by_warp`. False: another warp has not issued its part yet, and `retry` will tell.
+    // Multiplications are the warpgroup's: who has waited knows that all four warps' parts are over, unless launches
+    // have `wgmma_waits_by_warp`. False: another warp has not issued its part yet, and `retry` will tell.
     bool wait(uint32_t most_pending);
     bool waits_for_others = false;
     void check_warpgroup() const;  // all its warps are there, and this one is whole

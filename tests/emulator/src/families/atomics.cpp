@@ -21,8 +21,8 @@ void each_lane_in_turn(Warp& warp, uint32_t mask, Function&& function) {
     }
 }
 
-// Lanes of an instruction that add floating numbers to the same place do so in no order. The race detector lets them pass,
-// since they are in step.
+// Lanes of an instruction that add floating numbers to the same place do so in no order. The race detector lets them
+// pass, since they are in step.
 void check_order_of_sum(const Warp& warp, const Operation& o, const uint64_t* addresses, uint32_t mask) {
     if (!o.is_sum || !warp.cta.launch.ordered_sums) return;
     std::vector<std::pair<uint64_t, int>> places;

@@ -17,8 +17,8 @@ struct MatrixDescriptor {
     uint64_t k_major(int row, int half) const;
     // MN-major, 16-bit elements: of 8 rows from 8 · `rows` on, at one k.
     uint64_t mn_major(int rows, int k) const;
-    // A Fault unless `rows` 16-bit elements along M or N, where these are contiguous, are whole swizzle atoms, or lie in a single
-    // one, as Triton has them where warpgroups share N.
+    // A Fault unless `rows` 16-bit elements along M or N, where these are contiguous, are whole swizzle atoms, or lie
+    // in a single one, as Triton has them where warpgroups share N.
     void require_whole_atoms(int rows, const char* which) const;
 
   private:

@@ -6,8 +6,8 @@ __device__ uint32_t address_of(const void* shared) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// A tensor copy of a box of 8 by 64 halves with the 128-byte swizzle, read back as the swizzle of a buffer that begins at a
-// multiple of 1024 has it.
+// A tensor copy of a box of 8 by 64 halves with the 128-byte swizzle, read back as the swizzle of a buffer that begins
+// at a multiple of 1024 has it.
 __device__ void copy_box(char* buffer, const void* map, uint16_t* out) {
     __shared__ uint64_t barrier;
     const uint32_t bar = address_of(&barrier);
