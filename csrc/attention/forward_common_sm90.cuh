@@ -366,9 +366,10 @@ struct ForwardConsumerSm90 {
         value_ring.wait_full();
         uint16_t* sV = shared.sV[value_ring.stage];
         constexpr int kThreads = kTogether ? Config::kConsumerThreads : kWarpgroupSize;
-        const bool has_nonfinite = tile_has_nonfinite<kDataType, ValueTile, kThreads>(sV, threadIdx.x % kThreads);
-        ptx::fence_proxy_async_shared();  // these reads are over when TMA writes the next tile here
-        if (!ptx::bar_red_or(kTogether ? kAllConsumers : kOneConsumer + warpgroup, kThreads, has_nonfinite)) return;
+        if (!ptx::bar_red_or(kTogether ? kAllConsumers : kOneConsumer + warpgroup, kThreads,
+                             tile_has_nonfinite<kDataType, ValueTile, kThreads>(sV, threadIdx.x % kThreads))) {
+            return;
+        }
         const auto of_all = [] { ptx::bar_sync(kAllConsumers, Config::kConsumerThreads); };
         separate_nonfinite<kDataType>(rO, sV, SharedTile<ValueTile, Config::kBlockN, Config::kConsumerThreads>{sV},
                                       sees, lane, of_all);

@@ -9,15 +9,13 @@ import pytest
 
 @pytest.fixture(scope="module")
 def hopper(emulated_gpu: None) -> Iterator[None]:
-    """A Hopper GPU with three SMs, so that CTAs take several tiles each. Where threads have read, TMA may write over it
-    behind a proxy fence alone.
-    """
+    """A Hopper GPU with three SMs, so that CTAs take several tiles each."""
     from cuda_kernels import EMULATED  # not before it is decided which library the process takes
 
     if not EMULATED:
         yield
         return
-    from emulator import device, options
+    from emulator import device
 
-    with device.emulated(90, num_sms=3), options.launching(strict_proxy_reads=True):
+    with device.emulated(90, num_sms=3):
         yield
