@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from emulator.launches import Launched
+if TYPE_CHECKING:
+    from emulator.launches import Launched
 
 
 def unfair_claims(launched: Launched, tile_of: Callable[[int], int | None]) -> list[str]:
