@@ -15,94 +15,104 @@ __device__ __forceinline__ float turned(float x, float y, float cos, float sin, 
     return is_first ? __fsub_rn(x_cos, y_sin) : __fadd_rn(y_sin, x_cos);
 }
 
-// The cosines or the sines of one token: [half_dim] of the kind that the caller has. All kinds share the code that
-// turns, and differ where a load's bits become fp32.
+// The cosines or the sines of one token.
+template <RotaryParams::Kind kKind>
 struct Angles {
     using Kind = RotaryParams::Kind;
+    static constexpr bool kIs16Bit = kKind == Kind::kFloat16 || kKind == Kind::kBFloat16;
+    static constexpr int kBytes = kIs16Bit ? 2 : kKind == Kind::kFloat64 ? 8 : 4;
 
-    const void* table;
-    Kind kind;
-    int64_t first;  // element of the table
+    const char* first;
+
+    __device__ __forceinline__ Angles(const void* table, int64_t row, int half_dim)
+        : first(static_cast<const char*>(table) + row * half_dim * kBytes) {}
 
     __device__ __forceinline__ float operator[](int index) const {
-        const int64_t element = first + index;
-        if (kind == Kind::kFloat32) return static_cast<const float*>(table)[element];
-        if (kind == Kind::kFloat64) return static_cast<float>(static_cast<const double*>(table)[element]);
-        return from_16_bits(static_cast<const uint16_t*>(table)[element]);
+        if constexpr (kKind == Kind::kFloat32) return reinterpret_cast<const float*>(first)[index];
+        if constexpr (kKind == Kind::kFloat64) return static_cast<float>(reinterpret_cast<const double*>(first)[index]);
+        if constexpr (kIs16Bit) return value(reinterpret_cast<const uint16_t*>(first)[index]);
     }
 
-    // Loads four neighbours at once, which lie at a multiple of four. Not for float64.
-    __device__ __forceinline__ void load_four(float (&four)[4], int index) const {
-        const int64_t element = first + index;
-        if (kind == Kind::kFloat32) {
-            const auto loaded = *reinterpret_cast<const float4*>(static_cast<const float*>(table) + element);
-            four[0] = loaded.x, four[1] = loaded.y, four[2] = loaded.z, four[3] = loaded.w;
+    // Four neighbours, in one load.
+    struct Four {
+        uint32_t words[kIs16Bit ? 2 : 4];
+
+        __device__ __forceinline__ float operator[](int i) const {
+            if constexpr (kIs16Bit) return value(static_cast<uint16_t>(words[i / 2] >> 16 * (i % 2)));
+            if constexpr (!kIs16Bit) return __uint_as_float(words[i]);
+        }
+    };
+
+    __device__ __forceinline__ Four four(int index) const {
+        if constexpr (kIs16Bit) {
+            const uint2 loaded = *reinterpret_cast<const uint2*>(first + index * kBytes);
+            return {{loaded.x, loaded.y}};
         } else {
-            const auto loaded = *reinterpret_cast<const ushort4*>(static_cast<const uint16_t*>(table) + element);
-            four[0] = from_16_bits(loaded.x), four[1] = from_16_bits(loaded.y);
-            four[2] = from_16_bits(loaded.z), four[3] = from_16_bits(loaded.w);
+            const uint4 loaded = *reinterpret_cast<const uint4*>(first + index * kBytes);
+            return {{loaded.x, loaded.y, loaded.z, loaded.w}};
         }
     }
 
   private:
-    __device__ __forceinline__ float from_16_bits(uint16_t bits) const {
-        return kind == Kind::kFloat16 ? unpack<DataType::kFloat16>(bits) : unpack<DataType::kBFloat16>(bits);
+    __device__ __forceinline__ static float value(uint16_t bits) {
+        constexpr DataType kStored = kKind == Kind::kFloat16 ? DataType::kFloat16 : DataType::kBFloat16;
+        return unpack<kStored>(bits);
     }
 };
 
-// Turns a chunk that begins at first_dim, four elements at a time, for registers' sake. Its angles are neighbours in
-// tables that begin at a multiple of 16 bytes: a load brings four.
 template <DataType kDataType>
-__device__ __forceinline__ uint4 turned_chunk(const RotaryParams& rotary, const uint16_t* gRow, uint4 chunk,
-                                              int first_dim, const Angles& cos, const Angles& sin) {
-    const bool interleaved = rotary.interleaved, is_first_half = first_dim < rotary.half_dim;
-    const int partner_dim = is_first_half ? first_dim + rotary.half_dim : first_dim - rotary.half_dim;
-    const int angle = interleaved ? first_dim / 2 : min(first_dim, partner_dim);
-    // Two words of the chunk leave in front and come back turned, so that the loop needs no indices of registers.
-#pragma unroll 1
-    for (int i = 0; i < kChunkElements; i += 4) {
-        float cosines[4], sines[4];
-        cos.load_four(cosines, interleaved ? angle : angle + i), sin.load_four(sines, interleaved ? angle : angle + i);
-        uint2 partner;
-        if (interleaved) {
-            // A word is a pair: each element is the other's partner, and both have one angle.
-            partner = {__funnelshift_l(chunk.x, chunk.x, 16), __funnelshift_l(chunk.y, chunk.y, 16)};
-            const bool is_left = i == 0;
-            cosines[0] = is_left ? cosines[0] : cosines[2], sines[0] = is_left ? sines[0] : sines[2];
-            cosines[2] = is_left ? cosines[1] : cosines[3], sines[2] = is_left ? sines[1] : sines[3];
-            cosines[1] = cosines[0], sines[1] = sines[0], cosines[3] = cosines[2], sines[3] = sines[2];
-        } else {
-            partner = *reinterpret_cast<const uint2*>(gRow + partner_dim + i);
-        }
-        float results[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            results[j] = turned(element_of<kDataType>(chunk, j), element_of<kDataType>({partner.x, partner.y, 0, 0}, j),
-                                cosines[j], sines[j], interleaved ? j % 2 == 0 : is_first_half);
-        }
-        chunk = {chunk.z, chunk.w, pack<kDataType>(results[0], results[1]), pack<kDataType>(results[2], results[3])};
-    }
-    return chunk;
+__device__ __forceinline__ uint4 packed(const float (&chunk)[kChunkElements]) {
+    return {pack<kDataType>(chunk[0], chunk[1]), pack<kDataType>(chunk[2], chunk[3]),
+            pack<kDataType>(chunk[4], chunk[5]), pack<kDataType>(chunk[6], chunk[7])};
 }
 
-// The same element by element, for all that turned_chunk does not take: pairs that end within the chunk, too.
-template <DataType kDataType>
-__device__ __forceinline__ uint4 turned_elements(const RotaryParams& rotary, const uint16_t* gRow, uint4 chunk,
-                                                 int first_dim, const Angles& cos, const Angles& sin) {
-    const auto element = [&](int dim) {
-        const bool is_first = rotary.interleaved ? dim % 2 == 0 : dim < rotary.half_dim;
-        const int partner = rotary.interleaved ? dim ^ 1 : is_first ? dim + rotary.half_dim : dim - rotary.half_dim;
-        const int angle = rotary.interleaved ? dim / 2 : min(dim, partner);
-        return turned(unpack<kDataType>(gRow[dim]), unpack<kDataType>(gRow[partner]), cos[angle], sin[angle], is_first);
-    };
-    // Each word of the chunk leaves in front and comes back turned, so that the loop needs no indices of registers.
-#pragma unroll 1
-    for (int dim = first_dim; dim < first_dim + kChunkElements; dim += 2) {
-        const bool is_turned = dim < 2 * rotary.half_dim;
-        const uint32_t word = is_turned ? pack<kDataType>(element(dim), element(dim + 1)) : chunk.x;
-        chunk = {chunk.y, chunk.z, chunk.w, word};
+// The chunk from first_dim on of the row at gRow, whose elements are `own`. table_row: that of its token. Where a chunk's
+// angles are neighbours, in tables that begin at a multiple of 16 bytes, all loads are wide, and on their way together.
+// Elements of other chunks are loaded one by one, and so are float64 tables.
+template <DataType kDataType, RotaryParams::Kind kKind>
+__device__ __forceinline__ uint4 rotated(const RotaryParams& rotary, const uint16_t* gRow, const uint4& own,
+                                         int first_dim, int64_t table_row) {
+    const int half_dim = rotary.half_dim;
+    const Angles<kKind> cos(rotary.cos, table_row, half_dim), sin(rotary.sin, table_row, half_dim);
+    float results[kChunkElements];
+    if constexpr (kKind != RotaryParams::Kind::kFloat64) {
+        const bool is_aligned =
+            (reinterpret_cast<uint64_t>(rotary.cos) | reinterpret_cast<uint64_t>(rotary.sin)) % sizeof(uint4) == 0;
+        if (is_aligned && !rotary.interleaved && half_dim % kChunkElements == 0) {
+            const bool is_first = first_dim < half_dim;
+            const int partner_dim = is_first ? first_dim + half_dim : first_dim - half_dim;
+            const int angle = min(first_dim, partner_dim);
+            const uint4 partner = *reinterpret_cast<const uint4*>(gRow + partner_dim);
+            const auto cos0 = cos.four(angle), cos1 = cos.four(angle + 4);
+            const auto sin0 = sin.four(angle), sin1 = sin.four(angle + 4);
+#pragma unroll
+            for (int i = 0; i < kChunkElements; ++i) {
+                results[i] = turned(element_of<kDataType>(own, i), element_of<kDataType>(partner, i),
+                                    i < 4 ? cos0[i] : cos1[i - 4], i < 4 ? sin0[i] : sin1[i - 4], is_first);
+            }
+            return packed<kDataType>(results);
+        }
+        if (is_aligned && rotary.interleaved && half_dim % (kChunkElements / 2) == 0) {
+            const auto cos_of_pairs = cos.four(first_dim / 2), sin_of_pairs = sin.four(first_dim / 2);
+#pragma unroll
+            for (int i = 0; i < kChunkElements; ++i) {
+                results[i] = turned(element_of<kDataType>(own, i), element_of<kDataType>(own, i ^ 1),
+                                    cos_of_pairs[i / 2], sin_of_pairs[i / 2], i % 2 == 0);
+            }
+            return packed<kDataType>(results);
+        }
     }
-    return chunk;
+#pragma unroll
+    for (int i = 0; i < kChunkElements; ++i) {
+        const int dim = first_dim + i;
+        results[i] = element_of<kDataType>(own, i);
+        if (dim >= 2 * half_dim) continue;
+        const bool is_first = rotary.interleaved ? i % 2 == 0 : dim < half_dim;
+        const int partner = rotary.interleaved ? dim ^ 1 : is_first ? dim + half_dim : dim - half_dim;
+        const int angle = rotary.interleaved ? dim / 2 : min(dim, partner);
+        results[i] = turned(results[i], unpack<kDataType>(gRow[partner]), cos[angle], sin[angle], is_first);
+    }
+    return packed<kDataType>(results);
 }
 
 // Chunk `chunk` of the row at gRow, whose token stands at `position`: the first 2 * half_dim dims turn in pairs, and are
@@ -114,15 +124,17 @@ __device__ __forceinline__ uint4 load_rotated(const RotaryParams& rotary, const 
     const uint4 own = *reinterpret_cast<const uint4*>(gRow + chunk * kChunkElements);
     const int first_dim = chunk * kChunkElements;
     if (rotary.kind == Kind::kNone || first_dim >= 2 * rotary.half_dim) return own;
-    const int64_t first_angle = int64_t{min(max(position, 0), rotary.num_positions - 1)} * rotary.half_dim;
-    const Angles cos{rotary.cos, rotary.kind, first_angle}, sin{rotary.sin, rotary.kind, first_angle};
-    const bool is_aligned =
-        (reinterpret_cast<uint64_t>(rotary.cos) | reinterpret_cast<uint64_t>(rotary.sin)) % sizeof(uint4) == 0;
-    const bool are_neighbours = rotary.half_dim % (rotary.interleaved ? kChunkElements / 2 : kChunkElements) == 0;
-    if (rotary.kind != Kind::kFloat64 && is_aligned && are_neighbours) {
-        return turned_chunk<kDataType>(rotary, gRow, own, first_dim, cos, sin);
+    const int64_t row = min(max(position, 0), rotary.num_positions - 1);
+    switch (rotary.kind) {
+        case Kind::kFloat16:
+            return rotated<kDataType, Kind::kFloat16>(rotary, gRow, own, first_dim, row);
+        case Kind::kBFloat16:
+            return rotated<kDataType, Kind::kBFloat16>(rotary, gRow, own, first_dim, row);
+        case Kind::kFloat64:
+            return rotated<kDataType, Kind::kFloat64>(rotary, gRow, own, first_dim, row);
+        default:
+            return rotated<kDataType, Kind::kFloat32>(rotary, gRow, own, first_dim, row);
     }
-    return turned_elements<kDataType>(rotary, gRow, own, first_dim, cos, sin);
 }
 
 }  // namespace fastattn
