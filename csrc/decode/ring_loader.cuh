@@ -123,7 +123,8 @@ class RingLoader {
         float* gScale = nullptr;
         if constexpr (Config::k8Bit) {
             if (cache_head.all_are_one()) {
-                if (lane_ < kWarpN) sScales[lane_] = 1.0f;
+                // Those of new tokens are stored below, by other lanes.
+                if (lane_ < kWarpN && (is_new >> lane_ & 1) == 0) sScales[lane_] = 1.0f;
             } else {
                 if (is_present) gScale = cache_head.scale(own);
                 load_scales<kWarpN>(sScales, gScale, is_new, lane_);
@@ -134,7 +135,6 @@ class RingLoader {
         const uint16_t* gNew = row_pointer(new_tokens, head.batch, head.kv_head, first_key - head.first_new);
         char* gRow = head.stores_new && is_present ? cache_head.row(own) : nullptr;
         if constexpr (Config::k8Bit) {
-            __syncwarp();  // waits until every lane has stored its scale: other lanes store those of new tokens over it
             quantise_new_tokens<Config::kFormat, kDataType, Config::kHeadDim, kWarpN>(
                 sTile, sScales, gNew, new_tokens.row_stride, cache.head_dim, is_new, rotary, first_key, gRow, gScale,
                 cache_head, lane_);
