@@ -150,12 +150,7 @@ void HappensBefore::synchronise(const Lanes& who) {
 uint32_t HappensBefore::unknown_in(const VectorClock& clock, Agent agent, uint32_t lanes, uint32_t time) const {
     const bool is_own = agent.cluster == cluster_;
     if ((is_own ? clock.own(agent.component) : clock.other(agent)) >= time) return 0;
-    if (agent.component >= warps_.size() && is_own) return lanes;  // an mbarrier
-    uint32_t unknown = lanes;
-    each_lane(lanes, [&](int lane) {
-        if ((is_own ? clock.own_lane(agent, lane) : clock.other_lane(agent, lane)) >= time) unknown &= ~(1u << lane);
-    });
-    return unknown;
+    return lanes & ~(is_own ? clock.own_lanes(agent, time) : clock.other_lanes(agent, time));
 }
 
 uint32_t HappensBefore::unknown_to(const Lanes& who, VectorClock Past::* clock, Agent agent, uint32_t lanes,
@@ -240,6 +235,10 @@ void HappensBefore::touch(Cell& cell, Record now, const Lanes& by, bool is_share
             const bool is_in_step = record.warp == by.warp && record.cluster == cluster_ &&
                                     !record.has(Record::kAsync) && !now.has(Record::kAsync) &&
                                     record.clock >= by.in_step_since && (record.lanes & ~by.in_step) == 0;
+            if (is_in_step && record.bytes == now.bytes && record.is_by_same_instruction(now)) {
+                now.lanes |= record.lanes;
+                continue;
+            }
             const bool is_same_operation =
                 now.has(Record::kAsync) && record.has(Record::kAsync) && record.clock == now.clock;
             const bool may_race = is_write || record.has(Record::kWrite);
@@ -247,7 +246,7 @@ void HappensBefore::touch(Cell& cell, Record now, const Lanes& by, bool is_share
                                                         known.own(record.warp) >= record.clock);
             uint32_t unknown = is_known ? 0 : unknown_of(record, &Past::known);
             bool is_over = false;  // but what it wrote may not be there to be read
-            if (unknown != 0 && may_race) {
+            if (unknown != 0 && may_race && !is_in_step) {
                 Record rest = record;
                 rest.lanes = unknown;
                 is_over = unknown_of(rest, &Past::over) == 0;
@@ -268,10 +267,6 @@ void HappensBefore::touch(Cell& cell, Record now, const Lanes& by, bool is_share
             } else if (is_in_step) {
                 const bool is_replaced = is_write || !record.has(Record::kWrite);
                 if (is_replaced && (record.bytes & ~now.bytes) == 0) record.lanes = unknown;
-                if (record.bytes == now.bytes && record.is_by_same_instruction(now)) {
-                    now.lanes |= record.lanes;
-                    record.bytes = 0;
-                }
             } else if (record.has(Record::kSum) && now.has(Record::kSum)) {
                 throw conflict(Conflict::Kind::kOpenSum, unknown);
             } else if (may_race && !are_morally_strong(record, now) && !is_replicated(record, now)) {

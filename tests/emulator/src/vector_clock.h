@@ -54,8 +54,9 @@ class VectorClock {
     bool is_empty() const { return own_.empty() && lanes_.empty() && others_.empty(); }
     uint32_t own(uint32_t component) const { return component < own_.size() ? own_[component] : 0; }
     uint32_t other(Agent agent) const { return find(others_, agent.key()); }
-    uint32_t own_lane(Agent agent, int lane) const { return find(lanes_, agent.key_of_lane(lane)); }
-    uint32_t other_lane(Agent agent, int lane) const { return find(others_, agent.key_of_lane(lane)); }
+    // The lanes of a warp that are known to have come as far as this, where more is known of them than of the warp.
+    uint32_t own_lanes(Agent warp, uint32_t clock) const { return lanes_in(lanes_, warp, clock); }
+    uint32_t other_lanes(Agent warp, uint32_t clock) const { return lanes_in(others_, warp, clock); }
     void raise_own(uint32_t component, uint32_t clock) {
         if (component >= own_.size()) own_.resize(component + 1);
         own_[component] = std::max(own_[component], clock);
@@ -101,6 +102,16 @@ class VectorClock {
         if (in.empty()) return 0;
         const auto found = std::lower_bound(in.begin(), in.end(), std::pair(key, uint32_t{0}));
         return found != in.end() && found->first == key ? found->second : 0;
+    }
+    static uint32_t lanes_in(const Message& in, Agent warp, uint32_t clock) {
+        if (in.empty()) return 0;
+        const uint64_t first = warp.key_of_lane(0);
+        uint32_t lanes = 0;
+        for (auto at = std::lower_bound(in.begin(), in.end(), std::pair(first, uint32_t{0}));
+             at != in.end() && Agent::without_lane(at->first) == warp.key(); ++at) {
+            if (at->second >= clock) lanes |= 1u << (at->first - first);
+        }
+        return lanes;
     }
     void drop_covered_lanes() {
         const auto is_covered = [&](const auto& entry) {
