@@ -28,6 +28,7 @@ extern "C" __global__ void pipelined(const float* in, float* out, int tiles) {
         pipeline.consumer_release();
     }
     out[(threadIdx.x + 1) % kThreads] = sum;
+    __syncwarp();  // the pipeline's end speaks for the warp after a match, which orders no memory
 }
 
 // The same through the thread's own pipeline.
