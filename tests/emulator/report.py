@@ -50,13 +50,10 @@ class InstructionCounts:
         """``"bf16 * bf16 + f32"`` of a matrix instruction that multiplies, else ``""``."""
         if self.multiply_adds == 0:
             return ""
-        # The types stand last: d, a, b and, except for wgmma (where it is d's), c. wmma leaves a and b out where they
-        # are f16.
+        # The types stand last: d, a, b and, except for wgmma (where it is d's), c.
         types = re.findall(r"\.((?:f|bf|tf|s|u|b|e\dm)\d+)(?=\.|$)", self.opcode)
         if self.opcode.startswith("wgmma"):
             types = [*types, types[0]]
-        if len(types) == 2:
-            types = [types[0], "f16", "f16", types[1]]
         return f"{types[1]} * {types[2]} + {types[3]}"
 
 

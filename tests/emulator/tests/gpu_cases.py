@@ -163,9 +163,7 @@ INTEGER = simple(
     *with_types("dp4a.TYPE %r7, %r1, %r2, %r3;", "s32.s32", "u32.u32", "s32.u32"),
     "not.b32 %r7, %r1;",
     "xor.b32 %r7, %r1, %r2;",
-    "cnot.b32 %r7, %r1;",
     "setp.lt.s32 %p1, %r1, %r2; selp.b32 %r7, %r1, %r3, %p1;",
-    "slct.s32.s32 %r7, %r1, %r2, %r3;",
     "add.cc.u32 %r8, %r1, %r2; addc.u32 %r7, %r4, %r5;",
     *with_types("or.b32 %r3, %r2, 1; div.TYPE %r7, %r1, %r3;", "s32", "u32"),
     *with_types("or.b32 %r3, %r2, 1; rem.TYPE %r7, %r1, %r3;", "s32", "u32"),
@@ -222,7 +220,6 @@ FLOAT = [
             *("eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan", "lt.ftz"),
         ),
         "set.lt.u32.f32 %r7, %f1, %f2;",
-        *with_types("testp.TYPE.f32 %p1, %f1; selp.b32 %r7, 1, 0, %p1;", "finite", "number", "subnormal"),
     ),
 ]
 

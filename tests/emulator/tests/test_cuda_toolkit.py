@@ -99,53 +99,6 @@ def test_atomics_with_orders(arch: str, seed: int) -> None:
     assert most.item() == max((thread * 7 + block) % 61 for thread in range(64) for block in range(6))
 
 
-@pytest.mark.parametrize(
-    ("kernel", "shape", "dtype", "sum_dtype", "by_rows"),
-    [
-        ("half_16_16", (16, 16, 16), torch.float16, torch.float32, "rcr"),
-        ("half_32_8", (32, 8, 16), torch.float16, torch.float32, "crc"),
-        ("half_8_32", (8, 32, 16), torch.float16, torch.float16, "rrr"),
-        ("bfloat_16_16", (16, 16, 16), torch.bfloat16, torch.float32, "ccr"),
-        ("signed_16_16", (16, 16, 16), torch.int8, torch.int32, "rcr"),
-        ("unsigned_32_8", (32, 8, 16), torch.uint8, torch.int32, "crr"),
-        ("tf32_16_16", (16, 16, 8), torch.float32, torch.float32, "rcc"),
-        ("double_8_8", (8, 8, 4), torch.float64, torch.float64, "rcr"),
-    ],
-)
-def test_wmma(
-    arch: str,
-    kernel: str,
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    sum_dtype: torch.dtype,
-    by_rows: str,
-) -> None:
-    """Small integers, so that sums are exact; the kernel doubles each element of the accumulator."""
-    m, n, k = shape
-    low = 0 if dtype == torch.uint8 else -4
-    a, b = integers(m, k, low=low, high=5, seed=1).to(dtype), integers(k, n, low=low, high=5, seed=2).to(dtype)
-    c = integers(m, n, low=-9, seed=3).to(sum_dtype)
-    stored = [
-        x.contiguous() if layout == "r" else x.t().contiguous() for x, layout in zip((a, b, c), by_rows, strict=True)
-    ]
-    out = torch.zeros_like(stored[2])
-    report = load("wmma", arch).launch(kernel, (1,), (32,), [*stored, out])
-    result = out if by_rows[2] == "r" else out.t()
-    assert torch.equal(result.double(), 2 * (a.double() @ b.double() + c.double()))
-    assert sum(operations.multiply_adds for operations in report.tensor_core.values()) == m * n * k
-
-
-def test_wmma_matrix_product(arch: str) -> None:
-    """A whole product of several tiles, with fp16 sums made from fp32 ones."""
-    generator = torch.Generator().manual_seed(4)
-    a, b = torch.randn(64, 80, generator=generator).half(), torch.randn(80, 48, generator=generator).half()
-    out = torch.zeros(64, 48).half()
-    load("wmma", arch).launch("product", (4, 3), (32,), [a, b, out, 48, 80])
-    exact = a.double() @ b.double()
-    bound = 2.0**-11 * exact.abs() + 80 * 2.0**-23 * (a.double().abs() @ b.double().abs())
-    assert ((out.double() - exact).abs() <= bound).all()
-
-
 def test_block_reduce_scan_and_sort(arch: str) -> None:
     values, sums, scans = integers(256, low=-99, high=100), zeros(2), zeros(256)
     load("blocks", arch).launch("reduce_and_scan", (2,), (128,), [values, sums, scans])

@@ -91,20 +91,6 @@ def field(value: int, bits: int, kind: str) -> int:
     return (signed if kind == "s" else unsigned)(value, bits)
 
 
-@pytest.mark.parametrize("kind", ["u", "s"])
-def test_products_of_24_bits(kind: str) -> None:
-    def product(a: int, b: int) -> int:
-        return field(a, 24, kind) * field(b, 24, kind)
-
-    t = f"{kind}32"
-    check(f"mul24.lo.{t} %d, %a, %b;", product, kind * 2)
-    check(f"mul24.hi.{t} %d, %a, %b;", lambda a, b: product(a, b) >> 16, kind * 2)
-    check(f"mad24.lo.{t} %d, %a, %b, %c;", lambda a, b, c: product(a, b) + c, kind * 3)
-    check(f"mad24.hi.{t} %d, %a, %b, %c;", lambda a, b, c: (product(a, b) >> 16) + c, kind * 3)
-    if kind == "s":
-        check("mad24.hi.sat.s32 %d, %a, %b, %c;", lambda a, b, c: clamp(signed(product(a, b) >> 16, 32) + c), "sss")
-
-
 @pytest.mark.parametrize("a_kind", ["u", "s"])
 @pytest.mark.parametrize("b_kind", ["u", "s"])
 def test_dot_products(a_kind: str, b_kind: str) -> None:
@@ -114,8 +100,6 @@ def test_dot_products(a_kind: str, b_kind: str) -> None:
         return c + sum(field(a >> width * i, width, a_kind) * field(b >> 8 * j, 8, b_kind) for i, j in places)
 
     check(f"dp4a.{types} %d, %a, %b, %c;", lambda a, b, c: dot(a, b, c, 8, [(i, i) for i in range(4)]), "uuu")
-    check(f"dp2a.lo.{types} %d, %a, %b, %c;", lambda a, b, c: dot(a, b, c, 16, [(0, 0), (1, 1)]), "uuu")
-    check(f"dp2a.hi.{types} %d, %a, %b, %c;", lambda a, b, c: dot(a, b, c, 16, [(0, 2), (1, 3)]), "uuu")
 
 
 def extended(a: int, length: int, is_signed: bool) -> int:
@@ -126,16 +110,6 @@ def extended(a: int, length: int, is_signed: bool) -> int:
 
 def mask_of(first: int, length: int) -> int:
     return ((1 << min(length, 64)) - 1) << first if first < 32 else 0
-
-
-def find_nth(bits: int, base: int, offset: int) -> int:
-    if base >= 32:
-        return -1
-    if offset == 0:
-        return base if bits >> base & 1 else -1
-    step = 1 if offset > 0 else -1
-    places = [at for at in range(base, 32 if step > 0 else -1, step) if bits >> at & 1]
-    return places[abs(offset) - 1] if abs(offset) <= len(places) else -1
 
 
 def lop3(table: int) -> Callable[..., int]:
@@ -176,9 +150,6 @@ PERMUTATIONS = {
         ("szext.clamp.s32 %d, %a, %b;", lambda a, b: extended(a, b, True), "uu"),
         ("szext.wrap.s32 %d, %a, %b;", lambda a, b: extended(a, b % 32, True), "uu"),
         ("szext.clamp.u32 %d, %a, %b;", lambda a, b: extended(a, b, False), "uu"),
-        ("fns.b32 %d, %a, %b, %c;", find_nth, "uus"),
-        ("and.b32 %t0, %b, 31; rem.s32 %t1, %c, 5; fns.b32 %d, %a, %t0, %t1;",
-         lambda a, b, c: find_nth(a, b % 32, abs(c) % 5 * (1 if c >= 0 else -1)), "uus"),
         ("bfind.u32 %d, %a;", lambda a: a.bit_length() - 1, "u"),
         ("bfind.s32 %d, %a;", lambda a: (a if a >= 0 else ~a).bit_length() - 1, "s"),
         ("bfind.shiftamt.u32 %d, %a;", lambda a: 32 - a.bit_length() if a else -1, "u"),
@@ -195,8 +166,6 @@ PERMUTATIONS = {
         ("shf.r.wrap.b32 %d, %a, %b, %c;", lambda a, b, c: (b << 32 | a) >> c % 32, "uuu"),
         ("shf.l.clamp.b32 %d, %a, %b, %c;", lambda a, b, c: (b << 32 | a) << min(c, 32) >> 32, "uuu"),
         ("shf.r.clamp.b32 %d, %a, %b, %c;", lambda a, b, c: (b << 32 | a) >> min(c, 32), "uuu"),
-        ("cnot.b32 %d, %a;", lambda a: a == 0, "u"),
-        ("slct.s32.s32 %d, %a, %b, %c;", lambda a, b, c: a if c >= 0 else b, "sss"),
     ],
 )  # fmt: skip
 def test_definitions(body: str, function: Callable[..., int], kinds: str) -> None:

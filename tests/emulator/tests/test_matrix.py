@@ -1,4 +1,4 @@
-"""mma.sync of the emulator in all shapes of the manual beside those of test_instructions.py, and wmma.
+"""mma.sync of the emulator in all shapes of the manual beside those of test_instructions.py.
 
 The places of elements are those of the manual's figures, written out here once more.
 """
@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from emulator import EmulatorError
 from ptx_body import run
 
 Place = Callable[[int, int], tuple[int, int]]  # (lane, element) to (row, column)
@@ -216,34 +215,3 @@ def test_fp16_sums(k: int) -> None:
     a[:, 0], b[0, :] = 1, 1
     got = multiply(opcode, "f16 f16 f16 f16", [a, b, large], [place_a, place_b, place_c, place_c], counts)
     assert (got == 2048).all()
-
-
-@pytest.mark.parametrize(("kind", "k"), [("s4", 32), ("u4", 32), ("b1", 128)])
-def test_wmma_of_small_integers(kind: str, k: int) -> None:
-    a, b = values(kind, 8, k, seed=1), values(kind, k, 8, seed=2)
-    c = values("s32", 8, 8, seed=3).int()
-    each, out = 32 // BITS[kind], torch.zeros(8, 8, dtype=torch.int32)
-
-    def packed(matrix: Tensor) -> Tensor:
-        words = [sum(bits_of(x, kind) << BITS[kind] * i for i, x in enumerate(row)) for row in matrix.view(-1, each)]
-        return torch.tensor([(x + 2**31) % 2**32 - 2**31 for x in words], dtype=torch.int32)
-
-    shape = f"m8n8k{k}"
-    form = "and.popc." if kind == "b1" else ""
-    body = f"""wmma.load.a.sync.aligned.row.{shape}.global.{kind} {{%r1}}, [%rd0], {k};
-    wmma.load.b.sync.aligned.col.{shape}.global.{kind} {{%r2}}, [%rd1];
-    wmma.load.c.sync.aligned.row.{shape}.global.s32 {{%r3, %r4}}, [%rd2], 8;
-    wmma.mma.{form}sync.aligned.row.col.{shape}.s32.{kind}.{kind}.s32 {{%r3, %r4}}, {{%r1}}, {{%r2}}, {{%r3, %r4}};
-    wmma.store.d.sync.aligned.row.{shape}.global.s32 [%rd3], {{%r3, %r4}}, 8;"""
-    run(body, packed(a), packed(b.t().contiguous()), c, out)
-    assert torch.equal(out.double(), a @ b + c)
-
-
-def test_wmma_reads_within_its_matrix() -> None:
-    """With a stride, and not a byte beyond the last row."""
-    load = "wmma.load.a.sync.aligned.row.m16n16k16.global.bf16 {%r1, %r2, %r3, %r4}, [%rd0], 24;"
-    source = torch.zeros(15 * 24 + 16, dtype=torch.bfloat16)
-    run(load, source)
-    with pytest.raises(EmulatorError, match="past the end") as caught:
-        run(load, source[:-1])
-    assert caught.value.kind == "out-of-bounds"

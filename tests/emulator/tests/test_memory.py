@@ -45,7 +45,6 @@ def test_cache_policies_and_hints() -> None:
     body = """createpolicy.fractional.L2::evict_last.L2::evict_unchanged.b64 %l1, 0.5;
     createpolicy.range.global.L2::evict_last.L2::evict_first.b64 %l2, [%l0], 64, 128; createpolicy.cvt.L2.b64 %l3, 7;
     ld.param.u64 %l4, [p0]; prefetch.global.L2 [%l4]; prefetchu.L1 [%l4]; prefetch.global.L2::evict_last [%l4];
-    applypriority.global.L2::evict_normal [%l4], 128;
     mad.wide.u32 %l4, %i, 4, %l4; ld.global.L2::cache_hint.b32 %d, [%l4], %l1;"""
     source = torch.arange(32, dtype=torch.int32)
     assert torch.equal(evaluate(body, torch.int32, source), source)
@@ -79,13 +78,6 @@ def test_asynchronous_copies_with_hints() -> None:
         expected = source.clone()
         expected[12:16] = 0
         assert torch.equal(out, expected)
-
-
-def test_discard() -> None:
-    data = torch.zeros(64)
-    storage = data[(-data.data_ptr() % 128) // 4 :][:32]
-    run("setp.eq.u32 %p1, %r0, 0; @%p1 discard.global.L2 [%rd0], 128;", storage)
-    assert storage.isnan().all()
 
 
 def test_registers_of_128_bits() -> None:

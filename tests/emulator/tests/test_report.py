@@ -72,8 +72,6 @@ def counts(opcode: str, warps: int = 8, kernel: str = "k", line: int = 1) -> Ins
         ("mma.sync.aligned.m16n8k32.row.col.satfinite.s32.u8.s8.s32", "u8 * s8 + s32", 8, 8 * 16 * 8 * 32),
         ("mma.sync.aligned.m16n8k32.row.col.f16.e4m3.e5m2.f16", "e4m3 * e5m2 + f16", 8, 8 * 16 * 8 * 32),
         ("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64", "f64 * f64 + f64", 8, 8 * 8 * 8 * 4),
-        ("wmma.mma.sync.aligned.row.col.m16n16k16.f32.f16", "f16 * f16 + f16", 8, 8 * 16 * 16 * 16),
-        ("wmma.mma.sync.aligned.row.col.m16n16k16.s32.s8.s8.s32", "s8 * s8 + s32", 8, 8 * 16 * 16 * 16),
         # Four warps execute it as one.
         ("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16", "bf16 * bf16 + f32", 2, 2 * 64 * 256 * 16),
         ("wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3", "e4m3 * e4m3 + f32", 2, 2 * 64 * 8 * 32),

@@ -289,44 +289,6 @@ int yes_of(Type result, bool is_pair) {
     }
 }
 
-// Lanes whose number is of the class that testp asks for: option[0].
-enum NumberClass : int { kFinite, kInfinite, kNumber, kNotANumber, kNormal, kSubnormal };
-
-template <typename T>
-Next testp(Warp& warp, const Operation& o, uint32_t mask) {
-    const T* a = warp.reg<T>(o.r[1]);
-    uint32_t bits = 0;
-    each_lane(mask, [&](int lane) {
-        const int found = std::fpclassify(a[lane]);
-        const bool is_finite = found != FP_NAN && found != FP_INFINITE;
-        const bool answers[] = {is_finite,
-                                found == FP_INFINITE,
-                                found != FP_NAN,
-                                found == FP_NAN,
-                                is_finite && found != FP_SUBNORMAL,  // zeros are normal
-                                found == FP_SUBNORMAL};
-        bits |= uint32_t{answers[o.option[0]]} << lane;
-    });
-    warp.set_predicate(o.r[0], mask, bits);
-    return Next::kContinue;
-}
-
-// d = c >= 0 ? a : b
-template <typename T, typename Selector>
-Next slct(Warp& warp, const Operation& o, uint32_t mask) {
-    T* d = warp.reg<T>(o.r[0]);
-    const T *a = warp.reg<T>(o.r[1]), *b = warp.reg<T>(o.r[2]);
-    const Selector* c = warp.reg<Selector>(o.r[3]);
-    using V = typename Value<Selector>::Type;
-    each_lane(mask, [&](int lane) { d[lane] = static_cast<V>(c[lane]) >= V{0} ? a[lane] : b[lane]; });
-    return Next::kContinue;
-}
-
-template <typename Selector>
-Execute pick_slct(int width) {
-    return width == 2 ? slct<uint16_t, Selector> : width == 4 ? slct<uint32_t, Selector> : slct<uint64_t, Selector>;
-}
-
 }  // namespace
 
 void decode_setp(Decoder& d) {
@@ -382,32 +344,6 @@ void decode_selp(Decoder& d) {
     o.option[0] = negated ? -1 : 0;
     const int width = width_of(type);
     o.execute = width == 2 ? selp<uint16_t> : width == 4 ? selp<uint32_t> : selp<uint64_t>;
-}
-
-void decode_testp(Decoder& d) {
-    const int which = d.require_any({"finite", "infinite", "number", "notanumber", "normal", "subnormal"});
-    const Type type = d.require_type({Type::kF32, Type::kF64});
-    d.require_operands(2, 2);
-    Operation& o = d.operation();
-    o.type = Class::kCompare;
-    o.r[0] = d.write_predicate(d.operand(0)), o.r[1] = d.read(1, type);
-    o.option[0] = which;
-    o.execute = type == Type::kF32 ? testp<float> : testp<double>;
-}
-
-void decode_slct(Decoder& d) {
-    const bool flushes = d.accept("ftz");
-    const Type type = d.require_type(), selector = d.require_type({Type::kS32, Type::kF32});
-    d.require_operands(4, 4);
-    if (type == Type::kPred || width_of(type) < 2 || width_of(type) > 8) d.fail("unknown for this type");
-    if (flushes && selector != Type::kF32) d.fail("unknown modifier .ftz");
-    Operation& o = d.operation();
-    o.type = Class::kCompare;
-    o.r[0] = d.write(0, type), o.r[1] = d.read(1, type), o.r[2] = d.read(2, type), o.r[3] = d.read(3, selector);
-    const int width = width_of(type);
-    o.execute = selector == Type::kS32 ? pick_slct<int32_t>(width)
-                : flushes              ? pick_slct<FlushedSingle>(width)
-                                       : pick_slct<float>(width);
 }
 
 }  // namespace emulator

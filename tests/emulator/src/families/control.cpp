@@ -65,16 +65,6 @@ void decode_exit(Decoder& d) {
     d.operation().execute = leave_kernel;
 }
 
-// An event for a profiler, which is not there.
-void decode_pmevent(Decoder& d) {
-    d.accept("mask");
-    d.require_operands(1, 1);
-    d.immediate(0);
-    d.operation().type = Class::kControl;
-    d.operation().execute = nothing;
-}
-
-// trap, and brkpt: there is no debugger.
 void decode_trap(Decoder& d) {
     d.require_operands(0, 0);
     d.operation().type = Class::kControl;

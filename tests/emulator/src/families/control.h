@@ -14,7 +14,6 @@ void decode_call(Decoder& d);
 void decode_return(Decoder& d);
 void decode_exit(Decoder& d);
 void decode_trap(Decoder& d);
-void decode_pmevent(Decoder& d);
 
 // The functions of the module that an instruction may call, or takes the address of, and those that variables which it
 // names hold the addresses of. A Fault where a callee has no body.

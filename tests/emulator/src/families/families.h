@@ -13,11 +13,9 @@ void decode_extended(Decoder& d, bool writes_carry);  // with the carry flag
 
 void decode_approximate(Decoder& d);  // ex2, lg2, sin, cos, tanh, rsqrt, rcp, sqrt
 void decode_carry(Decoder& d);        // addc, subc, madc
-void decode_24_bits(Decoder& d);
 void decode_sad(Decoder& d);
 void decode_dot(Decoder& d);
 void decode_bit_mask(Decoder& d);  // bmsk, szext
-void decode_find_nth(Decoder& d);
 void decode_logic(Decoder& d);
 void decode_shift(Decoder& d);
 void decode_funnel_shift(Decoder& d);
@@ -28,8 +26,6 @@ void decode_count_bits(Decoder& d);
 void decode_setp(Decoder& d);
 void decode_set(Decoder& d);
 void decode_selp(Decoder& d);
-void decode_slct(Decoder& d);
-void decode_testp(Decoder& d);
 void decode_cvt(Decoder& d);
 void decode_cvt_fp8(Decoder& d, Type to, Type from);
 void decode_cvt_pack(Decoder& d);
@@ -39,7 +35,6 @@ void decode_isspacep(Decoder& d);
 void decode_ld(Decoder& d);
 void decode_st(Decoder& d);
 void decode_prefetch(Decoder& d);
-void decode_cache_line(Decoder& d);
 void decode_createpolicy(Decoder& d);
 void decode_atom(Decoder& d);
 void decode_shfl(Decoder& d);
@@ -66,7 +61,6 @@ void decode_setmaxnreg(Decoder& d);
 void decode_griddepcontrol(Decoder& d);
 void decode_mma(Decoder& d);
 bool decode_other_mma(Decoder& d);  // false: it is of decode_mma
-void decode_wmma(Decoder& d);
 void decode_nanosleep(Decoder& d);
 
 }  // namespace emulator

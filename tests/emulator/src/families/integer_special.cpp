@@ -1,5 +1,5 @@
-// Integer instructions beside the usual arithmetic: carry chains, 24-bit products, sums of differences and of short dot
-// products, masks. PTX ISA, "Integer Arithmetic Instructions", "Extended-Precision Integer Arithmetic Instructions".
+// Integer instructions beside the usual arithmetic: carry chains, sums of differences and of short dot products,
+// masks. PTX ISA, "Integer Arithmetic Instructions", "Extended-Precision Integer Arithmetic Instructions".
 #include <limits>
 
 #include "../decoder.h"
@@ -40,37 +40,6 @@ Next extended(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-template <typename T>
-int64_t low24(T x) {
-    return std::is_signed_v<T> ? static_cast<int32_t>(static_cast<uint32_t>(x) << 8) >> 8
-                               : static_cast<int64_t>(static_cast<uint32_t>(x) & 0xffffff);
-}
-struct Mul24Low {
-    template <typename T>
-    static T apply(T a, T b) {
-        return static_cast<T>(low24(a) * low24(b));
-    }
-};
-struct Mul24High {
-    template <typename T>
-    static T apply(T a, T b) {
-        return static_cast<T>(low24(a) * low24(b) >> 16);
-    }
-};
-template <typename Product>
-struct Mad24 {
-    template <typename T>
-    static T apply(T a, T b, T c) {
-        return static_cast<T>(static_cast<Bits<T>>(Product::apply(a, b)) + static_cast<Bits<T>>(c));
-    }
-};
-struct Mad24HighSat {
-    static int32_t apply(int32_t a, int32_t b, int32_t c) {
-        const int64_t sum = int64_t{Mul24High::apply(a, b)} + c;
-        return static_cast<int32_t>(std::max<int64_t>(INT32_MIN, std::min<int64_t>(INT32_MAX, sum)));
-    }
-};
-
 struct SumOfDifference {
     template <typename T>
     static T apply(T a, T b, T c) {
@@ -80,7 +49,7 @@ struct SumOfDifference {
     }
 };
 
-// Four products of bytes, or two of 16-bit numbers with the lower or the upper two bytes of b.
+// Four products of bytes.
 template <typename A, typename B>
 struct Dot4 {
     static uint32_t apply(uint32_t a, uint32_t b, uint32_t c) {
@@ -90,17 +59,6 @@ struct Dot4 {
         return c;
     }
 };
-template <typename A, typename B, int kFirst>
-struct Dot2 {
-    static uint32_t apply(uint32_t a, uint32_t b, uint32_t c) {
-        for (int i = 0; i < 2; ++i) {
-            const int32_t left = static_cast<A>(a >> (16 * i)), right = static_cast<B>(b >> (8 * (kFirst + i)));
-            c += static_cast<uint32_t>(left * right);
-        }
-        return c;
-    }
-};
-
 uint32_t ones_from(uint32_t position) {
     return position >= 32 ? 0 : ~0u << position;
 }
@@ -125,32 +83,11 @@ struct Extend {
     }
 };
 
-// The place of the n-th one from `base` on, counted upwards or downwards; all ones if there is none.
-struct FindNth {
-    static uint32_t apply(uint32_t bits, uint32_t base, uint32_t offset) {
-        const auto n = static_cast<int64_t>(static_cast<int32_t>(offset));
-        if (n == 0) return base < 32 && (bits >> base & 1) != 0 ? base : ~0u;
-        int64_t left = n < 0 ? -n : n;
-        for (int64_t at = base; at >= 0 && at < 32; at += n < 0 ? -1 : 1) {
-            if ((bits >> at & 1) != 0 && --left == 0) return static_cast<uint32_t>(at);
-        }
-        return ~0u;
-    }
-};
-
 void read_operands(Decoder& d, Type type, int count) {
     d.require_operands(count + 1, count + 1);
     d.operation().type = Class::kInteger;
     d.operation().r[0] = d.write(0, type);
     for (int i = 1; i <= count; ++i) d.operation().r[i] = d.read(i, type);
-}
-
-template <typename A, typename B>
-Execute pick_dot(int half) {
-    using ShortA = std::conditional_t<std::is_signed_v<A>, int16_t, uint16_t>;
-    return half < 0    ? ternary<uint32_t, Dot4<A, B>>
-           : half == 0 ? ternary<uint32_t, Dot2<ShortA, B, 0>>
-                       : ternary<uint32_t, Dot2<ShortA, B, 2>>;
 }
 
 }  // namespace
@@ -180,21 +117,6 @@ void decode_carry(Decoder& d) {
     decode_extended(d, d.accept("cc"));
 }
 
-void decode_24_bits(Decoder& d) {
-    const bool adds = d.root() == "mad24", is_low = d.require_any({"hi", "lo"}) == 1, saturates = d.accept("sat");
-    const Type type = d.require_type({Type::kU32, Type::kS32});
-    if (saturates && (!adds || is_low || type != Type::kS32)) d.fail("unknown modifier .sat");
-    read_operands(d, type, adds ? 3 : 2);
-    const auto pick = [&](auto element) -> Execute {
-        using T = decltype(element);
-        if (adds) return is_low ? ternary<T, Mad24<Mul24Low>> : ternary<T, Mad24<Mul24High>>;
-        return is_low ? binary<T, Mul24Low> : binary<T, Mul24High>;
-    };
-    d.operation().execute = saturates            ? ternary<int32_t, Mad24HighSat>
-                            : type == Type::kU32 ? pick(uint32_t{})
-                                                 : pick(int32_t{});
-}
-
 void decode_sad(Decoder& d) {
     const Type type = d.require_type();
     read_operands(d, type, 3);
@@ -209,12 +131,13 @@ void decode_sad(Decoder& d) {
 }
 
 void decode_dot(Decoder& d) {
-    const int half = d.root() == "dp2a" ? d.require_any({"lo", "hi"}) : -1;
     const Type a = d.require_type({Type::kU32, Type::kS32}), b = d.require_type({Type::kU32, Type::kS32});
     read_operands(d, Type::kB32, 3);
-    d.operation().execute = a == Type::kU32
-                                ? (b == Type::kU32 ? pick_dot<uint8_t, uint8_t>(half) : pick_dot<uint8_t, int8_t>(half))
-                                : (b == Type::kU32 ? pick_dot<int8_t, uint8_t>(half) : pick_dot<int8_t, int8_t>(half));
+    const bool is_signed_b = b == Type::kS32;
+    d.operation().execute =
+        a == Type::kU32
+            ? (is_signed_b ? ternary<uint32_t, Dot4<uint8_t, int8_t>> : ternary<uint32_t, Dot4<uint8_t, uint8_t>>)
+            : (is_signed_b ? ternary<uint32_t, Dot4<int8_t, int8_t>> : ternary<uint32_t, Dot4<int8_t, uint8_t>>);
 }
 
 void decode_bit_mask(Decoder& d) {
@@ -230,11 +153,6 @@ void decode_bit_mask(Decoder& d) {
         type == Type::kU32
             ? (clamps ? binary<uint32_t, Extend<uint32_t, true>> : binary<uint32_t, Extend<uint32_t, false>>)
             : (clamps ? binary<uint32_t, Extend<int32_t, true>> : binary<uint32_t, Extend<int32_t, false>>);
-}
-
-void decode_find_nth(Decoder& d) {
-    read_operands(d, d.require_type({Type::kB32}), 3);
-    d.operation().execute = ternary<uint32_t, FindNth>;
 }
 
 }  // namespace emulator

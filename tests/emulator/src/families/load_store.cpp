@@ -87,17 +87,6 @@ Next nothing(Warp&, const Operation&, uint32_t) {
     return Next::kContinue;
 }
 
-// What was there is lost: all ones, which are NaN in every type of number.
-Next discard(Warp& warp, const Operation& o, uint32_t mask) {
-    constexpr int kLine = 128;
-    uint64_t addresses[kWarpSize];
-    lane_addresses(warp, o, o.r[0], mask, addresses);
-    each_lane(mask, [&](int lane) {
-        std::memset(warp.access(Space::kGlobal, addresses[lane], kLine, lane, true), 0xff, kLine);
-    });
-    return Next::kContinue;
-}
-
 Next zero_policy(Warp& warp, const Operation& o, uint32_t mask) {
     uint64_t* d = warp.reg<uint64_t>(o.r[0]);
     each_lane(mask, [&](int lane) { d[lane] = 0; });
@@ -167,20 +156,6 @@ void decode_prefetch(Decoder& d) {
     d.address(0, space);
     d.operation().type = Class::kGlobal;
     d.operation().execute = nothing;
-}
-
-// applypriority, discard: of the 128 bytes at an address.
-void decode_cache_line(Decoder& d) {
-    Space space = d.accept_space();
-    if (space != Space::kGlobal && space != Space::kGeneric) d.fail("unknown state space");
-    const bool discards = d.root() == "discard";
-    d.require_any({discards ? "L2" : "L2::evict_normal"});
-    d.require_operands(2, 2);
-    if (d.immediate(1) != 128) d.fail("a line has 128 bytes");
-    Operation& o = d.operation();
-    set_address(o, o.r[0], d.address(0, space));
-    o.type = Class::kGlobal;
-    o.execute = discards ? discard : nothing;
 }
 
 // A policy says what the L2 cache should keep; there is none.

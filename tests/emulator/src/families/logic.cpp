@@ -30,13 +30,6 @@ struct Not {
         return static_cast<T>(~a);
     }
 };
-struct CountZero {  // cnot
-    template <typename T>
-    static T apply(T a) {
-        return a == 0;
-    }
-};
-
 template <typename F>
 Next predicate_binary(Warp& warp, const Operation& operation, uint32_t mask) {
     const uint32_t a = warp.predicate(operation.r[1]) ^ static_cast<uint32_t>(operation.option[0]);
@@ -202,17 +195,16 @@ struct Reverse {
 
 void decode_logic(Decoder& d) {
     const std::string_view root = d.root();
-    const bool is_not = root == "not" || root == "cnot";
+    const bool is_not = root == "not";
     const Type type = d.require_type({Type::kPred, Type::kB16, Type::kB32, Type::kB64});
     d.require_operands(is_not ? 2 : 3, is_not ? 2 : 3);
     Operation& o = d.operation();
     o.type = Class::kLogic;
     if (type == Type::kPred) {
-        if (root == "cnot") d.fail("unknown for this type");
         o.r[0] = d.write_predicate(d.operand(0));
         bool negated = false;
         o.r[1] = d.read_predicate(d.operand(1), negated);
-        o.option[0] = (negated != (root == "not")) ? -1 : 0;
+        o.option[0] = (negated != is_not) ? -1 : 0;
         o.r[2] = o.r[1], o.option[1] = o.option[0];
         if (!is_not) {
             o.r[2] = d.read_predicate(d.operand(2), negated);
@@ -226,8 +218,7 @@ void decode_logic(Decoder& d) {
     if (!is_not) o.r[2] = d.read(2, type);
     const auto pick = [&](auto element) -> Execute {
         using T = decltype(element);
-        if (root == "not") return unary<T, Not>;
-        if (root == "cnot") return unary<T, CountZero>;
+        if (is_not) return unary<T, Not>;
         return root == "and" ? binary<T, And> : root == "or" ? binary<T, Or> : binary<T, Xor>;
     };
     o.execute = type == Type::kB16 ? pick(uint16_t{}) : type == Type::kB32 ? pick(uint32_t{}) : pick(uint64_t{});
