@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 from emulator import launches, options
@@ -74,7 +73,7 @@ def replaying(runs: int) -> Iterator[None]:
 
 
 def _follow(changed: options.LaunchOptions) -> None:
-    native.runtime.set_options({**asdict(changed), "races": changed.checks if changed.races is None else changed.races})
+    native.runtime.set_options(changed.resolved())
 
 
 def _note(

@@ -12,6 +12,7 @@ import torch
 from emulator import launches
 from emulator.errors import EmulatorError
 from emulator.native import native as _native
+from emulator.options import LaunchOptions
 from emulator.report import Report
 from emulator.tensor_map import TensorMap
 
@@ -83,47 +84,26 @@ class Module:
         args: Sequence[Any] = (),
         shared_bytes: int = 0,
         cluster: Sequence[int] | None = None,
-        seed: int = 0,
-        checks: bool = True,
         *,
         memory: Iterable[Any] = (),
-        tracked: bool = False,
-        races: bool | None = None,
         replicated_stores: bool = False,
-        ordered_sums: bool = False,
-        strict_proxy_reads: bool = False,
-        uninitialised: bool = False,
-        unawaited: bool = False,
-        log_writes: bool = False,
-        wgmma_waits_by_warp: bool = False,
         num_sms: int = 132,
-        instruction_limit: int = 1 << 28,
-        workers: int = 2,
         cooperative: bool = False,
         dependent: bool = False,
+        **options: Any,
     ) -> Report:
-        """Run a kernel to its end.
+        """Runs a kernel to its end. ``options`` are fields of `LaunchOptions`.
 
         ``args``: CPU tensors and numpy arrays (passed as pointers), None (a null pointer), ints and floats (converted
         to the parameter's type), ``bytes`` (structs), `TensorMap`. The kernel may touch the memory of ``args`` and of
         the tensors in ``memory`` (those that structs point to), from the first element of each to its last, no more;
-        with ``tracked`` also all that `allocations` tracks (so the whole storage where an argument is a view of it).
-        ``checks`` False leaves this out. ``shared_bytes``: dynamic shared memory of a CTA. ``cluster``: its size in
-        CTAs (None: what the kernel requires, else 1). ``seed`` decides in which order CTAs and warps run and when
-        asynchronous operations take place. ``races`` (None: as ``checks``): conflicting accesses to shared or global
-        memory that nothing orders are errors, whatever order they came in; with ``replicated_stores`` several warps may
-        store the same value by the same instruction, as Triton's compiler has them do. ``uninitialised``: reading
-        shared memory that nothing wrote is an error. ``unawaited``: so is a CTA that ends with threads arrived at a
-        barrier that nobody waited for, otherwise a warning of the report. ``wgmma_waits_by_warp``: a warp that has
-        waited for wgmma knows that its own part is over, not that of the warpgroup. ``log_writes``: the report
-        lists the writes of threads to global memory. ``num_sms``: multiprocessors, which decide
-        how many CTAs run at a time. ``instruction_limit``: of one warp, an error beyond. ``workers``: threads of the
-        host. ``cooperative``: the grid may synchronise (all of its CTAs must run at a time). ``dependent``: it
-        begins before the last launch of a `Module` has ended (programmatic stream serialization), whose accesses
-        nothing orders with its own until ``griddepcontrol.wait``. ``ordered_sums``:
-        atomics and bulk reductions that add floating numbers to the same bytes in no certain order are errors, as races
-        are. ``strict_proxy_reads``: so is a copy of the async proxy over what threads have read without a proxy fence.
-        What the kernel prints goes to ``sys.stdout`` at its end.
+        with ``tracked`` also the whole storage of a tensor that `allocations` tracks. ``shared_bytes``: dynamic shared
+        memory of a CTA. ``cluster``: its size in CTAs (None: what the kernel requires, else 1). ``num_sms``:
+        multiprocessors, which decide how many CTAs run at a time. ``replicated_stores``: several warps may store the
+        same value by the same instruction without a race, as Triton's compiler has them do. ``cooperative``: the grid
+        may synchronise (all of its CTAs must run at a time). ``dependent``: it begins before the last launch of a
+        `Module` has ended (programmatic stream serialization), whose accesses nothing orders with its own until
+        ``griddepcontrol.wait``. What the kernel prints goes to ``sys.stdout`` at its end.
 
         Raises `EmulatorError`.
         """
@@ -143,24 +123,13 @@ class Module:
                 block,
                 bytes(packed),
                 allowed,
-                tracked,
                 shared_bytes,
                 (0, 0, 0) if cluster is None else tuple(int(n) for n in (*cluster, 1, 1, 1)[:3]),
                 num_sms,
-                seed,
-                checks,
-                checks if races is None else races,
                 replicated_stores,
-                ordered_sums,
-                strict_proxy_reads,
-                uninitialised,
-                unawaited,
-                log_writes,
-                dependent,
-                wgmma_waits_by_warp,
-                instruction_limit,
-                workers,
                 cooperative,
+                dependent,
+                LaunchOptions(**options).resolved(),
             )
         except _native.Fault as fault:
             raise EmulatorError.of(fault) from None

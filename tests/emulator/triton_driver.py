@@ -13,7 +13,7 @@ import functools
 import inspect
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -169,7 +169,7 @@ class Launcher:
             memory=memory,
             replicated_stores=True,  # what several warps hold, Triton has them all store
             cooperative=metadata.launch_cooperative_grid,
-            **options.current().of_launch(),
+            **asdict(options.current()),
         )
         if exit_hook is not None:
             exit_hook(launch_metadata)

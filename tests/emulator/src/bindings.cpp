@@ -64,25 +64,35 @@ py::dict report_of(const Program& program, const Report& report, int64_t shared_
     return result;
 }
 
+// Reads emulator.options.LaunchOptions.resolved().
+LaunchOptions options_of(const py::dict& given) {
+    LaunchOptions options;
+    size_t num_read = 0;
+    options.for_each([&](const char* name, auto& field) {
+        field = given[name].cast<std::remove_reference_t<decltype(field)>>();
+        ++num_read;
+    });
+    if (num_read != given.size()) throw py::type_error("a field of LaunchOptions is unknown to the emulator's C++");
+    return options;
+}
+
 py::dict launch_kernel(LoadedModule& module, const std::string& kernel, std::array<uint32_t, 3> grid,
                        std::array<uint32_t, 3> block, const py::bytes& parameter_bytes,
-                       const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& memory, bool tracked,
-                       int64_t shared_bytes, std::array<uint32_t, 3> cluster, int num_sms, uint64_t seed, bool checks,
-                       bool races, bool replicated_stores, bool ordered_sums, bool strict_proxy_reads,
-                       bool uninitialised, bool unawaited, bool log_writes, bool dependent, bool wgmma_waits_by_warp,
-                       int64_t instruction_limit, int workers, bool cooperative) {
+                       const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& memory, int64_t shared_bytes,
+                       std::array<uint32_t, 3> cluster, int num_sms, bool replicated_stores, bool cooperative,
+                       bool dependent, const py::dict& options) {
     const Program& program = module.program(kernel);
     std::vector<Allocation> allocations = module.allocations();
     uint64_t workspace = 0;
     if (cooperative) allocations.push_back(allocation_of(workspace));
     for (const auto& [begin, bytes, name] : memory) allocations.push_back({begin, begin + bytes, name});
-    if (tracked) {
+    Launch launch{options_of(options)};
+    if (launch.tracked) {
         const std::vector<Allocation> live = TrackedAllocations::instance().snapshot();
         allocations.insert(allocations.end(), live.begin(), live.end());
     }
     const GlobalMemory global(std::move(allocations));
     const std::string_view parameter_view = parameter_bytes;
-    Launch launch{};
     launch.program = &program;
     launch.memory = &global;
     launch.parameters.resize(parameter_view.size());
@@ -91,18 +101,7 @@ py::dict launch_kernel(LoadedModule& module, const std::string& kernel, std::arr
     std::copy(block.begin(), block.end(), launch.block);
     std::copy(cluster.begin(), cluster.end(), launch.cluster);
     launch.shared_bytes = shared_bytes;
-    launch.seed = seed;
-    launch.checks = checks;
-    launch.races = races;
     launch.replicated_stores = replicated_stores;
-    launch.ordered_sums = races && ordered_sums;
-    launch.strict_proxy_reads = strict_proxy_reads;
-    launch.uninitialised_errors = uninitialised;
-    launch.unawaited_errors = unawaited;
-    launch.logs_writes = log_writes;
-    launch.wgmma_waits_by_warp = wgmma_waits_by_warp;
-    launch.instruction_limit = instruction_limit;
-    launch.workers = workers;
     launch.num_sms = num_sms;
     if (cooperative) launch.grid_workspace = reinterpret_cast<uint64_t>(&workspace);
     check_launch(most_shared_bytes(module.source().target), launch);

@@ -175,7 +175,7 @@ Bytes read_box(const SharedBox& box) {
     if (box.owner->has_ended()) fail_ended(box, "reads");
     Bytes bytes(box.bytes);
     each_piece(box, [&](uint32_t offset, int64_t at, int64_t count) {
-        if (box.owner->launch.uninitialised_errors && !box.owner->is_written(offset, static_cast<int>(count))) {
+        if (box.owner->launch.uninitialised && !box.owner->is_written(offset, static_cast<int>(count))) {
             throw Fault("uninitialised", "a copy reads shared memory at offset " + std::to_string(offset) +
                                              ", some of which nothing has written");
         }

@@ -35,7 +35,7 @@ void Cta::check_end() {
     for (int id = 0; id < 16; ++id) {
         if (!barriers_[id].is_used) continue;
         ++report.unawaited[id];  // PTX allows it: a kernel may leave a credit for a turn that does not come
-        if (!launch.unawaited_errors) continue;
+        if (!launch.unawaited) continue;
         Fault fault("barrier", "the CTA has ended with " + std::to_string(barriers_[id].arrived) +
                                    " threads arrived at barrier " + std::to_string(id) + ", which nobody waited for");
         fault.place = warps_[0]->place_of(nullptr, -1);

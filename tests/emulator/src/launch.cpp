@@ -127,6 +127,7 @@ std::set<std::string> ran;
 
 Report run_launch(const Launch& requested) {
     Launch launch = requested;
+    launch.ordered_sums = launch.ordered_sums && launch.races;
     std::optional<LaunchHistory> history;
     if (launch.races) {
         if (launch.program->operations.size() > kMostRecordedOperations) {
@@ -138,7 +139,7 @@ Report run_launch(const Launch& requested) {
         if (launch.before != nullptr) history->follow(std::move(*launch.before));
     }
     WriteLog log;
-    if (launch.logs_writes) launch.write_log = &log;
+    if (launch.log_writes) launch.write_log = &log;
     Grid grid(launch);
     const uint64_t cluster_ctas = uint64_t{launch.cluster[0]} * launch.cluster[1] * launch.cluster[2];
     const uint64_t most_resident = std::max<uint64_t>(1, launch.num_resident / cluster_ctas);

@@ -33,31 +33,51 @@ struct WriteLog {
     std::vector<GlobalWrite> writes;
 };
 
-struct Launch {
+// How a launch runs, and which of its mistakes are errors: emulator.options.LaunchOptions says what each means.
+struct LaunchOptions {
+    uint64_t seed = 0;
+    bool checks = true;
+    bool tracked = false;
+    bool races = true;
+    bool ordered_sums = false, strict_proxy_reads = false;  // more of what `races` finds
+    bool wgmma_waits_by_warp = false;
+    bool uninitialised = false, unawaited = false;
+    bool log_writes = false;
+    int64_t instruction_limit = int64_t{1} << 28;
+    int workers = 2;
+
+    // Calls take(name, field) for each of them.
+    template <typename Take>
+    void for_each(Take&& take) {
+        take("seed", seed);
+        take("checks", checks);
+        take("tracked", tracked);
+        take("races", races);
+        take("ordered_sums", ordered_sums);
+        take("strict_proxy_reads", strict_proxy_reads);
+        take("wgmma_waits_by_warp", wgmma_waits_by_warp);
+        take("uninitialised", uninitialised);
+        take("unawaited", unawaited);
+        take("log_writes", log_writes);
+        take("instruction_limit", instruction_limit);
+        take("workers", workers);
+    }
+};
+
+struct Launch : LaunchOptions {
     const Program* program;
     const GlobalMemory* memory;
     std::vector<std::byte> parameters;
     uint32_t grid[3], block[3], cluster[3];  // grid and cluster in CTAs
     int64_t shared_bytes;                    // dynamic
     int num_sms;
-    uint32_t num_resident;  // CTAs that the device holds at a time
-    uint64_t seed;
-    Console* console;                      // nullptr: printf goes to the host's standard output
-    uint64_t grid_workspace;               // of a cooperative launch: 8 bytes of zeros in global memory; 0: it is none
-    bool checks;                           // bounds of global memory, and what follows
-    bool uninitialised_errors;             // reads of shared memory that nothing wrote
-    bool unawaited_errors;                 // arrivals at a barrier that nobody waits for until the CTA ends
-    bool races;                            // conflicting accesses that nothing orders are errors
-    bool replicated_stores;                // … but for stores of the same value by the same instruction
-    bool ordered_sums;                     // floating sums of atomics in an order that nothing fixes are errors
-    bool strict_proxy_reads;               // what was read wants a fence before the async proxy writes over it
-    bool wgmma_waits_by_warp;              // wgmma.wait_group tells of its own warp's part alone
-    bool logs_writes;                      // those to global memory are listed in the report
-    WriteLog* write_log;                   // while it runs; nullptr without `logs_writes`
+    uint32_t num_resident;    // CTAs that the device holds at a time
+    Console* console;         // nullptr: printf goes to the host's standard output
+    uint64_t grid_workspace;  // of a cooperative launch: 8 bytes of zeros in global memory; 0: it is none
+    bool replicated_stores;   // several warps may store the same value by the same instruction without a race
+    WriteLog* write_log;      // while it runs; nullptr without `log_writes`
     std::shared_ptr<PastAccesses> before;  // of the launch whose end this one does not wait for; nullptr: there is none
     LaunchHistory* history;                // of accesses, while it runs; nullptr without `races`
-    int64_t instruction_limit;             // of one warp
-    int workers;
 };
 
 // One call of a function by some lanes of a warp: its registers, its local memory, and where it returns to.

@@ -51,7 +51,7 @@ Located Warp::locate(Space space, uint64_t address, int bytes, int lane, bool is
             }
             if (is_write) {
                 owner.mark_written(address, bytes);
-            } else if (cta.launch.uninitialised_errors && !owner.is_written(address, bytes)) {
+            } else if (cta.launch.uninitialised && !owner.is_written(address, bytes)) {
                 throw Fault("uninitialised",
                             "a read of " + std::to_string(bytes) + " bytes of shared memory at offset " +
                                 std::to_string(address) + ", some of which nothing has written",

@@ -51,7 +51,7 @@ const std::byte* wgmma_chunk(Cta& cta, uint64_t address, const char* which) {
         throw Fault("wgmma", describe("16 bytes") + ", which ends at " + std::to_string(cta.shared_bytes()), 0);
     }
     if (cta.touches_mbarrier(address, 16)) throw Fault("wgmma", describe("an mbarrier"), 0);
-    if (cta.launch.uninitialised_errors && !cta.is_written(address, 16)) {
+    if (cta.launch.uninitialised && !cta.is_written(address, 16)) {
         throw Fault("uninitialised", describe("bytes that nothing has written"), 0);
     }
     return found;

@@ -18,42 +18,6 @@ py::tuple triple(const uint32_t (&size)[3]) {
     return py::make_tuple(size[0], size[1], size[2]);
 }
 
-// Names and values of emulator.options.LaunchOptions, but that `races` is no None.
-void set_options_of(const py::dict& changed) {
-    Options options;
-    for (const auto& [key, value] : changed) {
-        const auto name = key.cast<std::string>();
-        if (name == "seed") {
-            options.seed = value.cast<uint64_t>();
-        } else if (name == "checks") {
-            options.checks = value.cast<bool>();
-        } else if (name == "races") {
-            options.races = value.cast<bool>();
-        } else if (name == "tracked") {
-            options.tracked = value.cast<bool>();
-        } else if (name == "uninitialised") {
-            options.uninitialised = value.cast<bool>();
-        } else if (name == "unawaited") {
-            options.unawaited = value.cast<bool>();
-        } else if (name == "log_writes") {
-            options.log_writes = value.cast<bool>();
-        } else if (name == "ordered_sums") {
-            options.ordered_sums = value.cast<bool>();
-        } else if (name == "strict_proxy_reads") {
-            options.strict_proxy_reads = value.cast<bool>();
-        } else if (name == "wgmma_waits_by_warp") {
-            options.wgmma_waits_by_warp = value.cast<bool>();
-        } else if (name == "instruction_limit") {
-            options.instruction_limit = value.cast<int64_t>();
-        } else if (name == "workers") {
-            options.workers = value.cast<int>();
-        } else {
-            throw py::type_error("the CUDA runtime has no launch option " + name);
-        }
-    }
-    set_options(options);
-}
-
 // Calls back with (kernel, what report_of gives, PTX, grid, block); None: not any longer.
 void listen(const py::object& callback) {
     if (callback.is_none()) return set_listener(nullptr);
@@ -106,7 +70,7 @@ void bind_runtime(py::module_& m) {
     part.def("take_warnings", &take_warnings);
     part.def("submit", &submit_python);
     part.def("attribute_calls", [] { return attribute_calls.load(); });
-    part.def("set_options", &set_options_of);
+    part.def("set_options", [](const py::dict& given) { set_options(options_of(given)); });
     part.def("listen", &listen);
     part.def("set_runs_of_a_launch", &set_runs_of_a_launch);
     part.def("replace_in_ptx", &replace_in_ptx);

@@ -10,7 +10,7 @@ namespace emulator::runtime {
 namespace {
 
 std::mutex mutex;
-Options current_options;
+LaunchOptions current_options;
 int current_runs = 1;
 std::function<void(const Launched&)> current_listener;
 
@@ -73,12 +73,12 @@ cudaError_t check(const Kernel& kernel, const Program& program, const Request& r
 
 std::atomic<int64_t> attribute_calls{0};
 
-Options options() {
+LaunchOptions options() {
     const std::lock_guard lock(mutex);
     return current_options;
 }
 
-void set_options(const Options& options) {
+void set_options(const LaunchOptions& options) {
     const std::lock_guard lock(mutex);
     current_options = options;
 }
@@ -173,7 +173,6 @@ namespace {
 struct Prepared {
     Code code;
     Launch launch;
-    Options options;
     int device;
     bool is_cooperative, is_dependent;
     cudaStream_t stream;
@@ -183,7 +182,7 @@ struct Prepared {
 
 cudaError_t Prepared::run() const try {
     uint64_t workspace = 0;
-    const GlobalMemory memory = memory_of(*code.module, workspace, options.tracked, device);
+    const GlobalMemory memory = memory_of(*code.module, workspace, launch.tracked, device);
     Launch ready = launch;
     ready.memory = &memory;
     if (is_cooperative) ready.grid_workspace = reinterpret_cast<uint64_t>(&workspace);
@@ -218,9 +217,8 @@ cudaError_t launch(const Kernel& kernel, const Request& request) try {
     const cudaError_t error = check(kernel, code->program, request);
     if (error != cudaSuccess) return error;
 
-    const Options options = runtime::options();
     const Device device = runtime::device();
-    Launch launch{};
+    Launch launch{options()};
     launch.program = &code->program;
     launch.parameters = packed(code->program, request.arguments);
     const auto set = [](uint32_t (&to)[3], const dim3& from) { to[0] = from.x, to[1] = from.y, to[2] = from.z; };
@@ -229,24 +227,13 @@ cudaError_t launch(const Kernel& kernel, const Request& request) try {
     std::copy(request.cluster.begin(), request.cluster.end(), launch.cluster);
     launch.shared_bytes = static_cast<int64_t>(request.shared_bytes);
     launch.num_sms = device.num_sms;
-    launch.seed = options.seed;
-    launch.checks = options.checks;
-    launch.races = options.races && !kernel.may_race();
+    launch.races = launch.races && !kernel.may_race();
     launch.replicated_stores = kernel.is_tritons;  // what several warps hold, Triton has them all store
-    launch.ordered_sums = launch.races && options.ordered_sums;
-    launch.strict_proxy_reads = options.strict_proxy_reads;
-    launch.uninitialised_errors = options.uninitialised;
-    launch.unawaited_errors = options.unawaited;
-    launch.logs_writes = options.log_writes;
-    launch.wgmma_waits_by_warp = options.wgmma_waits_by_warp;
-    launch.instruction_limit = options.instruction_limit;
-    launch.workers = options.workers;
     uint64_t workspace = 0;
     if (request.is_cooperative) launch.grid_workspace = reinterpret_cast<uint64_t>(&workspace);  // for check_launch
     check_launch(device.most_shared_bytes, launch);
-    const Prepared prepared{*code,          std::move(launch),      options,
-                            device_index(), request.is_cooperative, request.is_dependent,
-                            request.stream};
+    const Prepared prepared{
+        *code, std::move(launch), device_index(), request.is_cooperative, request.is_dependent, request.stream};
     return submit(request.stream, kernel.name, [prepared] { return prepared.run(); }, /*needs_own_device=*/true);
 } catch (const Fault& fault) {
     return fail(fault);

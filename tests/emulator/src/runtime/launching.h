@@ -9,18 +9,10 @@
 
 namespace emulator::runtime {
 
-// What Python sets for the launches that follow, from whatever thread they come. The meaning is that of Module.launch.
-struct Options {
-    uint64_t seed = 0;
-    bool checks = true, races = true;
-    bool tracked = false;  // false: the bounds of global memory are not checked, since nobody knows them
-    bool uninitialised = false, unawaited = false, log_writes = false, ordered_sums = false, strict_proxy_reads = false;
-    bool wgmma_waits_by_warp = false;
-    int64_t instruction_limit = int64_t{1} << 28;
-    int workers = 2;
-};
-Options options();
-void set_options(const Options& options);
+// What Python sets for the launches that follow, from whatever thread they come. Without `tracked` the bounds of global
+// memory are not checked, since nobody knows them.
+LaunchOptions options();
+void set_options(const LaunchOptions& options);
 
 // How often each launch that follows runs, with the same arguments and in the same memory: as a CUDA graph that holds it
 // is replayed. The listener hears of each run.
