@@ -87,13 +87,11 @@ void lay_out_formals(FunctionCode& code) {
     }
 }
 
-void decode_function(Program& program, FunctionCode& code, const VariableAddresses& variables) {
-    if (!code.source->is_entry) lay_out_formals(code);
-    Decoder decoder(program, code, variables);
+void decode_body(Program& program, FunctionCode& code, Decoder& decoder) {
     decoder.lay_out_locals();
     for (size_t i = 0; i < code.source->body.size(); ++i) {
         const ptx::Instruction& instruction = code.source->body[i];
-        Operation& operation = program.operations[code.first + i];
+        Operation& operation = program.operations[code.first + i] = {};
         decoder.begin(instruction, operation);
         const Family* family = find_family(decoder.root());
         if (family == nullptr) decoder.fail("unknown instruction " + std::string(decoder.root()));
@@ -103,6 +101,20 @@ void decode_function(Program& program, FunctionCode& code, const VariableAddress
     track_wgmma_registers(program, code, decoder.accesses());
     program.operations[code.end] = end_of_function(code.source->is_entry);
     program.operations[code.end].instruction = code.source->body.empty() ? nullptr : &code.source->body.back();
+}
+
+// Twice: only a decoded function tells which of its registers are alive at the same time.
+void decode_function(Program& program, FunctionCode& code, const VariableAddresses& variables) {
+    if (!code.source->is_entry) lay_out_formals(code);
+    FunctionCode trial = code;
+    const size_t num_calls = program.calls.size(), num_indirect = program.indirect_calls.size();
+    const size_t num_tables = program.jump_tables.size(), num_tracked = program.tracked_accesses.size();
+    Decoder first(program, trial, variables);
+    decode_body(program, trial, first);
+    Decoder second(program, code, variables, allocate_registers(program, trial, first, code));
+    program.calls.resize(num_calls), program.indirect_calls.resize(num_indirect);
+    program.jump_tables.resize(num_tables), program.tracked_accesses.resize(num_tracked);
+    decode_body(program, code, second);
 }
 
 }  // namespace

@@ -4,8 +4,10 @@
 
 namespace emulator {
 
-Decoder::Decoder(Program& program, FunctionCode& code, const VariableAddresses& variables)
-    : program_(program), code_(code), variables_(variables), registers_(code.source->scopes.size()) {}
+Decoder::Decoder(Program& program, FunctionCode& code, const VariableAddresses& variables, Registers registers)
+    : program_(program), code_(code), variables_(variables), registers_(std::move(registers)) {
+    registers_.resize(code.source->scopes.size());
+}
 
 void Decoder::begin(const ptx::Instruction& instruction, Operation& operation) {
     instruction_ = &instruction;
@@ -28,6 +30,7 @@ void Decoder::begin(const ptx::Instruction& instruction, Operation& operation) {
         operation.is_guarded = true;
         operation.guard_negated = instruction.guard_negated;
         operation.guard = guard->slot;
+        note_read(*guard);
     }
 }
 
@@ -149,6 +152,11 @@ const Decoder::Register* Decoder::find_register(const std::string& name) {
     return nullptr;
 }
 
+void Decoder::note_read(const Register& reg) {
+    Accesses& accesses = accesses_.back();
+    (width_of(reg.type) == 4 ? accesses.reads : accesses.other_reads).push_back(reg.slot);
+}
+
 Slot Decoder::constant(uint64_t bits, int width) {
     if (width < 8) bits &= (uint64_t{1} << (8 * width)) - 1;
     const auto known = constants_.find({bits, width});
@@ -223,7 +231,7 @@ std::pair<Slot, int> Decoder::read_any(const ptx::Operand& operand, Type type) {
     if (const Register* known = find_register(operand.name)) {
         if (known->type == Type::kPred) fail("a predicate where a value is expected");
         if (width_of(known->type) < width) fail("a register that is narrower than the type");
-        if (width_of(known->type) == 4) accesses_.back().reads.push_back(known->slot);
+        note_read(*known);
         return {known->slot, width_of(known->type)};
     }
     if (const auto slot = special(operand.name, width)) return {*slot, width};
@@ -241,6 +249,7 @@ Slot Decoder::read_predicate(const ptx::Operand& operand, bool& is_negated) {
     }
     const Register* known = operand.kind == ptx::Operand::Kind::kName ? find_register(operand.name) : nullptr;
     if (known == nullptr || known->type != Type::kPred) fail("a predicate is expected");
+    note_read(*known);
     return known->slot;
 }
 
@@ -260,17 +269,19 @@ std::pair<Slot, int> Decoder::write_any(const ptx::Operand& operand, Type type) 
     const Register* known = operand.kind == ptx::Operand::Kind::kName ? find_register(operand.name) : nullptr;
     if (known == nullptr || known->type == Type::kPred) fail("a register is expected as destination");
     if (width_of(known->type) < width_of(type)) fail("a register that is narrower than the type");
-    if (width_of(known->type) == 4) accesses_.back().writes.push_back(known->slot);
+    Accesses& accesses = accesses_.back();
+    (width_of(known->type) == 4 ? accesses.writes : accesses.other_writes).push_back(known->slot);
     return {known->slot, width_of(known->type)};
 }
 
 Slot Decoder::write_predicate(const ptx::Operand& operand) {
     if (operand.kind == ptx::Operand::Kind::kSink) return scratch(0);
-    bool is_negated;
-    const Slot slot = read_predicate(operand, is_negated);
-    if (is_negated || operand.kind != ptx::Operand::Kind::kName)
+    const Register* known = operand.kind == ptx::Operand::Kind::kName ? find_register(operand.name) : nullptr;
+    if (known == nullptr || known->type != Type::kPred || operand.negated) {
         fail("a predicate register is expected as destination");
-    return slot;
+    }
+    accesses_.back().other_writes.push_back(known->slot);
+    return known->slot;
 }
 
 int64_t Decoder::immediate(size_t i) const {
@@ -292,7 +303,7 @@ Address Decoder::address(size_t i, Space& space, size_t parts) {
             const int width = width_of(known->type);
             if (width != 4 && width != 8) fail("an address of an unknown width");
             if (width == 4 && (space == Space::kGlobal || space == Space::kGeneric)) fail("a 32-bit global address");
-            if (width == 4) accesses_.back().reads.push_back(known->slot);
+            note_read(*known);
             return {known->slot, width, whole.value};
         }
         if (const auto slot = symbol(base.name, whole.value, 8)) return {*slot, 8, 0};

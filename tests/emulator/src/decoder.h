@@ -25,7 +25,14 @@ struct Address {
 // One for each function that is decoded; it stands on one instruction at a time.
 class Decoder {
   public:
-    Decoder(Program& program, FunctionCode& code, const VariableAddresses& variables);
+    struct Register {
+        Type type;
+        Slot slot;
+    };
+    using Registers = std::vector<std::unordered_map<std::string, Register>>;  // by the scope that declares them
+
+    // Each register gets a slot of its own, but for those that `registers` has already.
+    Decoder(Program& program, FunctionCode& code, const VariableAddresses& variables, Registers registers = {});
     void begin(const ptx::Instruction& instruction, Operation& operation);
     void finish();  // fails if a modifier was not understood
 
@@ -77,21 +84,19 @@ class Decoder {
     void require_target(int version) const;
     void lay_out_locals();
 
-    // Registers of 4 bytes that each instruction so far reads and writes, one entry for each `begin`.
+    // Registers that each instruction so far reads and writes, one entry for each `begin`.
     struct Accesses {
-        std::vector<Slot> reads, writes;
+        std::vector<Slot> reads, writes;              // of 4 bytes, which wgmma may use
+        std::vector<Slot> other_reads, other_writes;  // predicates, too
     };
     const std::vector<Accesses>& accesses() const { return accesses_; }
+    const Registers& registers() const { return registers_; }
 
     Operation& operation() { return *operation_; }
     Program& program() { return program_; }
     const FunctionCode& code() const { return code_; }
 
   private:
-    struct Register {
-        Type type;
-        Slot slot;
-    };
     const Register* find_register(const std::string& name);
     template <typename Member>
     auto* declared(Member ptx::Scope::* member, const std::string& name) const;
@@ -100,6 +105,7 @@ class Decoder {
     Slot special_slot(Special special, int index, int width);
     std::optional<Slot> symbol(const std::string& name, int64_t offset, int width);
     Slot allocate(int bytes);
+    void note_read(const Register& reg);
     uint64_t literal_bits(const ptx::Operand& operand, Type type) const;
 
     Program& program_;
@@ -109,7 +115,7 @@ class Decoder {
     Operation* operation_ = nullptr;
     std::vector<std::string_view> words_;  // [0] the opcode's root
     std::vector<bool> used_;
-    std::vector<std::unordered_map<std::string, Register>> registers_;  // by the scope that declares them
+    Registers registers_;
     std::map<std::pair<uint64_t, int>, Slot> constants_;
     std::map<std::pair<int, std::string>, int64_t> locals_;  // (scope, name) to offset
     std::optional<Slot> carry_;
@@ -134,6 +140,12 @@ std::unique_ptr<Program> decode_kernel(const ptx::Module& module, const std::str
 
 // Sets `tracked` of the operations that access registers which wgmma uses; `accesses`: of each operation.
 void track_wgmma_registers(Program& program, FunctionCode& code, const std::vector<Decoder::Accesses>& accesses);
+
+// Gives registers that are not alive at the same time the same slot: kernels have tens of thousands of names for values
+// of which few hundred are alive at a time, and every warp has a frame. `decoded` has seen all of the function, each of
+// whose registers has a slot of its own there; `code` is the one to be decoded next, and gets room for the slots.
+Decoder::Registers allocate_registers(const Program& program, const FunctionCode& decoded, const Decoder& decoder,
+                                      FunctionCode& code);
 
 // Sets `join` of each branch of the function to the immediate post-dominator.
 void find_joins(Program& program, const FunctionCode& code);

@@ -17,10 +17,6 @@ Next leave_kernel(Warp& warp, const Operation&, uint32_t mask) {
     return warp.exit(mask);
 }
 
-Next nothing(Warp&, const Operation&, uint32_t) {
-    return Next::kContinue;
-}
-
 Next trap(Warp&, const Operation& operation, uint32_t mask) {
     throw Fault("trap", "the kernel executed a " + operation.instruction->opcode, __builtin_ctz(mask));
 }
