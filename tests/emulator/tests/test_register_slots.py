@@ -1,0 +1,49 @@
+"""Registers that are not alive at the same time share a slot of a warp's frame: nothing of that may be seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ptx_body import run
+
+# Each value is made, used and forgotten, so that the slots before it are free again.
+CHURN = "".join(f"add.u32 %r{i}, %r{i - 1}, 7; xor.b32 %r{i + 1}, %r{i}, %r0; " for i in range(21, 38, 2))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_guarded_write_leaves_the_other_lanes(seed: int) -> None:
+    out = torch.zeros(32, dtype=torch.int32)
+    body = f"""add.u32 %r1, %r0, 100; mov.u32 %r20, %r0; {CHURN} setp.lt.u32 %p1, %r0, 5;
+    @%p1 mov.u32 %r1, 3; {CHURN} add.u64 %rd1, %rd0, %rd9; st.global.u32 [%rd1], %r1;"""
+    run(body, out, seed=seed)
+    assert out.tolist() == [3] * 5 + list(range(105, 132))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_value_lives_around_a_loop(seed: int) -> None:
+    """It is read at the loop's top alone, before registers of the rest of the loop are written again."""
+    out = torch.zeros(32, dtype=torch.int32)
+    body = f"""mov.u32 %r1, 1000; mov.u32 %r2, 0; mov.u32 %r3, 0;
+again: add.u32 %r2, %r2, %r1; mov.u32 %r20, %r2; {CHURN} add.u32 %r3, %r3, 1;
+    setp.le.u32 %p1, %r3, %r0; @%p1 bra again; add.u64 %rd1, %rd0, %rd9; st.global.u32 [%rd1], %r2;"""
+    run(body, out, seed=seed)
+    assert out.tolist() == [1000 * (i + 1) for i in range(32)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lanes_that_have_parted_keep_their_values(seed: int) -> None:
+    out = torch.zeros(32, dtype=torch.int32)
+    body = f"""add.u32 %r1, %r0, 1; add.u32 %r2, %r0, 2; and.b32 %r3, %r0, 1; setp.eq.u32 %p1, %r3, 0; @%p1 bra even;
+    mov.u32 %r20, %r1; {CHURN} add.u32 %r4, %r1, 1000; bra.uni both;
+even: mov.u32 %r20, %r2; {CHURN} {CHURN} add.u32 %r4, %r2, 2000;
+both: add.u64 %rd1, %rd0, %rd9; st.global.u32 [%rd1], %r4;"""
+    run(body, out, seed=seed)
+    assert out.tolist() == [1001 + i if i % 2 else 2002 + i for i in range(32)]
+
+
+def test_what_nobody_has_written_has_all_bits_set() -> None:
+    out = torch.zeros(32, dtype=torch.int32)
+    body = f"""mov.u32 %r20, %r0; {CHURN} setp.eq.u32 %p1, %r0, 99; @%p1 mov.u32 %r1, 0; mov.b32 %f1, %r1;
+    add.u64 %rd1, %rd0, %rd9; st.global.f32 [%rd1], %f1;"""
+    run(body, out)
+    assert (out == -1).all()
