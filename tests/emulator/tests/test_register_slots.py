@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from ptx_body import run
 
 # Each value is made, used and forgotten, so that the slots before it are free again.
