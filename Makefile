@@ -97,7 +97,7 @@ bench: $(TOOLS) $(BUILT) ## the quick benchmarks; BENCH_ARGS="--full --save" for
 	$(BIN)/python -m benchmarks overhead
 	$(BIN)/python -m benchmarks emulator
 	@if ! $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
-	  echo; $(BIN)/python -m benchmarks predict $(filter --full,$(BENCH_ARGS)); fi
+	  echo; $(BIN)/python -m benchmarks.machine_code.kernels $(filter --full,$(BENCH_ARGS)); fi
 	@for name in $(BENCHMARKS); do echo; $(BIN)/python -m benchmarks $$name $(BENCH_ARGS); done
 
 # With this Python alone: a machine that is there for minutes may have no $(VENV), nor a registry to fill one from.

@@ -1,6 +1,6 @@
-"""Takes figures: `measure` measures on a GPU, `predict` needs no GPU, `evidence` gathers all that a GPU can show.
+"""Takes figures: `measure` on a GPU, `machine_code` without one; `evidence` gathers all that a GPU can show.
 
-``python -m benchmarks`` lists the commands. Results are JSON below ``results/<gpu>``.
+``python -m benchmarks`` lists the commands of `measure` and `evidence`. Results are JSON below ``results/<gpu>``.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``python -m benchmarks COMMAND``: one command for everything that takes or predicts figures."""
+"""``python -m benchmarks COMMAND``: one command for everything that takes figures."""
 
 from __future__ import annotations
 
@@ -24,12 +24,6 @@ COMMANDS = {
     ),
     "overhead": Command("measure.overhead", "what a call costs on the host; needs no GPU"),
     "emulator": Command("measure.emulator_speed", "how fast the tests' emulator is; needs no GPU"),
-    "predict": Command("predict.profile", "registers, spills, instructions and predicted times; needs no GPU"),
-    "int8-curve": Command("predict.int8_curve", "writes docs/int8_speed.md: int8 layers, predicted; needs no GPU"),
-    "decode-time": Command("predict.decode_time", "a step of generation on an H200, predicted; needs no GPU"),
-    "context-parallel": Command(
-        "predict.context_parallel", "writes docs/context_parallel_speed.md: sequences over GPUs; needs no GPU"
-    ),
     "page": Command("measure.page", "writes docs/PERFORMANCE.md from the results"),
     "gpu-check": Command("evidence.gpu_check", "all evidence that a GPU can give, in under 8 minutes"),
 }
@@ -38,7 +32,10 @@ COMMANDS = {
 def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(["usage: python -m benchmarks COMMAND [options]", "", *lines, "", "COMMAND --help: its options"])
+    tools = "python -m benchmarks.machine_code.TOOL (kernels, geometry, backward_schedule): kernels without a GPU"
+    return "\n".join(
+        ["usage: python -m benchmarks COMMAND [options]", "", *lines, "", "COMMAND --help: its options", tools]
+    )
 
 
 def main(arguments: list[str]) -> int:

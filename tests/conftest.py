@@ -34,8 +34,8 @@ if not HAS_GPU:
 
 # What a test module imports, or the fixture that it uses, if it runs fastattn's kernels.
 _KERNELS = re.compile(
-    r"^(from|import) .*\b(kernel_device|cuda_kernels|(append|attention|decode|int8|merge)_cases|kernel_profiles)\b"
-    r"|\bemulated_gpu\b",
+    r"^(from|import) .*\b(kernel_device|cuda_kernels|(append|attention|decode|int8|merge)_cases)\b"
+    r"|^from benchmarks\.machine_code\b|\bemulated_gpu\b",
     re.MULTILINE,
 )
 

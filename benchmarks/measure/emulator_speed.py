@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.predict.kernel_profiles import HAS_NATIVE  # isort: skip  (before whatever imports fastattn)
+from benchmarks.machine_code import HAS_NATIVE  # isort: skip  (before whatever imports fastattn)
 
 import torch
 

@@ -24,7 +24,6 @@ from benchmarks.measure.accuracy import Expected, judge
 from benchmarks.measure.implementations import Implementation, Unsupported, broken
 from benchmarks.measure.results import Document, Row
 from benchmarks.measure.timing import CudaTimer, Timer, Timing, num_input_sets
-from benchmarks.predict import predictions
 from fastattn.profiler.limits import measure_limits
 from fastattn.profiler.roofline import Limits, bound
 from fastattn.profiler.work import Work
@@ -241,12 +240,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=("cuda", "triton"), action="append", help="of fastattn; by default both")
     parser.add_argument("--peer", action="append", metavar="TEXT", help="only peers whose name contains this; 'none'")
     parser.add_argument("--minutes", type=float, help="start no case after this time; by default 1.5, with --full 60")
-    parser.add_argument(
-        "--predictions",
-        type=Path,
-        metavar="PATH",
-        help="JSON of `python -m benchmarks predict`, to be shown beside the figures",
-    )
     parser.add_argument("--seconds-per-figure", type=float, default=0.1, help="time over which a median is taken")
 
 
@@ -272,8 +265,7 @@ def report(benchmark: Benchmark, options: argparse.Namespace) -> None:
     minutes = options.minutes if options.minutes is not None else 60.0 if options.full else 1.5
     with _ends_when_asked():
         document = run(benchmark, device, minutes, options.seconds_per_figure)
-    predicted = predictions.read(options.predictions) if options.predictions else None
-    print(table.as_text(document, predicted))
+    print(table.as_text(document))
     for module, reason in broken.items():
         print(f"{module} is installed but cannot be imported: {reason}")
     saved = results.FOLDER / results.folder_name(document["environment"]["gpu"])

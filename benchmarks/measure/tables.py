@@ -11,7 +11,6 @@ from tabulate import tabulate
 
 from benchmarks.measure.labels import label
 from benchmarks.measure.results import Document, Row, seconds_of
-from benchmarks.predict import predictions
 from fastattn.profiler.work import Work
 
 COLUMNS = (
@@ -28,7 +27,6 @@ COLUMNS = (
     "to best peer",
 )
 SUMMARY_COLUMNS = ("TFLOP/s", "GB/s", "of limit", "bound by", "peak MB", "error", "to best peer")
-PREDICTED = "PREDICTION µs"
 _TEXT_COLUMNS = ("implementation", "bound by", "case", "kernel", "GPU", "backend", "best peer", "call")
 
 
@@ -72,34 +70,16 @@ def limits_line(document: Document) -> str:
     )
 
 
-def as_text(document: Document, predicted: predictions.Predictions | None = None) -> str:
-    """Returns the whole document as text for a terminal; rows without figures give their reason instead.
-
-    A further column has the times that were predicted for the same GPU and case.
-    """
+def as_text(document: Document) -> str:
+    """Returns the whole document as text for a terminal; rows without figures give their reason instead."""
     lines = [limits_line(document)]
-    if predicted is not None:
-        lines.append(
-            f"{PREDICTED}: by a model, made {predicted['date']} at commit {predicted['commit']}; not measured."
-        )
     for rows in grouped_by_case(document["rows"]):
         measured = [row for row in rows if row["status"] == "ok"]
-        header: tuple[str, ...] = COLUMNS
-        cells = [tuple(figures(row).values()) for row in measured]
-        if predicted is not None:
-            header = (*header, PREDICTED)
-            cells = [(*cell, _predicted(document, row, predicted)) for cell, row in zip(cells, measured, strict=True)]
         lines += ["", label(rows[0]["case"])]
-        if cells:
-            lines.append(aligned(header, cells))
+        if measured:
+            lines.append(aligned(COLUMNS, [tuple(figures(row).values()) for row in measured]))
         lines += [f"{row['implementation']}: {row['status']}: {row['reason']}" for row in rows if row not in measured]
     return "\n".join(lines)
-
-
-def _predicted(document: Document, row: Row, predicted: predictions.Predictions) -> str:
-    gpu, implementation = document["environment"]["gpu"], row["implementation"]
-    seconds = predictions.seconds_of(predicted, gpu, document["benchmark"], row["case"], implementation)
-    return "–" if seconds is None else f"{seconds * 1e6:.1f}"
 
 
 def as_markdown(rows: Sequence[Row]) -> str:

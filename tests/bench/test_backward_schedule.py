@@ -1,6 +1,6 @@
-"""How CTAs share the tiles of keys of the backward pass for Hopper: an H200's SMs stay busy in a simulation of claims.
+"""How CTAs split the tiles of keys of Hopper's backward pass: an H200's SMs stay busy in a simulation of claims.
 
-The cuts are the library's own; what a share costs beside its steps is a prediction.
+The splits are the library's own; the simulation counts steps, and what a split costs beside its steps is assumed.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import random
 
 import pytest
 
-from benchmarks.predict import backward_schedule
-from benchmarks.predict.backward_schedule import BackwardShape, Schedule
-from benchmarks.predict.machine_model import H200, RESERVED_SHARED_BYTES
+from benchmarks.machine_code import backward_schedule  # isort: skip  (before whatever imports fastattn)
+
+from benchmarks.machine_code.backward_schedule import NUM_SMS, BackwardShape, Schedule, deal
 from fastattn import native
 
 pytestmark = pytest.mark.skipif(
@@ -20,32 +20,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 FULL, CAUSAL, WINDOW = (-1, -1), (-1, 0), (1024, 0)
-L2_BYTES = 50 << 20
 HEAD_DIMS = (64, 128)
 
 
-def dealt(
-    shape: BackwardShape, head_dim: int, num_sms: int = H200.num_sms, l2_bytes: int = L2_BYTES
-) -> native.DealtBackward:
-    facts = native.NativeDeviceFacts(90, num_sms, l2_bytes, H200.shared_bytes - RESERVED_SHARED_BYTES)
-    found = native.dealt_backward(
-        facts,
-        head_dim,
-        batch=len(shape.lengths),
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        rows=max(rows for rows, _ in shape.lengths),
-        keys=max(keys for _, keys in shape.lengths),
-        total_keys=sum(keys for _, keys in shape.lengths) if shape.packed else None,
-        window=shape.window,
-        deterministic=shape.deterministic,
-    )
-    assert found.block_n > 0
-    return found
-
-
 def scheduled(shape: BackwardShape, head_dim: int) -> Schedule:
-    return backward_schedule.schedule(shape, dealt(shape, head_dim), H200.num_sms)
+    return backward_schedule.schedule(shape, deal(shape, head_dim))
 
 
 def dense(tokens: int, batch: int, heads: int, kv_heads: int, window: tuple[int, int], **how: bool) -> BackwardShape:
@@ -74,10 +53,10 @@ def test_few_key_heads(tokens: int, batch: int, heads: int, kv_heads: int, head_
 
 def test_whole_tiles_would_not_do() -> None:
     shape = dense(8192, 1, 32, 1, CAUSAL)
-    found = dealt(shape, 128)
+    found = deal(shape, 128)
     assert is_cut(found)
     found.of_heads = found.of_rows = 1
-    assert backward_schedule.schedule(shape, found, H200.num_sms).busy < 0.3
+    assert backward_schedule.schedule(shape, found).busy < 0.3
 
 
 SPLITS = [
@@ -117,16 +96,16 @@ def test_packed_sequences(heads: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_many_tiles_are_not_cut(head_dim: int) -> None:
-    assert not is_cut(dealt(dense(8192, 2, 32, 32, CAUSAL), head_dim))
-    assert not is_cut(dealt(dense(16384, 4, 32, 8, WINDOW), head_dim))
+    assert not is_cut(deal(dense(8192, 2, 32, 32, CAUSAL), head_dim))
+    assert not is_cut(deal(dense(16384, 4, 32, 8, WINDOW), head_dim))
     lengths = ((4096, 4096),) * 8
-    assert not is_cut(dealt(BackwardShape(lengths, 32, 8, CAUSAL, packed=True), head_dim))
+    assert not is_cut(deal(BackwardShape(lengths, 32, 8, CAUSAL, packed=True), head_dim))
 
 
 def test_unmasked_only_the_last_rounds_are_cut() -> None:
-    found = dealt(dense(8192, 1, 7, 7, FULL), 128)  # 448 tiles: 3.4 rounds
+    found = deal(dense(8192, 1, 7, 7, FULL), 128)  # 448 tiles: 3.4 rounds
     assert is_cut(found)
-    assert found.first_tile == 2 * H200.num_sms
+    assert found.first_tile == 2 * NUM_SMS
 
 
 # --- Deterministic gradients ------------------------------------------------------------------------------------------
@@ -137,7 +116,7 @@ def test_unmasked_only_the_last_rounds_are_cut() -> None:
 def test_deterministic_cuts_do_not_depend_on_the_gpu(window: tuple[int, int], kv_heads: int) -> None:
     shape = dense(4096, 1, 32, kv_heads, window, deterministic=True)
     gpus = itertools.product((1, 16, 78, 132), (6 << 20, 50 << 20))
-    found = [dealt(shape, 128, *gpu) for gpu in gpus]
+    found = [deal(shape, 128, *gpu) for gpu in gpus]
     assert len({(each.first_tile, each.of_heads, each.of_rows, each.heads_per_group) for each in found}) == 1
 
 
@@ -150,3 +129,10 @@ def test_turns_cost_little(heads: tuple[int, int], tokens: int, window: tuple[in
     shape = dense(tokens, 16384 // tokens, *heads, window)
     in_order = dense(tokens, 16384 // tokens, *heads, window, deterministic=True)
     assert scheduled(in_order, head_dim).useful >= scheduled(shape, head_dim).useful / 1.15
+
+
+def test_the_command_compares_whole_tiles_with_splits(capsys: pytest.CaptureFixture[str]) -> None:
+    backward_schedule.main(["--kv-heads", "1", "--heads", "8"])
+    whole, split, *_ = (line for line in capsys.readouterr().out.splitlines() if line.startswith("any order"))
+    busy = [int(part.rstrip("%")) for line in (whole, split) for part in line.split() if part.endswith("%")]
+    assert "whole tiles" in whole and busy[0] < 50 < 90 <= busy[2]

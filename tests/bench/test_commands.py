@@ -39,15 +39,16 @@ RUNS_IN = {
     "python -m benchmarks": "bench/test_benchmarks.py::test_every_command_is_there_and_an_unknown_one_is_refused",
     "python -m benchmarks attention_backward": WITHOUT_A_GPU,
     "python -m benchmarks attention_forward": WITHOUT_A_GPU,
-    "python -m benchmarks context-parallel": (
-        "bench/test_context_parallel_model.py::test_the_page_says_that_nothing_is_measured"
-    ),
     "python -m benchmarks decode": WITHOUT_A_GPU,
     "python -m benchmarks emulator": "bench/test_emulator_speed.py::test_figures_are_of_every_backend",
     "python -m benchmarks fit-int8": "bench/test_int8_fit.py::test_without_a_gpu_nothing_is_written",
     "python -m benchmarks int8_matmul": WITHOUT_A_GPU,
     "python -m benchmarks overhead": "bench/test_commands.py::test_what_a_call_costs_on_the_host",
-    "python -m benchmarks predict": "bench/test_predictions.py::test_what_is_printed_and_written",
+    "python -m benchmarks.machine_code.backward_schedule": (
+        "bench/test_backward_schedule.py::test_the_command_compares_whole_tiles_with_splits"
+    ),
+    "python -m benchmarks.machine_code.geometry": "bench/test_machine_code.py::test_geometry_of_a_case",
+    "python -m benchmarks.machine_code.kernels": "bench/test_machine_code.py::test_both_tables",
 }
 
 
@@ -70,7 +71,8 @@ def test_every_command_that_is_named_runs_somewhere() -> None:
     pages = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
     named = {f"make {target}" for target in re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE)}
     named |= {f"make {target}" for target in re.findall(r"(?:^|`)make ([a-z-]+)", pages, re.MULTILINE)}
-    named |= {f"python -m {words}" for words in re.findall(r"`python -m (fastattn|benchmarks [a-z0-9_-]+)", pages)}
+    names = r"`python -m (fastattn|benchmarks [a-z0-9_-]+|benchmarks\.machine_code\.[a-z_]+)"
+    named |= {f"python -m {words}" for words in re.findall(names, pages)}
     named |= {f"python -m benchmarks {name}" for name in commands_of_bench()}
     assert named | {"pip install", "python -m benchmarks"} == RUNS_IN.keys()
     for command, place in RUNS_IN.items():
@@ -133,7 +135,7 @@ def test_help_lists_every_target() -> None:
 def test_bench_is_made_of_commands_that_run_in_tests() -> None:
     assert commands_of_bench() <= COMMANDS.keys() & {command.split()[-1] for command in RUNS_IN}
     planned = run("make", "-n", "bench", "BENCH_ARGS=--full --save")
-    assert "predict --full;" in planned, "of BENCH_ARGS `predict` takes --full alone"
+    assert "machine_code.kernels --full;" in planned, "of BENCH_ARGS it takes --full alone"
     assert re.search(r"for name in attention_forward .*; do .*-m benchmarks \$name --full --save; done", planned)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from benchmarks.predict import kernel_profiles  # isort: skip  (before whatever imports fastattn)
+from benchmarks.machine_code import HAS_NATIVE  # isort: skip  (before whatever imports fastattn)
 
 from benchmarks.measure import emulator_speed
 
@@ -21,7 +21,7 @@ def test_figures_are_of_every_backend(
     monkeypatch.setattr(emulator_speed, "ROWS", 64)
     emulator_speed.main(["--repeats", "1", "--json", str(tmp_path / "figures.json")])
     rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
-    backends = ["native, sm_80"] * kernel_profiles.HAS_NATIVE + ["Triton, sm_80"]
+    backends = ["native, sm_80"] * HAS_NATIVE + ["Triton, sm_80"]
     assert [(row["kernel"], row["workers"]) for row in rows] == [(name, n) for name in backends for n in (1, 2)]
     printed = capsys.readouterr().out
     for row in rows:
