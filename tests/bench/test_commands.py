@@ -71,8 +71,8 @@ def test_every_command_that_is_named_runs_somewhere() -> None:
     pages = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
     named = {f"make {target}" for target in re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE)}
     named |= {f"make {target}" for target in re.findall(r"(?:^|`)make ([a-z-]+)", pages, re.MULTILINE)}
-    names = r"`python -m (fastattn|benchmarks [a-z0-9_-]+|benchmarks\.machine_code\.[a-z_]+)"
-    named |= {f"python -m {words}" for words in re.findall(names, pages)}
+    names = r"(?:^|`)python -m (fastattn|benchmarks [a-z0-9_-]+|benchmarks\.machine_code\.[a-z_]+)"
+    named |= {f"python -m {words}" for words in re.findall(names, pages, re.MULTILINE)}
     named |= {f"python -m benchmarks {name}" for name in commands_of_bench()}
     assert named | {"pip install", "python -m benchmarks"} == RUNS_IN.keys()
     for command, place in RUNS_IN.items():

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from fastattn import reference
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -25,6 +28,19 @@ def test_the_snippets_run_in_order_as_a_new_user_would_run_them(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert "not torch" in done.stdout or "torch: PyTorch" in done.stdout  # what explain prints
     assert "RecordedCall(" in done.stdout
+
+
+def test_the_masks_are_those_of_attention() -> None:
+    """Each matrix has the pairs of a query and a key that the options above it leave."""
+    heading, *rows = re.search(r"<!-- masks -->\n```text\n(.*?)\n```", README, re.DOTALL)[1].splitlines()
+    starts = [found.start() for found in re.finditer(r"(?<!, )\b(?:causal|window)", heading)]
+    assert len(starts) == 3 and len(rows) == 4
+    for begin, end in zip(starts, [*starts[1:], None], strict=True):
+        options = eval(f"dict({heading[begin:end]})")
+        shown = torch.tensor([[int(pair) for pair in row[begin:end].split()] for row in rows])
+        query, key, one_hot = torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 6, 8), torch.eye(6)[None, None]
+        weights, _ = reference.attention(query, key, one_hot, **options)
+        assert torch.equal(shown, (weights[0, 0] > 0).int())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
