@@ -134,16 +134,16 @@ def matmul(case: Int8Case, gpu: Gpu) -> Geometry | None:
     """Returns the geometry of an int8 matmul by a kernel for sm_80, or None where another way is chosen."""
     op = "int8_matmul_grad_input" if case.gradient else "int8_matmul"
     outputs, depth = (case.k, case.n) if case.gradient else (case.n, case.k)
-    of_outputs, of_depth = ("block_k", "block_n") if case.gradient else ("block_n", "block_k")
+    output_side, depth_side = ("block_k", "block_n") if case.gradient else ("block_n", "block_k")
     has_groups, sizes = case.group is not None, (case.m, outputs, depth)
     kernel = native.int8_matmul_kernel(op, gpu.arch, gpu.num_sms, case.torch_dtype, has_groups, False, *sizes)
     if kernel is None or "_sm80" not in kernel:
         return None
     dealt = native.dealt_int8_matmul(op, gpu.arch, gpu.num_sms, has_groups, *sizes)
     tile = native.KERNELS[kernel]
-    tiles = ceil_div(case.m, tile["block_m"]) * ceil_div(outputs, tile[of_outputs])
+    tiles = ceil_div(case.m, tile["block_m"]) * ceil_div(outputs, tile[output_side])
     return Geometry(
-        kernel, tiles, dealt.ctas, tiles * ceil_div(depth, tile[of_depth]) / dealt.ctas, dealt.longest_steps
+        kernel, tiles, dealt.ctas, tiles * ceil_div(depth, tile[depth_side]) / dealt.ctas, dealt.longest_steps
     )
 
 

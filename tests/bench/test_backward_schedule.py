@@ -1,4 +1,4 @@
-"""How CTAs split the tiles of keys of Hopper's backward pass: an H200's SMs stay busy in a simulation of claims.
+"""Tests that Hopper's backward pass keeps the SMs of an H200 busy, by a simulation of which CTA claims what.
 
 The splits are the library's own; the simulation counts steps, and what a split costs beside its steps is assumed.
 """

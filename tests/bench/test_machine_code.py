@@ -1,4 +1,4 @@
-"""The tools of `benchmarks.machine_code`: what they print, and that launches have the geometry that they say."""
+"""Tests what the tools of `benchmarks.machine_code` print, and that launches have the geometry that they say."""
 
 from __future__ import annotations
 

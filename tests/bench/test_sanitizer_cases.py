@@ -27,7 +27,7 @@ def kernels_in(folder: str, suffixes: tuple[str, ...], pattern: str) -> set[str]
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE != "cpu", reason="the emulator is who knows which kernels ran")
 def test_every_kernel_runs() -> None:
-    """Those for sm_80 and Triton's on an A100, those for sm_90a on a Hopper GPU, in clusters too."""
+    """Kernels for sm_80 and Triton's run on an A100, and those for sm_90a on a Hopper GPU, in clusters too."""
     from emulator import device, launches
 
     with launches.recorded() as found:

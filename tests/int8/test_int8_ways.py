@@ -1,4 +1,4 @@
-"""The choice between the kernels of an int8 matmul and cuBLAS, by the library's own model of each: it has no cliffs."""
+"""Tests that the choice between the kernels of an int8 matmul and cuBLAS has no cliffs, by the library's own model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_how_much_slower_than_cublas_a_call_may_be(
 
 @each_layer
 def test_few_tokens_take_little_more_than_half_the_time(outputs: int, depth: int) -> None:
-    """Their bytes are half as many."""
+    """A weight has half the bytes."""
     for tokens in range(1, 17):
         dense = native.cublas_microseconds(*H200, tokens, outputs, depth)
         speedup = dense / fastest(H200, "int8_matmul", False, tokens, outputs, depth)
