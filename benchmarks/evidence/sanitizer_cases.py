@@ -58,8 +58,8 @@ def shared_keys(device: torch.device) -> None:
     fastattn.attention(*(tensor.repeat(batch, 1, 1, 1) for tensor in (query, key, value)))
 
 
-def keys_in_parts(device: torch.device) -> None:
-    """Runs a single tile of query rows: the CTAs split its keys, and the last one merges their parts."""
+def split_keys(device: torch.device) -> None:
+    """Runs a single tile of query rows: the CTAs split its keys, and the last one combines their partials."""
     shapes = (1, 1, 30, 64), (1, 1, 4000, 64), (1, 1, 4000, 64)
     fastattn.attention(*(random(device, *shape, seed=seed) for seed, shape in enumerate(shapes)), causal=True)
 
@@ -199,7 +199,7 @@ def append(device: torch.device, dtype: torch.dtype) -> None:
 def prompts_in_pages(device: torch.device, page_size: int) -> None:
     """Reads two prompts in two chunks each into the pages of one cache.
 
-    The forward kernel for Hopper copies parts of tiles from pages of 16 rows, and gathers the rows of pages of 5.
+    The forward kernel for Hopper copies rows of tiles from pages of 16 rows, and gathers the rows of pages of 5.
     """
     cache = fastattn.PagedKVCache(1, 192 // page_size, 2, 64, page_size=page_size, dtype=DTYPE, device=device)
     sequences = [cache.add(), cache.add()]
@@ -233,7 +233,7 @@ def int8(
     activation: str | None = None,
     input_precision: str = "16bit",
 ) -> None:
-    """Runs int8_linear, with gradients to the input. With one row the kernel splits K and merges the parts."""
+    """Runs int8_linear, with gradients to the input. With one row the kernel splits K and combines the partials."""
     weight = fastattn.quantize_int8(random(torch.device("cpu"), 96, 1024), granularity).to(device)
     x = random(device, rows, 1024).requires_grad_()
     columns = result_columns(activation, 96)
@@ -253,7 +253,7 @@ def int8_dequantised(device: torch.device) -> None:
         fastattn.int8_linear(random(device, 5, 1000).requires_grad_(), weight).backward(random(device, 5, 96, seed=3))
 
 
-def int8_by_teams(device: torch.device, granularity: str | int, input_precision: str = "16bit") -> None:
+def int8_in_clusters(device: torch.device, granularity: str | int, input_precision: str = "16bit") -> None:
     """Runs Hopper's own kernels where the GPU is one, with one tile of rows and a little more."""
     with native.forced_int8_tile(90 if kernel_facts(device).arch == 90 else 0):
         int8(device, rows=130, granularity=granularity, activation="gelu", input_precision=input_precision)
@@ -268,7 +268,7 @@ CASES: dict[str, Case] = {
     "forward float16": partial(forward, head_dim=64, causal=True, dtype=torch.float16),
     "forward d=256": partial(forward, head_dim=256, causal=True),
     "forward with shared keys": shared_keys,
-    "forward with keys in parts": keys_in_parts,
+    "forward with split keys": split_keys,
     "backward d=64": partial(backward, head_dim=64, causal=True),
     "backward d=128 deterministic": partial(backward, head_dim=128, causal=False, deterministic=True),
     "backward d=256": partial(backward, head_dim=256, causal=True),
@@ -281,8 +281,8 @@ CASES: dict[str, Case] = {
     "packed, gradients": partial(packed, gradients=True),
     "prompts in pages of 16": partial(prompts_in_pages, page_size=16),
     "prompts in pages of 5": partial(prompts_in_pages, page_size=5),
-    "decode in one part": partial(decode, num_splits=1),
-    "decode in 3 parts": partial(decode, num_splits=3),
+    "decode in one split": partial(decode, num_splits=1),
+    "decode in 3 splits": partial(decode, num_splits=3),
     "decode paged int8": decode_paged_int8,
     "decode fp8": decode_fp8,
     "decode a tree": decode_tree,
@@ -297,11 +297,11 @@ CASES: dict[str, Case] = {
     "int8 one row, SwiGLU": partial(int8, rows=1, granularity="channel", activation="swiglu"),
     "int8 130 rows": partial(int8, rows=130, granularity="channel", activation="silu"),
     "int8 dequantised": int8_dequantised,
-    "int8 by teams": partial(int8_by_teams, granularity="channel"),
-    "int8 by teams in groups": partial(int8_by_teams, granularity=64),
+    "int8 in clusters": partial(int8_in_clusters, granularity="channel"),
+    "int8 in clusters, groups": partial(int8_in_clusters, granularity=64),
     "int8 activations in groups": partial(int8, rows=20, granularity=32, input_precision="int8"),
     "int8 activations, 520 rows": partial(int8, rows=520, granularity="channel", input_precision="int8"),
-    "int8 activations by teams": partial(int8_by_teams, granularity="channel", input_precision="int8"),
+    "int8 activations in clusters": partial(int8_in_clusters, granularity="channel", input_precision="int8"),
 }
 
 
