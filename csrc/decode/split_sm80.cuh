@@ -10,8 +10,8 @@
 //   ring             K0 V0 K1 V1 …   kStages of each; what a product has read is loaded anew at once
 //   step             wait K → Q·Kᵀ → load K → softmax → wait V → P·V → load V
 //
-// What waits for memory, one after the other, from the first instruction to the last (benchmarks/predict/decode_time.py adds
-// it up): lengths → page table → K of the first step … the part is stored → arrival → parts are loaded → result.
+// What waits for memory, one after the other, from the first instruction to the last: lengths → page table → K of the first
+// step … the part is stored → arrival → parts are loaded → result.
 //
 // A tile of more than 16 rows has a group of warps for each share of keys, one for each 16 rows: they read the same ring,
 // which one of them fills, and wait for each other where a single warp waits for its lanes.
